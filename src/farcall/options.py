@@ -1,0 +1,58 @@
+"""What can be chosen about an agent. Frozen: an agent never sees its options change.
+
+Defaults are those of `torch.distributed.rpc` where it has the option.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Final
+
+from farcall.errors import UsageError
+
+DEFAULT_RPC_TIMEOUT: Final = 60.0
+UNSET_RPC_TIMEOUT: Final = -1.0
+"""The default of a `timeout` parameter: take the agent's."""
+DEFAULT_NUM_WORKER_THREADS: Final = 16
+DEFAULT_INIT_METHOD: Final = "env://"
+DEFAULT_INIT_TIMEOUT: Final = 60.0
+DEFAULT_SHUTDOWN_TIMEOUT: Final = 0.0
+
+
+@dataclass(frozen=True, kw_only=True)
+class RpcBackendOptions:
+    """The options of the default backend."""
+
+    num_worker_threads: int = DEFAULT_NUM_WORKER_THREADS
+    """How many functions run here at once for others. Those that wait for a farcall reply do not count."""
+
+    rpc_timeout: float = DEFAULT_RPC_TIMEOUT
+    """Seconds that a call may take unless it says otherwise; 0 is without end."""
+
+    init_method: str = DEFAULT_INIT_METHOD
+    """Where workers find each other: `env://`, `tcp://host:port` or `file://path`."""
+
+    init_timeout: float = DEFAULT_INIT_TIMEOUT
+    """Seconds to wait for all workers at the start."""
+
+    interface: str | None = None
+    """The network interface (`eth0`) or its address to listen on; by default the one that leads to the store."""
+
+    transports: tuple[str, ...] = ("unix", "tcp")
+    """Which transports may be used, best first. What cannot be used here or for a peer is passed over."""
+
+    spin: float = 100e-6
+    """Seconds that a thread at most polls for what it waits for before it sleeps; 0 turns spinning off.
+    Spinning stops by itself where it does not pay."""
+
+    def __post_init__(self) -> None:
+        if self.num_worker_threads < 1:
+            raise UsageError(f"num_worker_threads must be at least 1, not {self.num_worker_threads}")
+        if self.rpc_timeout < 0:
+            raise UsageError(f"rpc_timeout must be 0 (no timeout) or more, not {self.rpc_timeout}")
+        if self.init_timeout <= 0:
+            raise UsageError(f"init_timeout must be more than 0, not {self.init_timeout}")
+        if self.spin < 0:
+            raise UsageError(f"spin must be 0 (never spin) or more, not {self.spin}")
+        if isinstance(self.transports, str) or not self.transports:
+            raise UsageError(f"transports must be a tuple of names such as ('unix', 'tcp'), not {self.transports!r}")

@@ -1,0 +1,119 @@
+"""The first bytes on a connection: who speaks what, and which version of it.
+
+Each side begins with a *preamble*, before anything else:
+
+    offset  size  what
+    0       8     b"farcall\\0"
+    8       2     protocol version, little-endian
+    10      2     purpose: 1 calls (worker to worker), 2 store (worker to rendezvous store)
+    12      4     length of the message that follows, little-endian, at most MAX_MESSAGE
+
+followed by one message: `Hello` from the side that connected, `Welcome` or `Refused` from the side that listens.
+The preamble's layout never changes, so that any version can tell any other what is wrong. Messages are a tagged union
+in msgpack: proofs of a shared secret go between `Hello` and `Welcome` as further members of it, each behind the same
+preamble. Nothing here is ever unpickled.
+
+Pure: bytes in, messages out. No socket, no clock.
+"""
+
+from __future__ import annotations
+
+import struct
+from enum import IntEnum
+from typing import Final, TypeAlias
+
+import msgspec
+
+from farcall.errors import ConnectionRefusedByPeer, ProtocolError, VersionMismatchError
+
+MAGIC: Final = b"farcall\0"
+VERSION: Final = 1
+MAX_MESSAGE: Final = 64 * 1024
+
+_PREAMBLE: Final = struct.Struct("<8sHHI")
+PREAMBLE_SIZE: Final = _PREAMBLE.size
+
+
+class Purpose(IntEnum):
+    """What a connection is for."""
+
+    CALLS = 1
+    STORE = 2
+
+
+class Hello(msgspec.Struct, tag="hello", frozen=True):
+    """The side that connected says who it is and whom it wants."""
+
+    group: str
+    """Which run of which group: two groups on one machine must not be taken for each other."""
+    name: str
+    rank: int
+    wanted: str
+    """The worker that the other side should be; empty for a store."""
+
+
+class Welcome(msgspec.Struct, tag="welcome", frozen=True):
+    """The side that listens is who was wanted, and takes the connection."""
+
+    name: str
+    rank: int
+
+
+class Refused(msgspec.Struct, tag="refused", frozen=True):
+    """The side that listens does not take the connection; it closes after this."""
+
+    reason: str
+
+
+Greeting: TypeAlias = Hello | Welcome | Refused
+
+_encode = msgspec.msgpack.Encoder().encode
+_decode = msgspec.msgpack.Decoder[Greeting](Greeting).decode
+
+
+def pack(purpose: Purpose, message: Greeting) -> bytes:
+    """The preamble and the message, ready to be sent."""
+    body = _encode(message)
+    if len(body) > MAX_MESSAGE:
+        raise ProtocolError(f"a greeting of {len(body)} bytes is longer than {MAX_MESSAGE}; use shorter names")
+    return _PREAMBLE.pack(MAGIC, VERSION, purpose, len(body)) + body
+
+
+def body_length(preamble: bytes, purpose: Purpose, other: str) -> int:
+    """How many bytes follow this preamble. `other` names the other end in errors.
+
+    Raises `ProtocolError` for anything but our protocol, `VersionMismatchError` for another version of it.
+    """
+    magic, version, got_purpose, length = _PREAMBLE.unpack(preamble)
+    if magic != MAGIC:
+        raise ProtocolError(f"{other} does not speak farcall: its first bytes were {preamble[:8]!r}")
+    if version != VERSION:
+        raise VersionMismatchError(
+            f"{other} speaks version {version} of the farcall protocol, this worker speaks version {VERSION}; "
+            "install the same release of farcall on all workers"
+        )
+    if got_purpose != purpose:
+        raise ProtocolError(
+            f"{other} is a farcall connection of another kind ({got_purpose}, not {int(purpose)}); "
+            "is this the address of the store, or of a worker?"
+        )
+    if length > MAX_MESSAGE:
+        raise ProtocolError(f"{other} announced a greeting of {length} bytes; at most {MAX_MESSAGE} are allowed")
+    return int(length)
+
+
+def unpack(body: bytes, other: str) -> Greeting:
+    """The message behind a preamble. Raises `ProtocolError` if it is none of ours."""
+    try:
+        return _decode(body)
+    except msgspec.DecodeError as error:
+        raise ProtocolError(f"{other} sent a greeting that cannot be read: {error}") from None
+
+
+def expect_welcome(message: Greeting, other: str) -> Welcome:
+    """Raises `ConnectionRefusedByPeer` with the other side's reason, or `ProtocolError`."""
+    if isinstance(message, Welcome):
+        return message
+    if isinstance(message, Refused):
+        raise ConnectionRefusedByPeer(f"{other} refused the connection: {message.reason}")
+    raise ProtocolError(f"{other} answered a hello with a {type(message).__name__}")

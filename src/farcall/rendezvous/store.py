@@ -1,0 +1,53 @@
+"""What a store is: a few keys that all workers of a group can read and write while they find each other.
+
+Small on purpose, so that a distributed store (Redis, etcd) can stand behind it. Nothing here is on the path of a call.
+Keys are text, values are bytes; neither is unpickled.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Mapping
+
+
+class Store(ABC):
+    """Keys and values shared by a group. Safe to use from several threads."""
+
+    @abstractmethod
+    def set(self, key: str, value: bytes) -> None:
+        """Sets it, whatever was there. Raises `RendezvousError` if the store is gone."""
+
+    @abstractmethod
+    def set_new(self, key: str, value: bytes) -> bytes:
+        """Sets it unless there is a value already; gives the value that is there now (one's own, or the earlier).
+
+        Raises `RendezvousError` if the store is gone.
+        """
+
+    @abstractmethod
+    def get(self, key: str, timeout: float) -> bytes:
+        """Waits for the key. Raises `RendezvousTimeoutError`; `RendezvousError` if the store is gone."""
+
+    @abstractmethod
+    def add(self, key: str, amount: int) -> int:
+        """Adds to a counter (0 at first) and gives the sum. Raises `RendezvousError` if the store is gone."""
+
+    @abstractmethod
+    def delete(self, key: str) -> bool:
+        """Whether it was there. Raises `RendezvousError` if the store is gone."""
+
+    @abstractmethod
+    def read(self, prefix: str) -> Mapping[str, bytes]:
+        """All that is there now under the prefix, without waiting. Raises `RendezvousError` if the store is gone."""
+
+    @abstractmethod
+    def collect(self, prefix: str, count: int, timeout: float) -> Mapping[str, bytes]:
+        """Waits until `count` keys begin with the prefix, then gives them all: a gather and a barrier in one.
+
+        Raises `RendezvousTimeoutError`, whose `present` says which keys were there;
+        `RendezvousError` at once if a worker that had introduced itself is gone without a good-bye.
+        """
+
+    @abstractmethod
+    def close(self) -> None:
+        """Says good-bye. At the worker that hosts the store: waits a little for the others to do so, then ends it."""
