@@ -1,1 +1,74 @@
-"""."""
+"""Remote calls between Python workers: any worker runs functions on any other.
+
+import farcall as rpc
+
+rpc.init_rpc("worker0", rank=0, world_size=2)
+rpc.rpc_sync("worker1", max, args=(1, 2))
+rpc.shutdown()
+"""
+
+from farcall import errors, functions
+from farcall.api import (
+    _set_rpc_timeout,
+    get_rpc_timeout,
+    get_worker_info,
+    init_rpc,
+    is_available,
+    rpc_async,
+    rpc_sync,
+    shutdown,
+)
+from farcall.errors import (
+    AlreadyInitializedError,
+    ForkedProcessError,
+    NotInitializedError,
+    ProtocolError,
+    RemoteError,
+    RendezvousError,
+    RendezvousTimeoutError,
+    RpcError,
+    RpcTimeoutError,
+    SerializationError,
+    ShutdownError,
+    UnknownWorkerError,
+    UsageError,
+    WorkerLost,
+)
+from farcall.futures import Future, UnseenFailureWarning, collect_all, wait_all
+from farcall.options import RpcBackendOptions
+from farcall.protocol import WorkerInfo
+
+__version__ = "0.1.0"
+
+__all__ = [
+    "AlreadyInitializedError",
+    "ForkedProcessError",
+    "Future",
+    "NotInitializedError",
+    "ProtocolError",
+    "RemoteError",
+    "RendezvousError",
+    "RendezvousTimeoutError",
+    "RpcBackendOptions",
+    "RpcError",
+    "RpcTimeoutError",
+    "SerializationError",
+    "ShutdownError",
+    "UnknownWorkerError",
+    "UnseenFailureWarning",
+    "UsageError",
+    "WorkerInfo",
+    "WorkerLost",
+    "_set_rpc_timeout",
+    "collect_all",
+    "errors",
+    "functions",
+    "get_rpc_timeout",
+    "get_worker_info",
+    "init_rpc",
+    "is_available",
+    "rpc_async",
+    "rpc_sync",
+    "shutdown",
+    "wait_all",
+]

@@ -1,1 +1,5 @@
-"""."""
+"""Who runs it: the only layer with threads. `Agent` puts it all together; each other module does one thing."""
+
+from farcall.agent.agent import Agent
+
+__all__ = ["Agent"]

@@ -1,1 +1,12 @@
-"""."""
+"""The `farcall` command.
+
+    main         the command line: reads the arguments, says what is wrong with them
+    run          `farcall run`: what each worker is told (its environment, its command)
+    supervisor   starts the workers, passes signals on, ends them all when one fails
+    output       puts each worker's name before its lines
+    bootstrap    the first thing a worker's process does; run as a file
+    keeper       ends what the workers left when the launcher was killed; run as a file
+
+The command needs nothing of the rest of farcall but its errors, and imports neither numpy nor torch: a launcher must
+be there at once and stay small.
+"""

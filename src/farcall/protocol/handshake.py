@@ -68,7 +68,7 @@ class Refused(msgspec.Struct, tag="refused", frozen=True):
 Greeting: TypeAlias = Hello | Welcome | Refused
 
 _encode = msgspec.msgpack.Encoder().encode
-_decode = msgspec.msgpack.Decoder[Greeting](Greeting).decode
+_decoder: msgspec.msgpack.Decoder[Greeting] = msgspec.msgpack.Decoder(Greeting)
 
 
 def pack(purpose: Purpose, message: Greeting) -> bytes:
@@ -105,7 +105,7 @@ def body_length(preamble: bytes, purpose: Purpose, other: str) -> int:
 def unpack(body: bytes, other: str) -> Greeting:
     """The message behind a preamble. Raises `ProtocolError` if it is none of ours."""
     try:
-        return _decode(body)
+        return _decoder.decode(body)
     except msgspec.DecodeError as error:
         raise ProtocolError(f"{other} sent a greeting that cannot be read: {error}") from None
 

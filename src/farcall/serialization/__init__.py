@@ -1,1 +1,34 @@
-"""."""
+"""How objects become buffers, and how functions and exceptions travel.
+
+`pickler` for values and arguments, `callables` for functions that have a name, `failures` for exceptions. No sockets,
+no threads, no agent: bytes in and out.
+"""
+
+from farcall.serialization.callables import callable_name, encode_function, resolve_function
+from farcall.serialization.failures import decode_failure, encode_failure
+from farcall.serialization.pickler import (
+    OUT_OF_BAND_SIZE,
+    Pickled,
+    dumps,
+    dumps_arguments,
+    dumps_inline,
+    dumps_result,
+    loads,
+    loads_arguments,
+)
+
+__all__ = [
+    "OUT_OF_BAND_SIZE",
+    "Pickled",
+    "callable_name",
+    "decode_failure",
+    "dumps",
+    "dumps_arguments",
+    "dumps_inline",
+    "dumps_result",
+    "encode_failure",
+    "encode_function",
+    "loads",
+    "loads_arguments",
+    "resolve_function",
+]

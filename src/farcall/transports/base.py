@@ -9,13 +9,16 @@ Rules for an implementation
   the stream. Once the stream has ended or failed, `fileno()` stays readable.
 - `send` and `send_gather` take what fits now and say how many bytes that was; `BlockingIOError` when nothing fits.
 - A broken channel raises another `OSError` (`ConnectionError`, mostly) from any of them, never anything else.
-- `close` may be called twice and from another thread; after it every method raises `OSError`. A thread that waits
-  on `fileno()` must be told by other means: closing does not wake a poll.
+- `close` may be called twice and from another thread; after it every method raises `OSError`, `fileno` too. A thread
+  that waits on `fileno()` must be told by other means: closing need not wake a poll.
+- The descriptor lives until the last call on the channel has returned, so that a call that is under way while another
+  thread closes never meets the next owner of its number. Who keeps a method of a channel keeps its descriptor.
 - `send*` may be called by one thread while another calls `receive*`; two senders, or two receivers, must take turns.
 - A process that dies leaves nothing behind but what `listen` of a later process clears away.
 
-The methods of a channel are attributes on purpose: a socket channel binds the socket's own C methods, so that the
-fast path runs no Python frame here. `testing.conformance` checks all of this, for a transport of your own as well.
+The methods of a channel but `close` are attributes on purpose: a socket channel binds the socket's own C methods, so
+that the fast path runs no Python frame here. `testing.conformance` checks all of this, for a transport of your own as
+well.
 """
 
 from __future__ import annotations
@@ -47,8 +50,8 @@ class Channel(Protocol):
     send_gather: Callable[[Sequence[Buffer]], int]
     """Sends some of these, in this order; at most 64 buffers a call. Raises as `send`."""
 
-    close: Callable[[], None]
-    """Ends the stream in both directions. What was sent before may still arrive."""
+    def close(self) -> None:
+        """Ends the stream in both directions. What was sent before may still arrive. Raises nothing."""
 
 
 class Listener(Protocol):
@@ -61,7 +64,7 @@ class Listener(Protocol):
         """A descriptor that polls readable when `accept` has a channel."""
 
     def accept(self) -> Channel | None:
-        """The next channel, or None if there is none now. Raises `OSError` after `close`."""
+        """The next channel, or None if there is none now. Raises `OSError` after `close`, or out of descriptors."""
 
     def close(self) -> None:
         """No more channels; those made already live on. May be called twice."""

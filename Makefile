@@ -1,0 +1,53 @@
+# Every target does its own set-up: a fresh clone, make and Python 3.11 or later are enough.
+# Another Python: make PYTHON=python3.13 test. More for pytest: make test ARGS="-k rendezvous -x".
+
+PYTHON ?= python3
+ARGS ?=
+
+VENV := .venv
+BENCH_VENV := .venv-bench
+PIP := python -m pip --disable-pip-version-check --quiet
+SOURCES = $(wildcard src tests benchmarks examples)
+
+.DEFAULT_GOAL := help
+.PHONY: help demo test check bench format clean
+
+help:  ## say what there is (this)
+	@echo "make TARGET, where TARGET is one of"
+	@awk -F ':.*## ' '/^[a-z]+:.*## / { printf "  %-8s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
+
+demo: $(VENV)/.installed  ## start four workers on this machine and watch them call each other
+	@$(VENV)/bin/farcall run -n 4 examples/demo.py
+
+test: $(VENV)/.installed  ## run all tests
+	$(VENV)/bin/python -m pytest $(ARGS)
+
+check: $(VENV)/.installed  ## formatting, lint, types, and who imports whom
+	$(VENV)/bin/ruff format --check $(SOURCES)
+	$(VENV)/bin/ruff check $(SOURCES)
+	$(VENV)/bin/mypy
+	$(VENV)/bin/python -m pytest -q tests/test_architecture.py
+
+bench: $(BENCH_VENV)/.installed  ## measure against torch, RPyC and raw sockets (large download, once)
+	$(BENCH_VENV)/bin/python benchmarks/run.py $(ARGS)
+
+format: $(VENV)/.installed  ## format the code and fix what can be fixed
+	$(VENV)/bin/ruff format $(SOURCES)
+	$(VENV)/bin/ruff check --fix $(SOURCES)
+
+clean:  ## remove all that the other targets have made
+	rm -rf $(VENV) $(BENCH_VENV) .mypy_cache .ruff_cache .pytest_cache .hypothesis build dist
+	find $(SOURCES) -name __pycache__ -prune -exec rm -rf {} +
+
+$(VENV)/.installed: EXTRA := dev
+$(BENCH_VENV)/.installed: EXTRA := bench
+
+# The stamp is written last, so a set-up that was interrupted is done again.
+$(VENV)/.installed $(BENCH_VENV)/.installed: pyproject.toml
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || { \
+	  echo "farcall needs Python 3.11 or later, and '$(PYTHON)' is $$($(PYTHON) --version 2>&1)." >&2; \
+	  echo "Name another one: make PYTHON=python3.13 $(MAKECMDGOALS)" >&2; exit 1; }
+	@echo "Setting up $(@D) with $$($(PYTHON) --version), once; this can take a minute ..."
+	@$(PYTHON) -m venv $(@D)
+	@$(@D)/bin/$(PIP) install --editable '.[$(EXTRA)]'
+	@touch $@

@@ -1,0 +1,117 @@
+"""What the numbers must amount to: ratios between systems, each with the figure that is wanted of it.
+
+Pure: results in, figures out.
+"""
+
+from __future__ import annotations
+
+import operator
+import statistics
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Final
+
+DISTURBANCE: Final = 20.0
+"""Percent of a core. On two cores one other busy program makes two ends that spin share the other core, and they take
+more than ten times as long: a turn like that says nothing."""
+_HOLDS: Final[dict[str, Callable[[float, float], bool]]] = {"≥": operator.ge, "≤": operator.le, "<": operator.lt}
+
+
+@dataclass
+class Results:
+    """What each round found. The outer key of `calls` is a system's name, the inner one a measurement's."""
+
+    calls: dict[str, list[dict[str, float]]] = field(default_factory=dict)
+    idle_percent: list[float] = field(default_factory=list)
+    busy_spinning: list[float] = field(default_factory=list)
+    """Calls per second, and below: in the same round, with spinning turned off."""
+    busy_blocking: list[float] = field(default_factory=list)
+    others_percent: list[float] = field(default_factory=list)
+    """For each turn, the share of a core that other programs took meanwhile."""
+
+    @property
+    def disturbed(self) -> int:
+        """In how many turns other programs took more than `DISTURBANCE` percent of a core."""
+        return sum(percent > DISTURBANCE for percent in self.others_percent)
+
+    def median(self, system: str, measurement: str) -> float | None:
+        """The median over the rounds; None if it was not measured."""
+        values = [found[measurement] for found in self.calls.get(system, ()) if measurement in found]
+        return statistics.median(values) if values else None
+
+
+@dataclass(frozen=True)
+class Figure:
+    """One wanted figure and what was found."""
+
+    title: str
+    value: float | None
+    """None: it could not be had, because a system was left out."""
+    required: float
+    aim: float | None = None
+    bound: str = "≥"
+    """How the value must stand to what is required: `≥`, `≤` or `<`."""
+    unit: str = "×"
+    noise: float = 0.0
+    """The share of the required value by which equal rounds lie apart; a miss by no more than that is none."""
+
+    @property
+    def verdict(self) -> str:
+        """`not measured`, `missed`, `within noise`, `met` or `aim met`."""
+        if self.value is None:
+            return "not measured"
+        holds = _HOLDS[self.bound]
+        if self.aim is not None and holds(self.value, self.aim):
+            return "aim met"
+        if holds(self.value, self.required):
+            return "met"
+        return "within noise" if self.noise and holds(self.value, self.required * (1 - self.noise)) else "missed"
+
+
+def _ratio(above: float | None, below: float | None) -> float | None:
+    return None if above is None or not below else above / below
+
+
+def _median(values: list[float]) -> float | None:
+    return statistics.median(values) if values else None
+
+
+def _noise(values: list[float]) -> float:
+    """How far, as a share, equal rounds lie apart: half their range over their median."""
+    return (max(values) - min(values)) / 2 / statistics.median(values) if values else 0.0
+
+
+def wanted_figures(results: Results) -> list[Figure]:
+    """All wanted figures, in the order of the table."""
+
+    def p50(system: str) -> float | None:
+        return results.median(system, "p50_us")
+
+    def rate(system: str) -> float | None:
+        return results.median(system, "calls_per_s")
+
+    return [
+        Figure("no-op, unix: faster than torch", _ratio(p50("torch"), p50("farcall-unix")), 12, aim=20),
+        Figure("no-op, tcp: faster than torch", _ratio(p50("torch"), p50("farcall-tcp")), 8),
+        Figure(
+            "no-op, unix: of the raw spinning ping-pong",
+            _ratio(p50("farcall-unix"), p50("raw-spin-unix")),
+            2,
+            bound="≤",
+        ),
+        Figure(
+            "no-op, tcp: of the raw spinning ping-pong",
+            _ratio(p50("farcall-tcp"), p50("raw-spin-tcp")),
+            2,
+            bound="≤",
+        ),
+        Figure("pipelined, unix: torch's rate", _ratio(rate("farcall-unix"), rate("torch")), 12, aim=25),
+        Figure("pipelined, unix: RPyC's rate", _ratio(rate("farcall-unix"), rate("rpyc-tcp")), 2, aim=5),
+        Figure("idle worker: share of a core", _median(results.idle_percent), 1, bound="<", unit=" %"),
+        Figure(
+            "8 busy workers: rate with spinning, of that without",
+            _ratio(_median(results.busy_spinning), _median(results.busy_blocking)),
+            1,
+            noise=_noise(results.busy_blocking),
+        ),
+    ]

@@ -1,0 +1,173 @@
+"""The side-by-side benchmark behind `make bench`: farcall, torch's RPC, RPyC and the raw socket, in one run.
+
+Rounds alternate: in each one, every system is measured once, in an order that rotates from round to round, so that
+nothing else that the machine does in those minutes falls on one system alone. A result is the median over the rounds.
+
+Exit status: 0; with --strict, 1 if a wanted figure was missed or could not be had. Also 1 if a measurement failed, 2 if
+the arguments are wrong, 130 after Ctrl-C.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import importlib.util
+import json
+import signal
+import sys
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Final, NoReturn
+
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+
+import report
+import systems
+from figures import Results, wanted_figures
+from measurements import QUICK, Effort, measure_busy, measure_calls, measure_idle, others_cpu_seconds
+from processes import EndpointFailed
+
+_README: Final = Path(__file__).with_name("README.md")
+Step = tuple[str, Callable[[], None]]
+
+
+def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
+    """The arguments. Ends the program for wrong ones."""
+    names = sorted({system.family for system in systems.ALL} | {system.name for system in systems.ALL})
+    parser = argparse.ArgumentParser(
+        prog="run.py", description="Measure farcall beside torch's RPC, RPyC and raw sockets."
+    )
+    parser.add_argument("--quick", action="store_true", help="a short run that shows that everything works")
+    parser.add_argument("--rounds", type=int, metavar="N", help="alternating rounds (default: 5; 2 with --quick)")
+    parser.add_argument("--systems", metavar="A,B", help=f"only these: {', '.join(names)} (default: all installed)")
+    parser.add_argument("--json", type=Path, metavar="FILE", help="write all findings there")
+    parser.add_argument(
+        "--write-readme",
+        type=Path,
+        nargs="?",
+        const=_README,
+        metavar="FILE",
+        help="put the tables into the README beside this program, or into FILE",
+    )
+    parser.add_argument("--strict", action="store_true", help="exit with 1 unless every wanted figure is met")
+    options = parser.parse_args(arguments)
+    if options.rounds is not None and options.rounds < 1:
+        parser.error(f"--rounds must be at least 1, not {options.rounds}")
+    if options.systems is not None:
+        wanted = options.systems.split(",")
+        if unknown := sorted(set(wanted) - set(names)):
+            parser.error(f"no such system: {', '.join(unknown)}; there are {', '.join(names)}")
+        options.systems = [system for system in systems.ALL if system.name in wanted or system.family in wanted]
+        if absent := sorted({system.package for system in options.systems if not installed(system)}):
+            parser.error(
+                f"not installed: {', '.join(absent)}; `pip install 'farcall[bench]'` installs what is compared"
+            )
+    # Both are refused now rather than after minutes of measuring.
+    if options.json is not None and not options.json.absolute().parent.is_dir():
+        parser.error(f"--json: there is no directory {options.json.parent}")
+    if options.write_readme is not None:
+        try:
+            report.around_results(options.write_readme)
+        except (OSError, ValueError) as error:
+            parser.error(f"--write-readme: {error}")
+    return options
+
+
+def installed(system: systems.System) -> bool:
+    """Whether the package that the system needs is there."""
+    return system.package is None or importlib.util.find_spec(system.package) is not None
+
+
+def plan(chosen: Sequence[systems.System], effort: Effort, results: Results) -> list[Step]:
+    """All steps of the run in their order: a description, and what measures and records."""
+    steps: list[Step] = []
+    farcall = next((system for system in chosen if system.family == "farcall"), None)
+
+    def calls(system: systems.System) -> None:
+        results.calls.setdefault(system.name, []).append(measure_calls(system, effort))
+
+    def idle(system: systems.System) -> None:
+        results.idle_percent.append(measure_idle(system, effort))
+
+    def busy(spins: bool) -> None:
+        (results.busy_spinning if spins else results.busy_blocking).append(measure_busy(spins, effort))
+
+    for number in range(effort.rounds):
+        turn = number % len(chosen)
+        for system in (*chosen[turn:], *chosen[:turn]):
+            steps.append((f"round {number + 1}: {system.label}", lambda system=system: calls(system)))  # type: ignore[misc]
+        if farcall is None:
+            continue
+        steps.append((f"round {number + 1}: an idle worker", lambda: idle(farcall)))
+        for spins in (True, False) if number % 2 == 0 else (False, True):
+            title = f"round {number + 1}: {systems.BUSY_WORKERS} busy workers, {'' if spins else 'not '}spinning"
+            steps.append((title, lambda spins=spins: busy(spins)))  # type: ignore[misc]
+    return steps
+
+
+def measure(steps: Sequence[Step], results: Results, console: Console) -> None:
+    """Take all steps, showing which one is under way and noting what disturbed it. Raises EndpointFailed."""
+    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
+    # No automatic refresh: a thread that draws ten times a second would be inside every measurement.
+    with Progress(*columns, console=console, auto_refresh=False) as progress:
+        task = progress.add_task("", total=len(steps))
+        for title, step in steps:
+            progress.update(task, description=title, refresh=True)
+            others, start = others_cpu_seconds(), time.perf_counter()
+            step()
+            share = (others_cpu_seconds() - others) / (time.perf_counter() - start)
+            results.others_percent.append(100 * share)
+            progress.advance(task)
+        progress.update(task, description="measured", refresh=True)
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run it all; the exit status."""
+    options = parse(arguments)
+    effort = QUICK if options.quick else Effort()
+    if options.rounds is not None:
+        effort = dataclasses.replace(effort, rounds=options.rounds)
+    screen, notes = Console(), Console(stderr=True)
+    chosen = options.systems
+    if chosen is None:
+        chosen = [system for system in systems.ALL if installed(system)]
+        for absent in sorted({str(system.package) for system in systems.ALL if system not in chosen}):
+            notes.print(f"{absent} is not installed and is left out; `pip install 'farcall[bench]'` does", markup=False)
+    results = Results()
+    try:
+        measure(plan(chosen, effort, results), results, notes)
+    except EndpointFailed as failure:
+        notes.print(f"the bench cannot go on: {failure}", markup=False, style="red")
+        return 1
+    where = report.machine(results)
+    figures = wanted_figures(results)
+    shown = report.tables(results, figures, effort)
+    for table in shown:
+        table.show(screen)
+    screen.print(", ".join(f"{name} {value}" for name, value in where.items()))
+    if results.disturbed:
+        notes.print(
+            "Other programs disturbed the run. Figures to keep need a machine with nothing else to do.", style="yellow"
+        )
+    if options.json is not None:
+        found = report.as_json(results, figures, effort, where)
+        options.json.write_text(json.dumps(found, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
+    if options.write_readme is not None:
+        report.write_readme(options.write_readme, shown, where)
+    good = all(figure.verdict in ("met", "aim met", "within noise") for figure in figures)
+    return 1 if options.strict and not good else 0
+
+
+def _end(signal_number: int, _: object) -> NoReturn:
+    raise SystemExit(128 + signal_number)
+
+
+if __name__ == "__main__":
+    # As an exception it leaves every `with` behind it in order, and with it the processes that were started.
+    signal.signal(signal.SIGTERM, _end)
+    try:
+        sys.exit(main())
+    except KeyboardInterrupt:
+        sys.exit(130)

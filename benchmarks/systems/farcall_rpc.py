@@ -1,0 +1,90 @@
+"""farcall with its default options, over Unix sockets and over TCP; and one of many busy farcall workers."""
+
+from __future__ import annotations
+
+import time
+from typing import Final
+
+from systems.base import START_LIMIT, Address, Caller, Server, System
+
+BUSY_WORKERS: Final = 8
+
+
+def noop() -> None:
+    """The callee."""
+
+
+class _FarcallEnd:
+    """One worker of a group of two. Only the client calls; only the server is called."""
+
+    def __init__(self, name: str, rank: int, port: int, transport: str) -> None:
+        import farcall as rpc
+
+        self._rpc = rpc
+        # One transport and no other: falling back to TCP must be an error here, not a wrong row in the table.
+        options = rpc.RpcBackendOptions(
+            init_method=f"tcp://127.0.0.1:{port}", init_timeout=START_LIMIT, transports=(transport,)
+        )
+        rpc.init_rpc(name, rank=rank, world_size=2, rpc_backend_options=options)
+
+    def noop(self) -> None:
+        self._rpc.rpc_sync("server", noop)
+
+    def pipelined(self, calls: int) -> None:
+        rpc_async = self._rpc.rpc_async
+        self._rpc.wait_all([rpc_async("server", noop) for _ in range(calls)])
+
+    def close(self) -> None:
+        self._rpc.shutdown(timeout=10)
+
+
+class Farcall(System):
+    """farcall between two processes of one host."""
+
+    package = "farcall"
+    starts_together = True
+
+    def __init__(self, kind: str) -> None:
+        self._kind = kind
+        self.name = f"farcall-{kind}"
+        self.label = f"farcall, {kind}"
+
+    def serve(self, address: Address) -> Server:
+        return _FarcallEnd("server", 0, address.port, self._kind)
+
+    def connect(self, address: Address) -> Caller:
+        return _FarcallEnd("client", 1, address.port, self._kind)
+
+
+class BusyWorker:
+    """One of `BUSY_WORKERS` workers that call each other all the time."""
+
+    def __init__(self, rank: int, port: int, spins: bool) -> None:
+        import farcall as rpc
+
+        self._rpc = rpc
+        where = f"tcp://127.0.0.1:{port}"
+        if spins:
+            options = rpc.RpcBackendOptions(init_method=where, init_timeout=START_LIMIT)
+        else:
+            options = rpc.RpcBackendOptions(init_method=where, init_timeout=START_LIMIT, spin=0.0)
+        rpc.init_rpc(f"worker{rank}", rank=rank, world_size=BUSY_WORKERS, rpc_backend_options=options)
+        # Each begins with its neighbour, so that not all call the same worker at once.
+        self._others = [f"worker{(rank + step) % BUSY_WORKERS}" for step in range(1, BUSY_WORKERS)]
+        for other in self._others:
+            rpc.rpc_sync(other, noop)  # connections are made now, not while it counts
+
+    def call_all(self, seconds: float) -> int:
+        """Call the others in turn for so long; the number of calls made."""
+        rpc_sync = self._rpc.rpc_sync
+        calls = 0
+        end = time.perf_counter() + seconds
+        while time.perf_counter() < end:
+            for other in self._others:
+                rpc_sync(other, noop)
+            calls += len(self._others)
+        return calls
+
+    def close(self) -> None:
+        """Leave the group; returns in bounded time."""
+        self._rpc.shutdown(timeout=10)

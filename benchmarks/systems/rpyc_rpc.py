@@ -1,0 +1,80 @@
+"""RPyC used the way its documentation shows: a service, a threaded server, `async_` for many calls at once.
+
+Over a Unix socket it does not pipeline here: its sender does not read while it sends, so both ends block once the
+replies to some hundred calls fill the socket's buffer. TCP's larger buffers take all of them, so TCP speaks for it.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from typing import Any
+
+from systems.base import START_LIMIT, Address, Caller, Server, System
+
+
+class _RpycServer:
+    def __init__(self, **where: object) -> None:
+        import rpyc
+        from rpyc.utils.server import ThreadedServer
+
+        class NoopService(rpyc.Service):  # type: ignore[misc]  # rpyc has no types
+            def exposed_noop(self) -> None:
+                """The callee."""
+
+        self._server: Any = ThreadedServer(NoopService, **where)
+        self._thread = threading.Thread(target=self._server.start, name="rpyc-server", daemon=True)
+        self._thread.start()
+        deadline = time.monotonic() + START_LIMIT
+        while not self._server.active:  # set once it listens
+            if time.monotonic() > deadline or not self._thread.is_alive():
+                raise RuntimeError("the RPyC server did not begin to listen")
+            time.sleep(0.01)
+
+    def close(self) -> None:
+        self._server.close()
+        self._thread.join(5.0)
+
+
+class _RpycCaller:
+    def __init__(self, connection: Any) -> None:
+        import rpyc
+
+        self._connection = connection
+        # Fetched once: `root.noop` by itself is a round trip.
+        self._noop: Any = connection.root.noop
+        self._noop_async: Any = rpyc.async_(self._noop)
+
+    def noop(self) -> None:
+        self._noop()
+
+    def pipelined(self, calls: int) -> None:
+        for reply in [self._noop_async() for _ in range(calls)]:
+            reply.wait()
+
+    def close(self) -> None:
+        self._connection.close()
+
+
+class Rpyc(System):
+    """RPyC between two processes of one host."""
+
+    package = "rpyc"
+
+    def __init__(self, kind: str) -> None:
+        self._unix = kind == "unix"
+        self.name = f"rpyc-{kind}"
+        self.label = f"RPyC, {kind}"
+        self.pipelines = not self._unix
+
+    def serve(self, address: Address) -> Server:
+        if self._unix:
+            return _RpycServer(socket_path=address.socket_path)
+        return _RpycServer(hostname="127.0.0.1", port=address.port)
+
+    def connect(self, address: Address) -> Caller:
+        from rpyc.utils import factory
+
+        if self._unix:
+            return _RpycCaller(factory.unix_connect(address.socket_path))
+        return _RpycCaller(factory.connect("127.0.0.1", address.port))

@@ -1,0 +1,103 @@
+"""The small objects of a call's life: the pending call and its reply at the caller, the jobs at the callee.
+
+They are made for every call, so they have slots and do little. What a callee does with a request is in `execution.py`.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Sequence
+from time import monotonic
+from typing import TYPE_CHECKING, Any
+
+from farcall.errors import SerializationError
+from farcall.futures import DONE, FAILED, FOREVER, PENDING, Callbacks, Future, run_callbacks
+from farcall.protocol.wire import FAILURE, Bytes
+from farcall.serialization import callable_name, decode_failure, loads
+
+if TYPE_CHECKING:
+    from farcall.agent.outgoing import Outgoing
+    from farcall.agent.serving import Answerable
+
+
+class PendingCall(Future[Any]):
+    """The future of a call."""
+
+    __slots__ = ("call_id", "deadline", "due", "function", "started")
+
+    def __init__(self, connection: Outgoing, call_id: int, function: Callable[..., Any], deadline: float) -> None:
+        # Not super().__init__: one call less on the path of every call.
+        self._state = PENDING
+        self._value = None
+        self._watchers = []
+        self._source = connection
+        self._report = None
+        self.call_id = call_id
+        self.function = function
+        self.deadline = deadline
+        self.started = FOREVER if deadline == FOREVER else monotonic()
+        self.due: Callbacks | None = None
+        """Callbacks that the thread which waits for this future runs, once it has left the connection."""
+
+    @property
+    def timeout(self) -> float:
+        """Seconds that the call was given."""
+        return self.deadline - self.started
+
+    def __repr__(self) -> str:
+        return f"{super().__repr__()[:-1]} of `{callable_name(self.function)}`>"
+
+
+class Reply:
+    """A reply as it came: unpickled by the thread that wants the value, not by the one that read it."""
+
+    __slots__ = ("_body", "_buffers", "_function", "_kind", "_worker", "lock")
+
+    def __init__(
+        self, worker: str, function: Callable[..., Any], kind: int, body: Bytes, buffers: Sequence[Bytes]
+    ) -> None:
+        self.lock = threading.Lock()
+        self._worker = worker
+        self._function = function
+        self._kind = kind
+        self._body = body
+        self._buffers = buffers
+
+    def load(self) -> tuple[int, Any]:
+        """See `Unloaded`."""
+        if self._kind == FAILURE:
+            return FAILED, decode_failure(self._body)
+        try:
+            return DONE, loads(self._body, self._buffers)
+        except BaseException as error:
+            name = callable_name(self._function)
+            wrapped = SerializationError(
+                f"the result of `{name}` from worker {self._worker!r} cannot be unpickled here: "
+                f"{type(error).__name__}: {error}. Is the same code installed on both workers?"
+            )
+            wrapped.__cause__ = error
+            return FAILED, wrapped
+
+    def describe(self) -> str:
+        """For the warning that nobody has looked at this failure."""
+        _, error = self.load()
+        return (
+            f"nobody looked at the failure of `{callable_name(self._function)}` on worker {self._worker!r}: "
+            f"{type(error).__name__}: {error}"
+        )
+
+
+class CallbackJob:
+    """Runs the callbacks of a future in the serving pool."""
+
+    __slots__ = ("_callbacks", "_future", "kind", "origin")
+
+    def __init__(self, future: Future[Any], callbacks: Callbacks) -> None:
+        self.kind: object = "callbacks"
+        self.origin: Answerable | None = None
+        self._future = future
+        self._callbacks = callbacks
+
+    def run(self) -> None:
+        """See `Job`."""
+        run_callbacks(self._future, self._callbacks)

@@ -1,0 +1,101 @@
+"""What a callee does with a request: finds the function, runs it, and makes the reply.
+
+Rules
+- Whatever the function raises, `SystemExit` and `KeyboardInterrupt` too, is the caller's to hear of; it never ends the
+  worker, nor the thread.
+- A function marked `async_execution` is answered when its future is settled; an `async def` function when its coroutine
+  ends, in one event loop for the whole worker.
+- Arguments are unpickled here, in the thread that runs the function: it is user code like the function itself.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from types import CoroutineType
+from typing import Any
+
+from farcall.agent.coroutines import EventLoop
+from farcall.agent.serving import Answerable
+from farcall.functions import is_async_execution
+from farcall.futures import Future
+from farcall.protocol.wire import FAILURE, RESULT, Bytes, encode, encode_start
+from farcall.serialization import callable_name, dumps_result, encode_failure, loads_arguments, resolve_function
+from farcall.transports.base import Buffer
+
+
+class CallJob:
+    """One request, to be run in the serving pool."""
+
+    __slots__ = ("_body", "_buffers", "_call_id", "_loop", "_worker", "kind", "origin")
+
+    def __init__(
+        self,
+        worker: str,
+        loop: EventLoop,
+        origin: Answerable,
+        call_id: int,
+        head: bytes,
+        body: Bytes,
+        buffers: Sequence[Bytes],
+    ) -> None:
+        self._worker = worker
+        self._loop = loop
+        self.origin = origin
+        self._call_id = call_id
+        self.kind: bytes = head
+        self._body = body
+        self._buffers = buffers
+
+    def run(self) -> Sequence[Buffer] | None:
+        """See `Job`."""
+        function: Any = None
+        try:
+            args, kwargs = loads_arguments(self._body, self._buffers)
+            if self.kind:
+                function = resolve_function(self.kind, f"worker {self._worker!r}")
+            else:
+                function, *args = args  # type: ignore[assignment]
+            self._body = b""  # the arguments are the function's alone now, and go when it lets them go
+            self._buffers = ()
+            result = function(*args, **kwargs)
+            if is_async_execution(function):
+                self._answer_when_settled(function, result)
+                return None
+        except BaseException as error:
+            return self._failure(function, error)
+        if isinstance(result, CoroutineType):
+            self._loop.run(result, lambda outcome, error: self._answer(function, outcome, error))
+            return None
+        return self._result(function, result)
+
+    def _result(self, function: Callable[..., Any], result: Any) -> Sequence[Buffer]:
+        try:
+            body, buffers = dumps_result(function, result, self._worker)
+        except BaseException as error:
+            return self._failure(function, error)
+        if buffers:
+            return [encode_start(RESULT, self._call_id, b"", body, buffers), *buffers]
+        return [encode(RESULT, self._call_id, b"", body)]
+
+    def _failure(self, function: Any, error: BaseException) -> Sequence[Buffer]:
+        name = (
+            callable_name(function) if function is not None else self.kind.decode(errors="replace").replace("\0", ".")
+        )
+        return [encode(FAILURE, self._call_id, b"", encode_failure(error, self._worker, name))]
+
+    def _answer(self, function: Callable[..., Any], result: Any, error: BaseException | None) -> None:
+        reply = self._result(function, result) if error is None else self._failure(function, error)
+        self.origin.answer(reply)
+
+    def _answer_when_settled(self, function: Callable[..., Any], future: Any) -> None:
+        if not isinstance(future, Future):
+            raise TypeError(
+                f"functions decorated with async_execution must return a Future, but `{callable_name(function)}` "
+                f"returned a {type(future).__name__}"
+            )
+
+        def settled(future: Future[Any]) -> None:
+            error = future.exception()
+            self._answer(function, None if error is not None else future.value(), error)
+
+        future.watch(settled, waker=False)

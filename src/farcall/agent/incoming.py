@@ -1,0 +1,165 @@
+"""A connection from a peer: its calls come in, our replies go out.
+
+Rules
+- First the greeting, then calls. Nothing is unpickled before the greeting is done, and nothing here at all: that is
+  done where the function runs.
+- What cannot be a message closes the connection with a line in the log, and harms nothing else.
+- It never blocks: it is read by the leader of the serving pool.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Sequence
+from typing import Final
+
+from farcall.agent.coroutines import EventLoop
+from farcall.agent.execution import CallJob
+from farcall.agent.poller import READABLE, WRITABLE, Poller
+from farcall.agent.sending import Sender
+from farcall.agent.serving import Serving
+from farcall.errors import ProtocolError
+from farcall.protocol.handshake import PREAMBLE_SIZE, Hello, Purpose, Refused, Welcome, body_length, pack, unpack
+from farcall.protocol.ids import WorkerInfo
+from farcall.protocol.wire import CALL, Decoder
+from farcall.transports.base import Buffer, Channel
+
+logger = logging.getLogger("farcall")
+
+_CHUNK: Final = 1 << 18
+
+
+class Incoming:
+    """One connection from one peer, or from somebody who says so."""
+
+    def __init__(
+        self,
+        us: WorkerInfo,
+        group: str,
+        channel: Channel,
+        poller: Poller,
+        serving: Serving,
+        loop: EventLoop,
+        on_closed: Callable[[Incoming], None],
+    ) -> None:
+        self._us = us
+        self._group = group
+        self._channel = channel
+        self._descriptor = channel.fileno()
+        self._poller = poller
+        self._serving = serving
+        self._loop = loop
+        self._on_closed = on_closed
+        self._decoder = Decoder()
+        self._greeting = b""
+        self._peer: Hello | None = None
+        self._sender = Sender(channel, lambda on: poller.want(self._descriptor, WRITABLE, on))
+        poller.add(self._descriptor, self._handle, READABLE)
+
+    def _handle(self, events: int) -> None:
+        if events & WRITABLE:
+            self.flush_answers()
+        if events & ~WRITABLE:
+            try:
+                self._receive()
+            except BlockingIOError:
+                pass
+            except ProtocolError as error:
+                logger.warning("worker %r: connection from %s closed: %s", self._us.name, self._who(), error)
+                self.close()
+            except OSError:
+                self.close()
+
+    def _receive(self) -> None:
+        decoder = self._decoder
+        if decoder.space is not None:
+            count = self._channel.receive_into(decoder.space)
+            if not count:
+                self.close()
+                return
+            messages = decoder.filled(count)
+        else:
+            data = self._channel.receive(_CHUNK)
+            if not data:
+                self.close()
+                return
+            if self._peer is None:
+                data = self._greet(data)
+                if not data:
+                    return
+            messages = decoder.feed(data)
+        ready = self._serving.ready
+        for kind, call_id, head, body, buffers in messages:
+            if kind != CALL:
+                raise ProtocolError(f"a reply (kind {kind}) came where only calls may")
+            ready.append(CallJob(self._us.name, self._loop, self, call_id, head, body, buffers))
+
+    def _greet(self, data: bytes) -> bytes:
+        """Takes the greeting out of what came; what is behind it. Raises `ProtocolError` if it is none."""
+        self._greeting += data
+        if len(self._greeting) < PREAMBLE_SIZE:
+            return b""
+        try:
+            end = PREAMBLE_SIZE + body_length(self._greeting[:PREAMBLE_SIZE], Purpose.CALLS, self._who())
+            if len(self._greeting) < end:
+                return b""
+            hello = unpack(self._greeting[PREAMBLE_SIZE:end], self._who())
+            self._check(hello)
+        except ProtocolError as error:
+            # Told in the one form that every version understands, so that the other side can say what is wrong.
+            self._sender.send(pack(Purpose.CALLS, Refused(str(error))))
+            raise
+        self._sender.send(pack(Purpose.CALLS, Welcome(self._us.name, self._us.id)))
+        rest, self._greeting = self._greeting[end:], b""
+        return rest
+
+    def _check(self, hello: object) -> None:
+        if not isinstance(hello, Hello):
+            raise ProtocolError(f"expected a hello, got a {type(hello).__name__}")
+        if hello.group != self._group:
+            raise ProtocolError(f"this worker is of group {self._group!r}, not of {hello.group!r}")
+        if hello.wanted != self._us.name:
+            raise ProtocolError(f"this is worker {self._us.name!r}, not {hello.wanted!r}")
+        self._peer = hello
+
+    def _who(self) -> str:
+        return f"worker {self._peer.name!r}" if self._peer is not None else self._channel.address
+
+    # Replies
+
+    def answer(self, reply: Sequence[Buffer]) -> None:
+        """See `Answerable`."""
+        try:
+            if len(reply) == 1:
+                self._sender.send(reply[0])
+            else:
+                self._sender.send_all(reply)
+            if self._sender.waiting:
+                self._sender.keep_copies()
+        except OSError:
+            self.close()
+
+    def answer_later(self, reply: Sequence[Buffer]) -> None:
+        """See `Answerable`."""
+        start = reply[0]
+        if len(reply) == 1 and isinstance(start, bytes):
+            self._sender.queue(start)
+        else:
+            self.answer(reply)  # large: not to be kept back, and its buffers are the user's to change
+
+    def flush_answers(self) -> None:
+        """See `Answerable`."""
+        try:
+            self._sender.flush()
+        except OSError:
+            self.close()
+
+    def close(self) -> None:
+        """Closes it. Calls that came over it run on; their replies are dropped. May be called twice."""
+        self._poller.remove(self._descriptor)
+        self._channel.close()
+        self._on_closed(self)
+
+    def abandon(self) -> None:
+        """In a forked child: the connection is the parent's, and stays as it is there."""
+        self._channel.abandon()

@@ -1,0 +1,326 @@
+"""A connection to a peer for our own calls: requests go out, replies come back.
+
+Rules
+- A call is in `pending` from before it is sent until it is settled; whoever pops it from there settles it, and nobody
+  else does: the reader of its reply, the one who sees its time over, or the loss of the connection.
+- The connection is lost once, for whatever reason; then everything pending fails, naming the worker.
+- An exception that comes from nowhere (Ctrl-C) in the midst of reading may have lost bytes: the connection is given up.
+  While a thread merely waits, it harms nothing.
+- Callbacks of users run in the serving pool, or in the thread that waited for that very future.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+import select
+import threading
+from collections.abc import Callable, Sequence
+from time import monotonic, perf_counter
+from typing import Any, Final
+
+from farcall.agent.calls import CallbackJob, PendingCall, Reply
+from farcall.agent.poller import READABLE, WRITABLE, Poller
+from farcall.agent.reading import Reading
+from farcall.agent.sending import Sender
+from farcall.agent.serving import Serving
+from farcall.agent.spinning import Spinning
+from farcall.agent.supervisor import Supervisor
+from farcall.errors import ProtocolError, RpcError, RpcTimeoutError, WorkerLost
+from farcall.futures import DONE, FAILED, FOREVER, UNLOADED, Callbacks, Future, asleep, run_callbacks
+from farcall.protocol.ids import WorkerInfo
+from farcall.protocol.wire import CALL, FAILURE, RESULT, Decoder, encode, encode_start
+from farcall.serialization import callable_name
+from farcall.transports.base import Channel
+
+_CHUNK: Final = 1 << 18
+_MAX_WAITING: Final = 1 << 24
+"""Bytes that may wait to be sent before callers have to wait too."""
+_LOOK_AGAIN: Final = 1.0
+_PATIENCE: Final = 5e-3
+_LONGEST_PATIENCE: Final = 100e-3
+
+
+class Outgoing:
+    """One connection to one peer."""
+
+    def __init__(
+        self,
+        peer: WorkerInfo,
+        channel: Channel,
+        poller: Poller,
+        serving: Serving,
+        supervisor: Supervisor,
+        spin: float,
+        on_lost: Callable[[Outgoing], None],
+    ) -> None:
+        self.peer = peer
+        self.pending: dict[int, PendingCall] = {}
+        self._channel = channel
+        self._descriptor = channel.fileno()
+        self._poller = poller
+        self._serving = serving
+        self._supervisor = supervisor
+        self._on_lost = on_lost
+        self._ids = itertools.count(1)
+        self._decoder = Decoder()
+        self._reading = Reading(self)
+        self._spinning = Spinning(spin)
+        poll = select.poll()
+        poll.register(self._descriptor, select.POLLIN)
+        self._poll = poll.poll
+        self._lock = threading.Lock()
+        self._lost: RpcError | None = None
+        self._first_deadline = FOREVER
+        self._unattended_since = 0.0
+        self._calls_at_last_tick = 0
+        self.calls_started = 0
+        """How many calls were sent on it so far."""
+        poller.add(self._descriptor, self._handle, 0)
+        self._sender = Sender(channel, lambda on: poller.want(self._descriptor, WRITABLE, on))
+
+    # Calling
+
+    def call(
+        self, function: Callable[..., Any], head: bytes, body: bytes, buffers: Sequence[memoryview], deadline: float
+    ) -> PendingCall:
+        """Sends a call. Its future is settled in any case, with `WorkerLost` if it cannot be sent."""
+        call_id = next(self._ids)
+        future = PendingCall(self, call_id, function, deadline)
+        self.pending[call_id] = future
+        if deadline < self._first_deadline:
+            self._note_deadline(deadline)
+        self.calls_started = call_id
+        try:
+            if buffers:
+                self._sender.send_all([encode_start(CALL, call_id, head, body, buffers), *buffers])
+            else:
+                self._sender.send(encode(CALL, call_id, head, body))
+            if self._sender.waiting:
+                self._wait_to_send(deadline)
+        except OSError as error:
+            self.lose(f"sending to it failed: {error}")
+        if self._lost is not None and self.pending.pop(call_id, None) is not None:
+            self._fail(future)
+        return future
+
+    def _wait_to_send(self, deadline: float) -> None:
+        """Holds the caller back while too much waits; copies the rest, so that the caller may change its buffers."""
+        if self._sender.waiting > _MAX_WAITING:
+            writable = select.poll()
+            writable.register(self._descriptor, select.POLLOUT)
+            with asleep():
+                while self._sender.waiting > _MAX_WAITING and self._lost is None and monotonic() < deadline:
+                    writable.poll(100)
+                    self._sender.flush()
+        self._sender.keep_copies()
+
+    def _note_deadline(self, deadline: float) -> None:
+        with self._lock:
+            self._first_deadline = min(self._first_deadline, deadline)
+        self._supervisor.deadline_set(deadline)
+
+    # The source of its futures
+
+    def drive(self, future: Future[Any], deadline: float) -> None:
+        """Waits for one of its futures, reading the connection if nobody does."""
+        assert isinstance(future, PendingCall)
+        try:
+            self._reading.wait(future, min(deadline, future.deadline))
+        except BaseException:
+            if future.due is not None:
+                self._dispatch(future, future.due)
+            raise
+        if future.due is not None:
+            due, future.due = future.due, None
+            run_callbacks(future, due)
+        if not future.done() and monotonic() >= future.deadline:
+            self._expire(future)
+
+    def attend(self) -> None:
+        """A pending future has got a callback."""
+        self._reading.attend()
+
+    # Reading
+
+    def read_until(self, future: Future[Any], deadline: float) -> None:
+        """See `Readable`."""
+        poll = self._poll
+        spinning = self._spinning
+        while not future._state and self._lost is None:
+            budget = spinning.budget()
+            if budget:
+                stop = perf_counter() + budget
+                while not poll(0):
+                    if perf_counter() >= stop:
+                        spinning.miss()
+                        break
+                else:
+                    spinning.hit()
+                    self._receive(future)
+                    continue
+            left = deadline - monotonic()
+            if left <= 0:
+                return
+            with asleep():
+                came = poll(math.ceil(min(left, _LOOK_AGAIN) * 1000))
+            if came:
+                self._receive(future)
+
+    def _receive(self, waited_for: Future[Any] | None) -> None:
+        """Reads what is there and settles the futures it is for. Only the holder of the reader's role calls it."""
+        decoder = self._decoder
+        try:
+            if decoder.space is None:
+                data = self._channel.receive(_CHUNK)
+                messages = decoder.feed(data) if data else None
+            else:
+                count = self._channel.receive_into(decoder.space)
+                messages = decoder.filled(count) if count else None
+            if messages is None:
+                self.lose("it closed the connection: it has died or shut down")
+                return
+            for kind, call_id, _, body, buffers in messages:
+                future = self.pending.pop(call_id, None)
+                if future is None:
+                    continue  # its time was over: dropped quietly
+                if kind == RESULT and not body:
+                    callbacks = future.settle(DONE, None)
+                elif kind == CALL:
+                    raise ProtocolError("a call came where only replies may")
+                else:
+                    reply = Reply(self.peer.name, future.function, kind, body, buffers)
+                    if kind == FAILURE:
+                        future.report_unseen(reply.describe)
+                    callbacks = future.settle(UNLOADED, reply)
+                if callbacks is None:
+                    continue
+                if future is waited_for:
+                    future.due = callbacks
+                else:
+                    self._dispatch(future, callbacks)
+        except BlockingIOError:
+            return
+        except (OSError, ProtocolError) as error:
+            self.lose(str(error) or type(error).__name__)
+        except BaseException as error:
+            self.lose(f"reading its replies was interrupted by {type(error).__name__}")
+            raise
+
+    def _dispatch(self, future: Future[Any], callbacks: Callbacks) -> None:
+        self._serving.submit(CallbackJob(future, callbacks))
+
+    def _handle(self, events: int) -> None:
+        """The poller says that something can be read or sent, and the serving pool has the time to do it."""
+        if events & WRITABLE:
+            try:
+                self._sender.flush()
+            except OSError as error:
+                self.lose(f"sending to it failed: {error}")
+        if events & ~WRITABLE and self._reading.enter_in_background():
+            try:
+                self._receive(None)
+            finally:
+                self._reading.leave()
+
+    def watch_in_background(self, on: bool) -> None:
+        """See `Readable`."""
+        self._poller.want(self._descriptor, READABLE, on)
+
+    def has_pending(self) -> bool:
+        """See `Readable`."""
+        return bool(self.pending)
+
+    def unattended(self) -> None:
+        """See `Readable`; also called for a call that nobody waits for yet."""
+        if not self._unattended_since:
+            self._unattended_since = monotonic()
+            self._supervisor.attend(self)
+
+    # The supervisor's view
+
+    def tick(self, now: float) -> bool:
+        """Ends calls whose time is over. Has replies read that nobody reads, once no more calls are being sent."""
+        if now >= self._first_deadline:
+            self._expire_all(now)
+        since = self._unattended_since
+        if not since:
+            return False
+        if not self.pending or self._lost is not None:
+            self._unattended_since = 0.0
+            return bool(self.pending) and self._lost is None
+        bursting = self.calls_started != self._calls_at_last_tick
+        self._calls_at_last_tick = self.calls_started
+        if now - since < (_LONGEST_PATIENCE if bursting else _PATIENCE):
+            return True
+        self._unattended_since = 0.0
+        self._reading.look_after()
+        return False
+
+    def next_deadline(self) -> float:
+        """See `Supervised`."""
+        return self._first_deadline
+
+    def _expire_all(self, now: float) -> None:
+        with self._lock:
+            self._first_deadline = FOREVER
+        first = FOREVER
+        for future in list(self.pending.values()):
+            if future.deadline <= now:
+                self._expire(future)
+            else:
+                first = min(first, future.deadline)
+        with self._lock:
+            self._first_deadline = min(self._first_deadline, first)
+
+    def _expire(self, future: PendingCall) -> None:
+        if self.pending.pop(future.call_id, None) is None:
+            return
+        error = RpcTimeoutError(
+            f"worker {self.peer.name!r} did not answer `{callable_name(future.function)}` within {future.timeout:g} s; "
+            "it may still be running there. Give the call a longer timeout, or 0 for none"
+        )
+        self._settle_failed(future, error)
+
+    # The end
+
+    def lose(self, reason: str) -> None:
+        """Gives the connection up; everything pending fails with `WorkerLost`."""
+        self._end(WorkerLost(f"worker {self.peer.name!r} was lost: {reason}", self.peer.name))
+
+    def close(self, reason: str) -> None:
+        """Closes it from our side; everything pending fails with that reason."""
+        self._end(RpcError(reason))
+
+    def abandon(self, error: RpcError) -> None:
+        """In a forked child: the connection is the parent's, and stays as it is there."""
+        self._lost = error
+        self._channel.abandon()
+
+    def _end(self, error: RpcError) -> None:
+        with self._lock:
+            if self._lost is not None:
+                return
+            self._lost = error
+        self._poller.remove(self._descriptor)
+        self._channel.close()
+        self._on_lost(self)
+        while self.pending:
+            try:
+                _, future = self.pending.popitem()
+            except KeyError:
+                break
+            self._fail(future)
+
+    def _fail(self, future: PendingCall) -> None:
+        lost = self._lost
+        assert lost is not None
+        text = f"{lost} (while `{callable_name(future.function)}` was running there, or on its way)"
+        error = WorkerLost(text, self.peer.name) if isinstance(lost, WorkerLost) else RpcError(text)
+        self._settle_failed(future, error)
+
+    def _settle_failed(self, future: PendingCall, error: RpcError) -> None:
+        future.report_unseen(lambda: f"nobody looked at a call that failed: {error}")
+        callbacks = future.settle(FAILED, error)
+        if callbacks is not None:
+            self._dispatch(future, callbacks)

@@ -1,0 +1,161 @@
+"""Who reads a connection: the hand-over of the reader's role between the threads that wait for its replies.
+
+Only one thread may read at a time, and it should be one that waits anyway: a reply then needs no second thread to wake
+the first. A thread that wants a reply takes the role if it is free and reads until its own reply is there, handing
+other replies to their futures; else it queues and sleeps until its reply has come *or* it is handed the role. Where
+nobody waits, a background reader (the serving pool) is asked to watch the connection: at once if somebody has hung a
+callback on a future (`attend`), or after a while by the supervisor if nobody has (`look_after`): reading a burst of
+replies later, all at once, is cheaper for everybody.
+
+Rules, each tested over every interleaving
+- At most one thread has the role.
+- No wake-up is lost: while the role is free, nobody sleeps in the queue.
+- A thread that leaves (its reply came, its time is over, Ctrl-C) and has just been handed the role hands it on.
+- The connection is watched in the background only while the role is free, so that a reply never wakes two threads.
+
+The machine knows no socket: `Readable` is the connection as it sees it. Locks and gates are handed in, so that a test
+can put its own scheduler beneath.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections import deque
+from collections.abc import Callable
+from typing import Any, Protocol
+
+from farcall.futures import Future, Gate
+
+
+class Readable(Protocol):
+    """The connection, as the role sees it."""
+
+    def read_until(self, future: Future[Any], deadline: float) -> None:
+        """Reads and settles futures until this one is settled or the deadline passes. Only for the role's holder."""
+
+    def watch_in_background(self, on: bool) -> None:
+        """Starts or stops waking the background reader when something can be read. Must not block."""
+
+    def has_pending(self) -> bool:
+        """Whether a reply is still awaited."""
+
+    def unattended(self) -> None:
+        """Replies are awaited, nobody reads, nobody watches: to be looked after when convenient."""
+
+
+class Seat:
+    """One thread in the queue for the role."""
+
+    __slots__ = ("gate", "promoted")
+
+    def __init__(self, gate: Gate) -> None:
+        self.gate = gate
+        self.promoted = False
+
+
+class Reading:
+    """The reader's role of one connection."""
+
+    __slots__ = ("_busy", "_connection", "_lock", "_new_gate", "_queue", "_urgent", "_watched")
+
+    def __init__(
+        self,
+        connection: Readable,
+        new_lock: Callable[[], Any] = threading.Lock,
+        new_gate: Callable[[], Gate] = Gate,
+    ) -> None:
+        self._connection = connection
+        self._lock = new_lock()
+        self._new_gate = new_gate
+        self._queue: deque[Seat] = deque()
+        self._busy = False  # somebody has the role
+        self._watched = False  # the background reader is woken by what comes
+        self._urgent = False  # a future with a callback is pending
+
+    def wait(self, future: Future[Any], deadline: float) -> None:
+        """Returns when the future is settled or the deadline has passed; reads the connection if nobody does."""
+        seat = None
+        with self._lock:
+            if self._busy:
+                seat = Seat(self._new_gate())
+                self._queue.append(seat)
+            else:
+                self._busy = True
+                if self._watched:
+                    self._watched = False
+                    self._connection.watch_in_background(False)
+        if seat is None:
+            try:
+                self._connection.read_until(future, deadline)
+            finally:
+                self.leave()
+            return
+        try:
+            future.watch(seat.gate.open, waker=True, attended=True)
+            while not future.done() and not seat.promoted and seat.gate.sleep(deadline):
+                pass
+        except BaseException:
+            self._withdraw(seat)
+            raise
+        if self._is_promoted_or_gone(seat):
+            try:
+                if not future.done():
+                    self._connection.read_until(future, deadline)
+            finally:
+                self.leave()
+
+    def _is_promoted_or_gone(self, seat: Seat) -> bool:
+        """Leaves the queue; True if the role had been handed over before, and is the thread's to use and to hand on."""
+        with self._lock:
+            if not seat.promoted:
+                self._queue.remove(seat)
+            return seat.promoted
+
+    def _withdraw(self, seat: Seat) -> None:
+        if self._is_promoted_or_gone(seat):
+            self.leave()
+
+    def leave(self) -> None:
+        """The holder gives the role up; the first in the queue gets it."""
+        seat = None
+        with self._lock:
+            if self._queue:
+                seat = self._queue.popleft()
+                seat.promoted = True
+            else:
+                self._busy = False
+                pending = self._connection.has_pending()
+                self._urgent = self._urgent and pending
+                if self._urgent and not self._watched:
+                    self._watched = True
+                    self._connection.watch_in_background(True)
+                unattended = pending and not self._watched
+        if seat is not None:
+            seat.gate.open()
+        elif unattended:
+            self._connection.unattended()
+
+    def enter_in_background(self) -> bool:
+        """Takes the role for the background reader, which reads what is there and leaves; False if somebody has it."""
+        with self._lock:
+            if self._busy:
+                return False
+            self._busy = True
+            return True
+
+    def attend(self) -> None:
+        """A pending future has a callback: from now on the background reader reads whenever nobody else does."""
+        with self._lock:
+            self._urgent = True
+            self._watch_if_free()
+
+    def look_after(self) -> None:
+        """Nobody has read for a while: if replies are awaited and nobody reads, have the background reader do it."""
+        with self._lock:
+            if self._connection.has_pending():
+                self._watch_if_free()
+
+    def _watch_if_free(self) -> None:
+        if not self._busy and not self._watched:
+            self._watched = True
+            self._connection.watch_in_background(True)

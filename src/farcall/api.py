@@ -1,0 +1,169 @@
+"""The functions of the package: they hold the process's current agent and hand everything to it.
+
+The only module with a global. Names, parameters and defaults are those of `torch.distributed.rpc`.
+"""
+
+from __future__ import annotations
+
+import atexit
+import os
+import threading
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, TypeVar
+
+from farcall.agent import Agent
+from farcall.errors import AlreadyInitializedError, NotInitializedError, UsageError
+from farcall.futures import Future
+from farcall.options import DEFAULT_SHUTDOWN_TIMEOUT, UNSET_RPC_TIMEOUT, RpcBackendOptions
+from farcall.protocol.ids import WorkerInfo
+from farcall.rendezvous import rendezvous
+from farcall.transports import transport
+
+T = TypeVar("T")
+
+To = str | int | WorkerInfo
+
+_agent: Agent | None = None
+_lock = threading.Lock()  # held while an agent is made or taken down, never during a call
+
+
+def is_available() -> bool:
+    """True: farcall works wherever it can be imported."""
+    return True
+
+
+def init_rpc(
+    name: str,
+    backend: None = None,
+    rank: int = -1,
+    world_size: int | None = None,
+    rpc_backend_options: RpcBackendOptions | None = None,
+) -> None:
+    """Makes this process a worker: finds the others, and starts to serve their calls.
+
+    `rank` and `world_size` are taken from the environment or the URL if not given. Returns when all workers are there.
+    Raises `AlreadyInitializedError`, `UsageError` for wrong arguments, `RendezvousTimeoutError` (who came and who did
+    not) and `RendezvousError`; then nothing is left running.
+    """
+    global _agent
+    if backend is not None:
+        raise UsageError(f"there is no backend {backend!r}; leave `backend` out")
+    if not isinstance(name, str) or not name:
+        raise UsageError(f"a worker's name must be a text that is not empty, not {name!r}")
+    options = rpc_backend_options if rpc_backend_options is not None else RpcBackendOptions()
+    if not isinstance(options, RpcBackendOptions):
+        raise UsageError(f"rpc_backend_options must be farcall.RpcBackendOptions, not {type(options).__name__}")
+    with _lock:
+        if _agent is not None and not _agent.is_forked:
+            raise AlreadyInitializedError(
+                f"this process is worker {_agent.info.name!r} already; call shutdown() before init_rpc again"
+            )
+        transports = {scheme: transport(scheme) for scheme in options.transports}
+        meeting = rendezvous(
+            options.init_method, name, rank, world_size, options.init_timeout, interface=options.interface
+        )
+        try:
+            _agent = Agent(name, meeting, options, transports)
+        except BaseException:
+            meeting.store.close()
+            raise
+
+
+def shutdown(graceful: bool = True, timeout: float = DEFAULT_SHUTDOWN_TIMEOUT) -> None:
+    """Takes this worker down. Harmless if there is none.
+
+    Graceful: waits first until all workers have called it and all calls have ended, at most `timeout` seconds (0:
+    without limit), and serves meanwhile. Raises `ShutdownError` if that failed; everything is freed here all the same.
+    """
+    global _agent
+    with _lock:
+        agent = _agent
+        if agent is None:
+            return
+        if agent.is_forked:  # the parent's: it has been let go already
+            _agent = None
+            return
+        try:
+            agent.shutdown(graceful, timeout)
+        finally:
+            _agent = None
+
+
+def rpc_sync(
+    to: To,
+    func: Callable[..., T],
+    args: Sequence[Any] | None = None,
+    kwargs: Mapping[str, Any] | None = None,
+    timeout: float = UNSET_RPC_TIMEOUT,
+) -> T:
+    """Runs `func(*args, **kwargs)` on worker `to` (a name, a rank or a `WorkerInfo`) and returns what it returns.
+
+    Raises what it raises, with its own type and the remote traceback below; `RpcTimeoutError` after `timeout` seconds
+    (default: the worker's `rpc_timeout`; 0 is without end), `WorkerLost`, `UnknownWorkerError`, `SerializationError`,
+    `NotInitializedError`.
+    """
+    agent = _agent
+    if agent is None:
+        raise _not_initialized()
+    return agent.call(to, func, args, kwargs, timeout).wait()  # type: ignore[no-any-return]
+
+
+def rpc_async(
+    to: To,
+    func: Callable[..., T],
+    args: Sequence[Any] | None = None,
+    kwargs: Mapping[str, Any] | None = None,
+    timeout: float = UNSET_RPC_TIMEOUT,
+) -> Future[T]:
+    """As `rpc_sync`, but returns a `Future` at once.
+
+    Raises at once only what is wrong with the call itself: `UnknownWorkerError`, `SerializationError`,
+    `NotInitializedError`, or `WorkerLost` if the worker cannot be reached.
+    """
+    agent = _agent
+    if agent is None:
+        raise _not_initialized()
+    return agent.call(to, func, args, kwargs, timeout, unattended=True)
+
+
+def get_worker_info(worker_name: To | None = None) -> WorkerInfo:
+    """Name and rank of a worker; of this one by default. Raises `UnknownWorkerError`, `NotInitializedError`."""
+    return _current().get_worker_info(worker_name)
+
+
+def get_rpc_timeout() -> float:
+    """The default timeout of this worker's calls, in seconds; 0 is without end. Raises `NotInitializedError`."""
+    return _current().rpc_timeout
+
+
+def _set_rpc_timeout(timeout: float) -> None:
+    """Sets the default timeout of this worker's calls. Raises `UsageError`, `NotInitializedError`."""
+    if timeout < 0:
+        raise UsageError(f"a timeout must be 0 (none) or more seconds, not {timeout}")
+    _current().rpc_timeout = float(timeout)
+
+
+def _current() -> Agent:
+    agent = _agent
+    if agent is None:
+        raise _not_initialized()
+    return agent
+
+
+def _not_initialized() -> NotInitializedError:
+    return NotInitializedError("this process is no worker: call farcall.init_rpc(...) first (after a shutdown, again)")
+
+
+def _abandon_in_child() -> None:
+    global _lock
+    _lock = threading.Lock()  # another thread of the parent may have held it
+    if _agent is not None:
+        _agent.abandon()
+
+
+os.register_at_fork(after_in_child=_abandon_in_child)
+
+
+@atexit.register
+def _shutdown_at_exit() -> None:
+    shutdown(graceful=False)

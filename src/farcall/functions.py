@@ -1,0 +1,44 @@
+"""Marks on functions that others call."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import Any, ParamSpec, TypeVar
+
+from farcall.futures import Future
+
+P = ParamSpec("P")
+T = TypeVar("T")
+
+_MARK = "_wrapped_async_rpc_function"  # torch's name, which some programs look at
+
+
+def async_execution(function: Callable[P, Future[T]]) -> Callable[P, Future[T]]:
+    """Says that the function returns a `Future`, and that its caller gets what that future is settled with.
+
+    The thread that ran the function is free meanwhile. Goes beneath `staticmethod` and `classmethod`:
+
+        class Server:
+            @staticmethod
+            @farcall.functions.async_execution
+            def add_later(x, y): ...
+    """
+
+    @functools.wraps(function)
+    def wrapper(*args: P.args, **kwargs: P.kwargs) -> Future[T]:
+        return function(*args, **kwargs)
+
+    setattr(wrapper, _MARK, function)
+    return wrapper
+
+
+def is_async_execution(function: Callable[..., Any]) -> bool:
+    """Whether it, or what a partial or bound method stands for, is marked by `async_execution`."""
+    if hasattr(function, _MARK):
+        return True
+    while isinstance(function, functools.partial):
+        function = function.func
+        if hasattr(function, _MARK):
+            return True
+    return False

@@ -1,0 +1,403 @@
+"""Futures: a result that is there later.
+
+A future is settled once, by `set_result`, by `set_exception`, or by the reply of a call. Whoever waits for the future
+of a call does not sleep until somebody else has read the reply: it drives the future's *source* (the connection), which
+reads. A future that was made by hand has no source; waiting for it is plain sleeping.
+
+Rules
+- Settling needs no lock: the state is written last, and watchers are kept in a list from which the settler and a late
+  watcher both `pop`, so that each watcher runs exactly once whoever comes first.
+- A *waker* is a watcher that only wakes a thread; it runs at once wherever the future is settled. A *callback* is user
+  code; the settler is handed the callbacks and chooses where they run, so that none runs under a lock or in the midst
+  of reading.
+- The reply of a call is unpickled by whoever wants the value, not by whoever read it (`Unloaded`).
+- A failure that nobody has looked at when the future goes is reported once, as an `UnseenFailureWarning`.
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+import threading
+import warnings
+from collections.abc import Callable, Generator, Iterable
+from time import monotonic
+from typing import Any, Final, Generic, Protocol, TypeAlias, TypeVar, cast
+
+T = TypeVar("T")
+S = TypeVar("S")
+
+logger = logging.getLogger("farcall")
+
+PENDING: Final = 0
+DONE: Final = 1
+FAILED: Final = 2
+UNLOADED: Final = 3
+
+FOREVER: Final = math.inf
+
+
+Watcher: TypeAlias = Callable[[Any], Any]
+"""Called with the future. A waker returns callbacks for the settler to run, or None."""
+Callbacks: TypeAlias = list[Watcher]
+
+_settling = threading.Lock()  # guards no user code: only the check and the two writes of settling by hand
+
+
+class UnseenFailureWarning(RuntimeWarning):
+    """A call failed, and its future was dropped before anybody looked at it."""
+
+
+class Source(Protocol):
+    """What settles a future, and can be driven by whoever waits for it."""
+
+    def drive(self, future: Future[Any], deadline: float) -> None:
+        """Blocks until the future is settled, or until `deadline` (of `time.monotonic`)."""
+
+    def attend(self) -> None:
+        """Somebody watches one of the futures without waiting for it: see that it is settled without delay."""
+
+
+class Unloaded(Protocol):
+    """A reply as it came. `load` gives the state and value to settle with, and never raises."""
+
+    lock: threading.Lock
+
+    def load(self) -> tuple[int, Any]: ...
+
+
+class _BlockingThread(threading.local):
+    """Lets the owner of a thread (the serving pool) know when code on it is about to sleep in a wait of ours."""
+
+    before: Callable[[], None] | None = None
+    after: Callable[[], None] | None = None
+
+
+blocking_thread = _BlockingThread()
+
+
+class asleep:  # noqa: N801 (reads as a word: with asleep(): ...)
+    """Around anything in which a thread may sleep for long: tells the owner of the thread."""
+
+    __slots__ = ()
+
+    def __enter__(self) -> None:
+        before = blocking_thread.before
+        if before is not None:
+            before()
+
+    def __exit__(self, *_: object) -> None:
+        after = blocking_thread.after
+        if after is not None:
+            after()
+
+
+class Gate:
+    """Where one thread sleeps until another opens it. Opening it twice is the same as once."""
+
+    __slots__ = ("_lock",)
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._lock.acquire()
+
+    def open(self, _: object = None) -> None:
+        """Wakes the thread that sleeps here, or the next one to come."""
+        try:
+            self._lock.release()
+        except RuntimeError:
+            pass  # open already
+
+    def sleep(self, deadline: float) -> bool:
+        """Sleeps until opened; False if the deadline passed first. Ends at once for Ctrl-C in the main thread."""
+        if self._lock.acquire(blocking=False):
+            return True
+        with asleep():
+            return self.rest(deadline)
+
+    def rest(self, deadline: float) -> bool:
+        """As `sleep`, without a word to the owner of the thread."""
+        if deadline == FOREVER:
+            return self._lock.acquire()
+        return self._lock.acquire(timeout=min(max(0.0, deadline - monotonic()), threading.TIMEOUT_MAX))
+
+
+class Future(Generic[T]):
+    """A result that is there later. Made by `rpc_async`, or by hand for a function under `async_execution`."""
+
+    __slots__ = ("__weakref__", "_report", "_source", "_state", "_value", "_watchers")
+
+    def __init__(self, *, devices: object = None) -> None:
+        # `devices` is accepted for programs written for torch, where it names GPUs.
+        self._state = PENDING
+        self._value: Any = None
+        self._watchers: list[tuple[bool, Watcher]] = []
+        self._source: Source | None = None
+        self._report: _FailureReport | None = None
+
+    # Waiting
+
+    def wait(self) -> T:
+        """The result, as soon as it is there. Raises what the call raised."""
+        if not self._state:
+            self.block(FOREVER)
+        return self.value()
+
+    def result(self, timeout: float | None = None) -> T:
+        """As `wait`, but `TimeoutError` after `timeout` seconds; the call itself goes on."""
+        self._block_for(timeout)
+        return self.value()
+
+    def exception(self, timeout: float | None = None) -> BaseException | None:
+        """What the call raised, or None. `TimeoutError` if it is not done within `timeout` seconds."""
+        self._block_for(timeout)
+        state = self._load()
+        return cast(BaseException, self._value) if state == FAILED else None
+
+    def value(self) -> T:
+        """The result of a future that is done. Raises what the call raised; `RuntimeError` if it is not done."""
+        if self._state == DONE:
+            return cast(T, self._value)
+        if not self._state:
+            raise RuntimeError("the future is not done: call wait(), or ask done() first")
+        if self._load() == FAILED:
+            raise self._value
+        return cast(T, self._value)
+
+    def done(self) -> bool:
+        """Whether there is a result or an error."""
+        return self._state != PENDING
+
+    def _block_for(self, timeout: float | None) -> None:
+        if not self._state and not self.block(FOREVER if timeout is None else monotonic() + timeout):
+            raise TimeoutError(f"{self!r} was not done within {timeout} s")
+
+    def block(self, deadline: float) -> bool:
+        """Waits until settled, or until the deadline; whether it is settled. Raises nothing of the call's."""
+        source = self._source
+        if source is not None and not self._state:
+            source.drive(self, deadline)
+        if not self._state:
+            gate = Gate()
+            self.watch(gate.open, waker=True, attended=True)
+            if not self._state:
+                gate.sleep(deadline)
+                self._forget(gate.open)
+        return self._state != PENDING
+
+    def drive(self, future: Future[Any], deadline: float) -> None:
+        """A future is the source of those made by its `then`: it runs their callbacks."""
+        self.block(deadline)
+
+    def attend(self) -> None:
+        """Watched by a `then` already, and so attended."""
+
+    def __await__(self) -> Generator[Any, None, T]:
+        if not self._state:
+            import asyncio  # not at the head: importing it would be half the time of `import farcall`
+
+            loop = asyncio.get_running_loop()
+            waiter = loop.create_future()
+
+            def go_on() -> None:
+                if not waiter.done():  # cancelled meanwhile
+                    waiter.set_result(None)
+
+            def wake(_: Future[T]) -> None:
+                try:
+                    loop.call_soon_threadsafe(go_on)
+                except RuntimeError:
+                    pass  # the loop is closed: nobody awaits any more
+
+            self.watch(wake, waker=True)
+            try:
+                yield from waiter
+            finally:
+                self._forget(wake)
+        return self.value()
+
+    # Callbacks
+
+    def then(self, callback: Callable[[Future[T]], S]) -> Future[S]:
+        """A future for what `callback(this future)` returns. It runs as soon as this one is done."""
+        derived: Future[S] = Future()
+        derived._source = self
+
+        def run(future: Future[T]) -> None:
+            try:
+                result = callback(future)
+            except BaseException as error:
+                settle_failed(derived, error)
+            else:
+                run_callbacks(derived, derived.settle(DONE, result))
+
+        self.watch(run, waker=False)
+        return derived
+
+    def add_done_callback(self, callback: Callable[[Future[T]], object]) -> None:
+        """Runs `callback(this future)` as soon as it is done. What it raises is logged, no more."""
+
+        def run(future: Future[T]) -> None:
+            try:
+                callback(future)
+            except Exception:
+                logger.exception("a callback of %r failed", future)
+
+        self.watch(run, waker=False)
+
+    def watch(self, watcher: Watcher, *, waker: bool, attended: bool = False) -> None:
+        """Has the watcher called when settled, at once if it is already. `attended`: this thread will wait itself."""
+        self._watchers.append((waker, watcher))
+        if self._state:
+            run_callbacks(self, self._wake())
+        elif self._source is not None and not attended:
+            self._source.attend()
+
+    def _forget(self, watcher: Watcher) -> None:
+        try:
+            self._watchers.remove((True, watcher))
+        except ValueError:
+            pass  # it has run
+
+    # Settling
+
+    def set_result(self, result: T) -> None:
+        """Settles the future. `RuntimeError` if it is settled already."""
+        self._settle_by_hand(DONE, result)
+        run_callbacks(self, self._wake())
+
+    def set_exception(self, error: BaseException) -> None:
+        """Settles the future with an error. `RuntimeError` if it is settled already."""
+        if not isinstance(error, BaseException):
+            raise TypeError(f"set_exception takes an exception, not {error!r}")
+        self._settle_by_hand(FAILED, error)
+        self._report = _FailureReport(lambda: _unseen(error))
+        run_callbacks(self, self._wake())
+
+    def _settle_by_hand(self, state: int, value: Any) -> None:
+        with _settling:
+            if self._state:
+                raise RuntimeError(f"{self!r} has a result already; a future can be settled only once")
+            self._value = value
+            self._state = state
+
+    def settle(self, state: int, value: Any) -> Callbacks | None:
+        """Settles it and wakes who waits. The callbacks, if any, are for the caller to run, holding no lock."""
+        self._value = value
+        self._state = state  # last: whoever sees it sees the value too
+        return self._wake() if self._watchers else None
+
+    def _wake(self) -> Callbacks | None:
+        callbacks: Callbacks | None = None
+        watchers = self._watchers
+        while watchers:
+            try:
+                waker, watcher = watchers.pop(0)
+            except IndexError:
+                break  # a watcher that came late took the last one
+            more = watcher(self) if waker else [watcher]
+            if more:
+                callbacks = more if callbacks is None else [*callbacks, *more]
+        if callbacks is not None and self._report is not None:
+            self._report.seen = True  # the callbacks were handed the failure
+        return callbacks
+
+    def report_unseen(self, describe: Callable[[], str]) -> None:
+        """If nobody looks at this future's failure before it goes, warns with `describe()`."""
+        self._report = _FailureReport(describe)
+
+    def _load(self) -> int:
+        if self._state == UNLOADED:
+            unloaded = self._value
+            with getattr(unloaded, "lock", _settling):  # another thread may have loaded it just now
+                if self._state == UNLOADED:
+                    state, self._value = unloaded.load()
+                    self._state = state
+        if self._report is not None:
+            self._report.seen = True
+        return self._state
+
+    def __repr__(self) -> str:
+        state = {PENDING: "pending", DONE: "done", FAILED: "failed", UNLOADED: "done"}[self._state]
+        return f"<{type(self).__name__} {state}>"
+
+
+class _FailureReport:
+    """Warns when it goes unless somebody has looked. An object of its own, so that most futures need no finalizer."""
+
+    __slots__ = ("_describe", "seen")
+
+    def __init__(self, describe: Callable[[], str]) -> None:
+        self._describe = describe
+        self.seen = False
+
+    def __del__(self) -> None:
+        if not self.seen:
+            warnings.warn(self._describe(), UnseenFailureWarning, stacklevel=2)
+
+
+def run_callbacks(future: Future[Any], callbacks: Callbacks | None) -> None:
+    """Runs what `settle` handed out, here."""
+    if callbacks is not None:
+        for callback in callbacks:
+            callback(future)
+
+
+def settle_failed(future: Future[Any], error: BaseException) -> None:
+    """Settles with an error, runs the callbacks here, and warns should nobody ever look."""
+    future.report_unseen(lambda: _unseen(error))
+    run_callbacks(future, future.settle(FAILED, error))
+
+
+def _unseen(error: BaseException) -> str:
+    return f"nobody looked at a future that failed with {type(error).__name__}: {error}"
+
+
+class _All:
+    """The source of `collect_all`: whoever waits for all drives each in turn."""
+
+    def __init__(self, futures: list[Future[Any]]) -> None:
+        self._futures = futures
+
+    def drive(self, future: Future[Any], deadline: float) -> None:
+        for each in self._futures:
+            each.block(deadline)
+
+    def attend(self) -> None:
+        for each in self._futures:
+            if each._source is not None:
+                each._source.attend()
+
+
+def collect_all(futures: Iterable[Future[Any]]) -> Future[list[Future[Any]]]:
+    """A future that is done, with the list of all these futures, when all of them are done, failed or not."""
+    all_futures = list(futures)
+    collected: Future[list[Future[Any]]] = Future()
+    collected._source = _All(all_futures)
+    remaining = len(all_futures)
+    if not remaining:
+        collected.set_result([])
+        return collected
+    lock = threading.Lock()
+
+    def one_done(_: Future[Any]) -> Callbacks | None:
+        nonlocal remaining
+        with lock:
+            remaining -= 1
+            last = remaining == 0
+        if last and (callbacks := collected.settle(DONE, all_futures)):
+            return [lambda _: run_callbacks(collected, callbacks)]
+        return None
+
+    for future in all_futures:
+        future.watch(one_done, waker=True, attended=True)
+    return collected
+
+
+def wait_all(futures: Iterable[Future[Any]]) -> list[Any]:
+    """The results of all, in their order. Raises the first error in that order, when all are done."""
+    all_futures = list(futures)
+    for future in all_futures:
+        if not future._state:
+            future.block(FOREVER)
+    return [future.value() for future in all_futures]

@@ -1,0 +1,174 @@
+"""The messages between workers as bytes, once the handshake is done.
+
+    offset  size  what (little-endian)
+    0       1     kind: 1 call, 2 result, 3 failure
+    1       1     flags, 0 for now
+    2       2     number of out-of-band buffers
+    4       4     length of the head
+    8       8     length of the body
+    16      8     call id: a reply carries the id of its call
+    24      8×n   length of each out-of-band buffer
+            ...   head, body, buffers, one after the other
+
+                  head                            body                          buffers
+    call          the callee's name, or empty     pickled arguments             of the body
+    result        empty                           pickled result                of the body
+    failure       empty                           an encoded failure            none
+
+This module knows nothing of what heads and bodies mean. Pure: bytes in, messages out.
+
+Rules
+- `Decoder` is fed whatever came, in any chunking, and gives whole messages. A large message is received straight into
+  its final place: while one is under way, `space` is where its next bytes belong.
+- Anything that cannot be a message raises `ProtocolError`; the connection is of no more use then.
+- A message is a plain tuple, because it is made for every call and every reply.
+"""
+
+from __future__ import annotations
+
+import struct
+from collections.abc import Sequence
+from typing import Final, TypeAlias
+
+from farcall.errors import ProtocolError
+
+CALL: Final = 1
+RESULT: Final = 2
+FAILURE: Final = 3
+
+HEADER: Final = struct.Struct("<BBHIQQ")
+MAX_HEAD: Final = 1 << 20
+MAX_MESSAGE: Final = 1 << 40
+MAX_BUFFERS: Final = 0xFFFF
+LARGE: Final = 1 << 16
+"""From this size on, a message that has not come whole is received into its final place."""
+
+Bytes: TypeAlias = bytes | bytearray | memoryview
+Message: TypeAlias = tuple[int, int, bytes, Bytes, Sequence[Bytes]]
+"""kind, call id, head, body, buffers"""
+
+_SIZE = HEADER.size
+_pack = HEADER.pack
+_unpack_from = HEADER.unpack_from
+
+
+def encode(kind: int, call_id: int, head: bytes, body: bytes) -> bytes:
+    """A message without out-of-band buffers."""
+    return _pack(kind, 0, 0, len(head), len(body), call_id) + head + body
+
+
+def encode_start(kind: int, call_id: int, head: bytes, body: bytes, buffers: Sequence[memoryview]) -> bytes:
+    """A message up to where its out-of-band buffers follow, which the caller sends right behind it."""
+    count = len(buffers)
+    if count > MAX_BUFFERS:
+        raise ProtocolError(f"a message has {count} out-of-band buffers; at most {MAX_BUFFERS} are allowed")
+    sizes = struct.pack(f"<{count}Q", *[buffer.nbytes for buffer in buffers])
+    return _pack(kind, 0, count, len(head), len(body), call_id) + sizes + head + body
+
+
+class Decoder:
+    """Turns a stream of bytes into messages."""
+
+    __slots__ = ("_large", "_rest", "space")
+
+    def __init__(self) -> None:
+        self._rest = b""
+        self._large: _LargeMessage | None = None
+        self.space: memoryview | None = None
+        """Where the next bytes belong while a large message is under way, else None: `feed` them."""
+
+    def feed(self, data: bytes) -> list[Message]:
+        """All messages that are whole now. Not to be called while `space` is set.
+
+        Raises `ProtocolError` for what cannot be a message.
+        """
+        if self._rest:
+            data = self._rest + data
+            self._rest = b""
+        messages: list[Message] = []
+        at = 0
+        end = len(data)
+        while end - at >= _SIZE:
+            kind, flags, count, head_size, body_size, call_id = _unpack_from(data, at)
+            if count or flags or body_size > LARGE or head_size > LARGE or not CALL <= kind <= FAILURE:
+                table = at + _SIZE
+                if end - table < 8 * count:
+                    break
+                sizes = struct.unpack_from(f"<{count}Q", data, table)
+                large = _LargeMessage(kind, flags, call_id, head_size, body_size, sizes)
+                table += 8 * count
+                at = table + large.take(data, table)
+                if large.space is not None:
+                    self._large = large
+                    self.space = large.space
+                    return messages
+                messages.append(large.message())
+                continue
+            middle = at + _SIZE + head_size
+            stop = middle + body_size
+            if stop > end:
+                break
+            messages.append((kind, call_id, data[middle - head_size : middle], data[middle:stop], ()))
+            at = stop
+        if at < end:
+            self._rest = data[at:]
+        return messages
+
+    def filled(self, count: int) -> list[Message]:
+        """Says that `count` bytes were put into `space`; gives the large message if that was its end."""
+        large = self._large
+        assert large is not None
+        self.space = large.advance(count)
+        if self.space is not None:
+            return []
+        self._large = None
+        return [large.message()]
+
+
+class _LargeMessage:
+    """A message that is received into its final place, each out-of-band buffer into memory of its own."""
+
+    __slots__ = ("_call_id", "_front", "_head_size", "_kind", "_parts", "_waiting", "space")
+
+    def __init__(
+        self, kind: int, flags: int, call_id: int, head_size: int, body_size: int, sizes: Sequence[int]
+    ) -> None:
+        if not CALL <= kind <= FAILURE or flags:
+            raise ProtocolError(f"a message of unknown kind {kind} (flags {flags}) came")
+        total = head_size + body_size + sum(sizes)
+        if head_size > MAX_HEAD or total > MAX_MESSAGE:
+            raise ProtocolError(f"a message of {total} bytes with a head of {head_size} bytes was announced")
+        self._kind = kind
+        self._call_id = call_id
+        self._head_size = head_size
+        # bytearray(n) is zeroed lazily by the system: memory is used only as bytes arrive.
+        self._front = bytearray(head_size + body_size)
+        self._parts = [bytearray(size) for size in sizes]
+        self._waiting = [memoryview(part) for part in (self._front, *self._parts) if part]
+        self._waiting.reverse()
+        self.space: memoryview | None = self._waiting.pop() if self._waiting else None
+
+    def advance(self, count: int) -> memoryview | None:
+        space = self.space
+        assert space is not None
+        if count < space.nbytes:
+            self.space = space[count:]
+        else:
+            self.space = self._waiting.pop() if self._waiting else None
+        return self.space
+
+    def take(self, data: bytes, at: int) -> int:
+        """Takes what it can from `data`, from `at` on; how many bytes that were."""
+        view = memoryview(data)[at:]
+        taken = 0
+        while self.space is not None and taken < view.nbytes:
+            count = min(self.space.nbytes, view.nbytes - taken)
+            self.space[:count] = view[taken : taken + count]
+            taken += count
+            self.advance(count)
+        return taken
+
+    def message(self) -> Message:
+        front = memoryview(self._front)
+        head = bytes(front[: self._head_size])
+        return (self._kind, self._call_id, head, front[self._head_size :], self._parts)

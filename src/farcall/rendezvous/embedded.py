@@ -1,0 +1,308 @@
+"""The store that lives in the worker with rank 0: one daemon thread that moves bytes from sockets to a `StoreTable` and
+back.
+
+It decides nothing about keys or workers (`table` does) and nothing about trust (`greeting` does).
+
+Rules
+- A connection that says nothing sensible, or nothing for too long, is closed with a log line and harms nobody else.
+- No memory is reserved on anybody's word: buffers grow with the bytes that came, and before the hello was read they
+  hold no more than a hello may.
+- A connection with unsent replies is not read from until they are gone, so that nobody can pile them up.
+- `close` closes the listening socket first: whoever comes now belongs to the next store on this port.
+"""
+
+from __future__ import annotations
+
+import itertools
+import logging
+import selectors
+import socket
+import threading
+import time
+from typing import Final
+
+from farcall.errors import ProtocolError
+from farcall.protocol.handshake import MAGIC, MAX_MESSAGE, PREAMBLE_SIZE, Welcome
+from farcall.rendezvous.addresses import keep_alive, peer_text
+from farcall.rendezvous.greeting import StoreRefused, answer, take_hello
+from farcall.rendezvous.store_messages import GoodBye, pack_reply, take_frame, unpack_request
+from farcall.rendezvous.table import StoreTable
+
+HELLO_TIMEOUT: Final = 10.0
+LINGER: Final = 5.0
+"""Seconds that `close` waits for the others by default."""
+
+_CHUNK: Final = 64 * 1024
+_MAX_STRANGERS: Final = 512
+_ACCEPT_PAUSE: Final = 0.1
+_LONGEST_SLEEP: Final = 3600.0
+
+_log = logging.getLogger(__name__)
+
+
+class _Connection:
+    def __init__(self, number: int, sock: socket.socket, hello_by: float) -> None:
+        self.number = number
+        self.sock = sock
+        self.other = peer_text(sock)
+        self.hello_by: float | None = hello_by
+        self.incoming = bytearray()
+        self.outgoing = bytearray()
+        self.ending = False  # closed as soon as all is sent
+
+
+class EmbeddedStore:
+    """Serves a listening socket until `close`. The socket is its own from now on."""
+
+    def __init__(
+        self,
+        listener: socket.socket,
+        group: str,
+        world_size: int,
+        host_name: str,
+        hello_timeout: float = HELLO_TIMEOUT,
+    ) -> None:
+        self.port: int = listener.getsockname()[1]
+        self._listener = listener
+        self._table = StoreTable(group, world_size, host_name)
+        self._host_name = host_name
+        self._hello_timeout = hello_timeout
+        self._connections: dict[int, _Connection] = {}
+        self._numbers = itertools.count(1)
+        self._accepting = False
+        self._accept_from = 0.0
+        self._close_by: float | None = None
+        self._last_refusal = ""
+        self._selector = selectors.DefaultSelector()
+        self._wake_read, self._wake_write = socket.socketpair()
+        for sock in (listener, self._wake_read, self._wake_write):
+            sock.setblocking(False)
+        self._selector.register(self._wake_read, selectors.EVENT_READ)
+        self._thread = threading.Thread(target=self._run, name=f"farcall store :{self.port}", daemon=True)
+        self._thread.start()
+
+    def close(self, linger: float = LINGER) -> None:
+        """Takes nobody in any more, waits up to `linger` seconds for those who are here to go, then ends.
+
+        Whoever still waits for something then is told that the store is closed. May be called twice.
+        """
+        if self._close_by is None:
+            self._close_by = time.monotonic() + linger
+            try:
+                self._wake_write.send(b"x")
+            except OSError:
+                pass  # the thread has ended already, and its sockets with it
+        self._thread.join()
+
+    def _run(self) -> None:
+        try:
+            while not self._is_over():
+                self._step()
+        except Exception:
+            _log.exception("the store of worker %r failed; the other workers see it as gone", self._host_name)
+        finally:
+            self._release()
+
+    def _is_over(self) -> bool:
+        if self._close_by is None:
+            return False
+        if self._listener.fileno() >= 0:
+            self._stop_listening()
+        return not self._table.members or time.monotonic() >= self._close_by
+
+    def _step(self) -> None:
+        now = time.monotonic()
+        if self._close_by is None and not self._accepting and now >= self._accept_from:
+            self._selector.register(self._listener, selectors.EVENT_READ)
+            self._accepting = True
+        for key, events in self._selector.select(max(0.0, self._next_time(now) - now)):
+            if key.fileobj is self._wake_read:
+                self._wake_read.recv(_CHUNK)
+            elif key.fileobj is self._listener:
+                self._accept()
+            else:
+                self._serve(key.data, events)
+        now = time.monotonic()
+        self._table.expire(now)
+        self._deliver()
+        for connection in self._strangers():
+            if connection.hello_by is not None and connection.hello_by <= now:
+                level = logging.DEBUG if connection.ending else logging.WARNING
+                self._drop(connection, f"said no hello within {self._hello_timeout:g} s", level)
+
+    def _next_time(self, now: float) -> float:
+        times = [now + _LONGEST_SLEEP]
+        times += [connection.hello_by for connection in self._strangers() if connection.hello_by is not None]
+        if (deadline := self._table.next_deadline()) is not None:
+            times.append(deadline)
+        if self._close_by is not None:
+            times.append(self._close_by)
+        elif not self._accepting:
+            times.append(self._accept_from)
+        return min(times)
+
+    def _strangers(self) -> list[_Connection]:
+        return [connection for connection in self._connections.values() if connection.hello_by is not None]
+
+    def _accept(self) -> None:
+        try:
+            sock, _ = self._listener.accept()
+        except (BlockingIOError, ConnectionError):
+            return  # whoever knocked is gone again
+        except OSError as error:
+            # Out of descriptors, mostly. The listening socket stays readable, so trying on at once would spin.
+            _log.warning("the store on port %d cannot take connections for the moment: %s", self.port, error)
+            self._selector.unregister(self._listener)
+            self._accepting = False
+            self._accept_from = time.monotonic() + _ACCEPT_PAUSE
+            return
+        if len(self._strangers()) >= _MAX_STRANGERS:
+            _log.warning("the store on port %d has too many connections without a hello; one was closed", self.port)
+            sock.close()
+            return
+        sock.setblocking(False)
+        keep_alive(sock)
+        connection = _Connection(next(self._numbers), sock, time.monotonic() + self._hello_timeout)
+        self._connections[connection.number] = connection
+        self._selector.register(sock, selectors.EVENT_READ, connection)
+
+    def _serve(self, connection: _Connection, events: int) -> None:
+        if connection.number not in self._connections:
+            return  # dropped by an earlier event of the same round
+        try:
+            if events & selectors.EVENT_READ:
+                self._receive(connection)
+            if events & selectors.EVENT_WRITE:
+                self._flush(connection)
+        except ProtocolError as error:
+            self._drop(connection, str(error))
+        except OSError as error:
+            self._drop(connection, f"the connection broke: {error}")
+        except Exception:
+            # Whatever one connection sends must not end the store for the others.
+            _log.exception("the store could not serve %s", connection.other)
+            self._drop(connection, "what it sent could not be served")
+
+    def _receive(self, connection: _Connection) -> None:
+        room = _CHUNK if connection.hello_by is None else PREAMBLE_SIZE + MAX_MESSAGE - len(connection.incoming)
+        try:
+            data = connection.sock.recv(room)
+        except BlockingIOError:
+            return
+        if not data:
+            self._drop(connection, "the connection ended", level=logging.DEBUG)
+            return
+        if connection.ending:
+            return  # it has said good-bye, or was refused: nothing it adds counts
+        connection.incoming += data
+        if connection.hello_by is not None and not self._greet(connection):
+            return
+        while not connection.ending and (frame := take_frame(connection.incoming)) is not None:
+            request = unpack_request(frame)
+            self._table.handle(connection.number, request, time.monotonic())
+            connection.ending = isinstance(request, GoodBye)
+        self._deliver()
+        if connection.ending and not connection.outgoing:
+            self._drop(connection, "said good-bye", level=logging.DEBUG)
+
+    def _greet(self, connection: _Connection) -> bool:
+        """Whether the worker is in now."""
+        try:
+            hello = take_hello(connection.incoming, connection.other)
+        except ProtocolError as error:
+            if connection.incoming.startswith(MAGIC):  # another version of ours: it can read why
+                self._refuse(connection, StoreRefused(str(error)))
+            else:
+                self._drop(connection, str(error))
+            return False
+        if hello is None:
+            return False
+        verdict = self._table.introduce(connection.number, hello)
+        self._deliver()
+        if not isinstance(verdict, Welcome):
+            if verdict is None:
+                self._drop(
+                    connection, f"{hello.name!r} (rank {hello.rank}) is too early for its next run", logging.DEBUG
+                )
+            else:
+                self._refuse(connection, verdict)
+            return False
+        connection.hello_by = None
+        connection.other = f"{hello.name!r} (rank {hello.rank}, {connection.other})"
+        self._send(connection, answer(verdict))
+        return connection.number in self._connections
+
+    def _refuse(self, connection: _Connection, refusal: StoreRefused) -> None:
+        if refusal.reason != self._last_refusal:  # whoever was refused tries again for a while
+            self._last_refusal = refusal.reason
+            _log.warning("the store on port %d refused %s: %s", self.port, connection.other, refusal.reason)
+        connection.ending = True
+        connection.incoming.clear()
+        self._send(connection, answer(refusal))
+        # Half-closed, and drained until the other end or `hello_by`: closing with unread bytes would reset the
+        # connection, and the refusal could be lost on its way.
+        if not connection.outgoing and connection.number in self._connections:
+            connection.sock.shutdown(socket.SHUT_WR)
+
+    def _deliver(self) -> None:
+        for number, reply in self._table.take_replies():
+            if number in self._connections:
+                self._send(self._connections[number], pack_reply(reply))
+
+    def _send(self, connection: _Connection, data: bytes) -> None:
+        connection.outgoing += data
+        try:
+            self._flush(connection)
+        except OSError as error:
+            self._drop(connection, f"the connection broke: {error}")
+
+    def _flush(self, connection: _Connection) -> None:
+        try:
+            while connection.outgoing:
+                sent = connection.sock.send(connection.outgoing[:_CHUNK])
+                del connection.outgoing[:sent]
+        except BlockingIOError:
+            pass
+        if connection.ending and connection.hello_by is None and not connection.outgoing:
+            self._drop(connection, "said good-bye", level=logging.DEBUG)
+            return
+        wanted = selectors.EVENT_WRITE if connection.outgoing else selectors.EVENT_READ
+        if self._selector.get_key(connection.sock).events != wanted:
+            self._selector.modify(connection.sock, wanted, connection)
+
+    def _drop(self, connection: _Connection, why: str, level: int = logging.WARNING) -> None:
+        if self._connections.pop(connection.number, None) is None:
+            return
+        _log.log(level, "the store on port %d closes the connection of %s: %s", self.port, connection.other, why)
+        self._selector.unregister(connection.sock)
+        _shut(connection.sock)
+        self._table.end(connection.number)
+        self._deliver()
+
+    def _stop_listening(self) -> None:
+        if self._accepting:
+            self._selector.unregister(self._listener)
+            self._accepting = False
+        _shut(self._listener)
+        for connection in self._strangers():
+            self._drop(connection, "the store is closing", level=logging.DEBUG)
+
+    def _release(self) -> None:
+        self._table.fail_waits(f"the store was closed by {self._host_name!r} (rank 0), which hosts it")
+        self._deliver()
+        for connection in list(self._connections.values()):
+            _shut(connection.sock)
+        self._connections.clear()
+        _shut(self._listener)
+        self._selector.close()
+        self._wake_read.close()
+        self._wake_write.close()
+
+
+def _shut(sock: socket.socket) -> None:
+    """Ends it for good, also where a forked child still holds a copy of the descriptor."""
+    try:
+        sock.shutdown(socket.SHUT_RDWR)
+    except OSError:
+        pass  # it was not connected any more
+    sock.close()

@@ -1,0 +1,129 @@
+"""Looks for the store until it answers: tries every candidate in turn, with longer and longer pauses.
+
+Nobody there, a broken connection, silence: try again. An answer that is a refusal is tried again for a short while,
+for it may come from the remains of an earlier run that are just going; then it is final, unless the store said so at
+once. A store of another group, or something that speaks another language, is final only where there is no other
+candidate.
+"""
+
+from __future__ import annotations
+
+import socket
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Final, NamedTuple
+
+from farcall.errors import ConnectionRefusedByPeer, ProtocolError, RendezvousError, RendezvousTimeoutError
+from farcall.protocol.handshake import Hello, Welcome
+from farcall.rendezvous.addresses import connect, host_port
+from farcall.rendezvous.greeting import FinalRefusalError, OtherGroupError, introduce
+
+REFUSAL_PATIENCE: Final = 2.0
+"""Seconds for which a refusal is not yet believed."""
+
+_FIRST_PAUSE: Final = 0.005
+_LONGEST_PAUSE: Final = 0.2
+_FIRST_ATTEMPT: Final = 0.5
+_LONGEST_ATTEMPT: Final = 2.0
+
+
+class Candidate(NamedTuple):
+    """A place where the store may be, and the group it would serve."""
+
+    host: str
+    port: int
+    group: str
+
+    def __str__(self) -> str:
+        return host_port(self.host, self.port)
+
+
+@dataclass
+class _Tried:
+    """What came of it so far, for messages to people."""
+
+    failure: str = ""
+    refusal: str = ""
+
+
+def find_store(
+    candidates: Callable[[], Sequence[Candidate]], only_one: bool, where: str, name: str, rank: int, timeout: float
+) -> tuple[socket.socket, Welcome]:
+    """A connection that was welcomed. `candidates` is asked anew for each round; `where` is for messages to people.
+
+    Raises `RendezvousError` if the store refuses this worker; `RendezvousTimeoutError` if no store is found in time.
+    """
+    deadline = time.monotonic() + timeout
+    pause, attempt = _FIRST_PAUSE, _FIRST_ATTEMPT
+    refused_since: float | None = None
+    tried = _Tried()
+    while True:
+        refusal: ProtocolError | None = None
+        try:
+            found = candidates()
+        except OSError as error:
+            found, tried.failure = [], str(error)
+        for candidate in found:
+            limit = max(0.001, min(attempt, deadline - time.monotonic()))
+            try:
+                return try_candidate(candidate, name, rank, limit)
+            except ProtocolError as error:
+                tried.refusal = str(error)
+                if only_one or (isinstance(error, ConnectionRefusedByPeer) and not isinstance(error, OtherGroupError)):
+                    refusal = error
+                if isinstance(error, FinalRefusalError):
+                    break
+            except OSError as error:
+                tried.failure = f"{candidate}: {error}"
+        now = time.monotonic()
+        if refusal is None:
+            refused_since = None
+        else:
+            refused_since = refused_since or now
+            believed = isinstance(refusal, FinalRefusalError) or now >= refused_since + REFUSAL_PATIENCE
+            if believed or now >= deadline:
+                raise RendezvousError(f"worker {name!r} (rank {rank}) cannot join at {where}: {refusal}") from refusal
+        if now >= deadline:
+            raise RendezvousTimeoutError(_not_found(where, name, rank, timeout, tried))
+        time.sleep(min(pause, deadline - now))
+        pause, attempt = min(2 * pause, _LONGEST_PAUSE), min(2 * attempt, _LONGEST_ATTEMPT)
+
+
+def try_candidate(candidate: Candidate, name: str, rank: int, timeout: float) -> tuple[socket.socket, Welcome]:
+    """One attempt. Raises `ProtocolError` if it is not welcome; `OSError` if nobody answers."""
+    deadline = time.monotonic() + timeout
+    sock = connect(candidate.host, candidate.port, timeout)
+    try:
+        hello = Hello(candidate.group, name, rank, wanted="")
+        remaining = max(0.001, deadline - time.monotonic())
+        return sock, introduce(sock, hello, f"the store at {candidate}", remaining)
+    except BaseException:
+        sock.close()
+        raise
+
+
+def is_alive(candidate: Candidate) -> bool:
+    """Whether a store of the candidate's group answers there. It takes part in nothing: no worker has rank -1."""
+    try:
+        try_candidate(candidate, "is anybody here", -1, _FIRST_ATTEMPT)[0].close()
+    except OtherGroupError:
+        return False
+    except ConnectionRefusedByPeer:
+        return True
+    except OSError:
+        return False
+    return True
+
+
+def _not_found(where: str, name: str, rank: int, timeout: float, tried: _Tried) -> str:
+    missing = (
+        "its store does not answer" if rank == 0 else "the worker with rank 0, which hosts the store, has not come"
+    )
+    attempts = [f"the last attempt ended with: {tried.failure}"] if tried.failure else []
+    attempts += [f"somebody answered: {tried.refusal}"] if tried.refusal else []
+    return (
+        f"worker {name!r} (rank {rank}) found no store at {where} in {timeout:g} s: {missing} "
+        f"({'; '.join(attempts) or 'there was nothing to connect to'}). "
+        "Start rank 0, check that all workers use the same address, or allow more time (init_timeout)"
+    )

@@ -1,0 +1,111 @@
+"""Finds what in a value cannot be pickled, for the message that tells a person so.
+
+Runs after pickle has failed, never before. It looks into containers, attributes, closures and the globals that a
+function uses, and follows the first part that cannot be pickled until it has no such part itself. It is bounded, and
+it never raises: values that do not let themselves be looked into are to blame themselves.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from functools import partial
+from types import FunctionType, MethodType
+from typing import Any, Final
+
+_MAX_DEPTH: Final = 12
+_MAX_TRIALS: Final = 1000
+"""Each trial pickles a part: a list of a million things with the bad one at its end is not searched to that end."""
+
+
+def find_unpicklable(root: str, value: Any, is_picklable: Callable[[Any], bool]) -> tuple[str, Any]:
+    """The innermost part to blame, and the way to it as text that begins with `root`."""
+    path = root
+    trials = 0
+    for _ in range(_MAX_DEPTH):
+        try:
+            for label, part in _parts(value):
+                trials += 1
+                if trials > _MAX_TRIALS:
+                    return path, value
+                if part is not value and not is_picklable(part):
+                    path, value = path + label, part
+                    break
+            else:
+                return path, value
+        except Exception:
+            return path, value
+    return path, value
+
+
+def type_name(value: Any) -> str:
+    """The full name of a value's type; the module is left out for builtins. Never raises."""
+    return class_name(type(value))
+
+
+def class_name(cls: type) -> str:
+    """The full name of a class, read past any metaclass. Never raises."""
+    try:
+        name = type.__dict__["__qualname__"].__get__(cls)
+        module = type.__dict__["__module__"].__get__(cls)
+        return f"{name}" if module == "builtins" else f"{module}.{name}"
+    except Exception:
+        return "unknown type"
+
+
+def _parts(value: Any) -> Iterator[tuple[str, Any]]:
+    kind = type(value)
+    if kind is dict:
+        for key, item in list(value.items()):
+            yield f" → key {_short(key)}", key
+            yield f"[{_short(key)}]", item
+    elif kind in (list, tuple):
+        for index, item in enumerate(value):
+            yield f"[{index}]", item
+    elif kind in (set, frozenset):
+        for item in value:
+            yield " → element", item
+    elif kind is MethodType:
+        yield ".__self__", value.__self__
+    elif kind is partial:
+        yield ".func", value.func
+        yield ".args", value.args
+        yield ".keywords", value.keywords
+    elif kind is FunctionType:
+        yield from _parts_of_function(value)
+    elif not isinstance(value, type):
+        yield from _parts_of_object(value)
+
+
+def _parts_of_function(function: FunctionType) -> Iterator[tuple[str, Any]]:
+    code = function.__code__
+    for name, cell in zip(code.co_freevars, function.__closure__ or (), strict=False):
+        yield f" → variable {name!r}", cell.cell_contents
+    for name in code.co_names:
+        if name in function.__globals__:
+            yield f" → global {name!r}", function.__globals__[name]
+    yield ".__defaults__", function.__defaults__
+
+
+def _parts_of_object(value: Any) -> Iterator[tuple[str, Any]]:
+    reduced = value.__reduce_ex__(5)
+    if isinstance(reduced, str):
+        return
+    state = reduced[2] if len(reduced) > 2 else None
+    # What __getstate__ gives by default: the attributes, or a pair of the attributes and the slots.
+    for attributes in state if type(state) is tuple and len(state) == 2 else (state,):
+        if type(attributes) is dict:
+            for name, item in attributes.items():
+                yield f".{name}", item
+        elif attributes is not None:
+            yield " → state", attributes
+    for index, item in enumerate(reduced[1]):
+        yield f" → part {index}", item
+    for index, item in enumerate(reduced[3] if len(reduced) > 3 and reduced[3] is not None else ()):
+        yield f"[{index}]", item
+    for key, item in reduced[4] if len(reduced) > 4 and reduced[4] is not None else ():
+        yield f"[{_short(key)}]", item
+
+
+def _short(key: Any) -> str:
+    text = repr(key)
+    return text if len(text) <= 40 else text[:37] + "..."
