@@ -6,7 +6,7 @@ ARGS ?=
 
 VENV := .venv
 BENCH_VENV := .venv-bench
-PIP := python -m pip --disable-pip-version-check --quiet
+PIP := python -m pip --disable-pip-version-check -qq
 SOURCES = $(wildcard src tests benchmarks examples)
 
 .DEFAULT_GOAL := help
@@ -44,8 +44,9 @@ $(BENCH_VENV)/.installed: EXTRA := bench
 
 # The stamp is written last, so a set-up that was interrupted is done again.
 $(VENV)/.installed $(BENCH_VENV)/.installed: pyproject.toml
-	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || { \
-	  echo "farcall needs Python 3.11 or later, and '$(PYTHON)' is $$($(PYTHON) --version 2>&1)." >&2; \
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null || { \
+	  found=$$($(PYTHON) --version 2>&1) || found="not there"; \
+	  echo "farcall needs Python 3.11 or later, and '$(PYTHON)' is $$found." >&2; \
 	  echo "Name another one: make PYTHON=python3.13 $(MAKECMDGOALS)" >&2; exit 1; }
 	@echo "Setting up $(@D) with $$($(PYTHON) --version), once; this can take a minute ..."
 	@$(PYTHON) -m venv $(@D)

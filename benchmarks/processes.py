@@ -116,7 +116,7 @@ class Endpoints:
                 self._stop()
         finally:
             for endpoint in self._all:
-                pass
+                endpoint.kill()
             self._directory.cleanup()
 
     def _stop(self) -> None:

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import select
+import threading
 from collections.abc import Iterator
 
 import pytest
@@ -53,11 +54,28 @@ def test_an_address_is_never_used_again(network: MemoryNetwork) -> None:
     listeners[1].close()
 
 
-def test_who_waits_for_room_goes_on_when_somebody_is_accepted(network: MemoryNetwork) -> None:
+@pytest.fixture
+def somebody_waits(network: MemoryNetwork) -> threading.Event:
+    """Set once a thread waits for something to change in the network."""
+    entered = threading.Event()
+
+    class Watched(threading.Condition):
+        def wait(self, timeout: float | None = None) -> bool:
+            entered.set()  # nobody else gets the lock before this thread waits
+            return super().wait(timeout)
+
+    network._changed = Watched()
+    return entered
+
+
+def test_who_waits_for_room_goes_on_when_somebody_is_accepted(
+    network: MemoryNetwork, somebody_waits: threading.Event
+) -> None:
     listener = network.listen()
     first = network.connect(listener.address, PATIENCE)
     second = []
-    join = in_thread(lambda: second.append(network.connect(listener.address, PATIENCE)))
+    join = in_thread(lambda: second.append(network.connect(listener.address, 3 * PATIENCE)))
+    assert somebody_waits.wait(PATIENCE)
     accepted = [accept(listener), accept(listener)]
     join()
     for end in (first, *second, *accepted, listener):
@@ -65,10 +83,13 @@ def test_who_waits_for_room_goes_on_when_somebody_is_accepted(network: MemoryNet
     assert len(second) == 1
 
 
-def test_who_waits_for_room_is_refused_when_the_listener_closes(network: MemoryNetwork) -> None:
+def test_who_waits_for_room_is_refused_when_the_listener_closes(
+    network: MemoryNetwork, somebody_waits: threading.Event
+) -> None:
     listener = network.listen()
     first = network.connect(listener.address, PATIENCE)
-    join = in_thread(network.connect, listener.address, PATIENCE)
+    join = in_thread(network.connect, listener.address, 3 * PATIENCE)
+    assert somebody_waits.wait(PATIENCE)
     listener.close()
     with pytest.raises(ConnectionRefusedError):
         join()

@@ -9,6 +9,7 @@ from farcall.errors import UsageError
 from farcall.testing.conformance import PATIENCE, accept
 from farcall.transports.memory import MemoryNetwork, MemoryTransport
 from farcall.transports.registry import connect, register, transport, unregister
+from farcall.transports.sockets import SocketChannel
 from farcall.transports.tcp import TcpTransport
 from farcall.transports.unix import UnixTransport
 
@@ -67,11 +68,20 @@ def test_connect_takes_the_first_address_that_works(network: MemoryNetwork) -> N
 
 
 def test_connect_leaves_time_for_the_next_address() -> None:
-    memory = MemoryTransport(MemoryNetwork(backlog=1))
+    shares = []
+
+    class Recorded(MemoryTransport):
+        def connect(self, address: str, timeout: float) -> SocketChannel:
+            shares.append(timeout)
+            return super().connect(address, timeout)
+
+    memory = Recorded(MemoryNetwork(backlog=1))
     full, listener = memory.listen(), memory.listen()
     waiting = memory.connect(full.address, PATIENCE)
     channel = connect([full.address, listener.address], 0.2, [memory])
     assert channel.address == listener.address
+    assert 0 < shares[1] <= 0.1
+    assert 0 <= shares[2] <= 0.1
     for end in (waiting, channel, full, listener):
         end.close()
 

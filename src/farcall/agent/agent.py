@@ -254,3 +254,7 @@ class Agent:
             connection.abandon(self._closed)
         for incoming in list(self._incoming):
             incoming.abandon()
+        for listener in self._listeners:
+            listener.abandon()
+        self._poller.abandon()
+        self._rendezvous.store.abandon()

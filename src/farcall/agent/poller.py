@@ -76,6 +76,11 @@ class Poller:
         except BlockingIOError:
             pass
 
+    def abandon(self) -> None:
+        """In a forked child: gives the descriptors back, and changes nothing of what the parent waits for."""
+        self._epoll.close()
+        os.close(self._bell)
+
     def close(self) -> None:
         """Frees the descriptors. Nobody may be waiting any more."""
         with self._lock:

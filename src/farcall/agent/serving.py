@@ -247,7 +247,7 @@ class Serving:
             job.origin.answer(reply)
 
     def _follow(self, follower: _Follower) -> bool:
-        """After a job: runs what is ready, as far as the limit allows. Whether the thread may sleep now; else it ends."""
+        """After a job: runs what is ready, as far as the limit allows. Whether the thread may sleep, or must end."""
         while True:
             with self._lock:
                 self._running -= 1

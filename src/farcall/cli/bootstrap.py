@@ -31,12 +31,15 @@ def die_with_parent(parent: int) -> None:
 
 
 def main(argv: list[str]) -> None:
-    """Replaces this process by the program in `argv[2:]`."""
+    """Replaces this process by the program in `argv[2:]`. Ends it with status 1 if there is no such program."""
     # A Ctrl-C that comes this early ends us without a traceback of ours; Python sets its own handler after the exec.
     if signal.getsignal(signal.SIGINT) is signal.default_int_handler:
         signal.signal(signal.SIGINT, signal.SIG_DFL)
     die_with_parent(int(argv[1]))
-    os.execv(argv[2], argv[2:])
+    try:
+        os.execv(argv[2], argv[2:])
+    except OSError as error:
+        sys.exit(f"cannot run {argv[2]}: {error.strerror}")
 
 
 if __name__ == "__main__":

@@ -35,9 +35,15 @@ def make_parser() -> argparse.ArgumentParser:
     return parser
 
 
+def parse(argv: Sequence[str]) -> argparse.Namespace:
+    """The arguments, understood; ends the process where they cannot be."""
+    # argparse drops a "--" wherever it stands, but one that follows the target of `run` is the target's own.
+    return make_parser().parse_args([run.DASHES if argument == "--" else argument for argument in argv])
+
+
 def main(argv: Sequence[str] | None = None) -> int:
     """Runs the command that `argv` (or the process's own arguments) names; gives the exit status."""
-    arguments = make_parser().parse_args(argv)
+    arguments = parse(sys.argv[1:] if argv is None else argv)
     try:
         status: int = arguments.execute(arguments)
     except UsageError as error:

@@ -133,12 +133,13 @@ class WorkerStream:
         return bool(data)
 
     def drain(self) -> None:
-        """Takes all that is there. Bounded: a process that nobody waits for may go on writing for ever."""
-        for _ in range(16):
+        """Takes all that is there; a line that has begun goes out as it is."""
+        for _ in range(16):  # bounded: a process that nobody waits for may go on writing for ever
             if not self.read():
-                return
+                break
+        self.sink.put(self._lines.finish())
 
     def close(self) -> None:
-        """Ends it; a line that it has begun goes out as it is."""
-        self.sink.put(self._lines.finish())
+        """Takes all that is there, for the last time."""
+        self.drain()
         self.file.close()

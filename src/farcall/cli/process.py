@@ -79,9 +79,12 @@ class WorkerProcess:
             # All that is left of it runs as another user.
             pass
 
-    def reap(self) -> None:
-        """Lets go of a worker that has ended. Its number is free from here on."""
-        self._popen.poll()
+    def reap(self, within: float = 0.0) -> None:
+        """Lets go of a worker that has ended, or does within these seconds. Its number is free from here on."""
+        try:
+            self._popen.wait(within)
+        except subprocess.TimeoutExpired:
+            pass
 
     def __str__(self) -> str:
         return f"{self.plan.name} (rank {self.plan.rank}, pid {self.pid})"

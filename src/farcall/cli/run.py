@@ -24,6 +24,9 @@ from collections.abc import Mapping
 from farcall.cli.process import WorkerPlan
 from farcall.errors import UsageError
 
+DASHES = "\0--"
+"""What stands for an argument `--` while argparse is at work; no argument can hold the byte 0."""
+
 _DESCRIPTION = """\
 Starts N workers on this host, each a process of this Python that runs the same script or module, and stays until all
 have ended. Each worker's lines are printed with its name. If one fails, the others are ended, and the exit status is
@@ -90,15 +93,23 @@ def check(arguments: argparse.Namespace) -> None:
         raise UsageError(f"--master-port must be from 1 to 65535, not {arguments.master_port}")
     if not 0 <= arguments.grace < float("inf"):
         raise UsageError(f"--grace must be 0 or more seconds, not {arguments.grace}")
-    if not arguments.module and not os.path.exists(arguments.target):
-        raise UsageError(f"there is no script {arguments.target!r} (to run a module, put -m before its name)")
+    match command_of(arguments):
+        case []:
+            raise UsageError("name a script after the --, or -m and a module")
+        case [script, *_] if not arguments.module and not os.path.exists(script):
+            raise UsageError(f"there is no script {script!r} (to run a module, put -m before its name)")
+
+
+def command_of(arguments: argparse.Namespace) -> list[str]:
+    """The script or module and its arguments; a `--` before them is not part of them."""
+    words = ["--" if word == DASHES else word for word in (arguments.target, *arguments.arguments)]
+    return words[1:] if words[0] == "--" else words
 
 
 def make_plans(arguments: argparse.Namespace, environ: Mapping[str, str]) -> list[WorkerPlan]:
     """What each worker of this host is to be. Raises `UsageError` if no port can be had on the master address."""
     address = arguments.master_addr or "127.0.0.1"
-    target = ["-m", arguments.target] if arguments.module else [arguments.target]
-    command = [sys.executable, *target, *arguments.arguments]
+    command = [sys.executable, *(["-m"] if arguments.module else []), *command_of(arguments)]
     shared = {
         **environ,
         "MASTER_ADDR": address,

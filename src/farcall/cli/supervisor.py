@@ -250,12 +250,11 @@ class Supervisor:
         worker.process.signal_group(signal.SIGKILL)
         worker.plan(_Next.LEAVE, time.monotonic() + _AFTER_KILL)
 
-    def _let_go(self, worker: _Worker) -> None:
+    def _let_go(self, worker: _Worker, within: float = 0.0) -> None:
         for stream in list(worker.streams):
-            stream.drain()
             self._close(worker, stream)
         self._keeper.forget(worker.process)
-        worker.process.reap()
+        worker.process.reap(within)
         self._workers.remove(worker)
         if not self._workers and self._signalled_at > -math.inf:
             self._flush_until = time.monotonic() + self._grace
@@ -264,7 +263,7 @@ class Supervisor:
         """Leaves no worker behind if the loop itself fails."""
         for worker in list(self._workers):
             worker.process.signal_group(signal.SIGKILL)
-            self._let_go(worker)
+            self._let_go(worker, _AFTER_KILL)
 
 
 def _count(number: int, kind: str = "") -> str:

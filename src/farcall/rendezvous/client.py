@@ -217,12 +217,12 @@ class StoreClient(Store):
 def _timeout_error(request: Request, reply: TimedOut) -> RendezvousTimeoutError:
     match request:
         case Get():
-            return RendezvousTimeoutError(f"after {request.timeout:g} s the store has no key {request.key!r}")
+            return RendezvousTimeoutError(f"after {round(request.timeout, 2):g} s the store has no key {request.key!r}")
         case Collect():
             there = ", ".join(reply.present) or "none"
             return RendezvousTimeoutError(
-                f"after {request.timeout:g} s the store has {len(reply.present)} of {request.count} keys that begin "
-                f"with {request.prefix!r}: {there}",
+                f"after {round(request.timeout, 2):g} s the store has {len(reply.present)} of {request.count} keys "
+                f"that begin with {request.prefix!r}: {there}",
                 reply.present,
             )
     return RendezvousTimeoutError(f"the store gave up on a {type(request).__name__}")

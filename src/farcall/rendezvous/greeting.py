@@ -78,9 +78,9 @@ def take_hello(buffer: bytearray, other: str) -> Hello | None:
     if len(buffer) < end:
         return None
     message = unpack(bytes(buffer[PREAMBLE_SIZE:end]), other)
-    del buffer[:end]
     if not isinstance(message, Hello):
         raise ProtocolError(f"{other} began with a {type(message).__name__} where a hello was due")
+    del buffer[:end]
     return message
 
 

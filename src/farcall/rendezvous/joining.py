@@ -56,7 +56,7 @@ def _who_came(came: Mapping[int, _Arrival], world_size: int, timeout: float) -> 
     names = ", ".join(f"{came[rank].name} (rank {rank})" for rank in sorted(came)) or "nobody"
     missing = [str(rank) for rank in range(world_size) if rank not in came]
     return (
-        f"after {timeout:g} s: {len(came)} of {world_size} workers came: {names}; "
+        f"after {round(timeout, 2):g} s: {len(came)} of {world_size} workers came: {names}; "
         f"missing: rank{'s' if len(missing) != 1 else ''} {', '.join(missing)}"
     )
 

@@ -123,7 +123,7 @@ def _not_found(where: str, name: str, rank: int, timeout: float, tried: _Tried) 
     attempts = [f"the last attempt ended with: {tried.failure}"] if tried.failure else []
     attempts += [f"somebody answered: {tried.refusal}"] if tried.refusal else []
     return (
-        f"worker {name!r} (rank {rank}) found no store at {where} in {timeout:g} s: {missing} "
+        f"worker {name!r} (rank {rank}) found no store at {where} in {round(timeout, 2):g} s: {missing} "
         f"({'; '.join(attempts) or 'there was nothing to connect to'}). "
         "Start rank 0, check that all workers use the same address, or allow more time (init_timeout)"
     )

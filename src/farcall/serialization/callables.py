@@ -21,7 +21,7 @@ from typing import Any, Final
 
 from farcall.errors import SerializationError
 
-MAIN_NAMES: Final = ("__main__", "__mp_main__")
+_MAIN_NAMES: Final = ("__main__", "__mp_main__")
 """What the script may be called: the second is its name in a child that multiprocessing has spawned."""
 
 _MAX_NAMES: Final = 4096
@@ -94,7 +94,9 @@ def callable_name(function: Any) -> str:
 def _name_function(function: Any) -> bytes | None:
     try:
         module, qualname = function.__module__, function.__qualname__
-        if module in MAIN_NAMES:
+        if "<" in qualname:  # <lambda>, <locals>: a quick end for what is sent often
+            return None
+        if module in _MAIN_NAMES:
             module = "__main__"
             if is_interactive():
                 return None
@@ -114,7 +116,7 @@ def _find_function(blob: bytes, worker: str) -> Any:
         module, _, qualname = blob.decode().partition("\0")
     except UnicodeDecodeError:
         raise SerializationError(f"{worker} was asked for a function by a name that is no text: {blob!r}") from None
-    if module in MAIN_NAMES:
+    if module in _MAIN_NAMES:
         module = "__main__"
         advice = "do all workers run the same script?"
     else:

@@ -14,25 +14,22 @@ Rules
 - What cannot be pickled raises `SerializationError`, which names the argument and what in it is to blame. The search
   for that happens after the failure, so the fast path knows nothing of it.
 
-Not here: how functions are named (`callables`), how exceptions travel (`failures`). No sockets, no threads.
+Not here: what by value means (`by_value`), how functions are named (`callables`), how exceptions travel
+(`failures`). No sockets, no threads.
 """
 
 from __future__ import annotations
 
 import inspect
-import io
 import pickle
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from pickle import dumps as _pickle_dumps
 from pickle import loads as _pickle_loads
-from types import FunctionType
 from typing import Any, Final, TypeAlias
 
-import cloudpickle
-
 from farcall.errors import SerializationError
-from farcall.serialization.callables import MAIN_NAMES, callable_name, is_interactive, leads_to
+from farcall.serialization.callables import callable_name
 from farcall.serialization.unpicklable import find_unpicklable, type_name
 
 OUT_OF_BAND_SIZE: Final = 16 * 1024
@@ -59,17 +56,6 @@ class _OutOfBand(list[memoryview]):
         return False
 
 
-class _ByValuePickler(cloudpickle.Pickler):  # type: ignore[misc]  # cloudpickle has no types
-    """cloudpickle, but what a script's `__main__` can name goes by name."""
-
-    def reducer_override(self, obj: Any) -> Any:
-        if isinstance(obj, (FunctionType, type)):
-            module = getattr(obj, "__module__", None)
-            if module in MAIN_NAMES and not is_interactive() and leads_to(module, obj.__qualname__, obj):
-                return NotImplemented
-        return super().reducer_override(obj)
-
-
 def dumps(value: Any) -> Pickled:
     """The payload and the large buffers of a value.
 
@@ -77,8 +63,9 @@ def dumps(value: Any) -> Pickled:
     """
     if value is None:
         return b"", []
+    buffers = _OutOfBand()
     try:
-        return _dumps(value)
+        return _payload(value, buffers), buffers
     except Exception as error:
         raise _refusal("the value", "value", value, error, "Send plain data instead") from error
 
@@ -88,7 +75,7 @@ def dumps_inline(value: Any) -> bytes:
 
     Raises whatever pickle raises.
     """
-    return _by_name_or_by_value(value, None)
+    return _payload(value, None)
 
 
 def loads(payload: Buffer, buffers: Sequence[Buffer] = ()) -> Any:
@@ -133,8 +120,9 @@ def dumps_arguments(
         sent = ()
     else:
         return b"", []
+    buffers = _OutOfBand()
     try:
-        return _dumps([sent, kwargs]) if kwargs else _dumps(sent)
+        return _payload([sent, kwargs] if kwargs else sent, buffers), buffers
     except Exception as error:
         refusal = _blame_argument(function, args, kwargs or {}, worker, by_value, error)
         raise refusal from error
@@ -161,33 +149,27 @@ def dumps_result(function: Callable[..., Any] | str, value: Any, worker: str = "
     """
     if value is None:
         return b"", []
+    buffers = _OutOfBand()
     try:
-        return _dumps(value)
+        return _payload(value, buffers), buffers
     except Exception as error:
         what = f"the result of {_owned(worker, callable_name(function))}"
         advice = "Return plain data instead, or leave the object where it is and return what is needed of it"
         raise _refusal(what, "the result", value, error, advice) from error
 
 
-def _dumps(value: Any) -> Pickled:
-    buffers = _OutOfBand()
-    return _by_name_or_by_value(value, buffers), buffers
-
-
-def _by_name_or_by_value(value: Any, buffers: _OutOfBand | None) -> bytes:
+def _payload(value: Any, buffers: _OutOfBand | None) -> bytes:
     try:
         # An interactive __main__ has no file, often not even the attribute: the AttributeError leads to by value, too.
         if _modules["__main__"].__file__:
             return _pickle_dumps(value, 5, buffer_callback=buffers)
-    except (RecursionError, MemoryError):
-        raise  # by value would need even more
     except Exception:
         pass
     if buffers is not None:
         buffers.clear()
-    file = io.BytesIO()
-    _ByValuePickler(file, 5, buffer_callback=buffers).dump(value)
-    return file.getvalue()
+    from farcall.serialization.by_value import dumps_by_value  # late: see there
+
+    return dumps_by_value(value, buffers)
 
 
 def _owned(worker: str, function: str) -> str:
@@ -196,7 +178,7 @@ def _owned(worker: str, function: str) -> str:
 
 def _is_picklable(value: Any) -> bool:
     try:
-        _dumps(value)
+        _payload(value, _OutOfBand())
     except Exception:
         return False
     return True

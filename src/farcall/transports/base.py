@@ -53,6 +53,9 @@ class Channel(Protocol):
     def close(self) -> None:
         """Ends the stream in both directions. What was sent before may still arrive. Raises nothing."""
 
+    def abandon(self) -> None:
+        """In a forked child: gives the descriptor back and leaves the stream to the parent. Raises nothing."""
+
 
 class Listener(Protocol):
     """Where others connect to."""
@@ -68,6 +71,9 @@ class Listener(Protocol):
 
     def close(self) -> None:
         """No more channels; those made already live on. May be called twice."""
+
+    def abandon(self) -> None:
+        """In a forked child: gives the descriptor back; the parent goes on listening. Raises nothing."""
 
 
 class Transport(Protocol):

@@ -102,6 +102,12 @@ class MemoryListener:
             while self.waiting:
                 self.waiting.popleft().close()
 
+    def abandon(self) -> None:
+        """In a forked child: gives the descriptor back; the parent goes on listening. Raises nothing."""
+        counter, self._counter = self._counter, None
+        if counter is not None:
+            os.close(counter)
+
 
 class MemoryTransport:
     """The `Transport` whose scheme is `memory`, in the given network."""

@@ -43,6 +43,11 @@ class _Socket(socket.socket):
         except OSError:
             pass  # not connected any more, which is what was wanted
 
+    def abandon(self) -> None:
+        """Closes the descriptor of a forked child, which leaves the stream to the parent."""
+        self.released = True
+        self.close()
+
     def __del__(self) -> None:
         if self.released:
             self.close()
@@ -73,13 +78,21 @@ class SocketChannel:
 
     def close(self) -> None:
         """Ends the stream in both directions. Any thread may call it, more than once; it raises nothing."""
-        sock = self._socket
-        if sock is None:
-            return
+        sock = self._take()
+        if sock is not None:
+            sock.release()
+
+    def abandon(self) -> None:
+        """In a forked child: gives the descriptor back and leaves the stream to the parent. Raises nothing."""
+        sock = self._take()
+        if sock is not None:
+            sock.abandon()
+
+    def _take(self) -> _Socket | None:
+        sock, self._socket = self._socket, None
         closed = _refusal(f"the channel to {self.address} is closed")
         self.fileno = self.receive = self.receive_into = self.send = self.send_gather = closed
-        self._socket = None
-        sock.release()
+        return sock
 
     def __repr__(self) -> str:
         return f"<SocketChannel {self.address}{' closed' if self._socket is None else ''}>"
@@ -117,6 +130,12 @@ class SocketListener:
         sock, self._socket = self._socket, None
         if sock is not None:
             sock.release()
+
+    def abandon(self) -> None:
+        """In a forked child: gives the descriptor back; the parent goes on listening. Raises nothing."""
+        sock, self._socket = self._socket, None
+        if sock is not None:
+            sock.abandon()
 
     def _open(self) -> _Socket:
         sock = self._socket

@@ -1,0 +1,73 @@
+"""Stores, threads and ports for the tests of the rendezvous: loopback only, and all of it is closed again."""
+
+from __future__ import annotations
+
+import socket
+import threading
+import time
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+
+import pytest
+from rendezvous_stage import Stage
+
+
+@pytest.fixture
+def background() -> Iterator[ThreadPoolExecutor]:
+    """Runs what waits, so that the test can go on."""
+    with ThreadPoolExecutor(16) as pool:
+        yield pool
+
+
+@pytest.fixture
+def until() -> Callable[[Callable[[], object]], None]:
+    """Waits until something is true; fails the test if it does not become true."""
+
+    def wait(condition: Callable[[], object]) -> None:
+        deadline = time.monotonic() + 10
+        while not condition():
+            assert time.monotonic() < deadline, "it did not become true"
+            threading.Event().wait(0.002)
+
+    return wait
+
+
+@pytest.fixture
+def stages() -> Iterator[Callable[..., Stage]]:
+    """Makes stages; they are closed at the end."""
+    made: list[Stage] = []
+
+    def make(world_size: int = 4, hello_timeout: float = 10.0) -> Stage:
+        made.append(Stage(world_size, hello_timeout))
+        return made[-1]
+
+    yield make
+    for stage in made:
+        stage.close()
+
+
+@pytest.fixture
+def stage(stages: Callable[..., Stage]) -> Stage:
+    return stages()
+
+
+@pytest.fixture
+def occupied() -> Iterator[Callable[[int], socket.socket]]:
+    """Listens on a port and never answers."""
+    sockets: list[socket.socket] = []
+
+    def occupy(port: int = 0) -> socket.socket:
+        sockets.append(socket.create_server(("127.0.0.1", port)))
+        return sockets[-1]
+
+    yield occupy
+    for sock in sockets:
+        sock.close()
+
+
+@pytest.fixture
+def free_port() -> int:
+    """A port that nobody had a moment ago."""
+    with socket.create_server(("127.0.0.1", 0)) as sock:
+        port: int = sock.getsockname()[1]
+    return port

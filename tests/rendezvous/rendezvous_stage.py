@@ -1,0 +1,38 @@
+"""One embedded store with its clients, for tests."""
+
+from __future__ import annotations
+
+import socket
+
+from farcall.rendezvous.addresses import listen
+from farcall.rendezvous.client import StoreClient
+from farcall.rendezvous.embedded import EmbeddedStore
+from farcall.rendezvous.locate import Candidate, try_candidate
+
+GROUP = "the group"
+
+
+class Stage:
+    """One store and clients of it."""
+
+    def __init__(self, world_size: int = 4, hello_timeout: float = 10.0) -> None:
+        self.server = EmbeddedStore(listen("127.0.0.1", [0]), GROUP, world_size, "host", hello_timeout)
+        self.clients: list[StoreClient] = []
+
+    def raw(self) -> socket.socket:
+        return socket.create_connection(("127.0.0.1", self.server.port), timeout=10)
+
+    def hello(self, rank: int, name: str | None = None, group: str = GROUP) -> socket.socket:
+        """A connection that was welcomed. Raises what the greeting raises."""
+        return try_candidate(Candidate("127.0.0.1", self.server.port, group), name or f"worker{rank}", rank, 10)[0]
+
+    def client(self, rank: int, name: str | None = None, grace: float = 5.0) -> StoreClient:
+        candidate = Candidate("127.0.0.1", self.server.port, GROUP)
+        sock, welcome = try_candidate(candidate, name or f"worker{rank}", rank, 10)
+        self.clients.append(StoreClient(sock, welcome, grace=grace))
+        return self.clients[-1]
+
+    def close(self) -> None:
+        for client in self.clients:
+            client.close()
+        self.server.close(linger=0)

@@ -1,0 +1,206 @@
+"""A worker's end of the store: many threads, Ctrl-C, and a store that is gone or stuck."""
+
+from __future__ import annotations
+
+import math
+import signal
+import socket
+import threading
+import time
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+
+import pytest
+from rendezvous_stage import Stage
+
+from farcall.errors import ProtocolError, RendezvousError, RendezvousTimeoutError
+from farcall.protocol.handshake import Welcome
+from farcall.rendezvous import client as client_module
+from farcall.rendezvous.client import StoreClient
+from farcall.rendezvous.store_messages import Number, pack_reply
+
+Until = Callable[[Callable[[], object]], None]
+
+
+@pytest.fixture
+def stuck() -> Iterator[tuple[StoreClient, socket.socket]]:
+    """A client, and the other end of its connection, which nobody serves."""
+    ours, theirs = socket.socketpair(socket.AF_UNIX)
+    client = StoreClient(ours, Welcome("host", 0), grace=0.02)
+    with theirs:
+        yield client, theirs
+        theirs.shutdown(socket.SHUT_RDWR)  # else close would wait for it
+        client.close()
+
+
+@pytest.fixture(autouse=True)
+def _unix_peers(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(client_module, "peer_text", lambda sock: "a test")
+
+
+def test_many_threads_wait_at_once_and_each_gets_its_own(stage: Stage, background: ThreadPoolExecutor) -> None:
+    client = stage.client(0)
+    waiting = [background.submit(client.get, f"k{number}", 30) for number in range(16)]
+    for number in reversed(range(16)):
+        client.set(f"k{number}", b"%d" % number)
+    assert [future.result(10) for future in waiting] == [b"%d" % number for number in range(16)]
+    assert not client._pending
+
+
+def test_many_threads_count_without_losing_any(stage: Stage, background: ThreadPoolExecutor) -> None:
+    clients = [stage.client(rank) for rank in range(4)]
+    sums = background.map(lambda number: clients[number % 4].add("n", 1), range(400))
+    assert sorted(sums) == list(range(1, 401))
+
+
+def test_a_get_in_vain_ends_at_its_time(stage: Stage) -> None:
+    started = time.monotonic()
+    with pytest.raises(RendezvousTimeoutError, match=r"after 0.05 s the store has no key 'k'"):
+        stage.client(0).get("k", 0.05)
+    assert 0.05 <= time.monotonic() - started < 3
+
+
+def test_a_collect_in_vain_says_what_was_there(stage: Stage) -> None:
+    client = stage.client(0)
+    client.set("p/2", b"")
+    client.set("p/1", b"")
+    with pytest.raises(RendezvousTimeoutError, match="2 of 3 keys that begin with 'p/': p/1, p/2") as caught:
+        client.collect("p/", 3, 0.01)
+    assert caught.value.present == ("p/1", "p/2")
+    assert isinstance(caught.value, TimeoutError)
+
+
+def test_a_wait_without_end_is_allowed(stage: Stage, background: ThreadPoolExecutor, until: Until) -> None:
+    client = stage.client(0)
+    waiting = background.submit(client.get, "k", math.inf)
+    until(lambda: client._pending)
+    client.set("k", b"v")
+    assert waiting.result(10) == b"v"
+
+
+def test_what_the_store_cannot_do_is_an_error(stage: Stage) -> None:
+    client = stage.client(0)
+    client.set("k", b"text")
+    with pytest.raises(RendezvousError, match="holds no counter"):
+        client.add("k", 1)
+
+
+def test_a_value_that_is_too_large_is_refused_here(stage: Stage) -> None:
+    client = stage.client(0)
+    with pytest.raises(RendezvousError, match="too large"):
+        client.set("k", bytes(17 * 1024 * 1024))
+    client.set("k", b"small")
+
+
+def test_ctrl_c_ends_a_wait_at_once_and_the_client_lives_on(stage: Stage, until: Until) -> None:
+    client = stage.client(0)
+
+    def interrupt() -> None:
+        until(lambda: stage.server._table._gets)
+        signal.pthread_kill(threading.main_thread().ident or 0, signal.SIGINT)
+
+    thread = threading.Thread(target=interrupt)
+    thread.start()
+    started = time.monotonic()
+    with pytest.raises(KeyboardInterrupt):
+        client.get("never", 30)
+    assert time.monotonic() - started < 10
+    thread.join()
+    assert not client._pending
+    client.set("never", b"late")  # the reply to the abandoned wait comes now, and finds nobody
+    assert client.get("never", 1) == b"late"
+
+
+def test_when_the_store_dies_every_wait_ends(stage: Stage, background: ThreadPoolExecutor, until: Until) -> None:
+    client = stage.client(1)
+    waiting = [background.submit(client.get, f"k{number}", math.inf) for number in range(8)]
+    until(lambda: len(client._pending) == 8)
+    stage.server._table.fail_waits = lambda reason: None  # type: ignore[method-assign]  # as if it had been killed
+    stage.server.close(linger=0)
+    for future in waiting:
+        with pytest.raises(RendezvousError, match=r"the store in 'host' \(rank 0\) at a test is gone"):
+            future.result(10)
+    for ask in (lambda: client.set("k", b""), lambda: client.read(""), lambda: client.collect("", 1, 60)):
+        with pytest.raises(RendezvousError, match="is gone"):
+            ask()
+    client.close()
+
+
+def test_a_stuck_store_ends_waits_a_little_late(stuck: tuple[StoreClient, socket.socket]) -> None:
+    with pytest.raises(RendezvousTimeoutError, match="does not answer; its worker may be stuck or stopped"):
+        stuck[0].get("k", 0.01)
+
+
+def test_a_stuck_store_that_takes_nothing_ends_the_sending(
+    stuck: tuple[StoreClient, socket.socket],
+) -> None:
+    stuck[0]._sock.settimeout(0.02)
+    with pytest.raises(RendezvousError, match="is gone: timed out"):
+        stuck[0].set("k", bytes(8 * 1024 * 1024))
+    with pytest.raises(RendezvousError, match="is gone"):
+        stuck[0].read("")
+
+
+def test_a_broken_off_request_ends_the_connection(
+    stuck: tuple[StoreClient, socket.socket], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    client, theirs = stuck
+
+    class Interrupted:
+        def sendall(self, data: bytes) -> None:
+            raise KeyboardInterrupt
+
+        def __getattr__(self, name: str) -> object:
+            return getattr(sock, name)
+
+    sock = client._sock
+    with monkeypatch.context() as patch:
+        patch.setattr(client, "_sock", Interrupted())
+        with pytest.raises(KeyboardInterrupt):
+            client.set("k", b"")
+    with pytest.raises(RendezvousError, match="sending a request to it was broken off"):
+        client.set("k", b"")
+    theirs.settimeout(10)
+    assert theirs.recv(1) == b""
+
+
+@pytest.mark.parametrize("garbage", [b"\xff\xff\xff\xff", b"\1\0\0\0\xc1"])
+def test_a_store_that_sends_garbage_is_gone(stuck: tuple[StoreClient, socket.socket], garbage: bytes) -> None:
+    stuck[1].sendall(garbage)
+    with pytest.raises(RendezvousError, match="is gone: a "):
+        stuck[0].get("k", 10)
+
+
+def test_a_reply_of_the_wrong_kind_is_a_protocol_error(stuck: tuple[StoreClient, socket.socket]) -> None:
+    client, theirs = stuck
+    replier = threading.Thread(target=lambda: theirs.recv(100) and theirs.sendall(pack_reply(Number(1, 1))))
+    replier.start()
+    with pytest.raises(ProtocolError, match="answered a Set with a Number"):
+        client.set("k", b"")
+    replier.join()
+
+
+def test_close_ends_the_waits_of_other_threads(stage: Stage, background: ThreadPoolExecutor, until: Until) -> None:
+    client = stage.client(1)
+    waiting = background.submit(client.get, "k", 60)
+    until(lambda: stage.server._table._gets)
+    client.close()
+    with pytest.raises(RendezvousError, match="was closed by this worker"):
+        waiting.result(10)
+    with pytest.raises(RendezvousError, match="was closed by this worker"):
+        client.set("k", b"")
+
+
+def test_close_may_be_called_twice_and_calls_what_comes_after_once(stage: Stage) -> None:
+    calls: list[str] = []
+    client = stage.client(1)
+    client._after_close = lambda: calls.append("closed")
+    client.close()
+    client.close()
+    assert calls == ["closed"]
+
+
+def test_close_of_a_dead_store_is_quiet(stage: Stage) -> None:
+    client = stage.client(1)
+    stage.server.close(linger=0)
+    client.close()

@@ -1,0 +1,310 @@
+"""The store's thread over real sockets: strangers, garbage, workers that vanish, and its end."""
+
+from __future__ import annotations
+
+import errno
+import logging
+import os
+import signal
+import socket
+import struct
+import subprocess
+import sys
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+
+import pytest
+from rendezvous_stage import GROUP, Stage
+
+from farcall.errors import ConnectionRefusedByPeer, RendezvousError, VersionMismatchError
+from farcall.protocol.handshake import Purpose, Welcome, body_length, pack
+from farcall.rendezvous import embedded
+from farcall.rendezvous.addresses import listen
+from farcall.rendezvous.client import StoreClient
+from farcall.rendezvous.embedded import EmbeddedStore
+from farcall.rendezvous.greeting import OtherGroupError
+from farcall.rendezvous.locate import Candidate, try_candidate
+from farcall.rendezvous.store_messages import Get, Set, pack_request
+
+Until = Callable[[Callable[[], object]], None]
+
+
+def wait_for_end(sock: socket.socket) -> bytes:
+    """All that still comes. Raises `TimeoutError` if the other side does not end it."""
+    received = b""
+    try:
+        while data := sock.recv(65536):
+            received += data
+    except ConnectionError:
+        pass
+    return received
+
+
+def test_clients_share_the_keys(stage: Stage) -> None:
+    one, two = stage.client(0), stage.client(1)
+    one.set("k", b"v")
+    assert two.get("k", 10) == b"v"
+    assert two.set_new("k", b"w") == b"v"
+    assert [one.add("n", 2), two.add("n", 3)] == [2, 5]
+    assert one.read("") == {"k": b"v", "n": b"5"}
+    assert (two.delete("k"), two.delete("k")) == (True, False)
+
+
+def test_a_large_value_goes_through_whole(stage: Stage) -> None:
+    value = os.urandom(8 * 1024 * 1024)
+    one, two = stage.client(0), stage.client(1)
+    one.set("k", value)
+    assert two.get("k", 10) == value
+
+
+# -- strangers
+
+
+@pytest.mark.parametrize(
+    "garbage", [b"GET / HTTP/1.1\r\nHost: x\r\n\r\n", bytes(16), os.urandom(70_000), b"farcall\0" + b"\xff" * 8]
+)
+def test_garbage_closes_its_connection_with_a_log_line_and_harms_nobody(
+    stage: Stage, garbage: bytes, caplog: pytest.LogCaptureFixture
+) -> None:
+    client = stage.client(0)
+    with stage.raw() as stranger:
+        try:
+            stranger.sendall(garbage)
+        except ConnectionError:
+            pass
+        wait_for_end(stranger)
+    client.set("k", b"v")
+    assert client.get("k", 10) == b"v"
+    assert [record.levelno for record in caplog.records] == [logging.WARNING]
+
+
+@pytest.mark.parametrize("garbage", [b"\xff\xff\xff\xff", struct.pack("<I", 3) + b"\xc1\xc1\xc1"])
+def test_garbage_after_the_hello_closes_the_connection_too(
+    stage: Stage, garbage: bytes, caplog: pytest.LogCaptureFixture
+) -> None:
+    client = stage.client(0)
+    with stage.hello(1) as worker:
+        worker.sendall(garbage)
+        assert wait_for_end(worker) == b""
+    client.set("k", b"v")
+    assert "'worker1' (rank 1" in caplog.text
+
+
+def test_another_version_is_told_ours(stage: Stage) -> None:
+    with stage.raw() as stranger:
+        stranger.sendall(struct.pack("<8sHHI", b"farcall\0", 99, 2, 5))
+        answer = wait_for_end(stranger)
+    assert b"speaks version 99" in answer
+    with pytest.raises(VersionMismatchError):
+        body_length(answer[:8] + b"\x63\0" + answer[10:16], Purpose.STORE, "it")
+
+
+def test_silence_is_closed_after_a_while(stages: Callable[..., Stage], caplog: pytest.LogCaptureFixture) -> None:
+    stage = stages(hello_timeout=0.05)
+    client = stage.client(0)
+    with stage.raw() as silent, stage.raw() as slow:
+        slow.sendall(b"farcall\0")
+        assert wait_for_end(silent) == b""
+        assert wait_for_end(slow) == b""
+    assert caplog.text.count("said no hello within 0.05 s") == 2
+    client.set("k", b"v")  # who has said hello may be silent for as long as it likes
+
+
+def test_too_many_strangers_are_closed_at_once(stage: Stage, monkeypatch: pytest.MonkeyPatch, until: Until) -> None:
+    monkeypatch.setattr(embedded, "_MAX_STRANGERS", 1)
+    with stage.raw():
+        until(lambda: stage.server._connections)
+        with stage.raw() as second:
+            assert wait_for_end(second) == b""
+
+
+def test_running_out_of_descriptors_is_survived(caplog: pytest.LogCaptureFixture) -> None:
+    class Exhausted(socket.socket):
+        """As if no descriptor were left, the first time."""
+
+        failed = False
+
+        def accept(self) -> tuple[socket.socket, object]:
+            if not self.failed:
+                self.failed = True
+                raise OSError(errno.EMFILE, "Too many open files")
+            return super().accept()
+
+    server = EmbeddedStore(Exhausted(fileno=listen("127.0.0.1", [0]).detach()), GROUP, 2, "host")
+    try_candidate(Candidate("127.0.0.1", server.port, GROUP), "worker1", 1, 10)[0].close()
+    server.close()
+    assert "cannot take connections for the moment: [Errno 24]" in caplog.text
+
+
+# -- who may come in
+
+
+def test_another_group_is_refused(stage: Stage) -> None:
+    with pytest.raises(OtherGroupError, match="serves the group 'the group', not 'another'"):
+        stage.hello(1, group="another")
+
+
+def test_a_rank_or_name_that_is_there_is_refused(stage: Stage) -> None:
+    stage.client(1)
+    with pytest.raises(ConnectionRefusedByPeer, match="'worker1' \\(rank 1\\) is here, and 'b' wants it too"):
+        stage.hello(1, "b")
+    with pytest.raises(ConnectionRefusedByPeer, match="called 'worker1', rank 1 and rank 2"):
+        stage.hello(2, "worker1")
+
+
+def test_refusals_of_one_kind_are_logged_once(stage: Stage, caplog: pytest.LogCaptureFixture) -> None:
+    stage.client(1)
+    for _ in range(3):
+        with pytest.raises(ConnectionRefusedByPeer):
+            stage.hello(1, "b")
+    assert caplog.text.count("wants it too") == 1
+
+
+# -- who goes
+
+
+def test_a_worker_that_vanishes_fails_the_collects(stage: Stage, background: ThreadPoolExecutor, until: Until) -> None:
+    client = stage.client(0)
+    waiting = background.submit(client.collect, "p/", 2, 30)
+    until(lambda: stage.server._table._collects)
+    worker = stage.hello(1)
+    worker.sendall(pack_request(Set(1, "p/1", b"")))
+    assert worker.recv(100)
+    worker.close()
+    with pytest.raises(RendezvousError, match=r"'worker1' \(rank 1\) is gone without a good-bye"):
+        waiting.result(10)
+    with pytest.raises(RendezvousError, match=r"'worker1' \(rank 1\)"):
+        client.collect("p/", 2, 30)
+    stage.client(1)
+    waiting = background.submit(client.collect, "p/", 2, 30)
+    client.set("p/0", b"")
+    assert waiting.result(10) == {"p/0": b"", "p/1": b""}
+
+
+def test_a_killed_process_is_noticed(stage: Stage, background: ThreadPoolExecutor, until: Until) -> None:
+    program = (
+        "import sys\n"
+        "from farcall.rendezvous.client import StoreClient\n"
+        "from farcall.rendezvous.locate import Candidate, try_candidate\n"
+        "place = Candidate('127.0.0.1', int(sys.argv[1]), 'the group')\n"
+        "StoreClient(*try_candidate(place, 'victim', 3, 10)).get('never', 60)\n"
+    )
+    client = stage.client(0)
+    waiting = background.submit(client.collect, "p/", 2, 30)
+    with subprocess.Popen([sys.executable, "-c", program, str(stage.server.port)]) as victim:
+        try:
+            until(lambda: stage.server._table._gets)
+        finally:
+            victim.send_signal(signal.SIGKILL)
+    with pytest.raises(RendezvousError, match=r"'victim' \(rank 3\) is gone"):
+        waiting.result(10)
+
+
+def test_a_good_bye_fails_nothing(stage: Stage, background: ThreadPoolExecutor, until: Until) -> None:
+    client, other = stage.client(0), stage.client(1)
+    waiting = background.submit(client.collect, "p/", 1, 30)
+    until(lambda: stage.server._table._collects)
+    other.close()
+    assert stage.server._table.members == 1  # it was read before close returned
+    client.set("p/", b"")
+    assert waiting.result(10) == {"p/": b""}
+
+
+def test_a_worker_that_does_not_read_its_replies_holds_up_nobody(stage: Stage, until: Until) -> None:
+    client = stage.client(0)
+    client.set("k", bytes(4 * 1024 * 1024))
+    with stage.hello(1) as lazy:
+        for number in range(20):
+            lazy.sendall(pack_request(Get(number, "k", 1)))
+        until(lambda: any(connection.outgoing for connection in stage.server._connections.values()))
+        client.set("other", b"v")
+        assert client.get("other", 10) == b"v"
+        # Only the first of its requests was answered; the others wait in the kernel, not as replies in our memory.
+        assert sum(len(connection.outgoing) for connection in stage.server._connections.values()) < 100 * 1024 * 1024
+
+
+# -- the end
+
+
+def test_close_waits_for_the_others_to_go(stage: Stage, background: ThreadPoolExecutor, until: Until) -> None:
+    client = stage.client(1)
+    closing = background.submit(stage.server.close, 30)
+    until(lambda: stage.server._listener.fileno() < 0)
+    client.set("k", b"v")
+    assert client.get("k", 10) == b"v"
+    with pytest.raises(ConnectionRefusedError):
+        stage.raw()
+    client.close()
+    closing.result(10)
+
+
+def test_close_does_not_wait_for_ever_and_tells_those_who_wait(
+    stage: Stage, background: ThreadPoolExecutor, until: Until
+) -> None:
+    client = stage.client(1)
+    waiting = background.submit(client.get, "never", 60)
+    until(lambda: stage.server._table._gets)
+    stage.server.close(linger=0.05)
+    with pytest.raises(RendezvousError, match=r"the store was closed by 'host' \(rank 0\)"):
+        waiting.result(10)
+    with pytest.raises(RendezvousError, match=r"the store in 'host' \(rank 0\) at 127.0.0.1:[0-9]+ is gone"):
+        client.get("never", 60)
+
+
+def test_close_does_not_wait_for_strangers(stage: Stage, until: Until) -> None:
+    with stage.raw() as stranger:
+        until(lambda: stage.server._connections)
+        stage.server.close(linger=60)
+        assert wait_for_end(stranger) == b""
+
+
+def test_close_may_be_called_twice(stage: Stage) -> None:
+    stage.server.close()
+    stage.server.close()
+
+
+def test_the_port_is_free_again_at_once_many_times() -> None:
+    port = 0
+    for _ in range(20):
+        server = EmbeddedStore(listen("127.0.0.1", [port]), "g", 2, "host")
+        port = server.port
+        with socket.create_connection(("127.0.0.1", port)):
+            server.close(linger=0)
+
+
+def test_the_thread_ends_and_is_a_daemon(stage: Stage) -> None:
+    assert stage.server._thread.daemon
+    stage.server.close()
+    assert not stage.server._thread.is_alive()
+
+
+def test_a_store_whose_thread_fails_is_gone_for_its_clients(stage: Stage, caplog: pytest.LogCaptureFixture) -> None:
+    client = stage.client(0)
+    stage.server._table.expire = lambda now: 1 / 0  # type: ignore[method-assign,assignment]
+    with pytest.raises(RendezvousError):
+        client.get("never", 60)
+    stage.server.close()
+    assert "ZeroDivisionError" in caplog.text
+
+
+def test_what_a_request_breaks_is_only_its_connection(stage: Stage, caplog: pytest.LogCaptureFixture) -> None:
+    client, other = stage.client(0), stage.client(1)
+    handle = stage.server._table.handle
+
+    def broken(connection: int, request: object, now: float) -> None:
+        if isinstance(request, Set) and request.key == "bad":
+            raise RuntimeError("a bug")
+        handle(connection, request, now)  # type: ignore[arg-type]
+
+    stage.server._table.handle = broken  # type: ignore[method-assign,assignment]
+    with pytest.raises(RendezvousError, match="is gone"):
+        other.set("bad", b"")
+    client.set("good", b"")
+    assert "a bug" in caplog.text
+
+
+def test_a_reply_of_the_greeting_is_not_a_hello(stage: Stage) -> None:
+    with stage.raw() as stranger:
+        stranger.sendall(pack(Purpose.STORE, Welcome("w", 0)))
+        assert b"Welcome where a hello was due" in wait_for_end(stranger)
+    assert isinstance(stage.client(0), StoreClient)

@@ -1,0 +1,93 @@
+"""Everybody brings something and gets what the others brought; or is told who is missing."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+
+import pytest
+from rendezvous_stage import GROUP, Stage
+
+from farcall.errors import RendezvousError, RendezvousTimeoutError
+from farcall.rendezvous import Rendezvous, join
+from farcall.rendezvous.client import StoreClient
+
+Until = Callable[[Callable[[], object]], None]
+
+
+def arrive(stage: Stage, rank: int, name: str | None = None, world_size: int = 4) -> Rendezvous:
+    return Rendezvous(stage.client(rank, name), rank, world_size, "127.0.0.1", GROUP)
+
+
+def test_everybody_gets_what_all_brought(stage: Stage, background: ThreadPoolExecutor) -> None:
+    joining = [
+        background.submit(join, arrive(stage, rank), f"worker{rank}", bytes([rank]), 30) for rank in (3, 1, 0, 2)
+    ]
+    for future in joining:
+        result = future.result(10)
+        assert result == {0: b"\0", 1: b"\1", 2: b"\2", 3: b"\3"}
+        assert list(result) == [0, 1, 2, 3]
+
+
+def test_a_timeout_says_who_came_and_who_did_not(stage: Stage, background: ThreadPoolExecutor) -> None:
+    joining = [background.submit(join, arrive(stage, rank), f"worker{rank}", b"", 0.5) for rank in (2, 0)]
+    for future in joining:
+        with pytest.raises(RendezvousTimeoutError) as caught:
+            future.result(10)
+        text = "after 0.5 s: 2 of 4 workers came: worker0 (rank 0), worker2 (rank 2); missing: ranks 1, 3"
+        assert str(caught.value) == text
+        assert caught.value.present == ("join/0", "join/2")
+
+
+def test_a_single_missing_rank_is_said_in_the_singular(stages: Callable[..., Stage]) -> None:
+    with pytest.raises(RendezvousTimeoutError, match=r"1 of 2 workers came: worker0 \(rank 0\); missing: rank 1$"):
+        join(arrive(stages(world_size=2), 0, world_size=2), "worker0", b"", 0.01)
+
+
+def test_a_store_that_goes_after_the_timeout_leaves_the_timeout(stage: Stage, monkeypatch: pytest.MonkeyPatch) -> None:
+    def gone(self: object, prefix: str) -> dict[str, bytes]:
+        raise RendezvousError("gone")
+
+    monkeypatch.setattr(StoreClient, "read", gone)
+    with pytest.raises(RendezvousTimeoutError, match="1 of 4 keys"):
+        join(arrive(stage, 0), "worker0", b"", 0.01)
+
+
+def test_two_workers_of_one_name_are_an_error_for_everybody(stage: Stage, background: ThreadPoolExecutor) -> None:
+    # The names of the store's own greeting differ here, as with a store that does not look at names.
+    joining = [
+        background.submit(join, arrive(stage, rank), name, b"", 30) for rank, name in enumerate(["a", "b", "c", "b"])
+    ]
+    for future in joining:
+        with pytest.raises(RendezvousError, match="two workers are called 'b', rank 1 and rank 3"):
+            future.result(10)
+
+
+def test_those_who_wait_hear_of_a_name_that_was_refused(
+    stage: Stage, background: ThreadPoolExecutor, until: Until
+) -> None:
+    joining = [background.submit(join, arrive(stage, rank), f"worker{rank}", b"", 30) for rank in (0, 1)]
+    until(lambda: len(stage.server._table._collects.get("join/", ())) == 2)
+    with pytest.raises(ConnectionError):
+        stage.hello(2, "worker1")
+    late = background.submit(join, arrive(stage, 3), "worker3", b"", 30)
+    for future in [*joining, late]:
+        with pytest.raises(RendezvousError, match="two workers are called 'worker1', rank 1 and rank 2"):
+            future.result(10)
+
+
+def test_a_worker_that_is_lost_meanwhile_is_named(stage: Stage, background: ThreadPoolExecutor, until: Until) -> None:
+    lost = arrive(stage, 2)
+    lost.store.set("join/2", b"")
+    joining = background.submit(join, arrive(stage, 0), "worker0", b"", 30)
+    until(lambda: stage.server._table._collects)
+    stage.clients[0]._end("as if its process had been killed")
+    with pytest.raises(RendezvousError, match=r"'worker2' \(rank 2\) is gone without a good-bye"):
+        joining.result(10)
+
+
+def test_what_no_worker_brought_is_refused(stage: Stage) -> None:
+    here = arrive(stage, 0)
+    here.store.set("join/1", b"\xc1")
+    with pytest.raises(RendezvousError, match="that no worker brought"):
+        join(Rendezvous(here.store, 0, 2, "127.0.0.1", GROUP), "worker0", b"", 10)
