@@ -312,5 +312,5 @@ class KeepsTheRoleItWasJustGiven(Reading):
     "bug", [ForgetsTheQueue, PromotesWithoutWaking, LooksBeforeItQueues, KeepsTheRoleItWasJustGiven]
 )
 def test_a_planted_bug_is_caught(bug: type[Reading]) -> None:
-    with pytest.raises(AssertionError):
+    with pytest.raises((AssertionError, RuntimeError)):
         explore(waiters((0, 1), bug), (), preemptions=2)
