@@ -13,7 +13,7 @@ from typing import Any, TypeVar
 
 from farcall.agent import Agent
 from farcall.errors import AlreadyInitializedError, NotInitializedError, UsageError
-from farcall.futures import Future
+from farcall.futures import Future, on_serving_thread
 from farcall.options import DEFAULT_SHUTDOWN_TIMEOUT, UNSET_RPC_TIMEOUT, RpcBackendOptions
 from farcall.protocol.ids import WorkerInfo
 from farcall.rendezvous import rendezvous
@@ -74,8 +74,14 @@ def shutdown(graceful: bool = True, timeout: float = DEFAULT_SHUTDOWN_TIMEOUT) -
 
     Graceful: waits first until all workers have called it and all calls have ended, at most `timeout` seconds (0:
     without limit), and serves meanwhile. Raises `ShutdownError` if that failed; everything is freed here all the same.
+    `UsageError` if a function that runs here for others calls it gracefully.
     """
     global _agent
+    if graceful and on_serving_thread():
+        raise UsageError(
+            "a graceful shutdown waits for all functions that run here for others, so it cannot be called by one of "
+            "them; call it where init_rpc was called, or use shutdown(graceful=False)"
+        )
     with _lock:
         agent = _agent
         if agent is None:

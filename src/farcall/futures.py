@@ -76,6 +76,11 @@ class _BlockingThread(threading.local):
 blocking_thread = _BlockingThread()
 
 
+def on_serving_thread() -> bool:
+    """Whether this thread belongs to a serving pool, and so runs a function for another worker."""
+    return blocking_thread.before is not None
+
+
 class asleep:  # noqa: N801 (reads as a word: with asleep(): ...)
     """Around anything in which a thread may sleep for long: tells the owner of the thread."""
 

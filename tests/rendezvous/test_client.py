@@ -96,7 +96,7 @@ def test_ctrl_c_ends_a_wait_at_once_and_the_client_lives_on(stage: Stage, until:
     client = stage.client(0)
 
     def interrupt() -> None:
-        until(lambda: stage.server._table._gets)
+        until(lambda: stage.server._table._gets and not client._send_lock.locked())  # it waits, or is about to
         signal.pthread_kill(threading.main_thread().ident or 0, signal.SIGINT)
 
     thread = threading.Thread(target=interrupt)
@@ -198,6 +198,25 @@ def test_close_may_be_called_twice_and_calls_what_comes_after_once(stage: Stage)
     client.close()
     client.close()
     assert calls == ["closed"]
+
+
+def test_close_waits_until_the_good_bye_is_read(stage: Stage, background: ThreadPoolExecutor) -> None:
+    client, reading = stage.client(1), threading.Event()
+    handle = stage.server._table.handle
+    stage.server._table.handle = lambda *args: reading.wait(10) and handle(*args)  # type: ignore[method-assign]
+    closing = background.submit(client.close)
+    with pytest.raises(TimeoutError):
+        closing.result(0.1)
+    reading.set()
+    closing.result(10)
+    assert stage.server._table.members == 0
+
+
+def test_a_client_may_be_idle_for_longer_than_a_request_may_take(stage: Stage, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(client_module, "ANSWER_TIMEOUT", 0.01)
+    client = stage.client(1)
+    with pytest.raises(RendezvousTimeoutError, match="has no key"):
+        client.get("k", 0.1)
 
 
 def test_close_of_a_dead_store_is_quiet(stage: Stage) -> None:

@@ -261,5 +261,14 @@ def test_while_the_group_forms_a_rank_that_said_good_bye_may_come_back() -> None
     assert desk.hello(1, connection=101) == Welcome("host", 0)
 
 
+def test_a_good_bye_is_forgotten_when_its_worker_is_back() -> None:
+    desk = Desk(present=2)
+    desk.ask(1, GoodBye())
+    assert desk.hello(1, connection=101) == Welcome("host", 0)
+    assert desk.hello(2) == Welcome("host", 0)  # now all have been here
+    desk.end(101)
+    assert desk.hello(1, connection=201) == Welcome("host", 0)
+
+
 def test_the_end_of_a_stranger_means_nothing(desk: Desk) -> None:
     assert desk.end(77) == []

@@ -151,6 +151,10 @@ def test_candidate_ports_are_many_distinct_and_always_the_same() -> None:
     assert all(20000 <= port < 60000 and port != 29500 for port in ports)
 
 
+def test_the_port_that_is_taken_anyway_is_no_candidate() -> None:
+    assert 21777 not in candidate_ports(21777, "run", "0")  # the hash of this very port would give it
+
+
 def test_places_read_well() -> None:
     assert str(PLACE) == "tcp://10.0.0.1:29500"
     assert str(TcpPlace("h", (1, 2), "")) == "h, ports 1, 2"

@@ -107,7 +107,13 @@ class Agent:
             self._peers[peer.info.name] = self._peers[peer.info.id] = self._peers[peer.info] = peer
 
     def _accept(self, listener: Listener) -> None:
-        channel = listener.accept()
+        try:
+            channel = listener.accept()
+        except OSError as error:
+            # Most likely out of descriptors. Who waits in the queue goes on waiting until a connection is closed.
+            logger.warning("worker %r cannot accept connections at %s: %s", self.info.name, listener.address, error)
+            self._poller.want(listener.fileno(), READABLE, False)
+            return
         if channel is not None:
             self._incoming.add(
                 Incoming(
@@ -117,9 +123,15 @@ class Agent:
                     self._poller,
                     self._serving,
                     self._loop,
-                    self._incoming.discard,
+                    self._incoming_closed,
                 )
             )
+
+    def _incoming_closed(self, incoming: Incoming) -> None:
+        self._incoming.discard(incoming)
+        if self._closed is None:
+            for listener in self._listeners:
+                self._poller.want(listener.fileno(), READABLE, True)
 
     def _new_connection(self, peer: WorkerInfo, channel: Channel, on_lost: Callable[[Outgoing], None]) -> Outgoing:
         def lost(connection: Outgoing) -> None:
@@ -161,11 +173,10 @@ class Agent:
             body, buffers = dumps_arguments(function, args or (), kwargs, peer.info.name, by_value=True)
         else:
             body, buffers = dumps_arguments(function, args or (), kwargs, peer.info.name)
-        deadline = monotonic() + timeout if timeout else FOREVER
         connection = peer.connection
         if connection is None:
-            connection = peer.connect(deadline)
-        future = connection.call(function, head, body, buffers, deadline)
+            connection = peer.connect(monotonic() + timeout if timeout else FOREVER)
+        future = connection.call(function, head, body, buffers, timeout)
         if unattended:
             connection.unattended()
         return future

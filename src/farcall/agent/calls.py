@@ -7,11 +7,10 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Sequence
-from time import monotonic
 from typing import TYPE_CHECKING, Any
 
 from farcall.errors import SerializationError
-from farcall.futures import DONE, FAILED, FOREVER, PENDING, Callbacks, Future, run_callbacks
+from farcall.futures import DONE, FAILED, PENDING, Callbacks, Future, run_callbacks
 from farcall.protocol.wire import FAILURE, Bytes
 from farcall.serialization import callable_name, decode_failure, loads
 
@@ -23,9 +22,11 @@ if TYPE_CHECKING:
 class PendingCall(Future[Any]):
     """The future of a call."""
 
-    __slots__ = ("call_id", "deadline", "due", "function", "started")
+    __slots__ = ("call_id", "deadline", "due", "function", "timeout")
 
-    def __init__(self, connection: Outgoing, call_id: int, function: Callable[..., Any], deadline: float) -> None:
+    def __init__(
+        self, connection: Outgoing, call_id: int, function: Callable[..., Any], timeout: float, deadline: float
+    ) -> None:
         # Not super().__init__: one call less on the path of every call.
         self._state = PENDING
         self._value = None
@@ -35,14 +36,9 @@ class PendingCall(Future[Any]):
         self.call_id = call_id
         self.function = function
         self.deadline = deadline
-        self.started = FOREVER if deadline == FOREVER else monotonic()
+        self.timeout = timeout
         self.due: Callbacks | None = None
         """Callbacks that the thread which waits for this future runs, once it has left the connection."""
-
-    @property
-    def timeout(self) -> float:
-        """Seconds that the call was given."""
-        return self.deadline - self.started
 
     def __repr__(self) -> str:
         return f"{super().__repr__()[:-1]} of `{callable_name(self.function)}`>"

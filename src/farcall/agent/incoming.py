@@ -64,7 +64,7 @@ class Incoming:
                 self._receive()
             except BlockingIOError:
                 pass
-            except ProtocolError as error:
+            except (ProtocolError, MemoryError) as error:
                 logger.warning("worker %r: connection from %s closed: %s", self._us.name, self._who(), error)
                 self.close()
             except OSError:

@@ -16,7 +16,7 @@ import math
 import select
 import threading
 from collections.abc import Callable, Sequence
-from time import monotonic, perf_counter
+from time import monotonic
 from typing import Any, Final
 
 from farcall.agent.calls import CallbackJob, PendingCall, Reply
@@ -82,11 +82,12 @@ class Outgoing:
     # Calling
 
     def call(
-        self, function: Callable[..., Any], head: bytes, body: bytes, buffers: Sequence[memoryview], deadline: float
+        self, function: Callable[..., Any], head: bytes, body: bytes, buffers: Sequence[memoryview], timeout: float
     ) -> PendingCall:
         """Sends a call. Its future is settled in any case, with `WorkerLost` if it cannot be sent."""
         call_id = next(self._ids)
-        future = PendingCall(self, call_id, function, deadline)
+        deadline = monotonic() + timeout if timeout else FOREVER
+        future = PendingCall(self, call_id, function, timeout, deadline)
         self.pending[call_id] = future
         if deadline < self._first_deadline:
             self._note_deadline(deadline)
@@ -148,17 +149,9 @@ class Outgoing:
         poll = self._poll
         spinning = self._spinning
         while not future._state and self._lost is None:
-            budget = spinning.budget()
-            if budget:
-                stop = perf_counter() + budget
-                while not poll(0):
-                    if perf_counter() >= stop:
-                        spinning.miss()
-                        break
-                else:
-                    spinning.hit()
-                    self._receive(future)
-                    continue
+            if spinning.look(poll):
+                self._receive(future)
+                continue
             left = deadline - monotonic()
             if left <= 0:
                 return
@@ -201,8 +194,8 @@ class Outgoing:
                     self._dispatch(future, callbacks)
         except BlockingIOError:
             return
-        except (OSError, ProtocolError) as error:
-            self.lose(str(error) or type(error).__name__)
+        except (OSError, ProtocolError, MemoryError) as error:
+            self.lose(f"reading its replies failed: {error or type(error).__name__}")
         except BaseException as error:
             self.lose(f"reading its replies was interrupted by {type(error).__name__}")
             raise
@@ -248,7 +241,10 @@ class Outgoing:
             return False
         if not self.pending or self._lost is not None:
             self._unattended_since = 0.0
-            return bool(self.pending) and self._lost is None
+            if self.pending and self._lost is None:  # a call that came just now found it attended still
+                self._unattended_since = now
+                return True
+            return False
         bursting = self.calls_started != self._calls_at_last_tick
         self._calls_at_last_tick = self.calls_started
         if now - since < (_LONGEST_PATIENCE if bursting else _PATIENCE):

@@ -62,12 +62,17 @@ class Peer:
 
     def connect(self, deadline: float) -> Outgoing:
         """The connection, made if need be. Raises `WorkerLost` if the worker cannot be reached."""
-        with self._lock:  # one connection, however many threads call at once; each call's own time is not exceeded
-            if self.connection is None:
-                with asleep():
-                    channel = self._open(min(deadline, monotonic() + CONNECT_TIMEOUT))
-                self.connection = self._new_connection(self.info, channel, self._forget)
-            return self.connection
+        deadline = min(deadline, monotonic() + CONNECT_TIMEOUT)
+        with asleep():
+            # One connection, however many threads call at once.
+            if not self._lock.acquire(timeout=max(0.0, deadline - monotonic())):
+                raise WorkerLost(f"worker {self.info.name!r} could not be connected to in time", self.info.name)
+            try:
+                if self.connection is None:
+                    self.connection = self._new_connection(self.info, self._open(deadline), self._forget)
+                return self.connection
+            finally:
+                self._lock.release()
 
     def _forget(self, connection: Outgoing) -> None:
         if self.connection is connection:

@@ -28,7 +28,7 @@ class Poller:
         self._wanted: dict[int, int] = {}
         self.handlers: dict[int, Handler] = {}
         self.poll = self._epoll.poll
-        """`poll(timeout, most)`: (descriptor, events) pairs; bound to epoll's own method."""
+        """`poll(timeout)`: (descriptor, events) pairs; -1 waits for ever. Bound to epoll's own method."""
         self.add(self._bell, self._answer_bell, READABLE)
 
     def add(self, descriptor: int, handler: Handler, wanted: int) -> None:

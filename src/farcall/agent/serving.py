@@ -35,7 +35,6 @@ SLOW: Final = 1e-3
 """A function that took longer than this is run with the lead given away first, next time."""
 _BURST: Final = 64
 _IDLE_LIFE: Final = 10.0
-_EVENTS: Final = 64
 
 Reply: TypeAlias = Sequence[Buffer]
 
@@ -179,22 +178,11 @@ class Serving:
     def _handle_events(self) -> None:
         """Waits until something comes, spinning at first, and handles it."""
         poll = self._poller.poll
-        events: list[tuple[int, int]] = []
         # With functions running in other threads of this process, spinning would fight them for the interpreter.
-        budget = 0.0 if self._running else self._spinning.budget()
-        if budget:
-            stop = perf_counter() + budget
-            while True:
-                events = poll(0, _EVENTS)
-                if events:
-                    self._spinning.hit()
-                    break
-                if perf_counter() >= stop:
-                    self._spinning.miss()
-                    break
+        events = [] if self._running else self._spinning.look(poll)
         if not events:
             self.asleep = True
-            events = poll(-1, _EVENTS)
+            events = poll(-1)
             self.asleep = False
             self._wake_supervisor()
         handlers = self._poller.handlers
