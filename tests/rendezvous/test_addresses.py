@@ -130,7 +130,11 @@ def test_a_host_that_is_elsewhere_is_a_clear_error() -> None:
         listen("203.0.113.77", [0])
 
 
-def test_a_name_that_nobody_knows_is_a_clear_error() -> None:
+def test_a_name_that_nobody_knows_is_a_clear_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    def unknown(*args: object, **options: object) -> None:
+        raise socket.gaierror(socket.EAI_NONAME, "Name or service not known")
+
+    monkeypatch.setattr(addresses.socket, "getaddrinfo", unknown)
     with pytest.raises(RendezvousError, match="cannot be resolved"):
         listen("no.such.host.invalid", [0])
 

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import os
 import socket
+import subprocess
+import sys
 import threading
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -230,6 +232,41 @@ def test_a_store_that_goes_between_hello_and_the_first_request_is_an_error(
     monkeypatch.setattr(meeting.StoreClient, "set_new", gone)
     with pytest.raises(RendezvousError, match="gone"):
         workers.meet(0)
+
+
+def test_a_forked_child_lets_go_and_the_parent_goes_on(free_port: int) -> None:
+    program = """
+import os, signal, sys
+from farcall.errors import RendezvousError
+from farcall.rendezvous import rendezvous
+
+def sockets():
+    links = [f"/proc/self/fd/{number}" for number in os.listdir("/proc/self/fd")]
+    return [link for link in links if os.path.lexists(link) and "socket:" in os.readlink(link)]
+
+before = sockets()
+url = f"tcp://127.0.0.1:{sys.argv[1]}"
+host, guest = rendezvous(url, "host", 0, 2, 30), rendezvous(url, "guest", 1, 2, 30)
+host.store._lock.acquire()  # as another thread might, just when this one forks
+child = os.fork()
+if child == 0:
+    signal.alarm(20)  # a child that is stuck must not outlive the test
+    for one in (guest, host):
+        one.store.abandon()
+    try:
+        host.store.set("k", b"from the child")
+    except RendezvousError as error:
+        told = "forked from" in str(error)
+    host.store.close()
+    os._exit(0 if told and sockets() == before else 1)
+host.store._lock.release()
+assert os.waitpid(child, 0)[1] == 0, "the child kept something, or could use what is not its own"
+guest.store.set("k", b"v")
+assert host.store.get("k", 10) == b"v"
+guest.store.close()
+host.store.close()
+"""
+    subprocess.run([sys.executable, "-W", "ignore", "-c", program, str(free_port)], check=True, timeout=30)
 
 
 # -- env

@@ -1,8 +1,12 @@
-"""Who is who: the identity of a worker."""
+"""Who is who: the identities of workers, references and handles."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import NamedTuple, TypeAlias
+
+Worker: TypeAlias = int
+"""A worker as the protocols see it: a number that no other worker, nor the same one started again, ever has."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -14,3 +18,24 @@ class WorkerInfo:
 
     def __repr__(self) -> str:
         return f"WorkerInfo(id={self.id}, name={self.name})"
+
+
+class RRefId(NamedTuple):
+    """A reference, the same on all workers: who owns its value, who created it, and the creator's count of those."""
+
+    owner: Worker
+    creator: Worker
+    number: int
+
+    def __str__(self) -> str:
+        return f"reference {self.creator}:{self.number} owned by {self.owner}"
+
+
+class ForkId(NamedTuple):
+    """One handle of a reference, made by a worker for itself or for another: a fork of the handle it came from."""
+
+    creator: Worker
+    number: int
+
+    def __str__(self) -> str:
+        return f"fork {self.creator}:{self.number}"

@@ -61,6 +61,7 @@ class StoreClient(Store):
     """A store at the other end of a connection that was welcomed. The socket is its own from now on.
 
     `after_close` is called once, when the good-bye has been said: the hosting worker ends the store there.
+    `on_abandon` is called by `abandon`: there, a forked child of the hosting worker lets go of the store.
     """
 
     def __init__(
@@ -68,11 +69,13 @@ class StoreClient(Store):
         sock: socket.socket,
         welcome: Welcome,
         after_close: Callable[[], None] = lambda: None,
+        on_abandon: Callable[[], None] | None = None,
         grace: float = _GRACE,
     ) -> None:
         self._where = f"the store in {welcome.name!r} (rank {welcome.rank}) at {peer_text(sock)}"
         self._sock = sock
         self._after_close = after_close
+        self._on_abandon = on_abandon
         self._grace = grace
         self._ids = itertools.count(1)
         self._lock = threading.Lock()  # guards _pending and _ended
@@ -116,6 +119,15 @@ class StoreClient(Store):
             finally:
                 after_close, self._after_close = self._after_close, lambda: None
                 after_close()
+
+    def abandon(self) -> None:
+        # Other threads of the parent may have held the locks when it forked; nobody will release them here.
+        self._lock, self._send_lock, self._close_lock = threading.Lock(), threading.Lock(), threading.Lock()
+        self._ended = f"{self._where} belongs to the process that this one was forked from"
+        self._after_close = lambda: None
+        self._sock.close()
+        if self._on_abandon is not None:
+            self._on_abandon()
 
     def _say_good_bye(self) -> None:
         try:

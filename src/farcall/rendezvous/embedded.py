@@ -94,6 +94,15 @@ class EmbeddedStore:
                 pass  # the thread has ended already, and its sockets with it
         self._thread.join()
 
+    def abandon(self) -> None:
+        """In a forked child: closes its copies of the descriptors; the store goes on in the parent. Raises nothing."""
+        # Nothing is shut down or unregistered: the connections and the poller behind the descriptors are the parent's.
+        for connection in self._connections.values():
+            connection.sock.close()
+        for sock in (self._listener, self._wake_read, self._wake_write):
+            sock.close()
+        self._selector.close()
+
     def _run(self) -> None:
         try:
             while not self._is_over():

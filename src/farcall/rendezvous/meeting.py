@@ -55,14 +55,15 @@ def rendezvous(
     chosen = None if interface is None else interface_address(interface)
     with ExitStack() as undo:
         candidates, only_one = _candidates(plan)
+        server: EmbeddedStore | None = None
         if plan.rank == 0:
-            hosted = _host(plan, name, chosen, timeout, undo)
-            candidates, only_one = (lambda: hosted), False
+            server, reached_at = _host(plan, name, chosen, timeout, undo)
+            candidates, only_one = (lambda: reached_at), False
         left = deadline - time.monotonic()
         sock, welcome = find_store(candidates, only_one, str(plan.place), name, plan.rank, max(0.0, left))
         peer, own = numeric_host(sock.getpeername()), numeric_host(sock.getsockname())
         # Closing the store closes what was opened for it here, last opened first: the file, then the server.
-        store = StoreClient(sock, welcome, after_close=undo.pop_all().close)
+        store = StoreClient(sock, welcome, undo.pop_all().close, server.abandon if server else None)
     try:
         run = store.set_new(_RUN_KEY, uuid.uuid4().hex.encode()).decode()
     except BaseException:
@@ -87,8 +88,10 @@ def _candidates(plan: Plan) -> tuple[Callable[[], Sequence[Candidate]], bool]:
     return in_file, False
 
 
-def _host(plan: Plan, name: str, chosen: str | None, timeout: float, undo: ExitStack) -> list[Candidate]:
-    """Opens the store; gives where it can be reached, the addresses that are good for others first."""
+def _host(
+    plan: Plan, name: str, chosen: str | None, timeout: float, undo: ExitStack
+) -> tuple[EmbeddedStore, list[Candidate]]:
+    """Opens the store; gives also where it can be reached, the addresses that are good for others first."""
     place = plan.place
     if isinstance(place, FilePlace):
         return _host_for_file(place, plan, name, chosen, timeout, undo)
@@ -98,12 +101,12 @@ def _host(plan: Plan, name: str, chosen: str | None, timeout: float, undo: ExitS
     server = EmbeddedStore(listener, group, plan.world_size, name)
     undo.callback(server.close)
     addresses = reachable_addresses() if bound in _EVERYWHERE else [bound]
-    return [Candidate(address, server.port, group) for address in addresses]
+    return server, [Candidate(address, server.port, group) for address in addresses]
 
 
 def _host_for_file(
     place: FilePlace, plan: Plan, name: str, chosen: str | None, timeout: float, undo: ExitStack
-) -> list[Candidate]:
+) -> tuple[EmbeddedStore, list[Candidate]]:
     listener = listen(chosen or "", [0])
     addresses = (chosen,) if chosen else tuple(reachable_addresses())
     location = Location(uuid.uuid4().hex, listener.getsockname()[1], addresses)
@@ -113,7 +116,7 @@ def _host_for_file(
         place.path, location, lambda earlier: any(is_alive(candidate) for candidate in _located(earlier, plan)), timeout
     )
     undo.callback(remove_location, place.path, location)
-    return _located(location, plan)
+    return server, _located(location, plan)
 
 
 def _located(location: Location, plan: Plan) -> list[Candidate]:

@@ -52,5 +52,6 @@ class Store(ABC):
     def close(self) -> None:
         """Says good-bye. At the worker that hosts the store: waits a little for the others to do so, then ends it."""
 
+    @abstractmethod
     def abandon(self) -> None:
         """In a forked child: gives the descriptors back and says nothing; the parent goes on. Raises nothing."""

@@ -1,0 +1,81 @@
+"""Control messages arrive exactly once, as long as both workers live: sequence, acknowledgement, resend, deduplication.
+
+The reference protocol stands on it: a late duplicate of a fork request would leak a reference, a lost delete too. Each
+message to a peer has a number, from 1 on. The receiver takes each number once and acknowledges all up to which it has
+every one. What is not acknowledged is kept, and sent again after a reconnect (or, where the network loses messages,
+after a while). Order is not restored: the protocols above do not need it.
+
+Pure: it sends nothing itself, and knows no time.
+
+Invariants
+- D1: a message is taken at most once, however often it arrives.
+- D2: a message is kept until it is acknowledged or its receiver is lost.
+- D3: nothing is kept for a peer that is lost.
+"""
+
+from __future__ import annotations
+
+from typing import Generic, TypeVar
+
+from farcall.protocol.ids import Worker
+from farcall.protocol.watermark import Watermark
+
+M = TypeVar("M")
+
+
+class _Link(Generic[M]):
+    __slots__ = ("last", "received", "unacknowledged")
+
+    def __init__(self) -> None:
+        self.last = 0
+        self.unacknowledged: dict[int, M] = {}
+        self.received = Watermark()
+
+
+class Delivery(Generic[M]):
+    """The numbered messages between this worker and its peers."""
+
+    def __init__(self) -> None:
+        self._links: dict[Worker, _Link[M]] = {}
+
+    def joined(self, peer: Worker) -> None:
+        """A peer is there; once for each."""
+        self._links[peer] = _Link()
+
+    def lost(self, peer: Worker) -> None:
+        """A peer is gone for good. Nothing is kept of it."""
+        self._links.pop(peer, None)
+
+    def send(self, peer: Worker, message: M) -> int:
+        """Keeps the message and gives the number to send it with. Raises `KeyError` for a peer that is lost."""
+        link = self._links[peer]
+        link.last += 1
+        link.unacknowledged[link.last] = message
+        return link.last
+
+    def receive(self, peer: Worker, number: int) -> bool:
+        """Whether the message of that number is to be taken: it is new, and its sender is not lost."""
+        link = self._links.get(peer)
+        return link is not None and link.received.add(number)
+
+    def acknowledgement(self, peer: Worker) -> int:
+        """The number up to which all messages of the peer have come; 0 for none, or if it is lost."""
+        link = self._links.get(peer)
+        return link.received.mark if link is not None else 0
+
+    def acknowledged(self, peer: Worker, upto: int) -> None:
+        """The peer has got all up to that number: they need not be kept."""
+        link = self._links.get(peer)
+        if link is not None:
+            kept = link.unacknowledged
+            while kept and (first := next(iter(kept))) <= upto:
+                del kept[first]
+
+    def unacknowledged(self, peer: Worker) -> list[tuple[int, M]]:
+        """What to send again after a reconnect, in the order in which it was sent first."""
+        link = self._links.get(peer)
+        return list(link.unacknowledged.items()) if link is not None else []
+
+    def is_quiet(self) -> bool:
+        """Whether every peer has acknowledged everything."""
+        return not any(link.unacknowledged for link in self._links.values())

@@ -1,0 +1,408 @@
+"""The life of references: who owns a value, who holds a handle of it, and when it may go.
+
+A reference has one owner, the worker where its value lives, and any number of handles, on any workers. The owner's own
+handles are merely counted. Every handle elsewhere is a *fork*: it has an id, it is held by one worker, and the owner
+keeps a table of who holds which. A worker that puts a handle into a message makes a fork for the receiver: it is the
+fork's *parent*, the receiver holds the *child*. Nobody waits for any of this: handles are used at once.
+
+    remote call    creator ──CreateRequest──▸ owner ──ForkAccepted──▸ creator
+    user to user   parent ──(child in a message)──▸ child ──ForkRequest──▸ owner ──ForkAccepted──▸ child
+                   child ──ChildAccepted──▸ parent
+    owner to user  counted by the owner as it is passed; confirmed as it arrives
+    user to owner  becomes one of the owner's own handles; owner ──ChildAccepted──▸ parent
+    the end        holder ──UserDeleted──▸ owner, once the handle was dropped, is confirmed, and has no child pending
+
+Guarantees
+- G1: the owner hears of the end of every fork, by `UserDeleted` or by the loss of its holder.
+- G2: a parent's fork is not given up before the owner has counted its children.
+
+Invariants, checked by name in the tests
+- LIVE: no value is released while a confirmed handle of it lives.
+- EMPTY: when all handles are gone and no message is under way, every table is empty.
+- UNCHANGED: illegal input raises `ProtocolError` and changes nothing.
+- SETTLED: the loss of a worker settles everything that waited for it; no table keeps anything of it.
+- ANSWERED: every handle that is not confirmed has a request under way, or noted at the owner.
+
+It holds under any order of messages. Two things make that so. A delete is not sent before the fork is confirmed, so it
+can't arrive before the request. And a request for a reference that the owner does not know is told apart: numbers of
+references count up for each creator and owner, so one that was created before is *released* and the request is refused;
+one that was not is *not yet created*, because the creator's own request is still under way, and the fork is noted. If
+the creator is lost first, whatever was noted is refused.
+
+What is refused leads nowhere, and can be so only if somebody died: then the handle raises on use. Messages must be
+taken once each (`delivery.py`), and none of a worker after its loss.
+
+Pure: events in, effects out. It holds no value, sends nothing, and knows no time.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from enum import Enum
+from typing import Any
+
+from farcall.errors import ProtocolError
+from farcall.protocol.ids import ForkId, RRefId, Worker
+from farcall.protocol.reference_messages import (
+    ChildAccepted,
+    ConfirmHandle,
+    CreateRequest,
+    Effect,
+    Event,
+    ForkAccepted,
+    ForkRefused,
+    ForkRequest,
+    HandleDropped,
+    HandlePassed,
+    HandleReceived,
+    MessageReceived,
+    OrphanHandle,
+    PassingFailed,
+    PeerJoined,
+    PeerLost,
+    RefuseHandle,
+    ReleaseValue,
+    RemoteCalled,
+    SendMessage,
+    UserDeleted,
+    ValueMade,
+)
+from farcall.protocol.watermark import Watermark
+
+
+class Owned:
+    """A reference whose value lives here, or will (`created` is False while its creator's request is under way)."""
+
+    __slots__ = ("created", "forks", "handles")
+
+    def __init__(self, created: bool) -> None:
+        self.created = created
+        self.handles = 0
+        self.forks: dict[ForkId, Worker] = {}  # who holds which
+
+
+class Standing(Enum):
+    """What the owner has said about a fork of ours."""
+
+    UNCONFIRMED = "unconfirmed"
+    CONFIRMED = "confirmed"
+
+
+class Held:
+    """A fork that this worker holds."""
+
+    __slots__ = ("children", "dropped", "parent", "reference", "standing")
+
+    def __init__(self, reference: RRefId, standing: Standing, parent: Worker | None) -> None:
+        self.reference = reference
+        self.standing = standing
+        self.parent = parent  # who waits for our ChildAccepted; None if nobody does
+        self.dropped = False
+        self.children: dict[ForkId, Worker] = {}  # made from this one, not yet counted by the owner: who gets which
+
+
+class References:
+    """All references of one worker, `me`."""
+
+    def __init__(self, me: Worker) -> None:
+        self.me = me
+        self.owned: dict[RRefId, Owned] = {}
+        self.held: dict[ForkId, Held] = {}
+        self.peers: dict[Worker, Watermark] = {}
+        """The workers that are there, and which references each has created here."""
+        self._parents: dict[ForkId, ForkId] = {}  # of the children that are pending
+        self._numbers: dict[Worker, int] = {}
+        self._forks = 0
+        self._handlers: dict[type[Any], Callable[[Any], list[Effect]]] = {
+            PeerJoined: self._peer_joined,
+            PeerLost: self._peer_lost,
+            ValueMade: self._value_made,
+            RemoteCalled: self._remote_called,
+            HandlePassed: self._handle_passed,
+            PassingFailed: self._passing_failed,
+            HandleReceived: self._handle_received,
+            HandleDropped: self._handle_dropped,
+            MessageReceived: self._message_received,
+        }
+        self._message_handlers: dict[type[Any], Callable[[Worker, Any], list[Effect]]] = {
+            CreateRequest: self._create_requested,
+            ForkRequest: self._fork_requested,
+            ForkAccepted: self._fork_accepted,
+            ForkRefused: self._fork_refused,
+            ChildAccepted: self._child_accepted,
+            UserDeleted: self._user_deleted,
+        }
+
+    # Ids
+
+    def new_reference(self, owner: Worker) -> RRefId:
+        """An id for a reference that this worker is about to create at `owner`."""
+        number = self._numbers.get(owner, 0) + 1
+        self._numbers[owner] = number
+        return RRefId(owner, self.me, number)
+
+    def new_fork(self) -> ForkId:
+        """An id for a fork that this worker is about to make."""
+        self._forks += 1
+        return ForkId(self.me, self._forks)
+
+    # The door
+
+    def handle(self, event: Event) -> list[Effect]:
+        """Takes an event, gives what is to be done. Raises `ProtocolError`, changing nothing, if it cannot be."""
+        return self._handlers[type(event)](event)
+
+    def is_empty(self) -> bool:
+        """Whether nothing is owned, held or noted."""
+        return not self.owned and not self.held
+
+    # Workers come and go
+
+    def _peer_joined(self, event: PeerJoined) -> list[Effect]:
+        if event.worker in self.peers:
+            raise ProtocolError(f"worker {event.worker} is there already")
+        self.peers[event.worker] = Watermark()
+        return []
+
+    def _peer_lost(self, event: PeerLost) -> list[Effect]:
+        lost = event.worker
+        if self.peers.pop(lost, None) is None:
+            raise ProtocolError(f"worker {lost} is not there")
+        self._numbers.pop(lost, None)
+        effects: list[Effect] = []
+        for reference, owned in list(self.owned.items()):
+            for fork in [fork for fork, holder in owned.forks.items() if holder == lost]:
+                del owned.forks[fork]
+            if not owned.created and reference.creator == lost:
+                effects += self._refuse_all(reference, owned)
+            else:
+                effects += self._release_if_unused(reference, owned)
+        for fork, held in list(self.held.items()):
+            if held.reference.owner == lost:
+                self._forget(fork, held)
+                effects.append(OrphanHandle(held.reference, fork))
+                continue
+            if held.parent == lost:
+                held.parent = None  # the owner decides whether the fork counts; nobody waits for our word
+            for child in [child for child, to in held.children.items() if to == lost]:
+                self._settle_child(held, child)
+            effects += self._delete_if_done(fork, held)
+        return effects
+
+    def _refuse_all(self, reference: RRefId, owned: Owned) -> list[Effect]:
+        """The creator is lost, and its request never came: whoever was noted holds a handle of nothing."""
+        del self.owned[reference]
+        effects: list[Effect] = [
+            SendMessage(holder, ForkRefused(reference, fork)) for fork, holder in owned.forks.items()
+        ]
+        if owned.handles:
+            effects.append(RefuseHandle(reference, None))
+        return effects
+
+    # Handles are made, passed, received and dropped here
+
+    def _value_made(self, event: ValueMade) -> list[Effect]:
+        reference = event.reference
+        self._check(reference.owner == reference.creator == self.me, f"{reference} is not ours to make")
+        self._check(self._is_new(reference), f"{reference} was made before")
+        self.peers[self.me].add(reference.number)
+        owned = self.owned[reference] = Owned(created=True)
+        owned.handles = 1
+        return []
+
+    def _remote_called(self, event: RemoteCalled) -> list[Effect]:
+        reference, fork = event
+        self._check(reference.creator == self.me == fork.creator, f"{reference} is not ours to ask for")
+        self._check(fork not in self.held, f"{fork} is held already")
+        if reference.owner not in self.peers:
+            return [OrphanHandle(reference, fork)]
+        self.held[fork] = Held(reference, Standing.UNCONFIRMED, None)
+        return [SendMessage(reference.owner, CreateRequest(reference, fork))]
+
+    def _handle_passed(self, event: HandlePassed) -> list[Effect]:
+        reference, parent, child, to = event
+        forks = self._children_of(reference, parent)
+        self._check(child not in forks, f"{child} was passed before")
+        if to in self.peers:  # else it never arrives, and nobody will hold it
+            forks[child] = to
+            if parent is not None:
+                self._parents[child] = parent
+        return []
+
+    def _passing_failed(self, event: PassingFailed) -> list[Effect]:
+        reference, parent, child = event
+        if parent is None:
+            owned = self.owned.get(reference)
+            if owned is None or owned.forks.pop(child, None) is None:
+                return []  # its receiver was lost meanwhile
+            return self._release_if_unused(reference, owned)
+        held = self.held.get(parent)
+        if held is None or child not in held.children:
+            return []
+        self._settle_child(held, child)
+        return self._delete_if_done(parent, held)
+
+    def _children_of(self, reference: RRefId, parent: ForkId | None) -> dict[ForkId, Worker]:
+        if parent is None:
+            owned = self.owned.get(reference)
+            if owned is None or not owned.handles:
+                raise ProtocolError(f"this worker has no handle of its own of {reference} to pass")
+            return owned.forks
+        held = self.held.get(parent)
+        if held is None or held.dropped:
+            raise ProtocolError(f"this worker does not hold {parent} of {reference}, and cannot pass it")
+        return held.children
+
+    def _handle_received(self, event: HandleReceived) -> list[Effect]:
+        (reference, fork), sender = event
+        self._check(sender == fork.creator, f"{fork} came from worker {sender}, who cannot have made it")
+        self._check(fork not in self.held, f"{fork} is held already")
+        if reference.owner == self.me:
+            return self._own_handle_received(reference, fork, sender)
+        if reference.owner not in self.peers:
+            return [OrphanHandle(reference, fork)]
+        if sender == reference.owner:
+            self.held[fork] = Held(reference, Standing.CONFIRMED, None)
+            return [ConfirmHandle(reference, fork)]
+        self.held[fork] = Held(reference, Standing.UNCONFIRMED, sender if sender in self.peers else None)
+        return [SendMessage(reference.owner, ForkRequest(reference, fork))]
+
+    def _own_handle_received(self, reference: RRefId, fork: ForkId, sender: Worker) -> list[Effect]:
+        owned = self.owned.get(reference)
+        if owned is None:
+            if not self._may_be_created(reference):
+                return [RefuseHandle(reference, None), *self._tell_parent(sender, reference, fork)]
+            owned = self.owned[reference] = Owned(created=False)
+        owned.handles += 1
+        if sender == self.me and owned.forks.pop(fork, None) is not None:
+            return []  # the owner passed it to itself
+        return self._tell_parent(sender, reference, fork)
+
+    def _handle_dropped(self, event: HandleDropped) -> list[Effect]:
+        reference, fork = event
+        if fork is None:
+            owned = self.owned.get(reference)
+            if owned is None or not owned.handles:
+                raise ProtocolError(f"this worker has no handle of its own of {reference} to drop")
+            owned.handles -= 1
+            return self._release_if_unused(reference, owned)
+        held = self.held.get(fork)
+        if held is None:
+            return []  # refused, or its owner is lost
+        self._check(not held.dropped, f"{fork} was dropped before")
+        held.dropped = True
+        return self._delete_if_done(fork, held)
+
+    # Messages
+
+    def _message_received(self, event: MessageReceived) -> list[Effect]:
+        self._check(event.sender in self.peers, f"a message of worker {event.sender} came, who is not there")
+        return self._message_handlers[type(event.message)](event.sender, event.message)
+
+    def _create_requested(self, sender: Worker, message: CreateRequest) -> list[Effect]:
+        reference, fork = message
+        self._check(reference.owner == self.me, f"{reference} is not ours to make")
+        self._check(reference.creator == fork.creator == sender, f"{reference} is not worker {sender}'s to ask for")
+        self._check(reference.number not in self.peers[sender], f"{reference} was made before")
+        self.peers[sender].add(reference.number)
+        owned = self.owned.setdefault(reference, Owned(created=False))
+        owned.created = True
+        owned.forks[fork] = sender
+        return [SendMessage(holder, ForkAccepted(reference, noted)) for noted, holder in owned.forks.items()]
+
+    def _fork_requested(self, sender: Worker, message: ForkRequest) -> list[Effect]:
+        reference, fork = message
+        self._check(reference.owner == self.me, f"{reference} is not ours")
+        owned = self.owned.get(reference)
+        if owned is None:
+            if not self._may_be_created(reference):
+                return [SendMessage(sender, ForkRefused(reference, fork))]
+            owned = self.owned[reference] = Owned(created=False)
+        self._check(fork not in owned.forks, f"{fork} is counted already")
+        owned.forks[fork] = sender
+        return [SendMessage(sender, ForkAccepted(reference, fork))] if owned.created else []
+
+    def _fork_accepted(self, sender: Worker, message: ForkAccepted) -> list[Effect]:
+        held = self._answered(sender, message.reference, message.fork)
+        held.standing = Standing.CONFIRMED
+        parent, held.parent = held.parent, None
+        effects: list[Effect] = [ConfirmHandle(message.reference, message.fork)]
+        if parent is not None:
+            effects += self._tell_parent(parent, message.reference, message.fork)
+        return effects + self._delete_if_done(message.fork, held)
+
+    def _fork_refused(self, sender: Worker, message: ForkRefused) -> list[Effect]:
+        held = self._answered(sender, message.reference, message.fork)
+        self._forget(message.fork, held)
+        effects: list[Effect] = [RefuseHandle(message.reference, message.fork)]
+        if held.parent is not None:
+            effects += self._tell_parent(held.parent, message.reference, message.fork)
+        return effects
+
+    def _answered(self, sender: Worker, reference: RRefId, fork: ForkId) -> Held:
+        held = self.held.get(fork)
+        if held is None or held.standing is not Standing.UNCONFIRMED or held.reference != reference:
+            raise ProtocolError(f"an answer came for {fork} of {reference}, which did not ask")
+        self._check(sender == reference.owner, f"worker {sender} answered for {reference}, which it does not own")
+        return held
+
+    def _child_accepted(self, sender: Worker, message: ChildAccepted) -> list[Effect]:
+        _, fork = message
+        self._check(fork.creator == self.me, f"{fork} was not made here")
+        parent = self._parents.get(fork)
+        if parent is None:
+            return []  # the parent was refused or orphaned meanwhile, and gave its children up
+        held = self.held[parent]
+        self._check(held.children[fork] == sender, f"{fork} was not made for worker {sender}")
+        self._settle_child(held, fork)
+        return self._delete_if_done(parent, held)
+
+    def _user_deleted(self, sender: Worker, message: UserDeleted) -> list[Effect]:
+        reference, fork = message
+        owned = self.owned.get(reference)
+        if owned is None or owned.forks.get(fork) != sender:
+            raise ProtocolError(f"worker {sender} gave up {fork} of {reference}, which it does not hold")
+        del owned.forks[fork]
+        return self._release_if_unused(reference, owned)
+
+    # What follows
+
+    def _tell_parent(self, parent: Worker, reference: RRefId, fork: ForkId) -> list[Effect]:
+        return [SendMessage(parent, ChildAccepted(reference, fork))] if parent in self.peers else []
+
+    def _delete_if_done(self, fork: ForkId, held: Held) -> list[Effect]:
+        if not held.dropped or held.children or held.standing is not Standing.CONFIRMED:
+            return []  # G2, and: a delete must not overtake its own request
+        self._forget(fork, held)
+        return [SendMessage(held.reference.owner, UserDeleted(held.reference, fork))]
+
+    def _forget(self, fork: ForkId, held: Held) -> None:
+        del self.held[fork]
+        for child in held.children:
+            del self._parents[child]
+
+    def _settle_child(self, held: Held, child: ForkId) -> None:
+        del held.children[child]
+        del self._parents[child]
+
+    def _release_if_unused(self, reference: RRefId, owned: Owned) -> list[Effect]:
+        if owned.handles or owned.forks:
+            return []
+        if not owned.created:
+            del self.owned[reference]
+            return []
+        del self.owned[reference]
+        return [ReleaseValue(reference)]
+
+    def _is_new(self, reference: RRefId) -> bool:
+        return reference not in self.owned and self._may_be_created(reference)
+
+    def _may_be_created(self, reference: RRefId) -> bool:
+        """Whether a reference that is unknown here is still to come; else it was released, or will never be made."""
+        created = self.peers.get(reference.creator)
+        return created is not None and reference.number not in created
+
+    @staticmethod
+    def _check(condition: bool, otherwise: str) -> None:
+        if not condition:
+            raise ProtocolError(otherwise)

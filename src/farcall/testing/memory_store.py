@@ -1,0 +1,108 @@
+"""A store within one process: what workers of a `LocalGroup` meet at.
+
+`MemoryStore` is one worker's end; those made by `another_end` share its keys. It keeps the contract of
+`farcall.rendezvous.Store`, but hears of no crash: in one process nobody is lost without the others.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Mapping
+from time import monotonic
+
+from farcall.errors import RendezvousError, RendezvousTimeoutError
+from farcall.rendezvous.store import Store
+
+
+class _Keys:
+    """What all ends share."""
+
+    def __init__(self) -> None:
+        self.changed = threading.Condition()
+        self.values: dict[str, bytes] = {}
+
+    def under(self, prefix: str) -> dict[str, bytes]:
+        return {key: value for key, value in self.values.items() if key.startswith(prefix)}
+
+
+class MemoryStore(Store):
+    """One worker's end of a store in memory."""
+
+    def __init__(self) -> None:
+        self._keys = _Keys()
+        self._closed = False
+
+    def another_end(self) -> MemoryStore:
+        """The same keys for another worker, which closes its end by itself."""
+        end = MemoryStore()
+        end._keys = self._keys
+        return end
+
+    def set(self, key: str, value: bytes) -> None:
+        with self._keys.changed:
+            self._check_open()
+            self._keys.values[key] = value
+            self._keys.changed.notify_all()
+
+    def set_new(self, key: str, value: bytes) -> bytes:
+        with self._keys.changed:
+            self._check_open()
+            there = self._keys.values.setdefault(key, value)
+            self._keys.changed.notify_all()
+            return there
+
+    def get(self, key: str, timeout: float) -> bytes:
+        with self._keys.changed:
+            self._check_open()
+            if not self._wait(lambda: key in self._keys.values, timeout):
+                raise RendezvousTimeoutError(f"after {timeout:g} s the store has no key {key!r}")
+            return self._keys.values[key]
+
+    def add(self, key: str, amount: int) -> int:
+        with self._keys.changed:
+            self._check_open()
+            total = int(self._keys.values.get(key, b"0")) + amount
+            self._keys.values[key] = b"%d" % total
+            self._keys.changed.notify_all()
+            return total
+
+    def delete(self, key: str) -> bool:
+        with self._keys.changed:
+            self._check_open()
+            return self._keys.values.pop(key, None) is not None
+
+    def read(self, prefix: str) -> Mapping[str, bytes]:
+        with self._keys.changed:
+            self._check_open()
+            return self._keys.under(prefix)
+
+    def collect(self, prefix: str, count: int, timeout: float) -> Mapping[str, bytes]:
+        with self._keys.changed:
+            self._check_open()
+            if not self._wait(lambda: len(self._keys.under(prefix)) >= count, timeout):
+                present = tuple(sorted(self._keys.under(prefix)))
+                raise RendezvousTimeoutError(
+                    f"after {timeout:g} s the store has {len(present)} of {count} keys that begin with {prefix!r}",
+                    present,
+                )
+            return self._keys.under(prefix)
+
+    def close(self) -> None:
+        with self._keys.changed:
+            self._closed = True
+            self._keys.changed.notify_all()
+
+    def _wait(self, there: Callable[[], bool], timeout: float) -> bool:
+        """Whether it is there within the time. Raises `RendezvousError` if this end is closed meanwhile."""
+        deadline = monotonic() + timeout
+        while not there():
+            left = deadline - monotonic()
+            if left <= 0:
+                return False
+            self._keys.changed.wait(min(left, threading.TIMEOUT_MAX))
+            self._check_open()
+        return True
+
+    def _check_open(self) -> None:
+        if self._closed:
+            raise RendezvousError("this end of the store was closed; it cannot be asked any more")

@@ -1,0 +1,111 @@
+"""What the workers of the agent tests run, and how the tests call it.
+
+All workers live in the process of the test, so functions here see the same globals as the test does.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from typing import Any
+
+from farcall.agent import Agent
+from farcall.futures import Future
+from farcall.testing import LocalGroup
+
+SOON = 10.0
+"""Seconds in which everything that is to happen has happened, on a slow machine too."""
+
+gates: dict[str, threading.Event] = {}
+arrived: dict[str, threading.Event] = {}
+seen: list[Any] = []
+
+
+def start(
+    caller: Agent, to: Any, function: Callable[..., Any], *args: Any, timeout: float = SOON, **kwargs: Any
+) -> Any:
+    """The future of a call, as `rpc_async` gives it."""
+    return caller.call(to, function, args, kwargs, timeout, unattended=True)
+
+
+def call(caller: Agent, to: Any, function: Callable[..., Any], *args: Any, timeout: float = SOON, **kwargs: Any) -> Any:
+    """The result of a call, as `rpc_sync` gives it."""
+    return caller.call(to, function, args, kwargs, timeout).wait()
+
+
+def echo(value: Any) -> Any:
+    return value
+
+
+def add(left: Any, right: Any = 1) -> Any:
+    return left + right
+
+
+def note(value: Any) -> None:
+    seen.append(value)
+
+
+def fail(error: BaseException) -> None:
+    raise error
+
+
+def thread_name() -> str:
+    return threading.current_thread().name
+
+
+def new_gate(name: str) -> threading.Event:
+    """A gate that `wait_at` waits at, and the news that somebody does."""
+    gates[name] = threading.Event()
+    arrived[name] = threading.Event()
+    return gates[name]
+
+
+def wait_at(name: str, result: Any = None) -> Any:
+    """Waits in a way of which farcall knows nothing."""
+    arrived[name].set()
+    assert gates[name].wait(SOON), f"nobody opened the gate {name!r}"
+    return result
+
+
+def forward(group: LocalGroup, here: str, to: str, function: Callable[..., Any], *args: Any) -> Any:
+    """Runs on `here` and calls on."""
+    return call(group[here], to, function, *args)
+
+
+def bounce(group: LocalGroup, here: str, there: str, depth: int) -> int:
+    """Nested calls, to and fro: how many."""
+    if depth == 0:
+        return 0
+    return 1 + call(group[here], there, bounce, group, there, here, depth - 1, timeout=3 * SOON)
+
+
+class Counter:
+    """Something with methods of all kinds. Sent by value where it is bound."""
+
+    def __init__(self, total: int = 0) -> None:
+        self.total = total
+
+    def plus(self, amount: int) -> int:
+        return self.total + amount
+
+    def __call__(self, amount: int) -> int:
+        return self.total + amount
+
+    @staticmethod
+    def double(value: int) -> int:
+        return 2 * value
+
+    @classmethod
+    def name_and(cls, value: int) -> tuple[str, int]:
+        return cls.__name__, value
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Counter) and other.total == self.total
+
+    __hash__ = None  # type: ignore[assignment]
+
+
+def settled(value: Any) -> Future[Any]:
+    future: Future[Any] = Future()
+    future.set_result(value)
+    return future

@@ -1,0 +1,31 @@
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+
+from farcall.options import RpcBackendOptions
+from farcall.testing import LocalGroup
+
+NewGroup = Callable[..., LocalGroup]
+
+
+@pytest.fixture
+def new_group() -> Iterator[NewGroup]:
+    """Makes groups with these options; they are taken down at the end."""
+    groups: list[LocalGroup] = []
+
+    def new_group(size: int = 2, **options: Any) -> LocalGroup:
+        groups.append(LocalGroup(size, RpcBackendOptions(**options)))
+        return groups[-1]
+
+    yield new_group
+    for group in groups:
+        group.shutdown(graceful=False)
+
+
+@pytest.fixture
+def group(new_group: NewGroup) -> LocalGroup:
+    """Three workers with the usual options."""
+    return new_group(3)
