@@ -24,7 +24,7 @@ T = TypeVar("T")
 To = str | int | WorkerInfo
 
 _agent: Agent | None = None
-_lock = threading.Lock()  # held while an agent is made or taken down, never during a call
+_lock = threading.Lock()  # held while an agent is made, never during a call or a shutdown
 
 
 def is_available() -> bool:
@@ -63,10 +63,12 @@ def init_rpc(
             options.init_method, name, rank, world_size, options.init_timeout, interface=options.interface
         )
         try:
-            _agent = Agent(name, meeting, options, transports)
+            agent = Agent(name, meeting, options, transports)
         except BaseException:
-            meeting.store.close()
+            meeting.store.close(patient=False)
             raise
+        _agent = agent
+        agent.start()
 
 
 def shutdown(graceful: bool = True, timeout: float = DEFAULT_SHUTDOWN_TIMEOUT) -> None:
@@ -89,10 +91,12 @@ def shutdown(graceful: bool = True, timeout: float = DEFAULT_SHUTDOWN_TIMEOUT) -
         if agent.is_forked:  # the parent's: it has been let go already
             _agent = None
             return
-        try:
-            agent.shutdown(graceful, timeout)
-        finally:
-            _agent = None
+    try:
+        agent.shutdown(graceful, timeout)  # not under the lock: a signal handler may shut down meanwhile
+    finally:
+        with _lock:
+            if _agent is agent:
+                _agent = None
 
 
 def rpc_sync(

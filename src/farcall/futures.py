@@ -22,7 +22,7 @@ import threading
 import warnings
 from collections.abc import Callable, Generator, Iterable
 from time import monotonic
-from typing import Any, Final, Generic, Protocol, TypeAlias, TypeVar, cast
+from typing import Any, Final, Generic, NoReturn, Protocol, TypeAlias, TypeVar, cast
 
 T = TypeVar("T")
 S = TypeVar("S")
@@ -130,7 +130,7 @@ class Gate:
 class Future(Generic[T]):
     """A result that is there later. Made by `rpc_async`, or by hand for a function under `async_execution`."""
 
-    __slots__ = ("__weakref__", "_report", "_source", "_state", "_value", "_watchers")
+    __slots__ = ("__weakref__", "_reply", "_report", "_source", "_state", "_value", "_watchers")
 
     def __init__(self, *, devices: object = None) -> None:
         # `devices` is accepted for programs written for torch, where it names GPUs.
@@ -139,6 +139,7 @@ class Future(Generic[T]):
         self._watchers: list[tuple[bool, Watcher]] = []
         self._source: Source | None = None
         self._report: _FailureReport | None = None
+        self._reply: Unloaded | None = None  # there until it is loaded
 
     # Waiting
 
@@ -187,7 +188,7 @@ class Future(Generic[T]):
             self.watch(gate.open, waker=True, attended=True)
             if not self._state:
                 gate.sleep(deadline)
-                self._forget(gate.open)
+                self.forget(gate.open)
         return self._state != PENDING
 
     def drive(self, future: Future[Any], deadline: float) -> None:
@@ -218,7 +219,7 @@ class Future(Generic[T]):
             try:
                 yield from waiter
             finally:
-                self._forget(wake)
+                self.forget(wake)
         return self.value()
 
     # Callbacks
@@ -245,20 +246,28 @@ class Future(Generic[T]):
         def run(future: Future[T]) -> None:
             try:
                 callback(future)
-            except Exception:
+            except BaseException:  # whatever it is: the callbacks behind it must run
                 logger.exception("a callback of %r failed", future)
 
         self.watch(run, waker=False)
 
     def watch(self, watcher: Watcher, *, waker: bool, attended: bool = False) -> None:
         """Has the watcher called when settled, at once if it is already. `attended`: this thread will wait itself."""
-        self._watchers.append((waker, watcher))
+        entry = (waker, watcher)
+        self._watchers.append(entry)
         if self._state:
-            run_callbacks(self, self._wake())
+            try:
+                self._watchers.remove(entry)
+            except ValueError:
+                return  # the settler has seen it
+            if self._report is not None and not waker:
+                self._report.seen = True
+            run_callbacks(self, watcher(self) if waker else [watcher])
         elif self._source is not None and not attended:
             self._source.attend()
 
-    def _forget(self, watcher: Watcher) -> None:
+    def forget(self, watcher: Watcher) -> None:
+        """Takes a waker back that is of no use any more."""
         try:
             self._watchers.remove((True, watcher))
         except ValueError:
@@ -268,27 +277,31 @@ class Future(Generic[T]):
 
     def set_result(self, result: T) -> None:
         """Settles the future. `RuntimeError` if it is settled already."""
-        self._settle_by_hand(DONE, result)
+        self._settle_by_hand(DONE, result, None)
         run_callbacks(self, self._wake())
 
     def set_exception(self, error: BaseException) -> None:
         """Settles the future with an error. `RuntimeError` if it is settled already."""
         if not isinstance(error, BaseException):
             raise TypeError(f"set_exception takes an exception, not {error!r}")
-        self._settle_by_hand(FAILED, error)
-        self._report = _FailureReport(lambda: _unseen(error))
+        self._settle_by_hand(FAILED, error, lambda: _unseen(error))
         run_callbacks(self, self._wake())
 
-    def _settle_by_hand(self, state: int, value: Any) -> None:
+    def _settle_by_hand(self, state: int, value: Any, describe: Callable[[], str] | None) -> None:
         with _settling:
             if self._state:
                 raise RuntimeError(f"{self!r} has a result already; a future can be settled only once")
+            if describe is not None:
+                self.report_unseen(describe)
             self._value = value
             self._state = state
 
     def settle(self, state: int, value: Any) -> Callbacks | None:
         """Settles it and wakes who waits. The callbacks, if any, are for the caller to run, holding no lock."""
-        self._value = value
+        if state == UNLOADED:
+            self._reply = value
+        else:
+            self._value = value
         self._state = state  # last: whoever sees it sees the value too
         return self._wake() if self._watchers else None
 
@@ -312,15 +325,22 @@ class Future(Generic[T]):
         self._report = _FailureReport(describe)
 
     def _load(self) -> int:
-        if self._state == UNLOADED:
-            unloaded = self._value
-            with getattr(unloaded, "lock", _settling):  # another thread may have loaded it just now
-                if self._state == UNLOADED:
-                    state, self._value = unloaded.load()
+        reply = self._reply
+        if reply is not None:
+            with reply.lock:
+                if self._reply is not None:
+                    state, self._value = reply.load()
                     self._state = state
+                    self._reply = None
         if self._report is not None:
             self._report.seen = True
         return self._state
+
+    def __reduce__(self) -> NoReturn:
+        raise TypeError(
+            "a Future cannot be sent to another worker: return its value, or mark the function with "
+            "functions.async_execution, and its caller gets what the future is settled with"
+        )
 
     def __repr__(self) -> str:
         state = {PENDING: "pending", DONE: "done", FAILED: "failed", UNLOADED: "done"}[self._state]
@@ -405,4 +425,7 @@ def wait_all(futures: Iterable[Future[Any]]) -> list[Any]:
     for future in all_futures:
         if not future._state:
             future.block(FOREVER)
+    for future in all_futures:
+        if future._state != DONE:
+            future._load()  # all failures are seen, though only one can be raised
     return [future.value() for future in all_futures]

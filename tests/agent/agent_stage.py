@@ -109,3 +109,7 @@ def settled(value: Any) -> Future[Any]:
     future: Future[Any] = Future()
     future.set_result(value)
     return future
+
+
+def a_megabyte() -> bytes:
+    return bytes(1 << 20)

@@ -92,7 +92,6 @@ def test_what_can_be_no_worker_is_refused(group: LocalGroup, to: Any) -> None:
 
 
 @pytest.mark.parametrize("to", [["worker1"], {"name": "worker1"}])
-@pytest.mark.xfail(strict=True, raises=TypeError, reason="Agent.call looks `to` up in a dict before it checks it")
 def test_what_cannot_even_be_hashed_is_refused_in_the_same_words(group: LocalGroup, to: Any) -> None:
     with pytest.raises(UsageError, match="must be a worker's name, rank or WorkerInfo"):
         start(group[0], to, echo, 1)
@@ -190,7 +189,9 @@ def test_each_of_many_calls_ends_at_its_own_time(group: LocalGroup) -> None:
         futures.append(start(group[0], 1, wait_at, "late", timeout=timeout))
         futures[-1].add_done_callback(lambda _, timeout=timeout: ended.setdefault(timeout, monotonic() - began))
     assert all(isinstance(future.exception(SOON), RpcTimeoutError) for future in futures)
-    assert start(group[0], 1, echo, 1).wait() == 1
+    deadline = monotonic() + SOON
+    while len(ended) < len(timeouts) and monotonic() < deadline:  # callbacks run in threads of their own
+        call(group[0], 1, echo, 1)
     for timeout in timeouts:
         assert timeout <= ended[timeout] < timeout + 0.5
     gate.set()
@@ -221,7 +222,6 @@ def test_result_with_a_timeout_leaves_the_call_alone(group: LocalGroup) -> None:
     assert future.exception() is None
 
 
-@pytest.mark.xfail(strict=True, reason="Reading.wait leaves its waker at the future when its time is over")
 def test_asking_again_and_again_leaves_nothing_at_the_future(group: LocalGroup, pool: ThreadPoolExecutor) -> None:
     gate = new_gate("later")
     future = start(group[0], 1, wait_at, "later", 7)
@@ -322,7 +322,6 @@ def test_a_failure_somebody_looked_at_is_not_reported(group: LocalGroup) -> None
     assert caught == []
 
 
-@pytest.mark.xfail(strict=True, reason="wait_all looks at the first failure only: the others are said to be unseen")
 def test_wait_all_has_seen_all_the_failures(group: LocalGroup) -> None:
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
@@ -374,7 +373,6 @@ def test_calls_under_way_fail_when_this_worker_shuts_down(group: LocalGroup, poo
     gate.set()
 
 
-@pytest.mark.xfail(strict=True, reason="callbacks of calls that end with the connection are handed to a pool that ends")
 def test_what_hangs_on_calls_under_way_ends_with_this_worker(group: LocalGroup) -> None:
     gate = new_gate("end")
     derived = [start(group[0], 1, wait_at, "end").then(lambda future: future.value()) for _ in range(3)]
@@ -398,7 +396,6 @@ def test_graceful_waits_for_what_runs_anywhere(group: LocalGroup, pool: ThreadPo
     assert future.wait() == "done"
 
 
-@pytest.mark.xfail(strict=True, reason="what sleeps in a wait of ours is not counted as busy: callbacks are cut off")
 def test_graceful_waits_for_callbacks_that_wait(group: LocalGroup, pool: ThreadPoolExecutor) -> None:
     seen.clear()
     hold: Future[None] = Future()

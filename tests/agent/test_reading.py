@@ -7,11 +7,11 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import pytest
-from interleaving import Schedule, explore
 
 from farcall.agent import reading as reading_module
 from farcall.agent.reading import Reading
 from farcall.futures import DONE, FOREVER, Future, run_callbacks
+from interleaving import Schedule, explore
 
 LINES = ("agent/reading.py", "farcall/futures.py")
 DEPTHS = pytest.mark.parametrize(("files", "preemptions"), [(LINES, 1), ((), 2)], ids=["lines", "locks"])

@@ -24,12 +24,20 @@ from farcall.agent.peers import Member, Peer
 from farcall.agent.poller import READABLE, Poller
 from farcall.agent.serving import Serving
 from farcall.agent.supervisor import Supervisor
-from farcall.errors import ForkedProcessError, NotInitializedError, RpcError, UnknownWorkerError, UsageError
+from farcall.errors import (
+    ForkedProcessError,
+    NotInitializedError,
+    RpcError,
+    RpcTimeoutError,
+    UnknownWorkerError,
+    UsageError,
+    WorkerLost,
+)
 from farcall.futures import FOREVER
 from farcall.options import UNSET_RPC_TIMEOUT, RpcBackendOptions
 from farcall.protocol.ids import WorkerInfo
 from farcall.rendezvous import Rendezvous, join
-from farcall.serialization import dumps_arguments, encode_function
+from farcall.serialization import callable_name, dumps_arguments, encode_function
 from farcall.transports.base import Channel, Listener, Transport
 from farcall.transports.network import host_identity
 
@@ -50,7 +58,7 @@ class Agent:
         options: RpcBackendOptions,
         transports: Mapping[str, Transport],
     ) -> None:
-        """Joins the group and starts to serve. Raises `RendezvousError`; then nothing is left running."""
+        """Joins the group; `start` it next. Raises `RendezvousError`; then nothing is left running."""
         self.info = WorkerInfo(name, rendezvous.rank)
         self.options = options
         self.rpc_timeout = options.rpc_timeout
@@ -74,10 +82,13 @@ class Agent:
         except BaseException:
             self._close_descriptors()
             raise
-        self._serving.start()
-        self._supervisor.start()
 
     # Start
+
+    def start(self) -> None:
+        """Begins to serve. Not before whoever holds the agent can find it: the functions it runs may ask for it."""
+        self._serving.start()
+        self._supervisor.start()
 
     def _listen(self) -> list[Listener]:
         listeners: list[Listener] = []
@@ -158,7 +169,10 @@ class Agent:
 
         `unattended`: nobody is going to wait for it at once, so somebody else must see to its reply.
         """
-        peer = self._peers.get(to)
+        try:
+            peer = self._peers.get(to)
+        except TypeError:  # not even hashable
+            peer = None
         if peer is None or self._closed is not None:
             raise self._refusal(to)
         if timeout == UNSET_RPC_TIMEOUT:
@@ -174,12 +188,27 @@ class Agent:
         else:
             body, buffers = dumps_arguments(function, args or (), kwargs, peer.info.name)
         connection = peer.connection
-        if connection is None:
-            connection = peer.connect(monotonic() + timeout if timeout else FOREVER)
-        future = connection.call(function, head, body, buffers, timeout)
+        if connection is not None:
+            future = connection.call(function, head, body, buffers, timeout)
+        else:
+            connection, spent = self._connect(peer, function, timeout)
+            future = connection.call(function, head, body, buffers, timeout, spent)
         if unattended:
             connection.unattended()
         return future
+
+    def _connect(self, peer: Peer, function: Callable[..., Any], timeout: float) -> tuple[Outgoing, float]:
+        """A new connection, and how much of the call's time it has taken."""
+        began = monotonic()
+        try:
+            connection = peer.connect(began + timeout if timeout else FOREVER)
+        except WorkerLost as error:
+            if timeout and monotonic() >= began + timeout:
+                raise RpcTimeoutError(
+                    f"`{callable_name(function)}` was not sent within {timeout:g} s: {error}"
+                ) from None
+            raise
+        return connection, monotonic() - began
 
     def _refusal(self, to: To) -> RpcError:
         if self._closed is not None:
@@ -220,13 +249,15 @@ class Agent:
         Graceful: first waits until all workers are here and all their calls have ended, at most `timeout` seconds (0:
         without limit). Raises `ShutdownError`, after everything is freed, if that failed.
         """
+        together = False
         try:
             if graceful:
                 wait_for_everybody(self, self._rendezvous, timeout)
+                together = True
         finally:
-            self._close()
+            self._close(together)
 
-    def _close(self) -> None:
+    def _close(self, together: bool) -> None:
         with self._lock:
             if self._closed is not None:
                 return
@@ -240,7 +271,7 @@ class Agent:
             logger.warning("worker %r: %d function(s) still run after the shutdown", self.info.name, len(left))
         self._supervisor.close()
         self._close_descriptors()
-        self._rendezvous.store.close()
+        self._rendezvous.store.close(patient=together)
 
     def _close_descriptors(self) -> None:
         for listener in self._listeners:

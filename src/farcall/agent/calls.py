@@ -5,6 +5,7 @@ They are made for every call, so they have slots and do little. What a callee do
 
 from __future__ import annotations
 
+import logging
 import threading
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
@@ -13,6 +14,8 @@ from farcall.errors import SerializationError
 from farcall.futures import DONE, FAILED, PENDING, Callbacks, Future, run_callbacks
 from farcall.protocol.wire import FAILURE, Bytes
 from farcall.serialization import callable_name, decode_failure, loads
+
+logger = logging.getLogger("farcall")
 
 if TYPE_CHECKING:
     from farcall.agent.outgoing import Outgoing
@@ -33,6 +36,7 @@ class PendingCall(Future[Any]):
         self._watchers = []
         self._source = connection
         self._report = None
+        self._reply = None
         self.call_id = call_id
         self.function = function
         self.deadline = deadline
@@ -65,7 +69,7 @@ class Reply:
             return FAILED, decode_failure(self._body)
         try:
             return DONE, loads(self._body, self._buffers)
-        except BaseException as error:
+        except Exception as error:
             name = callable_name(self._function)
             wrapped = SerializationError(
                 f"the result of `{name}` from worker {self._worker!r} cannot be unpickled here: "
@@ -84,7 +88,9 @@ class Reply:
 
 
 class CallbackJob:
-    """Runs the callbacks of a future in the serving pool."""
+    """Runs the callbacks of a future in the serving pool, and even when it closes: others may wait for what they do."""
+
+    must_run = True
 
     __slots__ = ("_callbacks", "_future", "kind", "origin")
 
@@ -96,4 +102,7 @@ class CallbackJob:
 
     def run(self) -> None:
         """See `Job`."""
-        run_callbacks(self._future, self._callbacks)
+        try:
+            run_callbacks(self._future, self._callbacks)
+        except BaseException:
+            logger.exception("a callback of %r failed", self._future)

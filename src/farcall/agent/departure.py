@@ -86,5 +86,5 @@ def _hear_all(leaver: Leaver, rendezvous: Rendezvous, prefix: str, deadline: flo
         raise ShutdownError(
             f"worker {leaver.info.name!r} could not wait for the others to shut down: {error}; "
             "everything is closed here now"
-        ) from error
+        ) from None
     return sum(int(value) for value in heard.values())

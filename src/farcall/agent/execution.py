@@ -28,6 +28,8 @@ class CallJob:
 
     __slots__ = ("_body", "_buffers", "_call_id", "_loop", "_worker", "kind", "origin")
 
+    must_run = False
+
     def __init__(
         self,
         worker: str,

@@ -53,6 +53,7 @@ class Incoming:
         self._decoder = Decoder()
         self._greeting = b""
         self._peer: Hello | None = None
+        self._closed = False
         self._sender = Sender(channel, lambda on: poller.want(self._descriptor, WRITABLE, on))
         poller.add(self._descriptor, self._handle, READABLE)
 
@@ -130,12 +131,7 @@ class Incoming:
     def answer(self, reply: Sequence[Buffer]) -> None:
         """See `Answerable`."""
         try:
-            if len(reply) == 1:
-                self._sender.send(reply[0])
-            else:
-                self._sender.send_all(reply)
-            if self._sender.waiting:
-                self._sender.keep_copies()
+            self._sender.send_all(reply)
         except OSError:
             self.close()
 
@@ -156,6 +152,9 @@ class Incoming:
 
     def close(self) -> None:
         """Closes it. Calls that came over it run on; their replies are dropped. May be called twice."""
+        if self._closed:
+            return  # its descriptor's number may be another connection's by now
+        self._closed = True
         self._poller.remove(self._descriptor)
         self._channel.close()
         self._on_closed(self)

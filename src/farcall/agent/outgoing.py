@@ -82,11 +82,20 @@ class Outgoing:
     # Calling
 
     def call(
-        self, function: Callable[..., Any], head: bytes, body: bytes, buffers: Sequence[memoryview], timeout: float
+        self,
+        function: Callable[..., Any],
+        head: bytes,
+        body: bytes,
+        buffers: Sequence[memoryview],
+        timeout: float,
+        spent: float = 0.0,
     ) -> PendingCall:
-        """Sends a call. Its future is settled in any case, with `WorkerLost` if it cannot be sent."""
+        """Sends a call, for which `spent` of its timeout is over already.
+
+        Its future is settled in any case, with `WorkerLost` if it cannot be sent.
+        """
         call_id = next(self._ids)
-        deadline = monotonic() + timeout if timeout else FOREVER
+        deadline = monotonic() + timeout - spent if timeout else FOREVER
         future = PendingCall(self, call_id, function, timeout, deadline)
         self.pending[call_id] = future
         if deadline < self._first_deadline:
@@ -97,24 +106,26 @@ class Outgoing:
                 self._sender.send_all([encode_start(CALL, call_id, head, body, buffers), *buffers])
             else:
                 self._sender.send(encode(CALL, call_id, head, body))
-            if self._sender.waiting:
+            if self._sender.waiting > _MAX_WAITING:
                 self._wait_to_send(deadline)
         except OSError as error:
             self.lose(f"sending to it failed: {error}")
+        except BaseException as error:
+            if self._sender.is_broken():
+                self.lose(f"sending to it was interrupted by {type(error).__name__}")
+            raise
         if self._lost is not None and self.pending.pop(call_id, None) is not None:
             self._fail(future)
         return future
 
     def _wait_to_send(self, deadline: float) -> None:
-        """Holds the caller back while too much waits; copies the rest, so that the caller may change its buffers."""
-        if self._sender.waiting > _MAX_WAITING:
-            writable = select.poll()
-            writable.register(self._descriptor, select.POLLOUT)
-            with asleep():
-                while self._sender.waiting > _MAX_WAITING and self._lost is None and monotonic() < deadline:
-                    writable.poll(100)
-                    self._sender.flush()
-        self._sender.keep_copies()
+        """Holds the caller back while too much waits."""
+        writable = select.poll()
+        writable.register(self._descriptor, select.POLLOUT)
+        with asleep():
+            while self._sender.waiting > _MAX_WAITING and self._lost is None and monotonic() < deadline:
+                writable.poll(100)
+                self._sender.flush()
 
     def _note_deadline(self, deadline: float) -> None:
         with self._lock:
@@ -174,13 +185,13 @@ class Outgoing:
                 self.lose("it closed the connection: it has died or shut down")
                 return
             for kind, call_id, _, body, buffers in messages:
+                if kind == CALL:
+                    raise ProtocolError("a call came where only replies may")
                 future = self.pending.pop(call_id, None)
-                if future is None:
-                    continue  # its time was over: dropped quietly
+                if future is None or future._state:
+                    continue  # its time was over, or it was settled by hand: dropped quietly
                 if kind == RESULT and not body:
                     callbacks = future.settle(DONE, None)
-                elif kind == CALL:
-                    raise ProtocolError("a call came where only replies may")
                 else:
                     reply = Reply(self.peer.name, future.function, kind, body, buffers)
                     if kind == FAILURE:

@@ -67,7 +67,7 @@ class Poller:
         """Makes the waiting thread return from `poll`."""
         try:
             os.eventfd_write(self._bell, 1)
-        except (BlockingIOError, OSError):
+        except (OSError, ValueError):
             pass  # rung already, or closed
 
     def _answer_bell(self, _: int) -> None:

@@ -95,8 +95,10 @@ class Reading:
             while not future.done() and not seat.promoted and seat.gate.sleep(deadline):
                 pass
         except BaseException:
+            future.forget(seat.gate.open)
             self._withdraw(seat)
             raise
+        future.forget(seat.gate.open)
         if self._is_promoted_or_gone(seat):
             try:
                 if not future.done():

@@ -1,8 +1,9 @@
 """Sending on a channel from many threads, without ever blocking the thread that serves.
 
 Rules
-- Messages go out whole and in the order of `send`/`queue`, each message's pieces together.
-- What the channel does not take now waits in a queue; the poller tells when the channel takes more, and then `flush`.
+- Messages go out whole and in the order of `send`, `send_all` and `queue`, each message's pieces together.
+- What the channel does not take now is copied and waits in a queue; the poller tells when the channel takes more, and
+  calls `flush`. Until then nobody tries in vain.
 - `queue` only queues: a burst of replies is flushed with one system call.
 - After the channel broke every call raises `OSError`; what was queued is dropped.
 - An exception that comes from nowhere (Ctrl-C) in the midst of a send leaves an unknown part of a message sent. The
@@ -25,42 +26,48 @@ _PIECES: Final = 64
 class Sender:
     """The sending side of one channel."""
 
-    __slots__ = ("_broken", "_channel", "_later", "_lock", "_queue", "_want_writable", "_wanted", "waiting")
+    __slots__ = ("_broken", "_channel", "_full", "_later", "_lock", "_queue", "_want_writable", "waiting")
 
     def __init__(self, channel: Channel, want_writable: Callable[[bool], None]) -> None:
         self._channel = channel
         self._want_writable = want_writable  # asks the poller to call `flush`, or no longer to
-        self._wanted = False
+        self._full = False  # the channel took less than it was given, and the poller will tell when it takes more
         self._lock = threading.Lock()
         self._queue: deque[Buffer] = deque()  # under the lock
         self._later: deque[bytes] = deque()
         self._broken: BaseException | None = None
         self.waiting = 0
-        """Bytes that the channel has not taken yet; of messages that could not be sent at once."""
+        """Bytes that the channel has not taken yet."""
 
-    def send(self, data: Buffer) -> None:
+    def is_broken(self) -> bool:
+        """Whether nothing can be sent any more."""
+        return self._broken is not None
+
+    def send(self, data: bytes) -> None:
         """Sends one small message, or queues what does not fit. Raises `OSError` if the channel is broken."""
         with self._lock:
-            if self._queue or self._broken is not None:
-                self._queue.append(data)
-                self._send_queue()
+            if self._full or self._later or self._broken is not None:
+                self._send_behind([data])
                 return
             try:
-                sent = self._channel.send(data)
-            except BlockingIOError:
-                sent = 0
+                try:
+                    sent = self._channel.send(data)
+                except BlockingIOError:
+                    sent = 0
+                if sent != len(data):
+                    self._append(memoryview(data)[sent:])
+                    self._set_full(True)
             except BaseException as error:
-                self._broken = error
+                self._break(error)
                 raise
-            if sent != len(data):
-                self._queue.append(memoryview(data)[sent:])
-                self._keep_going()
 
     def send_all(self, pieces: Sequence[Buffer]) -> None:
-        """Sends one message made of several pieces, or queues what does not fit. Raises as `send`."""
+        """Sends one message made of several pieces. What does not fit is copied: the pieces may be changed after it.
+
+        Raises as `send`.
+        """
         with self._lock:
-            self._queue.extend(pieces)
-            self._send_queue()
+            self._send_behind(pieces)
 
     def queue(self, message: bytes) -> None:
         """Queues one message; somebody must `flush` soon. Takes no lock."""
@@ -69,37 +76,46 @@ class Sender:
     def flush(self) -> None:
         """Sends what is queued, as far as it goes. Raises `OSError` if the channel is broken."""
         with self._lock:
-            later = self._later
-            while later:
-                self._queue.append(later.popleft())
-            self._send_queue()
+            self._send_behind((), although_full=True)
 
-    def keep_copies(self) -> None:
-        """Copies what still waits, so that whoever gave the buffers may change them."""
-        with self._lock:
-            self._queue = deque(piece if isinstance(piece, bytes) else bytes(piece) for piece in self._queue)
+    def _send_behind(self, pieces: Sequence[Buffer], although_full: bool = False) -> None:
+        """Sends all that is queued, then the pieces."""
+        if self._broken is not None:
+            raise ConnectionError(f"the connection to {self._channel.address} is broken: {self._broken}")
+        try:
+            while self._later:
+                self._append(self._later.popleft())
+            if self._full and not although_full:
+                for piece in pieces:
+                    self._append(_own(piece))
+                return
+            for piece in pieces:
+                self._append(piece)
+            self._send_queue()
+            if pieces and self._queue:
+                self._queue = deque(map(_own, self._queue))
+        except BaseException as error:
+            self._break(error)
+            raise
+
+    def _append(self, piece: Buffer) -> None:
+        if piece:
+            self._queue.append(piece)
+            self.waiting += len(piece)
 
     def _send_queue(self) -> None:
-        queue = self._queue
-        if self._broken is not None:
-            queue.clear()
-            raise ConnectionError(f"the connection to {self._channel.address} is broken: {self._broken}")
-        pieces: list[Buffer] = []
-        try:
-            while queue:
-                pieces, size = self._next_pieces()
-                try:
-                    sent = self._channel.send(pieces[0]) if len(pieces) == 1 else self._channel.send_gather(pieces)
-                except BlockingIOError:
-                    sent = 0
-                if sent != size:
-                    self._put_back(pieces, sent)
-                    break
-        except BaseException as error:
-            self._broken = error
-            queue.clear()
-            raise
-        self._keep_going()
+        while self._queue:
+            pieces, size = self._next_pieces()
+            try:
+                sent = self._channel.send(pieces[0]) if len(pieces) == 1 else self._channel.send_gather(pieces)
+            except BlockingIOError:
+                sent = 0
+            self.waiting -= sent
+            if sent != size:
+                self._put_back(pieces, sent)
+                self._set_full(True)
+                return
+        self._set_full(False)
 
     def _next_pieces(self) -> tuple[list[Buffer], int]:
         """Some of the queue, as much as one system call should carry; small pieces in a row are joined."""
@@ -122,8 +138,20 @@ class Sender:
                 return
             sent -= len(piece)
 
-    def _keep_going(self) -> None:
-        self.waiting = sum(len(piece) for piece in self._queue) if self._queue else 0
-        if bool(self._queue) != self._wanted:
-            self._wanted = bool(self._queue)
-            self._want_writable(self._wanted)
+    def _set_full(self, full: bool) -> None:
+        if full != self._full:
+            self._full = full
+            self._want_writable(full)
+
+    def _break(self, error: BaseException) -> None:
+        self._broken = error
+        self._queue.clear()
+        self._later.clear()
+        self.waiting = 0
+
+
+def _own(piece: Buffer) -> Buffer:
+    """The piece if nobody can change it, else a copy."""
+    if isinstance(piece, bytes) or (isinstance(piece, memoryview) and type(piece.obj) is bytes):
+        return piece
+    return bytes(piece)

@@ -63,6 +63,10 @@ class Job(Protocol):
     def origin(self) -> Answerable | None:
         """Whom to answer."""
 
+    @property
+    def must_run(self) -> bool:
+        """Whether it is to be run though the pool closes."""
+
     def run(self) -> Reply | None:
         """Runs it; the reply to send to `origin`, if there is one yet. Never raises."""
 
@@ -84,6 +88,8 @@ class Serving:
         self._unflushed: list[Answerable] = []
         self._slow: dict[object, None] = {}
         self._closing = False
+        self._closed = False
+        self._sleeping = 0  # functions that sleep in a wait of ours
         self._leader: _Follower | None = None
         self.ready: deque[Job] = deque()
         """What is to be run. The leader appends what it reads; others use `submit`."""
@@ -99,12 +105,15 @@ class Serving:
     def submit(self, job: Job) -> None:
         """Has the job run in the pool soon."""
         self.ready.append(job)
-        self._poller.ring()
+        if self._closed:
+            self._run_the_rest()
+        else:
+            self._poller.ring()
 
     def is_busy(self) -> bool:
         """Whether anything runs or is to be run."""
         leader = self._leader
-        return bool(self.ready or self._running or (leader is not None and leader.lead.is_running()))
+        return bool(self.ready or self._running or self._sleeping or (leader is not None and leader.lead.is_running()))
 
     def depose_stuck_leader(self) -> None:
         """For the supervisor: if the leader's function has been running since the last look, another thread leads."""
@@ -126,7 +135,18 @@ class Serving:
                 thread.join(max(0.0, deadline - monotonic()))
                 if thread.is_alive():
                     left.append(thread.name)
+        self._closed = True
+        self._run_the_rest()
         return left
+
+    def _run_the_rest(self) -> None:
+        while self.ready:
+            try:
+                job = self.ready.popleft()
+            except IndexError:
+                return
+            if job.must_run:
+                job.run()
 
     # The leader
 
@@ -142,18 +162,19 @@ class Serving:
                 done = 0
                 self._handle_events()
                 continue
+            lead.begin()  # before the job is taken: at no moment does it seem that nothing is to be done
             try:
                 job = ready.popleft()
-            except IndexError:
-                continue  # a follower took it
+            except IndexError:  # a follower took it
+                if not lead.end():
+                    return True
+                continue
             kind = job.kind
             if kind in self._slow:
-                with self._lock:
-                    self._running += 1
-                self._replace_leader(still_running=False)
+                if lead.end():
+                    self._replace_leader(still_running=True)
                 self._run_as_follower(job)
                 return True
-            lead.begin()
             began = perf_counter()
             reply = job.run()
             took = perf_counter() - began
@@ -303,6 +324,8 @@ class Serving:
         follower.depth += 1
         if follower.depth > 1:
             return
+        with self._lock:
+            self._sleeping += 1
         if follower.lead.depose():
             self._replace_leader(still_running=False)
             return
@@ -320,6 +343,7 @@ class Serving:
         follower.depth -= 1
         if follower.depth == 0:
             with self._lock:
+                self._sleeping -= 1
                 self._running += 1
 
 

@@ -17,6 +17,7 @@ from __future__ import annotations
 
 from typing import Generic, TypeVar
 
+from farcall.errors import ProtocolError
 from farcall.protocol.ids import Worker
 from farcall.protocol.watermark import Watermark
 
@@ -39,7 +40,9 @@ class Delivery(Generic[M]):
         self._links: dict[Worker, _Link[M]] = {}
 
     def joined(self, peer: Worker) -> None:
-        """A peer is there; once for each."""
+        """A peer is there; once for each, not after each reconnect. Raises `ProtocolError` if it was there."""
+        if peer in self._links:
+            raise ProtocolError(f"worker {peer} is there already, and its messages are counted")
         self._links[peer] = _Link()
 
     def lost(self, peer: Worker) -> None:
@@ -64,9 +67,11 @@ class Delivery(Generic[M]):
         return link.received.mark if link is not None else 0
 
     def acknowledged(self, peer: Worker, upto: int) -> None:
-        """The peer has got all up to that number: they need not be kept."""
+        """The peer has got all up to that number: they need not be kept. Raises `ProtocolError` if it was never sent."""
         link = self._links.get(peer)
         if link is not None:
+            if upto > link.last:
+                raise ProtocolError(f"worker {peer} acknowledged message {upto}; the last one sent is {link.last}")
             kept = link.unacknowledged
             while kept and (first := next(iter(kept))) <= upto:
                 del kept[first]

@@ -106,7 +106,7 @@ def unpack(body: bytes, other: str) -> Greeting:
     """The message behind a preamble. Raises `ProtocolError` if it is none of ours."""
     try:
         return _decoder.decode(body)
-    except msgspec.DecodeError as error:
+    except (msgspec.DecodeError, UnicodeDecodeError) as error:
         raise ProtocolError(f"{other} sent a greeting that cannot be read: {error}") from None
 
 

@@ -154,7 +154,10 @@ class SendMessage(NamedTuple):
 
 
 class ReleaseValue(NamedTuple):
-    """Nobody holds this reference any more: let its value go."""
+    """Nobody holds this reference any more: let go of whatever is kept for it, be it a value, an error or nothing yet.
+
+    Of nothing yet, if all that was noted has gone before the creator's request came: the value may still be made.
+    """
 
     reference: RRefId
 
@@ -167,7 +170,11 @@ class ConfirmHandle(NamedTuple):
 
 
 class RefuseHandle(NamedTuple):
-    """This handle of ours leads nowhere: its use must raise. `fork` is None for the owner's own handles."""
+    """This handle of ours leads nowhere: its use must raise.
+
+    `fork` is None for the owner: all its own handles of the reference, and each fetch by a fork that it passed on, meet
+    an error. They are still counted: their drops are to be reported, and `ReleaseValue` comes in the end.
+    """
 
     reference: RRefId
     fork: ForkId | None

@@ -8,7 +8,7 @@ fork's *parent*, the receiver holds the *child*. Nobody waits for any of this: h
     remote call    creator ──CreateRequest──▸ owner ──ForkAccepted──▸ creator
     user to user   parent ──(child in a message)──▸ child ──ForkRequest──▸ owner ──ForkAccepted──▸ child
                    child ──ChildAccepted──▸ parent
-    owner to user  counted by the owner as it is passed; confirmed as it arrives
+    owner to user  counted by the owner as it is passed; confirmed as it arrives, and never asked for
     user to owner  becomes one of the owner's own handles; owner ──ChildAccepted──▸ parent
     the end        holder ──UserDeleted──▸ owner, once the handle was dropped, is confirmed, and has no child pending
 
@@ -29,8 +29,13 @@ references count up for each creator and owner, so one that was created before i
 one that was not is *not yet created*, because the creator's own request is still under way, and the fork is noted. If
 the creator is lost first, whatever was noted is refused.
 
-What is refused leads nowhere, and can be so only if somebody died: then the handle raises on use. Messages must be
-taken once each (`delivery.py`), and none of a worker after its loss.
+What is refused leads nowhere, and can be so only if somebody died: then the handle raises on use. The owner's own
+handles, and the forks that it has passed on, are counted to their end all the same: those who hold them have been
+promised an owner that knows them, and find an error in place of the value.
+
+What it needs from below: messages are taken once each (`delivery.py`); none of a worker after its loss; none that names
+a worker (sender, owner, creator, maker of a fork) before that worker has joined here, because one that is not there is
+taken for one that was lost.
 
 Pure: events in, effects out. It holds no value, sends nothing, and knows no time.
 """
@@ -73,10 +78,11 @@ from farcall.protocol.watermark import Watermark
 class Owned:
     """A reference whose value lives here, or will (`created` is False while its creator's request is under way)."""
 
-    __slots__ = ("created", "forks", "handles")
+    __slots__ = ("created", "forks", "handles", "refused")
 
     def __init__(self, created: bool) -> None:
         self.created = created
+        self.refused = False  # the value is gone, or will never come: an error stands for it
         self.handles = 0
         self.forks: dict[ForkId, Worker] = {}  # who holds which
 
@@ -136,7 +142,12 @@ class References:
     # Ids
 
     def new_reference(self, owner: Worker) -> RRefId:
-        """An id for a reference that this worker is about to create at `owner`."""
+        """An id for a reference that this worker is about to create at `owner`. Numbers leave no gap: use each.
+
+        The number is 0, which no reference has, if the owner is lost: nothing may be kept of it.
+        """
+        if owner not in self.peers:
+            return RRefId(owner, self.me, 0)
         number = self._numbers.get(owner, 0) + 1
         self._numbers[owner] = number
         return RRefId(owner, self.me, number)
@@ -166,6 +177,8 @@ class References:
 
     def _peer_lost(self, event: PeerLost) -> list[Effect]:
         lost = event.worker
+        if lost == self.me:
+            raise ProtocolError(f"worker {lost} cannot lose itself")
         if self.peers.pop(lost, None) is None:
             raise ProtocolError(f"worker {lost} is not there")
         self._numbers.pop(lost, None)
@@ -174,9 +187,8 @@ class References:
             for fork in [fork for fork, holder in owned.forks.items() if holder == lost]:
                 del owned.forks[fork]
             if not owned.created and reference.creator == lost:
-                effects += self._refuse_all(reference, owned)
-            else:
-                effects += self._release_if_unused(reference, owned)
+                effects += self._refuse_noted(reference, owned)
+            effects += self._release_if_unused(reference, owned)
         for fork, held in list(self.held.items()):
             if held.reference.owner == lost:
                 self._forget(fork, held)
@@ -189,13 +201,14 @@ class References:
             effects += self._delete_if_done(fork, held)
         return effects
 
-    def _refuse_all(self, reference: RRefId, owned: Owned) -> list[Effect]:
+    def _refuse_noted(self, reference: RRefId, owned: Owned) -> list[Effect]:
         """The creator is lost, and its request never came: whoever was noted holds a handle of nothing."""
-        del self.owned[reference]
-        effects: list[Effect] = [
-            SendMessage(holder, ForkRefused(reference, fork)) for fork, holder in owned.forks.items()
-        ]
-        if owned.handles:
+        noted = [(fork, holder) for fork, holder in owned.forks.items() if fork.creator != self.me]
+        for fork, _ in noted:
+            del owned.forks[fork]
+        effects: list[Effect] = [SendMessage(holder, ForkRefused(reference, fork)) for fork, holder in noted]
+        if owned.handles or owned.forks:  # ours, and those that we have passed on
+            owned.refused = True
             effects.append(RefuseHandle(reference, None))
         return effects
 
@@ -203,8 +216,10 @@ class References:
 
     def _value_made(self, event: ValueMade) -> list[Effect]:
         reference = event.reference
-        self._check(reference.owner == reference.creator == self.me, f"{reference} is not ours to make")
-        self._check(self._is_new(reference), f"{reference} was made before")
+        if not reference.owner == reference.creator == self.me:
+            raise ProtocolError(f"{reference} is not ours to make")
+        if not self._is_new(reference):
+            raise ProtocolError(f"{reference} was made before")
         self.peers[self.me].add(reference.number)
         owned = self.owned[reference] = Owned(created=True)
         owned.handles = 1
@@ -212,8 +227,10 @@ class References:
 
     def _remote_called(self, event: RemoteCalled) -> list[Effect]:
         reference, fork = event
-        self._check(reference.creator == self.me == fork.creator, f"{reference} is not ours to ask for")
-        self._check(fork not in self.held, f"{fork} is held already")
+        if not reference.creator == self.me == fork.creator:
+            raise ProtocolError(f"{reference} is not ours to ask for")
+        if fork in self.held:
+            raise ProtocolError(f"{fork} is held already")
         if reference.owner not in self.peers:
             return [OrphanHandle(reference, fork)]
         self.held[fork] = Held(reference, Standing.UNCONFIRMED, None)
@@ -221,42 +238,51 @@ class References:
 
     def _handle_passed(self, event: HandlePassed) -> list[Effect]:
         reference, parent, child, to = event
-        forks = self._children_of(reference, parent)
-        self._check(child not in forks, f"{child} was passed before")
-        if to in self.peers:  # else it never arrives, and nobody will hold it
-            forks[child] = to
-            if parent is not None:
-                self._parents[child] = parent
+        if child.creator != self.me:
+            raise ProtocolError(f"{child} is not ours to make")
+        held = self._passable(reference, parent)
+        owned = self.owned.get(reference)
+        if child in self._parents or (owned is not None and child in owned.forks):
+            raise ProtocolError(f"{child} was passed before")
+        if to not in self.peers:
+            return []  # it never arrives, and nobody will hold it
+        if reference.owner == self.me:  # counted at once, even if it comes from a fork that we hold of our own value
+            self.owned.setdefault(reference, Owned(created=False)).forks[child] = to
+        elif held is not None and parent is not None:
+            held.children[child] = to
+            self._parents[child] = parent
         return []
 
-    def _passing_failed(self, event: PassingFailed) -> list[Effect]:
-        reference, parent, child = event
-        if parent is None:
-            owned = self.owned.get(reference)
-            if owned is None or owned.forks.pop(child, None) is None:
-                return []  # its receiver was lost meanwhile
-            return self._release_if_unused(reference, owned)
-        held = self.held.get(parent)
-        if held is None or child not in held.children:
-            return []
-        self._settle_child(held, child)
-        return self._delete_if_done(parent, held)
-
-    def _children_of(self, reference: RRefId, parent: ForkId | None) -> dict[ForkId, Worker]:
+    def _passable(self, reference: RRefId, parent: ForkId | None) -> Held | None:
         if parent is None:
             owned = self.owned.get(reference)
             if owned is None or not owned.handles:
                 raise ProtocolError(f"this worker has no handle of its own of {reference} to pass")
-            return owned.forks
+            return None
         held = self.held.get(parent)
-        if held is None or held.dropped:
+        if held is None or held.dropped or held.reference != reference:
             raise ProtocolError(f"this worker does not hold {parent} of {reference}, and cannot pass it")
-        return held.children
+        return held
+
+    def _passing_failed(self, event: PassingFailed) -> list[Effect]:
+        reference, parent, child = event
+        if reference.owner == self.me:
+            owned = self.owned.get(reference)
+            if owned is None or owned.forks.pop(child, None) is None:
+                return []  # its receiver was lost meanwhile
+            return self._release_if_unused(reference, owned)
+        held = self.held.get(parent) if parent is not None else None
+        if parent is None or held is None or child not in held.children:
+            return []
+        self._settle_child(held, child)
+        return self._delete_if_done(parent, held)
 
     def _handle_received(self, event: HandleReceived) -> list[Effect]:
         (reference, fork), sender = event
-        self._check(sender == fork.creator, f"{fork} came from worker {sender}, who cannot have made it")
-        self._check(fork not in self.held, f"{fork} is held already")
+        if sender != fork.creator:
+            raise ProtocolError(f"{fork} came from worker {sender}, who cannot have made it")
+        if fork in self.held:
+            raise ProtocolError(f"{fork} is held already")
         if reference.owner == self.me:
             return self._own_handle_received(reference, fork, sender)
         if reference.owner not in self.peers:
@@ -270,13 +296,14 @@ class References:
     def _own_handle_received(self, reference: RRefId, fork: ForkId, sender: Worker) -> list[Effect]:
         owned = self.owned.get(reference)
         if owned is None:
-            if not self._may_be_created(reference):
-                return [RefuseHandle(reference, None), *self._tell_parent(sender, reference, fork)]
             owned = self.owned[reference] = Owned(created=False)
+            owned.refused = not self._may_be_created(reference)
         owned.handles += 1
-        if sender == self.me and owned.forks.pop(fork, None) is not None:
-            return []  # the owner passed it to itself
-        return self._tell_parent(sender, reference, fork)
+        effects: list[Effect] = [RefuseHandle(reference, None)] if owned.refused else []
+        if sender == self.me:  # the owner passed it to itself
+            owned.forks.pop(fork, None)
+            return effects
+        return effects + self._tell_parent(sender, reference, fork)
 
     def _handle_dropped(self, event: HandleDropped) -> list[Effect]:
         reference, fork = event
@@ -289,36 +316,51 @@ class References:
         held = self.held.get(fork)
         if held is None:
             return []  # refused, or its owner is lost
-        self._check(not held.dropped, f"{fork} was dropped before")
+        if held.dropped:
+            raise ProtocolError(f"{fork} was dropped before")
         held.dropped = True
         return self._delete_if_done(fork, held)
 
     # Messages
 
     def _message_received(self, event: MessageReceived) -> list[Effect]:
-        self._check(event.sender in self.peers, f"a message of worker {event.sender} came, who is not there")
+        if event.sender not in self.peers:
+            raise ProtocolError(f"a message of worker {event.sender} came, who is not there")
         return self._message_handlers[type(event.message)](event.sender, event.message)
 
     def _create_requested(self, sender: Worker, message: CreateRequest) -> list[Effect]:
         reference, fork = message
-        self._check(reference.owner == self.me, f"{reference} is not ours to make")
-        self._check(reference.creator == fork.creator == sender, f"{reference} is not worker {sender}'s to ask for")
-        self._check(reference.number not in self.peers[sender], f"{reference} was made before")
+        if reference.owner != self.me:
+            raise ProtocolError(f"{reference} is not ours to make")
+        if not reference.creator == fork.creator == sender:
+            raise ProtocolError(f"{reference} is not worker {sender}'s to ask for")
+        if reference.number in self.peers[sender]:
+            raise ProtocolError(f"{reference} was made before")
+        owned = self.owned.get(reference)
+        if owned is not None and fork in owned.forks:
+            raise ProtocolError(f"{fork} is counted already")
+        if owned is None:
+            owned = self.owned[reference] = Owned(created=False)
         self.peers[sender].add(reference.number)
-        owned = self.owned.setdefault(reference, Owned(created=False))
         owned.created = True
+        # Those that we have passed on ourselves were counted then, and did not ask.
+        noted = [(other, holder) for other, holder in owned.forks.items() if other.creator != self.me]
         owned.forks[fork] = sender
-        return [SendMessage(holder, ForkAccepted(reference, noted)) for noted, holder in owned.forks.items()]
+        return [SendMessage(holder, ForkAccepted(reference, other)) for other, holder in [*noted, (fork, sender)]]
 
     def _fork_requested(self, sender: Worker, message: ForkRequest) -> list[Effect]:
         reference, fork = message
-        self._check(reference.owner == self.me, f"{reference} is not ours")
+        if reference.owner != self.me:
+            raise ProtocolError(f"{reference} is not ours")
+        if fork.creator == self.me:
+            raise ProtocolError(f"{fork} was counted when it was passed")
         owned = self.owned.get(reference)
-        if owned is None:
-            if not self._may_be_created(reference):
-                return [SendMessage(sender, ForkRefused(reference, fork))]
+        if owned is not None and fork in owned.forks:
+            raise ProtocolError(f"{fork} is counted already")
+        if owned is None and self._may_be_created(reference):
             owned = self.owned[reference] = Owned(created=False)
-        self._check(fork not in owned.forks, f"{fork} is counted already")
+        if owned is None or owned.refused:
+            return [SendMessage(sender, ForkRefused(reference, fork))]
         owned.forks[fork] = sender
         return [SendMessage(sender, ForkAccepted(reference, fork))] if owned.created else []
 
@@ -343,17 +385,20 @@ class References:
         held = self.held.get(fork)
         if held is None or held.standing is not Standing.UNCONFIRMED or held.reference != reference:
             raise ProtocolError(f"an answer came for {fork} of {reference}, which did not ask")
-        self._check(sender == reference.owner, f"worker {sender} answered for {reference}, which it does not own")
+        if sender != reference.owner:
+            raise ProtocolError(f"worker {sender} answered for {reference}, which it does not own")
         return held
 
     def _child_accepted(self, sender: Worker, message: ChildAccepted) -> list[Effect]:
         _, fork = message
-        self._check(fork.creator == self.me, f"{fork} was not made here")
+        if fork.creator != self.me:
+            raise ProtocolError(f"{fork} was not made here")
         parent = self._parents.get(fork)
         if parent is None:
             return []  # the parent was refused or orphaned meanwhile, and gave its children up
         held = self.held[parent]
-        self._check(held.children[fork] == sender, f"{fork} was not made for worker {sender}")
+        if held.children[fork] != sender:
+            raise ProtocolError(f"{fork} was not made for worker {sender}")
         self._settle_child(held, fork)
         return self._delete_if_done(parent, held)
 
@@ -388,9 +433,6 @@ class References:
     def _release_if_unused(self, reference: RRefId, owned: Owned) -> list[Effect]:
         if owned.handles or owned.forks:
             return []
-        if not owned.created:
-            del self.owned[reference]
-            return []
         del self.owned[reference]
         return [ReleaseValue(reference)]
 
@@ -401,8 +443,3 @@ class References:
         """Whether a reference that is unknown here is still to come; else it was released, or will never be made."""
         created = self.peers.get(reference.creator)
         return created is not None and reference.number not in created
-
-    @staticmethod
-    def _check(condition: bool, otherwise: str) -> None:
-        if not condition:
-            raise ProtocolError(otherwise)

@@ -91,11 +91,13 @@ class Decoder:
         while end - at >= _SIZE:
             kind, flags, count, head_size, body_size, call_id = _unpack_from(data, at)
             if count or flags or body_size > LARGE or head_size > LARGE or not CALL <= kind <= FAILURE:
+                if not CALL <= kind <= FAILURE or flags:
+                    raise ProtocolError(f"a message of unknown kind {kind} (flags {flags}) came")
                 table = at + _SIZE
                 if end - table < 8 * count:
                     break
                 sizes = struct.unpack_from(f"<{count}Q", data, table)
-                large = _LargeMessage(kind, flags, call_id, head_size, body_size, sizes)
+                large = _LargeMessage(kind, call_id, head_size, body_size, sizes)
                 table += 8 * count
                 at = table + large.take(data, table)
                 if large.space is not None:
@@ -130,11 +132,7 @@ class _LargeMessage:
 
     __slots__ = ("_call_id", "_front", "_head_size", "_kind", "_parts", "_waiting", "space")
 
-    def __init__(
-        self, kind: int, flags: int, call_id: int, head_size: int, body_size: int, sizes: Sequence[int]
-    ) -> None:
-        if not CALL <= kind <= FAILURE or flags:
-            raise ProtocolError(f"a message of unknown kind {kind} (flags {flags}) came")
+    def __init__(self, kind: int, call_id: int, head_size: int, body_size: int, sizes: Sequence[int]) -> None:
         total = head_size + body_size + sum(sizes)
         if head_size > MAX_HEAD or total > MAX_MESSAGE:
             raise ProtocolError(f"a message of {total} bytes with a head of {head_size} bytes was announced")

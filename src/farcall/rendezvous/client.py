@@ -18,6 +18,7 @@ from typing import Final, TypeVar
 from farcall.errors import ProtocolError, RendezvousError, RendezvousTimeoutError
 from farcall.protocol.handshake import Welcome
 from farcall.rendezvous.addresses import peer_text
+from farcall.rendezvous.embedded import EmbeddedStore
 from farcall.rendezvous.store import Store
 from farcall.rendezvous.store_messages import (
     Add,
@@ -60,8 +61,8 @@ class _Pending:
 class StoreClient(Store):
     """A store at the other end of a connection that was welcomed. The socket is its own from now on.
 
-    `after_close` is called once, when the good-bye has been said: the hosting worker ends the store there.
-    `on_abandon` is called by `abandon`: there, a forked child of the hosting worker lets go of the store.
+    `after_close` is called once, when the good-bye has been said: the hosting worker ends the store there. `hosted` is
+    the store itself at the hosting worker: an impatient `close` hurries it, and `abandon` lets go of it.
     """
 
     def __init__(
@@ -69,13 +70,13 @@ class StoreClient(Store):
         sock: socket.socket,
         welcome: Welcome,
         after_close: Callable[[], None] = lambda: None,
-        on_abandon: Callable[[], None] | None = None,
+        hosted: EmbeddedStore | None = None,
         grace: float = _GRACE,
     ) -> None:
         self._where = f"the store in {welcome.name!r} (rank {welcome.rank}) at {peer_text(sock)}"
         self._sock = sock
         self._after_close = after_close
-        self._on_abandon = on_abandon
+        self._hosted = hosted
         self._grace = grace
         self._ids = itertools.count(1)
         self._lock = threading.Lock()  # guards _pending and _ended
@@ -108,13 +109,15 @@ class StoreClient(Store):
     def collect(self, prefix: str, count: int, timeout: float) -> Mapping[str, bytes]:
         return self._ask(Collect(next(self._ids), prefix, count, timeout), Entries, timeout + self._grace).entries
 
-    def close(self) -> None:
+    def close(self, patient: bool = True) -> None:
         with self._close_lock:
+            if not patient and self._hosted is not None:
+                self._hosted.linger = 0.0
             with self._lock:
                 alive, self._ended = self._ended is None, self._ended or f"{self._where} was closed by this worker"
             try:
                 if alive:
-                    self._say_good_bye()
+                    self._say_good_bye(early=not patient)
                 self._hang_up()
             finally:
                 after_close, self._after_close = self._after_close, lambda: None
@@ -126,12 +129,12 @@ class StoreClient(Store):
         self._ended = f"{self._where} belongs to the process that this one was forked from"
         self._after_close = lambda: None
         self._sock.close()
-        if self._on_abandon is not None:
-            self._on_abandon()
+        if self._hosted is not None:
+            self._hosted.abandon()
 
-    def _say_good_bye(self) -> None:
+    def _say_good_bye(self, early: bool) -> None:
         try:
-            self._send(pack_request(GoodBye()))
+            self._send(pack_request(GoodBye(early)))
             # The store closes the connection when it has read it; hanging up before could lose the word on its way.
             self._reader.join(_FAREWELL)
         except OSError:

@@ -62,6 +62,8 @@ class EmbeddedStore:
         host_name: str,
         hello_timeout: float = HELLO_TIMEOUT,
     ) -> None:
+        self.linger = LINGER
+        """Seconds that `close` waits for the others to go."""
         self.port: int = listener.getsockname()[1]
         self._listener = listener
         self._table = StoreTable(group, world_size, host_name)
@@ -81,13 +83,13 @@ class EmbeddedStore:
         self._thread = threading.Thread(target=self._run, name=f"farcall store :{self.port}", daemon=True)
         self._thread.start()
 
-    def close(self, linger: float = LINGER) -> None:
+    def close(self, linger: float | None = None) -> None:
         """Takes nobody in any more, waits up to `linger` seconds for those who are here to go, then ends.
 
         Whoever still waits for something then is told that the store is closed. May be called twice.
         """
         if self._close_by is None:
-            self._close_by = time.monotonic() + linger
+            self._close_by = time.monotonic() + (self.linger if linger is None else linger)
             try:
                 self._wake_write.send(b"x")
             except OSError:

@@ -63,7 +63,7 @@ def rendezvous(
         sock, welcome = find_store(candidates, only_one, str(plan.place), name, plan.rank, max(0.0, left))
         peer, own = numeric_host(sock.getpeername()), numeric_host(sock.getsockname())
         # Closing the store closes what was opened for it here, last opened first: the file, then the server.
-        store = StoreClient(sock, welcome, undo.pop_all().close, server.abandon if server else None)
+        store = StoreClient(sock, welcome, undo.pop_all().close, server)
     try:
         run = store.set_new(_RUN_KEY, uuid.uuid4().hex.encode()).decode()
     except BaseException:

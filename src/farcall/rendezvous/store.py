@@ -49,8 +49,11 @@ class Store(ABC):
         """
 
     @abstractmethod
-    def close(self) -> None:
-        """Says good-bye. At the worker that hosts the store: waits a little for the others to do so, then ends it."""
+    def close(self, patient: bool = True) -> None:
+        """Says good-bye. At the worker that hosts the store: waits a little for the others to do so, then ends it.
+
+        If not `patient`, it waits for nobody, and those who wait for this worker are told that it has left.
+        """
 
     def abandon(self) -> None:  # noqa: B027 (a store that has no descriptors has nothing to do)
         """In a forked child: gives the descriptors back and says nothing; the parent goes on. Raises nothing."""

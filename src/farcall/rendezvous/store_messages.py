@@ -73,7 +73,10 @@ class Collect(_Numbered, tag="collect", frozen=True):
 
 
 class GoodBye(msgspec.Struct, tag="good_bye", frozen=True):
-    """The last word of a worker. The store answers by closing the connection."""
+    """The last message: the worker leaves. The store closes the connection when it has read it."""
+
+    early: bool = False
+    """It does not wait for the others, who may be waiting for it."""
 
 
 class Done(_Numbered, tag="done", frozen=True):

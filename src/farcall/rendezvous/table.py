@@ -146,9 +146,12 @@ class StoreTable:
                     self._reply(connection, Failed(request.id, self._why_broken()))
                 else:
                     self._wait(self._collects.setdefault(request.prefix, []), _Wait(connection, request), now)
-            case GoodBye():
-                self._departed.add(self._members.pop(connection).rank)
+            case GoodBye(early):
+                member = self._members.pop(connection)
+                self._departed.add(member.rank)
                 self._forget_waits_of(connection)
+                if early:
+                    self._break(member.rank, f"worker {member} has left without waiting for the others")
 
     def end(self, connection: int) -> None:
         """The connection is gone. Nothing happens if it was never let in, or had said good-bye."""

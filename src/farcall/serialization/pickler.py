@@ -28,11 +28,13 @@ from pickle import dumps as _pickle_dumps
 from pickle import loads as _pickle_loads
 from typing import Any, Final, TypeAlias
 
-from farcall.errors import SerializationError
+from farcall.errors import SerializationError, UsageError
 from farcall.serialization.callables import callable_name
 from farcall.serialization.unpicklable import find_unpicklable, type_name
 
 OUT_OF_BAND_SIZE: Final = 16 * 1024
+MOST_OUT_OF_BAND: Final = 0xFFFF
+"""A message can carry only so many."""
 
 Pickled: TypeAlias = tuple[bytes, list[memoryview]]
 """A payload, and the buffers that travel beside it, in order. They are views: do not change what they show."""
@@ -52,6 +54,8 @@ class _OutOfBand(list[memoryview]):
         view = buffer.raw()
         if view.nbytes < OUT_OF_BAND_SIZE:
             return True
+        if len(self) == MOST_OUT_OF_BAND:
+            raise OverflowError(f"it has more than {MOST_OUT_OF_BAND} large buffers; send it in parts")
         self.append(view)
         return False
 
@@ -113,9 +117,9 @@ def dumps_arguments(
     Raises `SerializationError`, naming the argument, if one cannot be pickled.
     """
     if by_value:
-        sent: Any = (function, *args)
+        sent: Any = (function, *_as_tuple(args))
     elif args:
-        sent = args if type(args) is tuple else tuple(args)
+        sent = args if type(args) is tuple else _as_tuple(args)
     elif kwargs:
         sent = ()
     else:
@@ -156,6 +160,13 @@ def dumps_result(function: Callable[..., Any] | str, value: Any, worker: str = "
         what = f"the result of {_owned(worker, callable_name(function))}"
         advice = "Return plain data instead, or leave the object where it is and return what is needed of it"
         raise _refusal(what, "the result", value, error, advice) from error
+
+
+def _as_tuple(args: Any) -> tuple[Any, ...]:
+    try:
+        return tuple(args)
+    except TypeError:
+        raise UsageError(f"args must be a tuple or list of arguments, not {args!r}: for one argument, (x,)") from None
 
 
 def _payload(value: Any, buffers: _OutOfBand | None) -> bytes:

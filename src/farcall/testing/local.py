@@ -60,7 +60,9 @@ class LocalGroup:
             meeting = Rendezvous(store.another_end(), rank, len(self.names), "", group)
             try:
                 transports = {"memory": MemoryTransport(self.network)}
-                started[rank] = Agent(self.names[rank], meeting, options, transports)
+                agent = Agent(self.names[rank], meeting, options, transports)
+                agent.start()
+                started[rank] = agent
             except BaseException as error:
                 failures.append(error)
                 meeting.store.close()

@@ -87,7 +87,7 @@ class MemoryStore(Store):
                 )
             return self._keys.under(prefix)
 
-    def close(self) -> None:
+    def close(self, patient: bool = True) -> None:
         with self._keys.changed:
             self._closed = True
             self._keys.changed.notify_all()

@@ -1,0 +1,167 @@
+"""Random schedules for `SimulatedNetwork`: everything from one seed, so that a seed is a schedule.
+
+Each schedule first draws what kind it is (how many workers, how often messages get lost, doubled or cut off, which link
+is slow, how many workers die), then its steps, then the order in which everything comes to rest. What goes wrong goes
+wrong in few handles that are passed on quickly while a message of theirs is late, so that is what most of them do.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from random import Random
+from typing import TypeVar
+
+from farcall.protocol.delivery import Delivery
+from farcall.protocol.ids import Worker
+from farcall.protocol.references import References
+from farcall.testing.invariants import BrokenInvariant
+from farcall.testing.simulated_workers import Payload, SimulatedWorker
+from farcall.testing.simulation import SimulatedNetwork, Step
+
+T = TypeVar("T")
+
+WORKERS = 4
+STEPS = 24
+
+
+class RandomSchedule:
+    """One schedule: the seed's own. `run` plays it to the end."""
+
+    def __init__(
+        self,
+        seed: int,
+        workers: int = WORKERS,
+        steps: int = STEPS,
+        *,
+        references: Callable[[Worker], References] = References,
+        delivery: Callable[[], Delivery[Payload]] = Delivery,
+    ) -> None:
+        self._random = Random(seed).random
+        self._steps = 1 + self._below(2 * steps)
+        self.network = SimulatedNetwork(2 + self._below(max(1, workers - 1)), references=references, delivery=delivery)
+        self._faults = self._random() < 0.5  # of the network
+        self._crashes = (0, 0, 1, 1, 1, 2)[self._below(6)]
+        self._handles = 1 + self._below(4)
+        count = len(self.network.workers)
+        self._slow = self._below(count), self._below(count)
+
+    def run(self) -> SimulatedNetwork:
+        """Plays it. Raises `BrokenInvariant`."""
+        for _ in range(self._steps):
+            self._make_one_step()
+        self.network.finish(self._choose)
+        return self.network
+
+    def _make_one_step(self) -> None:
+        network, dice = self.network, self._random()
+        if not network.alive:
+            return
+        if dice < 0.45 and network.under_way:
+            self._move_a_message()
+        elif dice < 0.85:
+            self._let_the_program_act(self._choose(network.alive))
+        elif dice < 0.91 and (network.untold or network.ungreeted):
+            if network.untold and (not network.ungreeted or self._random() < 0.5):
+                network.step("tell", *self._choose(network.untold))
+            else:
+                network.step("greet", *self._choose(network.ungreeted))
+        elif dice < 0.965:
+            if network.deaths < self._crashes:
+                network.step("crash", self._choose(network.alive).me)
+            elif network.deaths and len(network.workers) < 6:
+                network.step("restart")
+        elif dice < 0.97:
+            network.step("illegal", self._choose(network.alive).me, self._below(1000))
+        elif self._faults:
+            self._trouble_a_link()
+
+    def _move_a_message(self) -> None:
+        keys = list(self.network.under_way)
+        key = self._choose(keys)
+        if key[:2] == self._slow:
+            key = self._choose(keys)
+            if key[:2] == self._slow and self._random() < 0.8:
+                return
+        word = "deliver"
+        if self._faults:
+            dice = self._random()
+            word = "deliver" if dice < 0.7 else "again" if dice < 0.85 else "lose"
+        self.network.step(word, *key)
+
+    def _trouble_a_link(self) -> None:
+        network = self.network
+        one, other = self._choose(network.alive).me, self._choose(network.alive).me
+        dice = self._random()
+        if network.cuts and dice < 0.5:
+            network.step("heal", *self._choose(list(network.cuts)))
+        else:
+            network.step("resend" if dice < 0.65 else "ack" if dice < 0.8 else "cut", one, other)
+
+    def _let_the_program_act(self, worker: SimulatedWorker) -> None:
+        step, me, dice = self.network.step, worker.me, self._random()
+        if not worker.handles or (dice < 0.1 and len(worker.handles) < self._handles):
+            if dice < 0.03:
+                step("make", me)
+            else:
+                step("call", me, self._below(len(self.network.workers)))
+            return
+        handle = self._choose(list(worker.handles))
+        if dice < 0.4:
+            step("drop", me, handle)
+            return
+        to = self._below(len(self.network.workers))
+        if dice < 0.75:
+            if dice < 0.5:
+                step("pass", me, to, handle, self._choose(list(worker.handles)))
+            else:
+                step("pass", me, to, handle)
+        elif dice < 0.93:
+            step("use", me, to, handle)
+        elif worker.drafts:
+            step("abandon", me, next(iter(worker.drafts)).number)
+        else:
+            step("draft", me, to, handle)
+
+    def _below(self, bound: int) -> int:
+        return int(self._random() * bound)
+
+    def _choose(self, among: list[T]) -> T:
+        return among[int(self._random() * len(among))]
+
+
+def replay(
+    schedule: Iterable[Step],
+    workers: int,
+    *,
+    references: Callable[[Worker], References] = References,
+    delivery: Callable[[], Delivery[Payload]] = Delivery,
+) -> SimulatedNetwork:
+    """Plays a schedule that was printed, and then lets it come to rest. Raises `BrokenInvariant`."""
+    network = SimulatedNetwork(workers, references=references, delivery=delivery)
+    for step in schedule:
+        network.step(*step)
+    network.finish()
+    return network
+
+
+def shorten(
+    broken: BrokenInvariant,
+    workers: int,
+    *,
+    references: Callable[[Worker], References] = References,
+    delivery: Callable[[], Delivery[Payload]] = Delivery,
+) -> BrokenInvariant:
+    """The same invariant broken by fewer steps: steps are left out one after another while it stays broken."""
+    steps = list(broken.schedule)
+    position = len(steps)
+    while position > 0:
+        position -= 1
+        shorter = steps[:position] + steps[position + 1 :]
+        try:
+            replay(shorter, workers, references=references, delivery=delivery)
+        except BrokenInvariant as again:
+            if again.invariant == broken.invariant:
+                broken, steps = again, shorter
+                broken.schedule = steps
+                position = min(position, len(steps))
+    return broken

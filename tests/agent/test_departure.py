@@ -1,0 +1,320 @@
+"""When everybody may go: rounds over a made-up store, and a group in which work wanders about while they are held."""
+
+from __future__ import annotations
+
+import itertools
+import threading
+from collections.abc import Callable, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from farcall.agent import departure
+from farcall.agent.departure import wait_for_everybody
+from farcall.errors import RendezvousError, RendezvousTimeoutError, ShutdownError
+from farcall.protocol.ids import WorkerInfo
+from farcall.rendezvous import Rendezvous
+from interleaving import Schedule, explore
+
+NAMES = ("ann", "bob", "cem", "dai")
+
+
+class Worker:
+    """One that wants to leave: idle, unless it is told otherwise."""
+
+    def __init__(self, rank: int, world_size: int) -> None:
+        self.info = WorkerInfo(NAMES[rank], rank)
+        self._world_size = world_size
+        self.calls = 0
+        self.busy = 0  # functions that run here
+
+    def is_idle(self) -> bool:
+        return not self.busy
+
+    def calls_started(self) -> int:
+        return self.calls
+
+    def get_worker_infos(self) -> list[WorkerInfo]:
+        return [WorkerInfo(NAMES[rank], rank) for rank in range(self._world_size)]
+
+
+class Board:
+    """A store that only gathers. `heard` are the values of each round, `on_collect` what happens in it."""
+
+    def __init__(self, wait: Callable[[Callable[[], bool]], None] | None = None) -> None:
+        self.values: dict[str, bytes] = {}
+        self.timeouts: list[float] = []
+        self.on_collect: Callable[[int], None] = lambda number: None
+        self._changed = threading.Condition()
+        self._wait = wait
+
+    def set(self, key: str, value: bytes) -> None:
+        with self._changed:
+            assert key not in self.values, "said twice in one round"
+            self.values[key] = value
+            self._changed.notify_all()
+
+    def under(self, prefix: str) -> dict[str, bytes]:
+        return {key: value for key, value in self.values.items() if key.startswith(prefix)}
+
+    def collect(self, prefix: str, count: int, timeout: float) -> Mapping[str, bytes]:
+        self.timeouts.append(timeout)
+        self.on_collect(int(prefix.split("/")[1]))
+        if self._wait is not None:
+            self._wait(lambda: len(self.under(prefix)) == count)
+        else:
+            with self._changed:
+                assert self._changed.wait_for(lambda: len(self.under(prefix)) == count, 30)
+        return self.under(prefix)
+
+    @property
+    def rounds(self) -> list[list[int]]:
+        """What was said in each round, by rank."""
+        number = 0
+        rounds = []
+        while said := self.under(f"departure/{number}/"):
+            rounds.append([int(said[key]) for key in sorted(said)])
+            number += 1
+        return rounds
+
+
+def way_in(board: Any, rank: int, world_size: int) -> Rendezvous:
+    return Rendezvous(store=board, rank=rank, world_size=world_size, host="127.0.0.1", group="g")
+
+
+def leave_alone(worker: Worker, board: Any, timeout: float = 0) -> None:
+    wait_for_everybody(worker, way_in(board, 0, 1), timeout)
+
+
+def test_a_quiet_worker_alone_goes_after_two_rounds() -> None:
+    board, worker = Board(), Worker(0, 1)
+    worker.calls = 7
+    leave_alone(worker, board)
+    assert board.rounds == [[7], [7]]
+    assert all(timeout > 86400 for timeout in board.timeouts), "0 is without limit"
+
+
+def test_a_call_between_two_rounds_makes_another() -> None:
+    board, worker = Board(), Worker(0, 1)
+
+    def call_in_the_first_rounds(number: int) -> None:
+        worker.calls += number < 3
+
+    board.on_collect = call_in_the_first_rounds
+    leave_alone(worker, board)
+    assert board.rounds == [[0], [1], [2], [3], [3]]
+
+
+def test_a_worker_waits_until_it_is_idle_before_each_round() -> None:
+    board, worker = Board(), Worker(0, 1)
+    looks = 0
+
+    def is_idle() -> bool:
+        nonlocal looks
+        looks += 1
+        if looks == 2:
+            assert board.rounds == []
+            worker.calls += 1
+        if looks == 5:
+            assert board.rounds == [[1]]
+            worker.calls += 1
+        return looks not in (1, 2, 4, 5)
+
+    worker.is_idle = is_idle  # type: ignore[method-assign]
+    leave_alone(worker, board)
+    assert board.rounds == [[1], [2], [2]]
+
+
+@given(st.lists(st.lists(st.integers(0, 2), min_size=3, max_size=3), max_size=5))
+@settings(deadline=None, max_examples=25)
+def test_all_leave_in_one_round_the_second_in_which_nothing_was_new(made: list[list[int]]) -> None:
+    """`made[n][rank]`: the calls that a worker makes in round n, after it has said its number."""
+    board = Board()
+    workers = [Worker(rank, 3) for rank in range(3)]
+
+    class OwnBoard:
+        def __init__(self, worker: Worker) -> None:
+            self.set = board.set
+            self.worker = worker
+
+        def collect(self, prefix: str, count: int, timeout: float) -> Mapping[str, bytes]:
+            number = int(prefix.split("/")[1])
+            if number < len(made):
+                self.worker.calls += made[number][self.worker.info.id]
+            return board.collect(prefix, count, timeout)
+
+    with ThreadPoolExecutor(3) as pool:
+        leaving = [
+            pool.submit(wait_for_everybody, worker, way_in(OwnBoard(worker), worker.info.id, 3), 0)
+            for worker in workers
+        ]
+        for each in leaving:
+            each.result()
+    quiet = next((number for number, calls in enumerate(made) if not any(calls)), len(made))
+    assert len(board.rounds) == quiet + 2
+    assert all(len(said) == 3 for said in board.rounds)
+    assert board.rounds[-1] == board.rounds[-2]
+
+
+# Who is missing
+
+
+class Unmoved:
+    """A store in which the others never come."""
+
+    def __init__(self, error: RendezvousError) -> None:
+        self.error = error
+        self.timeouts: list[float] = []
+
+    def set(self, key: str, value: bytes) -> None:
+        pass
+
+    def collect(self, prefix: str, count: int, timeout: float) -> Mapping[str, bytes]:
+        self.timeouts.append(timeout)
+        raise self.error
+
+
+def test_those_who_did_not_come_are_named() -> None:
+    present = ("departure/0/0", "departure/0/2", "departure/1/3", "join/1")
+    store = Unmoved(RendezvousTimeoutError("late", present))
+    with pytest.raises(ShutdownError) as missing:
+        wait_for_everybody(Worker(0, 4), way_in(store, 0, 4), 5)
+    assert str(missing.value) == (
+        "worker 'ann' waited for the others to shut down, but 'bob', 'dai' did not come in time; "
+        "everything is closed here now"
+    )
+    (timeout,) = store.timeouts
+    assert 0 < timeout <= 5
+
+
+def test_a_store_that_is_gone_is_said_to_be() -> None:
+    store = Unmoved(RendezvousError("worker 'bob' died"))
+    with pytest.raises(ShutdownError, match=r"worker 'ann' could not wait for the others .*: worker 'bob' died; every"):
+        wait_for_everybody(Worker(0, 2), way_in(store, 0, 2), 0)
+
+
+def test_a_store_that_is_gone_before_anything_was_said() -> None:
+    class Gone(Unmoved):
+        def set(self, key: str, value: bytes) -> None:
+            raise self.error
+
+    with pytest.raises(ShutdownError, match="the store is gone"):
+        leave_alone(Worker(0, 1), Gone(RendezvousError("the store is gone")))
+
+
+def test_a_worker_that_does_not_become_idle_in_time_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
+    now = [100.0]
+    pauses: list[float] = []
+
+    class Pause:
+        def wait(self, seconds: float) -> None:
+            pauses.append(seconds)
+            now[0] += seconds
+
+    monkeypatch.setattr(departure, "monotonic", lambda: now[0])
+    monkeypatch.setattr(departure, "threading", SimpleNamespace(Event=Pause))
+    worker = Worker(0, 1)
+    worker.busy = 1
+    with pytest.raises(
+        ShutdownError, match=r"worker 'ann' shut down while calls were still under way here.*longer tim"
+    ):
+        leave_alone(worker, Board(), timeout=3)
+    assert now[0] == pytest.approx(103, abs=departure._LONGEST_PAUSE)
+    assert pauses[0] == departure._FIRST_PAUSE
+    assert pauses[-1] == departure._LONGEST_PAUSE
+    assert sorted(pauses) == pauses
+
+
+# A group in which one piece of work wanders from worker to worker, over every interleaving with the rounds.
+
+
+class Watched(Worker):
+    """A worker that is asked whether it is idle until it is."""
+
+    schedule: Schedule
+
+    def is_idle(self) -> bool:
+        self.schedule.step(super().is_idle, "waiting to be idle")
+        return True
+
+    def calls_started(self) -> int:
+        self.schedule.step()
+        return super().calls_started()
+
+
+class CountsNothing(Watched):
+    """Planted: believes that being idle is enough."""
+
+    def calls_started(self) -> int:
+        return 0
+
+
+class NeverBusy(Watched):
+    """Planted: does not wait for what runs here."""
+
+    def is_idle(self) -> bool:
+        return True
+
+
+def after_one_round(leaver: Worker, rendezvous: Rendezvous, timeout: float) -> None:
+    """Planted: everybody was idle once."""
+    departure._wait_until_idle(leaver, 0)
+    departure._hear_all(leaver, rendezvous, "departure/0/", 0)
+
+
+def wandering(
+    path: tuple[int, ...],
+    new_worker: Callable[[int, int], Watched] = Watched,
+    leave: Callable[[Worker, Rendezvous, float], None] = wait_for_everybody,
+) -> Callable[[Schedule], Any]:
+    """A function at each worker of the path calls the next one and ends: each is busy before the one before is idle."""
+
+    def scenario(schedule: Schedule) -> Any:
+        workers = [new_worker(rank, 2) for rank in range(2)]
+        workers[path[0]].busy = 1
+        board = Board(lambda heard: schedule.step(heard, "hearing the others"))
+        wandered: list[int] = []
+
+        def go(worker: Watched) -> None:
+            worker.schedule = schedule
+            leave(worker, way_in(board, worker.info.id, 2), 0)
+            assert len(wandered) == len(path), "left while there was work"
+
+        def work() -> None:
+            for here, there in itertools.pairwise(path):
+                workers[here].calls += 1
+                schedule.step()
+                workers[there].busy += 1
+                schedule.step()
+                workers[here].busy -= 1
+                wandered.append(here)
+                schedule.step()
+            wandered.append(path[-1])
+            workers[path[-1]].busy -= 1
+
+        return [work, lambda: go(workers[0]), lambda: go(workers[1])], lambda: None
+
+    return scenario
+
+
+@pytest.mark.parametrize(("path", "preemptions"), [((0,), 2), ((0, 1), 1), ((0, 0, 1), 1), ((1, 0, 1), 2)])
+def test_nobody_leaves_while_work_wanders_about(path: tuple[int, ...], preemptions: int) -> None:
+    assert explore(wandering(path), (), preemptions) > 10
+
+
+@pytest.mark.parametrize(
+    "planted",
+    [
+        wandering((1, 0, 1), CountsNothing),
+        wandering((0,), NeverBusy),
+        wandering((1, 0, 1), leave=after_one_round),
+    ],
+    ids=["counts nothing", "never busy", "after one round"],
+)
+def test_a_planted_bug_is_caught(planted: Callable[[Schedule], Any]) -> None:
+    with pytest.raises(AssertionError, match="left while there was work"):
+        explore(planted, (), preemptions=2)

@@ -1,0 +1,253 @@
+"""The connection for our own calls: replies find their callers, loss is told to everybody, time is kept."""
+
+from __future__ import annotations
+
+import signal
+import threading
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from time import monotonic
+
+import pytest
+from agent_stage import SOON, a_megabyte, arrived, call, echo, new_gate, start, wait_at
+
+from farcall import RpcTimeoutError, WorkerLost
+from farcall.agent.outgoing import Outgoing
+from farcall.futures import wait_all
+from farcall.protocol.wire import CALL, encode
+from farcall.testing import LocalGroup
+
+pytestmark = pytest.mark.timeout(30)
+
+
+@pytest.fixture
+def pool() -> Iterator[ThreadPoolExecutor]:
+    with ThreadPoolExecutor(16) as pool:
+        yield pool
+
+
+def connection(group: LocalGroup) -> Outgoing:
+    """The one from worker0 to worker1."""
+    (found,) = [one for one in group[0]._connections if one.peer.name == "worker1"]
+    return found
+
+
+def test_one_connection_serves_all_threads(group: LocalGroup, pool: ThreadPoolExecutor) -> None:
+    together = threading.Barrier(16)
+
+    def work(n: int) -> int:
+        together.wait(SOON)
+        result: int = call(group[0], 1, echo, n)
+        return result
+
+    assert list(pool.map(work, range(16))) == list(range(16))
+    assert len(group[0]._connections) == 1
+    assert len(group[1]._incoming) == 1
+
+
+def test_replies_come_in_any_order(group: LocalGroup) -> None:
+    gates = [new_gate(f"gate {n}") for n in range(8)]
+    futures = [start(group[0], 1, wait_at, f"gate {n}", n) for n in range(8)]
+    for n in (5, 0, 7, 3, 6, 1, 4, 2):
+        gates[n].set()
+        assert futures[n].wait() == n
+    assert connection(group).pending == {}
+
+
+def test_a_waiter_hands_the_reading_on(group: LocalGroup, pool: ThreadPoolExecutor) -> None:
+    gates = [new_gate(f"gate {n}") for n in range(8)]
+    waiting = [pool.submit(call, group[0], 1, wait_at, f"gate {n}", n) for n in range(8)]
+    for n in range(8):
+        assert arrived[f"gate {n}"].wait(SOON)
+    for n in range(8):
+        gates[n].set()
+        assert waiting[n].result(SOON) == n
+
+
+def test_a_reply_is_settled_though_nobody_waits(group: LocalGroup) -> None:
+    futures = [start(group[0], 1, echo, n) for n in range(200)]
+    deadline = monotonic() + SOON
+    while not all(future.done() for future in futures):
+        assert monotonic() < deadline
+    assert [future.value() for future in futures] == list(range(200))
+
+
+def test_loss_fails_everything_under_way_and_names_worker_and_function(
+    group: LocalGroup, pool: ThreadPoolExecutor
+) -> None:
+    gate = new_gate("lost")
+    waiting = [pool.submit(call, group[0], 1, wait_at, "lost") for _ in range(4)]
+    futures = [start(group[0], 1, wait_at, "lost") for _ in range(4)]
+    assert arrived["lost"].wait(SOON)
+    for incoming in list(group[1]._incoming):
+        incoming.close()
+    for error in [one.exception(SOON) for one in waiting] + [future.exception(SOON) for future in futures]:
+        assert isinstance(error, WorkerLost)
+        assert isinstance(error, ConnectionError)
+        assert error.worker == "worker1"
+        assert "worker 'worker1' was lost" in str(error)
+        assert "`wait_at`" in str(error)
+    gate.set()
+    assert call(group[0], 1, echo, "connected anew") == "connected anew"
+
+
+@pytest.mark.parametrize(
+    "answer",
+    [
+        pytest.param(
+            encode(CALL, 1, b"", b""),
+            marks=pytest.mark.xfail(
+                strict=True,
+                reason="Outgoing._receive takes the call out of `pending` before it sees that this is no reply",
+            ),
+            id="a call",
+        ),
+        pytest.param(encode(9, 1, b"", b""), id="unknown kind"),
+        pytest.param(b"\x55\x55\x02\x00" + b"\x55" * 60, id="noise"),
+    ],
+)
+def test_an_answer_that_is_none_loses_the_connection_only(group: LocalGroup, answer: bytes) -> None:
+    gate = new_gate("mad")
+    future = start(group[0], 1, wait_at, "mad")
+    assert arrived["mad"].wait(SOON)
+    (incoming,) = group[1]._incoming
+    incoming.answer([answer])
+    error = future.exception(1)
+    gate.set()
+    assert isinstance(error, WorkerLost)
+    assert call(group[0], 1, echo, "connected anew") == "connected anew"
+
+
+def test_an_answer_to_nobody_is_dropped(group: LocalGroup) -> None:
+    assert call(group[0], 1, echo, 1) == 1
+    (incoming,) = group[1]._incoming
+    incoming.answer([encode(2, 999_999, b"", b"")])
+    assert call(group[0], 1, echo, 2) == 2
+
+
+def test_large_messages_both_ways_from_many_threads(group: LocalGroup, pool: ThreadPoolExecutor) -> None:
+    def work(n: int) -> bool:
+        data = bytes([n]) * (3 << 20)
+        return all(call(group[n % 2], 1 - n % 2, echo, data) == data for _ in range(3))
+
+    assert all(pool.map(work, range(8)))
+
+
+def test_buffers_may_be_changed_as_soon_as_the_call_is_made(group: LocalGroup) -> None:
+    numpy = pytest.importorskip("numpy")
+    gate = new_gate("busy")
+    blockers = [start(group[0], 1, wait_at, "busy") for _ in range(16)]  # nobody reads the arguments for a while
+    futures = []
+    array = numpy.zeros(1 << 18)
+    for n in range(20):
+        array[:] = n
+        futures.append(start(group[0], 1, echo, array))
+    array[:] = -1
+    gate.set()
+    assert [set(future.wait().tolist()) for future in futures] == [{float(n)} for n in range(20)]
+    wait_all(blockers)
+
+
+def test_more_than_the_socket_takes_is_sent_in_the_end(group: LocalGroup) -> None:
+    futures = [start(group[0], 1, echo, (n, bytes(200_000))) for n in range(200)]
+    assert [future.wait()[0] for future in futures] == list(range(200))
+
+
+def test_a_callers_time_ends_while_another_thread_reads(group: LocalGroup, pool: ThreadPoolExecutor) -> None:
+    gate = new_gate("read")
+    reader = pool.submit(call, group[0], 1, wait_at, "read")
+    assert arrived["read"].wait(SOON)
+    began = monotonic()
+    with pytest.raises(RpcTimeoutError):
+        call(group[0], 1, wait_at, "read", timeout=0.1)
+    assert 0.1 <= monotonic() - began < 0.6
+    gate.set()
+    reader.result(SOON)
+
+
+def test_a_timeout_is_kept_while_other_replies_stream_in(group: LocalGroup, pool: ThreadPoolExecutor) -> None:
+    gate = new_gate("stream")
+    stop = threading.Event()
+
+    def stream() -> None:
+        while not stop.is_set():
+            wait_all([start(group[0], 1, echo, n) for n in range(20)])
+
+    streams = [pool.submit(stream) for _ in range(3)]
+    began = monotonic()
+    with pytest.raises(RpcTimeoutError):
+        call(group[0], 1, wait_at, "stream", timeout=0.2)
+    took = monotonic() - began
+    stop.set()
+    gate.set()
+    for one in streams:
+        one.result(SOON)
+    assert 0.2 <= took < 0.9
+
+
+def test_a_timeout_is_kept_though_the_arguments_cannot_be_sent(new_group: Callable[..., LocalGroup]) -> None:
+    group = new_group(2)
+    assert call(group[0], 1, echo, 1) == 1
+    (incoming,) = group[1]._incoming
+    group[1]._poller.remove(incoming._descriptor)  # it reads no more
+    began = monotonic()
+    with pytest.raises(RpcTimeoutError):
+        call(group[0], 1, echo, bytes(64 << 20), timeout=0.3)
+    assert 0.3 <= monotonic() - began < 1.2
+
+
+# -- Ctrl-C
+
+
+class Interrupting:
+    """Ctrl-C comes in the midst of its unpickling."""
+
+    def __reduce__(self) -> tuple[Callable[[int], None], tuple[int]]:
+        return _raise_in_the_main_thread, (signal.SIGINT,)
+
+
+def _raise_in_the_main_thread(number: int) -> None:
+    if threading.current_thread() is threading.main_thread():
+        signal.raise_signal(number)
+
+
+def returns_interrupting() -> Interrupting:
+    return Interrupting()
+
+
+def test_ctrl_c_while_a_result_is_unpickled_is_no_serialization_error(group: LocalGroup) -> None:
+    with pytest.raises(KeyboardInterrupt):
+        call(group[0], 1, returns_interrupting)
+
+
+def test_ctrl_c_while_waiting_leaves_the_connection_and_the_call_alone(group: LocalGroup) -> None:
+    gate = new_gate("waiting")
+    future = start(group[0], 1, wait_at, "waiting", "came")
+    timer = threading.Timer(0.1, lambda: signal.pthread_kill(threading.main_thread().ident or 0, signal.SIGINT))
+    timer.start()
+    began = monotonic()
+    with pytest.raises(KeyboardInterrupt):
+        future.wait()
+    assert monotonic() - began < 0.6
+    timer.join()
+    same = connection(group)
+    assert call(group[0], 1, echo, "after") == "after"
+    gate.set()
+    assert future.wait() == "came"
+    assert connection(group) is same
+
+
+def test_ctrl_c_behind_another_reader(group: LocalGroup, pool: ThreadPoolExecutor) -> None:
+    gate = new_gate("waiting")
+    reader = pool.submit(call, group[0], 1, wait_at, "waiting", "read")
+    assert arrived["waiting"].wait(SOON)
+    timer = threading.Timer(0.1, lambda: signal.pthread_kill(threading.main_thread().ident or 0, signal.SIGINT))
+    timer.start()
+    began = monotonic()
+    with pytest.raises(KeyboardInterrupt):
+        call(group[0], 1, wait_at, "waiting")
+    assert monotonic() - began < 0.6
+    timer.join()
+    gate.set()
+    assert reader.result(SOON) == "read"
+    assert call(group[0], 1, a_megabyte) == bytes(1 << 20)

@@ -1,0 +1,371 @@
+"""Finding the way to a peer: which transports are tried in which order, and what is said when none leads there."""
+
+from __future__ import annotations
+
+import socket
+import struct
+import threading
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from time import monotonic
+from typing import Any
+
+import pytest
+
+from eventually import eventually
+from farcall.agent import peers
+from farcall.agent.peers import Member, Peer
+from farcall.errors import WorkerLost
+from farcall.futures import FOREVER, blocking_thread
+from farcall.protocol.handshake import (
+    MAGIC,
+    PREAMBLE_SIZE,
+    VERSION,
+    Greeting,
+    Hello,
+    Purpose,
+    Refused,
+    Welcome,
+    body_length,
+    pack,
+    unpack,
+)
+from farcall.protocol.ids import WorkerInfo
+from farcall.transports.sockets import SocketChannel
+
+UNIX, TCP, TCP6 = "unix:/run/b.sock", "tcp:10.0.0.2:4000", "tcp:[fd00::2]:4000"
+WELCOME = pack(Purpose.CALLS, Welcome("b", 1))
+
+Answer = bytes | OSError
+"""What the other side has already sent when we connect, or what connecting raises."""
+
+
+class World:
+    """What is at which address. Remembers who was tried, and closes all in the end."""
+
+    def __init__(self) -> None:
+        self.answers: dict[str, Answer] = {}
+        self.tried: list[tuple[str, float]] = []
+        self.other_ends: list[socket.socket] = []
+        self.channels: list[SocketChannel] = []
+        self.hangs_up = False
+
+    def connect(self, address: str, timeout: float) -> SocketChannel:
+        self.tried.append((address, timeout))
+        answer = self.answers.get(address, ConnectionRefusedError("nobody listens there"))
+        if isinstance(answer, OSError):
+            raise answer
+        ours, theirs = socket.socketpair()
+        self.other_ends.append(theirs)
+        theirs.sendall(answer)
+        if self.hangs_up:
+            theirs.shutdown(socket.SHUT_WR)
+        self.channels.append(SocketChannel(ours, address))
+        return self.channels[-1]
+
+    def heard(self, number: int = 0) -> Greeting:
+        """The greeting that came at the other end."""
+        data = self.other_ends[number].recv(1 << 16)
+        size = body_length(data[:PREAMBLE_SIZE], Purpose.CALLS, "we")
+        return unpack(data[PREAMBLE_SIZE : PREAMBLE_SIZE + size], "we")
+
+    def is_closed(self, number: int) -> bool:
+        """Whether the other end sees that we have gone."""
+        end = self.other_ends[number]
+        end.settimeout(5)
+        try:
+            while end.recv(1 << 16):
+                pass
+        except ConnectionResetError:  # we left something unread
+            pass
+        return True
+
+    def close(self) -> None:
+        for channel in self.channels:
+            channel.close()
+        for end in self.other_ends:
+            end.close()
+
+
+class FakeTransport:
+    def __init__(self, scheme: str, world: World) -> None:
+        self.scheme = scheme
+        self.connect = world.connect
+
+    def listen(self, host: str | None = None) -> Any:
+        raise AssertionError("a peer does not listen")
+
+
+@pytest.fixture
+def world() -> Iterator[World]:
+    world = World()
+    yield world
+    world.close()
+
+
+def peer_in(
+    world: World,
+    addresses: tuple[str, ...] = (UNIX, TCP),
+    schemes: tuple[str, ...] = ("unix", "tcp"),
+    host: str = "here",
+) -> Peer:
+    return Peer(
+        Member("b", 1, host, addresses),
+        Member("a", 0, "here", ()),
+        "group",
+        {scheme: FakeTransport(scheme, world) for scheme in schemes},
+        Connection,  # type: ignore[arg-type]
+    )
+
+
+class Connection:
+    """What the agent makes of a channel."""
+
+    def __init__(self, info: WorkerInfo, channel: SocketChannel, on_lost: Callable[[Any], None]) -> None:
+        self.info = info
+        self.channel = channel
+        self.lose = lambda: on_lost(self)
+
+
+def connect(peer: Peer, seconds: float = FOREVER) -> Connection:
+    connection: Any = peer.connect(monotonic() + seconds)
+    assert isinstance(connection, Connection)
+    return connection
+
+
+def refusal(peer: Peer, seconds: float = FOREVER) -> str:
+    with pytest.raises(WorkerLost) as lost:
+        connect(peer, seconds)
+    assert lost.value.worker == "b"
+    assert peer.connection is None
+    return str(lost.value)
+
+
+def test_the_best_transport_that_works_is_taken(world: World) -> None:
+    world.answers = {UNIX: WELCOME, TCP: WELCOME}
+    peer = peer_in(world, addresses=(TCP, UNIX))
+    assert peer.info == WorkerInfo("b", 1)
+    assert peer.connection is None
+    connection = connect(peer)
+    assert [address for address, _ in world.tried] == [UNIX], "best first is the order of the transports"
+    assert connection.channel is world.channels[0]
+    assert connection.info == peer.info
+    assert peer.connection is connection
+
+
+def test_the_greeting_says_who_we_are_and_whom_we_want(world: World) -> None:
+    world.answers = {UNIX: WELCOME}
+    connect(peer_in(world))
+    assert world.heard() == Hello(group="group", name="a", rank=0, wanted="b")
+
+
+def test_what_comes_behind_the_greeting_is_left_in_the_channel(world: World) -> None:
+    world.answers = {UNIX: WELCOME + b"the first reply"}
+    assert connect(peer_in(world)).channel.receive(100) == b"the first reply"
+
+
+def test_a_welcome_may_come_in_pieces(world: World) -> None:
+    world.answers = {UNIX: WELCOME[:10]}
+    with ThreadPoolExecutor(1) as pool:
+        connecting = pool.submit(connect, peer_in(world))
+        eventually(lambda: world.other_ends)
+        for number in range(10, len(WELCOME)):
+            world.other_ends[0].send(WELCOME[number : number + 1])
+        connecting.result()
+
+
+@pytest.mark.parametrize(
+    "answer",
+    [
+        FileNotFoundError(2, "No such file or directory"),
+        PermissionError(13, "Permission denied"),
+        TimeoutError("not accepted"),
+        pack(Purpose.CALLS, Refused("another group")),
+        pack(Purpose.CALLS, Welcome("c", 2)),
+        b"HTTP/1.1 400 Bad Request\r\n\r\n",
+    ],
+    ids=["no file", "no permission", "timeout", "refused", "wrong worker", "stranger"],
+)
+def test_whatever_fails_is_passed_over_for_the_next(world: World, answer: Answer) -> None:
+    world.answers = {UNIX: answer, TCP: WELCOME}
+    connection = connect(peer_in(world))
+    assert [address for address, _ in world.tried] == [UNIX, TCP]
+    assert connection.channel.address == TCP
+    if isinstance(answer, bytes):
+        assert world.is_closed(0), "and let go of"
+
+
+def test_every_address_of_a_transport_is_tried(world: World) -> None:
+    world.answers = {TCP6: WELCOME}
+    assert connect(peer_in(world, addresses=(UNIX, TCP, TCP6))).channel.address == TCP6
+    assert [address for address, _ in world.tried] == [UNIX, TCP, TCP6]
+
+
+def test_transports_of_one_host_are_not_tried_on_another(world: World) -> None:
+    world.answers = {UNIX: WELCOME, TCP: WELCOME}
+    peer = peer_in(world, addresses=(UNIX, "memory:1", TCP), schemes=("memory", "unix", "tcp"), host="there")
+    assert connect(peer).channel.address == TCP
+    assert [address for address, _ in world.tried] == [TCP]
+
+
+def test_an_address_of_an_unknown_transport_is_passed_over(world: World) -> None:
+    world.answers = {TCP: WELCOME}
+    connect(peer_in(world, addresses=("warp:9", UNIX, TCP), schemes=("tcp",)))
+    assert [address for address, _ in world.tried] == [TCP]
+
+
+# What is said
+
+
+def test_every_way_that_was_tried_is_named_with_its_reason(world: World) -> None:
+    world.answers = {UNIX: FileNotFoundError(2, "No such file or directory")}
+    assert refusal(peer_in(world)) == (
+        f"worker 'b' cannot be reached ({UNIX}: [Errno 2] No such file or directory; {TCP}: nobody listens there); "
+        "is it still running?"
+    )
+
+
+def test_no_way_at_all(world: World) -> None:
+    text = refusal(peer_in(world, addresses=(UNIX,), host="there"))
+    assert text == "worker 'b' cannot be reached (no transport of unix, tcp leads to it); is it still running?"
+
+
+@pytest.mark.parametrize(
+    ("answer", "reason"),
+    [
+        (pack(Purpose.CALLS, Refused("this is worker 'c', not 'b'")), "refused the connection: this is worker 'c'"),
+        (pack(Purpose.CALLS, Welcome("c", 2)), f"{TCP} is worker 'c', not 'b'"),
+        (pack(Purpose.CALLS, Hello("g", "b", 1, "a")), "answered a hello with a Hello"),
+        (pack(Purpose.STORE, Welcome("b", 1)), "of another kind (2, not 1)"),
+        (
+            struct.pack("<8sHHI", MAGIC, VERSION + 1, 9, 9),
+            f"speaks version {VERSION + 1} of the farcall protocol, this",
+        ),
+        (b"SSH-2.0-OpenSSH_9.6\r\n", "does not speak farcall: its first bytes were b'SSH-2.0-'"),
+        (pack(Purpose.CALLS, Welcome("b", 1))[:-1] + b"\xc1", "sent a greeting that cannot be read"),
+    ],
+)
+def test_an_answer_that_is_not_the_one_we_want(world: World, answer: bytes, reason: str) -> None:
+    world.answers = {TCP: answer}
+    text = refusal(peer_in(world, addresses=(TCP,)))
+    assert text.startswith(f"worker 'b' cannot be reached ({TCP}: ")
+    assert reason in text
+    assert world.is_closed(0)
+
+
+@pytest.mark.parametrize("answer", [b"", WELCOME[:5], WELCOME[:-1]])
+def test_a_connection_that_ends_in_the_midst_of_the_greeting(world: World, answer: bytes) -> None:
+    world.hangs_up = True
+    world.answers = {TCP: answer}
+    assert "closed the connection in the midst of the greeting" in refusal(peer_in(world, addresses=(TCP,)))
+
+
+@pytest.mark.parametrize("answer", [b"", WELCOME[:5], WELCOME[:-1]])
+def test_a_greeting_that_is_not_answered_ends_with_the_time_of_the_call(world: World, answer: bytes) -> None:
+    world.answers = {TCP: answer}
+    before = monotonic()
+    assert "did not answer the greeting in time" in refusal(peer_in(world, addresses=(TCP,)), seconds=0.02)
+    assert 0.02 <= monotonic() - before < peers.CONNECT_TIMEOUT
+    assert world.is_closed(0)
+
+
+def test_a_channel_that_does_not_take_the_greeting(world: World) -> None:
+    class Full(FakeTransport):
+        def __init__(self) -> None:
+            super().__init__("tcp", world)
+            self.connect = self._connect  # type: ignore[method-assign]
+
+        def _connect(self, address: str, timeout: float) -> SocketChannel:
+            channel = world.connect(address, timeout)
+            channel.send = lambda data: 3
+            return channel
+
+    world.answers = {TCP: WELCOME}
+    peer = peer_in(world, addresses=(TCP,))
+    peer._transports = {"tcp": Full()}
+    assert "does not take a greeting of" in refusal(peer)
+    assert world.is_closed(0)
+
+
+# Time, and many at once
+
+
+def test_connecting_has_the_time_of_the_call_but_not_for_ever(world: World) -> None:
+    peer = peer_in(world, addresses=(TCP,))
+    refusal(peer, seconds=5)
+    refusal(peer)
+    (_, short), (_, longest) = world.tried
+    assert 4 < short <= 5
+    assert peers.CONNECT_TIMEOUT - 1 < longest <= peers.CONNECT_TIMEOUT
+
+
+def test_a_call_whose_time_is_over_still_hears_why(world: World) -> None:
+    refusal(peer_in(world, addresses=(TCP,)), seconds=-1)
+    assert [timeout for _, timeout in world.tried] in ([], [0.0])
+
+
+def test_a_lost_connection_is_made_anew_by_the_next_call(world: World) -> None:
+    world.answers = {UNIX: WELCOME}
+    peer = peer_in(world)
+    first = connect(peer)
+    assert connect(peer) is first
+    first.lose()
+    assert peer.connection is None
+    second = connect(peer)
+    assert second is not first
+    first.lose()
+    assert peer.connection is second, "the loss of an old connection is not that of the new one"
+
+
+def test_many_threads_make_one_connection(world: World) -> None:
+    world.answers = {UNIX: WELCOME}
+    peer = peer_in(world)
+    start = threading.Barrier(8)
+
+    def call() -> Connection:
+        start.wait()
+        return connect(peer)
+
+    with ThreadPoolExecutor(8) as pool:
+        connections = {each.result() for each in [pool.submit(call) for _ in range(8)]}
+    assert len(connections) == 1
+    assert len(world.tried) == 1
+
+
+def test_a_call_does_not_wait_for_another_call_that_connects_longer_than_its_own_time(world: World) -> None:
+    peer = peer_in(world)
+    with peer._lock:
+        assert refusal_of_locked(peer) == "worker 'b' could not be connected to in time"
+    assert not world.tried
+
+
+def refusal_of_locked(peer: Peer) -> str:
+    with ThreadPoolExecutor(1) as pool:
+        return pool.submit(refusal, peer, 0.01).result()
+
+
+def test_the_owner_of_the_thread_hears_that_it_sleeps(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
+    said: list[str] = []
+    monkeypatch.setattr(blocking_thread, "before", lambda: said.append("before"))
+    monkeypatch.setattr(blocking_thread, "after", lambda: said.append("after"))
+    world.answers = {UNIX: WELCOME}
+    peer = peer_in(world)
+    connect(peer)
+    peer.connection = None
+    world.answers = {}
+    refusal(peer)
+    assert said == ["before", "after"] * 2
+
+
+def test_an_interrupt_leaves_no_channel_open_and_no_lock_locked(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
+    def interrupted(*_: object) -> None:
+        raise KeyboardInterrupt
+
+    world.answers = {UNIX: WELCOME}
+    peer = peer_in(world)
+    with monkeypatch.context() as patch:
+        patch.setattr(peers, "unpack", interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            connect(peer)
+    assert world.is_closed(0)
+    connect(peer)

@@ -1,0 +1,188 @@
+"""The poller: which descriptors have something, who is told, and that removing is final."""
+
+from __future__ import annotations
+
+import os
+import select
+import socket
+import threading
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+
+import pytest
+
+from farcall.agent.poller import READABLE, WRITABLE, Poller
+
+
+@pytest.fixture
+def poller() -> Iterator[Poller]:
+    poller = Poller()
+    yield poller
+    poller.close()
+
+
+@pytest.fixture
+def pair() -> Iterator[tuple[socket.socket, socket.socket]]:
+    ours, theirs = socket.socketpair()
+    ours.setblocking(False)
+    with ours, theirs:
+        yield ours, theirs
+
+
+Pair = tuple[socket.socket, socket.socket]
+
+
+class Handler:
+    """Remembers what it was called with."""
+
+    def __init__(self) -> None:
+        self.events: list[int] = []
+
+    def __call__(self, events: int) -> None:
+        self.events.append(events)
+
+
+def turn(poller: Poller) -> None:
+    """One turn of the thread that serves, without waiting."""
+    for descriptor, events in poller.poll(0):
+        poller.handlers[descriptor](events)
+
+
+def test_a_handler_is_called_when_there_is_something_to_read(poller: Poller, pair: Pair) -> None:
+    ours, theirs = pair
+    handler = Handler()
+    poller.add(ours.fileno(), handler, READABLE)
+    turn(poller)
+    assert handler.events == []
+    theirs.send(b"x")
+    turn(poller)
+    turn(poller)
+    assert handler.events == [READABLE, READABLE], "as long as it is not read"
+    ours.recv(1)
+    turn(poller)
+    assert len(handler.events) == 2
+
+
+def test_what_is_wanted_can_be_added_and_taken_back(poller: Poller, pair: Pair) -> None:
+    ours, theirs = pair
+    handler = Handler()
+    poller.add(ours.fileno(), handler, READABLE)
+    theirs.send(b"x")
+    poller.want(ours.fileno(), WRITABLE, True)
+    poller.want(ours.fileno(), WRITABLE, True)
+    turn(poller)
+    poller.want(ours.fileno(), READABLE, False)
+    turn(poller)
+    poller.want(ours.fileno(), WRITABLE, False)
+    turn(poller)
+    poller.want(ours.fileno(), READABLE, True)
+    turn(poller)
+    assert handler.events == [READABLE | WRITABLE, WRITABLE, READABLE]
+
+
+def test_a_descriptor_of_which_nothing_is_wanted_says_nothing_not_even_its_end(poller: Poller, pair: Pair) -> None:
+    ours, theirs = pair
+    handler = Handler()
+    poller.add(ours.fileno(), handler, 0)
+    theirs.close()
+    turn(poller)
+    assert handler.events == []
+    poller.want(ours.fileno(), READABLE, True)
+    turn(poller)
+    assert handler.events[0] & READABLE
+
+
+def test_a_handler_that_was_removed_is_not_called(poller: Poller, pair: Pair) -> None:
+    ours, theirs = pair
+    handler = Handler()
+    poller.add(ours.fileno(), handler, READABLE)
+    theirs.send(b"x")
+    poller.remove(ours.fileno())
+    poller.remove(ours.fileno())
+    poller.want(ours.fileno(), READABLE, True)
+    assert poller.poll(0) == []
+    assert ours.fileno() not in poller.handlers
+
+
+def test_a_number_may_be_used_again(poller: Poller, pair: Pair) -> None:
+    ours, theirs = pair
+    first, second = Handler(), Handler()
+    theirs.send(b"x")
+    poller.add(ours.fileno(), first, READABLE)
+    poller.remove(ours.fileno())
+    poller.add(ours.fileno(), second, READABLE)
+    turn(poller)
+    assert (first.events, second.events) == ([], [READABLE])
+
+
+def test_the_bell_ends_a_wait_and_rings_once(poller: Poller) -> None:
+    with ThreadPoolExecutor(1) as pool:
+        waiting = pool.submit(poller.poll, 60)
+        poller.ring()
+        ((descriptor, events),) = waiting.result()
+    poller.ring()
+    poller.ring()
+    poller.handlers[descriptor](events)
+    assert poller.poll(0) == []
+    poller.handlers[descriptor](events)  # somebody else has answered it already
+
+
+def test_descriptors_come_and_go_while_a_thread_waits(poller: Poller, pair: Pair) -> None:
+    ours, theirs = pair
+    handler = Handler()
+    stop = threading.Event()
+
+    def serve() -> None:
+        while not stop.is_set():
+            for descriptor, events in poller.poll(60):
+                known = poller.handlers.get(descriptor)
+                if known is not None:
+                    known(events)
+                    if known is handler:
+                        ours.recv(10)
+
+    with ThreadPoolExecutor(1) as pool:
+        serving = pool.submit(serve)
+        try:
+            poller.add(ours.fileno(), handler, READABLE)
+            theirs.send(b"x")
+            while not handler.events:
+                os.sched_yield()
+        finally:
+            stop.set()
+            poller.ring()
+        serving.result()
+    assert handler.events[0] == READABLE
+
+
+def test_after_close_everything_is_quiet() -> None:
+    poller = Poller()
+    ours, theirs = socket.socketpair()
+    with ours, theirs:
+        poller.add(ours.fileno(), Handler(), READABLE)
+        poller.close()
+        poller.close()
+        poller.ring()
+        poller.want(ours.fileno(), WRITABLE, True)
+        poller.remove(ours.fileno())
+        with pytest.raises(ValueError, match="closed"):
+            poller.poll(0)
+
+
+def test_in_a_forked_child_the_descriptors_are_given_back_and_the_parent_is_not_disturbed() -> None:
+    # Without a fork: a child has the same objects, and descriptors of its own for the same open files.
+    poller = Poller()
+    bell, epoll = poller._bell, poller._epoll.fileno()
+    kept = [os.dup(bell), os.dup(epoll)]
+    poller.abandon()
+    try:
+        for closed in (bell, epoll):
+            with pytest.raises(OSError, match="Bad file descriptor"):
+                os.fstat(closed)
+        poller.ring()  # nothing is left to ring, and nobody else's descriptor may be hit
+        assert select.select([kept[0]], [], [], 0)[0] == []
+        os.eventfd_write(kept[0], 1)
+        assert os.eventfd_read(kept[0]) == 1
+    finally:
+        for descriptor in kept:
+            os.close(descriptor)

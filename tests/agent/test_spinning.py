@@ -1,0 +1,157 @@
+"""Spinning: it looks for so long, gives up where it does not pay, and tries again. The clock is handed in."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+from farcall.agent import spinning
+from farcall.agent.spinning import Spinning
+
+STEP = 2e-6
+BUDGET = 100e-6
+
+
+class World:
+    """The clock, the core that is shared, and what is waited for."""
+
+    def __init__(self) -> None:
+        self.now = 50.0
+        self.polls = 0
+        self.yields = 0
+        self.crowded_at: int | None = None
+        self.ready_at: int | None = None
+        """At which poll of a wait it comes; None: not while spinning."""
+
+    def perf_counter(self) -> float:
+        return self.now
+
+    def sched_yield(self) -> None:
+        self.yields += 1
+        self.now += STEP
+        if self.yields == self.crowded_at:
+            self.now += spinning._CROWDED * 2
+
+    def poll(self, timeout: int) -> list[Any]:
+        assert timeout == 0
+        self.polls += 1
+        return ["it"] if self.polls == self.ready_at else []
+
+    def wait(self, spin: Spinning, ready_at: int | None = None, crowded_at: int | None = None) -> list[Any]:
+        self.polls = self.yields = 0
+        self.ready_at, self.crowded_at = ready_at, crowded_at
+        return spin.look(self.poll)
+
+
+@pytest.fixture
+def world(monkeypatch: pytest.MonkeyPatch) -> World:
+    world = World()
+    monkeypatch.setattr(spinning, "perf_counter", world.perf_counter)
+    monkeypatch.setattr(spinning, "_yield", world.sched_yield)
+    return world
+
+
+def misses_until_it_rests(world: World, spin: Spinning) -> int:
+    count = 0
+    while world.wait(spin) == [] and world.polls:
+        count += 1
+        assert count < 1000
+    return count
+
+
+def rest(world: World, spin: Spinning) -> int:
+    """How many waits go without a look, the one that found it resting included."""
+    count = 1
+    while not (world.wait(spin, ready_at=1) and world.polls):
+        count += 1
+        assert count < 10_000
+    return count
+
+
+def test_what_is_there_already_is_found_by_the_first_look(world: World) -> None:
+    assert world.wait(Spinning(BUDGET), ready_at=1) == ["it"]
+    assert (world.polls, world.yields) == (1, 0)
+
+
+def test_what_comes_soon_is_found_by_looking_again(world: World) -> None:
+    assert world.wait(Spinning(BUDGET), ready_at=10) == ["it"]
+    assert (world.polls, world.yields) == (10, 9)
+
+
+def test_looking_ends_with_the_budget(world: World) -> None:
+    assert world.wait(Spinning(BUDGET)) == []
+    assert world.yields == pytest.approx(BUDGET / STEP, abs=1)
+    assert world.wait(Spinning(BUDGET / 2)) == []
+    assert world.yields == pytest.approx(BUDGET / STEP / 2, abs=1)
+
+
+def test_a_budget_of_nothing_never_looks(world: World) -> None:
+    spin = Spinning(0)
+    for _ in range(100):
+        assert world.wait(spin, ready_at=1) == []
+        assert world.polls == 0
+
+
+def test_it_rests_when_it_has_missed_often_and_then_tries_again(world: World) -> None:
+    spin = Spinning(BUDGET)
+    assert misses_until_it_rests(world, spin) == spinning._TRUST // spinning._MISS_COSTS
+    assert rest(world, spin) == spinning._FIRST_REST
+
+
+def test_rests_get_longer_up_to_a_limit(world: World) -> None:
+    spin = Spinning(BUDGET)
+    misses_until_it_rests(world, spin)
+    rests = [rest(world, spin)]
+    for _ in range(8):
+        assert misses_until_it_rests(world, spin) <= 2, "trust is soon lost again"
+        rests.append(rest(world, spin))
+    assert rests == [16, 32, 64, 128, 256, 512, 1024, 1024, 1024]
+
+
+def test_trust_that_is_won_back_makes_the_next_rest_short(world: World) -> None:
+    spin = Spinning(BUDGET)
+    misses_until_it_rests(world, spin)
+    rest(world, spin)
+    misses_until_it_rests(world, spin)
+    rest(world, spin)
+    for _ in range(spinning._TRUST):
+        assert world.wait(spin, ready_at=2)
+    assert misses_until_it_rests(world, spin) == spinning._TRUST // spinning._MISS_COSTS
+    assert rest(world, spin) == spinning._FIRST_REST
+
+
+@pytest.mark.parametrize(("hits_for_a_miss", "goes_on"), [(4, True), (3, True), (2, False)])
+def test_it_pays_if_three_of_four_come_while_spinning(world: World, hits_for_a_miss: int, goes_on: bool) -> None:
+    spin = Spinning(BUDGET)
+    rested = False
+    for _ in range(200):
+        for ready_at in [2] * hits_for_a_miss + [None]:
+            world.wait(spin, ready_at)
+            rested = rested or not world.polls
+    assert rested != goes_on
+
+
+def test_it_rests_at_once_where_others_want_the_core(world: World) -> None:
+    spin = Spinning(BUDGET)
+    assert world.wait(spin, crowded_at=3) == []
+    assert world.yields == 3
+    assert world.wait(spin, ready_at=1) == []
+    assert world.polls == 0
+
+
+def test_what_comes_in_a_crowded_round_is_not_lost(world: World) -> None:
+    spin = Spinning(BUDGET)
+    assert world.wait(spin, ready_at=4, crowded_at=3) == ["it"]
+    assert world.wait(spin, ready_at=1) == [], "and yet it rests"
+
+
+def test_a_first_look_that_finds_it_says_nothing_of_spinning(world: World) -> None:
+    spin = Spinning(BUDGET)
+    looks: list[Callable[[], object]] = [lambda: world.wait(spin), lambda: world.wait(spin, ready_at=1)]
+    for _ in range(spinning._TRUST // spinning._MISS_COSTS):
+        for look in looks:
+            look()
+    assert world.wait(spin) == []
+    assert world.polls == 0, "the misses have added up"

@@ -1,0 +1,139 @@
+"""The first bytes on a connection: laid out as the drawing says, and refused with a clear word if they are not ours."""
+
+from __future__ import annotations
+
+import struct
+
+import msgspec
+import pytest
+from hypothesis import example, given
+from hypothesis import strategies as st
+
+from farcall.errors import ConnectionRefusedByPeer, ProtocolError, VersionMismatchError
+from farcall.protocol.handshake import (
+    MAGIC,
+    MAX_MESSAGE,
+    PREAMBLE_SIZE,
+    VERSION,
+    Greeting,
+    Hello,
+    Purpose,
+    Refused,
+    Welcome,
+    body_length,
+    expect_welcome,
+    pack,
+    unpack,
+)
+
+names = st.text(st.characters(codec="utf-8"), max_size=50)
+ranks = st.integers(0, 2**31)
+greetings: st.SearchStrategy[Greeting] = st.one_of(
+    st.builds(Hello, group=names, name=names, rank=ranks, wanted=names),
+    st.builds(Welcome, name=names, rank=ranks),
+    st.builds(Refused, reason=names),
+)
+HELLO = Hello(group="g", name="a", rank=0, wanted="b")
+
+
+def preamble(magic: bytes = MAGIC, version: int = VERSION, purpose: int = Purpose.CALLS, length: int = 0) -> bytes:
+    return struct.pack("<8sHHI", magic, version, purpose, length)
+
+
+@given(st.sampled_from(Purpose), greetings)
+def test_what_is_packed_is_read_again(purpose: Purpose, message: Greeting) -> None:
+    packed = pack(purpose, message)
+    body = packed[PREAMBLE_SIZE:]
+    assert body_length(packed[:PREAMBLE_SIZE], purpose, "the other") == len(body)
+    assert unpack(body, "the other") == message
+
+
+def test_the_layout_that_never_changes() -> None:
+    packed = pack(Purpose.STORE, HELLO)
+    assert packed[:8] == b"farcall\0"
+    assert packed[8:10] == bytes([VERSION, 0])
+    assert packed[10:12] == b"\2\0"
+    assert packed[12:16] == (len(packed) - 16).to_bytes(4, "little")
+    assert PREAMBLE_SIZE == 16
+    assert [int(purpose) for purpose in (Purpose.CALLS, Purpose.STORE)] == [1, 2]
+    assert msgspec.msgpack.decode(packed[16:]) == {"type": "hello", "group": "g", "name": "a", "rank": 0, "wanted": "b"}
+
+
+def test_a_stranger_is_told_from_us_by_the_first_bytes() -> None:
+    with pytest.raises(ProtocolError, match=r"10\.0\.0\.1 does not speak farcall: its first bytes were b'GET / HT'"):
+        body_length(b"GET / HTTP/1.1\r\n", Purpose.CALLS, "10.0.0.1")
+
+
+@pytest.mark.parametrize("version", [0, VERSION + 1, 0xFFFF])
+def test_another_version_is_named_with_ours_and_with_what_to_do(version: int) -> None:
+    with pytest.raises(VersionMismatchError) as refused:
+        body_length(preamble(version=version, purpose=77, length=0xFFFFFFFF), Purpose.CALLS, "worker 'b'")
+    assert str(refused.value) == (
+        f"worker 'b' speaks version {version} of the farcall protocol, this worker speaks version {VERSION}; "
+        "install the same release of farcall on all workers"
+    )
+
+
+@pytest.mark.parametrize("purpose", [Purpose.STORE, 0, 3])
+def test_a_connection_of_another_kind(purpose: int) -> None:
+    with pytest.raises(ProtocolError, match=rf"another kind \({int(purpose)}, not 1\); is this the address of the st"):
+        body_length(preamble(purpose=purpose), Purpose.CALLS, "it")
+
+
+def test_the_longest_greeting() -> None:
+    assert body_length(preamble(length=MAX_MESSAGE), Purpose.CALLS, "it") == MAX_MESSAGE
+    with pytest.raises(ProtocolError, match=f"announced a greeting of {MAX_MESSAGE + 1} bytes; at most {MAX_MESSAGE}"):
+        body_length(preamble(length=MAX_MESSAGE + 1), Purpose.CALLS, "it")
+
+
+def test_a_greeting_that_is_too_long_is_not_sent() -> None:
+    overhead = len(pack(Purpose.CALLS, Refused("x" * 60_000))) - PREAMBLE_SIZE - 60_000
+    longest = "x" * (MAX_MESSAGE - overhead)
+    assert len(pack(Purpose.CALLS, Refused(longest))) == PREAMBLE_SIZE + MAX_MESSAGE
+    with pytest.raises(ProtocolError, match="use shorter names"):
+        pack(Purpose.CALLS, Refused(longest + "x"))
+
+
+@given(st.binary(min_size=PREAMBLE_SIZE, max_size=PREAMBLE_SIZE))
+@example(preamble(length=MAX_MESSAGE + 1))
+def test_any_first_bytes_are_ours_or_refused(first: bytes) -> None:
+    try:
+        assert 0 <= body_length(first, Purpose.CALLS, "it") <= MAX_MESSAGE
+    except ProtocolError:
+        pass
+
+
+@given(st.one_of(st.binary(max_size=64), greetings.map(msgspec.msgpack.encode)), st.data())
+@example(msgspec.msgpack.encode(HELLO).replace(b"\xa1b", b"\xa1\xff"), None)
+@example(b"\x91" * 5000, None)
+def test_any_body_is_a_greeting_or_refused(body: bytes, data: st.DataObject | None) -> None:
+    if data is not None and body:
+        at = data.draw(st.integers(0, len(body) - 1))
+        body = body[:at] + data.draw(st.binary(max_size=3)) + body[at + 1 :]
+    try:
+        assert isinstance(unpack(body, "it"), Hello | Welcome | Refused)
+    except ProtocolError:
+        pass
+
+
+@pytest.mark.parametrize(
+    "message",
+    [{}, {"type": "farewell"}, {"type": "welcome", "name": "a"}, {"type": "welcome", "name": 1, "rank": 0}, [], None],
+)
+def test_a_message_that_is_none_of_ours(message: object) -> None:
+    with pytest.raises(ProtocolError, match="it sent a greeting that cannot be read"):
+        unpack(msgspec.msgpack.encode(message), "it")
+
+
+def test_a_later_member_of_a_message_is_passed_over() -> None:
+    body = msgspec.msgpack.encode({"type": "welcome", "name": "a", "rank": 1, "color": "red"})
+    assert unpack(body, "it") == Welcome("a", 1)
+
+
+def test_the_answer_to_a_hello() -> None:
+    welcome = Welcome("b", 1)
+    assert expect_welcome(welcome, "it") is welcome
+    with pytest.raises(ConnectionRefusedByPeer, match=r"^it refused the connection: another group$"):
+        expect_welcome(Refused("another group"), "it")
+    with pytest.raises(ProtocolError, match=r"^it answered a hello with a Hello$"):
+        expect_welcome(HELLO, "it")

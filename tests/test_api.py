@@ -1,0 +1,348 @@
+"""The functions of the package, in one process that is a group of its own; what needs a fresh process gets one."""
+
+from __future__ import annotations
+
+import asyncio
+import inspect
+import pickle
+import socket
+import subprocess
+import sys
+import textwrap
+import threading
+from collections.abc import Iterator
+from time import monotonic
+from typing import Any
+
+import pytest
+
+import farcall as rpc
+from farcall.options import UNSET_RPC_TIMEOUT
+
+pytestmark = pytest.mark.timeout(30)
+
+
+@pytest.fixture
+def port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        number: int = probe.getsockname()[1]
+        return number
+
+
+def options(port: int, **changes: Any) -> rpc.RpcBackendOptions:
+    return rpc.RpcBackendOptions(init_method=f"tcp://127.0.0.1:{port}", init_timeout=10, **changes)
+
+
+@pytest.fixture
+def alone(port: int) -> Iterator[None]:
+    """This process is the worker "alone"."""
+    rpc.init_rpc("alone", rank=0, world_size=1, rpc_backend_options=options(port))
+    yield
+    rpc.shutdown()
+
+
+def run(script: str, *arguments: str) -> str:
+    """Runs a script in a process of its own; what it printed."""
+    done = subprocess.run(
+        [sys.executable, "-c", textwrap.dedent(script), *arguments], capture_output=True, text=True, timeout=20
+    )
+    assert done.returncode == 0, done.stderr
+    return done.stdout.strip()
+
+
+def sleep_at(gate: str) -> None:
+    _gates[gate].wait(10)
+
+
+_gates: dict[str, threading.Event] = {}
+
+
+# -- names and signatures
+
+
+@pytest.mark.parametrize(
+    ("function", "signature"),
+    [
+        ("init_rpc", "(name, backend=None, rank=-1, world_size=None, rpc_backend_options=None)"),
+        ("rpc_sync", "(to, func, args=None, kwargs=None, timeout=-1.0)"),
+        ("rpc_async", "(to, func, args=None, kwargs=None, timeout=-1.0)"),
+        ("get_worker_info", "(worker_name=None)"),
+        ("shutdown", "(graceful=True, timeout=0.0)"),
+        ("get_rpc_timeout", "()"),
+        ("_set_rpc_timeout", "(timeout)"),
+        ("is_available", "()"),
+        ("collect_all", "(futures)"),
+        ("wait_all", "(futures)"),
+    ],
+)
+def test_signatures(function: str, signature: str) -> None:
+    parameters = inspect.signature(getattr(rpc, function)).parameters.values()
+    bare = [parameter.replace(annotation=inspect.Parameter.empty) for parameter in parameters]
+    assert str(inspect.Signature(bare)) == signature
+    assert function in rpc.__all__
+
+
+def test_everything_public_is_there_and_documented() -> None:
+    for name in rpc.__all__:
+        assert inspect.getdoc(getattr(rpc, name)), name
+    for name in ("wait", "then", "value", "done", "set_result", "set_exception", "add_done_callback", "result"):
+        assert inspect.getdoc(getattr(rpc.Future, name)), name
+    assert rpc.is_available() is True
+    assert UNSET_RPC_TIMEOUT == -1.0
+
+
+def test_worker_info_is_equal_hashable_and_picklable() -> None:
+    info = rpc.WorkerInfo("trainer", 3)
+    assert (info.name, info.id) == ("trainer", 3)
+    assert info == rpc.WorkerInfo("trainer", 3) != rpc.WorkerInfo("trainer", 4)
+    assert hash(info) == hash(rpc.WorkerInfo("trainer", 3))
+    assert pickle.loads(pickle.dumps(info)) == info
+
+
+# -- calls
+
+
+@pytest.mark.usefixtures("alone")
+def test_a_worker_calls_itself_by_name_rank_and_info() -> None:
+    for to in ("alone", 0, rpc.get_worker_info(), rpc.get_worker_info("alone"), rpc.get_worker_info(0)):
+        assert rpc.rpc_sync(to, divmod, args=(7, 2)) == (3, 1)
+        assert rpc.rpc_async(to, int, kwargs={}).wait() == 0
+        assert rpc.rpc_async(to, int, ("11",), {"base": 2}).result(5) == 3
+
+
+@pytest.mark.usefixtures("alone")
+def test_futures_of_calls() -> None:
+    future = rpc.rpc_async("alone", divmod, args=(7, 2))
+    assert future.then(lambda done: done.value()[0]).then(lambda done: done.value() + 1).wait() == 4
+    called = threading.Event()
+    future.add_done_callback(lambda _: called.set())
+    assert called.wait(5)
+    futures = [rpc.rpc_async("alone", pow, args=(n, 2)) for n in range(5)]
+    assert rpc.wait_all(futures) == [0, 1, 4, 9, 16]
+    assert [one.value() for one in rpc.collect_all(futures).wait()] == [0, 1, 4, 9, 16]
+
+    async def wait() -> int:
+        return await rpc.rpc_async("alone", pow, args=(2, 5))
+
+    assert asyncio.run(wait()) == 32
+
+
+@pytest.mark.usefixtures("alone")
+def test_wrong_names() -> None:
+    for to in ("nobody", 1, rpc.WorkerInfo("alone", 1)):
+        for call in (rpc.rpc_sync, rpc.rpc_async):
+            with pytest.raises(rpc.UnknownWorkerError, match=r"no worker .*; there are 'alone' \(rank 0\)"):
+                call(to, int)
+        with pytest.raises(rpc.UnknownWorkerError):
+            rpc.get_worker_info(to)
+
+
+@pytest.mark.usefixtures("alone")
+def test_what_cannot_be_pickled() -> None:
+    lock = threading.Lock()
+    for call in (rpc.rpc_sync, rpc.rpc_async):
+        with pytest.raises(rpc.SerializationError, match=r"argument 2 .*of alone's `divmod`.*_thread\.lock"):
+            call("alone", divmod, args=(1, lock))
+    with pytest.raises(rpc.SerializationError, match=r"the result of alone's `allocate_lock`.*_thread\.lock"):
+        rpc.rpc_sync("alone", threading.Lock)
+    assert isinstance(rpc.rpc_async("alone", threading.Lock).exception(), TypeError)
+
+
+@pytest.mark.usefixtures("alone")
+def test_an_error_arrives_with_its_own_type() -> None:
+    with pytest.raises(ZeroDivisionError) as caught:
+        rpc.rpc_sync("alone", divmod, args=(1, 0))
+    assert "worker 'alone'" in "".join(caught.value.__notes__)
+
+
+# -- timeouts
+
+
+@pytest.mark.usefixtures("alone")
+def test_the_default_timeout() -> None:
+    assert rpc.get_rpc_timeout() == 60
+    rpc._set_rpc_timeout(0.1)
+    assert rpc.get_rpc_timeout() == 0.1
+    _gates["slow"] = threading.Event()
+    for call in (lambda: rpc.rpc_sync("alone", sleep_at, ("slow",)), rpc.rpc_async("alone", sleep_at, ("slow",)).wait):
+        began = monotonic()
+        with pytest.raises(rpc.RpcTimeoutError, match=r"'alone' did not answer `sleep_at` within 0\.1 s"):
+            call()
+        assert monotonic() - began < 0.6
+    future = rpc.rpc_async("alone", sleep_at, ("slow",), timeout=0)
+    with pytest.raises(rpc.RpcTimeoutError):
+        rpc.rpc_sync("alone", sleep_at, ("slow",), timeout=0.15)
+    assert not future.done()
+    _gates["slow"].set()
+    assert future.wait() is None
+    with pytest.raises(rpc.UsageError, match="0 \\(none\\) or more"):
+        rpc._set_rpc_timeout(-3)
+    assert rpc.get_rpc_timeout() == 0.1
+
+
+def test_the_timeout_of_the_options(port: int) -> None:
+    rpc.init_rpc("alone", rank=0, world_size=1, rpc_backend_options=options(port, rpc_timeout=7))
+    assert rpc.get_rpc_timeout() == 7
+    rpc.shutdown()
+
+
+# -- before, after, twice
+
+
+@pytest.mark.parametrize(
+    "use",
+    [
+        lambda: rpc.rpc_sync("alone", int),
+        lambda: rpc.rpc_async("alone", int),
+        rpc.get_worker_info,
+        rpc.get_rpc_timeout,
+        lambda: rpc._set_rpc_timeout(5),
+    ],
+)
+def test_before_init_and_after_shutdown(use: Any, port: int) -> None:
+    with pytest.raises(rpc.NotInitializedError, match=r"call farcall\.init_rpc"):
+        use()
+    rpc.init_rpc("alone", rank=0, world_size=1, rpc_backend_options=options(port))
+    use()
+    rpc.shutdown()
+    with pytest.raises(rpc.NotInitializedError, match=r"call farcall\.init_rpc"):
+        use()
+
+
+def test_shutdown_without_init_is_harmless() -> None:
+    rpc.shutdown()
+    rpc.shutdown(graceful=False)
+
+
+@pytest.mark.usefixtures("alone")
+def test_a_second_init_is_refused_and_changes_nothing() -> None:
+    with pytest.raises(rpc.AlreadyInitializedError, match="worker 'alone' already; call shutdown"):
+        rpc.init_rpc("other", rank=0, world_size=1)
+    assert rpc.rpc_sync("alone", int) == 0
+
+
+def test_again_on_the_same_port(port: int) -> None:
+    for turn in range(5):
+        rpc.init_rpc(f"turn{turn}", rank=0, world_size=1, rpc_backend_options=options(port))
+        assert rpc.rpc_sync(f"turn{turn}", int, args=(turn,)) == turn
+        rpc.shutdown(graceful=turn % 2 == 0)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "text"),
+    [
+        ({"name": ""}, "name must be a text"),
+        ({"name": 3}, "name must be a text"),
+        ({"backend": "TENSORPIPE"}, "no backend 'TENSORPIPE'"),
+        ({"rpc_backend_options": {"num_worker_threads": 4}}, "must be farcall.RpcBackendOptions, not dict"),
+        ({"rank": 2}, "rank"),
+        ({"world_size": 0}, "world_size"),
+    ],
+)
+def test_wrong_arguments_of_init(port: int, arguments: dict[str, Any], text: str) -> None:
+    right = {"name": "alone", "rank": 0, "world_size": 1, "rpc_backend_options": options(port)}
+    with pytest.raises(rpc.UsageError, match=text):
+        rpc.init_rpc(**{**right, **arguments})
+    with pytest.raises(rpc.NotInitializedError):
+        rpc.get_worker_info()
+
+
+def test_an_unknown_transport_is_named(port: int) -> None:
+    with pytest.raises(rpc.UsageError, match="no transport named 'pigeon'"):
+        rpc.init_rpc("alone", rank=0, world_size=1, rpc_backend_options=options(port, transports=("pigeon",)))
+
+
+def test_init_from_the_environment(port: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name, value in {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "RANK": 0, "WORLD_SIZE": 1}.items():
+        monkeypatch.setenv(name, str(value))
+    rpc.init_rpc("alone")
+    assert rpc.get_worker_info() == rpc.WorkerInfo("alone", 0)
+    rpc.shutdown()
+
+
+def test_a_graceful_shutdown_inside_a_served_function_is_refused(port: int) -> None:
+    rpc.init_rpc("alone", rank=0, world_size=1, rpc_backend_options=options(port))
+    with pytest.raises(rpc.UsageError, match="graceful"):
+        rpc.rpc_sync("alone", rpc.shutdown, timeout=5)
+    assert rpc.rpc_sync("alone", int) == 0
+    rpc.shutdown()
+
+
+@pytest.mark.xfail(strict=True, raises=subprocess.TimeoutExpired, reason="api._lock is held all through a shutdown")
+def test_a_signal_handler_may_shut_down_while_a_shutdown_waits(port: int) -> None:
+    script = """
+    import signal, sys, threading, farcall as rpc
+    def leave(*_):
+        rpc.shutdown(graceful=False)
+        print("left", flush=True)
+        sys.exit(0)
+    signal.signal(signal.SIGALRM, leave)
+    options = rpc.RpcBackendOptions(init_method=f"tcp://127.0.0.1:{sys.argv[1]}")
+    rpc.init_rpc("alone", rank=0, world_size=1, rpc_backend_options=options)
+    busy = threading.Event()
+    rpc.rpc_async("alone", lambda: __import__("time").sleep(3)).then(lambda future: future.exception())
+    rpc.rpc_sync("alone", int)
+    signal.setitimer(signal.ITIMER_REAL, 0.3)
+    rpc.shutdown()
+    """
+    done = subprocess.run(
+        [sys.executable, "-c", textwrap.dedent(script), str(port)], capture_output=True, text=True, timeout=5
+    )
+    assert "left" in done.stdout
+
+
+# -- in a process of its own
+
+
+def test_importing_is_quick_and_brings_neither_torch_nor_numpy() -> None:
+    script = """
+    import sys, time
+    began = time.perf_counter()
+    import farcall
+    took = time.perf_counter() - began
+    heavy = sorted({"torch", "numpy", "asyncio", "cloudpickle", "rich"} & set(sys.modules))
+    print(took, *heavy)
+    """
+    answers = [run(script).split() for _ in range(5)]
+    assert [answer[1:] for answer in answers] == [[]] * 5
+    assert min(float(answer[0]) for answer in answers) < 0.150
+
+
+def test_a_forked_child_gets_a_clear_error(port: int) -> None:
+    script = """
+    import os, sys, farcall as rpc
+    options = rpc.RpcBackendOptions(init_method=f"tcp://127.0.0.1:{sys.argv[1]}")
+    rpc.init_rpc("parent", rank=0, world_size=1, rpc_backend_options=options)
+    rpc.rpc_sync("parent", int)
+    child = os.fork()
+    if child == 0:
+        try:
+            rpc.rpc_sync("parent", int)
+        except rpc.ForkedProcessError as error:
+            print(error, flush=True)
+        os._exit(0)
+    os.waitpid(child, 0)
+    print(rpc.rpc_sync("parent", int, args=(5,)))
+    rpc.shutdown()
+    """
+    error, parent = run(script, str(port)).splitlines()
+    assert "forked from worker 'parent'" in error
+    assert "init_rpc" in error
+    assert parent == "5"
+
+
+def test_lambdas_and_functions_of_an_interactive_session(port: int) -> None:
+    script = """
+    import sys, farcall as rpc
+    options = rpc.RpcBackendOptions(init_method=f"tcp://127.0.0.1:{sys.argv[1]}")
+    rpc.init_rpc("notebook", rank=0, world_size=1, rpc_backend_options=options)
+    factor = 3
+    def triple(x): return factor * x
+    class Point:
+        def __init__(self, x): self.x = x
+    print(rpc.rpc_sync("notebook", triple, args=(2,)), rpc.rpc_sync("notebook", lambda x: x + factor, args=(2,)),
+          rpc.rpc_sync("notebook", Point, args=(9,)).x)
+    rpc.shutdown()
+    """
+    assert run(script, str(port)) == "6 5 9"
