@@ -269,7 +269,6 @@ def test_a_graceful_shutdown_inside_a_served_function_is_refused(port: int) -> N
     rpc.shutdown()
 
 
-@pytest.mark.xfail(strict=True, raises=subprocess.TimeoutExpired, reason="api._lock is held all through a shutdown")
 def test_a_signal_handler_may_shut_down_while_a_shutdown_waits(port: int) -> None:
     script = """
     import signal, sys, threading, farcall as rpc

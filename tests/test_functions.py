@@ -81,6 +81,14 @@ def test_the_mark_is_found_through_methods_and_partials(
     assert function(*args).wait() == result
 
 
+def test_the_mark_is_found_through_partials_that_python_keeps_apart() -> None:
+    inner = functools.partial(add_later, 1)
+    inner.note = "with an attribute it is not merged"  # type: ignore[attr-defined]
+    outer = functools.partial(inner, y=3)
+    assert outer.func is inner
+    assert is_async_execution(outer)
+
+
 def test_a_decorator_that_keeps_attributes_keeps_the_mark() -> None:
     @functools.wraps(add_later)
     def logged(*args: int) -> Future[object]:

@@ -493,10 +493,13 @@ def test_a_cancelled_await_leaves_the_future_alone() -> None:
 def test_an_await_that_is_cancelled_just_when_the_future_is_settled() -> None:
     future: Future[int] = Future()
 
+    complaints: list[object] = []
+
     async def main() -> None:
         async def one() -> int:
             return await future
 
+        asyncio.get_running_loop().set_exception_handler(lambda _, complaint: complaints.append(complaint))
         task = asyncio.create_task(one())
         await asyncio.sleep(0)
         future.set_result(2)  # the wake-up is on its way through the loop
@@ -507,6 +510,7 @@ def test_an_await_that_is_cancelled_just_when_the_future_is_settled() -> None:
 
     asyncio.run(main())
     assert future.wait() == 2
+    assert complaints == []
 
 
 def test_settling_after_the_loop_of_an_await_was_closed() -> None:

@@ -42,6 +42,7 @@ from farcall import (
 )
 from farcall.futures import Future, collect_all, wait_all
 from farcall.testing import LocalGroup
+from farcall.transports.base import Channel
 
 pytestmark = pytest.mark.timeout(30)
 
@@ -358,10 +359,10 @@ def test_the_others_cannot_reach_a_worker_that_shut_down(group: LocalGroup) -> N
 
 
 def test_calls_under_way_fail_when_this_worker_shuts_down(group: LocalGroup, pool: ThreadPoolExecutor) -> None:
-    gate = new_gate("end")
-    waiting = [pool.submit(call, group[0], 1, wait_at, "end") for _ in range(3)]
-    future = start(group[0], 1, wait_at, "end")
-    assert arrived["end"].wait(SOON)
+    gates = [new_gate(f"end {n}") for n in range(4)]
+    waiting = [pool.submit(call, group[0], 1, wait_at, f"end {n}") for n in range(3)]
+    future = start(group[0], 1, wait_at, "end 3")
+    assert all(arrived[f"end {n}"].wait(SOON) for n in range(4))
     began = monotonic()
     group[0].shutdown(graceful=False, timeout=0)
     assert monotonic() - began < 1
@@ -370,7 +371,34 @@ def test_calls_under_way_fail_when_this_worker_shuts_down(group: LocalGroup, poo
             one.result(SOON)
     with pytest.raises(RpcError, match="`wait_at`"):
         future.wait()
+    for gate in gates:
+        gate.set()
+
+
+@pytest.mark.xfail(strict=True, reason="a call that connects while the agent closes gets a connection nobody closes")
+def test_a_call_that_connects_while_this_worker_shuts_down_fails_at_once(
+    group: LocalGroup, pool: ThreadPoolExecutor, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    peer = group[0]._peers["worker1"]
+    connect = peer._open
+
+    def connect_and_shut_down(deadline: float) -> Channel:
+        channel = connect(deadline)
+        pool.submit(group[0].shutdown, False, 0).result(SOON)
+        return channel
+
+    monkeypatch.setattr(peer, "_open", connect_and_shut_down)
+    gate = new_gate("closing")
+    calling = pool.submit(call, group[0], 1, wait_at, "closing", timeout=2)
+    try:
+        error: object = calling.exception(1)
+    except TimeoutError as late:
+        error = late
     gate.set()
+    wait([calling], SOON)
+    for connection in list(group[0]._connections):
+        connection.close("left open")
+    assert isinstance(error, RpcError), "it waits for a reply though this worker is closed"
 
 
 def test_what_hangs_on_calls_under_way_ends_with_this_worker(group: LocalGroup) -> None:

@@ -103,7 +103,7 @@ def scenario(
 
 
 def test_the_supervisor_against_a_leader() -> None:
-    assert explore(scenario(Lead, functions=3, looks=3), LINES, preemptions=2) > 100
+    assert explore(scenario(Lead, functions=2, looks=3), LINES, preemptions=2) > 100
 
 
 def test_the_supervisor_against_a_leader_that_gives_the_lead_away_itself() -> None:

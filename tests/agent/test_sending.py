@@ -154,8 +154,9 @@ def test_empty_pieces_are_no_trouble() -> None:
     sender.send_all([b"", b"ab", b"", memoryview(b""), b"c"])
     sender.flush()
     sender.flush()
+    calls = mouth.calls
     sender.send_all([b""])
-    assert (mouth.taken, sender.waiting) == (b"abc", 0)
+    assert (mouth.taken, mouth.calls, sender.waiting) == (b"abc", calls, 0)
 
 
 def test_one_call_carries_a_chunk_and_no_more_pieces_than_the_system_takes() -> None:
@@ -186,10 +187,20 @@ def test_buffers_may_be_changed_once_they_are_sent(appetite: list[int], behind: 
     assert mouth.taken == first + b"1abcdefghi"
 
 
-def test_what_was_copied_is_not_copied_again() -> None:
-    mouth = Mouth(iter([2, 1, 1, NONE]))
+def test_what_nobody_can_change_is_not_copied() -> None:
+    mouth = Mouth(iter([2]))
     sender, _ = sender_to(mouth)
-    sender.send_all([bytearray(b"abcdef")])
+    data = bytes(2 * sending._CHUNK)
+    sender.send_all([data])
+    (rest,) = sender._queue
+    assert isinstance(rest, memoryview)
+    assert rest.obj is data
+
+
+def test_what_was_copied_is_not_copied_again() -> None:
+    mouth = Mouth(iter([2, 1, 1]))
+    sender, _ = sender_to(mouth)
+    sender.send_all([bytearray(2 * sending._CHUNK)])
     (copy,) = sender._queue
     for _ in range(2):
         sender.flush()  # takes some of it
@@ -303,10 +314,20 @@ appetites = st.lists(st.one_of(st.just(NONE), st.integers(0, 30)), max_size=30)
 acts = st.lists(st.sampled_from(["send", "send_all", "queue", "flush"]), min_size=8, max_size=8)
 
 
-@given(messages, appetites, acts)
+sizes = st.sampled_from([(sending._CHUNK, sending._PIECES), (8, 3), (20, 2), (1, 1)])
+
+
+@given(messages, appetites, acts, sizes)
 def test_whole_messages_arrive_in_their_order_whatever_the_channel_takes(
-    sent: list[list[bytes]], appetite: list[int], how: list[str]
+    sent: list[list[bytes]], appetite: list[int], how: list[str], sizes: tuple[int, int]
 ) -> None:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(sending, "_CHUNK", sizes[0])  # with small ones, small pieces are as good as large ones
+        patch.setattr(sending, "_PIECES", sizes[1])
+        send_in_turn(sent, appetite, how)
+
+
+def send_in_turn(sent: list[list[bytes]], appetite: list[int], how: list[str]) -> None:
     mouth = Mouth(itertools.chain(appetite, itertools.repeat(ALL)))
     sender, wanted = sender_to(mouth)
     stream = b""

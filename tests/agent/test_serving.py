@@ -155,16 +155,10 @@ def run_by_a_follower(pool: Serving, job: Blocking) -> None:
 # The leader
 
 
-def test_the_leader_runs_what_is_submitted_and_answers() -> None:
-    poller, origin = Poller(), Origin()
-    pool = Serving("w", poller, 1, 0.0, lambda: None)
-    pool.start()
-    job = FakeJob("job", origin=origin)
-    pool.submit(job)
-    assert job.ended.wait(PATIENCE)
+def test_the_leader_runs_what_is_submitted_and_answers(stage: Stage) -> None:
+    pool, origin = stage.serving(), Origin()
+    pool.submit(FakeJob("job", origin=origin))
     eventually(lambda: origin.events == [("later", "job"), "flush"])
-    assert pool.close(time.monotonic() + PATIENCE) == []
-    poller.close()
 
 
 def test_one_thread_is_enough_for_jobs_that_are_quick(stage: Stage) -> None:

@@ -74,7 +74,6 @@ def test_functions_see_the_globals_of_the_worker_that_runs_them(workers: StartWo
     assert [facts["ranks"] for facts in workers(script, n=3).finish()] == [[0, 1, 2]] * 3
 
 
-@pytest.mark.xfail(strict=True, reason="an agent serves before init_rpc has made it the process's own")
 def test_a_function_may_call_on_as_soon_as_it_can_be_called(workers: StartWorkers) -> None:
     script = """
     import farcall.api
@@ -200,7 +199,6 @@ def test_timeouts_end_on_time_whatever_the_callee_does(workers: StartWorkers) ->
     assert facts["after"] == list(range(20))
 
 
-@pytest.mark.xfail(strict=True, reason="Peer.connect ends with WorkerLost when the time of the call is over")
 def test_a_first_call_to_a_worker_that_is_busy_ends_on_time_and_is_no_loss(workers: StartWorkers) -> None:
     script = """
     import ctypes
@@ -289,7 +287,6 @@ def test_thousands_of_calls_nobody_waits_for(workers: StartWorkers) -> None:
     assert workers(script).finish()[1]["count"] == 5000
 
 
-@pytest.mark.xfail(strict=True, reason="Sender walks through all that waits for every message: quadratic")
 def test_many_calls_to_a_worker_that_does_not_read_for_a_while_are_sent_quickly(workers: StartWorkers) -> None:
     script = """
     import ctypes

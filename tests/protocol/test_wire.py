@@ -64,6 +64,10 @@ def decoded(stream: bytes, sizes: Iterator[int], into_space: Iterator[int]) -> l
     return messages
 
 
+def header(kind: int = CALL, flags: int = 0, count: int = 0, head: int = 0, body: int = 0) -> bytes:
+    return HEADER.pack(kind, flags, count, head, body, 1)
+
+
 def for_ever(*sizes: int) -> Iterator[int]:
     while True:
         yield from sizes
@@ -133,6 +137,15 @@ def test_the_border_of_large(size: int, place: str) -> None:
     assert decoded(stream, for_ever(len(encoded(before)) + HEADER.size), for_ever(1000)) == expected
 
 
+@pytest.mark.parametrize(("head", "body"), [(0, LARGE), (LARGE, 0)])
+def test_a_message_is_large_from_the_first_byte_beyond_the_border(head: int, body: int) -> None:
+    small, large = Decoder(), Decoder()
+    small.feed(header(head=head, body=body))
+    large.feed(header(head=head and head + 1, body=body and body + 1))
+    assert small.space is None
+    assert large.space is not None
+
+
 def test_a_large_message_is_received_into_its_final_place() -> None:
     decoder = Decoder()
     body = bytes(range(256)) * 1024
@@ -147,6 +160,7 @@ def test_a_large_message_is_received_into_its_final_place() -> None:
     assert decoder.space is None
     assert isinstance(received, memoryview)
     assert received.obj is space.obj, "not copied again"
+    assert decoder._large is None, "its memory is the receiver's alone"
 
 
 def test_each_buffer_has_memory_of_its_own_that_may_be_written() -> None:
@@ -191,10 +205,6 @@ def test_the_layout() -> None:
         b"\1\0" + b"\2\0" + b"\1\0\0\0" + b"\1\0\0\0\0\0\0\0" + b"\1\0\0\0\0\0\0\0" + struct.pack("<2Q", 3, 16) + b"hb"
     ), "sizes are in bytes, whatever the items are"
     assert HEADER.size == 24
-
-
-def header(kind: int = CALL, flags: int = 0, count: int = 0, head: int = 0, body: int = 0) -> bytes:
-    return HEADER.pack(kind, flags, count, head, body, 1)
 
 
 @pytest.mark.parametrize(

@@ -7,13 +7,10 @@ from typing import Any, NamedTuple
 from farcall.protocol.delivery import Delivery
 from farcall.protocol.ids import RRefId, Worker
 from farcall.protocol.reference_messages import (
-    ConfirmHandle,
     CreateRequest,
     Effect,
     ForkAccepted,
-    ForkRequest,
     HandlePassed,
-    HandleReceived,
     PeerLost,
     SendMessage,
     UserDeleted,
@@ -92,32 +89,30 @@ class NoHighWaterMark(References):
 
 
 class HolderNotRecorded(References):
-    """A fork is taken to be held by the worker that made it."""
+    """A fork is taken to be held by the worker that made it, so it goes with its maker."""
 
-    def _fork_requested(self, sender: Worker, message: ForkRequest) -> list[Effect]:
-        effects = super()._fork_requested(sender, message)
-        owned = self.owned.get(message.reference)
-        if owned is not None and owned.created and message.fork in owned.forks and message.fork.creator in self.peers:
-            owned.forks[message.fork] = message.fork.creator
-        return effects
-
-    def _user_deleted(self, sender: Worker, message: UserDeleted) -> list[Effect]:
-        owned = self.owned[message.reference]
-        if message.fork not in owned.forks:
-            return []  # be kind, so that only what follows from the bug is found
-        owned.forks[message.fork] = sender
-        return super()._user_deleted(sender, message)
+    def _peer_lost(self, event: PeerLost) -> list[Effect]:
+        forks = [
+            (owned.forks, fork) for owned in self.owned.values() for fork in owned.forks if fork.creator != self.me
+        ]
+        holders = [table[fork] for table, fork in forks]
+        for table, fork in forks:
+            table[fork] = fork.creator
+        try:
+            return super()._peer_lost(event)
+        finally:
+            for (table, fork), holder in zip(forks, holders, strict=True):
+                if fork in table:
+                    table[fork] = holder
 
 
 class OwnersPassNotCounted(References):
     """A handle that the owner passes on is counted by nobody."""
 
     def _handle_passed(self, event: HandlePassed) -> list[Effect]:
-        return [] if event.reference.owner == self.me else super()._handle_passed(event)
-
-    def _user_deleted(self, sender: Worker, message: UserDeleted) -> list[Effect]:
-        owned = self.owned.get(message.reference)
-        return super()._user_deleted(sender, message) if owned and message.fork in owned.forks else []
+        effects = super()._handle_passed(event)
+        _uncount(self, event)
+        return effects
 
 
 class ParentNotTold(References):
@@ -140,31 +135,11 @@ class OwnForkPassedAsUsers(References):
     """The owner, holding a fork of its own value, passes it on as a user would; its receiver does not ask."""
 
     def _handle_passed(self, event: HandlePassed) -> list[Effect]:
-        reference, parent, child, to = event
-        if parent is None or reference.owner != self.me or to == self.me:
-            return super()._handle_passed(event)
-        self.held[parent].children[child] = to
-        self._parents[child] = parent
-        return []
-
-
-class ConfirmedByAnybody(References):
-    """A handle is taken for confirmed whoever it came from, as if each sender were the owner."""
-
-    def _handle_received(self, event: HandleReceived) -> list[Effect]:
-        reference, fork = event.carried
-        effects = super()._handle_received(event)
-        if fork in self.held and self.held[fork].standing is Standing.UNCONFIRMED:
-            self.held[fork].standing = Standing.CONFIRMED
-            effects.append(ConfirmHandle(reference, fork))
+        effects = super()._handle_passed(event)
+        if event.parent is not None and event.to != self.me and _uncount(self, event):
+            self.held[event.parent].children[event.child] = event.to
+            self._parents[event.child] = event.parent
         return effects
-
-    def _fork_accepted(self, sender: Worker, message: ForkAccepted) -> list[Effect]:
-        held = self.held.get(message.fork)
-        if held is not None:
-            held.standing = Standing.UNCONFIRMED
-            return super()._fork_accepted(sender, message)
-        return []
 
 
 class NoDeduplication(Delivery[Any]):
@@ -203,11 +178,23 @@ def _hidden_while(hidden: list[tuple[dict[Any, Worker], Any]], worker: Worker, t
     """Leaves some entries for a worker as they are while `then` removes the others."""
     for table, key in hidden:
         table[key] = ELSEWHERE
-    effects: list[Effect] = then()
-    for table, key in hidden:
-        if key in table:
-            table[key] = worker
+    try:
+        effects: list[Effect] = then()
+    finally:
+        for table, key in hidden:
+            if key in table:
+                table[key] = worker
     return effects
+
+
+def _uncount(references: References, event: HandlePassed) -> bool:
+    """Takes back the count of a handle that the owner has passed on; whether there was one."""
+    owned = references.owned.get(event.reference)
+    if owned is None or owned.forks.pop(event.child, None) is None:
+        return False
+    if not owned.created and not owned.handles and not owned.forks:
+        del references.owned[event.reference]
+    return True
 
 
 class Planted(NamedTuple):
@@ -222,7 +209,7 @@ def _all() -> list[Planted]:
     for bug in [
         G2Dropped, DeleteBeforeAccept, NoReaping, ChildrenOfTheLostKept, OrphansKept, NotedNotRefused, NoHighWaterMark,
         HolderNotRecorded, OwnersPassNotCounted, ParentNotTold, AllNotedAccepted, OwnForkPassedAsUsers,
-        ConfirmedByAnybody, NoDeduplication, AcknowledgedTooEarly, ForgottenOnceSent, KeptForTheLost,
+        NoDeduplication, AcknowledgedTooEarly, ForgottenOnceSent, KeptForTheLost,
     ]:  # fmt: skip
         kind = "references" if issubclass(bug, References) else "delivery"
         found.append(Planted(bug.__name__, {kind: bug}))

@@ -67,7 +67,7 @@ class Delivery(Generic[M]):
         return link.received.mark if link is not None else 0
 
     def acknowledged(self, peer: Worker, upto: int) -> None:
-        """The peer has got all up to that number: they need not be kept. Raises `ProtocolError` if it was never sent."""
+        """The peer has got all up to that number: they need not be kept. Raises `ProtocolError` if it was not sent."""
         link = self._links.get(peer)
         if link is not None:
             if upto > link.last:

@@ -32,6 +32,7 @@ from farcall.protocol.reference_messages import (
     UserDeleted,
 )
 from farcall.protocol.references import References
+from farcall.testing.illegal_events import check_unchanged
 from farcall.testing.invariants import (
     BrokenInvariant,
     check_answered,
@@ -115,7 +116,7 @@ class Exploration:
         delivery: Callable[[], Delivery[Payload]] = Delivery,
     ) -> None:
         self._workers: list[SimulatedWorker] = []
-        self._sound: list[bool] = []  # whether SETTLED was checked
+        self._sound: list[bool] = []  # whether what concerns it alone was checked
         self._worker_numbers: dict[Hashable, int] = {}
         self._sets: list[frozenset[Packet]] = []
         self._set_numbers: dict[frozenset[Packet], int] = {}
@@ -333,7 +334,7 @@ class Exploration:
         workers = {me: self._workers[position] for me, position in enumerate(state.workers)}
         for position in state.workers:
             if not self._sound[position]:
-                check_settled(self._workers[position])
+                self._check_alone(self._workers[position])
                 self._sound[position] = True
         check_live(workers)
         packets = [*self._sets[state.under_way], *self._sets[state.lost]]
@@ -349,6 +350,13 @@ class Exploration:
         if not any(worker.handles for worker in workers.values() if worker.alive):
             check_empty(workers)
         return True
+
+    @staticmethod
+    def _check_alone(worker: SimulatedWorker) -> None:
+        """What does not depend on the rest of the world, and so is checked once for each state of a worker."""
+        check_settled(worker)
+        if worker.alive:
+            check_unchanged(worker.references)
 
     # Numbers for values
 

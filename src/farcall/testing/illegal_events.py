@@ -119,15 +119,18 @@ def illegal_events(references: References) -> list[Event]:
     return [event for kind in _KINDS for event in kind(references)]
 
 
-def check_unchanged(references: References, kind: int) -> None:
-    """UNCHANGED: the `kind`-th illegal event (counted round) raises `ProtocolError` and changes nothing."""
+def check_unchanged(references: References, kind: int | None = None) -> None:
+    """UNCHANGED: an illegal event raises `ProtocolError` and changes nothing.
+
+    All that are known for this state are tried, or only the `kind`-th, counted round.
+    """
     events = illegal_events(references)
-    event = events[kind % len(events)]
     before = tables(references)
-    try:
-        effects = references.handle(event)
-    except ProtocolError:
-        if tables(references) != before:
-            raise BrokenInvariant("UNCHANGED", f"worker {references.me} refused {event}, and has changed") from None
-    else:
-        raise BrokenInvariant("UNCHANGED", f"worker {references.me} took {event} and answered {effects}")
+    for event in events if kind is None else [events[kind % len(events)]]:
+        try:
+            effects = references.handle(event)
+        except ProtocolError:
+            if tables(references) != before:
+                raise BrokenInvariant("UNCHANGED", f"worker {references.me} refused {event}, and has changed") from None
+        else:
+            raise BrokenInvariant("UNCHANGED", f"worker {references.me} took {event} and answered {effects}")

@@ -15,7 +15,7 @@ from farcall.protocol.delivery import Delivery
 from farcall.protocol.ids import Worker
 from farcall.protocol.references import References
 from farcall.testing.invariants import BrokenInvariant
-from farcall.testing.simulated_workers import Payload, SimulatedWorker
+from farcall.testing.simulated_workers import Parcel, Payload
 from farcall.testing.simulation import SimulatedNetwork, Step
 
 T = TypeVar("T")
@@ -41,7 +41,7 @@ class RandomSchedule:
         self.network = SimulatedNetwork(2 + self._below(max(1, workers - 1)), references=references, delivery=delivery)
         self._faults = self._random() < 0.5  # of the network
         self._crashes = (0, 0, 1, 1, 1, 2)[self._below(6)]
-        self._handles = 1 + self._below(4)
+        self._unmade = 1 + self._below(4)  # references: few, so that much happens to each
         count = len(self.network.workers)
         self._slow = self._below(count), self._below(count)
 
@@ -49,8 +49,18 @@ class RandomSchedule:
         """Plays it. Raises `BrokenInvariant`."""
         for _ in range(self._steps):
             self._make_one_step()
+        if self._random() < 0.5:
+            self._let_go_of_everything()
         self.network.finish(self._choose)
         return self.network
+
+    def _let_go_of_everything(self) -> None:
+        """All handles are dropped while much is under way; else they are kept until all is at rest."""
+        for worker in self.network.alive:
+            for handle in list(worker.handles):
+                self.network.step("drop", worker.me, handle)
+                if self.network.under_way and self._random() < 0.5:
+                    self._move_a_message()
 
     def _make_one_step(self) -> None:
         network, dice = self.network, self._random()
@@ -59,7 +69,7 @@ class RandomSchedule:
         if dice < 0.45 and network.under_way:
             self._move_a_message()
         elif dice < 0.85:
-            self._let_the_program_act(self._choose(network.alive))
+            self._let_a_program_act()
         elif dice < 0.91 and (network.untold or network.ungreeted):
             if network.untold and (not network.ungreeted or self._random() < 0.5):
                 network.step("tell", *self._choose(network.untold))
@@ -67,13 +77,21 @@ class RandomSchedule:
                 network.step("greet", *self._choose(network.ungreeted))
         elif dice < 0.965:
             if network.deaths < self._crashes:
-                network.step("crash", self._choose(network.alive).me)
+                self._crash_a_worker()
             elif network.deaths and len(network.workers) < 6:
                 network.step("restart")
         elif dice < 0.97:
             network.step("illegal", self._choose(network.alive).me, self._below(1000))
         elif self._faults:
             self._trouble_a_link()
+
+    def _crash_a_worker(self) -> None:
+        """Often one that has just passed something on: its death matters most."""
+        senders = [key[0] for key, (payload, _) in self.network.under_way.items() if isinstance(payload, Parcel)]
+        if senders and self._random() < 0.7:
+            self.network.step("crash", self._choose(senders))
+        else:
+            self.network.step("crash", self._choose(self.network.alive).me)
 
     def _move_a_message(self) -> None:
         keys = list(self.network.under_way)
@@ -97,14 +115,21 @@ class RandomSchedule:
         else:
             network.step("resend" if dice < 0.65 else "ack" if dice < 0.8 else "cut", one, other)
 
-    def _let_the_program_act(self, worker: SimulatedWorker) -> None:
-        step, me, dice = self.network.step, worker.me, self._random()
-        if not worker.handles or (dice < 0.1 and len(worker.handles) < self._handles):
-            if dice < 0.03:
+    def _let_a_program_act(self) -> None:
+        step, alive, dice = self.network.step, self.network.alive, self._random()
+        holders = [worker for worker in alive if worker.handles]
+        if self._unmade and (not holders or dice < 0.15):
+            self._unmade -= 1
+            me = self._choose(alive).me
+            if self._random() < 0.4:
                 step("make", me)
             else:
                 step("call", me, self._below(len(self.network.workers)))
             return
+        if not holders:
+            return
+        worker = self._choose(holders)
+        me = worker.me
         handle = self._choose(list(worker.handles))
         if dice < 0.4:
             step("drop", me, handle)
@@ -151,17 +176,19 @@ def shorten(
     references: Callable[[Worker], References] = References,
     delivery: Callable[[], Delivery[Payload]] = Delivery,
 ) -> BrokenInvariant:
-    """The same invariant broken by fewer steps: steps are left out one after another while it stays broken."""
+    """The same invariant broken by fewer steps: steps are left out while it stays broken, until none can be."""
     steps = list(broken.schedule)
-    position = len(steps)
-    while position > 0:
-        position -= 1
-        shorter = steps[:position] + steps[position + 1 :]
-        try:
-            replay(shorter, workers, references=references, delivery=delivery)
-        except BrokenInvariant as again:
-            if again.invariant == broken.invariant:
-                broken, steps = again, shorter
-                broken.schedule = steps
-                position = min(position, len(steps))
+    tried = 0
+    while tried < len(steps):
+        tried = 0
+        for position in reversed(range(len(steps))):
+            shorter = steps[:position] + steps[position + 1 :]
+            try:
+                replay(shorter, workers, references=references, delivery=delivery)
+            except BrokenInvariant as again:
+                if again.invariant == broken.invariant:
+                    broken, steps, tried = again, shorter, 0
+                    continue
+            tried += 1
+    broken.schedule = steps
     return broken

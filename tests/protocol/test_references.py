@@ -1,0 +1,463 @@
+"""The reference protocol rule by rule: what each event leads to, and what is refused.
+
+Worker 0 owns, 1 creates, 2 and 3 are others. Effects are compared by what they print, because named tuples of
+different kinds are equal if their fields are.
+"""
+
+from __future__ import annotations
+
+import pytest
+
+from farcall.errors import ProtocolError
+from farcall.protocol.ids import ForkId, RRefId, Worker
+from farcall.protocol.reference_messages import (
+    Carried,
+    ChildAccepted,
+    ConfirmHandle,
+    CreateRequest,
+    Effect,
+    Event,
+    ForkAccepted,
+    ForkRefused,
+    ForkRequest,
+    HandleDropped,
+    HandlePassed,
+    HandleReceived,
+    Message,
+    MessageReceived,
+    OrphanHandle,
+    PassingFailed,
+    PeerJoined,
+    PeerLost,
+    RefuseHandle,
+    ReleaseValue,
+    RemoteCalled,
+    SendMessage,
+    UserDeleted,
+    ValueMade,
+)
+from farcall.protocol.references import References, Standing
+from farcall.testing.illegal_events import illegal_events
+from farcall.testing.simulated_workers import tables
+
+REMOTE = RRefId(owner=0, creator=1, number=1)
+OWN = RRefId(owner=0, creator=0, number=1)
+FIRST = ForkId(1, 1)  # the creator's own
+CHILD = ForkId(1, 2)  # made by the creator for worker 2
+PASSED = ForkId(0, 1)  # made by the owner
+
+
+def worker(me: Worker, *events: Event) -> References:
+    references = References(me)
+    for peer in range(4):
+        references.handle(PeerJoined(peer))
+    for event in events:
+        references.handle(event)
+    return references
+
+
+def said(effects: list[Effect]) -> list[str]:
+    return list(map(repr, effects))
+
+
+def leads(references: References, event: Event, *effects: Effect) -> None:
+    assert said(references.handle(event)) == said(list(effects))
+
+
+def came(sender: Worker, message: Message) -> MessageReceived:
+    return MessageReceived(sender, message)
+
+
+CREATED = came(1, CreateRequest(REMOTE, FIRST))
+CALLED = RemoteCalled(REMOTE, FIRST)
+CONFIRMED = came(0, ForkAccepted(REMOTE, FIRST))
+TO_TWO = HandlePassed(REMOTE, FIRST, CHILD, to=2)
+RECEIVED = HandleReceived(Carried(REMOTE, CHILD), sender=1)
+"""At worker 2, or at the owner."""
+
+
+# -- ids
+
+
+def test_numbers_of_references_count_for_each_owner_and_those_of_forks_for_all() -> None:
+    creator = worker(1)
+    assert [creator.new_reference(owner) for owner in (0, 2, 0)] == [REMOTE, RRefId(2, 1, 1), RRefId(0, 1, 2)]
+    assert [creator.new_fork(), creator.new_fork()] == [ForkId(1, 1), ForkId(1, 2)]
+
+
+def test_a_reference_at_a_lost_owner_has_the_number_zero_and_leaves_nothing_behind() -> None:
+    creator = worker(1, PeerLost(0))
+    before = tables(creator)
+    assert creator.new_reference(0) == RRefId(0, 1, 0)
+    assert tables(creator) == before
+
+
+# -- a value of its owner
+
+
+def test_a_value_lives_as_long_as_its_owner_has_a_handle() -> None:
+    owner = worker(0)
+    leads(owner, ValueMade(OWN))
+    assert not owner.is_empty()
+    leads(owner, HandleDropped(OWN, None), ReleaseValue(OWN))
+    assert owner.is_empty()
+
+
+def test_the_owners_pass_is_counted_at_once_and_confirmed_on_arrival() -> None:
+    owner, user = worker(0, ValueMade(OWN)), worker(2)
+    leads(owner, HandlePassed(OWN, None, PASSED, to=2))
+    leads(owner, HandleDropped(OWN, None))
+    leads(user, HandleReceived(Carried(OWN, PASSED), sender=0), ConfirmHandle(OWN, PASSED))
+    leads(user, HandleDropped(OWN, PASSED), SendMessage(0, UserDeleted(OWN, PASSED)))
+    assert user.is_empty()
+    leads(owner, came(2, UserDeleted(OWN, PASSED)), ReleaseValue(OWN))
+    assert owner.is_empty()
+
+
+def test_the_owner_passes_a_handle_to_itself() -> None:
+    owner = worker(0, ValueMade(OWN), HandlePassed(OWN, None, PASSED, to=0))
+    leads(owner, HandleDropped(OWN, None))
+    leads(owner, HandleReceived(Carried(OWN, PASSED), sender=0))
+    leads(owner, HandleDropped(OWN, None), ReleaseValue(OWN))
+
+
+def test_a_message_of_the_owner_that_was_never_sent_counts_for_nothing() -> None:
+    owner = worker(0, ValueMade(OWN), HandlePassed(OWN, None, PASSED, to=2), HandleDropped(OWN, None))
+    leads(owner, PassingFailed(OWN, None, PASSED), ReleaseValue(OWN))
+    leads(owner, PassingFailed(OWN, None, PASSED))
+
+
+# -- a remote call
+
+
+def test_a_remote_call_is_requested_accepted_and_deleted() -> None:
+    creator, owner = worker(1), worker(0)
+    leads(creator, CALLED, SendMessage(0, CreateRequest(REMOTE, FIRST)))
+    leads(owner, CREATED, SendMessage(1, ForkAccepted(REMOTE, FIRST)))
+    leads(creator, CONFIRMED, ConfirmHandle(REMOTE, FIRST))
+    leads(creator, HandleDropped(REMOTE, FIRST), SendMessage(0, UserDeleted(REMOTE, FIRST)))
+    leads(owner, came(1, UserDeleted(REMOTE, FIRST)), ReleaseValue(REMOTE))
+    assert creator.is_empty()
+    assert owner.is_empty()
+
+
+def test_a_delete_waits_for_the_confirmation_so_that_it_cannot_overtake_the_request() -> None:
+    creator = worker(1, CALLED)
+    leads(creator, HandleDropped(REMOTE, FIRST))
+    leads(creator, CONFIRMED, ConfirmHandle(REMOTE, FIRST), SendMessage(0, UserDeleted(REMOTE, FIRST)))
+
+
+def test_a_remote_call_to_a_lost_owner_is_orphaned_at_once() -> None:
+    creator = worker(1, PeerLost(0))
+    leads(creator, CALLED, OrphanHandle(REMOTE, FIRST))
+    assert creator.is_empty()
+    leads(creator, HandleDropped(REMOTE, FIRST))
+
+
+def test_a_remote_call_to_oneself_whose_handle_is_passed_on_before_it_is_made() -> None:
+    fork, child = ForkId(0, 1), ForkId(0, 2)
+    owner, user = worker(0), worker(2)
+    leads(owner, RemoteCalled(OWN, fork), SendMessage(0, CreateRequest(OWN, fork)))
+    leads(owner, HandlePassed(OWN, fork, child, to=2))
+    leads(user, HandleReceived(Carried(OWN, child), sender=0), ConfirmHandle(OWN, child))
+    leads(owner, came(0, CreateRequest(OWN, fork)), SendMessage(0, ForkAccepted(OWN, fork)))
+    leads(owner, came(0, ForkAccepted(OWN, fork)), ConfirmHandle(OWN, fork))
+    leads(owner, HandleDropped(OWN, fork), SendMessage(0, UserDeleted(OWN, fork)))
+    leads(owner, came(0, UserDeleted(OWN, fork)))
+    leads(owner, came(2, UserDeleted(OWN, child)), ReleaseValue(OWN))
+    assert owner.is_empty()
+
+
+def test_a_message_with_a_fork_that_the_owner_holds_itself_was_never_sent() -> None:
+    fork, child = ForkId(0, 1), ForkId(0, 2)
+    owner = worker(0, RemoteCalled(OWN, fork), HandlePassed(OWN, fork, child, to=2))
+    leads(owner, PassingFailed(OWN, fork, child), ReleaseValue(OWN))  # of nothing yet; it may still be made
+    leads(owner, came(0, CreateRequest(OWN, fork)), SendMessage(0, ForkAccepted(OWN, fork)))
+
+
+# -- user to user
+
+
+def test_g2_a_parent_is_not_given_up_before_its_child_is_counted() -> None:
+    creator, user, owner = worker(1, CALLED, CONFIRMED, TO_TWO), worker(2), worker(0, CREATED)
+    leads(creator, HandleDropped(REMOTE, FIRST))
+    leads(user, RECEIVED, SendMessage(0, ForkRequest(REMOTE, CHILD)))
+    leads(owner, came(2, ForkRequest(REMOTE, CHILD)), SendMessage(2, ForkAccepted(REMOTE, CHILD)))
+    accepted = ConfirmHandle(REMOTE, CHILD), SendMessage(1, ChildAccepted(REMOTE, CHILD))
+    leads(user, came(0, ForkAccepted(REMOTE, CHILD)), *accepted)
+    leads(creator, came(2, ChildAccepted(REMOTE, CHILD)), SendMessage(0, UserDeleted(REMOTE, FIRST)))
+    leads(owner, came(1, UserDeleted(REMOTE, FIRST)))
+    leads(user, HandleDropped(REMOTE, CHILD), SendMessage(0, UserDeleted(REMOTE, CHILD)))
+    leads(owner, came(2, UserDeleted(REMOTE, CHILD)), ReleaseValue(REMOTE))
+
+
+def test_a_child_that_was_dropped_meanwhile_tells_its_parent_and_is_deleted() -> None:
+    user = worker(2, RECEIVED, HandleDropped(REMOTE, CHILD))
+    leads(
+        user,
+        came(0, ForkAccepted(REMOTE, CHILD)),
+        ConfirmHandle(REMOTE, CHILD),
+        SendMessage(1, ChildAccepted(REMOTE, CHILD)),
+        SendMessage(0, UserDeleted(REMOTE, CHILD)),
+    )
+    assert user.is_empty()
+
+
+def test_a_worker_passes_a_fork_to_itself() -> None:
+    creator = worker(1, CALLED, CONFIRMED, HandlePassed(REMOTE, FIRST, CHILD, to=1), HandleDropped(REMOTE, FIRST))
+    leads(creator, RECEIVED, SendMessage(0, ForkRequest(REMOTE, CHILD)))
+    accepted = ConfirmHandle(REMOTE, CHILD), SendMessage(1, ChildAccepted(REMOTE, CHILD))
+    leads(creator, came(0, ForkAccepted(REMOTE, CHILD)), *accepted)
+    leads(creator, came(1, ChildAccepted(REMOTE, CHILD)), SendMessage(0, UserDeleted(REMOTE, FIRST)))
+
+
+def test_a_message_that_was_never_sent_has_no_child() -> None:
+    creator = worker(1, CALLED, CONFIRMED, TO_TWO, HandleDropped(REMOTE, FIRST))
+    leads(creator, PassingFailed(REMOTE, FIRST, CHILD), SendMessage(0, UserDeleted(REMOTE, FIRST)))
+    leads(creator, PassingFailed(REMOTE, FIRST, CHILD))
+    assert creator.is_empty()
+
+
+def test_a_handle_passed_to_a_lost_worker_has_no_child() -> None:
+    creator = worker(1, PeerLost(2), CALLED, CONFIRMED)
+    leads(creator, TO_TWO)
+    leads(creator, HandleDropped(REMOTE, FIRST), SendMessage(0, UserDeleted(REMOTE, FIRST)))
+    owner = worker(0, PeerLost(2), ValueMade(OWN))
+    leads(owner, HandlePassed(OWN, None, PASSED, to=2))
+    leads(owner, HandleDropped(OWN, None), ReleaseValue(OWN))
+
+
+# -- user to owner
+
+
+def test_a_fork_that_comes_to_the_owner_becomes_a_handle_of_its_own() -> None:
+    owner = worker(0, CREATED)
+    leads(owner, RECEIVED, SendMessage(1, ChildAccepted(REMOTE, CHILD)))
+    leads(owner, came(1, UserDeleted(REMOTE, FIRST)))
+    leads(owner, HandleDropped(REMOTE, None), ReleaseValue(REMOTE))
+
+
+def test_the_owner_counts_each_handle_of_its_own() -> None:
+    owner = worker(0, CREATED, RECEIVED, HandleReceived(Carried(REMOTE, ForkId(1, 3)), sender=1))
+    owner.handle(came(1, UserDeleted(REMOTE, FIRST)))
+    leads(owner, HandleDropped(REMOTE, None))
+    leads(owner, HandleDropped(REMOTE, None), ReleaseValue(REMOTE))
+
+
+def test_a_parent_that_is_lost_already_is_not_told() -> None:
+    owner, user = worker(0, CREATED, PeerLost(1)), worker(2, PeerLost(1))
+    leads(owner, RECEIVED, RefuseHandle(REMOTE, None))
+    leads(user, RECEIVED, SendMessage(0, ForkRequest(REMOTE, CHILD)))
+    leads(user, came(0, ForkAccepted(REMOTE, CHILD)), ConfirmHandle(REMOTE, CHILD))
+
+
+def test_a_handle_may_come_to_the_owner_before_the_request_that_creates_it() -> None:
+    owner = worker(0)
+    leads(owner, RECEIVED, SendMessage(1, ChildAccepted(REMOTE, CHILD)))
+    leads(owner, CREATED, SendMessage(1, ForkAccepted(REMOTE, FIRST)))
+    leads(owner, HandleDropped(REMOTE, None))
+    leads(owner, came(1, UserDeleted(REMOTE, FIRST)), ReleaseValue(REMOTE))
+
+
+def test_what_the_owner_passed_on_before_creation_is_not_confirmed_again() -> None:
+    owner = worker(0, RECEIVED, HandlePassed(REMOTE, None, PASSED, to=2))
+    leads(owner, CREATED, SendMessage(1, ForkAccepted(REMOTE, FIRST)))
+
+
+# -- any order
+
+
+def test_a_request_that_comes_before_the_creation_is_noted_and_accepted_then() -> None:
+    owner = worker(0)
+    leads(owner, came(2, ForkRequest(REMOTE, CHILD)))
+    leads(
+        owner, CREATED, SendMessage(2, ForkAccepted(REMOTE, CHILD)), SendMessage(1, ForkAccepted(REMOTE, FIRST))
+    )  # fmt: skip
+
+
+def test_a_request_that_comes_after_the_release_is_refused() -> None:
+    owner = worker(0, CREATED, PeerLost(1))
+    leads(owner, came(2, ForkRequest(REMOTE, CHILD)), SendMessage(2, ForkRefused(REMOTE, CHILD)))
+    assert owner.is_empty()
+
+
+def test_released_is_told_from_not_yet_created_while_the_creator_lives() -> None:
+    owner = worker(0, CREATED, came(1, UserDeleted(REMOTE, FIRST)))
+    leads(owner, came(2, ForkRequest(REMOTE, CHILD)), SendMessage(2, ForkRefused(REMOTE, CHILD)))
+    later = RRefId(0, 1, 2)
+    leads(owner, came(2, ForkRequest(later, ForkId(1, 9))))
+    assert list(owner.owned) == [later]
+
+
+# -- refused
+
+
+def test_a_refused_handle_is_forgotten_and_its_parent_told() -> None:
+    user = worker(2, RECEIVED)
+    refused = RefuseHandle(REMOTE, CHILD), SendMessage(1, ChildAccepted(REMOTE, CHILD))
+    leads(user, came(0, ForkRefused(REMOTE, CHILD)), *refused)
+    assert user.is_empty()
+    leads(user, HandleDropped(REMOTE, CHILD))
+
+
+def test_a_refused_parent_gives_its_children_up() -> None:
+    user = worker(2, RECEIVED, HandlePassed(REMOTE, CHILD, ForkId(2, 1), to=3))
+    user.handle(came(0, ForkRefused(REMOTE, CHILD)))
+    leads(user, came(3, ChildAccepted(REMOTE, ForkId(2, 1))))
+    assert tables(user) == tables(worker(2))
+
+
+def test_a_handle_of_a_released_value_comes_to_its_owner_and_is_refused_and_counted() -> None:
+    owner = worker(0, CREATED, came(1, UserDeleted(REMOTE, FIRST)))
+    refused = RefuseHandle(REMOTE, None), SendMessage(1, ChildAccepted(REMOTE, CHILD))
+    leads(owner, RECEIVED, *refused)
+    leads(owner, came(3, ForkRequest(REMOTE, ForkId(2, 1))), SendMessage(3, ForkRefused(REMOTE, ForkId(2, 1))))
+    leads(owner, HandleDropped(REMOTE, None), ReleaseValue(REMOTE))
+    assert owner.is_empty()
+
+
+# -- losses
+
+
+def test_the_loss_of_a_holder_releases_its_forks() -> None:
+    owner = worker(0, CREATED, came(2, ForkRequest(REMOTE, CHILD)), came(1, UserDeleted(REMOTE, FIRST)))
+    leads(owner, PeerLost(1))  # who made the fork
+    leads(owner, PeerLost(2), ReleaseValue(REMOTE))  # who holds it
+    assert owner.is_empty()
+
+
+def test_the_loss_of_the_creator_refuses_what_was_noted() -> None:
+    owner = worker(0, came(2, ForkRequest(REMOTE, CHILD)))
+    refused = SendMessage(2, ForkRefused(REMOTE, CHILD)), ReleaseValue(REMOTE)
+    leads(owner, PeerLost(1), *refused)
+    assert owner.is_empty()
+
+
+def test_the_loss_of_the_creator_leaves_an_error_to_those_that_the_owner_has_promised_a_value() -> None:
+    owner = worker(0, RECEIVED, HandlePassed(REMOTE, None, PASSED, to=2))
+    leads(owner, PeerLost(1), RefuseHandle(REMOTE, None))
+    leads(owner, came(3, ForkRequest(REMOTE, ForkId(2, 1))), SendMessage(3, ForkRefused(REMOTE, ForkId(2, 1))))
+    leads(owner, HandleDropped(REMOTE, None))
+    leads(owner, came(2, UserDeleted(REMOTE, PASSED)), ReleaseValue(REMOTE))
+    assert owner.is_empty()
+
+
+def test_the_loss_of_a_holder_that_was_noted_leaves_nothing_and_creation_may_follow() -> None:
+    owner = worker(0, came(2, ForkRequest(REMOTE, CHILD)))
+    leads(owner, PeerLost(2), ReleaseValue(REMOTE))
+    assert owner.is_empty()
+    leads(owner, CREATED, SendMessage(1, ForkAccepted(REMOTE, FIRST)))
+
+
+def test_the_loss_of_the_owner_orphans_its_forks() -> None:
+    creator = worker(1, CALLED, TO_TWO)
+    leads(creator, PeerLost(0), OrphanHandle(REMOTE, FIRST))
+    leads(creator, HandleDropped(REMOTE, FIRST))
+    leads(creator, came(2, ChildAccepted(REMOTE, CHILD)))
+    assert tables(creator) == tables(worker(1, PeerLost(0)))
+
+
+def test_a_handle_of_a_lost_owner_arrives_as_an_orphan() -> None:
+    user = worker(2, PeerLost(0))
+    leads(user, RECEIVED, OrphanHandle(REMOTE, CHILD))
+    assert user.is_empty()
+
+
+def test_the_loss_of_a_child_lets_its_parent_go() -> None:
+    creator = worker(1, CALLED, CONFIRMED, TO_TWO, HandleDropped(REMOTE, FIRST))
+    leads(creator, PeerLost(2), SendMessage(0, UserDeleted(REMOTE, FIRST)))
+    assert creator.is_empty()
+
+
+def test_the_loss_of_a_parent_leaves_its_child_to_the_owner() -> None:
+    user = worker(2, RECEIVED)
+    leads(user, PeerLost(1))
+    assert user.held[CHILD].standing is Standing.UNCONFIRMED
+    assert user.held[CHILD].parent is None
+    leads(user, came(0, ForkAccepted(REMOTE, CHILD)), ConfirmHandle(REMOTE, CHILD))
+
+
+def test_a_lost_worker_leaves_no_trace() -> None:
+    creator = worker(1)
+    creator.new_reference(0)
+    creator.handle(PeerLost(0))
+    creator.handle(PeerJoined(9))
+    fresh = References(1)
+    for peer in (1, 2, 3, 9):
+        fresh.handle(PeerJoined(peer))
+    assert tables(creator) == tables(fresh)
+
+
+# -- UNCHANGED
+
+
+def refuses(references: References, event: Event, message: str) -> None:
+    before = tables(references)
+    with pytest.raises(ProtocolError, match=message):
+        references.handle(event)
+    assert tables(references) == before
+
+
+NOT_OURS = RRefId(3, 3, 1)
+STRANGE = ForkId(3, 8)
+
+
+@pytest.mark.parametrize(
+    ("references", "event", "message"),
+    [
+        (worker(0), PeerJoined(1), "worker 1 is there already"),
+        (worker(0), PeerLost(8), "worker 8 is not there"),
+        (worker(0), PeerLost(0), "worker 0 cannot lose itself"),
+        (worker(0), ValueMade(REMOTE), "is not ours to make"),
+        (worker(0, ValueMade(OWN)), ValueMade(OWN), "was made before"),
+        (worker(0, ValueMade(OWN), HandleDropped(OWN, None)), ValueMade(OWN), "was made before"),
+        (References(0), ValueMade(OWN), "was made before"),
+        (worker(1), RemoteCalled(NOT_OURS, FIRST), "is not ours to ask for"),
+        (worker(1), RemoteCalled(REMOTE, STRANGE), "is not ours to ask for"),
+        (worker(1, CALLED), RemoteCalled(RRefId(0, 1, 2), FIRST), "fork 1:1 is held already"),
+        (worker(1), TO_TWO, "does not hold fork 1:1"),
+        (worker(1, CALLED), HandlePassed(NOT_OURS, FIRST, CHILD, 2), "does not hold fork 1:1 of reference 3:1"),
+        (worker(1, CALLED, HandleDropped(REMOTE, FIRST)), TO_TWO, "does not hold fork 1:1"),
+        (worker(1, CALLED), HandlePassed(REMOTE, FIRST, STRANGE, 2), "fork 3:8 is not ours to make"),
+        (worker(1, CALLED, TO_TWO), TO_TWO, "fork 1:2 was passed before"),
+        (worker(0), HandlePassed(OWN, None, PASSED, 2), "no handle of its own"),
+        (worker(0, CREATED), HandlePassed(REMOTE, None, PASSED, 2), "no handle of its own"),
+        (worker(2), HandleReceived(Carried(REMOTE, CHILD), 3), "came from worker 3, who cannot have made it"),
+        (worker(2, RECEIVED), RECEIVED, "fork 1:2 is held already"),
+        (worker(0), HandleDropped(OWN, None), "no handle of its own"),
+        (worker(0, CREATED), HandleDropped(REMOTE, None), "no handle of its own"),
+        (worker(1, CALLED, HandleDropped(REMOTE, FIRST)), HandleDropped(REMOTE, FIRST), "was dropped before"),
+        (worker(0, PeerLost(1)), CREATED, "a message of worker 1 came, who is not there"),
+        (worker(2), CREATED, "is not ours to make"),
+        (worker(0), came(2, CreateRequest(REMOTE, FIRST)), "is not worker 2's to ask for"),
+        (worker(0), came(1, CreateRequest(REMOTE, STRANGE)), "is not worker 1's to ask for"),
+        (worker(0, CREATED), CREATED, "was made before"),
+        (worker(0), came(1, CreateRequest(RRefId(0, 1, 0), FIRST)), "was made before"),
+        (worker(0, came(2, ForkRequest(REMOTE, FIRST))), CREATED, "fork 1:1 is counted already"),
+        (worker(2), came(1, ForkRequest(REMOTE, CHILD)), "is not ours"),
+        (worker(0), came(2, ForkRequest(REMOTE, PASSED)), "was counted when it was passed"),
+        (worker(0, CREATED), came(2, ForkRequest(REMOTE, FIRST)), "fork 1:1 is counted already"),
+        (worker(1), CONFIRMED, "which did not ask"),
+        (worker(1, CALLED, CONFIRMED), CONFIRMED, "which did not ask"),
+        (worker(1, CALLED), came(0, ForkAccepted(NOT_OURS, FIRST)), "which did not ask"),
+        (worker(1, CALLED), came(2, ForkAccepted(REMOTE, FIRST)), "worker 2 answered for"),
+        (worker(1, CALLED, CONFIRMED), came(0, ForkRefused(REMOTE, FIRST)), "which did not ask"),
+        (worker(1, CALLED), came(2, ForkRefused(REMOTE, FIRST)), "worker 2 answered for"),
+        (worker(1), came(2, ChildAccepted(REMOTE, STRANGE)), "fork 3:8 was not made here"),
+        (worker(1, CALLED, TO_TWO), came(3, ChildAccepted(REMOTE, CHILD)), "was not made for worker 3"),
+        (worker(0), came(1, UserDeleted(REMOTE, FIRST)), "which it does not hold"),
+        (worker(0, CREATED), came(2, UserDeleted(REMOTE, FIRST)), "which it does not hold"),
+    ],
+)
+def test_illegal_input_is_refused_and_changes_nothing(references: References, event: Event, message: str) -> None:
+    refuses(references, event, message)
+
+
+def test_all_illegal_events_of_a_busy_worker_are_refused() -> None:
+    busy = worker(
+        1, CALLED, CONFIRMED, TO_TWO, ValueMade(RRefId(1, 1, 1)), HandlePassed(RRefId(1, 1, 1), None, ForkId(1, 3), 3)
+    )  # fmt: skip
+    events = illegal_events(busy)
+    assert len(events) > 30
+    for event in events:
+        refuses(busy, event, ".")

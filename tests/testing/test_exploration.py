@@ -1,0 +1,80 @@
+"""Every interleaving within small bounds; `python -m farcall.testing.explore` goes to the full one."""
+
+from __future__ import annotations
+
+import pytest
+from planted_bugs import G2Dropped, NoDeduplication
+
+from farcall.testing.exploration import Bound, Exploration
+from farcall.testing.explore import FIRST_STEPS, main
+from farcall.testing.invariants import BrokenInvariant
+from farcall.testing.random_schedules import replay
+from farcall.testing.simulation import Step, show
+
+
+@pytest.mark.parametrize("first", FIRST_STEPS.values())
+@pytest.mark.parametrize(
+    ("bound", "at_least"),
+    [
+        (Bound(forks=2, crashes=0, doubles=0), 400),
+        (Bound(forks=1, crashes=1, doubles=1), 400),
+        (Bound(forks=1, crashes=2, doubles=0), 200),
+        (Bound(forks=1, crashes=0, doubles=1, losses=1, acknowledgements=1), 200),
+    ],
+)
+def test_all_invariants_hold_in_every_state(first: Step, bound: Bound, at_least: int) -> None:
+    explored = Exploration(first, bound).run()
+    print(f"{show([first])}, {bound}: {explored.states:,} states, {explored.transitions:,} transitions")
+    assert explored.broken is None
+    assert explored.states >= at_least
+    assert explored.transitions > explored.states
+    assert explored.at_rest > 0
+
+
+def test_two_forks_and_a_crash_of_what_its_owner_made_or_called_itself() -> None:
+    for first in (("make", 0), ("call", 0, 0)):
+        assert Exploration(first, Bound(forks=2, crashes=1, doubles=0)).run().broken is None
+
+
+def test_it_is_the_same_every_time() -> None:
+    one, again = (Exploration(("call", 1, 0), Bound(forks=1, crashes=1, doubles=1)).run() for _ in range(2))
+    assert (one.states, one.transitions, one.at_rest) == (again.states, again.transitions, again.at_rest)
+
+
+def test_each_state_is_counted_once() -> None:
+    # Made, passed to itself or one of two others, arrived or not, each handle dropped or not, and deletes under way.
+    explored = Exploration(("make", 0), Bound(forks=0, crashes=0, doubles=0)).run()
+    assert (explored.states, explored.transitions, explored.at_rest) == (2, 1, 2)
+    explored = Exploration(("call", 1, 0), Bound(forks=0, crashes=0, doubles=0)).run()
+    # (request | answer | nothing under way) x (held | dropped), and after a drop: delete under way, all gone
+    assert (explored.states, explored.transitions) == (7, 8)
+
+
+def test_it_ends_at_a_number_of_states_if_asked() -> None:
+    explored = Exploration(("call", 1, 0)).run(most=500)
+    assert 500 <= explored.states < 5000
+    assert explored.broken is None
+
+
+def test_what_it_finds_is_a_shortest_schedule_that_plays_on_the_simulated_network() -> None:
+    explored = Exploration(("call", 1, 0), Bound(2, 0, 0), references=G2Dropped).run()
+    assert explored.broken is not None
+    assert explored.broken.invariant == "PROMISED"
+    assert len(explored.broken.schedule) == 7
+    with pytest.raises(BrokenInvariant, match="PROMISED"):
+        replay(explored.broken.schedule, 3, references=G2Dropped)
+
+
+def test_a_message_that_is_taken_twice_is_found() -> None:
+    explored = Exploration(("make", 0), Bound(1, 0, 1), delivery=NoDeduplication).run()
+    assert explored.broken is not None
+    assert str(explored.broken).startswith("D1: worker 0 took message 1 of 0 twice")
+    assert show(explored.broken.schedule) == "make 0; pass 0 0 1; again 0 0 1; deliver 0 0 1"
+
+
+def test_the_command_prints_how_much_it_visited(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["--forks", "1", "--crashes", "0", "--doubles", "0"]) == 0
+    printed = capsys.readouterr().out
+    assert "at most 1 forks, 0 crashes, 0 doubles, 0 losses, 0 acknowledgements" in printed
+    assert "a remote call to another:       188 states,        429 transitions" in printed
+    assert "all invariants held in every state" in printed
