@@ -12,11 +12,11 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any, TypeVar
 
 from farcall.agent import Agent
-from farcall.errors import AlreadyInitializedError, NotInitializedError, UsageError
+from farcall.errors import AlreadyInitializedError, NotInitializedError, RendezvousTimeoutError, UsageError
 from farcall.futures import Future, on_serving_thread
 from farcall.options import DEFAULT_SHUTDOWN_TIMEOUT, UNSET_RPC_TIMEOUT, RpcBackendOptions
 from farcall.protocol.ids import WorkerInfo
-from farcall.rendezvous import rendezvous
+from farcall.rendezvous import PATIENCE, rendezvous
 from farcall.transports import transport
 
 T = TypeVar("T")
@@ -64,8 +64,10 @@ def init_rpc(
         )
         try:
             agent = Agent(name, meeting, options, transports)
-        except BaseException:
-            meeting.store.close(patient=False)
+        except BaseException as error:
+            # The others that still wait shall hear who came and who did not, too.
+            patience = PATIENCE if isinstance(error, RendezvousTimeoutError) else 0.0
+            meeting.store.close(early=True, patience=patience)
             raise
         _agent = agent
         agent.start()

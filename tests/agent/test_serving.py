@@ -283,12 +283,13 @@ def test_a_leader_that_went_on_meanwhile_is_not_deposed(stage: Stage) -> None:
 
 def test_answers_that_wait_are_sent_when_the_leader_is_deposed(stage: Stage) -> None:
     pool, origin = stage.serving(), Origin()
-    slow = stage.blocking("slow")
-    come_in(pool, FakeJob("quick", origin=origin), slow)
+    slow, following = stage.blocking("slow"), stage.blocking("following")
+    come_in(pool, FakeJob("quick", origin=origin), slow, following)
     assert slow.begun.wait(PATIENCE)
     assert origin.events == [("later", "quick")]
     depose(pool, slow)
-    eventually(lambda: origin.events == [("later", "quick"), "flush"])
+    assert following.begun.wait(PATIENCE)
+    assert origin.events == [("later", "quick"), "flush"], "before the new leader has run anything"
 
 
 def test_answers_that_wait_are_sent_before_a_job_that_is_known_to_be_slow(stage: Stage) -> None:
@@ -296,9 +297,10 @@ def test_answers_that_wait_are_sent_before_a_job_that_is_known_to_be_slow(stage:
     first = stage.blocking("first", kind="slow")
     run_by_a_follower(pool, first)
     first.end()
-    second = stage.blocking("second", kind="slow")
-    come_in(pool, FakeJob("quick", origin=origin), second)
+    second, following = stage.blocking("second", kind="slow"), stage.blocking("following")
+    come_in(pool, FakeJob("quick", origin=origin), second, following)
     assert second.begun.wait(PATIENCE)
+    assert following.begun.wait(PATIENCE)
     assert origin.events == [("later", "quick"), "flush"]
 
 
@@ -407,6 +409,22 @@ def test_a_follower_that_comes_to_wait_has_its_place_taken_at_once(stage: Stage)
     go_on.set()
     assert waiting.ended.wait(PATIENCE)
     eventually(lambda: not pool.is_busy())
+
+
+def test_one_that_wakes_beyond_the_limit_gives_its_place_to_nobody(stage: Stage) -> None:
+    pool = stage.serving(limit=1)
+    future: Future[int] = Future()
+    woken = FakeJob("woken", lambda: future.wait())
+    running, following = stage.blocking("running"), FakeJob("following")
+    come_in(pool, woken, running, following)
+    depose(pool, running)  # which runs in the place of the one that sleeps
+    eventually(lambda: pool.asleep)
+    future.set_result(1)
+    eventually(lambda: pool._idle)
+    assert woken.ended.is_set()
+    assert not following.begun.is_set()
+    running.end()
+    assert following.ended.wait(PATIENCE)
 
 
 @pytest.mark.parametrize("limit", [1, 2])

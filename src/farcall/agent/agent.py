@@ -36,7 +36,7 @@ from farcall.errors import (
 from farcall.futures import FOREVER
 from farcall.options import UNSET_RPC_TIMEOUT, RpcBackendOptions
 from farcall.protocol.ids import WorkerInfo
-from farcall.rendezvous import Rendezvous, join
+from farcall.rendezvous import PATIENCE, Rendezvous, join
 from farcall.serialization import callable_name, dumps_arguments, encode_function
 from farcall.transports.base import Channel, Listener, Transport
 from farcall.transports.network import host_identity
@@ -44,6 +44,7 @@ from farcall.transports.network import host_identity
 logger = logging.getLogger("farcall")
 
 _CLOSE_TIMEOUT: Final = 1.0
+_SHORT_PATIENCE: Final = 1.0
 
 To = str | int | WorkerInfo
 
@@ -152,6 +153,8 @@ class Agent:
 
         connection = Outgoing(peer, channel, self._poller, self._serving, self._supervisor, self.options.spin, lost)
         self._connections[connection] = None
+        if self._closed is not None:  # meanwhile
+            connection.close(str(self._closed))
         return connection
 
     # Calls
@@ -255,9 +258,10 @@ class Agent:
                 wait_for_everybody(self, self._rendezvous, timeout)
                 together = True
         finally:
-            self._close(together)
+            # Who failed to wait for the others leaves a moment for those who come just now to hear why.
+            self._close(together, PATIENCE if together else _SHORT_PATIENCE if graceful else 0.0)
 
-    def _close(self, together: bool) -> None:
+    def _close(self, together: bool, patience: float) -> None:
         with self._lock:
             if self._closed is not None:
                 return
@@ -271,7 +275,7 @@ class Agent:
             logger.warning("worker %r: %d function(s) still run after the shutdown", self.info.name, len(left))
         self._supervisor.close()
         self._close_descriptors()
-        self._rendezvous.store.close(patient=together)
+        self._rendezvous.store.close(early=not together, patience=patience)
 
     def _close_descriptors(self) -> None:
         for listener in self._listeners:

@@ -56,7 +56,7 @@ class Peer:
         self._group = group
         self._transports = transports
         self._new_connection = new_connection
-        self._lock = threading.Lock()
+        self._lock = threading.RLock()
         self.connection: Outgoing | None = None
         """The connection, if there is one now; else `connect`."""
 
@@ -64,15 +64,16 @@ class Peer:
         """The connection, made if need be. Raises `WorkerLost` if the worker cannot be reached."""
         deadline = min(deadline, monotonic() + CONNECT_TIMEOUT)
         with asleep():
-            # One connection, however many threads call at once.
-            if not self._lock.acquire(timeout=max(0.0, deadline - monotonic())):
-                raise WorkerLost(f"worker {self.info.name!r} could not be connected to in time", self.info.name)
             try:
+                # One connection, however many threads call at once.
+                if not self._lock.acquire(timeout=max(0.0, deadline - monotonic())):
+                    raise WorkerLost(f"worker {self.info.name!r} could not be connected to in time", self.info.name)
                 if self.connection is None:
                     self.connection = self._new_connection(self.info, self._open(deadline), self._forget)
                 return self.connection
             finally:
-                self._lock.release()
+                if self._lock._is_owned():  # type: ignore[attr-defined]  # Ctrl-C may come as it has just been taken
+                    self._lock.release()
 
     def _forget(self, connection: Outgoing) -> None:
         if self.connection is connection:

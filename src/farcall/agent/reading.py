@@ -10,7 +10,8 @@ replies later, all at once, is cheaper for everybody.
 Rules, each tested over every interleaving
 - At most one thread has the role.
 - No wake-up is lost: while the role is free, nobody sleeps in the queue.
-- A thread that leaves (its reply came, its time is over, Ctrl-C) and has just been handed the role hands it on.
+- A thread that leaves (its reply came, its time is over, Ctrl-C) and has just been handed the role hands it on. Ctrl-C
+  may come at any line; so the role is known by its holder, and every step of leaving can be done again.
 - The connection is watched in the background only while the role is free, so that a reply never wakes two threads.
 
 The machine knows no socket: `Readable` is the connection as it sees it. Locks and gates are handed in, so that a test
@@ -22,6 +23,7 @@ from __future__ import annotations
 import threading
 from collections import deque
 from collections.abc import Callable
+from threading import get_ident
 from typing import Any, Protocol
 
 from farcall.futures import Future, Gate
@@ -46,17 +48,18 @@ class Readable(Protocol):
 class Seat:
     """One thread in the queue for the role."""
 
-    __slots__ = ("gate", "promoted")
+    __slots__ = ("gate", "promoted", "thread")
 
-    def __init__(self, gate: Gate) -> None:
+    def __init__(self, gate: Gate, thread: int) -> None:
         self.gate = gate
+        self.thread = thread
         self.promoted = False
 
 
 class Reading:
     """The reader's role of one connection."""
 
-    __slots__ = ("_busy", "_connection", "_lock", "_new_gate", "_queue", "_urgent", "_watched")
+    __slots__ = ("_connection", "_holder", "_lock", "_new_gate", "_queue", "_urgent", "_watched")
 
     def __init__(
         self,
@@ -68,81 +71,81 @@ class Reading:
         self._lock = new_lock()
         self._new_gate = new_gate
         self._queue: deque[Seat] = deque()
-        self._busy = False  # somebody has the role
+        self._holder = 0  # the thread that has the role
         self._watched = False  # the background reader is woken by what comes
         self._urgent = False  # a future with a callback is pending
 
     def wait(self, future: Future[Any], deadline: float) -> None:
         """Returns when the future is settled or the deadline has passed; reads the connection if nobody does."""
+        me = get_ident()
         seat = None
-        with self._lock:
-            if self._busy:
-                seat = Seat(self._new_gate())
-                self._queue.append(seat)
-            else:
-                self._busy = True
-                if self._watched:
-                    self._watched = False
-                    self._connection.watch_in_background(False)
-        if seat is None:
-            try:
-                self._connection.read_until(future, deadline)
-            finally:
-                self.leave()
-            return
         try:
-            future.watch(seat.gate.open, waker=True, attended=True)
-            while not future.done() and not seat.promoted and seat.gate.sleep(deadline):
-                pass
-        except BaseException:
-            future.forget(seat.gate.open)
-            self._withdraw(seat)
-            raise
-        future.forget(seat.gate.open)
-        if self._is_promoted_or_gone(seat):
+            with self._lock:
+                if self._holder and self._holder != me:
+                    seat = Seat(self._new_gate(), me)
+                    self._queue.append(seat)
+                else:
+                    self._holder = me
+                    if self._watched:
+                        self._watched = False
+                        self._connection.watch_in_background(False)
+            if seat is not None:
+                future.watch(seat.gate.open, waker=True, attended=True)
+                while not future.done() and not seat.promoted and seat.gate.sleep(deadline):
+                    pass
+                with self._lock:
+                    if self._holder != me:
+                        return
+            if not future.done():
+                self._connection.read_until(future, deadline)
+        finally:
+            self._end(me, seat, future)
+
+    def _end(self, me: int, seat: Seat | None, future: Future[Any]) -> None:
+        """Leaves the queue and gives up the role, whatever comes between: a step may be done twice, but not left out."""
+        interrupt: BaseException | None = None
+        while True:
             try:
-                if not future.done():
-                    self._connection.read_until(future, deadline)
-            finally:
-                self.leave()
-
-    def _is_promoted_or_gone(self, seat: Seat) -> bool:
-        """Leaves the queue; True if the role had been handed over before, and is the thread's to use and to hand on."""
-        with self._lock:
-            if not seat.promoted:
-                self._queue.remove(seat)
-            return seat.promoted
-
-    def _withdraw(self, seat: Seat) -> None:
-        if self._is_promoted_or_gone(seat):
-            self.leave()
+                if seat is not None:
+                    future.forget(seat.gate.open)
+                    with self._lock:
+                        if seat in self._queue:
+                            self._queue.remove(seat)
+                if self._holder == me:
+                    self.leave()
+                break
+            except BaseException as error:
+                interrupt = error
+        if interrupt is not None:
+            raise interrupt
 
     def leave(self) -> None:
-        """The holder gives the role up; the first in the queue gets it."""
-        seat = None
+        """The holder gives the role up; the first in the queue gets it. To be called again if it was interrupted."""
+        unattended = False
         with self._lock:
             if self._queue:
-                seat = self._queue.popleft()
+                seat = self._queue[0]
                 seat.promoted = True
+                seat.gate.open()
+                self._holder = seat.thread  # last: until then the role is ours to hand on
+                self._queue.popleft()
             else:
-                self._busy = False
                 pending = self._connection.has_pending()
                 self._urgent = self._urgent and pending
                 if self._urgent and not self._watched:
                     self._watched = True
                     self._connection.watch_in_background(True)
                 unattended = pending and not self._watched
-        if seat is not None:
-            seat.gate.open()
-        elif unattended:
+                self._holder = 0
+        if unattended:
             self._connection.unattended()
 
     def enter_in_background(self) -> bool:
         """Takes the role for the background reader, which reads what is there and leaves; False if somebody has it."""
         with self._lock:
-            if self._busy:
+            if self._holder:
                 return False
-            self._busy = True
+            self._holder = get_ident()
             return True
 
     def attend(self) -> None:
@@ -158,6 +161,6 @@ class Reading:
                 self._watch_if_free()
 
     def _watch_if_free(self) -> None:
-        if not self._busy and not self._watched:
+        if not self._holder and not self._watched:
             self._watched = True
             self._connection.watch_in_background(True)

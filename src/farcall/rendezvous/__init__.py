@@ -8,6 +8,6 @@ from __future__ import annotations
 
 from farcall.rendezvous.joining import join
 from farcall.rendezvous.meeting import Rendezvous, rendezvous
-from farcall.rendezvous.store import Store
+from farcall.rendezvous.store import PATIENCE, Store
 
-__all__ = ["Rendezvous", "Store", "join", "rendezvous"]
+__all__ = ["PATIENCE", "Rendezvous", "Store", "join", "rendezvous"]

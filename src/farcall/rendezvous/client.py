@@ -19,7 +19,7 @@ from farcall.errors import ProtocolError, RendezvousError, RendezvousTimeoutErro
 from farcall.protocol.handshake import Welcome
 from farcall.rendezvous.addresses import peer_text
 from farcall.rendezvous.embedded import EmbeddedStore
-from farcall.rendezvous.store import Store
+from farcall.rendezvous.store import PATIENCE, Store
 from farcall.rendezvous.store_messages import (
     Add,
     Collect,
@@ -62,7 +62,7 @@ class StoreClient(Store):
     """A store at the other end of a connection that was welcomed. The socket is its own from now on.
 
     `after_close` is called once, when the good-bye has been said: the hosting worker ends the store there. `hosted` is
-    the store itself at the hosting worker: an impatient `close` hurries it, and `abandon` lets go of it.
+    the store itself at the hosting worker: `close` tells it how long to wait, and `abandon` lets go of it.
     """
 
     def __init__(
@@ -109,15 +109,15 @@ class StoreClient(Store):
     def collect(self, prefix: str, count: int, timeout: float) -> Mapping[str, bytes]:
         return self._ask(Collect(next(self._ids), prefix, count, timeout), Entries, timeout + self._grace).entries
 
-    def close(self, patient: bool = True) -> None:
+    def close(self, early: bool = False, patience: float = PATIENCE) -> None:
         with self._close_lock:
-            if not patient and self._hosted is not None:
-                self._hosted.linger = 0.0
+            if self._hosted is not None:
+                self._hosted.linger = patience
             with self._lock:
                 alive, self._ended = self._ended is None, self._ended or f"{self._where} was closed by this worker"
             try:
                 if alive:
-                    self._say_good_bye(early=not patient)
+                    self._say_good_bye(early)
                 self._hang_up()
             finally:
                 after_close, self._after_close = self._after_close, lambda: None

@@ -25,11 +25,11 @@ from farcall.errors import ProtocolError
 from farcall.protocol.handshake import MAGIC, MAX_MESSAGE, PREAMBLE_SIZE, Welcome
 from farcall.rendezvous.addresses import keep_alive, peer_text
 from farcall.rendezvous.greeting import StoreRefused, answer, take_hello
+from farcall.rendezvous.store import PATIENCE
 from farcall.rendezvous.store_messages import GoodBye, pack_reply, take_frame, unpack_request
 from farcall.rendezvous.table import StoreTable
 
 HELLO_TIMEOUT: Final = 10.0
-LINGER: Final = 5.0
 """Seconds that `close` waits for the others by default."""
 
 _CHUNK: Final = 64 * 1024
@@ -62,7 +62,7 @@ class EmbeddedStore:
         host_name: str,
         hello_timeout: float = HELLO_TIMEOUT,
     ) -> None:
-        self.linger = LINGER
+        self.linger = PATIENCE
         """Seconds that `close` waits for the others to go."""
         self.port: int = listener.getsockname()[1]
         self._listener = listener

@@ -8,6 +8,10 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
+from typing import Final
+
+PATIENCE: Final = 5.0
+"""Seconds that the worker which hosts a store waits for the others to say good-bye."""
 
 
 class Store(ABC):
@@ -49,10 +53,10 @@ class Store(ABC):
         """
 
     @abstractmethod
-    def close(self, patient: bool = True) -> None:
-        """Says good-bye. At the worker that hosts the store: waits a little for the others to do so, then ends it.
+    def close(self, early: bool = False, patience: float = PATIENCE) -> None:
+        """Says good-bye. If `early`, those who wait for this worker are told that it has left without them.
 
-        If not `patient`, it waits for nobody, and those who wait for this worker are told that it has left.
+        At the worker that hosts the store: waits for the others to say good-bye, `patience` seconds, then ends it.
         """
 
     def abandon(self) -> None:  # noqa: B027 (a store that has no descriptors has nothing to do)

@@ -87,7 +87,7 @@ class MemoryStore(Store):
                 )
             return self._keys.under(prefix)
 
-    def close(self, patient: bool = True) -> None:
+    def close(self, early: bool = False, patience: float = 0.0) -> None:
         with self._keys.changed:
             self._closed = True
             self._keys.changed.notify_all()
