@@ -20,6 +20,7 @@ from farcall.api import (
 )
 from farcall.errors import (
     AlreadyInitializedError,
+    ConnectionRefusedByPeer,
     ForkedProcessError,
     NotInitializedError,
     ProtocolError,
@@ -32,6 +33,7 @@ from farcall.errors import (
     ShutdownError,
     UnknownWorkerError,
     UsageError,
+    VersionMismatchError,
     WorkerLost,
 )
 from farcall.futures import Future, UnseenFailureWarning, collect_all, wait_all
@@ -42,6 +44,7 @@ __version__ = "0.1.0"
 
 __all__ = [
     "AlreadyInitializedError",
+    "ConnectionRefusedByPeer",
     "ForkedProcessError",
     "Future",
     "NotInitializedError",
@@ -57,6 +60,7 @@ __all__ = [
     "UnknownWorkerError",
     "UnseenFailureWarning",
     "UsageError",
+    "VersionMismatchError",
     "WorkerInfo",
     "WorkerLost",
     "_set_rpc_timeout",

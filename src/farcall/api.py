@@ -50,6 +50,8 @@ def init_rpc(
         raise UsageError(f"there is no backend {backend!r}; leave `backend` out")
     if not isinstance(name, str) or not name:
         raise UsageError(f"a worker's name must be a text that is not empty, not {name!r}")
+    if not name.isprintable() or len(name) > 255:
+        raise UsageError(f"a worker's name must be printable and at most 255 characters long, not {name!r}")
     options = rpc_backend_options if rpc_backend_options is not None else RpcBackendOptions()
     if not isinstance(options, RpcBackendOptions):
         raise UsageError(f"rpc_backend_options must be farcall.RpcBackendOptions, not {type(options).__name__}")

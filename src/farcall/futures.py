@@ -233,9 +233,11 @@ class Future(Generic[T]):
             try:
                 result = callback(future)
             except BaseException as error:
-                settle_failed(derived, error)
+                if not derived._state:  # settled by hand meanwhile
+                    settle_failed(derived, error)
             else:
-                run_callbacks(derived, derived.settle(DONE, result))
+                if not derived._state:
+                    run_callbacks(derived, derived.settle(DONE, result))
 
         self.watch(run, waker=False)
         return derived

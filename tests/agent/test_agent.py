@@ -375,7 +375,6 @@ def test_calls_under_way_fail_when_this_worker_shuts_down(group: LocalGroup, poo
         gate.set()
 
 
-@pytest.mark.xfail(strict=True, reason="a call that connects while the agent closes gets a connection nobody closes")
 def test_a_call_that_connects_while_this_worker_shuts_down_fails_at_once(
     group: LocalGroup, pool: ThreadPoolExecutor, monkeypatch: pytest.MonkeyPatch
 ) -> None:

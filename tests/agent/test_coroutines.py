@@ -170,7 +170,6 @@ def test_close_does_not_wait_beyond_its_time_for_who_blocks_the_loop(loop: Event
     assert outcomes.one() == (None, None)
 
 
-@pytest.mark.xfail(strict=True, reason="the loop is closed: call_soon_threadsafe raises RuntimeError")
 def test_a_loop_may_be_closed_twice(loop: EventLoop) -> None:
     outcome(loop, give(1))
     loop.close(PATIENCE)
@@ -194,7 +193,6 @@ def blocked_while(loop: EventLoop, act: Callable[[], None]) -> None:
     assert not loop._thread.is_alive()
 
 
-@pytest.mark.xfail(strict=True, reason="cancelled before its first step, the wrapper never gets to its `try`")
 @pytest.mark.filterwarnings("ignore:coroutine .* was never awaited:RuntimeWarning")
 def test_a_coroutine_that_close_overtakes_is_answered_too(loop: EventLoop) -> None:
     outcomes = Outcomes()
@@ -205,3 +203,16 @@ def test_a_coroutine_that_close_overtakes_is_answered_too(loop: EventLoop) -> No
 
     blocked_while(loop, come_and_close)
     assert len(outcomes.all) == 1
+
+
+def test_a_task_that_exits_does_not_end_the_loop(loop: EventLoop, caplog: pytest.LogCaptureFixture) -> None:
+    tasks: list[asyncio.Task[None]] = []
+
+    async def spawn() -> None:
+        tasks.append(asyncio.create_task(fail(SystemExit(3))))
+
+    assert outcome(loop, spawn()) == (None, None)
+    eventually(lambda: tasks and tasks[0].done())
+    assert outcome(loop, give("after")) == ("after", None)
+    assert isinstance(tasks[0].exception(), SystemExit)
+    assert "a task in the event loop ended it" in caplog.text

@@ -190,9 +190,7 @@ def test_in_a_forked_child_the_descriptors_are_given_back_and_the_parent_is_not_
     "end",
     [
         Poller.close,
-        pytest.param(
-            Poller.abandon, marks=pytest.mark.xfail(strict=True, reason="the number of the bell is kept, and rung")
-        ),
+        Poller.abandon,
     ],
 )
 def test_after_its_end_it_rings_nobody_elses_bell(end: Callable[[Poller], None]) -> None:

@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import linecache
+import sys
+import threading
 from collections import deque
 from collections.abc import Callable, Sequence
+from types import FrameType
 from typing import Any
 
 import pytest
@@ -91,7 +95,7 @@ Scenario = Callable[[Schedule], tuple[Sequence[Callable[[], object]], Callable[[
 
 
 def idle_at_the_end(wire: Wire) -> None:
-    assert not wire.reading._busy
+    assert not wire.reading._holder
     assert not wire.reading._queue
     assert wire.readers == 0
 
@@ -258,6 +262,71 @@ def test_replies_that_nobody_reads_are_reported_when_the_reader_leaves(
     assert explore(scenario, files, preemptions) > 10
 
 
+# Ctrl-C
+
+
+def _line(frame: FrameType) -> str:
+    return linecache.getline(frame.f_code.co_filename, frame.f_lineno).strip()
+
+
+class CtrlC(BaseException):
+    """Stands for KeyboardInterrupt, at a line that the test chooses."""
+
+
+def test_an_interrupt_at_any_line_leaves_the_role_to_others() -> None:
+    """A thread is interrupted once, at each line of the machine in turn; whoever else waits must still be served."""
+    interrupted_at = 0
+    for line in range(1, 200):
+        hit = []
+
+        def scenario(schedule: Schedule, line: int = line, hit: list[int] = hit) -> Any:
+            wire = Wire(schedule)
+            mine, other = wire.call(0), wire.call(1)
+
+            def interrupted() -> None:
+                outer = sys.gettrace()
+                count = 0
+
+                def trace(frame: FrameType, event: str, argument: Any) -> Any:
+                    nonlocal count
+                    if not frame.f_code.co_filename.endswith("agent/reading.py"):
+                        return None
+                    # A tracer can raise where no signal can come: as a `with` ends but the lock is not yet released,
+                    # and between a `finally` and its first call.
+                    if event == "line" and not _line(frame).startswith(
+                        ("with ", "while True", "try:", "interrupt", "tries")
+                    ):
+                        count += 1
+                        if count == line:
+                            hit.append(frame.f_lineno)
+                            raise CtrlC
+                    return trace
+
+                sys.settrace(trace)
+                try:
+                    wire.reading.wait(mine, FOREVER)
+                except CtrlC:
+                    wire.readers = 0
+                finally:
+                    sys.settrace(outer)
+
+            def wait() -> None:
+                wire.reading.wait(other, FOREVER)
+                assert other.value() == 1
+
+            def replying() -> None:
+                wire.reply(0)
+                wire.reply(1)
+
+            return [interrupted, wait, replying], lambda: None
+
+        explore(scenario, (), preemptions=1)
+        if not hit:
+            break
+        interrupted_at += 1
+    assert interrupted_at > 20
+
+
 # Planted bugs: each must be caught, or the exploration proves nothing.
 
 
@@ -266,7 +335,7 @@ class ForgetsTheQueue(Reading):
 
     def leave(self) -> None:
         with self._lock:
-            self._busy = False
+            self._holder = 0
 
 
 class PromotesWithoutWaking(Reading):
@@ -275,37 +344,37 @@ class PromotesWithoutWaking(Reading):
     def leave(self) -> None:
         with self._lock:
             if self._queue:
-                self._queue.popleft().promoted = True
+                seat = self._queue.popleft()
+                self._holder = seat.thread
             else:
-                self._busy = False
+                self._holder = 0
 
 
 class LooksBeforeItQueues(Reading):
     """Looks whether the role is free and queues in two steps."""
 
     def wait(self, future: Future[Any], deadline: float) -> None:
-        if not self._busy:
+        if not self._holder:
             super().wait(future, deadline)
             return
-        seat = reading_module.Seat(self._new_gate())
+        seat = reading_module.Seat(self._new_gate(), threading.get_ident())
         self._new_gate().open()  # a step: another thread may run here
         with self._lock:
             self._queue.append(seat)
         future.watch(seat.gate.open, waker=True, attended=True)
-        while not future.done() and not seat.promoted and seat.gate.sleep(deadline):
+        while not future.done() and self._holder != seat.thread and seat.gate.sleep(deadline):
             pass
-        if self._is_promoted_or_gone(seat):
-            if not future.done():
-                self._connection.read_until(future, deadline)
-            self.leave()
+        if self._holder == seat.thread and not future.done():
+            self._connection.read_until(future, deadline)
+        self._end(threading.get_ident(), seat, future)
 
 
 class KeepsTheRoleItWasJustGiven(Reading):
-    """A thread that is handed the role just when its own reply comes, or its time is over, does not hand it on."""
+    """A thread that is handed the role just when its own reply comes does not hand it on."""
 
-    def _is_promoted_or_gone(self, seat: reading_module.Seat) -> bool:
-        promoted = super()._is_promoted_or_gone(seat)
-        return promoted and seat.gate.sleep(0.0)
+    def _end(self, me: int, seat: reading_module.Seat | None, future: Future[Any]) -> None:
+        if seat is None or self._holder != me or not future.done() or self._connection.has_pending():
+            super()._end(me, seat, future)
 
 
 @pytest.mark.parametrize(

@@ -82,9 +82,6 @@ def test_a_missing_worker_is_named_together_with_who_came(workers: StartWorkers,
         assert facts["again"]["error"] == "NotInitializedError"
 
 
-@pytest.mark.xfail(
-    strict=True, reason="the first to give up closes the store: the others hear of it, not of who is missing"
-)
 def test_who_came_later_is_told_who_is_missing_too(workers: StartWorkers) -> None:
     _, later = _without_ranks_1_and_3(workers, "tcp")
     assert _names_who_came(later), later["text"]

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 from farcall.errors import SerializationError
 from farcall.futures import DONE, FAILED, PENDING, Callbacks, Future, run_callbacks
 from farcall.protocol.wire import FAILURE, Bytes
-from farcall.serialization import callable_name, decode_failure, loads
+from farcall.serialization import callable_name, decode_failure, describe_failure, loads
 
 logger = logging.getLogger("farcall")
 
@@ -79,11 +79,10 @@ class Reply:
             return FAILED, wrapped
 
     def describe(self) -> str:
-        """For the warning that nobody has looked at this failure."""
-        _, error = self.load()
+        """For the warning that nobody has looked at this failure. Runs in a finalizer: no code of a user's."""
         return (
             f"nobody looked at the failure of `{callable_name(self._function)}` on worker {self._worker!r}: "
-            f"{type(error).__name__}: {error}"
+            f"{describe_failure(self._body)}"
         )
 
 

@@ -5,12 +5,15 @@ One loop, in one thread, made when the first such function is called: asyncio is
 
 from __future__ import annotations
 
+import logging
 import threading
 from collections.abc import Callable, Coroutine
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     import asyncio
+
+logger = logging.getLogger("farcall")
 
 
 class EventLoop:
@@ -27,37 +30,56 @@ class EventLoop:
         """Runs it, and calls `done(result, error)` in the loop's thread when it ends. Never raises."""
         import asyncio
 
+        ended = False
+
+        def end(result: Any, error: BaseException | None) -> None:
+            nonlocal ended
+            ended = True
+            done(result, error)
+
         async def run() -> None:
             try:
                 result = await coroutine
             except BaseException as error:
-                done(None, error)
+                end(None, error)
                 if isinstance(error, asyncio.CancelledError):
                     raise
             else:
-                done(result, None)
+                end(result, None)
+
+        def over(_: asyncio.Task[None]) -> None:
+            if not ended:  # cancelled before its first step: `run` was never entered
+                coroutine.close()
+                end(None, asyncio.CancelledError("the worker is shutting down"))
 
         with self._lock:
-            if self._closed:
-                coroutine.close()
-                done(None, RuntimeError("the worker is shutting down"))
-                return
-            loop = self._loop
-            if loop is None:
-                loop = self._loop = asyncio.new_event_loop()
-                self._thread = threading.Thread(
-                    target=self._live, args=(loop,), name=f"farcall-{self._name}-asyncio", daemon=True
-                )
-                self._thread.start()
-        asyncio.run_coroutine_threadsafe(run(), loop)
+            loop = None if self._closed else self._loop or self._start()
+            if loop is not None:  # under the lock: it must not be closed in between
+                loop.call_soon_threadsafe(lambda: loop.create_task(run()).add_done_callback(over))
+        if loop is None:
+            coroutine.close()
+            done(None, RuntimeError("the worker is shutting down"))
 
-    @staticmethod
-    def _live(loop: asyncio.AbstractEventLoop) -> None:
+    def _start(self) -> asyncio.AbstractEventLoop:
+        import asyncio
+
+        self._loop = asyncio.new_event_loop()
+        self._thread = threading.Thread(
+            target=self._live, args=(self._loop,), name=f"farcall-{self._name}-asyncio", daemon=True
+        )
+        self._thread.start()
+        return self._loop
+
+    def _live(self, loop: asyncio.AbstractEventLoop) -> None:
         import asyncio
 
         asyncio.set_event_loop(loop)
         try:
-            loop.run_forever()
+            while not self._closed:
+                try:
+                    loop.run_forever()
+                except BaseException:  # SystemExit in a task that a function left behind; the others go on
+                    logger.exception("worker %r: a task in the event loop ended it", self._name)
             tasks = asyncio.all_tasks(loop)
             for task in tasks:
                 task.cancel()
@@ -67,10 +89,11 @@ class EventLoop:
             loop.close()
 
     def close(self, timeout: float) -> None:
-        """Cancels what runs and ends the thread, waiting for it at most that long."""
+        """Cancels what runs and ends the thread, waiting for it at most that long. May be called twice."""
         with self._lock:
-            self._closed = True
+            closed, self._closed = self._closed, True
             loop, thread = self._loop, self._thread
         if loop is not None and thread is not None:
-            loop.call_soon_threadsafe(loop.stop)
+            if not closed:
+                loop.call_soon_threadsafe(loop.stop)
             thread.join(timeout)

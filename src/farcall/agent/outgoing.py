@@ -303,6 +303,9 @@ class Outgoing:
         """In a forked child: the connection is the parent's, and stays as it is there."""
         self._lost = error
         self._channel.abandon()
+        while self.pending:
+            _, future = self.pending.popitem()
+            future.settle(FAILED, error)
 
     def _end(self, error: RpcError) -> None:
         with self._lock:

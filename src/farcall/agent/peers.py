@@ -81,30 +81,39 @@ class Peer:
 
     def _open(self, deadline: float) -> Channel:
         reasons = []
-        for transport in self._transports.values():
-            for address in self._member.addresses:
-                scheme = address.partition(":")[0]
-                if scheme != transport.scheme or (scheme in ONE_HOST and self._member.host != self._us.host):
-                    continue
-                try:
-                    channel = transport.connect(address, max(0.0, deadline - monotonic()))
-                except OSError as error:
-                    reasons.append(f"{address}: {error}")
-                    continue
-                try:
-                    self._greet(channel, deadline)
-                except (OSError, ProtocolError) as error:
-                    channel.close()
-                    reasons.append(f"{address}: {error}")
-                except BaseException:
-                    channel.close()
-                    raise
-                else:
-                    return channel
+        ways = self._ways()
+        for tried, (transport, address) in enumerate(ways):
+            # Each gets its share of the time: one that hangs must not leave nothing for the next.
+            until = monotonic() + max(0.0, deadline - monotonic()) / (len(ways) - tried)
+            try:
+                channel = transport.connect(address, until - monotonic())
+            except OSError as error:
+                reasons.append(f"{address}: {error}")
+                continue
+            try:
+                self._greet(channel, until)
+            except (OSError, ProtocolError) as error:
+                channel.close()
+                reasons.append(f"{address}: {error}")
+            except BaseException:
+                channel.close()
+                raise
+            else:
+                return channel
         detail = "; ".join(reasons) or f"no transport of {', '.join(self._transports)} leads to it"
         raise WorkerLost(
             f"worker {self.info.name!r} cannot be reached ({detail}); is it still running?", self.info.name
         )
+
+    def _ways(self) -> list[tuple[Transport, str]]:
+        """The addresses of the worker that may be reached from here, best first."""
+        same_host = self._member.host == self._us.host
+        return [
+            (transport, address)
+            for transport in self._transports.values()
+            for address in self._member.addresses
+            if address.partition(":")[0] == transport.scheme and (same_host or transport.scheme not in ONE_HOST)
+        ]
 
     def _greet(self, channel: Channel, deadline: float) -> None:
         hello = Hello(group=self._group, name=self._us.name, rank=self._us.rank, wanted=self.info.name)

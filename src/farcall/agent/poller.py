@@ -65,10 +65,12 @@ class Poller:
 
     def ring(self) -> None:
         """Makes the waiting thread return from `poll`."""
-        try:
-            os.eventfd_write(self._bell, 1)
-        except (OSError, ValueError):
-            pass  # rung already, or closed
+        with self._lock:  # or its number might be somebody else's by the time it is written to
+            if self._bell >= 0:
+                try:
+                    os.eventfd_write(self._bell, 1)
+                except BlockingIOError:
+                    pass  # rung already
 
     def _answer_bell(self, _: int) -> None:
         try:
@@ -78,8 +80,10 @@ class Poller:
 
     def abandon(self) -> None:
         """In a forked child: gives the descriptors back, and changes nothing of what the parent waits for."""
+        self._lock = threading.Lock()  # another thread of the parent may have held it
         self._epoll.close()
-        os.close(self._bell)
+        bell, self._bell = self._bell, -1
+        os.close(bell)
 
     def close(self) -> None:
         """Frees the descriptors. Nobody may be waiting any more."""

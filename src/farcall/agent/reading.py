@@ -24,7 +24,7 @@ import threading
 from collections import deque
 from collections.abc import Callable
 from threading import get_ident
-from typing import Any, Protocol
+from typing import Any, Final, Protocol
 
 from farcall.futures import Future, Gate
 
@@ -45,15 +45,18 @@ class Readable(Protocol):
         """Replies are awaited, nobody reads, nobody watches: to be looked after when convenient."""
 
 
+_TRIES: Final = 100
+"""Interrupts that a thread may get while it leaves; more than anybody can press Ctrl-C in that time."""
+
+
 class Seat:
     """One thread in the queue for the role."""
 
-    __slots__ = ("gate", "promoted", "thread")
+    __slots__ = ("gate", "thread")
 
     def __init__(self, gate: Gate, thread: int) -> None:
         self.gate = gate
         self.thread = thread
-        self.promoted = False
 
 
 class Reading:
@@ -91,33 +94,40 @@ class Reading:
                         self._connection.watch_in_background(False)
             if seat is not None:
                 future.watch(seat.gate.open, waker=True, attended=True)
-                while not future.done() and not seat.promoted and seat.gate.sleep(deadline):
+                while not future.done() and not self._is_holder(me) and seat.gate.sleep(deadline):
                     pass
-                with self._lock:
-                    if self._holder != me:
-                        return
-            if not future.done():
+            if (seat is None or self._is_holder(me)) and not future.done():
                 self._connection.read_until(future, deadline)
         finally:
-            self._end(me, seat, future)
+            # Ctrl-C may come here too. Python looks for signals only after calls, so there must be none before the
+            # `try`; and whatever was interrupted is done again.
+            interrupt: BaseException | None = None
+            tries = 0
+            while True:
+                try:
+                    self._end(me, seat, future)
+                    break
+                except BaseException as error:
+                    interrupt = error
+                    tries += 1
+                    if tries == _TRIES:
+                        break
+            if interrupt is not None:
+                raise interrupt
+
+    def _is_holder(self, me: int) -> bool:
+        with self._lock:  # not while the role is being handed over
+            return self._holder == me
 
     def _end(self, me: int, seat: Seat | None, future: Future[Any]) -> None:
-        """Leaves the queue and gives up the role, whatever comes between: a step may be done twice, but not left out."""
-        interrupt: BaseException | None = None
-        while True:
-            try:
-                if seat is not None:
-                    future.forget(seat.gate.open)
-                    with self._lock:
-                        if seat in self._queue:
-                            self._queue.remove(seat)
-                if self._holder == me:
-                    self.leave()
-                break
-            except BaseException as error:
-                interrupt = error
-        if interrupt is not None:
-            raise interrupt
+        """Leaves the queue and gives up the role. Each step may be done twice."""
+        if seat is not None:
+            future.forget(seat.gate.open)
+            with self._lock:
+                if seat in self._queue:
+                    self._queue.remove(seat)
+        if self._holder == me:
+            self.leave()
 
     def leave(self) -> None:
         """The holder gives the role up; the first in the queue gets it. To be called again if it was interrupted."""
@@ -125,7 +135,6 @@ class Reading:
         with self._lock:
             if self._queue:
                 seat = self._queue[0]
-                seat.promoted = True
                 seat.gate.open()
                 self._holder = seat.thread  # last: until then the role is ours to hand on
                 self._queue.popleft()

@@ -188,7 +188,8 @@ class Serving:
                 origin = job.origin
                 assert origin is not None
                 origin.answer_later(reply)
-                unflushed.append(origin)
+                if not unflushed or unflushed[-1] is not origin:
+                    unflushed.append(origin)
                 done += 1
                 if done >= _BURST:
                     self._flush()
@@ -270,7 +271,9 @@ class Serving:
 
     def _take_job(self) -> Job | None:
         """A job, and a place among the running, if there are both. Under the lock."""
-        if self._running < self._limit and self.ready:
+        leader = self._leader
+        led = leader is not None and leader.lead.is_running()  # its function counts, though it is not in `_running`
+        if self._running + led < self._limit and self.ready:
             try:
                 job = self.ready.popleft()
             except IndexError:

@@ -139,7 +139,6 @@ class _LargeMessage:
         self._kind = kind
         self._call_id = call_id
         self._head_size = head_size
-        # bytearray(n) is zeroed lazily by the system: memory is used only as bytes arrive.
         self._front = bytearray(head_size + body_size)
         self._parts = [bytearray(size) for size in sizes]
         self._waiting = [memoryview(part) for part in (self._front, *self._parts) if part]

@@ -5,7 +5,7 @@ no threads, no agent: bytes in and out.
 """
 
 from farcall.serialization.callables import callable_name, encode_function, resolve_function
-from farcall.serialization.failures import decode_failure, encode_failure
+from farcall.serialization.failures import decode_failure, describe_failure, encode_failure
 from farcall.serialization.pickler import (
     OUT_OF_BAND_SIZE,
     Pickled,
@@ -22,6 +22,7 @@ __all__ = [
     "Pickled",
     "callable_name",
     "decode_failure",
+    "describe_failure",
     "dumps",
     "dumps_arguments",
     "dumps_inline",

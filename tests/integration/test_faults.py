@@ -81,7 +81,7 @@ def test_everybody_who_waits_hears_of_a_killed_worker_within_a_second(
 BLAMED = "the worker with the store closes it when it gives up: the next one blames that worker, not the dead one"
 
 
-@pytest.mark.parametrize("victim", [0, pytest.param(1, marks=pytest.mark.xfail(strict=True, reason=BLAMED))])
+@pytest.mark.parametrize("victim", [0, 1])
 def test_a_graceful_shutdown_without_a_killed_worker_ends_and_names_it(workers: StartWorkers, victim: int) -> None:
     script = """
     start()
@@ -388,9 +388,6 @@ def _storm(workers: StartWorkers) -> tuple[Workers, dict[str, Any]]:
     return group, facts
 
 
-@pytest.mark.xfail(
-    strict=True, reason="Ctrl-C just as the reader's role is taken or left leaks the role: all later calls hang"
-)
 def test_ctrl_c_at_any_point_of_a_call_leaves_a_worker_that_can_call(workers: StartWorkers) -> None:
     group, facts = _storm(workers)
     group.finish({1: KILLED}, quiet=False)
