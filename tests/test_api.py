@@ -294,18 +294,15 @@ def test_a_signal_handler_may_shut_down_while_a_shutdown_waits(port: int) -> Non
 # -- in a process of its own
 
 
-def test_importing_is_quick_and_brings_neither_torch_nor_numpy() -> None:
+def test_importing_brings_nothing_heavy() -> None:
+    """How long it takes is measured by the benchmark; here, that what would make it slow is not imported."""
     script = """
-    import sys, time
-    began = time.perf_counter()
+    import sys
     import farcall
-    took = time.perf_counter() - began
-    heavy = sorted({"torch", "numpy", "asyncio", "cloudpickle", "rich"} & set(sys.modules))
-    print(took, *heavy)
+    heavy = {"torch", "numpy", "asyncio", "cloudpickle", "rich", "farcall.rendezvous.embedded"}
+    print(*sorted(heavy & set(sys.modules)))
     """
-    answers = [run(script).split() for _ in range(5)]
-    assert [answer[1:] for answer in answers] == [[]] * 5
-    assert min(float(answer[0]) for answer in answers) < 0.150
+    assert run(script) == ""
 
 
 def test_a_forked_child_gets_a_clear_error(port: int) -> None:

@@ -16,7 +16,7 @@ from farcall.errors import AlreadyInitializedError, NotInitializedError, Rendezv
 from farcall.futures import Future, on_serving_thread
 from farcall.options import DEFAULT_SHUTDOWN_TIMEOUT, UNSET_RPC_TIMEOUT, RpcBackendOptions
 from farcall.protocol.ids import WorkerInfo
-from farcall.rendezvous import PATIENCE, rendezvous
+from farcall.rendezvous.store import PATIENCE
 from farcall.transports import transport
 
 T = TypeVar("T")
@@ -55,6 +55,8 @@ def init_rpc(
     options = rpc_backend_options if rpc_backend_options is not None else RpcBackendOptions()
     if not isinstance(options, RpcBackendOptions):
         raise UsageError(f"rpc_backend_options must be farcall.RpcBackendOptions, not {type(options).__name__}")
+    from farcall.rendezvous import rendezvous  # not at the head: see there
+
     with _lock:
         if _agent is not None and not _agent.is_forked:
             raise AlreadyInitializedError(
@@ -67,9 +69,9 @@ def init_rpc(
         try:
             agent = Agent(name, meeting, options, transports)
         except BaseException as error:
-            # The others that still wait shall hear who came and who did not, too.
-            patience = PATIENCE if isinstance(error, RendezvousTimeoutError) else 0.0
-            meeting.store.close(early=True, patience=patience)
+            # If somebody did not come, the others that still wait for them shall hear who came and who did not, too.
+            waited = isinstance(error, RendezvousTimeoutError)
+            meeting.store.close(early=not waited, patience=PATIENCE if waited else 0.0)
             raise
         _agent = agent
         agent.start()

@@ -228,7 +228,7 @@ def test_asking_again_and_again_leaves_nothing_at_the_future(group: LocalGroup, 
     future = start(group[0], 1, wait_at, "later", 7)
     reader = pool.submit(start(group[0], 1, wait_at, "later", 8).wait)
     arrived["later"].wait(SOON)
-    while not group[0]._connections.copy().popitem()[0]._reading._busy:
+    while not group[0]._connections.copy().popitem()[0]._reading._holder:
         pass
     for _ in range(20):
         with pytest.raises(TimeoutError):

@@ -11,7 +11,7 @@ import logging
 import threading
 from collections.abc import Callable, Mapping, Sequence
 from time import monotonic
-from typing import Any, Final
+from typing import TYPE_CHECKING, Any, Final
 
 import msgspec
 
@@ -29,6 +29,7 @@ from farcall.errors import (
     NotInitializedError,
     RpcError,
     RpcTimeoutError,
+    ShutdownError,
     UnknownWorkerError,
     UsageError,
     WorkerLost,
@@ -36,10 +37,13 @@ from farcall.errors import (
 from farcall.futures import FOREVER
 from farcall.options import UNSET_RPC_TIMEOUT, RpcBackendOptions
 from farcall.protocol.ids import WorkerInfo
-from farcall.rendezvous import PATIENCE, Rendezvous, join
+from farcall.rendezvous.store import PATIENCE
 from farcall.serialization import callable_name, dumps_arguments, encode_function
 from farcall.transports.base import Channel, Listener, Transport
 from farcall.transports.network import host_identity
+
+if TYPE_CHECKING:
+    from farcall.rendezvous import Rendezvous
 
 logger = logging.getLogger("farcall")
 
@@ -112,6 +116,8 @@ class Agent:
         us = Member(self.info.name, self.info.id, host_identity(), addresses)
         for listener in self._listeners:
             self._poller.add(listener.fileno(), lambda _, listener=listener: self._accept(listener), READABLE)  # type: ignore[misc]
+        from farcall.rendezvous import join  # not at the head: see `farcall.rendezvous`
+
         payloads = join(self._rendezvous, self.info.name, msgspec.msgpack.encode(us), self.options.init_timeout)
         for payload in payloads.values():
             member = msgspec.msgpack.decode(payload, type=Member)
@@ -252,16 +258,18 @@ class Agent:
         Graceful: first waits until all workers are here and all their calls have ended, at most `timeout` seconds (0:
         without limit). Raises `ShutdownError`, after everything is freed, if that failed.
         """
-        together = False
+        early, patience = True, 0.0
         try:
             if graceful:
                 wait_for_everybody(self, self._rendezvous, timeout)
-                together = True
+                early, patience = False, PATIENCE
+        except ShutdownError:
+            patience = _SHORT_PATIENCE  # so that those who come just now still hear who was missing
+            raise
         finally:
-            # Who failed to wait for the others leaves a moment for those who come just now to hear why.
-            self._close(together, PATIENCE if together else _SHORT_PATIENCE if graceful else 0.0)
+            self._close(early, patience)
 
-    def _close(self, together: bool, patience: float) -> None:
+    def _close(self, early: bool, patience: float) -> None:
         with self._lock:
             if self._closed is not None:
                 return
@@ -275,7 +283,7 @@ class Agent:
             logger.warning("worker %r: %d function(s) still run after the shutdown", self.info.name, len(left))
         self._supervisor.close()
         self._close_descriptors()
-        self._rendezvous.store.close(early=not together, patience=patience)
+        self._rendezvous.store.close(early, patience)
 
     def _close_descriptors(self) -> None:
         for listener in self._listeners:

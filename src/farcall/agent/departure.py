@@ -11,12 +11,14 @@ from __future__ import annotations
 
 import threading
 from time import monotonic
-from typing import Final, Protocol
+from typing import TYPE_CHECKING, Final, Protocol
 
 from farcall.errors import RendezvousError, RendezvousTimeoutError, ShutdownError
 from farcall.futures import FOREVER
 from farcall.protocol.ids import WorkerInfo
-from farcall.rendezvous import Rendezvous
+
+if TYPE_CHECKING:
+    from farcall.rendezvous import Rendezvous
 
 _FIRST_PAUSE: Final = 0.5e-3
 _LONGEST_PAUSE: Final = 20e-3

@@ -86,7 +86,7 @@ class Peer:
             # Each gets its share of the time: one that hangs must not leave nothing for the next.
             until = monotonic() + max(0.0, deadline - monotonic()) / (len(ways) - tried)
             try:
-                channel = transport.connect(address, until - monotonic())
+                channel = transport.connect(address, max(0.0, until - monotonic()))
             except OSError as error:
                 reasons.append(f"{address}: {error}")
                 continue
