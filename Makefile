@@ -10,7 +10,7 @@ PIP := python -m pip --disable-pip-version-check -qq
 SOURCES = $(wildcard src tests benchmarks examples)
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test check bench format clean
+.PHONY: help demo test check bench simulate explore format clean
 
 help:  ## say what there is (this)
 	@echo "make TARGET, where TARGET is one of"
@@ -30,6 +30,12 @@ check: $(VENV)/.installed  ## formatting, lint, types, and who imports whom
 
 bench: $(BENCH_VENV)/.installed  ## measure against torch, RPyC and raw sockets (large download, once)
 	$(BENCH_VENV)/bin/python benchmarks/run.py $(ARGS)
+
+simulate: $(VENV)/.installed  ## run random schedules of the reference protocol: ARGS="--schedules 1000000"
+	$(VENV)/bin/python -m farcall.testing.simulate --jobs 2 $(ARGS)
+
+explore: $(VENV)/.installed  ## visit every state of a small group of the reference protocol
+	$(VENV)/bin/python -m farcall.testing.explore $(ARGS)
 
 format: $(VENV)/.installed  ## format the code and fix what can be fixed
 	$(VENV)/bin/ruff format $(SOURCES)
