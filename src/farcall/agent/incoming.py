@@ -26,7 +26,8 @@ from farcall.transports.base import Buffer, Channel
 
 logger = logging.getLogger("farcall")
 
-_CHUNK: Final = 1 << 18
+_CHUNK: Final = 1 << 15
+"""Not more: from 128 KiB on, the allocator asks the system for memory anew each time, which costs more than a call."""
 
 
 class Incoming:

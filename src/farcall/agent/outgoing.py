@@ -33,7 +33,8 @@ from farcall.protocol.wire import CALL, FAILURE, RESULT, Decoder, encode, encode
 from farcall.serialization import callable_name
 from farcall.transports.base import Channel
 
-_CHUNK: Final = 1 << 18
+_CHUNK: Final = 1 << 15
+"""Not more: from 128 KiB on, the allocator asks the system for memory anew each time, which costs more than a call."""
 _MAX_WAITING: Final = 1 << 24
 """Bytes that may wait to be sent before callers have to wait too."""
 _LOOK_AGAIN: Final = 1.0

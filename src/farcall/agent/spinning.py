@@ -5,9 +5,9 @@ microseconds. That is a waste where the answer takes longer, and a harm where so
 interpreter. So it adapts, by two signs:
 
 - *Misses*: what is waited for must come while spinning about three times in four, or spinning rests.
-- *Crowding*: between two looks the thread offers its core to others (`sched_yield`). If a round of looking takes much
-  longer than it should, somebody took the offer, or another thread of this process wanted the interpreter. Then
-  spinning rests at once: what it would gain is taken from others, who may well be the ones that are waited for.
+- *Crowding*: now and then the thread offers its core to others (`sched_yield`). If a round of looking takes much longer
+  than it should, somebody took the offer, or another thread of this process wanted the interpreter. That counts as a
+  miss, and ends the spinning: what it would gain is taken from others, who may well be the ones that are waited for.
 
 A rest is some number of waits without spinning, longer each time until spinning pays again.
 
@@ -26,7 +26,9 @@ _MISS_COSTS: Final = 3
 _FIRST_REST: Final = 16
 _LONGEST_REST: Final = 1024
 _CROWDED: Final = 20e-6
-"""A round of looking takes about 2 µs; longer than this, and others have run meanwhile."""
+"""A round of looking takes about 1 µs; longer than this, and others have run meanwhile."""
+_OFFER_AFTER: Final = 20e-6
+"""Not at once: an offer costs as much as a look, and most answers come sooner."""
 
 _yield = os.sched_yield
 
@@ -54,12 +56,15 @@ class Spinning:
             return events
         before = perf_counter()
         stop = before + self._budget
+        offer = before + _OFFER_AFTER
         while True:
-            _yield()
+            if before > offer:
+                _yield()
+                offer = before + _OFFER_AFTER
             events = poll(0)
             now = perf_counter()
             if now - before > _CROWDED:
-                self._take_a_rest()
+                self._miss()
                 return events
             if events:
                 self._hit()
