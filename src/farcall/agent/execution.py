@@ -68,6 +68,8 @@ class CallJob:
         if isinstance(result, CoroutineType):
             self._loop.run(result, lambda outcome, error: self._answer(function, outcome, error))
             return None
+        if result is None:
+            return [encode(RESULT, self._call_id, b"", b"")]
         return self._result(function, result)
 
     def _result(self, function: Callable[..., Any], result: Any) -> Sequence[Buffer]:
