@@ -25,6 +25,8 @@ from measurements import Effort
 
 BEGIN: Final = "<!-- results: written by run.py --write-readme; do not edit -->"
 END: Final = "<!-- end of results -->"
+SUMMARY_BEGIN: Final = "<!-- bench:begin -->"
+SUMMARY_END: Final = "<!-- bench:end -->"
 _ABSENT: Final = "–"
 _PACKAGES: Final = ("farcall", "torch", "rpyc")
 
@@ -149,6 +151,17 @@ def around_results(readme: Path) -> tuple[str, str]:
     if not begin or not end:
         raise ValueError(f"{readme} lacks the lines {BEGIN!r} and {END!r} that say where the results go")
     return before, after
+
+
+def write_summary(readme: Path, shown: Sequence[TextTable], where: dict[str, str]) -> None:
+    """Replace the block of the project's README: the first table, the figures, and what the run stood on."""
+    before, begin, rest = readme.read_text(encoding="utf-8").partition(SUMMARY_BEGIN)
+    _, end, after = rest.partition(SUMMARY_END)
+    if not begin or not end:
+        raise ValueError(f"{readme} lacks the lines {SUMMARY_BEGIN!r} and {SUMMARY_END!r}")
+    about = ", ".join(f"{name} {value}" for name, value in where.items())
+    body = "\n\n".join([shown[0].markdown(), shown[-1].markdown(), f"Measured by `make bench` on: {about}."])
+    readme.write_text(f"{before}{begin}\n\n{body}\n\n{end}{after}", encoding="utf-8")
 
 
 def write_readme(readme: Path, shown: Iterable[TextTable], where: dict[str, str]) -> None:

@@ -49,7 +49,7 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
         nargs="?",
         const=_README,
         metavar="FILE",
-        help="put the tables into the README beside this program, or into FILE",
+        help="put the tables into the README beside this program and the project's, or into FILE",
     )
     parser.add_argument("--strict", action="store_true", help="exit with 1 unless every wanted figure is met")
     options = parser.parse_args(arguments)
@@ -156,6 +156,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         options.json.write_text(json.dumps(found, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
     if options.write_readme is not None:
         report.write_readme(options.write_readme, shown, where)
+        if options.write_readme == _README:
+            report.write_summary(_README.parent.parent / "README.md", shown, where)
     good = all(figure.verdict in ("met", "aim met", "within noise") for figure in figures)
     return 1 if options.strict and not good else 0
 
