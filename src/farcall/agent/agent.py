@@ -15,13 +15,17 @@ from typing import TYPE_CHECKING, Any, Final
 
 import msgspec
 
-from farcall.agent.calls import PendingCall
+from farcall.agent.book import ReferenceBook
+from farcall.agent.calls import ChoreJob, PendingCall
 from farcall.agent.coroutines import EventLoop
 from farcall.agent.departure import wait_for_everybody
+from farcall.agent.execution import RemoteJob, Workplace
+from farcall.agent.handle import Handle
 from farcall.agent.incoming import Incoming
 from farcall.agent.outgoing import Outgoing
 from farcall.agent.peers import Member, Peer
 from farcall.agent.poller import READABLE, Poller
+from farcall.agent.post import Post
 from farcall.agent.serving import Serving
 from farcall.agent.supervisor import Supervisor
 from farcall.errors import (
@@ -34,12 +38,15 @@ from farcall.errors import (
     UsageError,
     WorkerLost,
 )
-from farcall.futures import FOREVER
+from farcall.futures import FOREVER, Future
 from farcall.options import UNSET_RPC_TIMEOUT, RpcBackendOptions
-from farcall.protocol.ids import WorkerInfo
+from farcall.protocol.control import pack_handle, pack_section
+from farcall.protocol.ids import ForkId, RRefId, WorkerInfo
+from farcall.protocol.reference_messages import Carried
+from farcall.protocol.wire import CALL_CARRYING, METHOD, REMOTE, encode, encode_start
 from farcall.rendezvous.store import PATIENCE
-from farcall.serialization import callable_name, dumps_arguments, encode_function
-from farcall.transports.base import Channel, Listener, Transport
+from farcall.serialization import callable_name, collecting, dumps_arguments, encode_function
+from farcall.transports.base import Buffer, Channel, Listener, Transport
 from farcall.transports.network import host_identity
 
 if TYPE_CHECKING:
@@ -48,6 +55,7 @@ if TYPE_CHECKING:
 logger = logging.getLogger("farcall")
 
 _CLOSE_TIMEOUT: Final = 1.0
+_CHORE_TICKS: Final = 5
 _SHORT_PATIENCE: Final = 1.0
 
 To = str | int | WorkerInfo
@@ -79,6 +87,19 @@ class Agent:
         self._supervisor = Supervisor(name)
         self._loop = EventLoop(name)
         self._serving = Serving(name, self._poller, options.num_worker_threads, options.spin, self._supervisor.quicken)
+        self.book = ReferenceBook(
+            self.info.id, lambda worker: self._posts[worker].notify(), self._supervisor.quicken, self._name_of
+        )
+        self.book.agent = self
+        self.book.resend = self._examine
+        self.book.record_stacks = options.record_stacks
+        self._place = Workplace(name, self._loop, self._serving, self.book)
+        self._posts: dict[int, Post] = {}
+        self._incoming_of: dict[int, Incoming] = {}
+        self._leaving = False
+        self._supervisor.has_chores = self.book.has_work
+        self._supervisor.do_chores = self._do_chores
+        self._chores_put_off = 0
         self._supervisor.serving = self._serving
         self._supervisor.connections = lambda: list(self._connections)
         self._listeners = self._listen()
@@ -121,8 +142,16 @@ class Agent:
         payloads = join(self._rendezvous, self.info.name, msgspec.msgpack.encode(us), self.options.init_timeout)
         for payload in payloads.values():
             member = msgspec.msgpack.decode(payload, type=Member)
-            peer = Peer(member, us, self._rendezvous.group, self._transports, self._new_connection)
-            self._peers[peer.info.name] = self._peers[peer.info.id] = self._peers[peer.info] = peer
+            peer = Peer(member, us, self._rendezvous.group, self._transports, self._new_connection, self._peer_lost)
+            rank = peer.info.id
+            self._peers[peer.info.name] = self._peers[rank] = self._peers[peer.info] = peer
+            self.book.joined(rank)
+            self._posts[rank] = Post(
+                peer,
+                self.book,
+                self._serving,
+                lambda rank=rank: self._incoming_of.get(rank),  # type: ignore[misc]
+            )
 
     def _accept(self, listener: Listener) -> None:
         try:
@@ -139,14 +168,22 @@ class Agent:
                     self._rendezvous.group,
                     channel,
                     self._poller,
-                    self._serving,
-                    self._loop,
+                    self._place,
+                    self._incoming_greeted,
                     self._incoming_closed,
                 )
             )
 
+    def _incoming_greeted(self, incoming: Incoming) -> None:
+        self._incoming_of[incoming.caller()] = incoming
+
     def _incoming_closed(self, incoming: Incoming) -> None:
         self._incoming.discard(incoming)
+        if incoming.has_greeted():
+            caller = incoming.caller()
+            if self._incoming_of.get(caller) is incoming:
+                del self._incoming_of[caller]
+            self._examine(caller)
         if self._closed is None:
             for listener in self._listeners:
                 self._poller.want(listener.fileno(), READABLE, True)
@@ -156,12 +193,36 @@ class Agent:
             self._calls_before += connection.calls_started
             self._connections.pop(connection, None)
             on_lost(connection)
+            self._examine(peer.id)
 
-        connection = Outgoing(peer, channel, self._poller, self._serving, self._supervisor, self.options.spin, lost)
+        connection = Outgoing(
+            peer, channel, self._poller, self._serving, self._supervisor, self.book, self.options.spin, lost
+        )
         self._connections[connection] = None
         if self._closed is not None:  # meanwhile
             connection.close(str(self._closed))
         return connection
+
+    def _examine(self, worker: int) -> None:
+        """A connection with that worker has ended: connects anew and sends what was lost, or takes it for dead."""
+        post = self._posts.get(worker)
+        if self._closed is None and not self._leaving and post is not None:
+            self._serving.submit(post)
+
+    def _peer_lost(self, peer: Peer) -> None:
+        logger.warning("worker %r: worker %r was lost", self.info.name, peer.info.name)
+        self.book.lost(peer.info.id)
+
+    def _do_chores(self) -> None:
+        """References that were dropped are given back together after a while, unless a remote call takes them along."""
+        self._chores_put_off += 1
+        if self._chores_put_off >= _CHORE_TICKS:
+            self._chores_put_off = 0
+            self._serving.submit(ChoreJob(self.book.work_off))
+
+    def _name_of(self, worker: int) -> str:
+        peer = self._peers.get(worker)
+        return peer.info.name if peer is not None else f"rank {worker}"
 
     # Calls
 
@@ -189,24 +250,127 @@ class Agent:
         elif timeout < 0:
             raise UsageError(f"a timeout must be 0 (none) or more seconds, not {timeout}")
         head = encode_function(function)
-        if head is None:
-            if not callable(function):
-                raise UsageError(f"{function!r} cannot be called: give a function, a class or another callable")
-            head = b""
-            body, buffers = dumps_arguments(function, args or (), kwargs, peer.info.name, by_value=True)
+        if head is None and not callable(function):
+            raise UsageError(f"{function!r} cannot be called: give a function, a class or another callable")
+        if head is not None and not args and not kwargs:
+            connection, spent = peer.connection, 0.0
+            if connection is None:
+                connection, spent = self._connect(peer, function, timeout)
+            future = connection.call(function, head, b"", (), timeout, spent)
         else:
-            body, buffers = dumps_arguments(function, args or (), kwargs, peer.info.name)
-        connection = peer.connection
-        if connection is not None:
-            future = connection.call(function, head, body, buffers, timeout)
-        else:
-            connection, spent = self._connect(peer, function, timeout)
-            future = connection.call(function, head, body, buffers, timeout, spent)
+            future = self._call_with_arguments(peer, function, head, args, kwargs, timeout)
         if unattended:
-            connection.unattended()
+            future.connection.unattended()
         return future
 
-    def _connect(self, peer: Peer, function: Callable[..., Any], timeout: float) -> tuple[Outgoing, float]:
+    def call_on(
+        self,
+        handle: Handle,
+        what: bytes,
+        method: str,
+        args: Sequence[Any] = (),
+        kwargs: Mapping[str, Any] | None = None,
+        timeout: float = UNSET_RPC_TIMEOUT,
+        unattended: bool = False,
+    ) -> PendingCall:
+        """Calls a method of what a reference stands for, or asks for its value, presence or type (`wire.py`)."""
+        if handle.error is not None:
+            raise handle.error
+        peer = self._peers[handle.reference.owner]
+        if self._closed is not None:
+            raise self._closed
+        if timeout == UNSET_RPC_TIMEOUT:
+            timeout = self.rpc_timeout
+        head = self._head_on(handle, what, method if what == METHOD else "")
+        future = self._call_with_arguments(peer, method, head, args, kwargs, timeout)
+        future.keeps = handle  # the reference must live until the owner has answered
+        if unattended:
+            future.connection.unattended()
+        return future
+
+    def _call_with_arguments(
+        self,
+        peer: Peer,
+        function: Callable[..., Any] | str,
+        head: bytes | None,
+        args: Sequence[Any] | None,
+        kwargs: Mapping[str, Any] | None,
+        timeout: float,
+    ) -> PendingCall:
+        with collecting() as handles:
+            body, buffers = dumps_arguments(function, args or (), kwargs, peer.info.name, by_value=head is None)
+        connection, spent = peer.connection, 0.0
+        if connection is None:
+            connection, spent = self._connect(peer, function, timeout)
+        if not handles:
+            return connection.call(function, head or b"", body, buffers, timeout, spent)
+        number, carried = self.book.pass_on(handles, peer.info.id, connection)
+        section = pack_section(number, carried)
+        return connection.call(function, section + (head or b""), body, buffers, timeout, spent, CALL_CARRYING)
+
+    def resolve_timeout(self, timeout: float) -> float:
+        """The seconds that are meant by a `timeout` parameter; 0 is without end."""
+        return self.rpc_timeout if timeout == UNSET_RPC_TIMEOUT else timeout
+
+    def remote_on(self, handle: Handle, method: str, args: Sequence[Any], kwargs: Mapping[str, Any] | None) -> Handle:
+        """As `remote`, for a method of what a reference stands for; the result stays with its owner."""
+        if handle.error is not None:
+            raise handle.error
+        return self.remote(handle.reference.owner, method, args, kwargs, self._head_on(handle, METHOD, method))
+
+    def _head_on(self, handle: Handle, what: bytes, method: str) -> bytes:
+        fork = handle.fork or ForkId(self.info.id, 0)
+        return what + pack_handle(handle.reference, fork) + method.encode()
+
+    def remote(
+        self,
+        to: To,
+        function: Callable[..., Any] | str,
+        args: Sequence[Any] | None,
+        kwargs: Mapping[str, Any] | None,
+        head: bytes | None = None,
+    ) -> Handle:
+        """Has `to` run the function and keep the result; a handle of it, at once. Raises as `call`."""
+        try:
+            peer = self._peers.get(to)
+        except TypeError:  # not even hashable
+            peer = None
+        if peer is None or self._closed is not None:
+            raise self._refusal(to)
+        if head is None:
+            head = encode_function(function)  # type: ignore[arg-type]  # a name comes with its head
+            if head is None and not callable(function):
+                raise UsageError(f"{function!r} cannot be called: give a function, a class or another callable")
+        with collecting() as handles:
+            body, buffers = dumps_arguments(function, args or (), kwargs, peer.info.name, by_value=head is None)
+        if peer.info.id == self.info.id:
+            value: Future[Any] = Future()
+            copies = [bytearray(buffer) for buffer in buffers]  # the caller may change its own
+            self._serving.submit(RemoteJob(self._place, value, head or b"", body, copies, handles))
+            return self.book.make(value)
+        connection = peer.connection
+        if connection is None:
+            connection, _ = self._connect(peer, function, self.rpc_timeout)
+
+        def frame(number: int, carried: list[Carried], reference: RRefId, fork: ForkId) -> list[Buffer]:
+            full_head = pack_section(number, carried) + pack_handle(reference, fork) + (head or b"")
+            if buffers:
+                return [encode_start(REMOTE, 0, full_head, body, buffers), *(bytes(buffer) for buffer in buffers)]
+            return [encode(REMOTE, 0, full_head, body)]
+
+        post = self._posts[peer.info.id]
+        with post.held_back():
+            self.book.work_off_now()
+        try:
+            handle, message = self.book.call_remote(peer.info.id, handles, frame, connection)
+        except BaseException:
+            post.notify()
+            raise
+        if message:
+            connection.send_control([*post.enclosed(), *message])
+        return handle
+
+    def _connect(self, peer: Peer, function: Callable[..., Any] | str, timeout: float) -> tuple[Outgoing, float]:
         """A new connection, and how much of the call's time it has taken."""
         began = monotonic()
         try:
@@ -246,7 +410,11 @@ class Agent:
 
     def is_idle(self) -> bool:
         """Nothing runs here for others, and nothing is awaited from others."""
-        return not self._serving.is_busy() and not any(connection.pending for connection in list(self._connections))
+        return (
+            not self._serving.is_busy()
+            and not any(connection.pending for connection in list(self._connections))
+            and self.book.is_quiet()
+        )
 
     def calls_started(self) -> int:
         """How many calls this worker has made so far."""
@@ -262,12 +430,21 @@ class Agent:
         try:
             if graceful:
                 wait_for_everybody(self, self._rendezvous, timeout)
+                self._leaving = True  # from now on, a connection that ends is no sign of a loss
+                self._report_what_is_left()
+                self.book.give_up_handles(f"worker {self.info.name!r} has shut down, and given up its references")
+                wait_for_everybody(self, self._rendezvous, timeout, "farewell")
                 early, patience = False, PATIENCE
         except ShutdownError:
             patience = _SHORT_PATIENCE  # so that those who come just now still hear who was missing
             raise
         finally:
             self._close(early, patience)
+
+    def _report_what_is_left(self) -> None:
+        left = self.book.inventory()
+        if left.owned or left.held:
+            logger.warning("worker %r shuts down with references left: it %s", self.info.name, left)
 
     def _close(self, early: bool, patience: float) -> None:
         with self._lock:
@@ -283,6 +460,7 @@ class Agent:
             logger.warning("worker %r: %d function(s) still run after the shutdown", self.info.name, len(left))
         self._supervisor.close()
         self._close_descriptors()
+        self.book.clear()
         self._rendezvous.store.close(early, patience)
 
     def _close_descriptors(self) -> None:

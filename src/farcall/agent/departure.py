@@ -40,8 +40,8 @@ class Leaver(Protocol):
         """All workers of the group."""
 
 
-def wait_for_everybody(leaver: Leaver, rendezvous: Rendezvous, timeout: float) -> None:
-    """Returns when the whole group is quiet.
+def wait_for_everybody(leaver: Leaver, rendezvous: Rendezvous, timeout: float, stage: str = "departure") -> None:
+    """Returns when the whole group is quiet. A later `stage` begins when all have ended the one before.
 
     Raises `ShutdownError`, saying who was missing, after `timeout` seconds (0: never).
     """
@@ -50,7 +50,7 @@ def wait_for_everybody(leaver: Leaver, rendezvous: Rendezvous, timeout: float) -
     number = 0
     while True:
         _wait_until_idle(leaver, deadline)
-        prefix = f"departure/{number}/"
+        prefix = f"{stage}/{number}/"
         total = _hear_all(leaver, rendezvous, prefix, deadline)
         if total == before:
             return

@@ -48,8 +48,18 @@ class Sender:
         with self._lock:
             if self._full or self._later or self._broken is not None:
                 self._send_behind([data])
-            else:
-                self._send_at_once(data)
+                return
+            try:
+                try:
+                    sent = self._channel.send(data)
+                except BlockingIOError:
+                    sent = 0
+                if sent != len(data):
+                    self._append(memoryview(data)[sent:])
+                    self._set_full(True)
+            except BaseException as error:
+                self._break(error)
+                raise
 
     def send_all(self, pieces: Sequence[Buffer]) -> None:
         """Sends one message made of several pieces. What does not fit is copied: the pieces may be changed after it.
@@ -65,28 +75,8 @@ class Sender:
 
     def flush(self) -> None:
         """Sends what is queued, as far as it goes. Raises `OSError` if the channel is broken."""
-        later = self._later
         with self._lock:
-            if self._full or self._broken is not None:
-                self._send_behind((), although_full=True)
-            elif len(later) == 1:
-                self._send_at_once(later.popleft())
-            elif later:
-                self._send_at_once(b"".join([later.popleft() for _ in range(len(later))]))
-
-    def _send_at_once(self, data: bytes) -> None:
-        """Sends where nothing waits: the path of every small call and reply."""
-        try:
-            try:
-                sent = self._channel.send(data)
-            except BlockingIOError:
-                sent = 0
-            if sent != len(data):
-                self._append(memoryview(data)[sent:])
-                self._set_full(True)
-        except BaseException as error:
-            self._break(error)
-            raise
+            self._send_behind((), although_full=True)
 
     def _send_behind(self, pieces: Sequence[Buffer], although_full: bool = False) -> None:
         """Sends all that is queued, then the pieces."""
