@@ -372,8 +372,8 @@ class LooksBeforeItQueues(Reading):
 class KeepsTheRoleItWasJustGiven(Reading):
     """A thread that is handed the role just when its own reply comes does not hand it on."""
 
-    def _end(self, me: int, seat: reading_module.Seat | None, future: Future[Any]) -> None:
-        if seat is None or self._holder != me or not future.done() or self._connection.has_pending():
+    def _end(self, me: int, seat: reading_module.Seat, future: Future[Any]) -> None:
+        if self._holder != me or not future.done() or self._connection.has_pending():
             super()._end(me, seat, future)
 
 

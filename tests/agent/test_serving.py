@@ -6,7 +6,7 @@ import logging
 import os
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
@@ -24,11 +24,11 @@ class Origin:
     def __init__(self) -> None:
         self.events: list[Any] = []
 
-    def answer(self, reply: Sequence[Any]) -> None:
-        self.events.append(("now", *reply))
+    def answer(self, reply: Any) -> None:
+        self.events.append(("now", reply.decode()) if isinstance(reply, bytes) else ("now", *reply))
 
-    def answer_later(self, reply: Sequence[Any]) -> None:
-        self.events.append(("later", *reply))
+    def queue_answer(self, reply: bytes) -> None:
+        self.events.append(("later", reply.decode()))
 
     def flush_answers(self) -> None:
         if self.events[-1:] != ["flush"]:
@@ -45,8 +45,10 @@ class FakeJob:
         kind: object = None,
         origin: Origin | None = None,
         must_run: bool = False,
+        pieces: list[Any] | None = None,
     ) -> None:
         self.name = name
+        self._pieces = pieces
         self.kind: object = name if kind is None else kind
         self.origin = origin
         self.must_run = must_run
@@ -55,12 +57,12 @@ class FakeJob:
         self.thread = ""
         self._function = function
 
-    def run(self) -> list[Any] | None:
+    def run(self) -> bytes | list[Any] | None:
         self.thread = threading.current_thread().name
         self.begun.set()
         self._function()
         self.ended.set()
-        return None if self.origin is None else [self.name]
+        return None if self.origin is None else self._pieces or self.name.encode()
 
 
 class Blocking(FakeJob):
@@ -246,6 +248,13 @@ def test_a_handler_that_fails_does_not_end_the_service(stage: Stage, caplog: pyt
 
 
 # The lead is handed over
+
+
+def test_a_large_answer_is_sent_at_once(stage: Stage) -> None:
+    pool, origin = stage.serving(), Origin()
+    run(pool, FakeJob("small", origin=origin), FakeJob("large", origin=origin, pieces=["start", "rest"]))
+    eventually(lambda: pool.asleep)
+    assert origin.events == [("later", "small"), ("now", "start", "rest"), "flush"]
 
 
 def test_a_slow_job_does_not_hold_up_the_next(stage: Stage) -> None:

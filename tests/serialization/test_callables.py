@@ -218,12 +218,12 @@ def test_a_missing_function_says_who_lacks_what() -> None:
     with pytest.raises(SerializationError) as caught:
         resolve_function(blob("absent"), "worker2")
     assert str(caught.value) == (
-        f"worker2 has no function `absent` in module `{HERE}`: is the same code installed there?"
+        f"worker 'worker2' has no function `absent` in module `{HERE}`: is the same code installed there?"
     )
     with pytest.raises(SerializationError) as caught:
         resolve_function(b"absent_module\0train", "worker2")
     assert str(caught.value) == (
-        "worker2 cannot import module `absent_module` for its function `train` "
+        "worker 'worker2' cannot import module `absent_module` for its function `train` "
         "(ModuleNotFoundError: No module named 'absent_module'): is the same code installed there?"
     )
     with pytest.raises(SerializationError, match=r"this worker has no function `Model.absent` in"):

@@ -38,7 +38,7 @@ from farcall.futures import FOREVER
 from farcall.options import UNSET_RPC_TIMEOUT, RpcBackendOptions
 from farcall.protocol.ids import WorkerInfo
 from farcall.rendezvous.store import PATIENCE
-from farcall.serialization import callable_name, dumps_arguments, encode_function
+from farcall.serialization import Pickled, callable_name, dumps_arguments, encode_function
 from farcall.transports.base import Channel, Listener, Transport
 from farcall.transports.network import host_identity
 
@@ -49,6 +49,7 @@ logger = logging.getLogger("farcall")
 
 _CLOSE_TIMEOUT: Final = 1.0
 _SHORT_PATIENCE: Final = 1.0
+_NO_ARGUMENTS: Final[Pickled] = (b"", [])
 
 To = str | int | WorkerInfo
 
@@ -189,12 +190,13 @@ class Agent:
         elif timeout < 0:
             raise UsageError(f"a timeout must be 0 (none) or more seconds, not {timeout}")
         head = encode_function(function)
+        body, buffers = _NO_ARGUMENTS
         if head is None:
             if not callable(function):
                 raise UsageError(f"{function!r} cannot be called: give a function, a class or another callable")
             head = b""
             body, buffers = dumps_arguments(function, args or (), kwargs, peer.info.name, by_value=True)
-        else:
+        elif args or kwargs:
             body, buffers = dumps_arguments(function, args or (), kwargs, peer.info.name)
         connection = peer.connection
         if connection is not None:

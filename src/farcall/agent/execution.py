@@ -15,12 +15,11 @@ from types import CoroutineType
 from typing import Any
 
 from farcall.agent.coroutines import EventLoop
-from farcall.agent.serving import Answerable
+from farcall.agent.serving import Answerable, Reply
 from farcall.functions import is_async_execution
 from farcall.futures import Future
 from farcall.protocol.wire import FAILURE, RESULT, Bytes, encode, encode_start
 from farcall.serialization import callable_name, dumps_result, encode_failure, loads_arguments, resolve_function
-from farcall.transports.base import Buffer
 
 
 class CallJob:
@@ -48,18 +47,22 @@ class CallJob:
         self._body = body
         self._buffers = buffers
 
-    def run(self) -> Sequence[Buffer] | None:
+    def run(self) -> Reply | None:
         """See `Job`."""
         function: Any = None
         try:
-            args, kwargs = loads_arguments(self._body, self._buffers)
-            if self.kind:
-                function = resolve_function(self.kind, f"worker {self._worker!r}")
+            if self.kind and not self._body:
+                function = resolve_function(self.kind, self._worker)
+                result = function()
             else:
-                function, *args = args  # type: ignore[assignment]
-            self._body = b""  # the arguments are the function's alone now, and go when it lets them go
-            self._buffers = ()
-            result = function(*args, **kwargs)
+                args, kwargs = loads_arguments(self._body, self._buffers)
+                if self.kind:
+                    function = resolve_function(self.kind, self._worker)
+                else:
+                    function, *args = args  # type: ignore[assignment]
+                self._body = b""  # the arguments are the function's alone now, and go when it lets them go
+                self._buffers = ()
+                result = function(*args, **kwargs)
             if is_async_execution(function):
                 self._answer_when_settled(function, result)
                 return None
@@ -69,23 +72,23 @@ class CallJob:
             self._loop.run(result, lambda outcome, error: self._answer(function, outcome, error))
             return None
         if result is None:
-            return [encode(RESULT, self._call_id, b"", b"")]
+            return encode(RESULT, self._call_id, b"", b"")
         return self._result(function, result)
 
-    def _result(self, function: Callable[..., Any], result: Any) -> Sequence[Buffer]:
+    def _result(self, function: Callable[..., Any], result: Any) -> Reply:
         try:
             body, buffers = dumps_result(function, result, self._worker)
         except BaseException as error:
             return self._failure(function, error)
         if buffers:
             return [encode_start(RESULT, self._call_id, b"", body, buffers), *buffers]
-        return [encode(RESULT, self._call_id, b"", body)]
+        return encode(RESULT, self._call_id, b"", body)
 
-    def _failure(self, function: Any, error: BaseException) -> Sequence[Buffer]:
+    def _failure(self, function: Any, error: BaseException) -> Reply:
         name = (
             callable_name(function) if function is not None else self.kind.decode(errors="replace").replace("\0", ".")
         )
-        return [encode(FAILURE, self._call_id, b"", encode_failure(error, self._worker, name))]
+        return encode(FAILURE, self._call_id, b"", encode_failure(error, self._worker, name))
 
     def _answer(self, function: Callable[..., Any], result: Any, error: BaseException | None) -> None:
         reply = self._result(function, result) if error is None else self._failure(function, error)

@@ -10,19 +10,19 @@ Rules
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Final
 
 from farcall.agent.coroutines import EventLoop
 from farcall.agent.execution import CallJob
 from farcall.agent.poller import READABLE, WRITABLE, Poller
 from farcall.agent.sending import Sender
-from farcall.agent.serving import Serving
+from farcall.agent.serving import Reply, Serving
 from farcall.errors import ProtocolError
 from farcall.protocol.handshake import PREAMBLE_SIZE, Hello, Purpose, Refused, Welcome, body_length, pack, unpack
 from farcall.protocol.ids import WorkerInfo
 from farcall.protocol.wire import CALL, Decoder
-from farcall.transports.base import Buffer, Channel
+from farcall.transports.base import Channel
 
 logger = logging.getLogger("farcall")
 
@@ -56,45 +56,42 @@ class Incoming:
         self._peer: Hello | None = None
         self._closed = False
         self._sender = Sender(channel, lambda on: poller.want(self._descriptor, WRITABLE, on))
+        self.queue_answer = self._sender.queue
         poller.add(self._descriptor, self._handle, READABLE)
 
     def _handle(self, events: int) -> None:
+        """The poller says that something can be read or sent."""
         if events & WRITABLE:
             self.flush_answers()
-        if events & ~WRITABLE:
-            try:
-                self._receive()
-            except BlockingIOError:
-                pass
-            except (ProtocolError, MemoryError) as error:
-                logger.warning("worker %r: connection from %s closed: %s", self._us.name, self._who(), error)
-                self.close()
-            except OSError:
-                self.close()
-
-    def _receive(self) -> None:
-        decoder = self._decoder
-        if decoder.space is not None:
-            count = self._channel.receive_into(decoder.space)
-            if not count:
+            if events == WRITABLE:
+                return
+        try:
+            decoder = self._decoder
+            if decoder.space is not None:
+                count = self._channel.receive_into(decoder.space)
+                messages = decoder.filled(count) if count else None
+            else:
+                data = self._channel.receive(_CHUNK)
+                if data and self._peer is None:
+                    data = self._greet(data)
+                    if not data:
+                        return
+                messages = decoder.feed(data) if data else None
+            if messages is None:
                 self.close()
                 return
-            messages = decoder.filled(count)
-        else:
-            data = self._channel.receive(_CHUNK)
-            if not data:
-                self.close()
-                return
-            if self._peer is None:
-                data = self._greet(data)
-                if not data:
-                    return
-            messages = decoder.feed(data)
-        ready = self._serving.ready
-        for kind, call_id, head, body, buffers in messages:
-            if kind != CALL:
-                raise ProtocolError(f"a reply (kind {kind}) came where only calls may")
-            ready.append(CallJob(self._us.name, self._loop, self, call_id, head, body, buffers))
+            ready = self._serving.ready
+            for kind, call_id, head, body, buffers in messages:
+                if kind != CALL:
+                    raise ProtocolError(f"a reply (kind {kind}) came where only calls may")
+                ready.append(CallJob(self._us.name, self._loop, self, call_id, head, body, buffers))
+        except BlockingIOError:
+            pass
+        except (ProtocolError, MemoryError) as error:
+            logger.warning("worker %r: connection from %s closed: %s", self._us.name, self._who(), error)
+            self.close()
+        except OSError:
+            self.close()
 
     def _greet(self, data: bytes) -> bytes:
         """Takes the greeting out of what came; what is behind it. Raises `ProtocolError` if it is none."""
@@ -129,20 +126,12 @@ class Incoming:
 
     # Replies
 
-    def answer(self, reply: Sequence[Buffer]) -> None:
+    def answer(self, reply: Reply) -> None:
         """See `Answerable`."""
         try:
-            self._sender.send_all(reply)
+            self._sender.send_all((reply,) if isinstance(reply, bytes) else reply)
         except OSError:
             self.close()
-
-    def answer_later(self, reply: Sequence[Buffer]) -> None:
-        """See `Answerable`."""
-        start = reply[0]
-        if len(reply) == 1 and isinstance(start, bytes):
-            self._sender.queue(start)
-        else:
-            self.answer(reply)  # large: not to be kept back, and its buffers are the user's to change
 
     def flush_answers(self) -> None:
         """See `Answerable`."""

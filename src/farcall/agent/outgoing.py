@@ -17,7 +17,7 @@ import select
 import threading
 from collections.abc import Callable, Sequence
 from time import monotonic
-from typing import Any, Final
+from typing import TYPE_CHECKING, Any, Final
 
 from farcall.agent.calls import CallbackJob, PendingCall, Reply
 from farcall.agent.poller import READABLE, WRITABLE, Poller
@@ -137,9 +137,10 @@ class Outgoing:
 
     def drive(self, future: Future[Any], deadline: float) -> None:
         """Waits for one of its futures, reading the connection if nobody does."""
-        assert isinstance(future, PendingCall)
+        if TYPE_CHECKING:
+            assert isinstance(future, PendingCall)
         try:
-            self._reading.wait(future, min(deadline, future.deadline))
+            self._reading.wait(future, deadline if deadline < future.deadline else future.deadline)
         except BaseException:
             if future.due is not None:
                 self._dispatch(future, future.due)
@@ -147,7 +148,7 @@ class Outgoing:
         if future.due is not None:
             due, future.due = future.due, None
             run_callbacks(future, due)
-        if not future.done() and monotonic() >= future.deadline:
+        if not future._state and monotonic() >= future.deadline:
             self._expire(future)
 
     def attend(self) -> None:

@@ -96,7 +96,7 @@ class Reading:
                 future.watch(seat.gate.open, waker=True, attended=True)
                 while not future.done() and not self._is_holder(me) and seat.gate.sleep(deadline):
                     pass
-            if (seat is None or self._is_holder(me)) and not future.done():
+            if not future._state and (seat is None or self._is_holder(me)):
                 self._connection.read_until(future, deadline)
         finally:
             # Ctrl-C may come here too. Python looks for signals only after calls, so there must be none before the
@@ -105,7 +105,10 @@ class Reading:
             tries = 0
             while True:
                 try:
-                    self._end(me, seat, future)
+                    if seat is not None:
+                        self._end(me, seat, future)
+                    elif self._holder == me:
+                        self.leave()
                     break
                 except BaseException as error:
                     interrupt = error
@@ -119,13 +122,12 @@ class Reading:
         with self._lock:  # not while the role is being handed over
             return self._holder == me
 
-    def _end(self, me: int, seat: Seat | None, future: Future[Any]) -> None:
-        """Leaves the queue and gives up the role. Each step may be done twice."""
-        if seat is not None:
-            future.forget(seat.gate.open)
-            with self._lock:
-                if seat in self._queue:
-                    self._queue.remove(seat)
+    def _end(self, me: int, seat: Seat, future: Future[Any]) -> None:
+        """Leaves the queue, and gives up the role if it came. Each step may be done twice."""
+        future.forget(seat.gate.open)
+        with self._lock:
+            if seat in self._queue:
+                self._queue.remove(seat)
         if self._holder == me:
             self.leave()
 
@@ -139,12 +141,13 @@ class Reading:
                 self._holder = seat.thread  # last: until then the role is ours to hand on
                 self._queue.popleft()
             else:
-                pending = self._connection.has_pending()
-                self._urgent = self._urgent and pending
-                if self._urgent and not self._watched:
-                    self._watched = True
-                    self._connection.watch_in_background(True)
-                unattended = pending and not self._watched
+                if self._connection.has_pending():
+                    if self._urgent and not self._watched:
+                        self._watched = True
+                        self._connection.watch_in_background(True)
+                    unattended = not self._watched
+                else:
+                    self._urgent = False
                 self._holder = 0
         if unattended:
             self._connection.unattended()

@@ -26,7 +26,7 @@ _PIECES: Final = 64
 class Sender:
     """The sending side of one channel."""
 
-    __slots__ = ("_broken", "_channel", "_full", "_later", "_lock", "_queue", "_want_writable", "waiting")
+    __slots__ = ("_broken", "_channel", "_full", "_later", "_lock", "_queue", "_want_writable", "queue", "waiting")
 
     def __init__(self, channel: Channel, want_writable: Callable[[bool], None]) -> None:
         self._channel = channel
@@ -35,6 +35,8 @@ class Sender:
         self._lock = threading.Lock()
         self._queue: deque[Buffer] = deque()  # under the lock
         self._later: deque[bytes] = deque()
+        self.queue = self._later.append
+        """`queue(message)`: queues one message; somebody must `flush` soon. Takes no lock, not even a frame."""
         self._broken: BaseException | None = None
         self.waiting = 0
         """Bytes that the channel has not taken yet."""
@@ -48,8 +50,13 @@ class Sender:
         with self._lock:
             if self._full or self._later or self._broken is not None:
                 self._send_behind([data])
-            else:
-                self._send_at_once(data)
+                return
+            try:
+                sent = self._channel.send(data)
+                if sent != len(data):
+                    self._keep(memoryview(data)[sent:])
+            except BaseException as error:
+                self._sending_failed(error, data)
 
     def send_all(self, pieces: Sequence[Buffer]) -> None:
         """Sends one message made of several pieces. What does not fit is copied: the pieces may be changed after it.
@@ -59,34 +66,38 @@ class Sender:
         with self._lock:
             self._send_behind(pieces)
 
-    def queue(self, message: bytes) -> None:
-        """Queues one message; somebody must `flush` soon. Takes no lock."""
-        self._later.append(message)
-
     def flush(self) -> None:
         """Sends what is queued, as far as it goes. Raises `OSError` if the channel is broken."""
         later = self._later
         with self._lock:
             if self._full or self._broken is not None:
                 self._send_behind((), although_full=True)
-            elif len(later) == 1:
-                self._send_at_once(later.popleft())
-            elif later:
-                self._send_at_once(b"".join([later.popleft() for _ in range(len(later))]))
-
-    def _send_at_once(self, data: bytes) -> None:
-        """Sends where nothing waits: the path of every small call and reply."""
-        try:
+                return
+            if not later:
+                return
+            data = later.popleft()
+            if later:
+                data += b"".join([later.popleft() for _ in range(len(later))])
             try:
                 sent = self._channel.send(data)
-            except BlockingIOError:
-                sent = 0
-            if sent != len(data):
-                self._append(memoryview(data)[sent:])
-                self._set_full(True)
-        except BaseException as error:
-            self._break(error)
+                if sent != len(data):
+                    self._keep(memoryview(data)[sent:])
+            except BaseException as error:
+                self._sending_failed(error, data)
+
+    def _sending_failed(self, error: BaseException, data: bytes) -> None:
+        """Sending `data` raised that. It waits if the channel merely takes nothing now, else the channel is broken."""
+        try:
+            if not isinstance(error, BlockingIOError):
+                raise error
+            self._keep(data)
+        except BaseException as reason:
+            self._break(reason)
             raise
+
+    def _keep(self, rest: Buffer) -> None:
+        self._append(rest)
+        self._set_full(True)
 
     def _send_behind(self, pieces: Sequence[Buffer], although_full: bool = False) -> None:
         """Sends all that is queued, then the pieces."""

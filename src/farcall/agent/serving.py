@@ -36,17 +36,19 @@ SLOW: Final = 1e-3
 _BURST: Final = 64
 _IDLE_LIFE: Final = 10.0
 
-Reply: TypeAlias = Sequence[Buffer]
+Reply: TypeAlias = bytes | Sequence[Buffer]
+"""A small one in one piece, or the pieces of a large one."""
 
 
 class Answerable(Protocol):
     """Where a reply goes."""
 
+    @property
+    def queue_answer(self) -> Callable[[bytes], None]:
+        """Queues a small one for `flush_answers`. Never raises."""
+
     def answer(self, reply: Reply) -> None:
         """Sends it now. Never raises."""
-
-    def answer_later(self, reply: Reply) -> None:
-        """Queues it for `flush_answers`."""
 
     def flush_answers(self) -> None:
         """Sends what is queued. Never raises."""
@@ -154,6 +156,7 @@ class Serving:
         """Leads until deposed (True: this thread follows now) or until the pool closes (False)."""
         ready = self.ready
         unflushed = self._unflushed
+        slow = self._slow
         done = 0
         while not self._closing:
             if not ready or self._running >= self._limit:
@@ -170,7 +173,7 @@ class Serving:
                     return True
                 continue
             kind = job.kind
-            if kind in self._slow:
+            if kind in slow:
                 if lead.end():
                     self._replace_leader(still_running=True)
                 self._run_as_follower(job)
@@ -187,7 +190,10 @@ class Serving:
             if reply is not None:
                 origin = job.origin
                 assert origin is not None
-                origin.answer_later(reply)
+                if type(reply) is not bytes:
+                    origin.answer(reply)  # large: not to be kept back, and its buffers are the user's to change
+                    continue
+                origin.queue_answer(reply)
                 if not unflushed or unflushed[-1] is not origin:
                     unflushed.append(origin)
                 done += 1

@@ -49,7 +49,8 @@ Message: TypeAlias = tuple[int, int, bytes, Bytes, Sequence[Bytes]]
 
 _SIZE = HEADER.size
 _pack = HEADER.pack
-_unpack_from = HEADER.unpack_from
+_unpack_from = struct.Struct("<IIQQ").unpack_from
+"""Kind, flags and number of buffers as one number, which is the kind if there are no flags and no buffers."""
 
 
 def encode(kind: int, call_id: int, head: bytes, body: bytes) -> bytes:
@@ -64,6 +65,14 @@ def encode_start(kind: int, call_id: int, head: bytes, body: bytes, buffers: Seq
         raise ProtocolError(f"a message has {count} out-of-band buffers; at most {MAX_BUFFERS} are allowed")
     sizes = struct.pack(f"<{count}Q", *[buffer.nbytes for buffer in buffers])
     return _pack(kind, 0, count, len(head), len(body), call_id) + sizes + head + body
+
+
+def _kind_and_count(start: int) -> tuple[int, int]:
+    """The kind and the number of out-of-band buffers, out of a message's first four bytes."""
+    kind, flags, count = start & 0xFF, start >> 8 & 0xFF, start >> 16
+    if not CALL <= kind <= FAILURE or flags:
+        raise ProtocolError(f"a message of unknown kind {kind} (flags {flags}) came")
+    return kind, count
 
 
 class Decoder:
@@ -89,10 +98,9 @@ class Decoder:
         at = 0
         end = len(data)
         while end - at >= _SIZE:
-            kind, flags, count, head_size, body_size, call_id = _unpack_from(data, at)
-            if count or flags or body_size > LARGE or head_size > LARGE or not CALL <= kind <= FAILURE:
-                if not CALL <= kind <= FAILURE or flags:
-                    raise ProtocolError(f"a message of unknown kind {kind} (flags {flags}) came")
+            kind, head_size, body_size, call_id = _unpack_from(data, at)
+            if not CALL <= kind <= FAILURE or head_size + body_size > LARGE:
+                kind, count = _kind_and_count(kind)
                 table = at + _SIZE
                 if end - table < 8 * count:
                     break

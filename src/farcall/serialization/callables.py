@@ -61,8 +61,8 @@ def encode_function(function: Callable[..., Any]) -> bytes | None:
     return _name_function(function)
 
 
-def resolve_function(blob: bytes, worker: str = "this worker") -> Any:
-    """The function of that name, importing its module if need be. `worker`, who looks, is for messages.
+def resolve_function(blob: bytes, worker: str = "") -> Any:
+    """The function of that name, importing its module if need be. `worker`, the name of who looks, is for messages.
 
     Raises `SerializationError` if there is none here.
     """
@@ -112,6 +112,7 @@ def _name_function(function: Any) -> bytes | None:
 
 
 def _find_function(blob: bytes, worker: str) -> Any:
+    worker = f"worker {worker!r}" if worker else "this worker"
     try:
         module, _, qualname = blob.decode().partition("\0")
     except UnicodeDecodeError:
