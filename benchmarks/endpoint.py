@@ -1,4 +1,4 @@
-"""One end of a measurement: the program that the bench starts for each server, caller and busy worker.
+"""One end of a measurement: the program that the bench starts for each server, caller, third end and busy worker.
 
 Started as `endpoint.py FD`, where FD is its end of a pipe to the bench. The first message is its role, a dictionary;
 each further one is a command and its arguments. It answers each of them with ("done", result) or ("failed", traceback).
@@ -29,16 +29,15 @@ def percentile(values: list[float], share: float) -> float:
     return sorted(values)[min(len(values) - 1, int(share * len(values)))]
 
 
-def time_noops(caller: systems.Caller, calls: int, warmup: int) -> dict[str, float]:
-    """Time each of `calls` no-ops, in µs, after `warmup` that do not count."""
-    noop = caller.noop
+def time_each(call: Callable[[], None], calls: int, warmup: int) -> dict[str, float]:
+    """Time each of `calls` calls, in µs, after `warmup` that do not count."""
     for _ in range(warmup):
-        noop()
+        call()
     clock = time.perf_counter_ns
     times = []
     for _ in range(calls):
         start = clock()
-        noop()
+        call()
         times.append((clock() - start) / 1000)
     return {"p50_us": statistics.median(times), "p99_us": percentile(times, 0.99)}
 
@@ -51,6 +50,14 @@ def time_pipelined(caller: systems.Caller, calls: int, warmup: int) -> dict[str,
     return {"calls_per_s": calls / (time.perf_counter() - start)}
 
 
+def time_shared(caller: systems.ReferenceCaller, references: int, warmup: int) -> float:
+    """How many references per second are made, shared, used once and dropped, after `warmup` that do not count."""
+    caller.share(warmup)
+    start = time.perf_counter()
+    caller.share(references)
+    return references / (time.perf_counter() - start)
+
+
 def start(role: dict[str, Any]) -> dict[str, Command]:
     """Take up the role: the commands that it understands. Raises what the system raises."""
     if role["kind"] == "busy":
@@ -59,12 +66,19 @@ def start(role: dict[str, Any]) -> dict[str, Command]:
     system = systems.find(role["system"])
     if role["kind"] == "server":
         return {"stop": system.serve(role["address"]).close}
+    if role["kind"] == "third":
+        return {"stop": system.join(role["address"]).close}
     caller = system.connect(role["address"])
-    return {
-        "noops": functools.partial(time_noops, caller),
+    commands: dict[str, Command] = {
+        "noops": functools.partial(time_each, caller.noop),
         "pipelined": functools.partial(time_pipelined, caller),
         "stop": caller.close,
     }
+    if isinstance(caller, systems.ReferenceCaller):
+        commands["remotes"] = functools.partial(time_each, caller.remote_to_here)
+        commands["proxies"] = functools.partial(time_each, caller.proxy_call)
+        commands["shared"] = functools.partial(time_shared, caller)
+    return commands
 
 
 def attempt(act: Command, *args: object, **options: object) -> tuple[str, Any]:

@@ -1,4 +1,6 @@
-"""What is measured: calls between two processes, an idle worker, and many busy workers. Each function is one round.
+"""What is measured: calls between two processes, references among three, an idle worker, many busy workers, an import.
+
+Each function is one round.
 
 Every round starts its processes anew and ends them afterwards. Torch's transport polls all the time, so a system that
 merely waited for its turn would take a core from the one being measured; stopping it by a signal instead would hold
@@ -9,12 +11,13 @@ from __future__ import annotations
 
 import os
 import resource
+import tempfile
 import time
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final
 
-from processes import Endpoint, Endpoints, free_port
+from processes import Endpoint, Endpoints, free_port, run_python
 from systems import BUSY_WORKERS, System
 
 _SETTLE: Final = 0.5
@@ -29,40 +32,63 @@ class Effort:
     calls: int = 2_000
     warmup: int = 200
     pipelined: int = 5_000
+    references: int = 10_000
+    imports: int = 5
     idle_seconds: float = 5.0
     busy_seconds: float = 3.0
 
 
-QUICK: Final = Effort(rounds=2, calls=300, warmup=50, pipelined=1_000, idle_seconds=1.0, busy_seconds=1.0)
+QUICK: Final = Effort(
+    rounds=2, calls=300, warmup=50, pipelined=1_000, references=500, imports=2, idle_seconds=1.0, busy_seconds=1.0
+)
 """Enough to see that everything works; too little for figures to believe in."""
 
 
-def start_pair(endpoints: Endpoints, system: System) -> tuple[Endpoint, Endpoint]:
-    """Start both ends of a system: its server and its caller. Raises EndpointFailed."""
-    address = endpoints.address()
+def start_ends(endpoints: Endpoints, system: System, third: bool = False) -> tuple[Endpoint, Endpoint]:
+    """Start the ends of a system: its server, its caller and, if asked for, its third. Raises EndpointFailed.
+
+    The server and the caller are returned.
+    """
+    address = endpoints.address(3 if third else 2)
     server = endpoints.start(f"the server of {system.label}", kind="server", system=system.name, address=address)
     if not system.starts_together:
         endpoints.wait_until_up(server)
     caller = endpoints.start(f"the caller of {system.label}", kind="caller", system=system.name, address=address)
+    others = []
+    if third:
+        others.append(
+            endpoints.start(f"the third of {system.label}", kind="third", system=system.name, address=address)
+        )
     if system.starts_together:
-        # The caller first: if it fails, the server would only report that it waited for it in vain.
-        endpoints.wait_until_up(caller, server)
-    else:
-        endpoints.wait_until_up(caller)
+        others.append(server)
+    # The caller first: if it fails, the others would only report that they waited for it in vain.
+    endpoints.wait_until_up(caller, *others)
     return server, caller
 
 
 def measure_calls(system: System, effort: Effort) -> dict[str, float]:
-    """One round of no-op calls, one by one and, where the system can, pipelined. Raises EndpointFailed.
+    """One round of calls between two processes: no-ops and, where the system can, many at once, and references.
 
-    The result has `p50_us` and `p99_us`, and `calls_per_s` if it pipelines.
+    The result has `p50_us` and `p99_us`, `calls_per_s` if it pipelines, `remote_us` and `proxy_us` (p50) if it refers.
+    Raises EndpointFailed.
     """
     with Endpoints() as endpoints:
-        _, caller = start_pair(endpoints, system)
+        _, caller = start_ends(endpoints, system)
         result: dict[str, float] = caller.ask("noops", calls=effort.calls, warmup=effort.warmup)
         if system.pipelines:
             result |= caller.ask("pipelined", calls=effort.pipelined, warmup=effort.pipelined // 10)
+        if system.refers:
+            for command, name in (("remotes", "remote_us"), ("proxies", "proxy_us")):
+                result[name] = caller.ask(command, calls=effort.calls, warmup=effort.warmup)["p50_us"]
         return result
+
+
+def measure_shared(system: System, effort: Effort) -> float:
+    """The rate of references that one worker has another one make and shares with a third. Raises EndpointFailed."""
+    with Endpoints() as endpoints:
+        _, caller = start_ends(endpoints, system, third=True)
+        rate: float = caller.ask("shared", references=effort.references, warmup=effort.references // 10)
+        return rate
 
 
 def measure_idle(system: System, effort: Effort) -> float:
@@ -71,7 +97,7 @@ def measure_idle(system: System, effort: Effort) -> float:
     Raises EndpointFailed.
     """
     with Endpoints() as endpoints:
-        pair = start_pair(endpoints, system)
+        pair = start_ends(endpoints, system)
         pair[1].ask("noops", calls=effort.warmup, warmup=0)
         time.sleep(_SETTLE)
         before = [cpu_seconds(end.pid) for end in pair]
@@ -94,6 +120,21 @@ def measure_busy(spins: bool, effort: Effort) -> float:
             worker.tell("call_all", seconds=effort.busy_seconds)
         calls: list[Any] = [worker.hear() for worker in workers]
         return float(sum(calls) / effort.busy_seconds)
+
+
+def measure_import(effort: Effort) -> float:
+    """Milliseconds of `import farcall` in a fresh interpreter, its bytecode cached: the best of several.
+
+    Raises EndpointFailed.
+    """
+    program = "import time; start = time.perf_counter(); import farcall; print(time.perf_counter() - start)"
+    with tempfile.TemporaryDirectory(prefix="bench-") as cache:
+        # A cache of its own: whether bytecode may be written where the sources are is a matter of the machine.
+        environment = {name: value for name, value in os.environ.items() if name != "PYTHONDONTWRITEBYTECODE"}
+        environment["PYTHONPYCACHEPREFIX"] = cache
+        # The first one fills the cache and does not count.
+        seconds = [float(run_python("`import farcall`", program, environment)) for _ in range(1 + effort.imports)]
+    return 1000 * min(seconds[1:])
 
 
 def cpu_seconds(pid: int) -> float:

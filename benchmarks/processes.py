@@ -129,9 +129,9 @@ class Endpoints:
         for endpoint in self._all:
             endpoint.wait(max(0.0, deadline - time.monotonic()))
 
-    def address(self) -> Address:
-        """A fresh place for two ends to meet."""
-        return Address(free_port(), str(Path(self._directory.name, f"{len(self._all)}.sock")))
+    def address(self, ends: int) -> Address:
+        """A fresh place for so many ends to meet."""
+        return Address(free_port(), str(Path(self._directory.name, f"{len(self._all)}.sock")), ends)
 
     def start(self, title: str, **role: object) -> Endpoint:
         """Start a process with this role. It is up once `hear(START_LIMIT)` has returned."""
@@ -143,6 +143,27 @@ class Endpoints:
         """Wait until all of them have taken up their role. Raises EndpointFailed."""
         for endpoint in endpoints:
             endpoint.hear(START_LIMIT)
+
+
+def run_python(title: str, program: str, environment: dict[str, str]) -> str:
+    """What a fresh interpreter prints for a program. Raises EndpointFailed if it fails or takes too long."""
+    # -P: nothing that happens to lie in the current directory is imported.
+    command = [sys.executable, "-P", "-c", program]
+    try:
+        done = subprocess.run(
+            command,
+            env=environment,
+            stdin=subprocess.DEVNULL,
+            capture_output=True,
+            text=True,
+            timeout=ANSWER_LIMIT,
+            start_new_session=True,
+        )
+    except subprocess.TimeoutExpired:
+        raise EndpointFailed(f"{title} did not end within {ANSWER_LIMIT:g} s") from None
+    if done.returncode:
+        raise EndpointFailed(f"{title} failed:\n{done.stderr[-2000:].strip()}")
+    return done.stdout
 
 
 def free_port() -> int:

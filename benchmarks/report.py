@@ -1,4 +1,4 @@
-"""How the results are told: tables for the screen and for the README, and JSON.
+"""How the results are told: tables for the screen and for READMEs, a summary, and JSON.
 
 A table is built once, as text, and rendered twice. All numbers come from the run.
 """
@@ -20,13 +20,9 @@ from rich.console import Console
 from rich.table import Table
 
 import systems
-from figures import DISTURBANCE, Figure, Results
+from figures import DISTURBANCE, Figure, Results, torch_ratios
 from measurements import Effort
 
-BEGIN: Final = "<!-- results: written by run.py --write-readme; do not edit -->"
-END: Final = "<!-- end of results -->"
-SUMMARY_BEGIN: Final = "<!-- bench:begin -->"
-SUMMARY_END: Final = "<!-- bench:end -->"
 _ABSENT: Final = "–"
 _PACKAGES: Final = ("farcall", "torch", "rpyc")
 
@@ -57,21 +53,31 @@ class TextTable:
         return "\n".join([f"**{self.title}**", "", *lines])
 
 
+def _number(value: float | None, form: str, unit: str = "") -> str:
+    return _ABSENT if value is None else format(value, form) + unit
+
+
 def tables(results: Results, figures: Iterable[Figure], effort: Effort) -> list[TextTable]:
     """All tables of a run; those with nothing in them are left out."""
-
-    def number(value: float | None, form: str) -> str:
-        return _ABSENT if value is None else format(value, form)
-
     calls = [
         [
             system.label,
-            number(results.median(system.name, "p50_us"), ",.1f"),
-            number(results.median(system.name, "p99_us"), ",.1f"),
-            number(results.median(system.name, "calls_per_s"), ",.0f"),
+            _number(results.median(system.name, "p50_us"), ",.1f"),
+            _number(results.median(system.name, "p99_us"), ",.1f"),
+            _number(results.median(system.name, "calls_per_s"), ",.0f"),
         ]
         for system in systems.ALL
         if system.name in results.calls
+    ]
+    references = [
+        [
+            system.label,
+            _number(results.median(system.name, "remote_us"), ",.1f"),
+            _number(results.median(system.name, "proxy_us"), ",.1f"),
+            _number(results.median_shared(system.name), ",.0f"),
+        ]
+        for system in systems.ALL
+        if system.refers and system.name in results.calls
     ]
     busy = [
         [label, f"{statistics.median(rates):,.0f}"]
@@ -81,7 +87,7 @@ def tables(results: Results, figures: Iterable[Figure], effort: Effort) -> list[
     wanted = [
         [
             figure.title,
-            number(figure.value, ".2f") + (figure.unit if figure.value is not None else ""),
+            _number(figure.value, ".2f", figure.unit),
             f"{figure.bound} {figure.required:g}{figure.unit}"
             + (f" (noise {figure.noise:.0%})" if figure.noise else ""),
             _ABSENT if figure.aim is None else f"{figure.aim:g}{figure.unit}",
@@ -94,6 +100,16 @@ def tables(results: Results, figures: Iterable[Figure], effort: Effort) -> list[
             f"A no-op between two processes of one host (medians over {effort.rounds} rounds)",
             ["system", "one by one: p50 µs", "p99 µs", f"{effort.pipelined:,} pipelined: calls/s"],
             calls,
+        ),
+        TextTable(
+            f"References to remote objects (medians over {effort.rounds} rounds)",
+            [
+                "system",
+                "remote + to_here: p50 µs",
+                "proxy call: p50 µs",
+                f"{effort.references:,} shared with a third worker: references/s",
+            ],
+            references,
         ),
         TextTable(
             f"{systems.BUSY_WORKERS} busy farcall workers that call each other",
@@ -144,29 +160,52 @@ def as_json(results: Results, figures: Iterable[Figure], effort: Effort, where: 
     }
 
 
-def around_results(readme: Path) -> tuple[str, str]:
-    """What stands before and after the results in a README. Raises ValueError if it does not say where they go."""
-    before, begin, rest = readme.read_text(encoding="utf-8").partition(BEGIN)
-    _, end, after = rest.partition(END)
-    if not begin or not end:
-        raise ValueError(f"{readme} lacks the lines {BEGIN!r} and {END!r} that say where the results go")
-    return before, after
-
-
-def write_summary(readme: Path, shown: Sequence[TextTable], where: dict[str, str]) -> None:
-    """Replace the block of the project's README: the first table, the figures, and what the run stood on."""
-    before, begin, rest = readme.read_text(encoding="utf-8").partition(SUMMARY_BEGIN)
-    _, end, after = rest.partition(SUMMARY_END)
-    if not begin or not end:
-        raise ValueError(f"{readme} lacks the lines {SUMMARY_BEGIN!r} and {SUMMARY_END!r}")
-    about = ", ".join(f"{name} {value}" for name, value in where.items())
-    body = "\n\n".join([shown[0].markdown(), shown[-1].markdown(), f"Measured by `make bench` on: {about}."])
-    readme.write_text(f"{before}{begin}\n\n{body}\n\n{end}{after}", encoding="utf-8")
-
-
-def write_readme(readme: Path, shown: Iterable[TextTable], where: dict[str, str]) -> None:
-    """Replace the results in a README. Raises ValueError, and changes nothing, if it does not say where they go."""
-    before, after = around_results(readme)
+def in_full(shown: Iterable[TextTable], where: dict[str, str]) -> str:
+    """All tables and what the run stood on, as Markdown."""
     about = "\n".join(f"- {name}: {value}" for name, value in where.items())
-    body = "\n\n".join([*(table.markdown() for table in shown), "The run:\n\n" + about])
-    readme.write_text(f"{before}{BEGIN}\n\n{body}\n\n{END}{after}", encoding="utf-8")
+    return "\n\n".join([*(table.markdown() for table in shown), "The run:\n\n" + about])
+
+
+def summary(results: Results, where: dict[str, str]) -> str:
+    """The run in short, as Markdown: a table, the ratios to torch, the machine and the date."""
+    rows = [
+        [
+            system.label,
+            _number(results.median(system.name, "p50_us"), ",.1f", " µs"),
+            _number(results.median(system.name, "calls_per_s"), ",.0f"),
+            _number(results.median(system.name, "remote_us"), ",.1f", " µs"),
+        ]
+        for system in systems.ALL
+        if system.name in results.calls and system.in_summary
+    ]
+    table = TextTable(
+        "Between processes of one host",
+        ["system", "no-op call, p50", "pipelined calls/s", "`remote` + `to_here`, p50"],
+        rows,
+    )
+    machine_line = ", ".join(f"{name} {value}" for name, value in where.items() if name != "date")
+    return "\n\n".join(
+        [table.markdown(), _against_torch(results), f"Measured on: {machine_line}.", where["date"] + "."]
+    )
+
+
+def _against_torch(results: Results) -> str:
+    ratios = torch_ratios(results)
+    phrases = [
+        f"{ratio:.1f} times {what}"
+        for ratio, what in (
+            (ratios.call, "as fast in a call"),
+            (ratios.pipelined, "in pipelined calls"),
+            (ratios.remote, "in `remote` + `to_here`"),
+            (ratios.proxy, "in a call through a proxy"),
+            (ratios.shared, "in references shared with a third worker"),
+        )
+        if ratio is not None
+    ]
+    if not phrases:
+        return "torch.distributed.rpc was not measured beside it in this run."
+    return f"Over a Unix socket and beside torch.distributed.rpc, farcall was {_listed(phrases)}."
+
+
+def _listed(phrases: Sequence[str]) -> str:
+    return phrases[0] if len(phrases) == 1 else ", ".join(phrases[:-1]) + " and " + phrases[-1]

@@ -26,10 +26,21 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 import report
 import systems
 from figures import Results, wanted_figures
-from measurements import QUICK, Effort, measure_busy, measure_calls, measure_idle, others_cpu_seconds
+from measurements import (
+    QUICK,
+    Effort,
+    measure_busy,
+    measure_calls,
+    measure_idle,
+    measure_import,
+    measure_shared,
+    others_cpu_seconds,
+)
 from processes import EndpointFailed
+from recording import Block
 
-_README: Final = Path(__file__).with_name("README.md")
+_OWN_README: Final = Path(__file__).with_name("README.md")
+_REPOSITORY_README: Final = Path(__file__).parents[1] / "README.md"
 Step = tuple[str, Callable[[], None]]
 
 
@@ -47,9 +58,10 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
         "--write-readme",
         type=Path,
         nargs="?",
-        const=_README,
+        const=_OWN_README,
         metavar="FILE",
-        help="put the tables into the README beside this program and the project's, or into FILE",
+        help="put the tables into FILE; without FILE, into the README beside this program, and a summary into the"
+        " repository's",
     )
     parser.add_argument("--strict", action="store_true", help="exit with 1 unless every wanted figure is met")
     options = parser.parse_args(arguments)
@@ -69,10 +81,17 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
         parser.error(f"--json: there is no directory {options.json.parent}")
     if options.write_readme is not None:
         try:
-            report.around_results(options.write_readme)
+            for block in blocks(options.write_readme):
+                block.around()
         except (OSError, ValueError) as error:
             parser.error(f"--write-readme: {error}")
     return options
+
+
+def blocks(readme: Path) -> list[Block]:
+    """Where to record the run if this README is asked for: the place of the tables and, it may be, of a summary."""
+    tables = Block.of_tables(readme)
+    return [tables, Block.of_summary(_REPOSITORY_README)] if readme == _OWN_README else [tables]
 
 
 def installed(system: systems.System) -> bool:
@@ -88,6 +107,9 @@ def plan(chosen: Sequence[systems.System], effort: Effort, results: Results) -> 
     def calls(system: systems.System) -> None:
         results.calls.setdefault(system.name, []).append(measure_calls(system, effort))
 
+    def shared(system: systems.System) -> None:
+        results.shared.setdefault(system.name, []).append(measure_shared(system, effort))
+
     def idle(system: systems.System) -> None:
         results.idle_percent.append(measure_idle(system, effort))
 
@@ -97,13 +119,17 @@ def plan(chosen: Sequence[systems.System], effort: Effort, results: Results) -> 
     for number in range(effort.rounds):
         turn = number % len(chosen)
         for system in (*chosen[turn:], *chosen[:turn]):
-            steps.append((f"round {number + 1}: {system.label}", lambda system=system: calls(system)))  # type: ignore[misc]
+            title = f"round {number + 1}: {system.label}"
+            steps.append((title, lambda system=system: calls(system)))  # type: ignore[misc]
+            if system.refers:
+                steps.append((f"{title}, shared references", lambda system=system: shared(system)))  # type: ignore[misc]
         if farcall is None:
             continue
         steps.append((f"round {number + 1}: an idle worker", lambda: idle(farcall)))
         for spins in (True, False) if number % 2 == 0 else (False, True):
             title = f"round {number + 1}: {systems.BUSY_WORKERS} busy workers, {'' if spins else 'not '}spinning"
             steps.append((title, lambda spins=spins: busy(spins)))  # type: ignore[misc]
+        steps.append((f"round {number + 1}: import farcall", lambda: results.import_ms.append(measure_import(effort))))
     return steps
 
 
@@ -155,9 +181,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
         found = report.as_json(results, figures, effort, where)
         options.json.write_text(json.dumps(found, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
     if options.write_readme is not None:
-        report.write_readme(options.write_readme, shown, where)
-        if options.write_readme == _README:
-            report.write_summary(_README.parent.parent / "README.md", shown, where)
+        texts = (report.in_full(shown, where), report.summary(results, where))
+        for block, text in zip(blocks(options.write_readme), texts, strict=False):
+            block.replace(text)
     good = all(figure.verdict in ("met", "aim met", "within noise") for figure in figures)
     return 1 if options.strict and not good else 0
 

@@ -33,12 +33,13 @@ MAY_IMPORT: dict[str, set[str]] = {
     "futures": {"errors"},
     "functions": {"errors", "futures"},
     "agent": BELOW_AGENT,
-    "api": BELOW_API,
+    "rref": {"errors", "futures", "options", "protocol", "serialization", "agent", "api"},
+    "api": BELOW_API | {"rref"},
     # the edges: "farcall" is the package's own __init__, the public face
-    "farcall": BELOW_API | {"api"},
+    "farcall": BELOW_API | {"rref", "api"},
     "cli": BELOW_AGENT | {"api", "farcall"},
-    "testing": BELOW_API | {"api", "farcall"},
-    "pytorch": BELOW_API | {"api", "farcall"},
+    "testing": BELOW_API | {"rref", "api", "farcall"},
+    "pytorch": BELOW_API | {"rref", "api", "farcall"},
 }
 
 # The protocol is pure: ids, time and chance are handed in, and it waits for nothing.
@@ -49,6 +50,9 @@ OPTIONAL_PACKAGES = {
     "torch": {"pytorch": "anywhere"},
     "numpy": {"pytorch": "anywhere", "serialization": "lazily"},
 }
+
+# What may be imported inside a function or for type checking only: the other way round it is imported at the head.
+LAZILY = {"rref": {"agent", "api"}}
 
 LONGEST_MODULE = 500
 
@@ -114,6 +118,8 @@ def violations(module: str, source: str) -> list[str]:
             problem = f"relative import of {imported}"
         elif top == "farcall" and layer_of(imported) not in MAY_IMPORT[layer] | {layer}:
             problem = f"{layer} may not import {imported}"
+        elif top == "farcall" and layer_of(imported) in LAZILY.get(layer, ()) and not lazy:
+            problem = f"{layer} must import {imported} lazily"
         elif layer == "protocol" and top in NOT_IN_PROTOCOL:
             problem = f"protocol is pure and may not import {imported}"
         elif top in OPTIONAL_PACKAGES:
@@ -164,6 +170,9 @@ GOOD = '"""What it is."""\n'
         ("farcall.functions", "from farcall import futures"),
         ("farcall.agent.agent", "import farcall.transports.base"),
         ("farcall.api", "from farcall.agent import Agent"),
+        ("farcall.api", "from farcall.rref import RRef"),
+        ("farcall.rref", "def f(): from farcall.api import current_agent"),
+        ("farcall.rref", "if TYPE_CHECKING:\n    from farcall.agent import Agent"),
         ("farcall", "from farcall.api import init_rpc"),
         ("farcall.cli.main", "import farcall"),
         ("farcall.testing.conformance", "from farcall import init_rpc"),
@@ -189,6 +198,9 @@ def test_what_is_allowed_passes(module: str, line: str) -> None:
         ("farcall.agent.agent", "import farcall.api", "line 2: agent may not import farcall.api"),
         ("farcall.agent.agent", "from . import peers", "line 2: relative import of ."),
         ("farcall.agent.agent", "from ..protocol import wire", "line 2: relative import of ..protocol"),
+        ("farcall.agent.agent", "import farcall.rref", "line 2: agent may not import farcall.rref"),
+        ("farcall.rref", "import farcall.api", "line 2: rref must import farcall.api lazily"),
+        ("farcall.rref", "from farcall.agent import Agent", "line 2: rref must import farcall.agent lazily"),
         ("farcall.api", "import farcall.pytorch", "line 2: api may not import farcall.pytorch"),
         ("farcall", "from farcall import testing", "line 2: farcall may not import farcall.testing"),
         ("farcall.cli.run", "from farcall.agent.peers import Peer", "line 2: cli may not import farcall.agent.peers"),
@@ -225,10 +237,10 @@ def test_importing_it_imports_no_optional_package(module: str) -> None:
 
 
 def project_files() -> Iterator[Path]:
-    """All files that belong to the project: no environments, no caches."""
+    """All files that belong to the project: no environments, no caches, no `.git` (a file in a worktree)."""
     directories = [".ci", "src", "tests", "benchmarks", "examples", "docs"]
     paths = [*ROOT.iterdir(), *(path for name in directories for path in (ROOT / name).rglob("*"))]
-    return (path for path in paths if path.is_file() and "__pycache__" not in path.parts)
+    return (path for path in paths if path.is_file() and path.name != ".git" and "__pycache__" not in path.parts)
 
 
 def test_no_file_names_a_path_of_the_machine_it_was_written_on() -> None:

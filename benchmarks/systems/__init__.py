@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Final
 
-from systems.base import START_LIMIT, Address, Caller, Server, System
+from systems.base import START_LIMIT, Address, Caller, ReferenceCaller, Server, System
 from systems.farcall_rpc import BUSY_WORKERS, BusyWorker, Farcall
 from systems.raw import Raw
 from systems.rpyc_rpc import Rpyc
@@ -22,7 +22,18 @@ ALL: Final[tuple[System, ...]] = (
     Raw("tcp", spins=False),
 )
 
-__all__ = ["ALL", "BUSY_WORKERS", "START_LIMIT", "Address", "BusyWorker", "Caller", "Server", "System", "find"]
+__all__ = [
+    "ALL",
+    "BUSY_WORKERS",
+    "START_LIMIT",
+    "Address",
+    "BusyWorker",
+    "Caller",
+    "ReferenceCaller",
+    "Server",
+    "System",
+    "find",
+]
 
 
 def find(name: str) -> System:

@@ -1,36 +1,44 @@
 """What the bench asks of a system: a server in one process, a caller in another, a no-op between them.
 
-Not here: processes, clocks, statistics. A system only knows how to start each of its two ends.
+A system with references to remote objects has a third end as well, with which the caller shares them.
+
+Not here: processes, clocks, statistics. A system only knows how to start each of its ends.
 
 Rules
-- `serve` and `connect` return once the end is up, or raise. Neither waits for longer than `START_LIMIT` seconds.
+- `serve`, `connect` and `join` return once the end is up, or raise. None waits for longer than `START_LIMIT` seconds.
 - Third-party packages are imported inside the functions that need them, so that the list of all systems can be had
   where only some of them are installed.
-- A callee is a module-level function of its system's module: both processes import it by the same name.
+- A callee is a module-level function of its system's module: all processes import it by the same name.
 """
 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from dataclasses import dataclass
-from typing import Final, Protocol
+from typing import Final, Protocol, runtime_checkable
 
 START_LIMIT: Final = 60.0
 """Seconds that starting one end may take. Importing torch on a busy machine takes many of them."""
+OWNER: Final = "server"
+"""The name of the serving end, where a system has names: what is referred to lives there."""
+CALLER: Final = "client"
+THIRD: Final = "third"
 
 
 @dataclass(frozen=True)
 class Address:
-    """Where the two ends of one run meet. A system uses the part that suits it."""
+    """Where the ends of one run meet. A system uses the part that suits it."""
 
     port: int
     """A port of the loopback interface that was free a moment ago."""
     socket_path: str
     """A path for a Unix socket; nothing is there yet."""
+    ends: int = 2
+    """How many there are: 3 with the third one."""
 
 
 class Server(Protocol):
-    """The end that runs the no-op."""
+    """An end that is called: it runs the no-op, or uses what is shared with it."""
 
     def close(self) -> None:
         """Stop serving; returns in bounded time."""
@@ -52,6 +60,23 @@ class Caller(Protocol):
         """Hang up; returns in bounded time."""
 
 
+@runtime_checkable
+class ReferenceCaller(Caller, Protocol):
+    """The calling end of a system whose `refers` is True."""
+
+    def remote_to_here(self) -> None:
+        """Have the server make a small value, get a reference to it, and fetch the value."""
+
+    def proxy_call(self) -> None:
+        """Call a no-op method of an object on the server through a reference, the same one each time."""
+
+    def share(self, references: int) -> None:
+        """Have so many made on the server, each used once by the third end and dropped; returns when all are used.
+
+        Needs a third end. Raises RuntimeError if that got a wrong value.
+        """
+
+
 class System(ABC):
     """One row of the table."""
 
@@ -63,6 +88,10 @@ class System(ABC):
     """The importable package that it needs, if it needs one."""
     pipelines: bool = True
     """Whether many calls can be under way at once."""
+    refers: bool = False
+    """Whether it has references to remote objects; its caller then is a `ReferenceCaller`."""
+    in_summary: bool = True
+    """Whether it has a row in the short table of the repository's README."""
     starts_together: bool = False
     """Whether each end waits for the other at its start (a rendezvous), so that the server is not up before the caller
     has come. Otherwise the caller is started once the server listens."""
@@ -79,3 +108,7 @@ class System(ABC):
     @abstractmethod
     def connect(self, address: Address) -> Caller:
         """Start the calling end in this process."""
+
+    def join(self, address: Address) -> Server:
+        """Start the third end in this process. Raises NotImplementedError for a system whose `refers` is False."""
+        raise NotImplementedError(f"{self.label} has no references to share with a third end")

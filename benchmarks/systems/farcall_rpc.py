@@ -5,7 +5,8 @@ from __future__ import annotations
 import time
 from typing import Final
 
-from systems.base import START_LIMIT, Address, Caller, Server, System
+from systems.base import CALLER, OWNER, START_LIMIT, THIRD, Address, ReferenceCaller, Server, System
+from systems.references import ReferenceUses
 
 BUSY_WORKERS: Final = 8
 
@@ -14,34 +15,37 @@ def noop() -> None:
     """The callee."""
 
 
-class _FarcallEnd:
-    """One worker of a group of two. Only the client calls; only the server is called."""
+class _FarcallEnd(ReferenceUses):
+    """One worker of a group of two or three."""
 
-    def __init__(self, name: str, rank: int, port: int, transport: str) -> None:
+    def __init__(self, name: str, rank: int, address: Address, transport: str) -> None:
         import farcall as rpc
 
+        super().__init__(rpc)
         self._rpc = rpc
         # One transport and no other: falling back to TCP must be an error here, not a wrong row in the table.
         options = rpc.RpcBackendOptions(
-            init_method=f"tcp://127.0.0.1:{port}", init_timeout=START_LIMIT, transports=(transport,)
+            init_method=f"tcp://127.0.0.1:{address.port}", init_timeout=START_LIMIT, transports=(transport,)
         )
-        rpc.init_rpc(name, rank=rank, world_size=2, rpc_backend_options=options)
+        rpc.init_rpc(name, rank=rank, world_size=address.ends, rpc_backend_options=options)
 
     def noop(self) -> None:
-        self._rpc.rpc_sync("server", noop)
+        self._rpc.rpc_sync(OWNER, noop)
 
     def pipelined(self, calls: int) -> None:
         rpc_async = self._rpc.rpc_async
-        self._rpc.wait_all([rpc_async("server", noop) for _ in range(calls)])
+        self._rpc.wait_all([rpc_async(OWNER, noop) for _ in range(calls)])
 
     def close(self) -> None:
+        self.drop()
         self._rpc.shutdown(timeout=10)
 
 
 class Farcall(System):
-    """farcall between two processes of one host."""
+    """farcall between processes of one host."""
 
     package = "farcall"
+    refers = True
     starts_together = True
 
     def __init__(self, kind: str) -> None:
@@ -50,10 +54,13 @@ class Farcall(System):
         self.label = f"farcall, {kind}"
 
     def serve(self, address: Address) -> Server:
-        return _FarcallEnd("server", 0, address.port, self._kind)
+        return _FarcallEnd(OWNER, 0, address, self._kind)
 
-    def connect(self, address: Address) -> Caller:
-        return _FarcallEnd("client", 1, address.port, self._kind)
+    def connect(self, address: Address) -> ReferenceCaller:
+        return _FarcallEnd(CALLER, 1, address, self._kind)
+
+    def join(self, address: Address) -> Server:
+        return _FarcallEnd(THIRD, 2, address, self._kind)
 
 
 class BusyWorker:

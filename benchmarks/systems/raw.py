@@ -143,6 +143,7 @@ class Raw(System):
     def __init__(self, kind: str, spins: bool) -> None:
         self._unix = kind == "unix"
         self._spins = spins
+        self.in_summary = spins
         way = "spin" if spins else "block"
         self.name = f"raw-{way}-{kind}"
         self.label = f"raw socket, {'spinning' if spins else 'blocking'}, {kind}"

@@ -9,11 +9,16 @@ rpc.shutdown()
 
 from farcall import errors, functions
 from farcall.api import (
+    _delete_all_user_and_unforked_owner_rrefs,
+    _destroy_rref_context,
+    _rref_context_get_debug_info,
     _set_rpc_timeout,
     get_rpc_timeout,
     get_worker_info,
     init_rpc,
     is_available,
+    references,
+    remote,
     rpc_async,
     rpc_sync,
     shutdown,
@@ -23,7 +28,9 @@ from farcall.errors import (
     ConnectionRefusedByPeer,
     ForkedProcessError,
     NotInitializedError,
+    OwnerLost,
     ProtocolError,
+    ReferenceRefused,
     RemoteError,
     RendezvousError,
     RendezvousTimeoutError,
@@ -39,6 +46,7 @@ from farcall.errors import (
 from farcall.futures import Future, UnseenFailureWarning, collect_all, wait_all
 from farcall.options import RpcBackendOptions
 from farcall.protocol import WorkerInfo
+from farcall.rref import RRef
 
 __version__ = "0.1.0"
 
@@ -48,7 +56,10 @@ __all__ = [
     "ForkedProcessError",
     "Future",
     "NotInitializedError",
+    "OwnerLost",
     "ProtocolError",
+    "RRef",
+    "ReferenceRefused",
     "RemoteError",
     "RendezvousError",
     "RendezvousTimeoutError",
@@ -63,6 +74,9 @@ __all__ = [
     "VersionMismatchError",
     "WorkerInfo",
     "WorkerLost",
+    "_delete_all_user_and_unforked_owner_rrefs",
+    "_destroy_rref_context",
+    "_rref_context_get_debug_info",
     "_set_rpc_timeout",
     "collect_all",
     "errors",
@@ -71,6 +85,8 @@ __all__ = [
     "get_worker_info",
     "init_rpc",
     "is_available",
+    "references",
+    "remote",
     "rpc_async",
     "rpc_sync",
     "shutdown",

@@ -11,12 +11,13 @@ import threading
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, TypeVar
 
-from farcall.agent import Agent
+from farcall.agent import Agent, Inventory
 from farcall.errors import AlreadyInitializedError, NotInitializedError, RendezvousTimeoutError, UsageError
 from farcall.futures import Future, on_serving_thread
 from farcall.options import DEFAULT_SHUTDOWN_TIMEOUT, UNSET_RPC_TIMEOUT, RpcBackendOptions
 from farcall.protocol.ids import WorkerInfo
 from farcall.rendezvous.store import PATIENCE
+from farcall.rref import RRef
 from farcall.transports import transport
 
 T = TypeVar("T")
@@ -142,24 +143,67 @@ def rpc_async(
     return agent.call(to, func, args, kwargs, timeout, unattended=True)
 
 
+def remote(
+    to: To,
+    func: Callable[..., T],
+    args: Sequence[Any] | None = None,
+    kwargs: Mapping[str, Any] | None = None,
+    timeout: float = UNSET_RPC_TIMEOUT,
+) -> RRef[T]:
+    """Has worker `to` run `func(*args, **kwargs)` and keep the result; gives a reference to it at once.
+
+    Raises what is wrong with the call itself, as `rpc_async`. What the function raises, every use of the reference
+    raises. `timeout` is accepted for programs written for torch: nothing here waits.
+    """
+    agent = _agent
+    if agent is None:
+        raise _not_initialized()
+    return RRef.of(agent.calling.remote(to, func, args, kwargs))
+
+
+def references() -> Inventory:
+    """What this worker owns and for whom, and what it holds, with where each was made. Raises `NotInitializedError`."""
+    return current_agent().book.inventory()
+
+
+def _rref_context_get_debug_info() -> dict[str, str]:
+    """Counters of this worker's references, by the names that torch gives them. Raises `NotInitializedError`."""
+    return current_agent().book.debug_info()
+
+
+def _delete_all_user_and_unforked_owner_rrefs(timeout: float = UNSET_RPC_TIMEOUT) -> None:
+    """Gives up all handles of references that others own; using one raises from now on."""
+    current_agent().book.give_up_handles("all references of this worker were deleted")
+
+
+def _destroy_rref_context(ignore_leak: bool) -> None:
+    """Forgets all references. Raises `UsageError` if some are left, unless leaks are to be ignored."""
+    book = current_agent().book
+    left = book.inventory()
+    if not ignore_leak and (left.owned or left.held):
+        raise UsageError(f"references are left on worker {get_worker_info().name!r}: it {left}")
+    book.clear()
+
+
 def get_worker_info(worker_name: To | None = None) -> WorkerInfo:
     """Name and rank of a worker; of this one by default. Raises `UnknownWorkerError`, `NotInitializedError`."""
-    return _current().get_worker_info(worker_name)
+    return current_agent().get_worker_info(worker_name)
 
 
 def get_rpc_timeout() -> float:
     """The default timeout of this worker's calls, in seconds; 0 is without end. Raises `NotInitializedError`."""
-    return _current().rpc_timeout
+    return current_agent().calling.rpc_timeout
 
 
 def _set_rpc_timeout(timeout: float) -> None:
     """Sets the default timeout of this worker's calls. Raises `UsageError`, `NotInitializedError`."""
     if timeout < 0:
         raise UsageError(f"a timeout must be 0 (none) or more seconds, not {timeout}")
-    _current().rpc_timeout = float(timeout)
+    current_agent().calling.rpc_timeout = float(timeout)
 
 
-def _current() -> Agent:
+def current_agent() -> Agent:
+    """The agent of this process. Raises `NotInitializedError`."""
     agent = _agent
     if agent is None:
         raise _not_initialized()

@@ -9,6 +9,8 @@
     │   └── SerializationError           (TypeError) an argument or result cannot be pickled
     ├── RpcTimeoutError                  (TimeoutError) the time of a call is over
     ├── WorkerLost                       (ConnectionError) the other worker died or cannot be reached
+    │   └── OwnerLost                    ... and a reference whose value it had was used
+    ├── ReferenceRefused                 a reference was used whose value is gone, as who passed it on has died
     ├── RemoteError                      the callee raised something that cannot be rebuilt here
     ├── RendezvousError                  the workers did not find each other
     │   └── RendezvousTimeoutError       (TimeoutError) ... in time
@@ -63,6 +65,14 @@ class WorkerLost(RpcError, ConnectionError):
         super().__init__(message)
         self.worker = worker
         """The name of the worker that was lost, if it is known."""
+
+
+class OwnerLost(WorkerLost):
+    """The owner of a reference was lost, and the value with it."""
+
+
+class ReferenceRefused(RpcError):
+    """The value of a reference is gone: the worker that passed it on died before the owner could count it."""
 
 
 class RemoteError(RpcError):

@@ -35,6 +35,10 @@ def async_execution(function: Callable[P, Future[T]]) -> Callable[P, Future[T]]:
 
 def is_async_execution(function: Callable[..., Any]) -> bool:
     """Whether it, or what a partial or bound method stands for, is marked by `async_execution`."""
-    while type(function) is functools.partial:
+    if hasattr(function, _MARK):
+        return True
+    while isinstance(function, functools.partial):
         function = function.func
-    return getattr(function, _MARK, None) is not None
+        if hasattr(function, _MARK):
+            return True
+    return False

@@ -45,6 +45,9 @@ class RpcBackendOptions:
     """Seconds that a thread at most polls for what it waits for before it sleeps; 0 turns spinning off.
     Spinning stops by itself where it does not pay."""
 
+    record_stacks: bool = False
+    """Whether references remember the whole stack where they were made, for `references()`; else the line only."""
+
     def __post_init__(self) -> None:
         if self.num_worker_threads < 1:
             raise UsageError(f"num_worker_threads must be at least 1, not {self.num_worker_threads}")

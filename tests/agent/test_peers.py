@@ -49,6 +49,7 @@ class World:
         self.other_ends: list[socket.socket] = []
         self.channels: list[SocketChannel] = []
         self.hangs_up = False
+        self.lost: list[Peer] = []
 
     def connect(self, address: str, timeout: float) -> SocketChannel:
         self.tried.append((address, timeout))
@@ -115,6 +116,7 @@ def peer_in(
         "group",
         {scheme: FakeTransport(scheme, world) for scheme in schemes},
         Connection,  # type: ignore[arg-type]
+        world.lost.append,
     )
 
 
@@ -369,3 +371,15 @@ def test_an_interrupt_leaves_no_channel_open_and_no_lock_locked(world: World, mo
             connect(peer)
     assert world.is_closed(0)
     connect(peer)
+
+
+def test_a_lost_peer_is_told_of_once_and_cannot_be_connected_to(world: World) -> None:
+    peer = peer_in(world)
+    assert not peer.is_lost
+    peer.lose()
+    peer.lose()
+    assert peer.is_lost
+    assert world.lost == [peer]
+    with pytest.raises(WorkerLost, match="worker 'b' was lost"):
+        peer.connect(FOREVER)
+    assert world.tried == []

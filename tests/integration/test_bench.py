@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import importlib
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -22,13 +24,15 @@ LIMIT = 50.0
 
 
 @contextmanager
-def bench(*arguments: str, scratch: Path | None = None) -> Iterator[subprocess.Popen[str]]:
+def bench(
+    *arguments: str, scratch: Path | None = None, benchmarks: Path = BENCHMARKS
+) -> Iterator[subprocess.Popen[str]]:
     """The benchmark as a process of its own, ended at the latest when the block ends.
 
     A run that is killed cannot clear its temporary directory away; `scratch` says where it is to be.
     """
     process = subprocess.Popen(
-        [sys.executable, str(BENCHMARKS / "run.py"), *arguments],
+        [sys.executable, str(benchmarks / "run.py"), *arguments],
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,
@@ -42,10 +46,29 @@ def bench(*arguments: str, scratch: Path | None = None) -> Iterator[subprocess.P
                 process.kill()
 
 
-def run_bench(*arguments: str) -> tuple[int, str, str]:
-    with bench(*arguments) as process:
+def run_bench(*arguments: str, benchmarks: Path = BENCHMARKS) -> tuple[int, str, str]:
+    with bench(*arguments, benchmarks=benchmarks) as process:
         out, err = process.communicate(timeout=LIMIT)
         return process.returncode, out, err
+
+
+@pytest.fixture
+def bench_module(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[str], Any]]:
+    """Imports a module of the benchmark, which is no package, for one test."""
+    before = set(sys.modules)
+    monkeypatch.syspath_prepend(str(BENCHMARKS))
+    yield importlib.import_module
+    for name in set(sys.modules) - before:
+        if BENCHMARKS in Path(getattr(sys.modules[name], "__file__", None) or "/").parents:
+            del sys.modules[name]
+
+
+def a_clone(tmp_path: Path) -> Path:
+    """A repository with nothing but READMEs and the benchmark in it: its benchmarks folder."""
+    benchmarks = tmp_path / "benchmarks"
+    shutil.copytree(BENCHMARKS, benchmarks, ignore=shutil.ignore_patterns("__pycache__"))
+    (tmp_path / "README.md").write_text("mine\n<!-- bench:begin -->\nold\n<!-- bench:end -->\nmine too\n")
+    return benchmarks
 
 
 def children(pid: int) -> list[int]:
@@ -70,11 +93,11 @@ def wait_until(condition: Any, what: str) -> None:
 
 
 def test_a_quick_run_measures_raw_sockets_and_farcall(tmp_path: Path) -> None:
-    readme = tmp_path / "README.md"
-    readme.write_text((BENCHMARKS / "README.md").read_text())
+    benchmarks = a_clone(tmp_path)
     findings = tmp_path / "findings.json"
     status, out, err = run_bench(
-        "--quick", "--rounds", "1", "--systems", "raw,farcall", "--json", str(findings), "--write-readme", str(readme)
+        *("--quick", "--rounds", "1", "--systems", "raw,farcall", "--json", str(findings), "--write-readme"),
+        benchmarks=benchmarks,
     )
     assert status == 0, err
     found = json.loads(findings.read_text())
@@ -89,18 +112,33 @@ def test_a_quick_run_measures_raw_sockets_and_farcall(tmp_path: Path) -> None:
     for name, rounds in found["rounds"]["calls"].items():
         assert len(rounds) == 1
         assert 0 < rounds[0]["p50_us"] <= rounds[0]["p99_us"], name
-        assert ("calls_per_s" in rounds[0]) == name.startswith("farcall")
+        only_farcall = {"calls_per_s", "remote_us", "proxy_us"}
+        assert only_farcall & set(rounds[0]) == (only_farcall if name.startswith("farcall") else set()), name
+        assert all(value > 0 for value in rounds[0].values()), name
+    assert set(found["rounds"]["shared"]) == {"farcall-unix", "farcall-tcp"}
+    assert found["rounds"]["shared"]["farcall-unix"][0] > 0
+    assert 0 < found["rounds"]["import_ms"][0] < 10_000
     assert len(found["rounds"]["idle_percent"]) == 1
     assert found["rounds"]["busy_spinning"][0] > 0
     assert found["rounds"]["busy_blocking"][0] > 0
     verdicts = {figure["title"]: figure["verdict"] for figure in found["figures"]}
     assert verdicts["no-op, unix: faster than torch"] == "not measured"
+    assert verdicts["shared references, unix: torch's rate"] == "not measured"
+    assert verdicts["import farcall"] in ("met", "missed")
     assert verdicts["no-op, unix: of the raw spinning ping-pong"] in ("met", "missed")
     p50 = f"{found['rounds']['calls']['farcall-unix'][0]['p50_us']:,.1f}"
     assert p50 in out
-    assert f"| farcall, unix | {p50} |" in readme.read_text()
-    assert found["machine"]["kernel"] in readme.read_text()
-    assert "None is recorded yet" not in readme.read_text()
+    tables = (benchmarks / "README.md").read_text()
+    assert f"| farcall, unix | {p50} |" in tables
+    assert found["machine"]["kernel"] in tables
+    assert "None is recorded yet" not in tables
+    summary = (tmp_path / "README.md").read_text()
+    assert summary.startswith("mine\n<!-- bench:begin -->\n")
+    assert summary.endswith("<!-- bench:end -->\nmine too\n")
+    assert "old" not in summary
+    assert f"| farcall, unix | {p50} µs |" in summary
+    assert found["machine"]["kernel"] in summary
+    assert found["machine"]["date"] in summary
 
 
 def test_strict_fails_when_a_figure_is_not_met() -> None:
@@ -116,6 +154,95 @@ def test_a_readme_without_markers_is_refused_before_anything_is_measured(tmp_pat
     assert status == 2
     assert "results" in err
     assert readme.read_text() == "mine\n"
+
+
+def test_the_repositorys_readme_too_must_have_its_marks(tmp_path: Path) -> None:
+    benchmarks = a_clone(tmp_path)
+    (tmp_path / "README.md").write_text("mine\n")
+    tables = (benchmarks / "README.md").read_text()
+    status, _, err = run_bench("--quick", "--systems", "raw-block-unix", "--write-readme", benchmarks=benchmarks)
+    assert status == 2
+    assert "bench:begin" in err
+    assert (benchmarks / "README.md").read_text() == tables
+
+
+def test_a_readme_that_is_named_is_the_only_one_that_is_written(tmp_path: Path) -> None:
+    benchmarks = a_clone(tmp_path)
+    other = tmp_path / "OTHER.md"
+    other.write_text((benchmarks / "README.md").read_text())
+    before = (benchmarks / "README.md").read_text(), (tmp_path / "README.md").read_text()
+    arguments = ("--quick", "--rounds", "1", "--systems", "raw-block-unix", "--write-readme", str(other))
+    assert run_bench(*arguments, benchmarks=benchmarks)[0] == 0
+    assert "| raw socket, blocking, unix |" in other.read_text()
+    assert ((benchmarks / "README.md").read_text(), (tmp_path / "README.md").read_text()) == before
+
+
+@pytest.mark.parametrize(
+    ("bound", "noise", "value", "verdict"),
+    [
+        ("≥", 0.0, None, "not measured"),
+        ("≥", 0.0, 20.0, "aim met"),
+        ("≥", 0.0, 19.9, "met"),
+        ("≥", 0.0, 12.0, "met"),
+        ("≥", 0.0, 11.9, "missed"),
+        ("≥", 0.1, 11.9, "within noise"),
+        ("≥", 0.1, 10.7, "missed"),
+        ("≤", 0.0, 12.0, "met"),
+        ("<", 0.0, 12.0, "missed"),
+        ("<", 0.0, 11.9, "met"),
+        ("<", 0.1, 13.1, "within noise"),
+        ("<", 0.1, 13.3, "missed"),
+    ],
+)
+def test_the_verdict_on_a_figure(
+    bench_module: Callable[[str], Any], bound: str, noise: float, value: float | None, verdict: str
+) -> None:
+    aim = 20 if bound == "≥" else None
+    figure = bench_module("figures").Figure("a figure", value, 12, aim=aim, bound=bound, noise=noise)
+    assert figure.verdict == verdict
+
+
+def test_a_bound_from_above_has_its_aim_below(bench_module: Callable[[str], Any]) -> None:
+    figure = bench_module("figures").Figure
+    assert figure("a figure", 4.0, 12, aim=5, bound="≤").verdict == "aim met"
+    assert figure("a figure", 6.0, 12, aim=5, bound="≤").verdict == "met"
+
+
+def results_beside_torch(bench_module: Callable[[str], Any]) -> Any:
+    farcall = {"p50_us": 10.0, "p99_us": 20.0, "calls_per_s": 90_000.0, "remote_us": 20.0, "proxy_us": 25.0}
+    torch = {"p50_us": 250.0, "p99_us": 500.0, "calls_per_s": 3_000.0, "remote_us": 280.0, "proxy_us": 400.0}
+    # Torch's first round is an outlier, which the median is to ignore.
+    return bench_module("figures").Results(
+        calls={"farcall-unix": [farcall] * 3, "torch": [dict.fromkeys(torch, 1e9), torch, torch]},
+        shared={"farcall-unix": [9_000.0], "torch": [1_000.0]},
+        import_ms=[160.0, 90.0, 100.0],
+    )
+
+
+def test_the_figures_are_ratios_of_the_medians(bench_module: Callable[[str], Any]) -> None:
+    figures = bench_module("figures").wanted_figures(results_beside_torch(bench_module))
+    found = {figure.title: (figure.value, figure.verdict) for figure in figures if figure.value is not None}
+    assert found == {
+        "no-op, unix: faster than torch": (25.0, "aim met"),
+        "pipelined, unix: torch's rate": (30.0, "aim met"),
+        "remote + to_here, unix: faster than torch": (14.0, "met"),
+        "proxy call, unix: faster than torch": (16.0, "met"),
+        "shared references, unix: torch's rate": (9.0, "missed"),
+        "import farcall": (100.0, "met"),
+    }
+
+
+def test_the_summary_says_how_farcall_stands_to_torch(bench_module: Callable[[str], Any]) -> None:
+    report = bench_module("report")
+    where = {"processor": "an abacus", "cores": "2", "date": "2020-02-02 10:00 UTC"}
+    text = report.summary(results_beside_torch(bench_module), where)
+    assert text.index("| farcall, unix | 10.0 µs | 90,000 | 20.0 µs |") < text.index(
+        "| torch.distributed.rpc | 250.0 µs |"
+    )
+    for ratio in ("25.0 times", "30.0 times", "14.0 times", "16.0 times", "9.0 times"):
+        assert ratio in text
+    assert "an abacus" in text
+    assert "2020-02-02" in text
 
 
 def test_an_unknown_system_is_refused_by_name() -> None:

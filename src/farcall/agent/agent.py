@@ -9,36 +9,30 @@ from __future__ import annotations
 
 import logging
 import threading
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from time import monotonic
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Final
 
 import msgspec
 
-from farcall.agent.calls import PendingCall
+from farcall.agent.book import ReferenceBook
+from farcall.agent.calling import Calling, To
+from farcall.agent.calls import ChoreJob
 from farcall.agent.coroutines import EventLoop
-from farcall.agent.departure import wait_for_everybody
+from farcall.agent.departure import say_farewell, wait_for_everybody
+from farcall.agent.execution import Workplace
 from farcall.agent.incoming import Incoming
 from farcall.agent.outgoing import Outgoing
 from farcall.agent.peers import Member, Peer
 from farcall.agent.poller import READABLE, Poller
+from farcall.agent.post import Post
 from farcall.agent.serving import Serving
 from farcall.agent.supervisor import Supervisor
-from farcall.errors import (
-    ForkedProcessError,
-    NotInitializedError,
-    RpcError,
-    RpcTimeoutError,
-    ShutdownError,
-    UnknownWorkerError,
-    UsageError,
-    WorkerLost,
-)
+from farcall.errors import ForkedProcessError, NotInitializedError, RpcError, ShutdownError, UsageError
 from farcall.futures import FOREVER
-from farcall.options import UNSET_RPC_TIMEOUT, RpcBackendOptions
+from farcall.options import RpcBackendOptions
 from farcall.protocol.ids import WorkerInfo
 from farcall.rendezvous.store import PATIENCE
-from farcall.serialization import Pickled, callable_name, dumps_arguments, encode_function
 from farcall.transports.base import Channel, Listener, Transport
 from farcall.transports.network import host_identity
 
@@ -48,10 +42,8 @@ if TYPE_CHECKING:
 logger = logging.getLogger("farcall")
 
 _CLOSE_TIMEOUT: Final = 1.0
+_CHORE_TICKS: Final = 5
 _SHORT_PATIENCE: Final = 1.0
-_NO_ARGUMENTS: Final[Pickled] = (b"", [])
-
-To = str | int | WorkerInfo
 
 
 class Agent:
@@ -67,19 +59,35 @@ class Agent:
         """Joins the group; `start` it next. Raises `RendezvousError`; then nothing is left running."""
         self.info = WorkerInfo(name, rendezvous.rank)
         self.options = options
-        self.rpc_timeout = options.rpc_timeout
         self._rendezvous = rendezvous
         self._transports = transports
-        self._peers: dict[To, Peer] = {}
         self._incoming: set[Incoming] = set()
         self._connections: dict[Outgoing, None] = {}
-        self._closed: RpcError | None = None
         self._calls_before = 0  # on connections that are gone
         self._lock = threading.Lock()
         self._poller = Poller()
         self._supervisor = Supervisor(name)
         self._loop = EventLoop(name)
         self._serving = Serving(name, self._poller, options.num_worker_threads, options.spin, self._supervisor.quicken)
+        self.book = ReferenceBook(
+            self.info.id,
+            lambda worker: self._posts[worker].notify(),
+            self._supervisor.quicken,
+            self._name_of,
+            options.record_stacks,
+        )
+        self.book.resend = self._examine
+        self._place = Workplace(name, self._loop, self._serving, self.book)
+        self.calling = self.book.calling = Calling(self.info, self.book, self._place, options.rpc_timeout)
+        self.call = self.calling.call
+        """`Calling.call`, within reach of the fast path."""
+        self._peers = self.calling.peers
+        self._posts: dict[int, Post] = {}
+        self._incoming_of: dict[int, Incoming] = {}
+        self._leaving = False
+        self._supervisor.has_chores = self.book.has_work
+        self._supervisor.do_chores = self._do_chores
+        self._chores_put_off = 0
         self._supervisor.serving = self._serving
         self._supervisor.connections = lambda: list(self._connections)
         self._listeners = self._listen()
@@ -88,6 +96,10 @@ class Agent:
         except BaseException:
             self._close_descriptors()
             raise
+
+    @property
+    def _closed(self) -> RpcError | None:
+        return self.calling.closed
 
     # Start
 
@@ -122,8 +134,16 @@ class Agent:
         payloads = join(self._rendezvous, self.info.name, msgspec.msgpack.encode(us), self.options.init_timeout)
         for payload in payloads.values():
             member = msgspec.msgpack.decode(payload, type=Member)
-            peer = Peer(member, us, self._rendezvous.group, self._transports, self._new_connection)
-            self._peers[peer.info.name] = self._peers[peer.info.id] = self._peers[peer.info] = peer
+            peer = Peer(member, us, self._rendezvous.group, self._transports, self._new_connection, self._peer_lost)
+            rank = peer.info.id
+            self._peers[peer.info.name] = self._peers[rank] = self._peers[peer.info] = peer
+            self.book.joined(rank)
+            self._posts[rank] = Post(
+                peer,
+                self.book,
+                self._serving,
+                lambda rank=rank: self._incoming_of.get(rank),  # type: ignore[misc]
+            )
 
     def _accept(self, listener: Listener) -> None:
         try:
@@ -140,14 +160,22 @@ class Agent:
                     self._rendezvous.group,
                     channel,
                     self._poller,
-                    self._serving,
-                    self._loop,
+                    self._place,
+                    self._incoming_greeted,
                     self._incoming_closed,
                 )
             )
 
+    def _incoming_greeted(self, incoming: Incoming) -> None:
+        self._incoming_of[incoming.caller()] = incoming
+
     def _incoming_closed(self, incoming: Incoming) -> None:
         self._incoming.discard(incoming)
+        if incoming.has_greeted():
+            caller = incoming.caller()
+            if self._incoming_of.get(caller) is incoming:
+                del self._incoming_of[caller]
+            self._examine(caller)
         if self._closed is None:
             for listener in self._listeners:
                 self._poller.want(listener.fileno(), READABLE, True)
@@ -157,77 +185,36 @@ class Agent:
             self._calls_before += connection.calls_started
             self._connections.pop(connection, None)
             on_lost(connection)
+            self._examine(peer.id)
 
-        connection = Outgoing(peer, channel, self._poller, self._serving, self._supervisor, self.options.spin, lost)
+        connection = Outgoing(
+            peer, channel, self._poller, self._serving, self._supervisor, self.book, self.options.spin, lost
+        )
         self._connections[connection] = None
         if self._closed is not None:  # meanwhile
             connection.close(str(self._closed))
         return connection
 
-    # Calls
+    def _examine(self, worker: int) -> None:
+        """A connection with that worker has ended: connects anew and sends what was lost, or takes it for dead."""
+        post = self._posts.get(worker)
+        if self._closed is None and not self._leaving and post is not None:
+            self._serving.submit(post)
 
-    def call(
-        self,
-        to: To,
-        function: Callable[..., Any],
-        args: Sequence[Any] | None,
-        kwargs: Mapping[str, Any] | None,
-        timeout: float,
-        unattended: bool = False,
-    ) -> PendingCall:
-        """Sends a call; its future. See `api.rpc_async` for what it raises.
+    def _peer_lost(self, peer: Peer) -> None:
+        logger.warning("worker %r: worker %r was lost", self.info.name, peer.info.name)
+        self.book.lost(peer.info.id)
 
-        `unattended`: nobody is going to wait for it at once, so somebody else must see to its reply.
-        """
-        try:
-            peer = self._peers.get(to)
-        except TypeError:  # not even hashable
-            peer = None
-        if peer is None or self._closed is not None:
-            raise self._refusal(to)
-        if timeout == UNSET_RPC_TIMEOUT:
-            timeout = self.rpc_timeout
-        elif timeout < 0:
-            raise UsageError(f"a timeout must be 0 (none) or more seconds, not {timeout}")
-        head = encode_function(function)
-        body, buffers = _NO_ARGUMENTS
-        if head is None:
-            if not callable(function):
-                raise UsageError(f"{function!r} cannot be called: give a function, a class or another callable")
-            head = b""
-            body, buffers = dumps_arguments(function, args or (), kwargs, peer.info.name, by_value=True)
-        elif args or kwargs:
-            body, buffers = dumps_arguments(function, args or (), kwargs, peer.info.name)
-        connection = peer.connection
-        if connection is not None:
-            future = connection.call(function, head, body, buffers, timeout)
-        else:
-            connection, spent = self._connect(peer, function, timeout)
-            future = connection.call(function, head, body, buffers, timeout, spent)
-        if unattended:
-            connection.unattended()
-        return future
+    def _do_chores(self) -> None:
+        """References that were dropped are given back together after a while, unless a remote call takes them along."""
+        self._chores_put_off += 1
+        if self._chores_put_off >= _CHORE_TICKS:
+            self._chores_put_off = 0
+            self._serving.submit(ChoreJob(self.book.work_off))
 
-    def _connect(self, peer: Peer, function: Callable[..., Any], timeout: float) -> tuple[Outgoing, float]:
-        """A new connection, and how much of the call's time it has taken."""
-        began = monotonic()
-        try:
-            connection = peer.connect(began + timeout if timeout else FOREVER)
-        except WorkerLost as error:
-            if timeout and monotonic() >= began + timeout:
-                raise RpcTimeoutError(
-                    f"`{callable_name(function)}` was not sent within {timeout:g} s: {error}"
-                ) from None
-            raise
-        return connection, monotonic() - began
-
-    def _refusal(self, to: To) -> RpcError:
-        if self._closed is not None:
-            return self._closed
-        if not isinstance(to, (str, int, WorkerInfo)):
-            return UsageError(f"`to` must be a worker's name, rank or WorkerInfo, not {to!r}")
-        known = ", ".join(f"{info.name!r} (rank {info.id})" for info in self.get_worker_infos())
-        return UnknownWorkerError(f"there is no worker {to!r} in this group; there are {known}")
+    def _name_of(self, worker: int) -> str:
+        peer = self._peers.get(worker)
+        return peer.info.name if peer is not None else f"rank {worker}"
 
     # The group
 
@@ -237,18 +224,22 @@ class Agent:
             return self.info
         peer = self._peers.get(to)
         if peer is None:
-            raise self._refusal(to)
+            raise self.calling.refusal(to)
         return peer.info
 
     def get_worker_infos(self) -> list[WorkerInfo]:
         """All workers of the group, by rank."""
-        return sorted({peer.info for peer in self._peers.values()}, key=lambda info: info.id)
+        return self.calling.worker_infos()
 
     # The end
 
     def is_idle(self) -> bool:
         """Nothing runs here for others, and nothing is awaited from others."""
-        return not self._serving.is_busy() and not any(connection.pending for connection in list(self._connections))
+        return (
+            not self._serving.is_busy()
+            and not any(connection.pending for connection in list(self._connections))
+            and self.book.is_quiet()
+        )
 
     def calls_started(self) -> int:
         """How many calls this worker has made so far."""
@@ -263,7 +254,11 @@ class Agent:
         early, patience = True, 0.0
         try:
             if graceful:
-                wait_for_everybody(self, self._rendezvous, timeout)
+                deadline = monotonic() + timeout if timeout else FOREVER
+                wait_for_everybody(self, self._rendezvous, deadline)
+                self._leaving = True  # from now on, a connection that ends is no sign of a loss
+                self._report_what_is_left()
+                say_farewell(self, self._rendezvous, deadline)
                 early, patience = False, PATIENCE
         except ShutdownError:
             patience = _SHORT_PATIENCE  # so that those who come just now still hear who was missing
@@ -271,11 +266,16 @@ class Agent:
         finally:
             self._close(early, patience)
 
+    def _report_what_is_left(self) -> None:
+        left = self.book.inventory()
+        if left.owned or left.held:
+            logger.warning("worker %r shuts down with references left: it %s", self.info.name, left)
+
     def _close(self, early: bool, patience: float) -> None:
         with self._lock:
             if self._closed is not None:
                 return
-            self._closed = NotInitializedError(f"worker {self.info.name!r} has shut down; call init_rpc again first")
+            self.calling.closed = NotInitializedError(f"worker {self.info.name!r} has shut down; call init_rpc again first")
         for connection in list(self._connections):
             connection.close(f"worker {self.info.name!r} (this one) shut down before the call ended")
         deadline = monotonic() + _CLOSE_TIMEOUT
@@ -285,6 +285,7 @@ class Agent:
             logger.warning("worker %r: %d function(s) still run after the shutdown", self.info.name, len(left))
         self._supervisor.close()
         self._close_descriptors()
+        self.book.clear()
         self._rendezvous.store.close(early, patience)
 
     def _close_descriptors(self) -> None:
@@ -302,12 +303,12 @@ class Agent:
 
     def abandon(self) -> None:
         """In a forked child: lets go of what belongs to the parent, taking no lock and ending nothing there."""
-        self._closed = ForkedProcessError(
+        forked = self.calling.closed = ForkedProcessError(
             f"this process was forked from worker {self.info.name!r} and cannot use its agent; "
             "call init_rpc with a name of its own in this process, or start it with the spawn method"
         )
         for connection in list(self._connections):
-            connection.abandon(self._closed)
+            connection.abandon(forked)
         for incoming in list(self._incoming):
             incoming.abandon()
         for listener in self._listeners:

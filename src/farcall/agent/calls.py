@@ -13,11 +13,12 @@ from typing import TYPE_CHECKING, Any
 from farcall.errors import SerializationError
 from farcall.futures import DONE, FAILED, FOREVER, PENDING, Callbacks, Future, run_callbacks
 from farcall.protocol.wire import FAILURE, Bytes
-from farcall.serialization import callable_name, decode_failure, describe_failure, loads
+from farcall.serialization import callable_name, decode_failure, describe_failure, loads, offering
 
 logger = logging.getLogger("farcall")
 
 if TYPE_CHECKING:
+    from farcall.agent.handle import Handle
     from farcall.agent.outgoing import Outgoing
     from farcall.agent.serving import Answerable
 
@@ -25,22 +26,24 @@ if TYPE_CHECKING:
 class PendingCall(Future[Any]):
     """The future of a call."""
 
-    __slots__ = ("call_id", "deadline", "due", "function", "timeout")
+    __slots__ = ("call_id", "connection", "deadline", "due", "function", "keeps", "timeout")
 
     def __init__(
-        self, connection: Outgoing, call_id: int, function: Callable[..., Any], timeout: float, deadline: float
+        self, connection: Outgoing, call_id: int, function: Callable[..., Any] | str, timeout: float, deadline: float
     ) -> None:
         # Not super().__init__: one call less on the path of every call.
         self._state = PENDING
         self._value = None
         self._watchers = []
-        self._source = connection
+        self._source = self.connection = connection
         self._report = None
         self._reply = None
         self.call_id = call_id
         self.function = function
         self.deadline = deadline
         self.timeout = timeout
+        self.keeps: object = None
+        """What must live until the call is answered."""
         self.due: Callbacks | None = None
         """Callbacks that the thread which waits for this future runs, once it has left the connection."""
 
@@ -59,10 +62,16 @@ class PendingCall(Future[Any]):
 class Reply:
     """A reply as it came: unpickled by the thread that wants the value, not by the one that read it."""
 
-    __slots__ = ("_body", "_buffers", "_function", "_kind", "_worker", "lock")
+    __slots__ = ("_body", "_buffers", "_function", "_handles", "_kind", "_worker", "lock")
 
     def __init__(
-        self, worker: str, function: Callable[..., Any], kind: int, body: Bytes, buffers: Sequence[Bytes]
+        self,
+        worker: str,
+        function: Callable[..., Any] | str,
+        kind: int,
+        body: Bytes,
+        buffers: Sequence[Bytes],
+        handles: Sequence[Handle] = (),
     ) -> None:
         self.lock = threading.Lock()
         self._worker = worker
@@ -70,12 +79,16 @@ class Reply:
         self._kind = kind
         self._body = body
         self._buffers = buffers
+        self._handles = handles
 
     def load(self) -> tuple[int, Any]:
         """See `Unloaded`."""
         if self._kind == FAILURE:
             return FAILED, decode_failure(self._body)
         try:
+            if self._handles:
+                with offering(self._handles):
+                    return DONE, loads(self._body, self._buffers)
             return DONE, loads(self._body, self._buffers)
         except Exception as error:
             name = callable_name(self._function)
@@ -113,3 +126,20 @@ class CallbackJob:
             run_callbacks(self._future, self._callbacks)
         except BaseException:
             logger.exception("a callback of %r failed", self._future)
+
+
+class ChoreJob:
+    """Something that the agent itself has to do, in the serving pool."""
+
+    __slots__ = ("_chore", "kind", "origin")
+
+    must_run = False
+
+    def __init__(self, chore: Callable[[], None]) -> None:
+        self.kind: object = "chore"
+        self.origin: Answerable | None = None
+        self._chore = chore
+
+    def run(self) -> None:
+        """See `Job`."""
+        self._chore()

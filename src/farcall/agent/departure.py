@@ -14,7 +14,6 @@ from time import monotonic
 from typing import TYPE_CHECKING, Final, Protocol
 
 from farcall.errors import RendezvousError, RendezvousTimeoutError, ShutdownError
-from farcall.futures import FOREVER
 from farcall.protocol.ids import WorkerInfo
 
 if TYPE_CHECKING:
@@ -40,12 +39,11 @@ class Leaver(Protocol):
         """All workers of the group."""
 
 
-def wait_for_everybody(leaver: Leaver, rendezvous: Rendezvous, timeout: float) -> None:
+def wait_for_everybody(leaver: Leaver, rendezvous: Rendezvous, deadline: float) -> None:
     """Returns when the whole group is quiet.
 
-    Raises `ShutdownError`, saying who was missing, after `timeout` seconds (0: never).
+    Raises `ShutdownError`, saying who was missing, at the deadline.
     """
-    deadline = monotonic() + timeout if timeout else FOREVER
     before = None
     number = 0
     while True:
@@ -56,6 +54,14 @@ def wait_for_everybody(leaver: Leaver, rendezvous: Rendezvous, timeout: float) -
             return
         before = total
         number += 1
+
+
+def say_farewell(leaver: Leaver, rendezvous: Rendezvous, deadline: float) -> None:
+    """After `wait_for_everybody`: returns when that has returned for all, so that nobody takes those who go for lost.
+
+    Raises `ShutdownError` as it does.
+    """
+    _hear_all(leaver, rendezvous, "farewell/", deadline)
 
 
 def _wait_until_idle(leaver: Leaver, deadline: float) -> None:

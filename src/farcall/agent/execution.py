@@ -1,100 +1,173 @@
-"""What a callee does with a request: finds the function, runs it, and makes the reply.
+"""What a callee does with a request: finds the function, runs it, and makes the reply or the value of a reference.
 
 Rules
 - Whatever the function raises, `SystemExit` and `KeyboardInterrupt` too, is the caller's to hear of; it never ends the
   worker, nor the thread.
 - A function marked `async_execution` is answered when its future is settled; an `async def` function when its coroutine
   ends, in one event loop for the whole worker.
+- A request on the value of a reference that is not there yet is put off until it is; no thread waits for it.
 - Arguments are unpickled here, in the thread that runs the function: it is user code like the function itself.
 """
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from types import CoroutineType
-from typing import Any
+from typing import Any, Final, NamedTuple, Protocol
 
+from farcall.agent.book import ReferenceBook
 from farcall.agent.coroutines import EventLoop
-from farcall.agent.serving import Answerable, Reply
+from farcall.agent.handle import Handle
+from farcall.agent.serving import Answerable, Reply, Serving
+from farcall.agent.values import Value
+from farcall.errors import ProtocolError
 from farcall.functions import is_async_execution
 from farcall.futures import Future
-from farcall.protocol.wire import FAILURE, RESULT, Bytes, encode, encode_start
-from farcall.serialization import callable_name, dumps_result, encode_failure, loads_arguments, resolve_function
+from farcall.protocol.control import HANDLE_SIZE, pack_section, unpack_handle
+from farcall.protocol.ids import Worker
+from farcall.protocol.wire import (
+    FAILURE,
+    METHOD,
+    PRESENCE,
+    RESULT,
+    RESULT_CARRYING,
+    TYPE,
+    VALUE,
+    Bytes,
+    encode,
+    encode_start,
+)
+from farcall.serialization import (
+    callable_name,
+    collecting,
+    dumps_result,
+    encode_failure,
+    loads_arguments,
+    offering,
+    resolve_function,
+)
+
+_LAST_ON_REFERENCE: Final = TYPE[0]
+"""A callee that begins with no greater byte is about the value of a reference."""
 
 
-class CallJob:
-    """One request, to be run in the serving pool."""
+class Workplace(NamedTuple):
+    """Where functions run: what all jobs of an agent share."""
 
-    __slots__ = ("_body", "_buffers", "_call_id", "_loop", "_worker", "kind", "origin")
+    worker: str
+    loop: EventLoop
+    serving: Serving
+    book: ReferenceBook
+
+
+class Caller(Answerable, Protocol):
+    """The connection that a request came on."""
+
+    def caller(self) -> Worker:
+        """Who is at its other end."""
+
+    def is_lost(self) -> bool:
+        """Whether what was sent on it may not have arrived."""
+
+
+class _PutOff(BaseException):
+    """The request waits for a value, and will be run again."""
+
+
+class _NoValue(BaseException):
+    """The request is on a value whose function failed; the failure is ready to travel."""
+
+    def __init__(self, failure: bytes) -> None:
+        self.failure = failure
+
+
+class _FunctionJob(ABC):
+    """Runs a callee, and leaves it to the subclass what becomes of the outcome."""
+
+    __slots__ = ("_body", "_buffers", "_callee", "_handles", "_place", "kind", "origin")
 
     must_run = False
+    origin: Caller | None
 
     def __init__(
-        self,
-        worker: str,
-        loop: EventLoop,
-        origin: Answerable,
-        call_id: int,
-        head: bytes,
-        body: Bytes,
-        buffers: Sequence[Bytes],
+        self, place: Workplace, callee: bytes, body: Bytes, buffers: Sequence[Bytes], handles: Sequence[Handle]
     ) -> None:
-        self._worker = worker
-        self._loop = loop
-        self.origin = origin
-        self._call_id = call_id
-        self.kind: bytes = head
+        self._place = place
+        self._callee = callee
         self._body = body
         self._buffers = buffers
+        self._handles = handles
+        # How long a method takes has nothing to do with whose it is.
+        self.kind = callee if callee[:1] > TYPE else callee[:1] + callee[1 + HANDLE_SIZE :]
 
     def run(self) -> Reply | None:
         """See `Job`."""
+        callee = self._callee
         function: Any = None
         try:
-            if self.kind and not self._body:
-                function = resolve_function(self.kind, self._worker)
-                result = function()
-            else:
-                args, kwargs = loads_arguments(self._body, self._buffers)
-                if self.kind:
-                    function = resolve_function(self.kind, self._worker)
-                else:
-                    function, *args = args  # type: ignore[assignment]
-                self._body = b""  # the arguments are the function's alone now, and go when it lets them go
-                self._buffers = ()
+            if not callee:
+                args, kwargs = self._arguments()
+                if not args:
+                    raise ProtocolError("a call came that names no function and brings none")
+                function, *args = args
                 result = function(*args, **kwargs)
+            else:
+                if callee[0] > _LAST_ON_REFERENCE:
+                    function = resolve_function(callee, self._place.worker)
+                else:
+                    function = self._callee_on_reference()
+                if self._body:
+                    args, kwargs = self._arguments()
+                    result = function(*args, **kwargs)
+                else:
+                    result = function()
             if is_async_execution(function):
-                self._answer_when_settled(function, result)
+                self._finish_when_settled(function, result)
                 return None
-        except BaseException as error:
-            return self._failure(function, error)
-        if isinstance(result, CoroutineType):
-            self._loop.run(result, lambda outcome, error: self._answer(function, outcome, error))
+        except _PutOff:
             return None
-        if result is None:
-            return encode(RESULT, self._call_id, b"", b"")
-        return self._result(function, result)
-
-    def _result(self, function: Callable[..., Any], result: Any) -> Reply:
-        try:
-            body, buffers = dumps_result(function, result, self._worker)
+        except _NoValue as none:
+            return self._failed_with(none.failure)
         except BaseException as error:
-            return self._failure(function, error)
-        if buffers:
-            return [encode_start(RESULT, self._call_id, b"", body, buffers), *buffers]
-        return encode(RESULT, self._call_id, b"", body)
+            return self._failed(function, error)
+        if isinstance(result, CoroutineType):
+            self._place.loop.run(result, lambda outcome, error: self._finish(function, outcome, error))
+            return None
+        return self._done(function, result)
 
-    def _failure(self, function: Any, error: BaseException) -> Reply:
-        name = (
-            callable_name(function) if function is not None else self.kind.decode(errors="replace").replace("\0", ".")
-        )
-        return encode(FAILURE, self._call_id, b"", encode_failure(error, self._worker, name))
+    def _arguments(self) -> tuple[Sequence[Any], dict[str, Any]]:
+        body, buffers, handles = self._body, self._buffers, self._handles
+        self._body, self._buffers, self._handles = b"", (), ()  # they go when the function lets them go
+        if handles:
+            with offering(handles):
+                return loads_arguments(body, buffers)
+        return loads_arguments(body, buffers)
 
-    def _answer(self, function: Callable[..., Any], result: Any, error: BaseException | None) -> None:
-        reply = self._result(function, result) if error is None else self._failure(function, error)
-        self.origin.answer(reply)
+    def _callee_on_reference(self) -> Callable[..., Any]:
+        """What is to be called, for a request on the value of a reference. Raises `_PutOff` and `_NoValue`."""
+        what = self._callee[:1]
+        reference, _, method = unpack_handle(self._callee[1:])
+        future = self._place.book.value(reference)
+        if not future.done():
+            future.watch(lambda _: self._place.serving.submit(self), waker=True, attended=True)
+            raise _PutOff
+        if future.failure:
+            raise _NoValue(future.failure)
+        value = future.value()
+        if what == METHOD:
+            return _method(value, method.decode())
+        return _ANSWERS[what](value)
 
-    def _answer_when_settled(self, function: Callable[..., Any], future: Any) -> None:
+    def _failed(self, function: Any, error: BaseException) -> Reply | None:
+        """It raised; the reply, if there is one."""
+        if function is not None:
+            name = callable_name(function)
+        else:
+            name = self.kind.decode(errors="replace").lstrip("\1\2\3\4").replace("\0", ".") or "the value"
+        return self._failed_with(encode_failure(error, self._place.worker, name))
+
+    def _finish_when_settled(self, function: Callable[..., Any], future: Any) -> None:
         if not isinstance(future, Future):
             raise TypeError(
                 f"functions decorated with async_execution must return a Future, but `{callable_name(function)}` "
@@ -103,6 +176,146 @@ class CallJob:
 
         def settled(future: Future[Any]) -> None:
             error = future.exception()
-            self._answer(function, None if error is not None else future.value(), error)
+            self._finish(function, None if error is not None else future.value(), error)
 
         future.watch(settled, waker=False)
+
+    @abstractmethod
+    def _finish(self, function: Callable[..., Any], result: Any, error: BaseException | None) -> None:
+        """As `_done` or `_failed`, later and in another thread."""
+
+    @abstractmethod
+    def _done(self, function: Callable[..., Any], result: Any) -> Reply | None:
+        """It returned; the reply, if there is one."""
+
+    @abstractmethod
+    def _failed_with(self, failure: bytes) -> Reply | None:
+        """It failed, and that is the encoded failure; the reply, if there is one."""
+
+
+# What answers a question about a value. Their names stand in messages.
+
+
+def _to_here(value: Any) -> Callable[[], Any]:
+    def to_here() -> Any:
+        return value
+
+    return to_here
+
+
+def _get_future(value: Any) -> Callable[[], None]:
+    def _get_future() -> None:
+        return None
+
+    return _get_future
+
+
+def _get_type(value: Any) -> Callable[[], type]:
+    def _get_type() -> type:
+        return type(value)
+
+    return _get_type
+
+
+_ANSWERS: Final[dict[bytes, Callable[[Any], Callable[[], Any]]]] = {
+    VALUE: _to_here,
+    PRESENCE: _get_future,
+    TYPE: _get_type,
+}
+
+
+def _method(value: Any, name: str) -> Callable[..., Any]:
+    """A method of a value; or what reads an attribute that cannot be called."""
+    if name == "__call__":
+        return value  # type: ignore[no-any-return]  # if it cannot be called, Python says so
+    attribute = getattr(value, name)
+    if callable(attribute):
+        return attribute  # type: ignore[no-any-return]
+    return lambda: attribute
+
+
+class CallJob(_FunctionJob):
+    """One call, to be answered."""
+
+    __slots__ = ("_call_id",)
+
+    origin: Caller
+
+    def __init__(
+        self,
+        place: Workplace,
+        origin: Caller,
+        call_id: int,
+        callee: bytes,
+        body: Bytes,
+        buffers: Sequence[Bytes],
+        handles: Sequence[Handle] = (),
+    ) -> None:
+        # Not super().__init__: one call less on the path of every call.
+        self._place = place
+        self.origin = origin
+        self._call_id = call_id
+        self._callee = callee
+        self._body = body
+        self._buffers = buffers
+        self._handles = handles
+        self.kind = callee if callee[:1] > TYPE else callee[:1] + callee[1 + HANDLE_SIZE :]
+
+    def _done(self, function: Callable[..., Any], result: Any) -> Reply | None:
+        if result is None:
+            return encode(RESULT, self._call_id, b"", b"")
+        try:
+            with collecting() as handles:
+                body, buffers = dumps_result(function, result, self._place.worker)
+            if handles:
+                number, carried = self._place.book.pass_on(list(handles), self.origin.caller(), self.origin)
+                kind, head = RESULT_CARRYING, pack_section(number, carried)
+            else:
+                kind, head = RESULT, b""
+        except BaseException as error:
+            return self._failed(function, error)
+        if buffers:
+            return [encode_start(kind, self._call_id, head, body, buffers), *buffers]
+        return encode(kind, self._call_id, head, body)
+
+    def _failed_with(self, failure: bytes) -> Reply:
+        return encode(FAILURE, self._call_id, b"", failure)
+
+    def _finish(self, function: Callable[..., Any], result: Any, error: BaseException | None) -> None:
+        reply = self._done(function, result) if error is None else self._failed(function, error)
+        if reply is not None:
+            self.origin.answer(reply)
+
+
+class RemoteJob(_FunctionJob):
+    """One remote call, whose outcome is the value of a reference."""
+
+    __slots__ = ("_keeps", "_value")
+
+    def __init__(
+        self,
+        place: Workplace,
+        value: Value,
+        callee: bytes,
+        body: Bytes,
+        buffers: Sequence[Bytes],
+        handles: Sequence[Handle],
+        keeps: Handle | None = None,
+    ) -> None:
+        """`keeps`: what must live until it has run, the handle whose method it is."""
+        super().__init__(place, callee, body, buffers, handles)
+        self.origin = None
+        self._value = value
+        self._keeps = keeps
+
+    def _done(self, function: Callable[..., Any], result: Any) -> None:
+        self._value.give(result)
+
+    def _failed_with(self, failure: bytes) -> None:
+        self._value.fail(failure)
+
+    def _finish(self, function: Callable[..., Any], result: Any, error: BaseException | None) -> None:
+        if error is None:
+            self._done(function, result)
+        else:
+            self._failed(function, error)

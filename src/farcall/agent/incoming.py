@@ -10,18 +10,18 @@ Rules
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Final
 
-from farcall.agent.coroutines import EventLoop
-from farcall.agent.execution import CallJob
+from farcall.agent.execution import CallJob, RemoteJob, Workplace
 from farcall.agent.poller import READABLE, WRITABLE, Poller
 from farcall.agent.sending import Sender
-from farcall.agent.serving import Reply, Serving
+from farcall.agent.serving import Reply
 from farcall.errors import ProtocolError
+from farcall.protocol.control import unpack_handle, unpack_section
 from farcall.protocol.handshake import PREAMBLE_SIZE, Hello, Purpose, Refused, Welcome, body_length, pack, unpack
-from farcall.protocol.ids import WorkerInfo
-from farcall.protocol.wire import CALL, Decoder
+from farcall.protocol.ids import Worker, WorkerInfo
+from farcall.protocol.wire import CALL, CALL_CARRYING, CARRIED, CONTROL, REMOTE, Bytes, Decoder
 from farcall.transports.base import Channel
 
 logger = logging.getLogger("farcall")
@@ -39,8 +39,8 @@ class Incoming:
         group: str,
         channel: Channel,
         poller: Poller,
-        serving: Serving,
-        loop: EventLoop,
+        place: Workplace,
+        on_greeted: Callable[[Incoming], None],
         on_closed: Callable[[Incoming], None],
     ) -> None:
         self._us = us
@@ -48,8 +48,8 @@ class Incoming:
         self._channel = channel
         self._descriptor = channel.fileno()
         self._poller = poller
-        self._serving = serving
-        self._loop = loop
+        self._place = place
+        self._on_greeted = on_greeted
         self._on_closed = on_closed
         self._decoder = Decoder()
         self._greeting = b""
@@ -80,11 +80,13 @@ class Incoming:
             if messages is None:
                 self.close()
                 return
-            ready = self._serving.ready
+            place = self._place
+            ready = place.serving.ready
             for kind, call_id, head, body, buffers in messages:
-                if kind != CALL:
-                    raise ProtocolError(f"a reply (kind {kind}) came where only calls may")
-                ready.append(CallJob(self._us.name, self._loop, self, call_id, head, body, buffers))
+                if kind == CALL:
+                    ready.append(CallJob(place, self, call_id, head, body, buffers))
+                else:
+                    self._take(kind, call_id, head, body, buffers)
         except BlockingIOError:
             pass
         except (ProtocolError, MemoryError) as error:
@@ -92,6 +94,27 @@ class Incoming:
             self.close()
         except OSError:
             self.close()
+
+    def _take(self, kind: int, call_id: int, head: bytes, body: Bytes, buffers: Sequence[Bytes]) -> None:
+        """What has to do with references: they are counted here, before anything of the message is used."""
+        book = self._place.book
+        caller = self.caller()
+        if kind == CONTROL:
+            book.control_received(caller, body)
+            return
+        if kind not in (CALL_CARRYING, REMOTE, CARRIED):
+            raise ProtocolError(f"a reply (kind {kind}) came where only calls may")
+        number, carried, callee = unpack_section(head)
+        if kind == REMOTE:
+            reference, fork, callee = unpack_handle(callee)
+            taken = book.create_requested(caller, number, reference, fork, carried)
+            if taken is not None:
+                value, handles = taken
+                self._place.serving.ready.append(RemoteJob(self._place, value, callee, body, buffers, handles))
+            return
+        taken_handles = book.take(caller, number, carried)
+        if kind == CALL_CARRYING and taken_handles is not None:
+            self._place.serving.ready.append(CallJob(self._place, self, call_id, callee, body, buffers, taken_handles))
 
     def _greet(self, data: bytes) -> bytes:
         """Takes the greeting out of what came; what is behind it. Raises `ProtocolError` if it is none."""
@@ -102,24 +125,33 @@ class Incoming:
             end = PREAMBLE_SIZE + body_length(self._greeting[:PREAMBLE_SIZE], Purpose.CALLS, self._who())
             if len(self._greeting) < end:
                 return b""
-            hello = unpack(self._greeting[PREAMBLE_SIZE:end], self._who())
-            self._check(hello)
+            self._peer = self._checked(unpack(self._greeting[PREAMBLE_SIZE:end], self._who()))
         except ProtocolError as error:
             # Told in the one form that every version understands, so that the other side can say what is wrong.
             self._sender.send(pack(Purpose.CALLS, Refused(str(error))))
             raise
         self._sender.send(pack(Purpose.CALLS, Welcome(self._us.name, self._us.id)))
         rest, self._greeting = self._greeting[end:], b""
+        self._on_greeted(self)
         return rest
 
-    def _check(self, hello: object) -> None:
+    def _checked(self, hello: object) -> Hello:
         if not isinstance(hello, Hello):
             raise ProtocolError(f"expected a hello, got a {type(hello).__name__}")
         if hello.group != self._group:
             raise ProtocolError(f"this worker is of group {self._group!r}, not of {hello.group!r}")
         if hello.wanted != self._us.name:
             raise ProtocolError(f"this is worker {self._us.name!r}, not {hello.wanted!r}")
-        self._peer = hello
+        return hello
+
+    def caller(self) -> Worker:
+        """Who is at the other end, once it has greeted."""
+        assert self._peer is not None
+        return self._peer.rank
+
+    def has_greeted(self) -> bool:
+        """Whether it is known who is at the other end."""
+        return self._peer is not None
 
     def _who(self) -> str:
         return f"worker {self._peer.name!r}" if self._peer is not None else self._channel.address
@@ -148,6 +180,10 @@ class Incoming:
         self._poller.remove(self._descriptor)
         self._channel.close()
         self._on_closed(self)
+
+    def is_lost(self) -> bool:
+        """Whether it is closed, and what was sent on it may not have arrived."""
+        return self._closed
 
     def abandon(self) -> None:
         """In a forked child: the connection is the parent's, and stays as it is there."""

@@ -19,8 +19,10 @@ from collections.abc import Callable, Sequence
 from time import monotonic
 from typing import TYPE_CHECKING, Any, Final
 
+from farcall.agent.book import ReferenceBook
 from farcall.agent.calls import CallbackJob, PendingCall, Reply
-from farcall.agent.poller import READABLE, WRITABLE, Poller
+from farcall.agent.handle import Handle
+from farcall.agent.poller import HUNG_UP, READABLE, WRITABLE, Poller
 from farcall.agent.reading import Reading
 from farcall.agent.sending import Sender
 from farcall.agent.serving import Serving
@@ -28,10 +30,21 @@ from farcall.agent.spinning import Spinning
 from farcall.agent.supervisor import Supervisor
 from farcall.errors import ProtocolError, RpcError, RpcTimeoutError, WorkerLost
 from farcall.futures import DONE, FAILED, FOREVER, UNLOADED, Callbacks, Future, asleep, run_callbacks
+from farcall.protocol.control import unpack_section
 from farcall.protocol.ids import WorkerInfo
-from farcall.protocol.wire import CALL, FAILURE, RESULT, Decoder, encode, encode_start
+from farcall.protocol.wire import (
+    CALL,
+    CONTROL,
+    FAILURE,
+    RESULT,
+    RESULT_CARRYING,
+    Bytes,
+    Decoder,
+    encode,
+    encode_start,
+)
 from farcall.serialization import callable_name
-from farcall.transports.base import Channel
+from farcall.transports.base import Buffer, Channel
 
 _CHUNK: Final = 1 << 15
 """Not more: from 128 KiB on, the allocator asks the system for memory anew each time, which costs more than a call."""
@@ -52,6 +65,7 @@ class Outgoing:
         poller: Poller,
         serving: Serving,
         supervisor: Supervisor,
+        book: ReferenceBook,
         spin: float,
         on_lost: Callable[[Outgoing], None],
     ) -> None:
@@ -62,6 +76,8 @@ class Outgoing:
         self._poller = poller
         self._serving = serving
         self._supervisor = supervisor
+        self._book = book
+        self._awaits_control = False  # what was sent about references is not acknowledged yet
         self._on_lost = on_lost
         self._ids = itertools.count(1)
         self._decoder = Decoder()
@@ -77,21 +93,22 @@ class Outgoing:
         self._calls_at_last_tick = 0
         self.calls_started = 0
         """How many calls were sent on it so far."""
-        poller.add(self._descriptor, self._handle, 0)
+        poller.add(self._descriptor, self._handle, HUNG_UP)  # a peer that dies is noticed though nobody waits for it
         self._sender = Sender(channel, lambda on: poller.want(self._descriptor, WRITABLE, on))
 
     # Calling
 
     def call(
         self,
-        function: Callable[..., Any],
+        function: Callable[..., Any] | str,
         head: bytes,
         body: bytes,
         buffers: Sequence[memoryview],
         timeout: float,
         spent: float = 0.0,
+        kind: int = CALL,
     ) -> PendingCall:
-        """Sends a call, for which `spent` of its timeout is over already.
+        """Sends a call, for which `spent` of its timeout is over already. `function` may be a name, for messages only.
 
         Its future is settled in any case, with `WorkerLost` if it cannot be sent.
         """
@@ -102,11 +119,14 @@ class Outgoing:
         if deadline < self._first_deadline:
             self._note_deadline(deadline)
         self.calls_started = call_id
+        if kind != CALL:
+            self._awaits_control = True  # before it is sent: the answer may come at once
+            self.unattended()
         try:
             if buffers:
-                self._sender.send_all([encode_start(CALL, call_id, head, body, buffers), *buffers])
+                self._sender.send_all([encode_start(kind, call_id, head, body, buffers), *buffers])
             else:
-                self._sender.send(encode(CALL, call_id, head, body))
+                self._sender.send(encode(kind, call_id, head, body))
             if self._sender.waiting > _MAX_WAITING:
                 self._wait_to_send(deadline)
         except OSError as error:
@@ -118,6 +138,28 @@ class Outgoing:
         if self._lost is not None and self.pending.pop(call_id, None) is not None:
             self._fail(future)
         return future
+
+    def send_control(self, message: Sequence[Buffer], patience: float = 0.0) -> None:
+        """Sends something about references, which the peer will acknowledge. What is lost is sent again later.
+
+        While too much waits to be sent the caller is held back, for at most `patience` seconds.
+        """
+        self._awaits_control = True  # before it is sent: the answer may come at once
+        try:
+            self._sender.send_all(message)
+            if patience and self._sender.waiting > _MAX_WAITING:
+                self._wait_to_send(monotonic() + patience)
+        except OSError as error:
+            self.lose(f"sending to it failed: {error}")
+        except BaseException as error:
+            if self._sender.is_broken():
+                self.lose(f"sending to it was interrupted by {type(error).__name__}")
+            raise
+        self.unattended()
+
+    def is_lost(self) -> bool:
+        """Whether it is closed, and what was sent on it may not have arrived."""
+        return self._lost is not None
 
     def _wait_to_send(self, deadline: float) -> None:
         """Holds the caller back while too much waits."""
@@ -186,16 +228,22 @@ class Outgoing:
             if messages is None:
                 self.lose("it closed the connection: it has died or shut down")
                 return
-            for kind, call_id, _, body, buffers in messages:
+            for kind, call_id, head, body, buffers in messages:
+                handles: Sequence[Handle] = ()
                 if kind == CALL:
                     raise ProtocolError("a call came where only replies may")
+                if kind > FAILURE:
+                    taken = self._take(kind, head, body)
+                    if taken is None:
+                        continue
+                    handles = taken
                 future = self.pending.pop(call_id, None)
                 if future is None or future._state:
                     continue  # its time was over, or it was settled by hand: dropped quietly
                 if kind == RESULT and not body:
                     callbacks = future.settle(DONE, None)
                 else:
-                    reply = Reply(self.peer.name, future.function, kind, body, buffers)
+                    reply = Reply(self.peer.name, future.function, kind, body, buffers, handles)
                     if kind == FAILURE:
                         future.report_unseen(reply.describe)
                     callbacks = future.settle(UNLOADED, reply)
@@ -212,6 +260,16 @@ class Outgoing:
         except BaseException as error:
             self.lose(f"reading its replies was interrupted by {type(error).__name__}")
             raise
+
+    def _take(self, kind: int, head: bytes, body: Bytes) -> list[Handle] | None:
+        """What has to do with references; the handles of a result that carries some, None for anything else."""
+        if kind == CONTROL:
+            self._awaits_control = self._book.control_received(self.peer.id, body)
+            return None
+        if kind != RESULT_CARRYING:
+            raise ProtocolError(f"a call (kind {kind}) came where only replies may")
+        number, carried, _ = unpack_section(head)
+        return self._book.take(self.peer.id, number, carried)
 
     def _dispatch(self, future: Future[Any], callbacks: Callbacks) -> None:
         self._serving.submit(CallbackJob(future, callbacks))
@@ -235,7 +293,7 @@ class Outgoing:
 
     def has_pending(self) -> bool:
         """See `Readable`."""
-        return bool(self.pending)
+        return bool(self.pending) or self._awaits_control
 
     def unattended(self) -> None:
         """See `Readable`; also called for a call that nobody waits for yet."""
@@ -252,9 +310,9 @@ class Outgoing:
         since = self._unattended_since
         if not since:
             return False
-        if not self.pending or self._lost is not None:
+        if not self.has_pending() or self._lost is not None:
             self._unattended_since = 0.0
-            if self.pending and self._lost is None:  # a call that came just now found it attended still
+            if self.has_pending() and self._lost is None:  # a call that came just now found it attended still
                 self._unattended_since = now
                 return True
             return False

@@ -49,6 +49,7 @@ class Peer:
         group: str,
         transports: Mapping[str, Transport],
         new_connection: Callable[[WorkerInfo, Channel, Callable[[Outgoing], None]], Outgoing],
+        on_lost: Callable[[Peer], None],
     ) -> None:
         self.info = WorkerInfo(member.name, member.rank)
         self._member = member
@@ -56,12 +57,17 @@ class Peer:
         self._group = group
         self._transports = transports
         self._new_connection = new_connection
+        self._on_lost = on_lost
         self._lock = threading.RLock()
+        self.is_lost = False
+        """It is gone for good."""
         self.connection: Outgoing | None = None
         """The connection, if there is one now; else `connect`."""
 
     def connect(self, deadline: float) -> Outgoing:
         """The connection, made if need be. Raises `WorkerLost` if the worker cannot be reached."""
+        if self.is_lost:
+            raise WorkerLost(f"worker {self.info.name!r} was lost", self.info.name)
         deadline = min(deadline, monotonic() + CONNECT_TIMEOUT)
         with asleep():
             try:
@@ -74,6 +80,14 @@ class Peer:
             finally:
                 if self._lock._is_owned():  # type: ignore[attr-defined]  # Ctrl-C may come as it has just been taken
                     self._lock.release()
+
+    def lose(self) -> None:
+        """Takes it for gone for good: calls to it fail at once from now on."""
+        with self._lock:
+            if self.is_lost:
+                return
+            self.is_lost = True
+        self._on_lost(self)
 
     def _forget(self, connection: Outgoing) -> None:
         if self.connection is connection:

@@ -14,6 +14,7 @@ from typing import Final, TypeAlias
 
 READABLE: Final = select.EPOLLIN
 WRITABLE: Final = select.EPOLLOUT
+HUNG_UP: Final = select.EPOLLRDHUP
 
 Handler: TypeAlias = Callable[[int], None]
 

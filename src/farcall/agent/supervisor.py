@@ -21,7 +21,7 @@ from farcall.futures import Gate
 
 logger = logging.getLogger("farcall")
 
-TICK: Final = 5e-3
+TICK: Final = 2e-3
 _SLEEP: Final = 1.0
 _LINGER: Final = 32
 """Quick ticks without need before it sleeps: waking it anew for each lone call would cost that call more."""
@@ -50,6 +50,9 @@ class Supervisor:
         self.connections: Callable[[], list[Supervised]] = list
         """All connections with deadlines; set by the agent."""
         self.serving: Serving | None = None
+        self.has_chores: Callable[[], bool] = lambda: False
+        """Whether the agent has something to be done soon; set by the agent, as is what does it."""
+        self.do_chores: Callable[[], None] = lambda: None
         self._thread = threading.Thread(target=self._run, name=f"farcall-{name}-supervisor", daemon=True)
 
     def start(self) -> None:
@@ -103,7 +106,7 @@ class Supervisor:
 
     def _is_needed(self) -> bool:
         serving = self.serving
-        return bool(self._attended) or (serving is not None and not serving.asleep)
+        return bool(self._attended) or self.has_chores() or (serving is not None and not serving.asleep)
 
     def _tick(self, now: float) -> bool:
         serving = self.serving
@@ -111,6 +114,9 @@ class Supervisor:
         if serving is not None and not serving.asleep:
             busy = True
             serving.depose_stuck_leader()
+        if self.has_chores():
+            busy = True
+            self.do_chores()
         for connection in list(self._attended):
             self._attended.pop(connection, None)  # before the look: who attends it again meanwhile is not lost
             if connection.tick(now):

@@ -81,6 +81,11 @@ class Delivery(Generic[M]):
         link = self._links.get(peer)
         return list(link.unacknowledged.items()) if link is not None else []
 
+    def awaits(self, peer: Worker) -> bool:
+        """Whether the peer has something to acknowledge still."""
+        link = self._links.get(peer)
+        return link is not None and bool(link.unacknowledged)
+
     def is_quiet(self) -> bool:
         """Whether every peer has acknowledged everything."""
         return not any(link.unacknowledged for link in self._links.values())

@@ -163,6 +163,13 @@ class References:
         """Takes an event, gives what is to be done. Raises `ProtocolError`, changing nothing, if it cannot be."""
         return self._handlers[type(event)](event)
 
+    def is_to_come(self, reference: RRefId) -> bool:
+        """Whether its owner, this worker, has still to hear from its creator. (A use may overtake the creation.)"""
+        owned = self.owned.get(reference)
+        if owned is not None:
+            return not owned.created and not owned.refused
+        return self._may_be_created(reference)
+
     def is_empty(self) -> bool:
         """Whether nothing is owned, held or noted."""
         return not self.owned and not self.held

@@ -1,7 +1,7 @@
 """The messages between workers as bytes, once the handshake is done.
 
     offset  size  what (little-endian)
-    0       1     kind: 1 call, 2 result, 3 failure
+    0       1     kind, see below
     1       1     flags, 0 for now
     2       2     number of out-of-band buffers
     4       4     length of the head
@@ -10,10 +10,25 @@
     24      8×n   length of each out-of-band buffer
             ...   head, body, buffers, one after the other
 
-                  head                            body                          buffers
-    call          the callee's name, or empty     pickled arguments             of the body
-    result        empty                           pickled result                of the body
-    failure       empty                           an encoded failure            none
+                        head                            body                    buffers
+    1 call              the callee, see below           pickled arguments       of the body
+    2 result            empty                           pickled result          of the body
+    3 failure           empty                           an encoded failure      none
+    4 call carrying     section, callee                 as a call
+    5 result carrying   section                         as a result
+    6 remote            section, reference, callee      pickled arguments       of the body
+    7 carried           section                         empty                   none
+    8 control           empty                           reference messages      none
+
+A message that carries references has a *section* in front of its head (`control.py`). `carried` brings the references
+of a call or reply that was lost with its connection. The *callee* is
+
+    empty                              a function by value: it is the first of the arguments
+    module, 0, name                    a function by name
+    1, reference and fork, name        a method of what a reference stands for
+    2, reference and fork              its value
+    3, reference and fork              nothing: answered when the value is there
+    4, reference and fork              its type
 
 This module knows nothing of what heads and bodies mean. Pure: bytes in, messages out.
 
@@ -35,9 +50,19 @@ from farcall.errors import ProtocolError
 CALL: Final = 1
 RESULT: Final = 2
 FAILURE: Final = 3
+CALL_CARRYING: Final = 4
+RESULT_CARRYING: Final = 5
+REMOTE: Final = 6
+CARRIED: Final = 7
+CONTROL: Final = 8
+
+METHOD: Final = b"\1"
+VALUE: Final = b"\2"
+PRESENCE: Final = b"\3"
+TYPE: Final = b"\4"
 
 HEADER: Final = struct.Struct("<BBHIQQ")
-MAX_HEAD: Final = 1 << 20
+MAX_HEAD: Final = 1 << 22
 MAX_MESSAGE: Final = 1 << 40
 MAX_BUFFERS: Final = 0xFFFF
 LARGE: Final = 1 << 16
@@ -70,7 +95,7 @@ def encode_start(kind: int, call_id: int, head: bytes, body: bytes, buffers: Seq
 def _kind_and_count(start: int) -> tuple[int, int]:
     """The kind and the number of out-of-band buffers, out of a message's first four bytes."""
     kind, flags, count = start & 0xFF, start >> 8 & 0xFF, start >> 16
-    if not CALL <= kind <= FAILURE or flags:
+    if not CALL <= kind <= CONTROL or flags:
         raise ProtocolError(f"a message of unknown kind {kind} (flags {flags}) came")
     return kind, count
 
@@ -99,7 +124,7 @@ class Decoder:
         end = len(data)
         while end - at >= _SIZE:
             kind, head_size, body_size, call_id = _unpack_from(data, at)
-            if not CALL <= kind <= FAILURE or head_size + body_size > LARGE:
+            if not CALL <= kind <= CONTROL or head_size + body_size > LARGE:
                 kind, count = _kind_and_count(kind)
                 table = at + _SIZE
                 if end - table < 8 * count:

@@ -6,6 +6,7 @@ no threads, no agent: bytes in and out.
 
 from farcall.serialization.callables import callable_name, encode_function, resolve_function
 from farcall.serialization.failures import decode_failure, describe_failure, encode_failure
+from farcall.serialization.handles import collect, collecting, offering, take_offered
 from farcall.serialization.pickler import (
     OUT_OF_BAND_SIZE,
     Pickled,
@@ -21,6 +22,8 @@ __all__ = [
     "OUT_OF_BAND_SIZE",
     "Pickled",
     "callable_name",
+    "collect",
+    "collecting",
     "decode_failure",
     "describe_failure",
     "dumps",
@@ -31,5 +34,7 @@ __all__ = [
     "encode_function",
     "loads",
     "loads_arguments",
+    "offering",
     "resolve_function",
+    "take_offered",
 ]

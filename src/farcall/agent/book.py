@@ -1,0 +1,493 @@
+"""The references of one agent: the protocol's state under a lock, and what follows from it, done outside the lock.
+
+The protocol itself is `protocol.references`; here it meets threads, values and connections.
+
+Rules
+- Decide under the lock, act outside it. Messages get their numbers under the same lock as the decision to send them.
+- Nothing of a user runs under the lock. Values that are released are let go outside it.
+- Nothing that may fail comes after a number is taken: a number that is never sent would hold up all that follow.
+- A finalizer only appends to a queue (garbage collection may run anywhere, in the midst of any lock, this one too); the
+  queue is worked off by the next remote call, or by the serving pool a moment later.
+"""
+
+from __future__ import annotations
+
+import threading
+import weakref
+from collections import deque
+from collections.abc import Callable, Iterable, Sequence
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+from farcall.agent.handle import Handle, Made, made_here
+from farcall.agent.inventory import HeldReference, Inventory, OwnedReference
+from farcall.agent.parcels import CarriedFrame, Letter, Parcel, RemoteFrame, Way
+from farcall.agent.values import Value
+from farcall.errors import OwnerLost, ReferenceRefused, RpcError, SerializationError, UsageError, WorkerLost
+from farcall.protocol.control import MOST_HANDLES, pack_control, unpack_control
+from farcall.protocol.delivery import Delivery
+from farcall.protocol.ids import ForkId, RRefId, Worker
+from farcall.protocol.reference_messages import (
+    Carried,
+    ConfirmHandle,
+    CreateRequest,
+    Effect,
+    ForkAccepted,
+    ForkRefused,
+    HandleDropped,
+    HandlePassed,
+    HandleReceived,
+    Message,
+    MessageReceived,
+    OrphanHandle,
+    PeerJoined,
+    PeerLost,
+    RefuseHandle,
+    ReleaseValue,
+    RemoteCalled,
+    SendMessage,
+    ValueMade,
+)
+from farcall.protocol.references import References, Standing
+from farcall.transports.base import Buffer
+
+if TYPE_CHECKING:
+    from farcall.agent.calling import Calling
+
+Frame = Callable[[int, list[Carried], RRefId, ForkId], list[Buffer]]
+"""Packs a remote call: its number, what it carries, the reference it is to make, and the caller's fork of it."""
+
+
+class ReferenceBook:
+    """All references of one agent, and the values it owns."""
+
+    calling: Calling
+    """By whom the handles in it are used; set by the agent."""
+
+    def __init__(
+        self,
+        me: Worker,
+        post: Callable[[Worker], None],
+        work_soon: Callable[[], None],
+        name_of: Callable[[Worker], str],
+        record_stacks: bool = False,
+    ) -> None:
+        self.me = me
+        self._post = post  # there is something in the outbox for this worker
+        self._work_soon = work_soon  # have `work_off` called in the serving pool
+        self._name_of = name_of
+        self._record_stacks = record_stacks
+        self._lock = threading.Lock()
+        self._references = References(me)
+        self._delivery: Delivery[Parcel] = Delivery()
+        self._outboxes: dict[Worker, list[tuple[int, Message]]] = {}
+        self._unacknowledged: dict[Worker, None] = {}  # peers that do not know yet what of theirs has come
+        self._values: dict[RRefId, Value] = {}
+        self._handles: weakref.WeakValueDictionary[ForkId, Handle] = weakref.WeakValueDictionary()
+        self._dropped: deque[tuple[RRefId, ForkId | None]] = deque()
+        self._origins: dict[RRefId, Made] = {}  # where values of this worker got their reference
+        self._ended = False
+        self.resend: Callable[[Worker], None] = lambda worker: None
+        """Has sent again what was lost with a connection; set by the agent."""
+
+    # Workers
+
+    def joined(self, worker: Worker) -> None:
+        """A worker is there."""
+        with self._lock:
+            self._references.handle(PeerJoined(worker))
+            self._delivery.joined(worker)
+
+    def lost(self, worker: Worker) -> None:
+        """A worker is gone for good. Does nothing if it was known to be."""
+        acts = _Acts()
+        with self._lock:
+            if worker not in self._references.peers:
+                return
+            self._delivery.lost(worker)
+            self._outboxes.pop(worker, None)
+            self._unacknowledged.pop(worker, None)
+            self._decide(self._references.handle(PeerLost(worker)), acts)
+            for reference in [each for each in self._values if each.creator == worker]:
+                if reference not in self._references.owned:  # awaited by a use that overtook a creation that never comes
+                    acts.refused.append((reference, self._values.pop(reference)))
+        self._act(acts)
+
+    # Making, passing, receiving, dropping
+
+    def own(self, value: Any) -> Handle:
+        """A reference to something that is here."""
+        there = Value()
+        there.give(value)
+        return self.make(there)
+
+    def make(self, value: Value) -> Handle:
+        """A reference to a value of this worker, which may still be to come."""
+        made = made_here(self._record_stacks)
+        with self._lock:
+            reference = self._references.new_reference(self.me)
+            self._references.handle(ValueMade(reference))
+            self._values[reference] = value
+            self._origins[reference] = made
+        return Handle(self, reference, None, value, made)
+
+    def call_remote(
+        self, owner: Worker, passed: Sequence[Handle], frame: Frame, via: Way, keeps: object = None
+    ) -> tuple[Handle, list[Buffer], Letter | None]:
+        """A reference that `owner` is asked to make, and what asks: a message, and a letter to be sent before it.
+
+        `passed` are the handles among the arguments, `keeps` is what must live until the message has arrived. Raises
+        the error of a handle that leads nowhere, `WorkerLost` if the owner is lost; then nothing was passed.
+        """
+        check_usable(passed)
+        made = made_here(self._record_stacks)
+        acts = _Acts()
+        with self._lock:
+            self._check_peer(owner)
+            self._work_off(acts)
+            references = self._references
+            reference, fork = references.new_reference(owner), references.new_fork()
+            references.handle(RemoteCalled(reference, fork))
+            handle = self._handles[fork] = Handle(self, reference, fork, None, made)
+            parcel = RemoteFrame([], via, keeps)
+            letter = self._letter(owner)
+            number = self._delivery.send(owner, parcel)
+            parcel.frame = frame(number, self._fork_all(passed, owner), reference, fork)
+        acts.told.pop(owner, None)  # the letter goes with the message
+        self._act(acts)
+        if via.is_lost():
+            self.resend(owner)
+        return handle, parcel.frame, letter
+
+    def pass_on(self, handles: Sequence[Handle], to: Worker, via: Way) -> tuple[int, list[Carried]]:
+        """Makes a fork of each handle for `to`: the number of the message that will carry them, and what it carries.
+
+        Raises the error of a handle that leads nowhere, `WorkerLost` if the receiver is lost; then none was passed.
+        """
+        check_usable(handles)
+        with self._lock:
+            self._check_peer(to)
+            carried = self._fork_all(handles, to)
+            number = self._delivery.send(to, CarriedFrame(carried, via))
+        if via.is_lost():
+            self.resend(to)
+        return number, carried
+
+    def _check_peer(self, worker: Worker) -> None:
+        if worker not in self._references.peers:
+            name = self._name_of(worker)
+            raise WorkerLost(f"worker {name!r} was lost", name)
+
+    def _fork_all(self, handles: Sequence[Handle], to: Worker) -> list[Carried]:
+        references = self._references
+        carried = []
+        for handle in handles:
+            child = references.new_fork()
+            references.handle(HandlePassed(handle.reference, handle.fork, child, to))
+            carried.append(Carried(handle.reference, child))
+        return carried
+
+    def take(self, sender: Worker, number: int, carried: Sequence[Carried]) -> list[Handle] | None:
+        """The handles that came in a message; None if that message came before. Raises `ProtocolError`."""
+        acts = _Acts()
+        try:
+            with self._lock:
+                if not self._is_new(sender, number):
+                    return None
+                return self._receive_all(sender, carried, acts)
+        finally:
+            self._act(acts)
+
+    def _is_new(self, sender: Worker, number: int) -> bool:
+        """Whether a message is to be taken. Acknowledged in any case: of what comes twice, its sender did not know."""
+        if sender in self._references.peers:
+            self._unacknowledged[sender] = None
+        return self._delivery.receive(sender, number)
+
+    def _receive_all(self, sender: Worker, carried: Sequence[Carried], acts: _Acts) -> list[Handle]:
+        handles = []
+        for each in carried:
+            effects = self._references.handle(HandleReceived(each, sender))
+            handles.append(self._new_handle(each, f"a message of {self._name_of(sender)!r}"))
+            self._decide(effects, acts)
+        return handles
+
+    def _new_handle(self, carried: Carried, made: Made) -> Handle:
+        reference, fork = carried
+        if reference.owner == self.me:
+            value = self._values.get(reference)
+            if value is None:
+                value = self._values[reference] = Value()
+            return Handle(self, reference, None, value, made)
+        handle = self._handles[fork] = Handle(self, reference, fork, None, made)
+        return handle
+
+    def drop_later(self, reference: RRefId, fork: ForkId | None) -> None:
+        """For finalizers: takes no lock."""
+        if not self._ended:
+            self._dropped.append((reference, fork))
+            self._work_soon()
+
+    def has_work(self) -> bool:
+        """Whether finalizers have left something to do, or a peer is to be told what has come."""
+        return bool(self._dropped or self._unacknowledged)
+
+    def work_off(self) -> None:
+        """Handles what finalizers left, and acknowledges what has come."""
+        acts = _Acts()
+        with self._lock:
+            self._work_off(acts)
+            acts.told |= self._unacknowledged
+        self._act(acts)
+
+    def _work_off(self, acts: _Acts) -> None:
+        dropped = self._dropped
+        while dropped:
+            try:
+                reference, fork = dropped.popleft()
+            except IndexError:
+                break
+            held = self._references.held.get(fork) if fork is not None else None
+            if held is None or not held.dropped:  # else it was given up before
+                self._decide(self._references.handle(HandleDropped(reference, fork)), acts)
+
+    # Values
+
+    def value(self, reference: RRefId) -> Value:
+        """A value that this worker owns, or will. Raises `ReferenceRefused` if there is none."""
+        value = self._values.get(reference)
+        if value is None:
+            with self._lock:
+                value = self._values.get(reference)
+                if value is None and self._references.is_to_come(reference):  # this use overtook the creation
+                    value = self._values[reference] = Value()
+        if value is None:
+            raise ReferenceRefused(
+                f"worker {self._name_of(self.me)!r} does not own {reference} any more: its value was released"
+            )
+        return value
+
+    # Messages
+
+    def create_requested(
+        self, sender: Worker, number: int, reference: RRefId, fork: ForkId, carried: Sequence[Carried]
+    ) -> tuple[Value, list[Handle]] | None:
+        """A remote call came: the place of its value, and the handles it carries; None if it came before.
+
+        Raises `ProtocolError`.
+        """
+        acts = _Acts()
+        try:
+            with self._lock:
+                if not self._is_new(sender, number):
+                    return None
+                effects = self._references.handle(MessageReceived(sender, CreateRequest(reference, fork)))
+                value = self._values.get(reference)  # there already, if a fork came before
+                if value is None:
+                    value = self._values[reference] = Value()
+                self._decide(effects, acts)
+                return value, self._receive_all(sender, carried, acts)
+        finally:
+            self._act(acts)
+
+    def control_received(self, sender: Worker, body: bytes | bytearray | memoryview) -> bool:
+        """Handles a control message; whether its sender has more to acknowledge. Raises `ProtocolError`."""
+        acknowledged, messages = unpack_control(body)
+        acts = _Acts()
+        try:
+            with self._lock:
+                self._delivery.acknowledged(sender, acknowledged)
+                for number, message in messages:
+                    if self._is_new(sender, number):
+                        self._decide(self._references.handle(MessageReceived(sender, message)), acts)
+                return self._delivery.awaits(sender)
+        finally:
+            self._act(acts)
+
+    def outbox(self, to: Worker) -> Letter | None:
+        """The control message for a peer: what it has not been sent yet, and an acknowledgement. None if nothing."""
+        with self._lock:
+            return self._letter(to)
+
+    def _letter(self, to: Worker) -> Letter | None:
+        messages = self._outboxes.pop(to, ())
+        if not messages and to not in self._unacknowledged:
+            return None
+        self._unacknowledged.pop(to, None)
+        only_answers = all(type(message) in (ForkAccepted, ForkRefused) for _, message in messages)
+        return Letter(pack_control(self._delivery.acknowledgement(to), messages), only_answers)
+
+    def acknowledgement(self, to: Worker) -> int:
+        """Up to which number the messages of a peer have come."""
+        with self._lock:
+            self._unacknowledged.pop(to, None)
+            return self._delivery.acknowledgement(to)
+
+    def unacknowledged(self, to: Worker) -> list[tuple[int, Parcel]]:
+        """What is to be sent again after a reconnect. What waited in the outbox is among it, and no longer there."""
+        with self._lock:
+            self._outboxes.pop(to, None)
+            return self._delivery.unacknowledged(to)
+
+    # Reports
+
+    def inventory(self) -> Inventory:
+        """All that is owned and held here now."""
+        self.work_off()
+        with self._lock:
+            values = dict(self._values)
+            owned = [
+                OwnedReference(
+                    str(reference),
+                    _described(values.get(reference)),
+                    entry.handles,
+                    tuple(self._name_of(holder) for holder in entry.forks.values()),
+                    self._origin(reference),
+                )
+                for reference, entry in self._references.owned.items()
+            ]
+            held = []
+            for fork, entry in self._references.held.items():
+                handle = self._handles.get(fork)
+                held.append(
+                    HeldReference(
+                        str(entry.reference),
+                        self._name_of(entry.reference.owner),
+                        entry.standing is Standing.CONFIRMED,
+                        tuple(self._name_of(child) for child in entry.children.values()),
+                        entry.dropped,
+                        handle.made_at if handle is not None else "",
+                    )
+                )
+        return Inventory(tuple(owned), tuple(held))
+
+    def _origin(self, reference: RRefId) -> str:
+        made = self._origins.get(reference)
+        if made is None:
+            return f"the request of {self._name_of(reference.creator)!r}"
+        return made if isinstance(made, str) else f"{made[0].co_filename}:{made[1]}"
+
+    def debug_info(self) -> dict[str, str]:
+        """Counters, by the names that torch gives them."""
+        with self._lock:
+            pending = sum(held.standing is Standing.UNCONFIRMED for held in self._references.held.values())
+            return {
+                "num_owner_rrefs": str(len(self._references.owned)),
+                "num_pending_users": str(pending),
+                "num_pending_futures": str(self._values_to_come()),
+                "num_forks": str(sum(len(owned.forks) for owned in self._references.owned.values())),
+            }
+
+    def is_quiet(self) -> bool:
+        """Whether nothing about references is to be done, said or acknowledged, and every value is there."""
+        with self._lock:
+            quiet = not self._dropped and not self._outboxes and not self._unacknowledged and self._delivery.is_quiet()
+            return quiet and not self._values_to_come()
+
+    def _values_to_come(self) -> int:
+        return sum(not value.done() for value in self._values.values())
+
+    # The end
+
+    def give_up_handles(self, reason: str) -> None:
+        """Lets go of all handles of references that others own; using one raises from now on."""
+        acts = _Acts()
+        with self._lock:
+            for fork, held in list(self._references.held.items()):
+                if not held.dropped:
+                    self._fail(fork, partial(UsageError, reason))
+                    self._decide(self._references.handle(HandleDropped(held.reference, fork)), acts)
+        self._act(acts)
+
+    def clear(self) -> None:
+        """Forgets everything, and lets all values go; handles that are left are dropped without a word."""
+        self._ended = True
+        with self._lock:
+            self._dropped.clear()
+            values, self._values = self._values, {}
+            self._references = References(self.me)
+            parcels, self._delivery = self._delivery, Delivery()
+            self._outboxes.clear()
+            self._unacknowledged.clear()
+            self._origins.clear()
+        values.clear()
+        del parcels
+
+    # Acting
+
+    def _decide(self, effects: Iterable[Effect], acts: _Acts) -> None:
+        """Does what must be done under the lock, and notes the rest."""
+        for effect in effects:
+            if isinstance(effect, SendMessage):
+                if effect.to in self._references.peers:
+                    number = self._delivery.send(effect.to, effect.message)
+                    self._outboxes.setdefault(effect.to, []).append((number, effect.message))
+                    acts.told[effect.to] = None
+            elif isinstance(effect, ReleaseValue):
+                acts.released.append(self._values.pop(effect.reference, None))
+                self._origins.pop(effect.reference, None)
+            elif isinstance(effect, ConfirmHandle):
+                handle = self._handles.get(effect.fork)
+                if handle is not None:
+                    handle.confirmed = True
+            elif isinstance(effect, OrphanHandle):
+                self._fail(effect.fork, partial(_owner_lost, effect.reference, self._name_of(effect.reference.owner)))
+            elif effect.fork is not None:
+                self._fail(effect.fork, partial(_refused, effect.reference))
+            else:  # an error stands for the value until all that were promised one have gone
+                value = self._values.get(effect.reference)
+                if value is None:
+                    value = self._values[effect.reference] = Value()
+                acts.refused.append((effect.reference, value))
+
+    def _fail(self, fork: ForkId, new_error: Callable[[], RpcError]) -> None:
+        handle = self._handles.pop(fork, None)
+        if handle is not None:
+            handle.new_error = new_error
+
+    def _act(self, acts: _Acts) -> None:
+        for reference, value in acts.refused:
+            value.refuse(partial(_refused, reference))
+        for worker in acts.told:
+            self._post(worker)
+
+
+class _Acts:
+    """What is to be done once the lock is free. The values in `released` go with it."""
+
+    __slots__ = ("refused", "released", "told")
+
+    def __init__(self) -> None:
+        self.told: dict[Worker, None] = {}
+        self.refused: list[tuple[RRefId, Value]] = []
+        self.released: list[Value | None] = []
+
+
+def check_usable(handles: Sequence[Handle]) -> None:
+    """Raises the error of a handle that leads nowhere, and `SerializationError` if they are too many for a message."""
+    if len(handles) > MOST_HANDLES:
+        raise SerializationError(
+            f"a message with {len(handles)} references cannot be sent; at most {MOST_HANDLES} are allowed: "
+            "send them in parts"
+        )
+    for handle in handles:
+        handle.check()
+
+
+def _owner_lost(reference: RRefId, name: str) -> OwnerLost:
+    return OwnerLost(f"worker {name!r}, who owned {reference}, was lost, and the value with it", name)
+
+
+def _refused(reference: RRefId) -> ReferenceRefused:
+    return ReferenceRefused(
+        f"{reference} was passed on by a worker that died before its owner could count it; "
+        "its value is gone. Create it anew"
+    )
+
+
+def _described(value: Value | None) -> str:
+    """The type of a value, for people. Empty if it is not there yet."""
+    if value is None or not value.done():
+        return ""
+    error = value.exception()
+    return type(value.value()).__qualname__ if error is None else f"failed: {type(error).__name__}"

@@ -1,0 +1,250 @@
+"""What a worker's program asks of others: calls, remote calls, and calls on references.
+
+Rules
+- What is wrong with a call itself is raised at once, before anything is sent.
+- Numbers of messages are taken last, when nothing can fail any more (see `book.py`).
+- A reference lives until the owner has answered what was asked of it, though the program drops it meanwhile.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from time import monotonic
+from typing import Any
+
+from farcall.agent.book import ReferenceBook
+from farcall.agent.calls import PendingCall
+from farcall.agent.execution import RemoteJob, Workplace
+from farcall.agent.handle import Handle
+from farcall.agent.outgoing import Outgoing
+from farcall.agent.peers import Peer
+from farcall.agent.values import Value
+from farcall.errors import RpcError, RpcTimeoutError, UnknownWorkerError, UsageError, WorkerLost
+from farcall.futures import FOREVER
+from farcall.options import UNSET_RPC_TIMEOUT
+from farcall.protocol.control import pack_handle, pack_section
+from farcall.protocol.ids import ForkId, RRefId, WorkerInfo
+from farcall.protocol.reference_messages import Carried
+from farcall.protocol.wire import CALL_CARRYING, CONTROL, METHOD, REMOTE, encode, encode_start
+from farcall.serialization import Pickled, callable_name, collecting, dumps_arguments, encode_function
+from farcall.transports.base import Buffer
+
+To = str | int | WorkerInfo
+Callee = Callable[..., Any] | str
+"""A function; or the name of a method, for messages."""
+
+
+class Calling:
+    """The calls of one agent."""
+
+    def __init__(self, info: WorkerInfo, book: ReferenceBook, place: Workplace, rpc_timeout: float) -> None:
+        self.info = info
+        self.peers: dict[To, Peer] = {}
+        """All workers, by name, rank and `WorkerInfo`."""
+        self.rpc_timeout = rpc_timeout
+        """Seconds; 0 is without end."""
+        self.closed: RpcError | None = None
+        """Set at the end: what every call raises from then on."""
+        self._book = book
+        self._place = place
+
+    # Calls
+
+    def call(
+        self,
+        to: To,
+        function: Callable[..., Any],
+        args: Sequence[Any] | None,
+        kwargs: Mapping[str, Any] | None,
+        timeout: float,
+        unattended: bool = False,
+    ) -> PendingCall:
+        """Sends a call; its future. See `api.rpc_async` for what it raises.
+
+        `unattended`: nobody is going to wait for it at once, so somebody else must see to its reply.
+        """
+        try:
+            peer = self.peers.get(to)
+        except TypeError:  # not even hashable
+            peer = None
+        if peer is None or self.closed is not None:
+            raise self.refusal(to)
+        if timeout == UNSET_RPC_TIMEOUT:
+            timeout = self.rpc_timeout
+        elif timeout < 0:
+            raise _bad_timeout(timeout)
+        head = encode_function(function)
+        if head is None:
+            head = b""
+            future = self._call_with_arguments(peer, _checked(function), head, args, kwargs, timeout)
+        elif args or kwargs:
+            future = self._call_with_arguments(peer, function, head, args, kwargs, timeout)
+        else:
+            connection = peer.connection
+            if connection is not None:
+                future = connection.call(function, head, b"", (), timeout)
+            else:
+                connection, spent = self._connect(peer, function, timeout)
+                future = connection.call(function, head, b"", (), timeout, spent)
+        if unattended:
+            future.connection.unattended()
+        return future
+
+    def call_on(
+        self,
+        handle: Handle,
+        what: bytes,
+        method: str,
+        args: Sequence[Any],
+        kwargs: Mapping[str, Any] | None,
+        timeout: float,
+        unattended: bool = False,
+    ) -> PendingCall:
+        """Calls a method of what a reference stands for, or asks for its value, presence or type (`wire.py`)."""
+        handle.check()
+        if self.closed is not None:
+            raise self.closed
+        timeout = self.resolve_timeout(timeout)
+        peer = self.peers[handle.reference.owner]
+        head = self._head_on(handle, what, method if what == METHOD else "")
+        if args or kwargs:
+            future = self._call_with_arguments(peer, method, head, args, kwargs, timeout)
+        else:
+            connection, spent = peer.connection, 0.0
+            if connection is None:
+                connection, spent = self._connect(peer, method, timeout)
+            future = connection.call(method, head, b"", (), timeout, spent)
+        future.keeps = handle
+        if unattended:
+            future.connection.unattended()
+        return future
+
+    def _call_with_arguments(
+        self,
+        peer: Peer,
+        function: Callee,
+        head: bytes,
+        args: Sequence[Any] | None,
+        kwargs: Mapping[str, Any] | None,
+        timeout: float,
+    ) -> PendingCall:
+        with collecting() as handles:
+            body, buffers = dumps_arguments(function, args or (), kwargs, peer.info.name, by_value=not head)
+        connection, spent = peer.connection, 0.0
+        if connection is None:
+            connection, spent = self._connect(peer, function, timeout)
+        if not handles:
+            return connection.call(function, head, body, buffers, timeout, spent)
+        number, carried = self._book.pass_on(list(handles), peer.info.id, connection)
+        section = pack_section(number, carried)
+        return connection.call(function, section + head, body, buffers, timeout, spent, CALL_CARRYING)
+
+    # Remote calls
+
+    def remote(
+        self, to: To, function: Callable[..., Any], args: Sequence[Any] | None, kwargs: Mapping[str, Any] | None
+    ) -> Handle:
+        """Has `to` run the function and keep the result; a handle of it, at once. Raises as `call`."""
+        try:
+            peer = self.peers.get(to)
+        except TypeError:  # not even hashable
+            peer = None
+        if peer is None or self.closed is not None:
+            raise self.refusal(to)
+        head = encode_function(function)
+        return self._remote(peer, function if head else _checked(function), head or b"", args, kwargs)
+
+    def remote_on(self, handle: Handle, method: str, args: Sequence[Any], kwargs: Mapping[str, Any] | None) -> Handle:
+        """As `remote`, for a method of what a reference stands for; the result stays with its owner."""
+        handle.check()
+        if self.closed is not None:
+            raise self.closed
+        head = self._head_on(handle, METHOD, method)
+        return self._remote(self.peers[handle.reference.owner], method, head, args, kwargs, handle)
+
+    def _remote(
+        self,
+        peer: Peer,
+        function: Callee,
+        head: bytes,
+        args: Sequence[Any] | None,
+        kwargs: Mapping[str, Any] | None,
+        keeps: Handle | None = None,
+    ) -> Handle:
+        pickled: Pickled = (b"", [])
+        handles: list[Handle] = []
+        if args or kwargs or not head:
+            with collecting() as collected:
+                pickled = dumps_arguments(function, args or (), kwargs, peer.info.name, by_value=not head)
+            handles = list(collected)
+        body, buffers = pickled
+        copies = [memoryview(bytearray(buffer)) for buffer in buffers]  # they are kept, and the caller may change its own
+        if peer.info.id == self.info.id:
+            value = Value()
+            handle = self._book.make(value)
+            self._place.serving.submit(RemoteJob(self._place, value, head, body, copies, handles, keeps))
+            return handle
+        connection = peer.connection
+        if connection is None:
+            connection, _ = self._connect(peer, function, self.rpc_timeout)
+
+        def frame(number: int, carried: list[Carried], reference: RRefId, fork: ForkId) -> list[Buffer]:
+            full_head = pack_section(number, carried) + pack_handle(reference, fork) + head
+            start = encode_start(REMOTE, 0, full_head, body, copies) if copies else encode(REMOTE, 0, full_head, body)
+            return [start, *copies]
+
+        handle, message, letter = self._book.call_remote(peer.info.id, handles, frame, connection, keeps)
+        if letter is not None:
+            message = [encode(CONTROL, 0, b"", letter.body), *message]
+        connection.send_control(message, self.rpc_timeout)
+        return handle
+
+    # What they share
+
+    def resolve_timeout(self, timeout: float) -> float:
+        """The seconds that are meant by a `timeout` parameter; 0 is without end. Raises `UsageError`."""
+        if timeout == UNSET_RPC_TIMEOUT:
+            return self.rpc_timeout
+        if timeout < 0:
+            raise _bad_timeout(timeout)
+        return timeout
+
+    def _head_on(self, handle: Handle, what: bytes, method: str) -> bytes:
+        fork = handle.fork or ForkId(self.info.id, 0)
+        return what + pack_handle(handle.reference, fork) + method.encode()
+
+    def _connect(self, peer: Peer, function: Callee, timeout: float) -> tuple[Outgoing, float]:
+        """A new connection, and how much of the call's time it has taken."""
+        began = monotonic()
+        try:
+            connection = peer.connect(began + timeout if timeout else FOREVER)
+        except WorkerLost as error:
+            if timeout and monotonic() >= began + timeout:
+                raise RpcTimeoutError(
+                    f"`{callable_name(function)}` was not sent within {timeout:g} s: {error}"
+                ) from None
+            raise
+        return connection, monotonic() - began
+
+    def refusal(self, to: object) -> RpcError:
+        """Why nothing can be asked of `to`."""
+        if self.closed is not None:
+            return self.closed
+        if not isinstance(to, (str, int, WorkerInfo)):
+            return UsageError(f"`to` must be a worker's name, rank or WorkerInfo, not {to!r}")
+        known = ", ".join(f"{info.name!r} (rank {info.id})" for info in self.worker_infos())
+        return UnknownWorkerError(f"there is no worker {to!r} in this group; there are {known}")
+
+    def worker_infos(self) -> list[WorkerInfo]:
+        """All workers of the group, by rank."""
+        return sorted({peer.info for peer in self.peers.values()}, key=lambda info: info.id)
+
+
+def _checked(function: Callable[..., Any]) -> Callable[..., Any]:
+    if not callable(function):
+        raise UsageError(f"{function!r} cannot be called: give a function, a class or another callable")
+    return function
+
+
+def _bad_timeout(timeout: float) -> UsageError:
+    return UsageError(f"a timeout must be 0 (none) or more seconds, not {timeout}")

@@ -1,0 +1,64 @@
+"""What a worker owns and holds: reports about references, for people who look for a leak."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class OwnedReference:
+    """A reference whose value lives here."""
+
+    reference: str
+    type: str
+    """The type of the value; empty if it is not there yet."""
+    handles: int
+    """How many handles this worker itself has."""
+    holders: tuple[str, ...]
+    """The names of the other workers that hold it, once for each handle."""
+    created_at: str
+    """The source line, or the stack, where it was made here; else who asked for it."""
+
+    def __str__(self) -> str:
+        here = [f"{self.handles} here"] if self.handles else []
+        held = ", ".join([*here, *_counted(self.holders)]) or "by nobody yet"
+        return f"{self.reference} ({self.type or 'no value yet'}), held {held}; made at {self.created_at}"
+
+
+@dataclass(frozen=True)
+class HeldReference:
+    """A handle on this worker of a reference whose value lives elsewhere."""
+
+    reference: str
+    owner: str
+    confirmed: bool
+    pending: tuple[str, ...]
+    """To whom it was passed on without the owner knowing yet."""
+    dropped: bool
+    """The program has let it go; it stays until the owner knows those to whom it was passed on."""
+    created_at: str
+    """The source line, or the stack, where it was made; else from whom it came."""
+
+    def __str__(self) -> str:
+        state = "confirmed" if self.confirmed else "not confirmed yet"
+        if self.pending:
+            state += f", passed on {', '.join(_counted(self.pending))} that its owner does not know yet"
+        if self.dropped:
+            return f"{self.reference}, owned by {self.owner!r}, {state}; dropped, but not given back yet"
+        return f"{self.reference}, owned by {self.owner!r}, {state}; made at {self.created_at}"
+
+
+@dataclass(frozen=True)
+class Inventory:
+    """All references of a worker."""
+
+    owned: tuple[OwnedReference, ...]
+    held: tuple[HeldReference, ...]
+
+    def __str__(self) -> str:
+        lines = [f"owns {len(self.owned)}, holds {len(self.held)}"]
+        return "\n  ".join([*lines, *map(str, self.owned), *map(str, self.held)])
+
+
+def _counted(names: tuple[str, ...]) -> list[str]:
+    return [f"{names.count(name)} by {name!r}" for name in dict.fromkeys(names)]

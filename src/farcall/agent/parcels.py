@@ -1,0 +1,50 @@
+"""What is kept until a peer has acknowledged it, and the letters in which reference messages go."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple, Protocol, TypeAlias
+
+from farcall.protocol.reference_messages import Carried, Message
+from farcall.transports.base import Buffer
+
+
+class Way(Protocol):
+    """The connection on which something went."""
+
+    def is_lost(self) -> bool:
+        """Whether it may not have arrived."""
+
+
+class RemoteFrame:
+    """A whole remote call, and on what connection it went."""
+
+    __slots__ = ("frame", "keeps", "via")
+
+    def __init__(self, frame: list[Buffer], via: Way, keeps: object) -> None:
+        self.frame = frame
+        self.via = via
+        self.keeps = keeps
+        """What must live until it has arrived: the handle whose method is called."""
+
+
+class CarriedFrame:
+    """The handles in a call or a reply, and on what connection it went."""
+
+    __slots__ = ("carried", "via")
+
+    def __init__(self, carried: Sequence[Carried], via: Way) -> None:
+        self.carried = carried
+        self.via = via
+
+
+Parcel: TypeAlias = Message | CarriedFrame | RemoteFrame
+"""What is kept until it is acknowledged: a message, the handles of a call or reply, or a whole remote call."""
+
+
+class Letter(NamedTuple):
+    """A control message, and what its sender must know of it."""
+
+    body: bytes
+    only_answers: bool
+    """The receiver waits for what is in it (answers, an acknowledgement) on the connection where it asked."""

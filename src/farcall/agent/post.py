@@ -1,0 +1,102 @@
+"""Sends control messages: what the reference protocol has to say to a peer.
+
+Rules
+- Messages for one peer gather in the book's outbox; a burst of them goes out as one.
+- Answers go back on the connection on which they were asked for, where the peer waits for them. All else goes out on
+  our own connection, which the peer's serving pool reads at once.
+- What cannot be sent stays with the book, which keeps it until it is acknowledged or the peer is lost.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from time import monotonic
+from typing import Final
+
+from farcall.agent.book import ReferenceBook
+from farcall.agent.incoming import Incoming
+from farcall.agent.outgoing import Outgoing
+from farcall.agent.parcels import CarriedFrame, RemoteFrame
+from farcall.agent.peers import Peer
+from farcall.agent.serving import Answerable, Reply, Serving
+from farcall.errors import WorkerLost
+from farcall.protocol.control import pack_control, pack_section
+from farcall.protocol.reference_messages import Message
+from farcall.protocol.wire import CARRIED, CONTROL, encode
+
+_CONNECT_TIMEOUT: Final = 5.0
+
+
+class Post:
+    """The control messages to one peer."""
+
+    def __init__(
+        self, peer: Peer, book: ReferenceBook, serving: Serving, incoming: Callable[[], Incoming | None]
+    ) -> None:
+        self._peer = peer
+        self._book = book
+        self._serving = serving
+        self._incoming = incoming  # the peer's connection to us, if there is one
+        self.must_run = False
+        self.origin: Answerable | None = None
+        self.kind: object = "post"
+
+    def notify(self) -> None:
+        """There is something in the outbox. Sent at the end of a burst, or now if this thread reads no burst."""
+        if not self._serving.flush_later(self):
+            self.flush_answers()
+
+    def flush_answers(self) -> None:
+        """Sends what is in the outbox. Never raises. (The serving pool calls it at the end of a burst.)"""
+        connection = self._peer.connection
+        incoming = self._incoming()
+        if connection is None and incoming is None:
+            self._serving.submit(self)
+            return
+        letter = self._book.outbox(self._peer.info.id)
+        if letter is None:
+            return
+        frame = encode(CONTROL, 0, b"", letter.body)
+        if incoming is not None and letter.only_answers:
+            incoming.queue_answer(frame)
+            if not self._serving.flush_later(incoming):  # along with the replies of the burst
+                incoming.flush_answers()
+        elif connection is not None:
+            connection.send_control([frame])
+        else:
+            self._serving.submit(self)  # it is kept with what is not acknowledged
+
+    def answer(self, reply: Reply) -> None:
+        """Nobody answers a control message."""
+
+    queue_answer = answer
+
+    def run(self) -> None:
+        """See `Job`: connects, which may take a while, and sends again whatever the peer has not acknowledged."""
+        if self._peer.is_lost:
+            return
+        try:
+            connection = self._peer.connect(monotonic() + _CONNECT_TIMEOUT)
+        except WorkerLost:
+            if self._peer.info.id != self._book.me:
+                self._peer.lose()
+            return
+        self._resend(connection)
+
+    def _resend(self, connection: Outgoing) -> None:
+        """Everything that is not acknowledged, and not under way on a connection that works. Each is taken once."""
+        messages: list[tuple[int, Message]] = []
+        for number, parcel in self._book.unacknowledged(self._peer.info.id):
+            if isinstance(parcel, RemoteFrame):
+                if parcel.via.is_lost():
+                    parcel.via = connection
+                    connection.send_control(parcel.frame)
+            elif isinstance(parcel, CarriedFrame):
+                if parcel.via.is_lost():
+                    parcel.via = connection
+                    connection.send_control([encode(CARRIED, 0, pack_section(number, parcel.carried), b"")])
+            else:
+                messages.append((number, parcel))
+        if messages:
+            body = pack_control(self._book.acknowledgement(self._peer.info.id), messages)
+            connection.send_control([encode(CONTROL, 0, b"", body)])

@@ -1,0 +1,52 @@
+"""The values of references, at their owner: there, still to come, or an error that stands in their place.
+
+Rule: an error is never raised twice as the same object. It would gather a traceback at each use, whose frames hold
+handles of the very reference that keeps the error, and nothing would ever go. So it is kept as what makes it anew.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+from farcall.futures import DONE, FAILED, Future, run_callbacks
+from farcall.serialization import decode_failure
+
+
+class Value(Future[Any]):
+    """What a reference stands for."""
+
+    __slots__ = ("_new_error", "failure")
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.failure = b""
+        """The failure of its function, as it travels."""
+        self._new_error: Callable[[], BaseException] | None = None
+
+    def give(self, value: Any) -> None:
+        """The value is there."""
+        run_callbacks(self, self.settle(DONE, value))
+
+    def fail(self, failure: bytes) -> None:
+        """The function that should have made it has failed, with that encoded failure."""
+        self.failure = failure
+        self.refuse(partial(decode_failure, failure))
+
+    def refuse(self, new_error: Callable[[], BaseException]) -> None:
+        """There is none and never will be: each use raises an error of its own. Does nothing if it is there."""
+        if not self._state:
+            self._new_error = new_error
+            run_callbacks(self, self.settle(FAILED, None))
+
+    def value(self) -> Any:
+        """See `Future`."""
+        if self._new_error is not None:
+            raise self._new_error()
+        return super().value()
+
+    def exception(self, timeout: float | None = None) -> BaseException | None:
+        """See `Future`."""
+        error = super().exception(timeout)
+        return self._new_error() if self._new_error is not None else error

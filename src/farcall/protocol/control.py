@@ -1,0 +1,108 @@
+"""Reference messages and carried handles as bytes.
+
+    control body    8    up to which number the sender has got the receiver's messages (an acknowledgement)
+                    then for each message: 8 its number, 1 its kind, 28 reference and fork
+    section         8    the number of the message that carries the handles
+                    2    how many handles it carries
+                    28×n reference and fork of each
+    reference       4 owner, 4 creator, 8 number
+    and fork        4 creator, 8 number
+
+All little-endian. A section stands at the front of a message's head. Pure: bytes in, messages out; what cannot be read
+raises `ProtocolError`.
+"""
+
+from __future__ import annotations
+
+import struct
+from collections.abc import Sequence
+from typing import Final
+
+from farcall.errors import ProtocolError
+from farcall.protocol.ids import ForkId, RRefId
+from farcall.protocol.reference_messages import (
+    Carried,
+    ChildAccepted,
+    CreateRequest,
+    ForkAccepted,
+    ForkRefused,
+    ForkRequest,
+    Message,
+    UserDeleted,
+)
+
+_KINDS: Final[tuple[type[Message], ...]] = (
+    CreateRequest,
+    ForkRequest,
+    ForkAccepted,
+    ForkRefused,
+    ChildAccepted,
+    UserDeleted,
+)
+_CODES: Final = {kind: code for code, kind in enumerate(_KINDS)}
+
+_ACKNOWLEDGEMENT: Final = struct.Struct("<Q")
+_ENTRY: Final = struct.Struct("<QBIIQIQ")
+_SECTION: Final = struct.Struct("<QH")
+_HANDLE: Final = struct.Struct("<IIQIQ")
+HANDLE_SIZE: Final = _HANDLE.size
+MOST_HANDLES: Final = 0xFFFF
+"""So many can one message carry."""
+
+
+def pack_control(acknowledged: int, messages: Sequence[tuple[int, Message]]) -> bytes:
+    """An acknowledgement and numbered messages."""
+    parts = [_ACKNOWLEDGEMENT.pack(acknowledged)]
+    for number, message in messages:
+        reference, fork = message
+        parts.append(_ENTRY.pack(number, _CODES[type(message)], *reference, *fork))
+    return b"".join(parts)
+
+
+def unpack_control(body: bytes | bytearray | memoryview) -> tuple[int, list[tuple[int, Message]]]:
+    """The acknowledgement and the numbered messages. Raises `ProtocolError`."""
+    size = len(body) - _ACKNOWLEDGEMENT.size
+    if size < 0 or size % _ENTRY.size:
+        raise ProtocolError(f"a control message of {len(body)} bytes came, which cannot be")
+    (acknowledged,) = _ACKNOWLEDGEMENT.unpack_from(body)
+    messages: list[tuple[int, Message]] = []
+    for number, code, owner, creator, count, fork_creator, fork_number in _ENTRY.iter_unpack(
+        memoryview(body)[_ACKNOWLEDGEMENT.size :]
+    ):
+        if code >= len(_KINDS):
+            raise ProtocolError(f"a control message of unknown kind {code} came")
+        messages.append((number, _KINDS[code](RRefId(owner, creator, count), ForkId(fork_creator, fork_number))))
+    return acknowledged, messages
+
+
+def pack_section(number: int, handles: Sequence[Carried]) -> bytes:
+    """The front of the head of a message that carries handles, at most `MOST_HANDLES`. Does not fail."""
+    return _SECTION.pack(number, len(handles)) + b"".join([pack_handle(*handle) for handle in handles])
+
+
+def unpack_section(head: bytes) -> tuple[int, list[Carried], bytes]:
+    """The message's number, the handles it carries, and the rest of the head. Raises `ProtocolError`."""
+    if len(head) < _SECTION.size:
+        raise ProtocolError("a message that should carry references has no place for them")
+    number, count = _SECTION.unpack_from(head)
+    end = _SECTION.size + count * HANDLE_SIZE
+    if len(head) < end:
+        raise ProtocolError(f"a message announced {count} references, but does not carry as many")
+    handles = [
+        Carried(RRefId(owner, creator, count), ForkId(fork_creator, fork_number))
+        for owner, creator, count, fork_creator, fork_number in _HANDLE.iter_unpack(head[_SECTION.size : end])
+    ]
+    return number, handles, head[end:]
+
+
+def pack_handle(reference: RRefId, fork: ForkId) -> bytes:
+    """A reference and a fork."""
+    return _HANDLE.pack(*reference, *fork)
+
+
+def unpack_handle(head: bytes) -> tuple[RRefId, ForkId, bytes]:
+    """The reference and fork at the front of a head, and the rest of it. Raises `ProtocolError`."""
+    if len(head) < HANDLE_SIZE:
+        raise ProtocolError("a message about a reference does not say which")
+    owner, creator, number, fork_creator, fork_number = _HANDLE.unpack_from(head)
+    return RRefId(owner, creator, number), ForkId(fork_creator, fork_number), head[HANDLE_SIZE:]

@@ -1,0 +1,217 @@
+"""RRef: a reference to a value that lives on some worker. A handle with a face: it counts nothing itself.
+
+Whoever holds one can fetch the value (`to_here`), call its methods where it lives (`rpc_sync().method(...)`), or pass
+it on inside the arguments and results of calls, to anybody. The value goes when the last handle anywhere has gone;
+nothing is freed by hand.
+
+What a handle is, and how its end is noticed, is in `agent.book`; what the workers tell each other about it, in
+`protocol.references`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Generator
+from time import monotonic
+from typing import TYPE_CHECKING, Any, Generic, NoReturn, TypeVar, cast
+
+from farcall.errors import RpcTimeoutError, UsageError
+from farcall.futures import FOREVER, Future
+from farcall.options import UNSET_RPC_TIMEOUT
+from farcall.protocol.ids import WorkerInfo
+from farcall.protocol.wire import METHOD, PRESENCE, TYPE, VALUE
+from farcall.serialization import collect, take_offered
+
+if TYPE_CHECKING:
+    from farcall.agent.calling import Calling
+    from farcall.agent.handle import Handle
+    from farcall.agent.values import Value
+
+T = TypeVar("T")
+
+
+class RRef(Generic[T]):
+    """A reference to a value of type `T` on some worker.
+
+    Made by `remote`, by `RRef(value)` for a value of this worker, or received in a call.
+    """
+
+    __slots__ = ("__weakref__", "_handle")
+
+    _handle: Handle
+
+    def __init__(self, value: T, type_hint: Any = None) -> None:
+        """A reference to a value that is here. `type_hint` is accepted for programs written for torch.
+
+        Raises `NotInitializedError` if this process is no worker.
+        """
+        from farcall.api import current_agent  # not at the head: the module of the functions knows this one
+
+        self._handle = current_agent().book.own(value)
+
+    @classmethod
+    def of(cls, handle: Handle) -> RRef[Any]:
+        """The face of a handle."""
+        rref = cls.__new__(cls)
+        rref._handle = handle
+        return rref
+
+    @property
+    def _calling(self) -> Calling:
+        return self._handle.book.calling
+
+    # Who and where
+
+    def is_owner(self) -> bool:
+        """Whether the value lives on this worker."""
+        return self._handle.reference.owner == self._calling.info.id
+
+    def owner(self) -> WorkerInfo:
+        """The worker on which the value lives."""
+        return self._calling.peers[self._handle.reference.owner].info
+
+    def owner_name(self) -> str:
+        """The name of the worker on which the value lives."""
+        return self.owner().name
+
+    def confirmed_by_owner(self) -> bool:
+        """Whether the owner has counted this handle. It can be used before."""
+        return self._handle.confirmed
+
+    # The value
+
+    def to_here(self, timeout: float = UNSET_RPC_TIMEOUT) -> T:
+        """The value: itself at its owner, else a copy. Waits until it is there.
+
+        Raises what the function of the remote call raised; `RpcTimeoutError`, `OwnerLost`, `ReferenceRefused`.
+        """
+        return cast(T, self._fetch(VALUE, timeout).wait())
+
+    def local_value(self) -> T:
+        """The value itself, at its owner. Raises what made it fail; `UsageError` on any other worker."""
+        if not self.is_owner():
+            raise UsageError(
+                f"{self!r} belongs to worker {self.owner_name()!r}: local_value() works only there; "
+                "use to_here() for a copy, or rpc_sync() to call its methods there"
+            )
+        return cast(T, self._value_here().wait())
+
+    def __await__(self) -> Generator[Any, None, T]:
+        return cast("Future[T]", self._fetch(VALUE, UNSET_RPC_TIMEOUT, unattended=True)).__await__()
+
+    def _value_here(self) -> Value:
+        handle = self._handle
+        handle.check()
+        assert handle.value is not None
+        return handle.value
+
+    def _fetch(self, what: bytes, timeout: float, unattended: bool = False) -> Future[Any]:
+        """Asks for something about the value. At the owner, waits for it here unless it is `unattended`."""
+        if not self.is_owner():
+            return self._calling.call_on(self._handle, what, _QUESTIONS[what], (), None, timeout, unattended)
+        value = self._value_here()
+        if not unattended:
+            seconds = self._calling.resolve_timeout(timeout)
+            if not value.block(monotonic() + seconds if seconds else FOREVER):
+                raise RpcTimeoutError(
+                    f"the value of {self!r} was not there within {seconds:g} s: its function is still running. "
+                    "Give a longer timeout, or 0 for none"
+                )
+        if what == TYPE:
+            return value.then(lambda done: type(done.value()))
+        if what == PRESENCE:
+            return value.then(lambda done: (done.value(), None)[1])
+        return value
+
+    def _get_future(self) -> Future[None]:
+        """A future that is done when the value is there, or its function failed."""
+        return self._fetch(PRESENCE, 0.0, unattended=True)
+
+    def _get_type(self, timeout: float = UNSET_RPC_TIMEOUT, blocking: bool = True) -> Any:
+        """The type of the value; with `blocking=False` a future of it."""
+        future = self._fetch(TYPE, timeout, unattended=not blocking)
+        return future.wait() if blocking else future
+
+    # Calling its methods
+
+    def rpc_sync(self, timeout: float = UNSET_RPC_TIMEOUT) -> Any:
+        """A proxy: `rref.rpc_sync().method(args)` runs the method where the value lives, and gives its result."""
+        return Proxy(lambda method, args, kwargs: self._call(method, args, kwargs, timeout).wait(), self, "rpc_sync")
+
+    def rpc_async(self, timeout: float = UNSET_RPC_TIMEOUT) -> Any:
+        """As `rpc_sync`, but the method gives a `Future` at once."""
+        return Proxy(lambda method, args, kwargs: self._call(method, args, kwargs, timeout, True), self, "rpc_async")
+
+    def remote(self, timeout: float = UNSET_RPC_TIMEOUT) -> Any:
+        """As `rpc_sync`, but the method gives an `RRef` of its result at once, which stays where the value lives."""
+
+        def call(method: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> RRef[Any]:
+            return RRef.of(self._calling.remote_on(self._handle, method, args, kwargs))
+
+        return Proxy(call, self, "remote")
+
+    def _call(
+        self, method: str, args: tuple[Any, ...], kwargs: dict[str, Any], timeout: float, unattended: bool = False
+    ) -> Future[Any]:
+        return self._calling.call_on(self._handle, METHOD, method, args, kwargs, timeout, unattended)
+
+    # Travelling
+
+    def __reduce__(self) -> tuple[Callable[..., Any], tuple[int]]:
+        return _receive, (collect(self._handle, self),)
+
+    def _serialize(self) -> tuple[int]:
+        """What stands for it in a pickle: its place among the references of the message that is being made."""
+        return (collect(self._handle, self),)
+
+    @staticmethod
+    def _deserialize(place: tuple[int]) -> RRef[Any]:
+        """The reference at that place in the message that is being read."""
+        return _receive(*place)
+
+    def __copy__(self) -> RRef[T]:
+        return RRef.of(self._handle)
+
+    def __deepcopy__(self, memo: object) -> NoReturn:
+        raise UsageError(f"{self!r} cannot be copied deeply; copy its value, to_here()")
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, RRef) and other._handle.reference == self._handle.reference
+
+    def __hash__(self) -> int:
+        return hash(self._handle.reference)
+
+    def __repr__(self) -> str:
+        reference = self._handle.reference
+        return f"<RRef {reference.creator}:{reference.number} owned by {self.owner_name()!r}>"
+
+
+_QUESTIONS = {VALUE: "to_here", PRESENCE: "_get_future", TYPE: "_get_type"}
+
+
+def _receive(place: int) -> RRef[Any]:
+    return RRef.of(take_offered(place))
+
+
+class Proxy:
+    """What stands for the value of a reference: its methods are called where it lives."""
+
+    __slots__ = ("_call", "_rref", "_way")
+
+    def __init__(self, call: Callable[[str, tuple[Any, ...], dict[str, Any]], Any], rref: RRef[Any], way: str) -> None:
+        self._call = call
+        self._rref = rref
+        self._way = way
+
+    def __getattr__(self, name: str) -> Callable[..., Any]:
+        call = self._call
+
+        def method(*args: Any, **kwargs: Any) -> Any:
+            return call(name, args, kwargs)
+
+        return method
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        return self._call("__call__", args, kwargs)
+
+    def __repr__(self) -> str:
+        return f"{self._rref!r}.{self._way}()"

@@ -1,0 +1,519 @@
+"""What workers say about references, and how often: no word too many, and every word once though connections break."""
+
+from __future__ import annotations
+
+import gc
+import random
+import threading
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import pytest
+
+from eventually import eventually
+from farcall import ProtocolError, RpcError, RRef, WorkerLost
+from farcall.agent import Agent
+from farcall.agent import agent as agent_module
+from farcall.agent.outgoing import Outgoing
+from farcall.protocol.wire import CALL, CALL_CARRYING, CONTROL, REMOTE, RESULT, Decoder
+from farcall.testing import LocalGroup
+from farcall.transports.base import Channel
+from reference_stage import SOON, call, expect_confirmed, expect_nothing_left, here, remote, start, tables
+
+pytestmark = pytest.mark.timeout(60)
+
+# Faults of the code that these tests have found.
+UNREAD = "nobody reads the acknowledgement of a call's references while no call is pending on that connection"
+UNNOTICED = "nobody reads an idle connection, so that the end of a worker that never called us is not noticed"
+FORGOTTEN = "what remote() took out of the notes to send along stays in the outbox if the call fails"
+UNPACKED = "a number is used up and forks are made before the section is packed, and packing may fail"
+NO_RANK = "_examine has no post for a rank that is not in the group"
+STALE = "what is passed on by a connection that is lost already is not sent again"
+MADE_TOO_LATE = "a connection that the post makes after _close has closed them all stays open"
+
+runs: list[Any] = []
+gates: dict[str, threading.Event] = {}
+arrived: dict[str, threading.Event] = {}
+
+
+@pytest.fixture(autouse=True)
+def _no_runs() -> Iterator[None]:
+    runs.clear()
+    yield
+    runs.clear()
+
+
+@pytest.fixture
+def warm(group: LocalGroup) -> LocalGroup:
+    """Three workers, all connected with all."""
+    for agent in group:
+        for to in range(3):
+            call(agent, to, echo, 0)
+    return group
+
+
+def echo(value: Any) -> Any:
+    return value
+
+
+def run(value: Any) -> Any:
+    runs.append(value)
+    return value
+
+
+def fetch(rref: RRef[Any]) -> Any:
+    return rref.to_here(timeout=SOON)
+
+
+def run_and_fetch(rref: RRef[Any]) -> Any:
+    runs.append("fetch")
+    return rref.to_here(timeout=SOON)
+
+
+def new_gate(name: str) -> threading.Event:
+    gates[name], arrived[name] = threading.Event(), threading.Event()
+    return gates[name]
+
+
+def wait_at(name: str, result: Any = None) -> Any:
+    arrived[name].set()
+    assert gates[name].wait(SOON)
+    return result
+
+
+def connection(agent: Agent, to: int) -> Outgoing:
+    found = agent._peers[to].connection
+    assert found is not None
+    return found
+
+
+def cut(agent: Agent, to: int) -> None:
+    """Ends the connection for calls of a worker to another, and waits until there is another."""
+    old = connection(agent, to)
+    old.lose("it was cut")
+    eventually(lambda: agent._peers[to].connection is not None and agent._peers[to].connection is not old)
+
+
+# -- How much is said
+
+
+class Spy:
+    """All messages that are sent, by who sends to whom on whose connection."""
+
+    def __init__(self, group: LocalGroup) -> None:
+        self._names: dict[Channel, tuple[str, str]] = {}
+        for agent in group:
+            for one in agent._connections:
+                self._names[one._channel] = (agent.info.name, one.peer.name)
+            for incoming in agent._incoming:
+                assert incoming._peer is not None
+                self._names[incoming._channel] = (agent.info.name, incoming._peer.name)
+        self._decoders = {channel: Decoder() for channel in self._names}
+        self.said: list[tuple[str, str, int]] = []
+        for channel in self._names:
+            self._listen(channel)
+
+    def _listen(self, channel: Any) -> None:
+        send, gather = channel.send, channel.send_gather
+
+        def spied_send(data: Any) -> int:
+            sent: int = send(data)
+            self._note(channel, bytes(memoryview(data)[:sent]))
+            return sent
+
+        def spied_gather(buffers: Any) -> int:
+            sent: int = gather(buffers)
+            self._note(channel, b"".join(map(bytes, buffers))[:sent])
+            return sent
+
+        channel.send, channel.send_gather = spied_send, spied_gather
+
+    def _note(self, channel: Channel, data: bytes) -> None:
+        self.said += [(*self._names[channel], kind) for kind, *_ in self._decoders[channel].feed(data)]
+
+    def between(self, sender: str, to: str) -> list[int]:
+        return [kind for one, other, kind in self.said if (one, other) == (sender, to)]
+
+
+def test_fetching_right_after_a_remote_call_is_one_round_trip(warm: LocalGroup) -> None:
+    spy = Spy(warm)
+    rref = remote(warm[0], 1, echo, "tea")
+    assert spy.between("worker0", "worker1") == [REMOTE], "nothing is asked before"
+    assert rref.to_here() == "tea"
+    assert spy.between("worker0", "worker1") == [REMOTE, CALL]
+    expect_confirmed(rref)
+    assert spy.between("worker0", "worker1").count(CALL) == 1
+    assert spy.between("worker1", "worker0").count(RESULT) == 1
+    assert not [said for said in spy.said if "worker2" in said]
+    assert len(spy.said) <= 5, spy.said
+
+
+def test_a_reference_is_passed_with_one_message_of_the_caller(warm: LocalGroup) -> None:
+    rref = remote(warm[0], 1, echo, "tea")
+    expect_confirmed(rref)
+    eventually(lambda: not warm[0].book.has_work())
+    spy = Spy(warm)
+    assert call(warm[0], 2, fetch, rref) == "tea"
+    assert spy.between("worker0", "worker2") == [CALL_CARRYING]
+    assert spy.between("worker2", "worker1").count(CALL) == 1
+    expect_confirmed(rref)
+    del rref
+    expect_nothing_left(warm)
+    assert spy.between("worker0", "worker1").count(CONTROL) <= 3, spy.said
+
+
+def test_an_owners_own_reference_asks_for_nothing(warm: LocalGroup) -> None:
+    rref = here(warm[0], "tea")
+    spy = Spy(warm)
+    assert call(warm[0], 1, echo_confirmed, rref) is True
+    assert spy.between("worker0", "worker1") == [CALL_CARRYING]
+
+
+def echo_confirmed(rref: RRef[Any]) -> bool:
+    return rref.confirmed_by_owner()
+
+
+def test_many_that_are_dropped_at_once_go_in_few_messages(warm: LocalGroup) -> None:
+    rrefs = [remote(warm[0], 1, echo, number) for number in range(500)]
+    assert rrefs[-1].to_here() == 499
+    for rref in rrefs:
+        expect_confirmed(rref)
+    eventually(lambda: not warm[0].book.has_work() and not warm[1].book.has_work())
+    spy = Spy(warm)
+    del rrefs, rref
+    expect_nothing_left(warm)
+    assert len(spy.said) < 100, len(spy.said)
+
+
+def test_a_proxy_call_is_one_round_trip(warm: LocalGroup) -> None:
+    rref = remote(warm[0], 1, echo, 5)
+    expect_confirmed(rref)
+    eventually(lambda: not warm[0].book.has_work() and not warm[1].book.has_work())
+    spy = Spy(warm)
+    assert rref.rpc_sync().bit_length() == 3
+    assert spy.said == [("worker0", "worker1", CALL), ("worker1", "worker0", RESULT)]
+
+
+# -- What is said is heard, though nothing else is said
+
+
+def test_the_word_that_a_reference_arrived_is_heard_though_nobody_calls(warm: LocalGroup) -> None:
+    rref = here(warm[0], "tea")
+    call(warm[0], 1, echo, rref)
+    del rref
+    expect_nothing_left(warm)
+
+
+@pytest.mark.xfail(strict=True, reason=UNREAD)
+def test_a_graceful_shutdown_after_references_were_passed_ends(new_group: Callable[..., LocalGroup]) -> None:
+    group = new_group(2)
+    rref = here(group[0], "tea")
+    call(group[0], 1, keep, rref)
+    group.shutdown(graceful=True, timeout=5.0)
+    kept.clear()
+
+
+kept: list[Any] = []
+
+
+def keep(value: Any) -> None:
+    kept.append(value)
+
+
+@pytest.mark.xfail(strict=True, reason=UNNOTICED)
+def test_the_death_of_a_worker_is_noticed_though_nobody_calls_it(group: LocalGroup) -> None:
+    """It never called us, so that our connection to it is the only one."""
+    rref = here(group[0], "tea")
+    call(group[0], 1, keep, rref)
+    del rref
+    group[1].shutdown(graceful=False, timeout=0)
+    kept.clear()
+    expect_nothing_left([group[0]])
+
+
+@pytest.mark.xfail(strict=True, reason=FORGOTTEN)
+def test_what_was_dropped_is_given_back_though_the_remote_call_that_took_it_along_fails(warm: LocalGroup) -> None:
+    bad = remote(warm[0], 2, echo, 1)
+    dropped = remote(warm[0], 1, echo, 2)
+    expect_confirmed(bad)
+    expect_confirmed(dropped)
+    eventually(lambda: not warm[0].book.has_work())
+    warm[2].shutdown(graceful=False, timeout=0)
+    eventually(lambda: bad._handle.error is not None)
+    warm[0]._chores_put_off = -1_000_000  # so that only the remote call sees to it
+    del dropped
+    gc.collect()
+    with pytest.raises(WorkerLost):
+        remote(warm[0], 1, echo, bad)
+    warm[0]._chores_put_off = 0
+    expect_nothing_left(warm._agents[:2])
+
+
+@pytest.mark.xfail(strict=True, reason=UNPACKED)
+@pytest.mark.parametrize("way", ["call", "remote", "result"])
+def test_a_message_that_cannot_be_packed_harms_no_later_one(
+    warm: LocalGroup, monkeypatch: pytest.MonkeyPatch, way: str
+) -> None:
+    """Too many references, or too many buffers beside the pickle, in one message."""
+
+    def refuse(number: int, handles: Any) -> bytes:
+        raise ProtocolError("a message carries too many references")
+
+    rref = here(warm[0], "tea")
+    with monkeypatch.context() as patch:
+        if way == "result":
+            gate = new_gate("packed")
+            future = start(warm[1], 0, reference_at, warm, "packed")
+            assert arrived["packed"].wait(SOON)
+            patch.setattr("farcall.agent.execution.pack_section", refuse)
+            gate.set()
+            with pytest.raises(RpcError, match="too many references"):
+                future.wait()
+        else:
+            patch.setattr(agent_module, "pack_section", refuse)
+            with pytest.raises(ProtocolError, match="too many references"):
+                call(warm[0], 1, echo, rref) if way == "call" else remote(warm[0], 1, echo, rref)
+    assert call(warm[0], 1, fetch, rref) == "tea"
+    del rref
+    expect_nothing_left(warm)
+
+
+def reference_at(group: LocalGroup, gate: str) -> RRef[Any]:
+    """Runs on worker 0: a reference of its own, after a while."""
+    wait_at(gate)
+    return here(group[0], "late")
+
+
+@pytest.mark.xfail(strict=True, reason=NO_RANK)
+def test_a_caller_of_no_rank_in_the_group_harms_nobody(warm: LocalGroup, caplog: pytest.LogCaptureFixture) -> None:
+    from test_incoming import Stranger
+
+    stranger = Stranger(warm)
+    stranger.channel.send(stranger.hello(rank=99, name="worker99"))
+    stranger.read_greeting()
+    before = len(warm[1]._incoming)
+    stranger.channel.close()
+    eventually(lambda: len(warm[1]._incoming) < before)
+    assert call(warm[0], 1, echo, "unharmed") == "unharmed"
+    assert "failed" not in caplog.text, caplog.text
+
+
+# -- Connections that break
+
+
+def lose_before_sending(one: Outgoing) -> None:
+    """The next message about references on this connection is lost with it."""
+
+    def lose(frame: Any) -> None:
+        del one.send_control
+        one.lose("it was cut before the message was sent")
+
+    one.send_control = lose  # type: ignore[method-assign]
+
+
+def close_after(group: LocalGroup, owner: int, caller: int, monkeypatch: pytest.MonkeyPatch, method: str) -> None:
+    """The connection is cut when the owner has read the next such message, before it has answered."""
+    book = group[owner].book
+    original = getattr(book, method)
+
+    def once(*args: Any) -> Any:
+        monkeypatch.setattr(book, method, original)
+        result = original(*args)
+        group[owner]._incoming_of[caller].close()
+        return result
+
+    monkeypatch.setattr(book, method, once)
+
+
+def fetch_again(rref: RRef[Any]) -> Any:
+    """Fetches it, though a first attempt may meet the connection that is going."""
+    try:
+        return rref.to_here(timeout=SOON)
+    except WorkerLost:
+        return rref.to_here(timeout=SOON)
+
+
+@pytest.mark.parametrize("moment", ["before it is sent", "after it was read"])
+def test_a_remote_call_survives_its_connection(warm: LocalGroup, monkeypatch: pytest.MonkeyPatch, moment: str) -> None:
+    if moment == "before it is sent":
+        lose_before_sending(connection(warm[0], 1))
+    else:
+        close_after(warm, 1, 0, monkeypatch, "create_requested")
+    argument = here(warm[0], "milk")
+    rref = remote(warm[0], 1, run, [argument])
+    del argument
+    expect_confirmed(rref)
+    assert fetch_again(rref)[0].to_here() == "milk"
+    assert len(runs) == 1
+    runs.clear()
+    del rref
+    expect_nothing_left(warm)
+
+
+@pytest.mark.parametrize("owner", [0, 1, 2])
+def test_references_of_a_call_that_was_lost_do_not_leak(
+    warm: LocalGroup, monkeypatch: pytest.MonkeyPatch, owner: int
+) -> None:
+    """The callee has read it, or has not: the caller cannot know, and hears that the worker was lost."""
+    rref = remote(warm[0], owner, echo, "tea")
+    expect_confirmed(rref)
+    gate = new_gate("lost")
+    future = start(warm[0], 1, wait_and_drop, "lost", rref)
+    assert arrived["lost"].wait(SOON)
+    cut(warm[0], 1)
+    with pytest.raises(WorkerLost, match="worker 'worker1' was lost"):
+        future.wait()
+    gate.set()
+    assert call(warm[0], 1, fetch, rref) == "tea"
+    del rref, future
+    expect_nothing_left(warm)
+
+
+def wait_and_drop(name: str, rref: RRef[Any]) -> None:
+    wait_at(name)
+
+
+@pytest.mark.parametrize("owner", [0, 1, 2])
+def test_references_of_a_call_that_never_arrived_do_not_leak(
+    warm: LocalGroup, monkeypatch: pytest.MonkeyPatch, owner: int
+) -> None:
+    rref = remote(warm[0], owner, echo, "tea")
+    expect_confirmed(rref)
+    original = warm[0].book.pass_on
+
+    def cut_then_pass(*args: Any) -> Any:
+        monkeypatch.setattr(warm[0].book, "pass_on", original)
+        result = original(*args)
+        connection(warm[0], 1).lose("it was cut before the call was sent")
+        return result
+
+    monkeypatch.setattr(warm[0].book, "pass_on", cut_then_pass)
+    with pytest.raises(WorkerLost):
+        call(warm[0], 1, run_and_fetch, rref)
+    del rref
+    expect_nothing_left(warm)
+    assert runs == []
+
+
+@pytest.mark.xfail(strict=True, reason=STALE)
+@pytest.mark.parametrize("way", ["call", "remote"])
+def test_a_connection_that_was_replaced_just_before_its_use(
+    warm: LocalGroup, monkeypatch: pytest.MonkeyPatch, way: str
+) -> None:
+    """A thread has got the connection; it is lost and re-made by another before the thread goes on."""
+    rref = remote(warm[0], 2, echo, "tea")
+    expect_confirmed(rref)
+    method = "pass_on" if way == "call" else "call_remote"
+    original = getattr(warm[0].book, method)
+
+    def cut_first(*args: Any) -> Any:
+        monkeypatch.setattr(warm[0].book, method, original)
+        cut(warm[0], 1)
+        eventually(lambda: not warm[0]._serving.is_busy())
+        return original(*args)
+
+    monkeypatch.setattr(warm[0].book, method, cut_first)
+    if way == "call":
+        with pytest.raises(WorkerLost):
+            call(warm[0], 1, fetch, rref)
+    else:
+        there = remote(warm[0], 1, fetch, rref)
+        assert there.to_here(timeout=SOON) == "tea"
+        del there
+    del rref
+    expect_nothing_left(warm)
+
+
+@pytest.mark.xfail(strict=False, reason=STALE)
+@pytest.mark.parametrize("cut_by", ["caller", "callee"])
+def test_a_reference_returned_to_a_caller_whose_connection_is_gone_does_not_leak(warm: LocalGroup, cut_by: str) -> None:
+    gate = new_gate("gone")
+    future = start(warm[1], 0, reference_at, warm, "gone")
+    assert arrived["gone"].wait(SOON)
+    if cut_by == "caller":
+        cut(warm[1], 0)
+    else:
+        warm[0]._incoming_of[1].close()
+    with pytest.raises(WorkerLost):
+        future.wait()
+    eventually(lambda: 1 in warm[0]._incoming_of)
+    eventually(lambda: not warm[0]._serving.ready and not warm[1]._serving.ready)
+    gate.set()
+    del future
+    expect_nothing_left(warm)
+
+
+def test_what_was_given_back_survives_the_connection(warm: LocalGroup) -> None:
+    rref = remote(warm[0], 1, echo, "tea")
+    expect_confirmed(rref)
+    eventually(lambda: not warm[0].book.has_work())
+    lose_before_sending(connection(warm[0], 1))
+    del rref
+    expect_nothing_left(warm)
+
+
+@pytest.mark.xfail(strict=True, reason=MADE_TOO_LATE)
+def test_a_connection_that_is_made_while_the_worker_closes_is_closed(warm: LocalGroup) -> None:
+    warm[0].shutdown(graceful=False, timeout=0)
+    warm[0]._posts[1].run()  # it was under way in the serving pool
+    left = list(warm[0]._connections)
+    for one in left:
+        one.close("by the test")
+    assert left == []
+
+
+@pytest.mark.xfail(strict=False, reason=f"by chance: {UNREAD}; {STALE}")
+@pytest.mark.parametrize("seed", range(4))
+def test_connections_are_cut_at_any_moment(new_group: Callable[..., LocalGroup], seed: int) -> None:
+    group = new_group(3)
+    chance = random.Random(seed)
+    stop = threading.Event()
+    timer = threading.Timer(1.5, stop.set)
+    timer.start()
+    with ThreadPoolExecutor(4) as pool:
+        sharing = [pool.submit(share, group, number, random.Random(seed * 100 + number), stop) for number in range(3)]
+        pause = threading.Event()
+        while not stop.is_set():
+            pause.wait(chance.random() * 0.02)
+            agent = group[chance.randrange(3)]
+            ends = [*agent._connections, *agent._incoming]
+            if ends:
+                end = chance.choice(ends)
+                end.lose("it was cut") if isinstance(end, Outgoing) else end.close()
+        shared = [one.result(4 * SOON) for one in sharing]
+    timer.join()
+    assert min(shared) > 5, shared
+    assert not any(peer.is_lost for agent in group for peer in agent._peers.values())
+    assert len(runs) == len(set(runs)), "a remote call ran twice"
+    expect_nothing_left(group)
+
+
+def share(group: LocalGroup, number: int, chance: random.Random, stop: threading.Event) -> int:
+    """Makes references and passes them on, whatever is cut meanwhile; how many of these came to their end."""
+    done = count = 0
+    mine: list[RRef[Any]] = []
+    while not stop.is_set():
+        count += 1
+        agent = group[chance.randrange(3)]
+        try:
+            rref = remote(agent, chance.randrange(3), run, (number, count))
+            mine.append(rref)
+            assert call(agent, chance.randrange(3), fetch, rref) == (number, count)
+            back = call(agent, chance.randrange(3), echo, rref)
+            assert back.to_here(timeout=SOON) == (number, count)
+            done += 1
+        except WorkerLost:
+            pass
+        if len(mine) > 4:
+            del mine[chance.randrange(len(mine))]
+    for rref in mine:
+        expect_confirmed(rref)
+    return done
+
+
+def test_the_check_for_what_is_left_bites(warm: LocalGroup) -> None:
+    rref = here(warm[0], "tea")
+    assert tables(warm[0]) == {"owned": 1, "values": 1, "origins": 1}
+    del rref
+    expect_nothing_left(warm)
