@@ -238,7 +238,6 @@ def test_a_handle_that_leads_nowhere_is_not_passed_on(books: Books) -> None:
     assert books[0].is_quiet()
 
 
-@pytest.mark.xfail(strict=True, reason=UNPACKED)
 def test_a_message_that_cannot_be_packed_leaves_nothing_behind(books: Books) -> None:
     """Its number is never sent, so no message after it could ever be acknowledged."""
     handle = books[0].make(value("tea"))
@@ -262,7 +261,6 @@ def test_a_message_that_is_none_is_refused(books: Books) -> None:
     assert books[0]._references.is_empty()
 
 
-@pytest.mark.xfail(strict=True, reason=EFFECTS)
 def test_what_came_before_a_message_that_is_none_is_done(books: Books) -> None:
     handle, _ = books.remote(0, 1)
     books.posted.clear()
@@ -285,7 +283,6 @@ def test_what_is_not_acknowledged_is_kept(books: Books) -> None:
     assert handle.confirmed
 
 
-@pytest.mark.xfail(strict=True, reason=NOT_SAID_AGAIN)
 def test_an_acknowledgement_that_was_lost_is_said_again(books: Books) -> None:
     """What arrives a second time shows that its sender does not know that it came the first time."""
     handle = books[0].make(value("tea"))
@@ -299,7 +296,6 @@ def test_an_acknowledgement_that_was_lost_is_said_again(books: Books) -> None:
     assert taken
 
 
-@pytest.mark.xfail(strict=True, reason=NOT_SAID_AGAIN)
 def test_an_acknowledgement_of_messages_that_was_lost_is_said_again(books: Books) -> None:
     handle, _ = books.remote(0, 1)
     books.deliver()
@@ -362,7 +358,6 @@ def test_a_handle_whose_creators_request_never_comes_is_refused(books: Books) ->
     assert books[1]._values == {}
 
 
-@pytest.mark.xfail(strict=True, reason=TOO_EARLY)
 def test_a_value_that_is_not_yet_created_is_waited_for(books: Books) -> None:
     """A third worker may ask for it before the creator's own request has come."""
     handle, _ = books.remote(0, 1, deliver=False)
@@ -400,7 +395,6 @@ class BetweenSteps(ReferenceBook):
         super()._handle(events)
 
 
-@pytest.mark.xfail(strict=True, reason=HALF_LOST)
 @pytest.mark.parametrize("way", ["pass_on", "call_remote", "drop"])
 def test_a_worker_may_be_lost_at_any_moment(way: str) -> None:
     books = Books(kind=BetweenSteps)
@@ -425,7 +419,6 @@ def test_a_worker_may_be_lost_at_any_moment(way: str) -> None:
     assert theirs is None or isinstance(theirs.error, OwnerLost)
 
 
-@pytest.mark.xfail(strict=True, reason=LATE_RELEASE)
 def test_a_release_does_not_take_a_value_that_was_created_meanwhile() -> None:
     """The owner gets a handle before the creator's request, drops it, and the request comes just then."""
     books = Books(kind=BetweenSteps)

@@ -35,7 +35,6 @@ def test_what_is_shown(reference: OwnedReference | HeldReference, text: str) -> 
     assert str(reference) == text
 
 
-@pytest.mark.xfail(strict=True, reason="HeldReference.__str__ says nothing of `pending` and `dropped`")
 def test_a_handle_that_waits_for_its_children_says_so() -> None:
     """The program let it go, so it should not be told that a variable of its own is to blame."""
     shown = str(dataclasses.replace(HELD, dropped=True, pending=("w3",)))

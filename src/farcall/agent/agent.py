@@ -275,7 +275,9 @@ class Agent:
         with self._lock:
             if self._closed is not None:
                 return
-            self.calling.closed = NotInitializedError(f"worker {self.info.name!r} has shut down; call init_rpc again first")
+            self.calling.closed = NotInitializedError(
+                f"worker {self.info.name!r} has shut down; call init_rpc again first"
+            )
         for connection in list(self._connections):
             connection.close(f"worker {self.info.name!r} (this one) shut down before the call ended")
         deadline = monotonic() + _CLOSE_TIMEOUT

@@ -42,7 +42,6 @@ from farcall.protocol.reference_messages import (
     OrphanHandle,
     PeerJoined,
     PeerLost,
-    RefuseHandle,
     ReleaseValue,
     RemoteCalled,
     SendMessage,
@@ -109,7 +108,9 @@ class ReferenceBook:
             self._unacknowledged.pop(worker, None)
             self._decide(self._references.handle(PeerLost(worker)), acts)
             for reference in [each for each in self._values if each.creator == worker]:
-                if reference not in self._references.owned:  # awaited by a use that overtook a creation that never comes
+                if (
+                    reference not in self._references.owned
+                ):  # awaited by a use that overtook a creation that never comes
                     acts.refused.append((reference, self._values.pop(reference)))
         self._act(acts)
 
@@ -254,7 +255,7 @@ class ReferenceBook:
     # Values
 
     def value(self, reference: RRefId) -> Value:
-        """A value that this worker owns, or will. Raises `ReferenceRefused` if there is none."""
+        """A value that this worker owns, or will; one that is refused if there is none."""
         value = self._values.get(reference)
         if value is None:
             with self._lock:
@@ -262,9 +263,8 @@ class ReferenceBook:
                 if value is None and self._references.is_to_come(reference):  # this use overtook the creation
                     value = self._values[reference] = Value()
         if value is None:
-            raise ReferenceRefused(
-                f"worker {self._name_of(self.me)!r} does not own {reference} any more: its value was released"
-            )
+            value = Value()
+            value.refuse(partial(_released, reference, self._name_of(self.me)))
         return value
 
     # Messages
@@ -483,6 +483,10 @@ def _refused(reference: RRefId) -> ReferenceRefused:
         f"{reference} was passed on by a worker that died before its owner could count it; "
         "its value is gone. Create it anew"
     )
+
+
+def _released(reference: RRefId, owner: str) -> ReferenceRefused:
+    return ReferenceRefused(f"worker {owner!r} does not own {reference} any more: its value was released")
 
 
 def _described(value: Value | None) -> str:

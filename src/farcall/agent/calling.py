@@ -178,7 +178,9 @@ class Calling:
                 pickled = dumps_arguments(function, args or (), kwargs, peer.info.name, by_value=not head)
             handles = list(collected)
         body, buffers = pickled
-        copies = [memoryview(bytearray(buffer)) for buffer in buffers]  # they are kept, and the caller may change its own
+        copies = [
+            memoryview(bytearray(buffer)) for buffer in buffers
+        ]  # they are kept, and the caller may change its own
         if peer.info.id == self.info.id:
             value = Value()
             handle = self._book.make(value)

@@ -24,7 +24,7 @@ from farcall.agent.values import Value
 from farcall.errors import ProtocolError
 from farcall.functions import is_async_execution
 from farcall.futures import Future
-from farcall.protocol.control import HANDLE_SIZE, pack_section, unpack_handle
+from farcall.protocol.control import pack_section, unpack_handle
 from farcall.protocol.ids import Worker
 from farcall.protocol.wire import (
     FAILURE,
@@ -47,9 +47,6 @@ from farcall.serialization import (
     offering,
     resolve_function,
 )
-
-_LAST_ON_REFERENCE: Final = TYPE[0]
-"""A callee that begins with no greater byte is about the value of a reference."""
 
 
 class Workplace(NamedTuple):
@@ -85,7 +82,7 @@ class _NoValue(BaseException):
 class _FunctionJob(ABC):
     """Runs a callee, and leaves it to the subclass what becomes of the outcome."""
 
-    __slots__ = ("_body", "_buffers", "_callee", "_handles", "_place", "kind", "origin")
+    __slots__ = ("_body", "_buffers", "_callee", "_handles", "_place", "_subject", "kind", "origin")
 
     must_run = False
     origin: Caller | None
@@ -94,12 +91,21 @@ class _FunctionJob(ABC):
         self, place: Workplace, callee: bytes, body: Bytes, buffers: Sequence[Bytes], handles: Sequence[Handle]
     ) -> None:
         self._place = place
-        self._callee = callee
         self._body = body
         self._buffers = buffers
         self._handles = handles
-        # How long a method takes has nothing to do with whose it is.
-        self.kind = callee if callee[:1] > TYPE else callee[:1] + callee[1 + HANDLE_SIZE :]
+        self.kind = self._callee = callee
+        self._subject: Value | None = None
+        if callee[:1] <= TYPE:
+            self._find_subject()
+
+    def _find_subject(self) -> None:
+        """For a request on the value of a reference: holds that from now on, though the reference may be given up."""
+        callee = self._callee
+        if callee:
+            reference, _, rest = unpack_handle(callee[1:])
+            self._subject = self._place.book.value(reference)
+            self.kind = callee[:1] + rest  # how long a method takes has nothing to do with whose it is
 
     def run(self) -> Reply | None:
         """See `Job`."""
@@ -113,10 +119,10 @@ class _FunctionJob(ABC):
                 function, *args = args
                 result = function(*args, **kwargs)
             else:
-                if callee[0] > _LAST_ON_REFERENCE:
+                if self._subject is None:
                     function = resolve_function(callee, self._place.worker)
                 else:
-                    function = self._callee_on_reference()
+                    function = self._callee_on(self._subject)
                 if self._body:
                     args, kwargs = self._arguments()
                     result = function(*args, **kwargs)
@@ -144,19 +150,17 @@ class _FunctionJob(ABC):
                 return loads_arguments(body, buffers)
         return loads_arguments(body, buffers)
 
-    def _callee_on_reference(self) -> Callable[..., Any]:
+    def _callee_on(self, subject: Value) -> Callable[..., Any]:
         """What is to be called, for a request on the value of a reference. Raises `_PutOff` and `_NoValue`."""
-        what = self._callee[:1]
-        reference, _, method = unpack_handle(self._callee[1:])
-        future = self._place.book.value(reference)
-        if not future.done():
-            future.watch(lambda _: self._place.serving.submit(self), waker=True, attended=True)
+        if not subject.done():
+            subject.watch(lambda _: self._place.serving.submit(self), waker=True, attended=True)
             raise _PutOff
-        if future.failure:
-            raise _NoValue(future.failure)
-        value = future.value()
+        if subject.failure:
+            raise _NoValue(subject.failure)
+        value = subject.value()
+        what = self.kind[:1]
         if what == METHOD:
-            return _method(value, method.decode())
+            return _method(value, self.kind[1:].decode())
         return _ANSWERS[what](value)
 
     def _failed(self, function: Any, error: BaseException) -> Reply | None:
@@ -255,11 +259,13 @@ class CallJob(_FunctionJob):
         self._place = place
         self.origin = origin
         self._call_id = call_id
-        self._callee = callee
         self._body = body
         self._buffers = buffers
         self._handles = handles
-        self.kind = callee if callee[:1] > TYPE else callee[:1] + callee[1 + HANDLE_SIZE :]
+        self.kind = self._callee = callee
+        self._subject = None
+        if callee[:1] <= TYPE:
+            self._find_subject()
 
     def _done(self, function: Callable[..., Any], result: Any) -> Reply | None:
         if result is None:

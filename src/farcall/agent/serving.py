@@ -195,11 +195,13 @@ class Serving:
                 return True
             if took > SLOW:
                 self._note_slow(kind)
+            origin = job.origin
+            del job  # what it holds must not live on until there is another
             if reply is not None:
-                origin = job.origin
                 assert origin is not None
                 if type(reply) is not bytes:
                     origin.answer(reply)  # large: not to be kept back, and its buffers are the user's to change
+                    reply = None
                     continue
                 origin.queue_answer(reply)
                 if not unflushed or unflushed[-1] is not origin:
@@ -282,6 +284,7 @@ class Serving:
                     self._idle.append(follower)
                     return True
             self._run_as_follower(job)
+            job = None  # what it holds must not live on until there is another
 
     def _take_job(self) -> Job | None:
         """A job, and a place among the running, if there are both. Under the lock."""
@@ -322,6 +325,7 @@ class Serving:
                     self._run_as_follower(order)
                 elif not self._lead(follower.lead):
                     return
+                order = None  # what a job holds must not live on while its thread sleeps
                 if not self._follow(follower):
                     return
         finally:
