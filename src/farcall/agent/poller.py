@@ -33,8 +33,13 @@ class Poller:
         self.add(self._bell, self._answer_bell, READABLE)
 
     def add(self, descriptor: int, handler: Handler, wanted: int) -> None:
-        """Has `handler(events)` called from now on. Hang-ups and errors are always wanted, unless `wanted` is 0."""
+        """Has `handler(events)` called from now on. Hang-ups and errors are always wanted, unless `wanted` is 0.
+
+        Does nothing once the poller is closed.
+        """
         with self._lock:
+            if self._bell < 0:
+                return
             self.handlers[descriptor] = handler
             self._wanted[descriptor] = 0
         self.want(descriptor, wanted, True)
