@@ -179,19 +179,7 @@ def test_a_program_prints_what_its_transcript_shows(document: Path, transcript: 
     assert result.returncode == 0
 
 
-# Nobody reads the last acknowledgement of references that a call carried, and the shutdown waits for it; and the error
-# of a failed reference, met at its owner, keeps that reference.
-HANGS = pytest.mark.xfail(strict=True, reason="a shutdown after references were passed does not end")
-
-
-@pytest.mark.parametrize(
-    "document",
-    [
-        pytest.param(path, marks=[HANGS] if path.name == "references.md" else [], id=name_of(path))
-        for path in DOCUMENTS
-        if snippets(path)
-    ],
-)
+@pytest.mark.parametrize("document", [path for path in DOCUMENTS if snippets(path)], ids=name_of)
 def test_the_small_examples_of_a_document_do_what_it_says(document: Path, tmp_path: Path) -> None:
     (tmp_path / "runner.py").write_text(RUNNER, encoding="utf-8")
     (tmp_path / "snippets").write_text(snippets(document), encoding="utf-8")

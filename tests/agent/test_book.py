@@ -13,21 +13,22 @@ import pytest
 
 from farcall.agent.book import ReferenceBook
 from farcall.agent.handle import Handle
-from farcall.errors import OwnerLost, ProtocolError, ReferenceRefused, UsageError
-from farcall.futures import DONE, Future
-from farcall.protocol.control import pack_control
+from farcall.agent.parcels import CarriedFrame, Letter, RemoteFrame
+from farcall.agent.values import Value
+from farcall.errors import (
+    OwnerLost,
+    ProtocolError,
+    ReferenceRefused,
+    RpcError,
+    SerializationError,
+    UsageError,
+    WorkerLost,
+)
+from farcall.protocol.control import MOST_HANDLES, pack_control, unpack_control
 from farcall.protocol.ids import ForkId, RRefId
 from farcall.protocol.reference_messages import Carried, ForkAccepted, UserDeleted
 
 pytestmark = pytest.mark.timeout(20)
-
-# Faults of the code that these tests have found.
-UNPACKED = "call_remote uses up a number and a fork before it packs the message, and packing may fail"
-EFFECTS = "control_received drops the effects of the messages before one that is refused"
-NOT_SAID_AGAIN = "what comes twice is not acknowledged again, so that a lost acknowledgement is lost for good"
-TOO_EARLY = "value() takes a value that is not yet created for one that was released"
-HALF_LOST = "lost() lets the lock go between the delivery's loss and the protocol's: KeyError in between"
-LATE_RELEASE = "_act pops a released value outside the lock, and may pop one that was created meanwhile"
 
 
 class Way:
@@ -79,17 +80,23 @@ class Books:
                 return letters
 
     def remote(self, creator: int, owner: int, *passed: Handle, deliver: bool = True) -> tuple[Handle, Any]:
-        """A remote call: the creator's handle, and what the owner got: the future and the handles."""
+        """A remote call: the creator's handle, and what the owner got: the value and the handles."""
         sent: list[Any] = []
 
         def frame(number: int, carried: list[Carried], reference: RRefId, fork: ForkId) -> list[Any]:
             sent.append((number, reference, fork, carried))
             return [b"frame"]
 
-        handle, message = self[creator].call_remote(owner, passed, frame, WAY)
+        handle, message, letter = self[creator].call_remote(owner, passed, frame, WAY)
         assert message == [b"frame"]
-        self.last_call = lambda: self[owner].create_requested(creator, *sent[0])
-        return handle, self.last_call() if deliver else None
+
+        def arrive() -> Any:
+            if letter is not None:
+                self[owner].control_received(creator, letter.body)
+            return self[owner].create_requested(creator, *sent[0])
+
+        self.last_call = arrive
+        return handle, arrive() if deliver else None
 
     def pass_on(self, sender: int, to: int, *handles: Handle) -> list[Handle]:
         number, carried = self[sender].pass_on(handles, to, WAY)
@@ -112,32 +119,52 @@ def books() -> Books:
     return Books()
 
 
-def value(content: Any) -> Future[Any]:
-    future: Future[Any] = Future()
-    future.settle(DONE, content)
-    return future
+def value(content: Any) -> Value:
+    made = Value()
+    made.give(content)
+    return made
+
+
+def only(letter: Letter | None) -> Letter:
+    """The letter that must be there."""
+    assert letter is not None
+    return letter
+
+
+def error_of(handle: Handle) -> RpcError | None:
+    """What a use of the handle raises."""
+    return handle.new_error() if handle.new_error is not None else None
 
 
 def test_a_value_made_here(books: Books) -> None:
-    handle = books[0].make(value("tea"))
+    handle = books[0].own("tea")
     assert handle.confirmed
     assert handle.value is not None
     assert books[0].value(handle.reference).value() == "tea"
-    assert re.search(r"test_book\.py:\d+$", handle.created_at)
+    assert re.search(r"test_book\.py:\d+$", handle.made_at)
     reference = handle.reference
     del handle
     assert books.left() == {}
+    released = books[0].value(reference)
     with pytest.raises(ReferenceRefused, match=r"worker 'w0' does not own reference 0:1 owned by 0 any more"):
-        books[0].value(reference)
+        released.value()
+    assert books.left() == {}, "asking for it has made no entry"
+
+
+def test_an_object_of_this_worker(books: Books) -> None:
+    handle = books[0].own("tea")
+    assert books[0].value(handle.reference).value() == "tea"
+    assert re.search(r"test_book\.py:\d+$", handle.made_at)
+    assert handle.value is books[0].value(handle.reference)
 
 
 def test_a_remote_call_is_confirmed_by_the_first_word_of_the_owner(books: Books) -> None:
-    handle, (future, carried) = books.remote(0, 1)
-    assert (handle.confirmed, carried, future.done()) == (False, [], False)
+    handle, (value, carried) = books.remote(0, 1)
+    assert (handle.confirmed, carried, value.done()) == (False, [], False)
     books.deliver()
     assert handle.confirmed
-    assert books[1].value(handle.reference) is future
-    del handle, future
+    assert books[1].value(handle.reference) is value
+    del handle, value
     assert books.left() == {}
 
 
@@ -149,7 +176,7 @@ def test_a_remote_call_that_came_twice_is_taken_once(books: Books) -> None:
 
 
 def test_handles_that_came_twice_are_taken_once(books: Books) -> None:
-    handle = books[0].make(value("tea"))
+    handle = books[0].own("tea")
     number, carried = books[0].pass_on([handle], 1, WAY)
     taken = books[1].take(0, number, carried)
     assert taken is not None
@@ -160,23 +187,23 @@ def test_handles_that_came_twice_are_taken_once(books: Books) -> None:
 
 
 def test_from_hand_to_hand_and_back(books: Books) -> None:
-    first, (future, _) = books.remote(0, 1)
+    first, (value, _) = books.remote(0, 1)
     (second,) = books.pass_on(0, 2, first)
     assert not second.confirmed
     (third,) = books.pass_on(2, 1, second)  # to its owner
     assert third.confirmed
-    assert third.value is future
+    assert third.value is value
     (fourth,) = books.pass_on(1, 0, third)  # from its owner
     assert fourth.confirmed
     del first
     books.deliver()
     assert second.confirmed
     assert set(books[1].inventory().owned[0].holders) == {"w0", "w2"}
-    future.settle(DONE, "tea")
+    value.give("tea")
     del second, third
     books.deliver()
     assert books[1].value(fourth.reference).value() == "tea"
-    del fourth, future
+    del fourth, value
     assert books.left() == {}
 
 
@@ -194,17 +221,51 @@ def test_a_finalizer_only_notes(books: Books) -> None:
     assert books.left() == {}
 
 
-def test_values_are_released_outside_the_lock(books: Books) -> None:
+class Watched:
+    """An object that notes whether the lock of a book was held when it went."""
+
+    def __init__(self, book: ReferenceBook, notes: list[bool]) -> None:
+        self._book = book
+        self._notes = notes
+
+    def __del__(self) -> None:
+        self._notes.append(self._book._lock.locked())
+
+
+@pytest.mark.parametrize("end", ["dropped", "given back", "holder lost", "cleared"])
+def test_values_are_released_outside_the_lock(books: Books, end: str) -> None:
     locked: list[bool] = []
-
-    class Value:
-        def __del__(self) -> None:
-            locked.append(books[0]._lock.locked())
-
-    handle = books[0].make(value(Value()))
+    handle = books[0].own(Watched(books[0], locked))
+    passed = books.pass_on(0, 1, handle) if end != "dropped" else []
     del handle
-    assert books.left() == {}
+    gc.collect()
+    books.deliver()
+    if end == "given back":
+        passed.clear()
+    elif end == "holder lost":
+        books[0].lost(1)
+    elif end == "cleared":
+        books[0].clear()
+    gc.collect()
+    books.deliver()
     assert locked == [False]
+    assert books[0].inventory().owned == ()
+
+
+def test_an_inventory_runs_nothing_of_a_user_under_the_lock(books: Books) -> None:
+    """To name the type of an error, it may have to be made, by a class of the user's."""
+    locked: list[bool] = []
+    there = Value()
+
+    def new_error() -> Exception:
+        locked.append(books[0]._lock.locked())
+        return ValueError("seven")
+
+    there.refuse(new_error)
+    handle = books[0].make(there)
+    assert [owned.type for owned in books[0].inventory().owned] == ["failed: ValueError"]
+    assert set(locked) == {False}
+    assert handle.confirmed
 
 
 def test_an_inventory_of_all_that_is_under_way(books: Books) -> None:
@@ -227,7 +288,7 @@ def test_an_inventory_of_all_that_is_under_way(books: Books) -> None:
 
 def test_a_handle_that_leads_nowhere_is_not_passed_on(books: Books) -> None:
     bad, _ = books.remote(0, 1)
-    good = books[0].make(value("tea"))
+    good = books[0].own("tea")
     books[0].lost(1)
     with pytest.raises(OwnerLost, match="worker 'w1', who owned reference 0:1 owned by 1, was lost") as caught:
         books[0].pass_on([good, bad], 2, WAY)
@@ -238,17 +299,78 @@ def test_a_handle_that_leads_nowhere_is_not_passed_on(books: Books) -> None:
     assert books[0].is_quiet()
 
 
-def test_a_message_that_cannot_be_packed_leaves_nothing_behind(books: Books) -> None:
-    """Its number is never sent, so no message after it could ever be acknowledged."""
-    handle = books[0].make(value("tea"))
+WAYS_TO_PASS: dict[str, Callable[[ReferenceBook, list[Handle]], Any]] = {
+    "pass_on": lambda book, handles: book.pass_on(handles, 1, WAY),
+    "call_remote": lambda book, handles: book.call_remote(1, handles, lambda *_: [b"frame"], WAY),
+}
 
-    def refuse(*_: Any) -> Any:
-        raise ProtocolError("too many buffers")
 
-    with pytest.raises(ProtocolError, match="too many"):
-        books[0].call_remote(1, [handle], refuse, WAY)
-    del handle
-    assert books.left() == {}
+def snapshot(book: ReferenceBook) -> Any:
+    """All that a failed attempt to pass something on could have changed."""
+    references = book._references
+    return (
+        {reference: (owned.handles, dict(owned.forks)) for reference, owned in references.owned.items()},
+        {fork: (held.dropped, dict(held.children)) for fork, held in references.held.items()},
+        dict(references._numbers),
+        references._forks,
+        {peer: (link.last, dict(link.unacknowledged)) for peer, link in book._delivery._links.items()},
+        dict(book._outboxes),
+        dict(book._unacknowledged),
+        dict(book._values),
+        len(book._handles),
+    )
+
+
+@pytest.mark.parametrize("way", WAYS_TO_PASS)
+def test_too_many_handles_are_refused_before_anything_is_taken(books: Books, way: str) -> None:
+    handle = books[0].own("tea")
+    theirs, _ = books.remote(0, 1)
+    books.deliver()
+    before = snapshot(books[0])
+    with pytest.raises(SerializationError, match=r"a message with 65536 references .* at most 65535 .* in parts"):
+        WAYS_TO_PASS[way](books[0], [handle] * (MOST_HANDLES + 1))
+    assert snapshot(books[0]) == before
+    assert theirs.confirmed
+
+
+@pytest.mark.parametrize("way", WAYS_TO_PASS)
+@pytest.mark.parametrize("error", [OwnerLost, ReferenceRefused, UsageError])
+def test_a_handle_that_leads_nowhere_is_refused_before_anything_is_taken(
+    books: Books, way: str, error: type[RpcError]
+) -> None:
+    good, (bad, _) = books[0].own("tea"), books.remote(0, 2)
+    books.deliver()
+    bad.new_error = lambda: error("it leads nowhere")
+    before = snapshot(books[0])
+    with pytest.raises(error, match="it leads nowhere"):
+        WAYS_TO_PASS[way](books[0], [good, bad])
+    assert snapshot(books[0]) == before
+
+
+@pytest.mark.parametrize("way", WAYS_TO_PASS)
+def test_a_lost_receiver_is_refused_before_anything_is_taken(books: Books, way: str) -> None:
+    handle = books[0].own("tea")
+    books[0].lost(1)
+    before = snapshot(books[0])
+    with pytest.raises(WorkerLost, match="worker 'w1' was lost") as caught:
+        WAYS_TO_PASS[way](books[0], [handle])
+    assert caught.value.worker == "w1"
+    assert not isinstance(caught.value, OwnerLost)
+    assert snapshot(books[0]) == before
+    assert books[0].is_quiet()
+
+
+def test_what_was_dropped_is_not_lost_with_a_remote_call_that_is_refused(books: Books) -> None:
+    dropped, _ = books.remote(0, 1)
+    books.deliver()
+    del dropped
+    gc.collect()
+    books[0].lost(2)
+    with pytest.raises(WorkerLost):
+        books[0].call_remote(2, [], lambda *_: [b"frame"], WAY)
+    assert books[0].has_work()
+    books.deliver()
+    assert books[1]._references.is_empty()
 
 
 def test_a_message_that_is_none_is_refused(books: Books) -> None:
@@ -283,9 +405,102 @@ def test_what_is_not_acknowledged_is_kept(books: Books) -> None:
     assert handle.confirmed
 
 
+def test_the_letter_before_a_remote_call_has_all_that_was_to_be_said(books: Books) -> None:
+    dropped, _ = books.remote(0, 1)
+    books.deliver()
+    reference, fork = dropped.reference, dropped.fork
+    del dropped
+    gc.collect()
+    books.posted.clear()
+    handle, _, letter = books[0].call_remote(1, [], lambda *_: [b"frame"], WAY)
+    _, messages = unpack_control(only(letter).body)
+    assert [message for _, message in messages] == [UserDeleted(reference, fork)]  # type: ignore[arg-type]
+    assert not only(letter).only_answers
+    assert books.posted == [], "nobody need send it besides"
+    assert books[0].outbox(1) is None
+    (first, _), (second, parcel) = books[0].unacknowledged(1)
+    assert (first, second) == (messages[0][0], first + 1), "the letter goes first, and has the lower numbers"
+    assert isinstance(parcel, RemoteFrame)
+    assert not handle.confirmed
+
+
+def test_a_remote_call_with_nothing_else_to_say_has_no_letter(books: Books) -> None:
+    handle, _, letter = books[0].call_remote(1, [], lambda *_: [b"frame"], WAY)
+    assert letter is None
+    assert not handle.confirmed
+
+
+def test_what_a_remote_call_gives_up_for_others_is_posted(books: Books) -> None:
+    dropped, _ = books.remote(0, 2)
+    books.deliver()
+    del dropped
+    gc.collect()
+    books.posted.clear()
+    handle, _, letter = books[0].call_remote(1, [], lambda *_: [b"frame"], WAY)
+    assert letter is None
+    assert books.posted == [(0, 2)]
+    assert handle.fork is not None
+
+
+def test_a_letter_of_answers_only_says_so(books: Books) -> None:
+    handle, _ = books.remote(0, 1)
+    letter = only(books[1].outbox(0))
+    assert letter.only_answers
+    books[0].control_received(1, letter.body)
+    assert handle.confirmed
+    assert only(books[0].outbox(1)).only_answers, "an acknowledgement alone"
+    assert books[0].outbox(1) is None
+
+
+def test_whether_the_peer_has_more_to_acknowledge(books: Books) -> None:
+    """So that the reader of the connection knows whether anything is still to come."""
+    first, _ = books.remote(0, 1)
+    answer = only(books[1].outbox(0))
+    second, _ = books.remote(0, 1)
+    assert books[0].control_received(1, answer.body) is True
+    assert books[0].control_received(1, only(books[1].outbox(0)).body) is False
+    assert first.confirmed
+    assert second.confirmed
+
+
+@pytest.mark.parametrize("way", WAYS_TO_PASS)
+def test_what_went_on_a_lost_connection_is_sent_again(books: Books, way: str) -> None:
+    again: list[int] = []
+    books[0].resend = again.append
+    books[0].call_remote(1, [], lambda *_: [b"frame"], WAY)
+    assert again == []
+    handle = books[0].own("tea")
+    if way == "pass_on":
+        books[0].pass_on([handle], 1, Way(lost=True))
+    else:
+        books[0].call_remote(1, [handle], lambda *_: [b"frame"], Way(lost=True))
+    assert again == [1]
+    kind = CarriedFrame if way == "pass_on" else RemoteFrame
+    assert isinstance(books[0].unacknowledged(1)[-1][1], kind)
+
+
+def test_what_a_remote_call_keeps_lives_until_it_is_acknowledged(books: Books) -> None:
+    kept = books[0].own("tea")
+    here = weakref.ref(kept)
+    number: list[int] = []
+
+    def frame(*parts: Any) -> list[Any]:
+        number.append(parts[0])
+        return [b"frame"]
+
+    handle, _, _ = books[0].call_remote(1, [], frame, WAY, kept)
+    del kept
+    gc.collect()
+    assert here() is not None
+    books[0].control_received(1, pack_control(number[0], []))
+    gc.collect()
+    assert here() is None
+    assert handle.fork is not None
+
+
 def test_an_acknowledgement_that_was_lost_is_said_again(books: Books) -> None:
     """What arrives a second time shows that its sender does not know that it came the first time."""
-    handle = books[0].make(value("tea"))
+    handle = books[0].own("tea")
     number, carried = books[0].pass_on([handle], 1, WAY)
     taken = books[1].take(0, number, carried)
     assert books[1].outbox(0) is not None  # lost with its connection
@@ -311,7 +526,7 @@ def test_an_acknowledgement_of_messages_that_was_lost_is_said_again(books: Books
 
 
 def test_nothing_is_kept_of_a_lost_worker(books: Books) -> None:
-    owned = books[0].make(value("tea"))
+    owned = books[0].own("tea")
     passed = books.pass_on(0, 1, owned)
     theirs, _ = books.remote(0, 1)
     del owned
@@ -320,22 +535,12 @@ def test_nothing_is_kept_of_a_lost_worker(books: Books) -> None:
     books[0].lost(1)
     books[0].lost(1)
     assert books[0]._references.is_empty()
-    assert isinstance(theirs.error, OwnerLost)
+    assert isinstance(error_of(theirs), OwnerLost)
     assert books[0]._values == {}
     assert books[0].is_quiet()
     assert books[0].take(1, 9, []) is None
     assert books[0].outbox(1) is None
     assert passed
-
-
-def test_to_a_lost_worker_nothing_is_passed(books: Books) -> None:
-    handle = books[0].make(value("tea"))
-    books[0].lost(1)
-    assert books[0].pass_on([handle], 1, WAY) == (0, [])
-    there, message = books[0].call_remote(1, [handle], lambda *_: [b"frame"], WAY)
-    assert message == []
-    assert isinstance(there.error, OwnerLost)
-    assert books[0].is_quiet()
 
 
 def test_a_handle_whose_creators_request_never_comes_is_refused(books: Books) -> None:
@@ -351,8 +556,8 @@ def test_a_handle_whose_creators_request_never_comes_is_refused(books: Books) ->
     letter = books[1].outbox(2)
     assert letter is not None
     books[2].control_received(1, letter.body)
-    assert isinstance(child.error, ReferenceRefused)
-    assert "passed on by a worker that died" in str(child.error)
+    with pytest.raises(ReferenceRefused, match="passed on by a worker that died"):
+        child.check()
     assert books[1]._references.is_empty()
     assert books[2]._references.is_empty()
     assert books[1]._values == {}
@@ -368,9 +573,64 @@ def test_a_value_that_is_not_yet_created_is_waited_for(books: Books) -> None:
     books[1].control_received(2, letter.body)
     waited_for = books[1].value(handle.reference)
     assert not waited_for.done()
-    future, _ = books.last_call()
-    assert future is waited_for
+    value, _ = books.last_call()
+    assert value is waited_for
     assert passed
+
+
+def test_a_use_that_overtakes_everything_is_answered_in_the_end(books: Books) -> None:
+    """Neither the creation nor the request of the fork has come; only the use has."""
+    handle, _ = books.remote(0, 1, deliver=False)
+    waited_for = books[1].value(handle.reference)
+    assert not waited_for.done()
+    assert not books[1].is_quiet(), "a value is to come"
+    value, _ = books.last_call()
+    assert value is waited_for
+
+
+def test_a_use_that_overtook_a_creation_that_never_comes_is_refused(books: Books) -> None:
+    handle, _ = books.remote(0, 1, deliver=False)
+    waited_for = books[1].value(handle.reference)
+    books[1].lost(0)
+    assert isinstance(waited_for.exception(), ReferenceRefused)
+    assert books[1]._values == {}
+    assert books[1].is_quiet()
+    assert isinstance(books[1].value(handle.reference).exception(), ReferenceRefused)
+    assert books[1]._values == {}
+
+
+def test_the_owners_own_handle_of_what_never_comes_meets_an_error(books: Books) -> None:
+    """The creator passes the handle to the owner itself, and dies before its request for the value arrives."""
+    handle, _ = books.remote(0, 1, deliver=False)
+    (own,) = books.pass_on(0, 1, handle)
+    assert own.value is not None
+    assert not own.value.done()
+    books[1].lost(0)
+    assert isinstance(own.value.exception(), ReferenceRefused)
+    (later,) = books.pass_on(1, 2, own)
+    with pytest.raises(ReferenceRefused):
+        books[1].value(later.reference).value()
+    assert books[1].inventory().owned[0].type == "failed: ReferenceRefused"
+    del own, later
+    gc.collect()
+    books[2].work_off()
+    books[1].control_received(2, only(books[2].outbox(1)).body)
+    books[1].work_off()
+    assert books[1]._references.is_empty()
+    assert books[1]._values == {}
+
+
+def test_errors_are_made_anew_for_every_use(books: Books) -> None:
+    """One and the same would gather tracebacks, whose frames hold the handle."""
+    handle, _ = books.remote(0, 1)
+    books[0].lost(1)
+    caught = []
+    for _ in range(2):
+        with pytest.raises(OwnerLost) as error:
+            handle.check()
+        caught.append(error.value)
+    assert caught[0] is not caught[1]
+    assert str(caught[0]) == str(caught[1])
 
 
 # -- Threads, where the lock is free between two steps
@@ -380,43 +640,52 @@ class BetweenSteps(ReferenceBook):
     """Does something of another thread's between the decision and the deed."""
 
     before_acting: Callable[[], object] | None = None
-    before_losing: Callable[[], object] | None = None
 
-    def _act(self, effects: Any) -> None:
+    def _act(self) -> None:
         hook, self.before_acting = self.before_acting, None
         if hook is not None:
             hook()
-        super()._act(effects)
-
-    def _handle(self, events: Any) -> None:
-        hook, self.before_losing = self.before_losing, None
-        if hook is not None:
-            hook()
-        super()._handle(events)
+        super()._act()
 
 
-@pytest.mark.parametrize("way", ["pass_on", "call_remote", "drop"])
+@pytest.mark.parametrize("way", [*WAYS_TO_PASS, "drop", "take", "make", "report"])
 def test_a_worker_may_be_lost_at_any_moment(way: str) -> None:
     books = Books(kind=BetweenSteps)
     book = books[0]
     assert isinstance(book, BetweenSteps)
-    own = book.make(value("tea"))
+    own = book.own("tea")
+    theirs: Handle | None
     theirs, _ = books.remote(0, 1)
     books.deliver()
     if way == "drop":
-        theirs = None  # type: ignore[assignment]
+        theirs = None
         gc.collect()
-    steps: dict[str, Callable[[], object]] = {
-        "pass_on": lambda: book.pass_on([own], 1, WAY),
-        "call_remote": lambda: book.call_remote(1, [], lambda *_: [b"frame"], WAY),
-        "drop": book.work_off,
-    }
-    book.before_losing = steps[way]
+    met: list[Any] = []
+
+    def other_thread() -> None:
+        steps: dict[str, Callable[[], object]] = {
+            "drop": book.work_off,
+            "take": lambda: book.take(1, 9, [Carried(RRefId(1, 1, 1), ForkId(1, 9))]),
+            "make": lambda: book.own("milk"),
+            "report": lambda: book.inventory().held,
+        }
+        try:
+            met.append(WAYS_TO_PASS[way](book, [own]) if way in WAYS_TO_PASS else steps[way]())
+        except WorkerLost:
+            met.append("lost")
+
+    book.before_acting = other_thread
     book.lost(1)
+    wanted = {"pass_on": "lost", "call_remote": "lost", "drop": None, "take": None, "report": ()}
+    assert len(met) == 1
+    assert way == "make" or met[0] == wanted[way]
+    met.clear()
     gc.collect()
     book.work_off()
     assert book.is_quiet()
-    assert theirs is None or isinstance(theirs.error, OwnerLost)
+    assert theirs is None or isinstance(error_of(theirs), OwnerLost)
+    assert len(book.inventory().owned) == 1
+    assert own.confirmed
 
 
 def test_a_release_does_not_take_a_value_that_was_created_meanwhile() -> None:
@@ -431,8 +700,8 @@ def test_a_release_does_not_take_a_value_that_was_created_meanwhile() -> None:
     created: list[Any] = []
     book.before_acting = lambda: created.append(books.last_call())
     book.work_off()
-    future, _ = created[0]
-    assert book.value(handle.reference) is future
+    value, _ = created[0]
+    assert book.value(handle.reference) is value
 
 
 # -- The end
@@ -440,12 +709,12 @@ def test_a_release_does_not_take_a_value_that_was_created_meanwhile() -> None:
 
 def test_giving_up_all_handles(books: Books) -> None:
     theirs, _ = books.remote(0, 1)
-    own = books[0].make(value("tea"))
+    own = books[0].own("tea")
     books.deliver()
     books[0].give_up_handles("it is over")
-    assert isinstance(theirs.error, UsageError)
-    assert str(theirs.error) == "it is over"
-    assert own.error is None
+    with pytest.raises(UsageError, match="it is over"):
+        theirs.check()
+    own.check()
     books.deliver()
     assert books[1]._references.is_empty()
     books[0].give_up_handles("again")
@@ -454,12 +723,12 @@ def test_giving_up_all_handles(books: Books) -> None:
 
 
 def test_clearing_forgets_everything(books: Books) -> None:
-    class Value:
+    class Content:
         pass
 
-    content = Value()
+    content = Content()
     released = weakref.ref(content)
-    handle = books[0].make(value(content))
+    handle = books[0].own(content)
     there, _ = books.remote(0, 1)
     del content
     books[0].clear()
@@ -473,9 +742,17 @@ def test_clearing_forgets_everything(books: Books) -> None:
 
 
 def test_many_threads_make_pass_and_drop(books: Books) -> None:
+    failures: list[BaseException] = []
+
     def work() -> None:
+        try:
+            rounds()
+        except BaseException as error:
+            failures.append(error)
+
+    def rounds() -> None:
         for _ in range(100):
-            own = books[0].make(value("tea"))
+            own = books[0].own("tea")
             handle, _ = books.remote(0, 1, own)
             books.pass_on(0, 1, handle, own)
 
@@ -485,6 +762,7 @@ def test_many_threads_make_pass_and_drop(books: Books) -> None:
         thread.start()
     for thread in threads:
         thread.join()
+    assert failures == []
     assert books.left() == {}
 
 

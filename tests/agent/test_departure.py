@@ -6,6 +6,7 @@ import itertools
 import threading
 from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
+from time import monotonic
 from types import SimpleNamespace
 from typing import Any
 
@@ -14,8 +15,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from farcall.agent import departure
-from farcall.agent.departure import wait_for_everybody
+from farcall.agent.departure import say_farewell, wait_for_everybody
 from farcall.errors import RendezvousError, RendezvousTimeoutError, ShutdownError
+from farcall.futures import FOREVER
 from farcall.protocol.ids import WorkerInfo
 from farcall.rendezvous import Rendezvous
 from interleaving import Schedule, explore
@@ -63,7 +65,8 @@ class Board:
 
     def collect(self, prefix: str, count: int, timeout: float) -> Mapping[str, bytes]:
         self.timeouts.append(timeout)
-        self.on_collect(int(prefix.split("/")[1]))
+        if prefix.startswith("departure/"):
+            self.on_collect(int(prefix.split("/")[1]))
         if self._wait is not None:
             self._wait(lambda: len(self.under(prefix)) == count)
         else:
@@ -86,8 +89,8 @@ def way_in(board: Any, rank: int, world_size: int) -> Rendezvous:
     return Rendezvous(store=board, rank=rank, world_size=world_size, host="127.0.0.1", group="g")
 
 
-def leave_alone(worker: Worker, board: Any, timeout: float = 0) -> None:
-    wait_for_everybody(worker, way_in(board, 0, 1), timeout)
+def leave_alone(worker: Worker, board: Any, deadline: float = FOREVER) -> None:
+    wait_for_everybody(worker, way_in(board, 0, 1), deadline)
 
 
 def test_a_quiet_worker_alone_goes_after_two_rounds() -> None:
@@ -95,7 +98,7 @@ def test_a_quiet_worker_alone_goes_after_two_rounds() -> None:
     worker.calls = 7
     leave_alone(worker, board)
     assert board.rounds == [[7], [7]]
-    assert all(timeout > 86400 for timeout in board.timeouts), "0 is without limit"
+    assert all(86400 < timeout < FOREVER for timeout in board.timeouts), "a store takes a number of seconds"
 
 
 def test_a_call_between_two_rounds_makes_another() -> None:
@@ -149,7 +152,7 @@ def test_all_leave_in_one_round_the_second_in_which_nothing_was_new(made: list[l
 
     with ThreadPoolExecutor(3) as pool:
         leaving = [
-            pool.submit(wait_for_everybody, worker, way_in(OwnBoard(worker), worker.info.id, 3), 0)
+            pool.submit(wait_for_everybody, worker, way_in(OwnBoard(worker), worker.info.id, 3), FOREVER)
             for worker in workers
         ]
         for each in leaving:
@@ -182,7 +185,7 @@ def test_those_who_did_not_come_are_named() -> None:
     present = ("departure/0/0", "departure/0/2", "departure/1/3", "join/1")
     store = Unmoved(RendezvousTimeoutError("late", present))
     with pytest.raises(ShutdownError) as missing:
-        wait_for_everybody(Worker(0, 4), way_in(store, 0, 4), 5)
+        wait_for_everybody(Worker(0, 4), way_in(store, 0, 4), monotonic() + 5)
     assert str(missing.value) == (
         "worker 'ann' waited for the others to shut down, but 'bob', 'dai' did not come in time; "
         "everything is closed here now"
@@ -194,7 +197,7 @@ def test_those_who_did_not_come_are_named() -> None:
 def test_a_store_that_is_gone_is_said_to_be() -> None:
     store = Unmoved(RendezvousError("worker 'bob' died"))
     with pytest.raises(ShutdownError, match=r"worker 'ann' could not wait for the others .*: worker 'bob' died; every"):
-        wait_for_everybody(Worker(0, 2), way_in(store, 0, 2), 0)
+        wait_for_everybody(Worker(0, 2), way_in(store, 0, 2), FOREVER)
 
 
 def test_a_store_that_is_gone_before_anything_was_said() -> None:
@@ -222,11 +225,51 @@ def test_a_worker_that_does_not_become_idle_in_time_says_so(monkeypatch: pytest.
     with pytest.raises(
         ShutdownError, match=r"worker 'ann' shut down while calls were still under way here.*longer tim"
     ):
-        leave_alone(worker, Board(), timeout=3)
+        leave_alone(worker, Board(), deadline=103)
     assert now[0] == pytest.approx(103, abs=departure._LONGEST_PAUSE)
     assert pauses[0] == departure._FIRST_PAUSE
     assert pauses[-1] == departure._LONGEST_PAUSE
     assert sorted(pauses) == pauses
+
+
+# Once all may go, all say farewell, so that nobody who is still here takes one who goes for lost.
+
+
+def test_a_farewell_is_one_round_of_its_own() -> None:
+    board, worker = Board(), Worker(0, 1)
+    leave_alone(worker, board)
+    worker.calls = 1  # what comes so late is not waited for
+    say_farewell(worker, way_in(board, 0, 1), FOREVER)
+    assert board.rounds == [[0], [0]]
+    assert list(board.under("farewell/")) == ["farewell/0"]
+    assert board.timeouts[-1] < FOREVER
+
+
+def test_a_farewell_asks_nobody_whether_it_is_idle() -> None:
+    """What was quiet is quiet; only the report of what is left was written since."""
+    worker = Worker(0, 1)
+    worker.busy = 1
+    say_farewell(worker, way_in(Board(), 0, 1), FOREVER)
+
+
+def test_nobody_is_gone_before_all_have_said_farewell() -> None:
+    board = Board()
+    workers = [Worker(rank, 3) for rank in range(3)]
+    with ThreadPoolExecutor(3) as pool:
+        first = [pool.submit(say_farewell, workers[rank], way_in(board, rank, 3), FOREVER) for rank in (0, 1)]
+        assert not any(each.done() for each in first)
+        pool.submit(say_farewell, workers[2], way_in(board, 2, 3), FOREVER).result(30)
+        for each in first:
+            each.result(30)
+    assert len(board.under("farewell/")) == 3
+
+
+def test_a_farewell_names_who_did_not_come() -> None:
+    store = Unmoved(RendezvousTimeoutError("late", ("departure/1/1", "farewell/0", "farewell/2")))
+    with pytest.raises(ShutdownError, match=r"but 'bob', 'dai' did not come in time"):
+        say_farewell(Worker(0, 4), way_in(store, 0, 4), monotonic() + 5)
+    (timeout,) = store.timeouts
+    assert 0 < timeout <= 5
 
 
 # A group in which one piece of work wanders from worker to worker, over every interleaving with the rounds.
@@ -260,10 +303,10 @@ class NeverBusy(Watched):
         return True
 
 
-def after_one_round(leaver: Worker, rendezvous: Rendezvous, timeout: float) -> None:
+def after_one_round(leaver: Worker, rendezvous: Rendezvous, deadline: float) -> None:
     """Planted: everybody was idle once."""
-    departure._wait_until_idle(leaver, 0)
-    departure._hear_all(leaver, rendezvous, "departure/0/", 0)
+    departure._wait_until_idle(leaver, deadline)
+    departure._hear_all(leaver, rendezvous, "departure/0/", deadline)
 
 
 def wandering(
@@ -281,7 +324,7 @@ def wandering(
 
         def go(worker: Watched) -> None:
             worker.schedule = schedule
-            leave(worker, way_in(board, worker.info.id, 2), 0)
+            leave(worker, way_in(board, worker.info.id, 2), FOREVER)
             assert len(wandered) == len(path), "left while there was work"
 
         def work() -> None:

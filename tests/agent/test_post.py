@@ -7,30 +7,26 @@ import random
 import threading
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
 from eventually import eventually
-from farcall import ProtocolError, RpcError, RRef, WorkerLost
+from farcall import RRef, SerializationError, WorkerInfo, WorkerLost
 from farcall.agent import Agent
-from farcall.agent import agent as agent_module
+from farcall.agent import book as book_module
+from farcall.agent.incoming import Incoming
 from farcall.agent.outgoing import Outgoing
+from farcall.agent.parcels import Letter
+from farcall.agent.post import Post
+from farcall.protocol.control import pack_control
 from farcall.protocol.wire import CALL, CALL_CARRYING, CONTROL, REMOTE, RESULT, Decoder
 from farcall.testing import LocalGroup
 from farcall.transports.base import Channel
 from reference_stage import SOON, call, expect_confirmed, expect_nothing_left, here, remote, start, tables
 
 pytestmark = pytest.mark.timeout(60)
-
-# Faults of the code that these tests have found.
-UNREAD = "nobody reads the acknowledgement of a call's references while no call is pending on that connection"
-UNNOTICED = "nobody reads an idle connection, so that the end of a worker that never called us is not noticed"
-FORGOTTEN = "what remote() took out of the notes to send along stays in the outbox if the call fails"
-UNPACKED = "a number is used up and forks are made before the section is packed, and packing may fail"
-NO_RANK = "_examine has no post for a rank that is not in the group"
-STALE = "what is passed on by a connection that is lost already is not sent again"
-MADE_TOO_LATE = "a connection that the post makes after _close has closed them all stays open"
 
 runs: list[Any] = []
 gates: dict[str, threading.Event] = {}
@@ -248,31 +244,26 @@ def test_what_was_dropped_is_given_back_though_the_remote_call_that_took_it_alon
 
 
 @pytest.mark.parametrize("way", ["call", "remote", "result"])
-def test_a_message_that_cannot_be_packed_harms_no_later_one(
+def test_a_message_with_too_many_references_harms_no_later_one(
     warm: LocalGroup, monkeypatch: pytest.MonkeyPatch, way: str
 ) -> None:
-    """Too many references, or too many buffers beside the pickle, in one message."""
-
-    def refuse(number: int, handles: Any) -> bytes:
-        raise ProtocolError("a message carries too many references")
-
-    rref = here(warm[0], "tea")
-    with monkeypatch.context() as patch:
+    """It is refused before it has a number: one that is taken and never sent would hold up all that follow."""
+    monkeypatch.setattr(book_module, "MOST_HANDLES", 2)
+    many = [here(warm[0], number) for number in range(3)]
+    with pytest.raises(SerializationError, match="a message with 3 references cannot be sent; at most 2 are allowed"):
         if way == "result":
-            gate = new_gate("packed")
-            future = start(warm[1], 0, reference_at, warm, "packed")
-            assert arrived["packed"].wait(SOON)
-            patch.setattr("farcall.agent.execution.pack_section", refuse)
-            gate.set()
-            with pytest.raises(RpcError, match="too many references"):
-                future.wait()
+            call(warm[1], 0, references_at, warm, 3)
         else:
-            patch.setattr(agent_module, "pack_section", refuse)
-            with pytest.raises(ProtocolError, match="too many references"):
-                call(warm[0], 1, echo, rref) if way == "call" else remote(warm[0], 1, echo, rref)
-    assert call(warm[0], 1, fetch, rref) == "tea"
-    del rref
+            call(warm[0], 1, echo, many) if way == "call" else remote(warm[0], 1, echo, many)
+    assert call(warm[0], 1, fetch, many[0]) == 0
+    assert call(warm[1], 0, references_at, warm, 1)[0].to_here() == 0
+    del many
     expect_nothing_left(warm)
+
+
+def references_at(group: LocalGroup, count: int) -> list[RRef[Any]]:
+    """Runs on worker 0: references of its own."""
+    return [here(group[0], number) for number in range(count)]
 
 
 def reference_at(group: LocalGroup, gate: str) -> RRef[Any]:
@@ -294,13 +285,127 @@ def test_a_caller_of_no_rank_in_the_group_harms_nobody(warm: LocalGroup, caplog:
     assert "failed" not in caplog.text, caplog.text
 
 
+# -- By which way it goes
+
+
+class Line:
+    """A connection of either kind, and what was sent on it."""
+
+    def __init__(self, lost: bool = False) -> None:
+        self.sent: list[Any] = []
+        self.flushed = 0
+        self.lost = lost
+
+    def send_control(self, message: Any) -> None:
+        self.sent += message
+
+    def queue_answer(self, frame: bytes) -> None:
+        self.sent.append(frame)
+
+    def flush_answers(self) -> None:
+        self.flushed += 1
+
+    def is_lost(self) -> bool:
+        return self.lost
+
+
+class Desk:
+    """A post with everything around it made up."""
+
+    def __init__(self, outgoing: Line | None, incoming: Line | None, leads: bool = False) -> None:
+        self.letters: list[Letter] = []
+        self.submitted: list[Any] = []
+        self.later: list[Any] = []
+        self.leads = leads
+        peer: Any = SimpleNamespace(connection=outgoing, info=WorkerInfo("w1", 1), is_lost=False)
+        book: Any = SimpleNamespace(outbox=lambda to: self.letters.pop(0) if self.letters else None, me=0)
+        serving: Any = SimpleNamespace(submit=self.submitted.append, flush_later=self._flush_later)
+        self.post = Post(peer, book, serving, lambda: incoming)  # type: ignore[arg-type, return-value]
+
+    def _flush_later(self, answerable: Any) -> bool:
+        if self.leads:
+            self.later.append(answerable)
+        return self.leads
+
+
+ANSWERS, REQUESTS = Letter(pack_control(1, []), True), Letter(pack_control(2, []), False)
+
+
+@pytest.mark.parametrize(
+    ("letter", "way"), [(ANSWERS, "incoming"), (REQUESTS, "outgoing")], ids=["answers", "requests"]
+)
+def test_answers_go_where_they_were_asked_for_and_all_else_where_it_is_read_at_once(letter: Letter, way: str) -> None:
+    lines = {"outgoing": Line(), "incoming": Line()}
+    desk = Desk(**lines)
+    desk.letters.append(letter)
+    desk.post.notify()
+    assert {name: len(line.sent) for name, line in lines.items() if line.sent} == {way: 1}
+    assert lines[way].sent[0].endswith(letter.body)
+    assert lines["incoming"].flushed == (way == "incoming")
+    assert desk.submitted == []
+
+
+def test_answers_go_by_our_own_connection_if_there_is_no_other() -> None:
+    line = Line()
+    desk = Desk(line, None)
+    desk.letters.append(ANSWERS)
+    desk.post.notify()
+    assert len(line.sent) == 1
+
+
+def test_the_leader_gathers_what_is_to_be_said_in_a_burst() -> None:
+    incoming = Line()
+    desk = Desk(Line(), incoming, leads=True)
+    desk.letters.append(ANSWERS)
+    desk.post.notify()
+    assert desk.later == [desk.post]
+    assert len(desk.letters) == 1, "not taken before the end of the burst"
+    desk.post.flush_answers()
+    assert desk.later == [desk.post, incoming], "and then it goes along with the replies"
+    assert incoming.flushed == 0
+
+
+def test_nothing_is_sent_if_there_is_nothing_to_say() -> None:
+    outgoing, incoming = Line(), Line()
+    desk = Desk(outgoing, incoming)
+    desk.post.notify()
+    assert (outgoing.sent, incoming.sent, desk.submitted) == ([], [], [])
+
+
+@pytest.mark.parametrize("letter", [ANSWERS, REQUESTS], ids=["answers", "requests"])
+def test_without_any_connection_the_pool_makes_one(letter: Letter) -> None:
+    desk = Desk(None, None)
+    desk.letters.append(letter)
+    desk.post.notify()
+    assert desk.submitted == [desk.post]
+    assert desk.letters == [letter], "it stays where it is until then"
+
+
+def test_requests_wait_for_a_connection_of_our_own() -> None:
+    incoming = Line()
+    desk = Desk(None, incoming)
+    desk.letters.append(REQUESTS)
+    desk.post.notify()
+    assert incoming.sent == []
+    assert desk.submitted == [desk.post], "it is sent with all that is not acknowledged"
+
+
+@pytest.mark.parametrize("letter", [ANSWERS, REQUESTS], ids=["answers", "requests"])
+def test_what_was_said_into_a_connection_that_is_lost_is_said_again(letter: Letter) -> None:
+    """It was lost, and all that was known then was sent again, before this letter was written."""
+    desk = Desk(Line(lost=True), Line(lost=True))
+    desk.letters.append(letter)
+    desk.post.notify()
+    assert desk.submitted == [desk.post]
+
+
 # -- Connections that break
 
 
 def lose_before_sending(one: Outgoing) -> None:
     """The next message about references on this connection is lost with it."""
 
-    def lose(frame: Any) -> None:
+    def lose(message: Any, patience: float = 0.0) -> None:
         del one.send_control
         one.lose("it was cut before the message was sent")
 
@@ -442,6 +547,32 @@ def test_what_was_given_back_survives_the_connection(warm: LocalGroup) -> None:
     expect_confirmed(rref)
     eventually(lambda: not warm[0].book.has_work())
     lose_before_sending(connection(warm[0], 1))
+    del rref
+    expect_nothing_left(warm)
+
+
+@pytest.mark.parametrize("times", [1, 2])
+def test_a_connection_that_breaks_in_the_greeting_does_not_make_a_worker_dead(
+    warm: LocalGroup, monkeypatch: pytest.MonkeyPatch, times: int
+) -> None:
+    """Somebody listens there, so it lives."""
+    rref = remote(warm[0], 1, echo, "tea")
+    expect_confirmed(rref)
+    broken: list[Incoming] = []
+    greet = Incoming._greet
+
+    def break_off(incoming: Incoming, data: bytes) -> bytes:
+        if incoming._us.id == 1 and len(broken) < times:
+            broken.append(incoming)
+            raise ConnectionResetError("cut")
+        return greet(incoming, data)
+
+    monkeypatch.setattr(Incoming, "_greet", break_off)
+    connection(warm[0], 1).lose("it was cut")
+    eventually(lambda: len(broken) == times)
+    eventually(lambda: warm[0]._peers[1].connection is not None or warm[0]._peers[1].is_lost)
+    assert not warm[0]._peers[1].is_lost
+    assert rref.to_here() == "tea"
     del rref
     expect_nothing_left(warm)
 

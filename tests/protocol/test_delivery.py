@@ -56,6 +56,24 @@ def test_d2_a_message_is_kept_until_it_is_acknowledged(delivery: Delivery[str]) 
     assert delivery.is_quiet()
 
 
+def test_what_a_peer_has_still_to_acknowledge(delivery: Delivery[str]) -> None:
+    delivery.joined(8)
+    assert not delivery.awaits(PEER)
+    delivery.send(PEER, "a")
+    delivery.send(PEER, "b")
+    assert (delivery.awaits(PEER), delivery.awaits(8)) == (True, False)
+    delivery.acknowledged(PEER, 1)
+    assert delivery.awaits(PEER)
+    delivery.acknowledged(PEER, 2)
+    assert not delivery.awaits(PEER)
+
+
+def test_nothing_is_awaited_of_one_who_is_not_there(delivery: Delivery[str]) -> None:
+    delivery.send(PEER, "a")
+    delivery.lost(PEER)
+    assert (delivery.awaits(PEER), delivery.awaits(8)) == (False, False)
+
+
 def test_d3_nothing_is_kept_for_a_lost_peer_nor_taken_from_it(delivery: Delivery[str]) -> None:
     delivery.send(PEER, "a")
     delivery.receive(PEER, 1)

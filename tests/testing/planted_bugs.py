@@ -7,11 +7,8 @@ from typing import Any, NamedTuple
 from farcall.protocol.delivery import Delivery
 from farcall.protocol.ids import RRefId, Worker
 from farcall.protocol.reference_messages import (
-    CreateRequest,
     Effect,
     ForkAccepted,
-    HandlePassed,
-    PeerLost,
     SendMessage,
     UserDeleted,
 )
@@ -43,31 +40,29 @@ class DeleteBeforeAccept(References):
 class NoReaping(References):
     """The owner keeps counting the forks of a lost worker."""
 
-    def _peer_lost(self, event: PeerLost) -> list[Effect]:
-        hidden = [
-            (owned.forks, fork) for owned in self.owned.values() for fork, w in owned.forks.items() if w == event.worker
-        ]
-        return _hidden_while(hidden, event.worker, lambda: References._peer_lost(self, event))
+    def peer_lost(self, lost: Worker) -> list[Effect]:
+        hidden = [(owned.forks, fork) for owned in self.owned.values() for fork, w in owned.forks.items() if w == lost]
+        return _hidden_while(hidden, lost, lambda: References.peer_lost(self, lost))
 
 
 class ChildrenOfTheLostKept(References):
     """A parent goes on waiting for a child that went to a lost worker."""
 
-    def _peer_lost(self, event: PeerLost) -> list[Effect]:
+    def peer_lost(self, lost: Worker) -> list[Effect]:
         hidden = [
             (held.children, child) for held in self.held.values() for child, w in held.children.items()
-            if w == event.worker
+            if w == lost
         ]  # fmt: skip
-        return _hidden_while(hidden, event.worker, lambda: References._peer_lost(self, event))
+        return _hidden_while(hidden, lost, lambda: References.peer_lost(self, lost))
 
 
 class OrphansKept(References):
     """The forks of a lost owner are not orphaned."""
 
-    def _peer_lost(self, event: PeerLost) -> list[Effect]:
-        kept = {fork: held for fork, held in self.held.items() if held.reference.owner == event.worker}
+    def peer_lost(self, lost: Worker) -> list[Effect]:
+        kept = {fork: held for fork, held in self.held.items() if held.reference.owner == lost}
         parents = dict(self._parents)
-        effects = super()._peer_lost(event)
+        effects = super().peer_lost(lost)
         self.held.update(kept)
         self._parents = parents
         return [effect for effect in effects if getattr(effect, "fork", None) not in kept]
@@ -91,7 +86,7 @@ class NoHighWaterMark(References):
 class HolderNotRecorded(References):
     """A fork is taken to be held by the worker that made it, so it goes with its maker."""
 
-    def _peer_lost(self, event: PeerLost) -> list[Effect]:
+    def peer_lost(self, lost: Worker) -> list[Effect]:
         forks = [
             (owned.forks, fork) for owned in self.owned.values() for fork in owned.forks if fork.creator != self.me
         ]
@@ -99,7 +94,7 @@ class HolderNotRecorded(References):
         for table, fork in forks:
             table[fork] = fork.creator
         try:
-            return super()._peer_lost(event)
+            return super().peer_lost(lost)
         finally:
             for (table, fork), holder in zip(forks, holders, strict=True):
                 if fork in table:
@@ -109,9 +104,9 @@ class HolderNotRecorded(References):
 class OwnersPassNotCounted(References):
     """A handle that the owner passes on is counted by nobody."""
 
-    def _handle_passed(self, event: HandlePassed) -> list[Effect]:
-        effects = super()._handle_passed(event)
-        _uncount(self, event)
+    def handle_passed(self, reference: RRefId, parent: Any, child: Any, to: Worker) -> list[Effect]:
+        effects = super().handle_passed(reference, parent, child, to)
+        _uncount(self, reference, child)
         return effects
 
 
@@ -125,20 +120,20 @@ class ParentNotTold(References):
 class AllNotedAccepted(References):
     """On creation the owner confirms also the forks that it has passed on itself, which never asked."""
 
-    def _create_requested(self, sender: Worker, message: CreateRequest) -> list[Effect]:
-        super()._create_requested(sender, message)
-        forks = self.owned[message.reference].forks
-        return [SendMessage(holder, ForkAccepted(message.reference, fork)) for fork, holder in forks.items()]
+    def create_requested(self, sender: Worker, reference: RRefId, fork: Any) -> list[Effect]:
+        super().create_requested(sender, reference, fork)
+        forks = self.owned[reference].forks
+        return [SendMessage(holder, ForkAccepted(reference, each)) for each, holder in forks.items()]
 
 
 class OwnForkPassedAsUsers(References):
     """The owner, holding a fork of its own value, passes it on as a user would; its receiver does not ask."""
 
-    def _handle_passed(self, event: HandlePassed) -> list[Effect]:
-        effects = super()._handle_passed(event)
-        if event.parent is not None and event.to != self.me and _uncount(self, event):
-            self.held[event.parent].children[event.child] = event.to
-            self._parents[event.child] = event.parent
+    def handle_passed(self, reference: RRefId, parent: Any, child: Any, to: Worker) -> list[Effect]:
+        effects = super().handle_passed(reference, parent, child, to)
+        if parent is not None and to != self.me and _uncount(self, reference, child):
+            self.held[parent].children[child] = to
+            self._parents[child] = parent
         return effects
 
 
@@ -187,13 +182,13 @@ def _hidden_while(hidden: list[tuple[dict[Any, Worker], Any]], worker: Worker, t
     return effects
 
 
-def _uncount(references: References, event: HandlePassed) -> bool:
+def _uncount(references: References, reference: RRefId, child: Any) -> bool:
     """Takes back the count of a handle that the owner has passed on; whether there was one."""
-    owned = references.owned.get(event.reference)
-    if owned is None or owned.forks.pop(event.child, None) is None:
+    owned = references.owned.get(reference)
+    if owned is None or owned.forks.pop(child, None) is None:
         return False
     if not owned.created and not owned.handles and not owned.forks:
-        del references.owned[event.reference]
+        del references.owned[reference]
     return True
 
 

@@ -15,8 +15,8 @@ from farcall.testing.random_schedules import RandomSchedule
 class Careless(References):
     """Takes a loss of somebody who was never there."""
 
-    def _peer_lost(self, event: PeerLost) -> list[Effect]:
-        return super()._peer_lost(event) if event.worker in self.peers else []
+    def peer_lost(self, lost: int) -> list[Effect]:
+        return super().peer_lost(lost) if lost in self.peers else []
 
 
 class Hasty(References):

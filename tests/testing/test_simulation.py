@@ -260,7 +260,7 @@ def test_a_schedule_is_text_and_text_is_a_schedule() -> None:
 class Raises(References):
     """It cannot create."""
 
-    def _create_requested(self, sender: int, message: CreateRequest) -> list[Any]:
+    def create_requested(self, sender: int, reference: Any, fork: Any) -> list[Any]:
         raise KeyError("nothing here")
 
 

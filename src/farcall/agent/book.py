@@ -30,22 +30,13 @@ from farcall.protocol.ids import ForkId, RRefId, Worker
 from farcall.protocol.reference_messages import (
     Carried,
     ConfirmHandle,
-    CreateRequest,
     Effect,
     ForkAccepted,
     ForkRefused,
-    HandleDropped,
-    HandlePassed,
-    HandleReceived,
     Message,
-    MessageReceived,
     OrphanHandle,
-    PeerJoined,
-    PeerLost,
     ReleaseValue,
-    RemoteCalled,
     SendMessage,
-    ValueMade,
 )
 from farcall.protocol.references import References, Standing
 from farcall.transports.base import Buffer
@@ -53,7 +44,7 @@ from farcall.transports.base import Buffer
 if TYPE_CHECKING:
     from farcall.agent.calling import Calling
 
-Frame = Callable[[int, list[Carried], RRefId, ForkId], list[Buffer]]
+Frame = Callable[[int, Sequence[Carried], RRefId, ForkId], Sequence[Buffer]]
 """Packs a remote call: its number, what it carries, the reference it is to make, and the caller's fork of it."""
 
 
@@ -82,9 +73,12 @@ class ReferenceBook:
         self._outboxes: dict[Worker, list[tuple[int, Message]]] = {}
         self._unacknowledged: dict[Worker, None] = {}  # peers that do not know yet what of theirs has come
         self._values: dict[RRefId, Value] = {}
-        self._handles: weakref.WeakValueDictionary[ForkId, Handle] = weakref.WeakValueDictionary()
+        self._handles: dict[ForkId, weakref.ref[Handle]] = {}  # until a drop is worked off
         self._dropped: deque[tuple[RRefId, ForkId | None]] = deque()
         self._origins: dict[RRefId, Made] = {}  # where values of this worker got their reference
+        self._told: dict[Worker, None] = {}  # what is to be done once the lock is free: who has got mail,
+        self._refused: list[tuple[RRefId, Value]] = []  # which values never come,
+        self._released: list[Value | None] = []  # and which may go
         self._ended = False
         self.resend: Callable[[Worker], None] = lambda worker: None
         """Has sent again what was lost with a connection; set by the agent."""
@@ -94,25 +88,22 @@ class ReferenceBook:
     def joined(self, worker: Worker) -> None:
         """A worker is there."""
         with self._lock:
-            self._references.handle(PeerJoined(worker))
+            self._references.peer_joined(worker)
             self._delivery.joined(worker)
 
     def lost(self, worker: Worker) -> None:
         """A worker is gone for good. Does nothing if it was known to be."""
-        acts = _Acts()
         with self._lock:
             if worker not in self._references.peers:
                 return
             self._delivery.lost(worker)
             self._outboxes.pop(worker, None)
             self._unacknowledged.pop(worker, None)
-            self._decide(self._references.handle(PeerLost(worker)), acts)
-            for reference in [each for each in self._values if each.creator == worker]:
-                if (
-                    reference not in self._references.owned
-                ):  # awaited by a use that overtook a creation that never comes
-                    acts.refused.append((reference, self._values.pop(reference)))
-        self._act(acts)
+            self._decide(self._references.peer_lost(worker))
+            # Awaited by uses that overtook creations, which never come now.
+            awaited = [each for each in self._values if each.creator == worker and each not in self._references.owned]
+            self._refused += [(reference, self._values.pop(reference)) for reference in awaited]
+        self._act()
 
     # Making, passing, receiving, dropping
 
@@ -127,35 +118,35 @@ class ReferenceBook:
         made = made_here(self._record_stacks)
         with self._lock:
             reference = self._references.new_reference(self.me)
-            self._references.handle(ValueMade(reference))
+            self._references.value_made(reference)
             self._values[reference] = value
             self._origins[reference] = made
         return Handle(self, reference, None, value, made)
 
     def call_remote(
         self, owner: Worker, passed: Sequence[Handle], frame: Frame, via: Way, keeps: object = None
-    ) -> tuple[Handle, list[Buffer], Letter | None]:
+    ) -> tuple[Handle, Sequence[Buffer], bytes | None]:
         """A reference that `owner` is asked to make, and what asks: a message, and a letter to be sent before it.
 
         `passed` are the handles among the arguments, `keeps` is what must live until the message has arrived. Raises
         the error of a handle that leads nowhere, `WorkerLost` if the owner is lost; then nothing was passed.
         """
-        check_usable(passed)
+        if passed:
+            check_usable(passed)
         made = made_here(self._record_stacks)
-        acts = _Acts()
         with self._lock:
             self._check_peer(owner)
-            self._work_off(acts)
-            references = self._references
-            reference, fork = references.new_reference(owner), references.new_fork()
-            references.handle(RemoteCalled(reference, fork))
-            handle = self._handles[fork] = Handle(self, reference, fork, None, made)
-            parcel = RemoteFrame([], via, keeps)
+            if self._dropped:
+                self._work_off()
+            reference, fork = self._references.call_remote(owner)
+            handle = Handle(self, reference, fork, None, made)
+            self._handles[fork] = weakref.ref(handle)
             letter = self._letter(owner)
+            parcel = RemoteFrame(reference, fork, via, keeps)
             number = self._delivery.send(owner, parcel)
-            parcel.frame = frame(number, self._fork_all(passed, owner), reference, fork)
-        acts.told.pop(owner, None)  # the letter goes with the message
-        self._act(acts)
+            parcel.frame = frame(number, self._fork_all(passed, owner) if passed else (), reference, fork)
+            self._told.pop(owner, None)  # the letter goes with the message
+        self._act()
         if via.is_lost():
             self.resend(owner)
         return handle, parcel.frame, letter
@@ -184,20 +175,19 @@ class ReferenceBook:
         carried = []
         for handle in handles:
             child = references.new_fork()
-            references.handle(HandlePassed(handle.reference, handle.fork, child, to))
+            references.handle_passed(handle.reference, handle.fork, child, to)
             carried.append(Carried(handle.reference, child))
         return carried
 
     def take(self, sender: Worker, number: int, carried: Sequence[Carried]) -> list[Handle] | None:
         """The handles that came in a message; None if that message came before. Raises `ProtocolError`."""
-        acts = _Acts()
         try:
             with self._lock:
                 if not self._is_new(sender, number):
                     return None
-                return self._receive_all(sender, carried, acts)
+                return self._receive_all(sender, carried)
         finally:
-            self._act(acts)
+            self._act()
 
     def _is_new(self, sender: Worker, number: int) -> bool:
         """Whether a message is to be taken. Acknowledged in any case: of what comes twice, its sender did not know."""
@@ -205,12 +195,12 @@ class ReferenceBook:
             self._unacknowledged[sender] = None
         return self._delivery.receive(sender, number)
 
-    def _receive_all(self, sender: Worker, carried: Sequence[Carried], acts: _Acts) -> list[Handle]:
+    def _receive_all(self, sender: Worker, carried: Sequence[Carried]) -> list[Handle]:
         handles = []
         for each in carried:
-            effects = self._references.handle(HandleReceived(each, sender))
+            effects = self._references.handle_received(each, sender)
             handles.append(self._new_handle(each, f"a message of {self._name_of(sender)!r}"))
-            self._decide(effects, acts)
+            self._decide(effects)
         return handles
 
     def _new_handle(self, carried: Carried, made: Made) -> Handle:
@@ -220,7 +210,8 @@ class ReferenceBook:
             if value is None:
                 value = self._values[reference] = Value()
             return Handle(self, reference, None, value, made)
-        handle = self._handles[fork] = Handle(self, reference, fork, None, made)
+        handle = Handle(self, reference, fork, None, made)
+        self._handles[fork] = weakref.ref(handle)
         return handle
 
     def drop_later(self, reference: RRefId, fork: ForkId | None) -> None:
@@ -235,22 +226,24 @@ class ReferenceBook:
 
     def work_off(self) -> None:
         """Handles what finalizers left, and acknowledges what has come."""
-        acts = _Acts()
         with self._lock:
-            self._work_off(acts)
-            acts.told |= self._unacknowledged
-        self._act(acts)
+            self._work_off()
+            self._told |= self._unacknowledged
+        self._act()
 
-    def _work_off(self, acts: _Acts) -> None:
+    def _work_off(self) -> None:
         dropped = self._dropped
         while dropped:
             try:
                 reference, fork = dropped.popleft()
             except IndexError:
                 break
-            held = self._references.held.get(fork) if fork is not None else None
-            if held is None or not held.dropped:  # else it was given up before
-                self._decide(self._references.handle(HandleDropped(reference, fork)), acts)
+            if fork is not None:
+                self._handles.pop(fork, None)
+                held = self._references.held.get(fork)
+                if held is None or held.dropped:  # refused or orphaned; or given up before
+                    continue
+            self._decide(self._references.handle_dropped(reference, fork))
 
     # Values
 
@@ -276,46 +269,50 @@ class ReferenceBook:
 
         Raises `ProtocolError`.
         """
-        acts = _Acts()
         try:
             with self._lock:
                 if not self._is_new(sender, number):
                     return None
-                effects = self._references.handle(MessageReceived(sender, CreateRequest(reference, fork)))
+                effects = self._references.create_requested(sender, reference, fork)
                 value = self._values.get(reference)  # there already, if a fork came before
                 if value is None:
                     value = self._values[reference] = Value()
-                self._decide(effects, acts)
-                return value, self._receive_all(sender, carried, acts)
+                self._decide(effects)
+                return value, self._receive_all(sender, carried) if carried else []
         finally:
-            self._act(acts)
+            self._act()
 
     def control_received(self, sender: Worker, body: bytes | bytearray | memoryview) -> bool:
         """Handles a control message; whether its sender has more to acknowledge. Raises `ProtocolError`."""
         acknowledged, messages = unpack_control(body)
-        acts = _Acts()
         try:
             with self._lock:
-                self._delivery.acknowledged(sender, acknowledged)
+                for parcel in self._delivery.acknowledged(sender, acknowledged):
+                    if type(parcel) is RemoteFrame:
+                        self._decide(self._references.create_delivered(parcel.reference, parcel.fork))
                 for number, message in messages:
                     if self._is_new(sender, number):
-                        self._decide(self._references.handle(MessageReceived(sender, message)), acts)
+                        self._decide(self._references.message_received(sender, message))
                 return self._delivery.awaits(sender)
         finally:
-            self._act(acts)
+            self._act()
 
     def outbox(self, to: Worker) -> Letter | None:
         """The control message for a peer: what it has not been sent yet, and an acknowledgement. None if nothing."""
         with self._lock:
-            return self._letter(to)
+            messages = self._outboxes.get(to, ())
+            only_answers = all(type(message) in (ForkAccepted, ForkRefused) for _, message in messages)
+            body = self._letter(to)
+        return Letter(body, only_answers) if body is not None else None
 
-    def _letter(self, to: Worker) -> Letter | None:
-        messages = self._outboxes.pop(to, ())
-        if not messages and to not in self._unacknowledged:
-            return None
+    def _letter(self, to: Worker) -> bytes | None:
+        messages = self._outboxes.pop(to, None)
+        if messages is None:
+            if to not in self._unacknowledged:
+                return None
+            messages = []
         self._unacknowledged.pop(to, None)
-        only_answers = all(type(message) in (ForkAccepted, ForkRefused) for _, message in messages)
-        return Letter(pack_control(self._delivery.acknowledgement(to), messages), only_answers)
+        return pack_control(self._delivery.acknowledgement(to), messages)
 
     def acknowledgement(self, to: Worker) -> int:
         """Up to which number the messages of a peer have come."""
@@ -348,7 +345,7 @@ class ReferenceBook:
             ]
             held = []
             for fork, entry in self._references.held.items():
-                handle = self._handles.get(fork)
+                handle = self._handle_of(fork)
                 held.append(
                     HeldReference(
                         str(entry.reference),
@@ -391,13 +388,12 @@ class ReferenceBook:
 
     def give_up_handles(self, reason: str) -> None:
         """Lets go of all handles of references that others own; using one raises from now on."""
-        acts = _Acts()
         with self._lock:
             for fork, held in list(self._references.held.items()):
                 if not held.dropped:
                     self._fail(fork, partial(UsageError, reason))
-                    self._decide(self._references.handle(HandleDropped(held.reference, fork)), acts)
-        self._act(acts)
+                    self._decide(self._references.handle_dropped(held.reference, fork))
+        self._act()
 
     def clear(self) -> None:
         """Forgets everything, and lets all values go; handles that are left are dropped without a word."""
@@ -410,24 +406,25 @@ class ReferenceBook:
             self._outboxes.clear()
             self._unacknowledged.clear()
             self._origins.clear()
+            self._handles.clear()
         values.clear()
         del parcels
 
     # Acting
 
-    def _decide(self, effects: Iterable[Effect], acts: _Acts) -> None:
-        """Does what must be done under the lock, and notes the rest."""
+    def _decide(self, effects: Iterable[Effect]) -> None:
+        """Does what must be done under the lock, and notes the rest for `_act`."""
         for effect in effects:
             if isinstance(effect, SendMessage):
-                if effect.to in self._references.peers:
-                    number = self._delivery.send(effect.to, effect.message)
-                    self._outboxes.setdefault(effect.to, []).append((number, effect.message))
-                    acts.told[effect.to] = None
+                to, message = effect
+                if to in self._references.peers:
+                    self._outboxes.setdefault(to, []).append((self._delivery.send(to, message), message))
+                    self._told[to] = None
             elif isinstance(effect, ReleaseValue):
-                acts.released.append(self._values.pop(effect.reference, None))
+                self._released.append(self._values.pop(effect.reference, None))
                 self._origins.pop(effect.reference, None)
             elif isinstance(effect, ConfirmHandle):
-                handle = self._handles.get(effect.fork)
+                handle = self._handle_of(effect.fork)
                 if handle is not None:
                     handle.confirmed = True
             elif isinstance(effect, OrphanHandle):
@@ -438,29 +435,30 @@ class ReferenceBook:
                 value = self._values.get(effect.reference)
                 if value is None:
                     value = self._values[effect.reference] = Value()
-                acts.refused.append((effect.reference, value))
+                self._refused.append((effect.reference, value))
+
+    def _handle_of(self, fork: ForkId) -> Handle | None:
+        known = self._handles.get(fork)
+        return known() if known is not None else None
 
     def _fail(self, fork: ForkId, new_error: Callable[[], RpcError]) -> None:
-        handle = self._handles.pop(fork, None)
+        handle = self._handle_of(fork)
         if handle is not None:
             handle.new_error = new_error
 
-    def _act(self, acts: _Acts) -> None:
-        for reference, value in acts.refused:
+    def _act(self) -> None:
+        """Does what was decided, by this thread or another. Without the lock, but for a moment."""
+        if not (self._told or self._released or self._refused):
+            return
+        with self._lock:
+            told, self._told = self._told, {}
+            refused, self._refused = self._refused, []
+            released, self._released = self._released, []
+        for reference, value in refused:
             value.refuse(partial(_refused, reference))
-        for worker in acts.told:
+        for worker in told:
             self._post(worker)
-
-
-class _Acts:
-    """What is to be done once the lock is free. The values in `released` go with it."""
-
-    __slots__ = ("refused", "released", "told")
-
-    def __init__(self) -> None:
-        self.told: dict[Worker, None] = {}
-        self.refused: list[tuple[RRefId, Value]] = []
-        self.released: list[Value | None] = []
+        released.clear()
 
 
 def check_usable(handles: Sequence[Handle]) -> None:

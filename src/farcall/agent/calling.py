@@ -22,7 +22,7 @@ from farcall.agent.values import Value
 from farcall.errors import RpcError, RpcTimeoutError, UnknownWorkerError, UsageError, WorkerLost
 from farcall.futures import FOREVER
 from farcall.options import UNSET_RPC_TIMEOUT
-from farcall.protocol.control import pack_handle, pack_section
+from farcall.protocol.control import pack_handle, pack_remote, pack_section
 from farcall.protocol.ids import ForkId, RRefId, WorkerInfo
 from farcall.protocol.reference_messages import Carried
 from farcall.protocol.wire import CALL_CARRYING, CONTROL, METHOD, REMOTE, encode, encode_start
@@ -190,14 +190,15 @@ class Calling:
         if connection is None:
             connection, _ = self._connect(peer, function, self.rpc_timeout)
 
-        def frame(number: int, carried: list[Carried], reference: RRefId, fork: ForkId) -> list[Buffer]:
-            full_head = pack_section(number, carried) + pack_handle(reference, fork) + head
-            start = encode_start(REMOTE, 0, full_head, body, copies) if copies else encode(REMOTE, 0, full_head, body)
-            return [start, *copies]
+        def frame(number: int, carried: Sequence[Carried], reference: RRefId, fork: ForkId) -> Sequence[Buffer]:
+            full_head = pack_remote(number, carried, reference, fork) + head
+            if copies:
+                return [encode_start(REMOTE, 0, full_head, body, copies), *copies]
+            return [encode(REMOTE, 0, full_head, body)]
 
         handle, message, letter = self._book.call_remote(peer.info.id, handles, frame, connection, keeps)
         if letter is not None:
-            message = [encode(CONTROL, 0, b"", letter.body), *message]
+            message = [encode(CONTROL, 0, b"", letter), *message]
         connection.send_control(message, self.rpc_timeout)
         return handle
 

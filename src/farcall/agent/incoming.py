@@ -18,7 +18,7 @@ from farcall.agent.poller import READABLE, WRITABLE, Poller
 from farcall.agent.sending import Sender
 from farcall.agent.serving import Reply
 from farcall.errors import ProtocolError
-from farcall.protocol.control import unpack_handle, unpack_section
+from farcall.protocol.control import unpack_remote, unpack_section
 from farcall.protocol.handshake import PREAMBLE_SIZE, Hello, Purpose, Refused, Welcome, body_length, pack, unpack
 from farcall.protocol.ids import Worker, WorkerInfo
 from farcall.protocol.wire import CALL, CALL_CARRYING, CARRIED, CONTROL, REMOTE, Bytes, Decoder
@@ -104,14 +104,14 @@ class Incoming:
             return
         if kind not in (CALL_CARRYING, REMOTE, CARRIED):
             raise ProtocolError(f"a reply (kind {kind}) came where only calls may")
-        number, carried, callee = unpack_section(head)
         if kind == REMOTE:
-            reference, fork, callee = unpack_handle(callee)
+            number, carried, reference, fork, callee = unpack_remote(head)
             taken = book.create_requested(caller, number, reference, fork, carried)
             if taken is not None:
                 value, handles = taken
                 self._place.serving.ready.append(RemoteJob(self._place, value, callee, body, buffers, handles))
             return
+        number, carried, callee = unpack_section(head)
         taken_handles = book.take(caller, number, carried)
         if kind == CALL_CARRYING and taken_handles is not None:
             self._place.serving.ready.append(CallJob(self._place, self, call_id, callee, body, buffers, taken_handles))

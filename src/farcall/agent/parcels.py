@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import NamedTuple, Protocol, TypeAlias
 
+from farcall.protocol.ids import ForkId, RRefId
 from farcall.protocol.reference_messages import Carried, Message
 from farcall.transports.base import Buffer
 
@@ -17,12 +18,14 @@ class Way(Protocol):
 
 
 class RemoteFrame:
-    """A whole remote call, and on what connection it went."""
+    """A whole remote call, what it creates, and on what connection it went."""
 
-    __slots__ = ("frame", "keeps", "via")
+    __slots__ = ("fork", "frame", "keeps", "reference", "via")
 
-    def __init__(self, frame: list[Buffer], via: Way, keeps: object) -> None:
-        self.frame = frame
+    def __init__(self, reference: RRefId, fork: ForkId, via: Way, keeps: object) -> None:
+        self.reference = reference
+        self.fork = fork
+        self.frame: Sequence[Buffer] = ()
         self.via = via
         self.keeps = keeps
         """What must live until it has arrived: the handle whose method is called."""

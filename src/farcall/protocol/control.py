@@ -45,6 +45,7 @@ _ACKNOWLEDGEMENT: Final = struct.Struct("<Q")
 _ENTRY: Final = struct.Struct("<QBIIQIQ")
 _SECTION: Final = struct.Struct("<QH")
 _HANDLE: Final = struct.Struct("<IIQIQ")
+_REMOTE: Final = struct.Struct("<QHIIQIQ")
 HANDLE_SIZE: Final = _HANDLE.size
 MOST_HANDLES: Final = 0xFFFF
 """So many can one message carry."""
@@ -78,6 +79,23 @@ def unpack_control(body: bytes | bytearray | memoryview) -> tuple[int, list[tupl
 def pack_section(number: int, handles: Sequence[Carried]) -> bytes:
     """The front of the head of a message that carries handles, at most `MOST_HANDLES`. Does not fail."""
     return _SECTION.pack(number, len(handles)) + b"".join([pack_handle(*handle) for handle in handles])
+
+
+def pack_remote(number: int, handles: Sequence[Carried], reference: RRefId, fork: ForkId) -> bytes:
+    """The front of the head of a remote call: the section, the reference to make, and the caller's fork of it."""
+    if not handles:
+        return _REMOTE.pack(number, 0, *reference, *fork)
+    return pack_section(number, handles) + pack_handle(reference, fork)
+
+
+def unpack_remote(head: bytes) -> tuple[int, list[Carried], RRefId, ForkId, bytes]:
+    """What `pack_remote` has packed, and the rest of the head. Raises `ProtocolError`."""
+    if len(head) >= _REMOTE.size:
+        number, count, owner, creator, place, fork_creator, fork_number = _REMOTE.unpack_from(head)
+        if not count:
+            return number, [], RRefId(owner, creator, place), ForkId(fork_creator, fork_number), head[_REMOTE.size :]
+    number, carried, rest = unpack_section(head)
+    return number, carried, *unpack_handle(rest)
 
 
 def unpack_section(head: bytes) -> tuple[int, list[Carried], bytes]:

@@ -66,15 +66,20 @@ class Delivery(Generic[M]):
         link = self._links.get(peer)
         return link.received.mark if link is not None else 0
 
-    def acknowledged(self, peer: Worker, upto: int) -> None:
-        """The peer has got all up to that number: they need not be kept. Raises `ProtocolError` if it was not sent."""
+    def acknowledged(self, peer: Worker, upto: int) -> list[M]:
+        """The peer has taken all up to that number: they need not be kept. Those of which that was not known.
+
+        Raises `ProtocolError` if it was not sent.
+        """
+        messages: list[M] = []
         link = self._links.get(peer)
         if link is not None:
             if upto > link.last:
                 raise ProtocolError(f"worker {peer} acknowledged message {upto}; the last one sent is {link.last}")
             kept = link.unacknowledged
             while kept and (first := next(iter(kept))) <= upto:
-                del kept[first]
+                messages.append(kept.pop(first))
+        return messages
 
     def unacknowledged(self, peer: Worker) -> list[tuple[int, M]]:
         """What to send again after a reconnect, in the order in which it was sent first."""

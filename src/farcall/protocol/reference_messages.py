@@ -93,6 +93,13 @@ class RemoteCalled(NamedTuple):
     fork: ForkId
 
 
+class CreateDelivered(NamedTuple):
+    """The owner has taken this worker's request to make a reference: its delivery has acknowledged it."""
+
+    reference: RRefId
+    fork: ForkId
+
+
 class HandlePassed(NamedTuple):
     """A handle of this worker went into a message to another. `parent` is its fork, None for the owner's own handle."""
 
@@ -136,6 +143,7 @@ Event: TypeAlias = (
     | PeerLost
     | ValueMade
     | RemoteCalled
+    | CreateDelivered
     | HandlePassed
     | PassingFailed
     | HandleReceived

@@ -5,7 +5,7 @@ handles are merely counted. Every handle elsewhere is a *fork*: it has an id, it
 keeps a table of who holds which. A worker that puts a handle into a message makes a fork for the receiver: it is the
 fork's *parent*, the receiver holds the *child*. Nobody waits for any of this: handles are used at once.
 
-    remote call    creator ──CreateRequest──▸ owner ──ForkAccepted──▸ creator
+    remote call    creator ──CreateRequest──▸ owner; confirmed by its delivery, as the owner never refuses it
     user to user   parent ──(child in a message)──▸ child ──ForkRequest──▸ owner ──ForkAccepted──▸ child
                    child ──ChildAccepted──▸ parent
     owner to user  counted by the owner as it is passed; confirmed as it arrives, and never asked for
@@ -49,8 +49,10 @@ from typing import Any
 from farcall.errors import ProtocolError
 from farcall.protocol.ids import ForkId, RRefId, Worker
 from farcall.protocol.reference_messages import (
+    Carried,
     ChildAccepted,
     ConfirmHandle,
+    CreateDelivered,
     CreateRequest,
     Effect,
     Event,
@@ -60,6 +62,7 @@ from farcall.protocol.reference_messages import (
     HandleDropped,
     HandlePassed,
     HandleReceived,
+    Message,
     MessageReceived,
     OrphanHandle,
     PassingFailed,
@@ -119,19 +122,20 @@ class References:
         self._parents: dict[ForkId, ForkId] = {}  # of the children that are pending
         self._numbers: dict[Worker, int] = {}
         self._forks = 0
-        self._handlers: dict[type[Any], Callable[[Any], list[Effect]]] = {
-            PeerJoined: self._peer_joined,
-            PeerLost: self._peer_lost,
-            ValueMade: self._value_made,
-            RemoteCalled: self._remote_called,
-            HandlePassed: self._handle_passed,
-            PassingFailed: self._passing_failed,
-            HandleReceived: self._handle_received,
-            HandleDropped: self._handle_dropped,
-            MessageReceived: self._message_received,
+        self._handlers: dict[type[Any], Callable[..., list[Effect]]] = {
+            PeerJoined: self.peer_joined,
+            PeerLost: self.peer_lost,
+            ValueMade: self.value_made,
+            RemoteCalled: self.remote_called,
+            CreateDelivered: self.create_delivered,
+            HandlePassed: self.handle_passed,
+            PassingFailed: self.passing_failed,
+            HandleReceived: self.handle_received,
+            HandleDropped: self.handle_dropped,
+            MessageReceived: self.message_received,
         }
-        self._message_handlers: dict[type[Any], Callable[[Worker, Any], list[Effect]]] = {
-            CreateRequest: self._create_requested,
+        self._message_handlers: dict[type[Any], Callable[[Worker, RRefId, ForkId], list[Effect]]] = {
+            CreateRequest: self.create_requested,
             ForkRequest: self._fork_requested,
             ForkAccepted: self._fork_accepted,
             ForkRefused: self._fork_refused,
@@ -157,11 +161,20 @@ class References:
         self._forks += 1
         return ForkId(self.me, self._forks)
 
+    def call_remote(self, owner: Worker) -> tuple[RRefId, ForkId]:
+        """New ids, and `remote_called` with them, for an owner that is there."""
+        reference, fork = self.new_reference(owner), self.new_fork()
+        self.held[fork] = Held(reference, Standing.UNCONFIRMED, None)
+        return reference, fork
+
     # The door
 
     def handle(self, event: Event) -> list[Effect]:
-        """Takes an event, gives what is to be done. Raises `ProtocolError`, changing nothing, if it cannot be."""
-        return self._handlers[type(event)](event)
+        """Takes an event, gives what is to be done. Raises `ProtocolError`, changing nothing, if it cannot be.
+
+        The same as the method of the event's name, with what is in it.
+        """
+        return self._handlers[type(event)](*event)
 
     def is_to_come(self, reference: RRefId) -> bool:
         """Whether its owner, this worker, has still to hear from its creator. (A use may overtake the creation.)"""
@@ -176,14 +189,15 @@ class References:
 
     # Workers come and go
 
-    def _peer_joined(self, event: PeerJoined) -> list[Effect]:
-        if event.worker in self.peers:
-            raise ProtocolError(f"worker {event.worker} is there already")
-        self.peers[event.worker] = Watermark()
+    def peer_joined(self, worker: Worker) -> list[Effect]:
+        """See `PeerJoined`."""
+        if worker in self.peers:
+            raise ProtocolError(f"worker {worker} is there already")
+        self.peers[worker] = Watermark()
         return []
 
-    def _peer_lost(self, event: PeerLost) -> list[Effect]:
-        lost = event.worker
+    def peer_lost(self, lost: Worker) -> list[Effect]:
+        """See `PeerLost`."""
         if lost == self.me:
             raise ProtocolError(f"worker {lost} cannot lose itself")
         if self.peers.pop(lost, None) is None:
@@ -221,8 +235,8 @@ class References:
 
     # Handles are made, passed, received and dropped here
 
-    def _value_made(self, event: ValueMade) -> list[Effect]:
-        reference = event.reference
+    def value_made(self, reference: RRefId) -> list[Effect]:
+        """See `ValueMade`."""
         if not reference.owner == reference.creator == self.me:
             raise ProtocolError(f"{reference} is not ours to make")
         if not self._is_new(reference):
@@ -232,8 +246,8 @@ class References:
         owned.handles = 1
         return []
 
-    def _remote_called(self, event: RemoteCalled) -> list[Effect]:
-        reference, fork = event
+    def remote_called(self, reference: RRefId, fork: ForkId) -> list[Effect]:
+        """See `RemoteCalled`."""
         if not reference.creator == self.me == fork.creator:
             raise ProtocolError(f"{reference} is not ours to ask for")
         if fork in self.held:
@@ -243,8 +257,19 @@ class References:
         self.held[fork] = Held(reference, Standing.UNCONFIRMED, None)
         return [SendMessage(reference.owner, CreateRequest(reference, fork))]
 
-    def _handle_passed(self, event: HandlePassed) -> list[Effect]:
-        reference, parent, child, to = event
+    def create_delivered(self, reference: RRefId, fork: ForkId) -> list[Effect]:
+        """See `CreateDelivered`."""
+        held = self.held.get(fork)
+        if held is None or held.standing is not Standing.UNCONFIRMED or held.reference != reference:
+            raise ProtocolError(f"{reference} was delivered, which {fork} did not ask for")
+        if not reference.creator == self.me == fork.creator or held.parent is not None:
+            raise ProtocolError(f"{reference} was not asked for by {fork}")
+        held.standing = Standing.CONFIRMED
+        confirmed: list[Effect] = [ConfirmHandle(reference, fork)]
+        return confirmed + self._delete_if_done(fork, held) if held.dropped else confirmed
+
+    def handle_passed(self, reference: RRefId, parent: ForkId | None, child: ForkId, to: Worker) -> list[Effect]:
+        """See `HandlePassed`."""
         if child.creator != self.me:
             raise ProtocolError(f"{child} is not ours to make")
         held = self._passable(reference, parent)
@@ -271,8 +296,8 @@ class References:
             raise ProtocolError(f"this worker does not hold {parent} of {reference}, and cannot pass it")
         return held
 
-    def _passing_failed(self, event: PassingFailed) -> list[Effect]:
-        reference, parent, child = event
+    def passing_failed(self, reference: RRefId, parent: ForkId | None, child: ForkId) -> list[Effect]:
+        """See `PassingFailed`."""
         if reference.owner == self.me:
             owned = self.owned.get(reference)
             if owned is None or owned.forks.pop(child, None) is None:
@@ -284,8 +309,9 @@ class References:
         self._settle_child(held, child)
         return self._delete_if_done(parent, held)
 
-    def _handle_received(self, event: HandleReceived) -> list[Effect]:
-        (reference, fork), sender = event
+    def handle_received(self, carried: Carried, sender: Worker) -> list[Effect]:
+        """See `HandleReceived`."""
+        reference, fork = carried
         if sender != fork.creator:
             raise ProtocolError(f"{fork} came from worker {sender}, who cannot have made it")
         if fork in self.held:
@@ -312,8 +338,8 @@ class References:
             return effects
         return effects + self._tell_parent(sender, reference, fork)
 
-    def _handle_dropped(self, event: HandleDropped) -> list[Effect]:
-        reference, fork = event
+    def handle_dropped(self, reference: RRefId, fork: ForkId | None) -> list[Effect]:
+        """See `HandleDropped`."""
         if fork is None:
             owned = self.owned.get(reference)
             if owned is None or not owned.handles:
@@ -330,13 +356,14 @@ class References:
 
     # Messages
 
-    def _message_received(self, event: MessageReceived) -> list[Effect]:
-        if event.sender not in self.peers:
-            raise ProtocolError(f"a message of worker {event.sender} came, who is not there")
-        return self._message_handlers[type(event.message)](event.sender, event.message)
+    def message_received(self, sender: Worker, message: Message) -> list[Effect]:
+        """See `MessageReceived`."""
+        if sender not in self.peers:
+            raise ProtocolError(f"a message of worker {sender} came, who is not there")
+        return self._message_handlers[type(message)](sender, *message)
 
-    def _create_requested(self, sender: Worker, message: CreateRequest) -> list[Effect]:
-        reference, fork = message
+    def create_requested(self, sender: Worker, reference: RRefId, fork: ForkId) -> list[Effect]:
+        """See `CreateRequest`; its sender must be there."""
         if reference.owner != self.me:
             raise ProtocolError(f"{reference} is not ours to make")
         if not reference.creator == fork.creator == sender:
@@ -353,10 +380,9 @@ class References:
         # Those that we have passed on ourselves were counted then, and did not ask.
         noted = [(other, holder) for other, holder in owned.forks.items() if other.creator != self.me]
         owned.forks[fork] = sender
-        return [SendMessage(holder, ForkAccepted(reference, other)) for other, holder in [*noted, (fork, sender)]]
+        return [SendMessage(holder, ForkAccepted(reference, other)) for other, holder in noted]
 
-    def _fork_requested(self, sender: Worker, message: ForkRequest) -> list[Effect]:
-        reference, fork = message
+    def _fork_requested(self, sender: Worker, reference: RRefId, fork: ForkId) -> list[Effect]:
         if reference.owner != self.me:
             raise ProtocolError(f"{reference} is not ours")
         if fork.creator == self.me:
@@ -371,21 +397,21 @@ class References:
         owned.forks[fork] = sender
         return [SendMessage(sender, ForkAccepted(reference, fork))] if owned.created else []
 
-    def _fork_accepted(self, sender: Worker, message: ForkAccepted) -> list[Effect]:
-        held = self._answered(sender, message.reference, message.fork)
+    def _fork_accepted(self, sender: Worker, reference: RRefId, fork: ForkId) -> list[Effect]:
+        held = self._answered(sender, reference, fork)
         held.standing = Standing.CONFIRMED
         parent, held.parent = held.parent, None
-        effects: list[Effect] = [ConfirmHandle(message.reference, message.fork)]
+        effects: list[Effect] = [ConfirmHandle(reference, fork)]
         if parent is not None:
-            effects += self._tell_parent(parent, message.reference, message.fork)
-        return effects + self._delete_if_done(message.fork, held)
+            effects += self._tell_parent(parent, reference, fork)
+        return effects + self._delete_if_done(fork, held) if held.dropped else effects
 
-    def _fork_refused(self, sender: Worker, message: ForkRefused) -> list[Effect]:
-        held = self._answered(sender, message.reference, message.fork)
-        self._forget(message.fork, held)
-        effects: list[Effect] = [RefuseHandle(message.reference, message.fork)]
+    def _fork_refused(self, sender: Worker, reference: RRefId, fork: ForkId) -> list[Effect]:
+        held = self._answered(sender, reference, fork)
+        self._forget(fork, held)
+        effects: list[Effect] = [RefuseHandle(reference, fork)]
         if held.parent is not None:
-            effects += self._tell_parent(held.parent, message.reference, message.fork)
+            effects += self._tell_parent(held.parent, reference, fork)
         return effects
 
     def _answered(self, sender: Worker, reference: RRefId, fork: ForkId) -> Held:
@@ -396,8 +422,7 @@ class References:
             raise ProtocolError(f"worker {sender} answered for {reference}, which it does not own")
         return held
 
-    def _child_accepted(self, sender: Worker, message: ChildAccepted) -> list[Effect]:
-        _, fork = message
+    def _child_accepted(self, sender: Worker, _: RRefId, fork: ForkId) -> list[Effect]:
         if fork.creator != self.me:
             raise ProtocolError(f"{fork} was not made here")
         parent = self._parents.get(fork)
@@ -409,8 +434,7 @@ class References:
         self._settle_child(held, fork)
         return self._delete_if_done(parent, held)
 
-    def _user_deleted(self, sender: Worker, message: UserDeleted) -> list[Effect]:
-        reference, fork = message
+    def _user_deleted(self, sender: Worker, reference: RRefId, fork: ForkId) -> list[Effect]:
         owned = self.owned.get(reference)
         if owned is None or owned.forks.get(fork) != sender:
             raise ProtocolError(f"worker {sender} gave up {fork} of {reference}, which it does not hold")

@@ -194,15 +194,24 @@ class Exploration:
             sender = self._workers[state.workers[packet.source]]
             if packet.number in dict(sender.delivery.unacknowledged(packet.to)):
                 yield ("resend", *packet[:2]), packet
-        if left.acknowledgements:
-            yield from self._acknowledgements(state)
+        yield from self._acknowledgements(state)
 
     def _acknowledgements(self, state: _State) -> Iterator[_Move]:
+        """Those that confirm a remote call are free: it would wait for ever without them."""
         for me, position in enumerate(state.workers):
             for to, other in enumerate(state.workers):
                 sender, receiver = self._workers[position], self._workers[other]
-                if sender.alive and receiver.alive and sender.delivery.unacknowledged(to):
+                if not (sender.alive and receiver.alive and sender.delivery.unacknowledged(to)):
+                    continue
+                if state.left.acknowledgements or self._confirms(sender, receiver):
                     yield ("ack", me, to), None
+
+    @staticmethod
+    def _confirms(sender: SimulatedWorker, receiver: SimulatedWorker) -> bool:
+        """Whether the sender hears by an acknowledgement that a remote call of its own was taken."""
+        upto = receiver.delivery.acknowledgement(sender.me)
+        kept = sender.delivery.unacknowledged(receiver.me)
+        return any(number <= upto and isinstance(payload, CreateRequest) for number, payload in kept)
 
     def _after(self, state: _State, step: Step, packet: Packet | None) -> _State:
         """The state after a move."""
@@ -221,9 +230,11 @@ class Exploration:
             case ("pass", int(me), _, _), _:
                 return self._act(state._replace(left=left._replace(forks=left.forks - 1)), step, me)
             case ("ack", int(me), int(to)), _:
-                upto = self._workers[state.workers[to]].delivery.acknowledgement(me)
-                fewer = left._replace(acknowledgements=left.acknowledgements - 1)
-                return self._act(state._replace(left=fewer), ("acknowledged", me, to, upto), me)
+                sender, receiver = self._workers[state.workers[me]], self._workers[state.workers[to]]
+                if not self._confirms(sender, receiver):
+                    left = left._replace(acknowledgements=left.acknowledgements - 1)
+                upto = receiver.delivery.acknowledgement(me)
+                return self._act(state._replace(left=left), ("acknowledged", me, to, upto), me)
             case ("crash", int(me)), _:
                 return self._crash(state, me, step)
             case ("tell", int(me), int(dead)), _:
@@ -324,7 +335,7 @@ class Exploration:
             case "crash", _:
                 worker.alive = False
             case "acknowledged", _, int(peer), int(upto):
-                worker.delivery.acknowledged(peer, upto)
+                worker.acknowledged(peer, upto)
         return False
 
     # The checks
@@ -345,6 +356,9 @@ class Exploration:
             if not packet.taken and sender.alive and packet.to not in sender.lost:
                 check_kept(sender, packet.to, (packet.number,))
         if state.untold or any(not packet.taken for packet in packets):
+            return False
+        living = [worker for worker in workers.values() if worker.alive]
+        if any(self._confirms(one, other) for one in living for other in living):
             return False
         check_rest(workers, deaths=self._deaths_possible - state.left.crashes)
         if not any(worker.handles for worker in workers.values() if worker.alive):

@@ -9,6 +9,7 @@ from farcall.protocol.ids import ForkId, RRefId, Worker
 from farcall.protocol.reference_messages import (
     Carried,
     ChildAccepted,
+    CreateDelivered,
     CreateRequest,
     Event,
     ForkAccepted,
@@ -46,6 +47,7 @@ def _always(references: References) -> list[Event]:
         ValueMade(foreign),
         RemoteCalled(foreign, nowhere),
         RemoteCalled(RRefId(peer, me, NEVER), ForkId(NOBODY, NEVER)),
+        CreateDelivered(theirs, nowhere),
         HandlePassed(theirs, nowhere, ForkId(me, NEVER + 1), peer),
         HandlePassed(ours, None, nowhere, peer),
         HandleReceived(Carried(foreign, ForkId(NOBODY, NEVER)), peer),
@@ -94,6 +96,7 @@ def _of_what_is_held(references: References) -> list[Event]:
                 found.append(MessageReceived(other, ForkAccepted(reference, fork)))
                 found.append(MessageReceived(other, ForkRefused(reference, fork)))
         if held.standing.value == "confirmed":
+            found.append(CreateDelivered(reference, fork))
             found.append(MessageReceived(owner, ForkAccepted(reference, fork)))
             found.append(MessageReceived(owner, ForkRefused(reference, fork)))
         if held.dropped:

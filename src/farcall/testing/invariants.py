@@ -44,7 +44,8 @@ def check_not_released(workers: Workers, holder: Worker, reference: RRefId) -> N
 def check_answered(workers: Workers, alive: Iterable[SimulatedWorker], asked: Collection[ForkId]) -> None:
     """ANSWERED: every handle that is not confirmed has a request or an answer under way, or is noted at the owner.
 
-    `asked` holds the forks about which a request or an answer is under way.
+    `asked` holds the forks about which a request or an answer is under way. A request to make a reference is answered
+    by its acknowledgement, which is under way as long as it is kept.
     """
     for worker in alive:
         for fork, held in worker.references.held.items():
@@ -54,6 +55,8 @@ def check_answered(workers: Workers, alive: Iterable[SimulatedWorker], asked: Co
             owner = workers[reference.owner]
             if not owner.alive:
                 continue  # the loss of the owner will settle it
+            if fork.creator == worker.me and fork in worker.creations_to_confirm(reference.owner):
+                continue
             owned = owner.references.owned.get(reference)
             if owned is None or owned.created or owned.forks.get(fork) != worker.me or reference.creator in owner.lost:
                 raise BrokenInvariant("ANSWERED", f"worker {worker.me} waits for an answer about {fork} of {reference}")

@@ -19,6 +19,7 @@ from farcall.protocol.ids import ForkId, RRefId, Worker
 from farcall.protocol.reference_messages import (
     Carried,
     ConfirmHandle,
+    CreateDelivered,
     CreateRequest,
     Effect,
     HandleDropped,
@@ -181,6 +182,17 @@ class SimulatedWorker:
                 self.values.add(payload.reference)
             self.perform(self.references.handle(MessageReceived(sender, payload)))
         return True
+
+    def acknowledged(self, peer: Worker, upto: int) -> None:
+        """It hears up to which number a peer has taken its messages."""
+        for payload in self.delivery.acknowledged(peer, upto):
+            if isinstance(payload, CreateRequest):
+                self.perform(self.references.handle(CreateDelivered(payload.reference, payload.fork)))
+
+    def creations_to_confirm(self, peer: Worker) -> list[ForkId]:
+        """The forks of remote calls of which it does not know yet that the peer has taken them."""
+        kept = self.delivery.unacknowledged(peer)
+        return [payload.fork for _, payload in kept if isinstance(payload, CreateRequest)]
 
     def _unpack(self, carried: Carried, sender: Worker, brief: bool) -> None:
         reference, fork = carried

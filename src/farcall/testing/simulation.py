@@ -237,7 +237,7 @@ class SimulatedNetwork:
                 if not self._asked[payload.fork]:
                     del self._asked[payload.fork]
         if upto:
-            receiver.delivery.acknowledged(source, upto)
+            receiver.acknowledged(source, upto)
             self._check_kept(receiver, source)
         return receiver
 
@@ -260,7 +260,7 @@ class SimulatedNetwork:
         sender, receiver = self._living(source), self._living(to)
         if sender is None or receiver is None or (source, to) in self.cuts:
             return None
-        sender.delivery.acknowledged(to, receiver.delivery.acknowledgement(source))
+        sender.acknowledged(to, receiver.delivery.acknowledgement(source))
         self._check_kept(sender, to)
         return sender
 
@@ -354,6 +354,11 @@ class SimulatedNetwork:
                 step = "abandon", *choose(drafts)
             elif lost := [link for link, messages in self.not_taken.items() if messages]:
                 step = "resend", *choose(lost)
+            elif silent := [
+                (worker.me, peer) for worker in self.alive for peer in worker.references.peers
+                if worker.creations_to_confirm(peer)
+            ]:  # fmt: skip
+                step = "ack", *choose(silent)
             else:
                 break
             self.step(*step)
