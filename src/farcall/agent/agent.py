@@ -42,7 +42,6 @@ if TYPE_CHECKING:
 logger = logging.getLogger("farcall")
 
 _CLOSE_TIMEOUT: Final = 1.0
-_CHORE_TICKS: Final = 5
 _SHORT_PATIENCE: Final = 1.0
 
 
@@ -71,7 +70,7 @@ class Agent:
         self._serving = Serving(name, self._poller, options.num_worker_threads, options.spin, self._supervisor.quicken)
         self.book = ReferenceBook(
             self.info.id,
-            lambda worker: self._posts[worker].notify(),
+            lambda worker: self._posts[worker].send(),
             self._supervisor.quicken,
             self._name_of,
             options.record_stacks,
@@ -86,8 +85,7 @@ class Agent:
         self._incoming_of: dict[int, Incoming] = {}
         self._leaving = False
         self._supervisor.has_chores = self.book.has_work
-        self._supervisor.do_chores = self._do_chores
-        self._chores_put_off = 0
+        self._supervisor.do_chores = lambda: self._serving.submit(ChoreJob(self.book.work_off))
         self._supervisor.serving = self._serving
         self._supervisor.connections = lambda: list(self._connections)
         self._listeners = self._listen()
@@ -204,13 +202,6 @@ class Agent:
     def _peer_lost(self, peer: Peer) -> None:
         logger.warning("worker %r: worker %r was lost", self.info.name, peer.info.name)
         self.book.lost(peer.info.id)
-
-    def _do_chores(self) -> None:
-        """References that were dropped are given back together after a while, unless a remote call takes them along."""
-        self._chores_put_off += 1
-        if self._chores_put_off >= _CHORE_TICKS:
-            self._chores_put_off = 0
-            self._serving.submit(ChoreJob(self.book.work_off))
 
     def _name_of(self, worker: int) -> str:
         peer = self._peers.get(worker)

@@ -7,7 +7,7 @@ Rules
 - Nothing of a user runs under the lock. Values that are released are let go outside it.
 - Nothing that may fail comes after a number is taken: a number that is never sent would hold up all that follow.
 - A finalizer only appends to a queue (garbage collection may run anywhere, in the midst of any lock, this one too); the
-  queue is worked off by the next remote call, or by the serving pool a moment later.
+  queue is worked off by the next remote call, or by the serving pool a moment later. So are the outboxes.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ import weakref
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Final
 
 from farcall.agent.handle import Handle, Made, made_here
 from farcall.agent.inventory import HeldReference, Inventory, OwnedReference
@@ -33,6 +33,7 @@ from farcall.protocol.reference_messages import (
     Effect,
     ForkAccepted,
     ForkRefused,
+    ForkRequest,
     Message,
     OrphanHandle,
     ReleaseValue,
@@ -43,6 +44,9 @@ from farcall.transports.base import Buffer
 
 if TYPE_CHECKING:
     from farcall.agent.calling import Calling
+
+_ANSWERS: Final = (ForkAccepted, ForkRefused)
+"""What an owner answers to a `ForkRequest`, once each."""
 
 Frame = Callable[[int, Sequence[Carried], RRefId, ForkId], Sequence[Buffer]]
 """Packs a remote call: its number, what it carries, the reference it is to make, and the caller's fork of it."""
@@ -63,7 +67,7 @@ class ReferenceBook:
         record_stacks: bool = False,
     ) -> None:
         self.me = me
-        self._post = post  # there is something in the outbox for this worker
+        self._post = post  # sends what is in the outbox for this worker
         self._work_soon = work_soon  # have `work_off` called in the serving pool
         self._name_of = name_of
         self._record_stacks = record_stacks
@@ -72,13 +76,13 @@ class ReferenceBook:
         self._delivery: Delivery[Parcel] = Delivery()
         self._outboxes: dict[Worker, list[tuple[int, Message]]] = {}
         self._unacknowledged: dict[Worker, None] = {}  # peers that do not know yet what of theirs has come
+        self._asked: dict[Worker, int] = {}  # how many of our forks each owner has still to answer for
         self._values: dict[RRefId, Value] = {}
         self._handles: dict[ForkId, weakref.ref[Handle]] = {}  # until a drop is worked off
         self._dropped: deque[tuple[RRefId, ForkId | None]] = deque()
         self._origins: dict[RRefId, Made] = {}  # where values of this worker got their reference
-        self._told: dict[Worker, None] = {}  # what is to be done once the lock is free: who has got mail,
-        self._refused: list[tuple[RRefId, Value]] = []  # which values never come,
-        self._released: list[Value | None] = []  # and which may go
+        self._refused: list[tuple[RRefId, Value]] = []  # values that never come, to be settled outside the lock
+        self._released: list[Value | None] = []  # values that may go, outside the lock
         self._ended = False
         self.resend: Callable[[Worker], None] = lambda worker: None
         """Has sent again what was lost with a connection; set by the agent."""
@@ -99,6 +103,7 @@ class ReferenceBook:
             self._delivery.lost(worker)
             self._outboxes.pop(worker, None)
             self._unacknowledged.pop(worker, None)
+            self._asked.pop(worker, None)
             self._decide(self._references.peer_lost(worker))
             # Awaited by uses that overtook creations, which never come now.
             awaited = [each for each in self._values if each.creator == worker and each not in self._references.owned]
@@ -145,7 +150,6 @@ class ReferenceBook:
             parcel = RemoteFrame(reference, fork, via, keeps)
             number = self._delivery.send(owner, parcel)
             parcel.frame = frame(number, self._fork_all(passed, owner) if passed else (), reference, fork)
-            self._told.pop(owner, None)  # the letter goes with the message
         self._act()
         if via.is_lost():
             self.resend(owner)
@@ -221,15 +225,17 @@ class ReferenceBook:
             self._work_soon()
 
     def has_work(self) -> bool:
-        """Whether finalizers have left something to do, or a peer is to be told what has come."""
-        return bool(self._dropped or self._unacknowledged)
+        """Whether finalizers have left something to do, or a peer is to be told something."""
+        return bool(self._dropped or self._outboxes or self._unacknowledged)
 
     def work_off(self) -> None:
-        """Handles what finalizers left, and acknowledges what has come."""
+        """Handles what finalizers left, and sends all that is to be said."""
         with self._lock:
             self._work_off()
-            self._told |= self._unacknowledged
+            mail = [*self._outboxes, *(worker for worker in self._unacknowledged if worker not in self._outboxes)]
         self._act()
+        for worker in mail:
+            self._post(worker)
 
     def _work_off(self) -> None:
         dropped = self._dropped
@@ -283,7 +289,7 @@ class ReferenceBook:
             self._act()
 
     def control_received(self, sender: Worker, body: bytes | bytearray | memoryview) -> bool:
-        """Handles a control message; whether its sender has more to acknowledge. Raises `ProtocolError`."""
+        """Handles a control message; whether its sender has more to acknowledge or answer. Raises `ProtocolError`."""
         acknowledged, messages = unpack_control(body)
         try:
             with self._lock:
@@ -293,15 +299,24 @@ class ReferenceBook:
                 for number, message in messages:
                     if self._is_new(sender, number):
                         self._decide(self._references.message_received(sender, message))
-                return self._delivery.awaits(sender)
+                        if type(message) in _ANSWERS:
+                            self._asked[sender] = max(0, self._asked.get(sender, 0) - 1)
+                return self._delivery.awaits(sender) or bool(self._asked.get(sender))
         finally:
             self._act()
+
+    def mail(self, to: Worker) -> bytes | None:
+        """As `outbox`, for what is sent along with a call; None also if there is nothing but an acknowledgement."""
+        if to not in self._outboxes:
+            return None
+        with self._lock:
+            return self._letter(to)
 
     def outbox(self, to: Worker) -> Letter | None:
         """The control message for a peer: what it has not been sent yet, and an acknowledgement. None if nothing."""
         with self._lock:
             messages = self._outboxes.get(to, ())
-            only_answers = all(type(message) in (ForkAccepted, ForkRefused) for _, message in messages)
+            only_answers = all(type(message) in _ANSWERS for _, message in messages)
             body = self._letter(to)
         return Letter(body, only_answers) if body is not None else None
 
@@ -405,6 +420,7 @@ class ReferenceBook:
             parcels, self._delivery = self._delivery, Delivery()
             self._outboxes.clear()
             self._unacknowledged.clear()
+            self._asked.clear()
             self._origins.clear()
             self._handles.clear()
         values.clear()
@@ -419,7 +435,8 @@ class ReferenceBook:
                 to, message = effect
                 if to in self._references.peers:
                     self._outboxes.setdefault(to, []).append((self._delivery.send(to, message), message))
-                    self._told[to] = None
+                    if type(message) is ForkRequest:
+                        self._asked[to] = self._asked.get(to, 0) + 1
             elif isinstance(effect, ReleaseValue):
                 self._released.append(self._values.pop(effect.reference, None))
                 self._origins.pop(effect.reference, None)
@@ -443,22 +460,21 @@ class ReferenceBook:
 
     def _fail(self, fork: ForkId, new_error: Callable[[], RpcError]) -> None:
         handle = self._handle_of(fork)
+        self._handles.pop(fork, None)
         if handle is not None:
             handle.new_error = new_error
 
     def _act(self) -> None:
         """Does what was decided, by this thread or another. Without the lock, but for a moment."""
-        if not (self._told or self._released or self._refused):
-            return
-        with self._lock:
-            told, self._told = self._told, {}
-            refused, self._refused = self._refused, []
-            released, self._released = self._released, []
-        for reference, value in refused:
-            value.refuse(partial(_refused, reference))
-        for worker in told:
-            self._post(worker)
-        released.clear()
+        if self._outboxes or self._unacknowledged:
+            self._work_soon()
+        if self._released or self._refused:
+            with self._lock:
+                refused, self._refused = self._refused, []
+                released, self._released = self._released, []
+            for reference, value in refused:
+                value.refuse(partial(_refused, reference))
+            released.clear()
 
 
 def check_usable(handles: Sequence[Handle]) -> None:

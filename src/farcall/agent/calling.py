@@ -3,6 +3,7 @@
 Rules
 - What is wrong with a call itself is raised at once, before anything is sent.
 - Numbers of messages are taken last, when nothing can fail any more (see `book.py`).
+- What the reference protocol has to say to a worker goes along with what is sent to it about references.
 - A reference lives until the owner has answered what was asked of it, though the program drops it meanwhile.
 """
 
@@ -25,7 +26,7 @@ from farcall.options import UNSET_RPC_TIMEOUT
 from farcall.protocol.control import pack_handle, pack_remote, pack_section
 from farcall.protocol.ids import ForkId, RRefId, WorkerInfo
 from farcall.protocol.reference_messages import Carried
-from farcall.protocol.wire import CALL_CARRYING, CONTROL, METHOD, REMOTE, encode, encode_start
+from farcall.protocol.wire import CALL, CALL_CARRYING, CONTROL, METHOD, REMOTE, encode, encode_start
 from farcall.serialization import Pickled, callable_name, collecting, dumps_arguments, encode_function
 from farcall.transports.base import Buffer
 
@@ -113,7 +114,8 @@ class Calling:
             connection, spent = peer.connection, 0.0
             if connection is None:
                 connection, spent = self._connect(peer, method, timeout)
-            future = connection.call(method, head, b"", (), timeout, spent)
+            mail = self._book.mail(peer.info.id)
+            future = connection.call(method, head, b"", (), timeout, spent, CALL, mail)
         future.keeps = handle
         if unattended:
             future.connection.unattended()
@@ -136,8 +138,9 @@ class Calling:
         if not handles:
             return connection.call(function, head, body, buffers, timeout, spent)
         number, carried = self._book.pass_on(list(handles), peer.info.id, connection)
-        section = pack_section(number, carried)
-        return connection.call(function, section + head, body, buffers, timeout, spent, CALL_CARRYING)
+        mail = self._book.mail(peer.info.id)
+        full_head = pack_section(number, carried) + head
+        return connection.call(function, full_head, body, buffers, timeout, spent, CALL_CARRYING, mail)
 
     # Remote calls
 

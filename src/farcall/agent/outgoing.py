@@ -107,8 +107,11 @@ class Outgoing:
         timeout: float,
         spent: float = 0.0,
         kind: int = CALL,
+        mail: bytes | None = None,
     ) -> PendingCall:
         """Sends a call, for which `spent` of its timeout is over already. `function` may be a name, for messages only.
+
+        `mail` is the body of a control message that goes along, in front.
 
         Its future is settled in any case, with `WorkerLost` if it cannot be sent.
         """
@@ -119,12 +122,17 @@ class Outgoing:
         if deadline < self._first_deadline:
             self._note_deadline(deadline)
         self.calls_started = call_id
-        if kind != CALL:
+        before = b""
+        if kind != CALL or mail is not None:
             self._awaits_control = True  # before it is sent: the answer may come at once
             self.unattended()
+            if mail is not None:
+                before = encode(CONTROL, 0, b"", mail)
         try:
             if buffers:
-                self._sender.send_all([encode_start(kind, call_id, head, body, buffers), *buffers])
+                self._sender.send_all([before, encode_start(kind, call_id, head, body, buffers), *buffers])
+            elif before:
+                self._sender.send(before + encode(kind, call_id, head, body))
             else:
                 self._sender.send(encode(kind, call_id, head, body))
             if self._sender.waiting > _MAX_WAITING:

@@ -1,7 +1,10 @@
 """Sends control messages: what the reference protocol has to say to a peer.
 
+Nothing in that protocol is urgent: it decides when values go, and nobody waits for it. So messages for one peer gather
+in the book's outbox. They go along with the next call or remote call to it that has to do with references
+(`calling.py`), or all together after a moment, by the supervisor's clock.
+
 Rules
-- Messages for one peer gather in the book's outbox; a burst of them goes out as one.
 - Answers go back on the connection on which they were asked for, where the peer waits for them. All else goes out on
   our own connection, which the peer's serving pool reads at once.
 - What cannot be sent stays with the book, which keeps it until it is acknowledged or the peer is lost.
@@ -18,7 +21,7 @@ from farcall.agent.incoming import Incoming
 from farcall.agent.outgoing import Outgoing
 from farcall.agent.parcels import CarriedFrame, RemoteFrame
 from farcall.agent.peers import Peer
-from farcall.agent.serving import Answerable, Reply, Serving
+from farcall.agent.serving import Answerable, Serving
 from farcall.errors import WorkerLost
 from farcall.protocol.control import pack_control, pack_section
 from farcall.protocol.reference_messages import Message
@@ -41,13 +44,8 @@ class Post:
         self.origin: Answerable | None = None
         self.kind: object = "post"
 
-    def notify(self) -> None:
-        """There is something in the outbox. Sent at the end of a burst, or now if this thread reads no burst."""
-        if not self._serving.flush_later(self):
-            self.flush_answers()
-
-    def flush_answers(self) -> None:
-        """Sends what is in the outbox. Never raises. (The serving pool calls it at the end of a burst.)"""
+    def send(self) -> None:
+        """Sends what is in the outbox. Never raises, never waits."""
         connection = self._peer.connection
         incoming = self._incoming()
         if connection is None and incoming is None:
@@ -58,18 +56,11 @@ class Post:
             return
         frame = encode(CONTROL, 0, b"", letter.body)
         if incoming is not None and letter.only_answers:
-            incoming.queue_answer(frame)
-            if not self._serving.flush_later(incoming):  # along with the replies of the burst
-                incoming.flush_answers()
+            incoming.answer(frame)
         elif connection is not None:
             connection.send_control([frame])
         else:
             self._serving.submit(self)  # it is kept with what is not acknowledged
-
-    def answer(self, reply: Reply) -> None:
-        """Nobody answers a control message."""
-
-    queue_answer = answer
 
     def run(self) -> None:
         """See `Job`: connects, which may take a while, and sends again whatever the peer has not acknowledged."""

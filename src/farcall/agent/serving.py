@@ -87,7 +87,7 @@ class Serving:
         self._threads: set[threading.Thread] = set()
         self._numbered = 0
         self._running = 0  # functions that run, and do not sleep, in followers
-        self._unflushed: deque[Answerable] = deque()
+        self._unflushed: list[Answerable] = []
         self._slow: dict[object, None] = {}
         self._closing = False
         self._closed = False
@@ -111,14 +111,6 @@ class Serving:
             self._run_the_rest()
         else:
             self._poller.ring()
-
-    def flush_later(self, answerable: Answerable) -> bool:
-        """Has its answers flushed at the end of the burst that this thread reads; False if it does not lead."""
-        leader = self._leader
-        if leader is None or leader.thread != threading.get_ident():
-            return False
-        self._unflushed.append(answerable)
-        return True
 
     def is_busy(self) -> bool:
         """Whether anything runs or is to be run."""
@@ -236,7 +228,7 @@ class Serving:
         unflushed = self._unflushed
         while unflushed:
             try:
-                origin = unflushed.popleft()
+                origin = unflushed.pop()
             except IndexError:
                 return
             origin.flush_answers()
@@ -311,7 +303,6 @@ class Serving:
 
     def _live(self, follower: _Follower) -> None:
         """The life of a thread: sleep, lead or run, sleep again."""
-        follower.thread = threading.get_ident()
         blocking_thread.before = lambda: self._before_sleep(follower)
         blocking_thread.after = lambda: self._after_sleep(follower)
         try:
@@ -380,13 +371,12 @@ _EXIT: Final = _Order()
 class _Follower:
     """One thread of the pool, and how it is told what to do."""
 
-    __slots__ = ("_gate", "_order", "depth", "lead", "thread")
+    __slots__ = ("_gate", "_order", "depth", "lead")
 
     def __init__(self) -> None:
         self._gate = Gate()
         self._order: Job | _Order | None = None
         self.lead = Lead()
-        self.thread = 0
         self.depth = 0  # how many waits of ours its function sleeps in; a callback may wait inside a wait
 
     def tell(self, order: Job | _Order) -> None:
