@@ -92,7 +92,7 @@ class Books:
 
         def arrive() -> Any:
             if letter is not None:
-                self[owner].control_received(creator, letter.body)
+                self[owner].control_received(creator, letter)
             return self[owner].create_requested(creator, *sent[0])
 
         self.last_call = arrive
@@ -413,11 +413,10 @@ def test_the_letter_before_a_remote_call_has_all_that_was_to_be_said(books: Book
     gc.collect()
     books.posted.clear()
     handle, _, letter = books[0].call_remote(1, [], lambda *_: [b"frame"], WAY)
-    _, messages = unpack_control(only(letter).body)
+    assert letter is not None
+    _, messages = unpack_control(letter)
     assert [message for _, message in messages] == [UserDeleted(reference, fork)]  # type: ignore[arg-type]
-    assert not only(letter).only_answers
-    assert books.posted == [], "nobody need send it besides"
-    assert books[0].outbox(1) is None
+    assert books[0].outbox(1) is None, "nobody need send it besides"
     (first, _), (second, parcel) = books[0].unacknowledged(1)
     assert (first, second) == (messages[0][0], first + 1), "the letter goes first, and has the lower numbers"
     assert isinstance(parcel, RemoteFrame)
@@ -430,26 +429,85 @@ def test_a_remote_call_with_nothing_else_to_say_has_no_letter(books: Books) -> N
     assert not handle.confirmed
 
 
-def test_what_a_remote_call_gives_up_for_others_is_posted(books: Books) -> None:
+def test_what_a_remote_call_gives_up_for_others_is_posted_soon(books: Books) -> None:
     dropped, _ = books.remote(0, 2)
     books.deliver()
     del dropped
     gc.collect()
     books.posted.clear()
+    woken = books.woken
     handle, _, letter = books[0].call_remote(1, [], lambda *_: [b"frame"], WAY)
     assert letter is None
+    assert books.woken > woken
+    assert books[0].has_work()
+    assert books.posted == [], "not by the thread that calls"
+    books[0].work_off()
     assert books.posted == [(0, 2)]
     assert handle.fork is not None
 
 
 def test_a_letter_of_answers_only_says_so(books: Books) -> None:
     handle, _ = books.remote(0, 1)
+    (child,) = books.pass_on(0, 2, handle)
     letter = only(books[1].outbox(0))
+    assert letter.only_answers, "an acknowledgement alone"
+    assert books[1].outbox(0) is None
+    letter = only(books[2].outbox(1))
+    assert not letter.only_answers, "a request"
+    books[1].control_received(2, letter.body)
+    letter = only(books[1].outbox(2))
     assert letter.only_answers
-    books[0].control_received(1, letter.body)
-    assert handle.confirmed
-    assert only(books[0].outbox(1)).only_answers, "an acknowledgement alone"
-    assert books[0].outbox(1) is None
+    books[2].control_received(1, letter.body)
+    assert child.confirmed
+    assert not only(books[2].outbox(0)).only_answers, "the word to the parent"
+
+
+def test_mail_goes_along_with_a_call(books: Books) -> None:
+    handle, _ = books.remote(0, 1)
+    books.deliver()
+    assert books[0].mail(1) is None
+    reference, fork = handle.reference, handle.fork
+    del handle
+    gc.collect()
+    assert books[0].mail(1) is None, "what a finalizer noted is for the pool"
+    books[0].work_off()
+    mail = books[0].mail(1)
+    assert mail is not None
+    assert [message for _, message in unpack_control(mail)[1]] == [UserDeleted(reference, fork)]  # type: ignore[arg-type]
+    assert books[0].mail(1) is None
+    books[1].control_received(0, mail)
+    assert books.left() == {}
+
+
+def test_an_acknowledgement_alone_is_no_mail(books: Books) -> None:
+    """It would make every call heavier, and nobody waits for it."""
+    handle, _ = books.remote(0, 1)
+    assert books[1].mail(0) is None
+    assert books[1].has_work()
+    assert only(books[1].outbox(0)).only_answers
+    assert not books[1].has_work()
+    assert handle.fork is not None
+
+
+def test_a_remote_call_is_confirmed_by_the_word_that_it_arrived(books: Books) -> None:
+    first, _ = books.remote(0, 1)
+    second, _ = books.remote(0, 1)
+    books[0].control_received(1, pack_control(1, []))
+    assert (first.confirmed, second.confirmed) == (True, False)
+    books[0].control_received(1, pack_control(1, []))  # said twice
+    books[0].control_received(1, pack_control(2, []))
+    assert second.confirmed
+
+
+def test_a_handle_dropped_before_its_remote_call_arrived_is_given_back_after(books: Books) -> None:
+    handle, _ = books.remote(0, 1)
+    del handle
+    gc.collect()
+    books[0].work_off()
+    assert books[0].outbox(1) is None, "a delete must not overtake its own request"
+    books[0].control_received(1, pack_control(1, []))
+    (message,) = unpack_control(only(books[0].outbox(1)).body)[1]
+    assert isinstance(message[1], UserDeleted)
 
 
 def test_whether_the_peer_has_more_to_acknowledge(books: Books) -> None:
@@ -461,6 +519,17 @@ def test_whether_the_peer_has_more_to_acknowledge(books: Books) -> None:
     assert books[0].control_received(1, only(books[1].outbox(0)).body) is False
     assert first.confirmed
     assert second.confirmed
+
+
+def test_whether_the_owner_has_more_to_answer(books: Books) -> None:
+    """Its answer may come long after the acknowledgement: only when the creator's own request has come."""
+    handle, _ = books.remote(0, 1, deliver=False)
+    children = books.pass_on(0, 2, handle), books.pass_on(0, 2, handle)
+    books[1].control_received(2, only(books[2].outbox(1)).body)
+    assert books[2].control_received(1, only(books[1].outbox(2)).body) is True, "acknowledged, not answered"
+    books.last_call()
+    assert books[2].control_received(1, only(books[1].outbox(2)).body) is False
+    assert all(child.confirmed for (child,) in children)
 
 
 @pytest.mark.parametrize("way", WAYS_TO_PASS)

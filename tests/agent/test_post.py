@@ -293,17 +293,13 @@ class Line:
 
     def __init__(self, lost: bool = False) -> None:
         self.sent: list[Any] = []
-        self.flushed = 0
         self.lost = lost
 
     def send_control(self, message: Any) -> None:
         self.sent += message
 
-    def queue_answer(self, frame: bytes) -> None:
+    def answer(self, frame: bytes) -> None:
         self.sent.append(frame)
-
-    def flush_answers(self) -> None:
-        self.flushed += 1
 
     def is_lost(self) -> bool:
         return self.lost
@@ -312,20 +308,17 @@ class Line:
 class Desk:
     """A post with everything around it made up."""
 
-    def __init__(self, outgoing: Line | None, incoming: Line | None, leads: bool = False) -> None:
+    def __init__(self, outgoing: Line | None, incoming: Line | None) -> None:
         self.letters: list[Letter] = []
-        self.submitted: list[Any] = []
-        self.later: list[Any] = []
-        self.leads = leads
+        self.again: list[Any] = []
         peer: Any = SimpleNamespace(connection=outgoing, info=WorkerInfo("w1", 1), is_lost=False)
-        book: Any = SimpleNamespace(outbox=lambda to: self.letters.pop(0) if self.letters else None, me=0)
-        serving: Any = SimpleNamespace(submit=self.submitted.append, flush_later=self._flush_later)
+        book: Any = SimpleNamespace(outbox=self._outbox, me=0, resend=lambda to: self.again.append(self.post))
+        serving: Any = SimpleNamespace(submit=self.again.append)
         self.post = Post(peer, book, serving, lambda: incoming)  # type: ignore[arg-type, return-value]
 
-    def _flush_later(self, answerable: Any) -> bool:
-        if self.leads:
-            self.later.append(answerable)
-        return self.leads
+    def _outbox(self, to: int) -> Letter | None:
+        assert to == 1
+        return self.letters.pop(0) if self.letters else None
 
 
 ANSWERS, REQUESTS = Letter(pack_control(1, []), True), Letter(pack_control(2, []), False)
@@ -338,46 +331,33 @@ def test_answers_go_where_they_were_asked_for_and_all_else_where_it_is_read_at_o
     lines = {"outgoing": Line(), "incoming": Line()}
     desk = Desk(**lines)
     desk.letters.append(letter)
-    desk.post.notify()
+    desk.post.send()
     assert {name: len(line.sent) for name, line in lines.items() if line.sent} == {way: 1}
     assert lines[way].sent[0].endswith(letter.body)
-    assert lines["incoming"].flushed == (way == "incoming")
-    assert desk.submitted == []
+    assert desk.again == []
 
 
 def test_answers_go_by_our_own_connection_if_there_is_no_other() -> None:
     line = Line()
     desk = Desk(line, None)
     desk.letters.append(ANSWERS)
-    desk.post.notify()
+    desk.post.send()
     assert len(line.sent) == 1
-
-
-def test_the_leader_gathers_what_is_to_be_said_in_a_burst() -> None:
-    incoming = Line()
-    desk = Desk(Line(), incoming, leads=True)
-    desk.letters.append(ANSWERS)
-    desk.post.notify()
-    assert desk.later == [desk.post]
-    assert len(desk.letters) == 1, "not taken before the end of the burst"
-    desk.post.flush_answers()
-    assert desk.later == [desk.post, incoming], "and then it goes along with the replies"
-    assert incoming.flushed == 0
 
 
 def test_nothing_is_sent_if_there_is_nothing_to_say() -> None:
     outgoing, incoming = Line(), Line()
     desk = Desk(outgoing, incoming)
-    desk.post.notify()
-    assert (outgoing.sent, incoming.sent, desk.submitted) == ([], [], [])
+    desk.post.send()
+    assert (outgoing.sent, incoming.sent, desk.again) == ([], [], [])
 
 
 @pytest.mark.parametrize("letter", [ANSWERS, REQUESTS], ids=["answers", "requests"])
 def test_without_any_connection_the_pool_makes_one(letter: Letter) -> None:
     desk = Desk(None, None)
     desk.letters.append(letter)
-    desk.post.notify()
-    assert desk.submitted == [desk.post]
+    desk.post.send()
+    assert desk.again == [desk.post]
     assert desk.letters == [letter], "it stays where it is until then"
 
 
@@ -385,9 +365,9 @@ def test_requests_wait_for_a_connection_of_our_own() -> None:
     incoming = Line()
     desk = Desk(None, incoming)
     desk.letters.append(REQUESTS)
-    desk.post.notify()
+    desk.post.send()
     assert incoming.sent == []
-    assert desk.submitted == [desk.post], "it is sent with all that is not acknowledged"
+    assert desk.again == [desk.post], "it is sent with all that is not acknowledged"
 
 
 @pytest.mark.parametrize("letter", [ANSWERS, REQUESTS], ids=["answers", "requests"])
@@ -395,8 +375,8 @@ def test_what_was_said_into_a_connection_that_is_lost_is_said_again(letter: Lett
     """It was lost, and all that was known then was sent again, before this letter was written."""
     desk = Desk(Line(lost=True), Line(lost=True))
     desk.letters.append(letter)
-    desk.post.notify()
-    assert desk.submitted == [desk.post]
+    desk.post.send()
+    assert desk.again == [desk.post]
 
 
 # -- Connections that break

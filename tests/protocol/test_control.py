@@ -15,9 +15,11 @@ from farcall.protocol.control import (
     MOST_HANDLES,
     pack_control,
     pack_handle,
+    pack_remote,
     pack_section,
     unpack_control,
     unpack_handle,
+    unpack_remote,
     unpack_section,
 )
 from farcall.protocol.ids import ForkId, RRefId
@@ -58,6 +60,17 @@ def test_sections_come_out_as_they_went_in(number: int, handles: list[Carried], 
     assert all(type(handle) is Carried for handle in found[1])
 
 
+@given(numbers, st.lists(carried, max_size=20), references, forks, st.binary())
+def test_remote_calls_come_out_as_they_went_in(
+    number: int, handles: list[Carried], reference: RRefId, fork: ForkId, rest: bytes
+) -> None:
+    packed = pack_remote(number, handles, reference, fork)
+    assert packed == pack_section(number, handles) + pack_handle(reference, fork), "one layout, with handles or without"
+    found = unpack_remote(packed + rest)
+    assert found == (number, handles, reference, fork, rest)
+    assert (type(found[2]), type(found[3])) == (RRefId, ForkId)
+
+
 @given(references, forks, st.binary())
 def test_handles_come_out_as_they_went_in(reference: RRefId, fork: ForkId, rest: bytes) -> None:
     packed = pack_handle(reference, fork)
@@ -67,7 +80,7 @@ def test_handles_come_out_as_they_went_in(reference: RRefId, fork: ForkId, rest:
 
 @given(st.binary(max_size=400))
 def test_noise_is_refused_or_understood_and_nothing_else(data: bytes) -> None:
-    for unpack in (unpack_control, unpack_section, unpack_handle):
+    for unpack in (unpack_control, unpack_section, unpack_handle, unpack_remote):
         try:
             found = unpack(data)  # type: ignore[operator]
         except ProtocolError:
@@ -76,6 +89,8 @@ def test_noise_is_refused_or_understood_and_nothing_else(data: bytes) -> None:
             assert pack_control(*found) == data
         elif unpack is unpack_section:
             assert pack_section(*found[:2]) + found[2] == data
+        elif unpack is unpack_remote:
+            assert pack_remote(*found[:4]) + found[4] == data
         else:
             assert pack_handle(*found[:2]) + found[2] == data
 
@@ -93,6 +108,13 @@ def test_a_section_that_was_cut_is_refused(handles: list[Carried], data: st.Data
     whole = pack_section(1, handles)
     with pytest.raises(ProtocolError, match=r"has no place for them|does not carry as many"):
         unpack_section(whole[: data.draw(st.integers(0, len(whole) - 1))])
+
+
+@given(st.lists(carried, max_size=3), st.data())
+def test_the_front_of_a_remote_call_that_was_cut_is_refused(handles: list[Carried], data: st.DataObject) -> None:
+    whole = pack_remote(1, handles, RRefId(1, 2, 3), ForkId(4, 5))
+    with pytest.raises(ProtocolError, match=r"has no place for them|does not carry as many|does not say which"):
+        unpack_remote(whole[: data.draw(st.integers(0, len(whole) - 1))])
 
 
 @pytest.mark.parametrize("size", [0, 1, HANDLE_SIZE - 1])

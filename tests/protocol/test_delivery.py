@@ -46,9 +46,9 @@ def test_d2_a_message_is_kept_until_it_is_acknowledged(delivery: Delivery[str]) 
     for message in "abc":
         delivery.send(PEER, message)
     assert delivery.unacknowledged(PEER) == [(1, "a"), (2, "b"), (3, "c")]
-    delivery.acknowledged(PEER, 2)
+    assert delivery.acknowledged(PEER, 2) == ["a", "b"]
     assert delivery.unacknowledged(PEER) == [(3, "c")]
-    delivery.acknowledged(PEER, 1)  # a late one
+    assert delivery.acknowledged(PEER, 1) == []  # a late one
     assert delivery.unacknowledged(PEER) == [(3, "c")]
     assert not delivery.is_quiet()
     delivery.acknowledged(PEER, 3)
@@ -82,7 +82,7 @@ def test_d3_nothing_is_kept_for_a_lost_peer_nor_taken_from_it(delivery: Delivery
     assert delivery.is_quiet()
     assert not delivery.receive(PEER, 2)
     assert delivery.acknowledgement(PEER) == 0
-    delivery.acknowledged(PEER, 1)
+    assert delivery.acknowledged(PEER, 1) == []
     with pytest.raises(KeyError):
         delivery.send(PEER, "b")
 

@@ -14,6 +14,7 @@ from farcall.protocol.reference_messages import (
     Carried,
     ChildAccepted,
     ConfirmHandle,
+    CreateDelivered,
     CreateRequest,
     Effect,
     Event,
@@ -70,7 +71,7 @@ def came(sender: Worker, message: Message) -> MessageReceived:
 
 CREATED = came(1, CreateRequest(REMOTE, FIRST))
 CALLED = RemoteCalled(REMOTE, FIRST)
-CONFIRMED = came(0, ForkAccepted(REMOTE, FIRST))
+CONFIRMED = CreateDelivered(REMOTE, FIRST)
 TO_TWO = HandlePassed(REMOTE, FIRST, CHILD, to=2)
 RECEIVED = HandleReceived(Carried(REMOTE, CHILD), sender=1)
 """At worker 2, or at the owner."""
@@ -130,10 +131,10 @@ def test_a_message_of_the_owner_that_was_never_sent_counts_for_nothing() -> None
 # -- a remote call
 
 
-def test_a_remote_call_is_requested_accepted_and_deleted() -> None:
+def test_a_remote_call_is_requested_delivered_and_deleted() -> None:
     creator, owner = worker(1), worker(0)
     leads(creator, CALLED, SendMessage(0, CreateRequest(REMOTE, FIRST)))
-    leads(owner, CREATED, SendMessage(1, ForkAccepted(REMOTE, FIRST)))
+    leads(owner, CREATED)
     leads(creator, CONFIRMED, ConfirmHandle(REMOTE, FIRST))
     leads(creator, HandleDropped(REMOTE, FIRST), SendMessage(0, UserDeleted(REMOTE, FIRST)))
     leads(owner, came(1, UserDeleted(REMOTE, FIRST)), ReleaseValue(REMOTE))
@@ -160,8 +161,8 @@ def test_a_remote_call_to_oneself_whose_handle_is_passed_on_before_it_is_made() 
     leads(owner, RemoteCalled(OWN, fork), SendMessage(0, CreateRequest(OWN, fork)))
     leads(owner, HandlePassed(OWN, fork, child, to=2))
     leads(user, HandleReceived(Carried(OWN, child), sender=0), ConfirmHandle(OWN, child))
-    leads(owner, came(0, CreateRequest(OWN, fork)), SendMessage(0, ForkAccepted(OWN, fork)))
-    leads(owner, came(0, ForkAccepted(OWN, fork)), ConfirmHandle(OWN, fork))
+    leads(owner, came(0, CreateRequest(OWN, fork)))
+    leads(owner, CreateDelivered(OWN, fork), ConfirmHandle(OWN, fork))
     leads(owner, HandleDropped(OWN, fork), SendMessage(0, UserDeleted(OWN, fork)))
     leads(owner, came(0, UserDeleted(OWN, fork)))
     leads(owner, came(2, UserDeleted(OWN, child)), ReleaseValue(OWN))
@@ -172,7 +173,7 @@ def test_a_message_with_a_fork_that_the_owner_holds_itself_was_never_sent() -> N
     fork, child = ForkId(0, 1), ForkId(0, 2)
     owner = worker(0, RemoteCalled(OWN, fork), HandlePassed(OWN, fork, child, to=2))
     leads(owner, PassingFailed(OWN, fork, child), ReleaseValue(OWN))  # of nothing yet; it may still be made
-    leads(owner, came(0, CreateRequest(OWN, fork)), SendMessage(0, ForkAccepted(OWN, fork)))
+    leads(owner, came(0, CreateRequest(OWN, fork)))
 
 
 # -- user to user
@@ -254,14 +255,14 @@ def test_a_parent_that_is_lost_already_is_not_told() -> None:
 def test_a_handle_may_come_to_the_owner_before_the_request_that_creates_it() -> None:
     owner = worker(0)
     leads(owner, RECEIVED, SendMessage(1, ChildAccepted(REMOTE, CHILD)))
-    leads(owner, CREATED, SendMessage(1, ForkAccepted(REMOTE, FIRST)))
+    leads(owner, CREATED)
     leads(owner, HandleDropped(REMOTE, None))
     leads(owner, came(1, UserDeleted(REMOTE, FIRST)), ReleaseValue(REMOTE))
 
 
 def test_what_the_owner_passed_on_before_creation_is_not_confirmed_again() -> None:
     owner = worker(0, RECEIVED, HandlePassed(REMOTE, None, PASSED, to=2))
-    leads(owner, CREATED, SendMessage(1, ForkAccepted(REMOTE, FIRST)))
+    leads(owner, CREATED)
 
 
 # -- any order
@@ -270,9 +271,7 @@ def test_what_the_owner_passed_on_before_creation_is_not_confirmed_again() -> No
 def test_a_request_that_comes_before_the_creation_is_noted_and_accepted_then() -> None:
     owner = worker(0)
     leads(owner, came(2, ForkRequest(REMOTE, CHILD)))
-    leads(
-        owner, CREATED, SendMessage(2, ForkAccepted(REMOTE, CHILD)), SendMessage(1, ForkAccepted(REMOTE, FIRST))
-    )  # fmt: skip
+    leads(owner, CREATED, SendMessage(2, ForkAccepted(REMOTE, CHILD)))
 
 
 def test_a_request_that_comes_after_the_release_is_refused() -> None:
@@ -346,7 +345,7 @@ def test_the_loss_of_a_holder_that_was_noted_leaves_nothing_and_creation_may_fol
     owner = worker(0, came(2, ForkRequest(REMOTE, CHILD)))
     leads(owner, PeerLost(2), ReleaseValue(REMOTE))
     assert owner.is_empty()
-    leads(owner, CREATED, SendMessage(1, ForkAccepted(REMOTE, FIRST)))
+    leads(owner, CREATED)
 
 
 def test_the_loss_of_the_owner_orphans_its_forks() -> None:
@@ -437,12 +436,15 @@ STRANGE = ForkId(3, 8)
         (worker(2), came(1, ForkRequest(REMOTE, CHILD)), "is not ours"),
         (worker(0), came(2, ForkRequest(REMOTE, PASSED)), "was counted when it was passed"),
         (worker(0, CREATED), came(2, ForkRequest(REMOTE, FIRST)), "fork 1:1 is counted already"),
-        (worker(1), CONFIRMED, "which did not ask"),
-        (worker(1, CALLED, CONFIRMED), CONFIRMED, "which did not ask"),
+        (worker(1), came(0, ForkAccepted(REMOTE, FIRST)), "which did not ask"),
+        (worker(1, CALLED, CONFIRMED), CONFIRMED, "did not ask for"),
         (worker(1, CALLED), came(0, ForkAccepted(NOT_OURS, FIRST)), "which did not ask"),
-        (worker(1, CALLED), came(2, ForkAccepted(REMOTE, FIRST)), "worker 2 answered for"),
+        (worker(1, CALLED), came(0, ForkAccepted(REMOTE, FIRST)), "which asked to make it"),
+        (worker(1, CALLED), CreateDelivered(RRefId(0, 1, 9), FIRST), "did not ask for"),
+        (worker(1, CALLED, CONFIRMED), CONFIRMED, "did not ask for"),
+        (worker(2, RECEIVED), CreateDelivered(REMOTE, CHILD), "was not asked for by"),
         (worker(1, CALLED, CONFIRMED), came(0, ForkRefused(REMOTE, FIRST)), "which did not ask"),
-        (worker(1, CALLED), came(2, ForkRefused(REMOTE, FIRST)), "worker 2 answered for"),
+        (worker(2, RECEIVED), came(1, ForkRefused(REMOTE, CHILD)), "worker 1 answered for"),
         (worker(1), came(2, ChildAccepted(REMOTE, STRANGE)), "fork 3:8 was not made here"),
         (worker(1, CALLED, TO_TWO), came(3, ChildAccepted(REMOTE, CHILD)), "was not made for worker 3"),
         (worker(0), came(1, UserDeleted(REMOTE, FIRST)), "which it does not hold"),

@@ -76,5 +76,5 @@ def test_the_command_prints_how_much_it_visited(capsys: pytest.CaptureFixture[st
     assert main(["--forks", "1", "--crashes", "0", "--doubles", "0"]) == 0
     printed = capsys.readouterr().out
     assert "at most 1 forks, 0 crashes, 0 doubles, 0 losses, 0 acknowledgements" in printed
-    assert "a remote call to another:       188 states,        429 transitions" in printed
+    assert "a remote call to another:       193 states,        406 transitions" in printed
     assert "all invariants held in every state" in printed

@@ -64,6 +64,6 @@ def test_a_failing_schedule_is_replayed(monkeypatch: pytest.MonkeyPatch, capsys:
         return random_schedules.replay(schedule, workers, references=G2Dropped)  # type: ignore[arg-type]
 
     monkeypatch.setattr(simulate, "replay", replay)
-    steps = "call 1 0; pass 1 0 1; drop 1 1; deliver 1 0 1; deliver 0 1 1; deliver 1 0 3; deliver 1 0 2"
+    steps = "call 1 0; pass 1 0 1; drop 1 1; deliver 1 0 1; ack 1 0; deliver 1 0 3; deliver 1 0 2"
     assert simulate.main(["--workers", "2", "--replay", steps]) == 1
     assert "BROKEN: PROMISED" in capsys.readouterr().out

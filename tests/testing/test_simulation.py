@@ -144,7 +144,7 @@ def standings(network: SimulatedNetwork, worker: int) -> list[str]:
 def test_a_remote_call_is_confirmed_and_ends() -> None:
     network = play("call 1 0; deliver 1 0 1")
     assert standings(network, 1) == [PENDING]
-    network.step("deliver", 0, 1, 1)
+    network.step("ack", 1, 0)
     assert standings(network, 1) == [CONFIRMED]
     assert network.workers[0].values == {RRefId(0, 1, 1)}
     network.finish()
@@ -185,8 +185,9 @@ def test_an_acknowledgement_ends_the_keeping() -> None:
 
 
 def test_an_acknowledgement_rides_on_a_message() -> None:
-    network = play("call 1 0; deliver 1 0 1; deliver 0 1 1")
+    network = play("call 1 0; deliver 1 0 1; make 0; pass 0 1 1; deliver 0 1 1")
     assert network.workers[1].delivery.is_quiet()
+    assert standings(network, 1)[0] == CONFIRMED
 
 
 def test_survivors_are_told_of_a_death_each_in_its_own_time() -> None:
@@ -279,10 +280,10 @@ def test_live_is_broken_by_a_release_under_a_confirmed_handle() -> None:
 
 
 def test_answered_is_broken_by_a_request_that_nobody_sent() -> None:
-    network = play("call 1 0")
+    network = play("call 1 0; deliver 1 0 1; pass 1 2 1; deliver 1 2 1")
     network._asked.clear()
-    with pytest.raises(BrokenInvariant, match="ANSWERED: worker 1 waits for an answer about fork 1:1"):
-        network.step("call", 1, 2)
+    with pytest.raises(BrokenInvariant, match="ANSWERED: worker 2 waits for an answer about fork 1:2"):
+        network.step("call", 2, 1)
 
 
 def test_empty_is_broken_by_whatever_is_left() -> None:
@@ -293,10 +294,10 @@ def test_empty_is_broken_by_whatever_is_left() -> None:
 
 
 def test_promised_is_broken_by_a_handle_that_waits_for_ever() -> None:
-    network = play("call 1 0")
+    network = play("call 1 0; deliver 1 0 1; ack 1 0; pass 1 2 1; deliver 1 2 1")
     network.under_way.clear()
     network.not_taken.clear()
-    with pytest.raises(BrokenInvariant, match="PROMISED: worker 1 has a pending handle"):
+    with pytest.raises(BrokenInvariant, match="PROMISED: worker 2 has a pending handle"):
         network.rest()
 
 

@@ -418,6 +418,8 @@ class References:
         held = self.held.get(fork)
         if held is None or held.standing is not Standing.UNCONFIRMED or held.reference != reference:
             raise ProtocolError(f"an answer came for {fork} of {reference}, which did not ask")
+        if held.parent is None and fork.creator == self.me:
+            raise ProtocolError(f"an answer came for {fork} of {reference}, which asked to make it")
         if sender != reference.owner:
             raise ProtocolError(f"worker {sender} answered for {reference}, which it does not own")
         return held
