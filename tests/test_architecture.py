@@ -32,11 +32,12 @@ MAY_IMPORT: dict[str, set[str]] = {
     "rendezvous": {"errors", "protocol", "transports"},
     "futures": {"errors"},
     "functions": {"errors", "futures"},
+    "last_words": {"errors"},
     "agent": BELOW_AGENT,
-    "api": BELOW_API,
+    "api": BELOW_API | {"last_words"},
     # the edges: "farcall" is the package's own __init__, the public face
     "farcall": BELOW_API | {"api"},
-    "cli": BELOW_AGENT | {"api", "farcall"},
+    "cli": BELOW_AGENT | {"api", "farcall", "last_words"},
     "testing": BELOW_API | {"api", "farcall"},
     "pytorch": BELOW_API | {"api", "farcall"},
 }

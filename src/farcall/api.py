@@ -14,6 +14,7 @@ from typing import Any, TypeVar
 from farcall.agent import Agent
 from farcall.errors import AlreadyInitializedError, NotInitializedError, RendezvousTimeoutError, UsageError
 from farcall.futures import Future, on_serving_thread
+from farcall.last_words import prepare_last_words
 from farcall.options import DEFAULT_SHUTDOWN_TIMEOUT, UNSET_RPC_TIMEOUT, RpcBackendOptions
 from farcall.protocol.ids import WorkerInfo
 from farcall.rendezvous.store import PATIENCE
@@ -57,6 +58,7 @@ def init_rpc(
         raise UsageError(f"rpc_backend_options must be farcall.RpcBackendOptions, not {type(options).__name__}")
     from farcall.rendezvous import rendezvous  # not at the head: see there
 
+    prepare_last_words(os.environ)
     with _lock:
         if _agent is not None and not _agent.is_forked:
             raise AlreadyInitializedError(
