@@ -35,6 +35,9 @@ class Worker:
     def is_idle(self) -> bool:
         return not self.busy
 
+    def under_way(self) -> str:
+        return "a walk"
+
     def calls_started(self) -> int:
         return self.calls
 
@@ -95,7 +98,6 @@ def test_a_quiet_worker_alone_goes_after_two_rounds() -> None:
     worker.calls = 7
     leave_alone(worker, board)
     assert board.rounds == [[7], [7]]
-    assert all(timeout > 86400 for timeout in board.timeouts), "0 is without limit"
 
 
 def test_a_call_between_two_rounds_makes_another() -> None:
@@ -184,11 +186,39 @@ def test_those_who_did_not_come_are_named() -> None:
     with pytest.raises(ShutdownError) as missing:
         wait_for_everybody(Worker(0, 4), way_in(store, 0, 4), 5)
     assert str(missing.value) == (
-        "worker 'ann' waited for the others to shut down, but 'bob', 'dai' did not come in time; "
-        "everything is closed here now"
+        "worker 'ann' waited for the others to shut down, but 'bob', 'dai' did not come in time (shutdown() has not "
+        "been called there, or functions still run there); everything is closed here now"
     )
     (timeout,) = store.timeouts
     assert 0 < timeout <= 5
+
+
+@pytest.mark.parametrize(("timeout", "rest"), [(12.0, 7.0), (0.0, departure._A_LONG_TIME - departure.SILENCE)])
+def test_who_does_not_come_for_long_is_named_once_in_the_log(
+    timeout: float, rest: float, caplog: pytest.LogCaptureFixture
+) -> None:
+    store = Unmoved(RendezvousTimeoutError("late", ("departure/0/0",)))
+    with pytest.raises(ShutdownError):
+        wait_for_everybody(Worker(0, 2), way_in(store, 0, 2), timeout)
+    assert caplog.messages == [
+        "worker 'ann' waits in shutdown() for 'bob': shutdown() has not been called there, or functions still run there"
+    ]
+    assert store.timeouts == [departure.SILENCE, pytest.approx(rest, abs=1)]
+
+
+def test_those_who_come_late_are_heard_all_the_same() -> None:
+    class Late(Board):
+        def collect(self, prefix: str, count: int, timeout: float) -> Mapping[str, bytes]:
+            if len(self.timeouts) == 0:
+                self.timeouts.append(timeout)
+                raise RendezvousTimeoutError("late", ())
+            return super().collect(prefix, count, timeout)
+
+    board = Late()
+    leave_alone(Worker(0, 1), board)
+    assert len(board.rounds) == 2
+    assert board.timeouts[0] == board.timeouts[2] == departure.SILENCE
+    assert board.timeouts[1] > 86400, "0 is without limit"
 
 
 def test_a_store_that_is_gone_is_said_to_be() -> None:
@@ -206,27 +236,46 @@ def test_a_store_that_is_gone_before_anything_was_said() -> None:
         leave_alone(Worker(0, 1), Gone(RendezvousError("the store is gone")))
 
 
-def test_a_worker_that_does_not_become_idle_in_time_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
-    now = [100.0]
-    pauses: list[float] = []
+class Clock:
+    """The time that passes in pauses, and in nothing else."""
 
-    class Pause:
-        def wait(self, seconds: float) -> None:
-            pauses.append(seconds)
-            now[0] += seconds
+    def __init__(self) -> None:
+        self.now = 100.0
+        self.pauses: list[float] = []
 
-    monkeypatch.setattr(departure, "monotonic", lambda: now[0])
-    monkeypatch.setattr(departure, "threading", SimpleNamespace(Event=Pause))
+    def wait(self, seconds: float) -> None:
+        self.pauses.append(seconds)
+        self.now += seconds
+
+
+@pytest.fixture
+def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
+    clock = Clock()
+    monkeypatch.setattr(departure, "monotonic", lambda: clock.now)
+    monkeypatch.setattr(departure, "threading", SimpleNamespace(Event=lambda: clock))
+    return clock
+
+
+def test_a_worker_that_does_not_become_idle_in_time_says_so(clock: Clock, caplog: pytest.LogCaptureFixture) -> None:
     worker = Worker(0, 1)
     worker.busy = 1
     with pytest.raises(
-        ShutdownError, match=r"worker 'ann' shut down while calls were still under way here.*longer tim"
+        ShutdownError,
+        match=r"worker 'ann' shut down while .* under way here: a walk; .* though its caller .*longer tim",
     ):
         leave_alone(worker, Board(), timeout=3)
-    assert now[0] == pytest.approx(103, abs=departure._LONGEST_PAUSE)
-    assert pauses[0] == departure._FIRST_PAUSE
-    assert pauses[-1] == departure._LONGEST_PAUSE
-    assert sorted(pauses) == pauses
+    assert clock.now == pytest.approx(103, abs=departure._LONGEST_PAUSE)
+    assert clock.pauses[0] == departure._FIRST_PAUSE
+    assert clock.pauses[-1] == departure._LONGEST_PAUSE
+    assert sorted(clock.pauses) == clock.pauses
+    assert caplog.messages == []
+
+
+def test_what_keeps_a_worker_for_long_is_named_once_in_the_log(clock: Clock, caplog: pytest.LogCaptureFixture) -> None:
+    worker = Worker(0, 1)
+    worker.is_idle = lambda: clock.now > 100 + 4 * departure.SILENCE  # type: ignore[method-assign]
+    leave_alone(worker, Board())
+    assert caplog.messages == ["worker 'ann' waits in shutdown() for: a walk"]
 
 
 # A group in which one piece of work wanders from worker to worker, over every interleaving with the rounds.

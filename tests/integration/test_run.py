@@ -1,4 +1,4 @@
-"""`farcall run` as a user runs it: real processes, real signals, a real terminal. Hardly any of the workers is one of farcall's."""
+"""`farcall run` as a user runs it: real processes, real signals, a real terminal. Few of the workers make calls."""
 
 from __future__ import annotations
 

@@ -24,6 +24,7 @@ from farcall.agent.peers import Member, Peer
 from farcall.agent.poller import READABLE, Poller
 from farcall.agent.serving import Serving
 from farcall.agent.supervisor import Supervisor
+from farcall.agent.under_way import describe_under_way
 from farcall.errors import (
     ForkedProcessError,
     NotInitializedError,
@@ -249,6 +250,10 @@ class Agent:
     def is_idle(self) -> bool:
         """Nothing runs here for others, and nothing is awaited from others."""
         return not self._serving.is_busy() and not any(connection.pending for connection in list(self._connections))
+
+    def under_way(self) -> str:
+        """What keeps this worker from being idle, in words."""
+        return describe_under_way(self._serving.thread_idents(), list(self._connections))
 
     def calls_started(self) -> int:
         """How many calls this worker has made so far."""

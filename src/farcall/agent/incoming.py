@@ -121,6 +121,9 @@ class Incoming:
             raise ProtocolError(f"this is worker {self._us.name!r}, not {hello.wanted!r}")
         self._peer = hello
 
+    def __str__(self) -> str:
+        return self._who()
+
     def _who(self) -> str:
         return f"worker {self._peer.name!r}" if self._peer is not None else self._channel.address
 
