@@ -77,7 +77,7 @@ def _wait_until_idle(leaver: Leaver, deadline: float) -> None:
         now = monotonic()
         if now >= deadline:
             raise ShutdownError(
-                f"worker {leaver.info.name!r} shut down while there was still under way here: {leaver.under_way()}; "
+                f"worker {leaver.info.name!r} shut down while calls were still under way here: {leaver.under_way()}; "
                 "everything is closed now. A call counts until its function has ended, though its caller may have "
                 "given up. Wait for your futures first, or give shutdown a longer timeout"
             )
