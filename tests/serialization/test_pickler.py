@@ -8,6 +8,7 @@ import threading
 from collections import OrderedDict, deque
 from functools import partial
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import numpy as np
@@ -354,6 +355,34 @@ def test_each_call_gets_keywords_of_its_own() -> None:
 def test_arguments_in_another_sequence_are_the_same_arguments(args: Any) -> None:
     payload, _ = dumps_arguments(train, args, {})
     assert loads_arguments(payload) == (tuple(args), {})
+
+
+@pytest.mark.parametrize("by_value", [False, True])
+@pytest.mark.parametrize(
+    ("args", "hint"),
+    [
+        (3, r"not 3: for one argument, \(x,\)"),
+        ("bob", r"not 'bob': for one argument, \(x,\)"),
+        (b"bob", "not b'bob': for one"),
+        (bytearray(b"bob"), "for one"),
+        ({1, 2}, r"not \{1, 2\}: for one"),
+        ({"x": 1}, r"not \{'x': 1\}: did you mean kwargs\?"),
+    ],
+)
+def test_what_is_no_list_of_arguments_is_refused(args: Any, hint: str, by_value: bool) -> None:
+    with pytest.raises(UsageError, match=rf"args must be a tuple or list of arguments, {hint}"):
+        dumps_arguments(print, args, by_value=by_value)
+
+
+@pytest.mark.parametrize("kwargs", [[("x", 1)], {"x"}, "x", 3])
+def test_keywords_that_are_no_mapping_are_refused(kwargs: Any) -> None:
+    with pytest.raises(UsageError, match="kwargs must be a dict of arguments by their names, not "):
+        dumps_arguments(print, (), kwargs)
+
+
+def test_keywords_may_be_any_mapping() -> None:
+    payload, _ = dumps_arguments(print, (), MappingProxyType({"x": 1}))  # which cannot be pickled itself
+    assert loads_arguments(payload) == ((), {"x": 1})
 
 
 def test_a_function_by_value_stands_in_front_and_shares_with_its_arguments() -> None:

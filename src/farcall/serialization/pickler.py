@@ -23,7 +23,7 @@ from __future__ import annotations
 import inspect
 import pickle
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence, Set
 from pickle import dumps as _pickle_dumps
 from pickle import loads as _pickle_loads
 from typing import Any, Final, TypeAlias
@@ -114,7 +114,8 @@ def dumps_arguments(
 
     `function` and `worker` (whom it is for) are for messages only, unless `by_value` is true: then the function itself
     travels in front of the arguments, pickled together with them, so that what they share stays shared.
-    Raises `SerializationError`, naming the argument, if one cannot be pickled.
+    Raises `SerializationError`, naming the argument, if one cannot be pickled; `UsageError` if `args` or `kwargs` are
+    no such thing.
     """
     if by_value:
         sent: Any = (function, *_as_tuple(args))
@@ -124,9 +125,11 @@ def dumps_arguments(
         sent = ()
     else:
         return b"", []
+    if kwargs:
+        sent = [sent, kwargs if type(kwargs) is dict else _as_dict(kwargs)]
     buffers = _OutOfBand()
     try:
-        return _payload([sent, kwargs] if kwargs else sent, buffers), buffers
+        return _payload(sent, buffers), buffers
     except Exception as error:
         refusal = _blame_argument(function, args, kwargs or {}, worker, by_value, error)
         raise refusal from error
@@ -163,10 +166,21 @@ def dumps_result(function: Callable[..., Any] | str, value: Any, worker: str = "
 
 
 def _as_tuple(args: Any) -> tuple[Any, ...]:
-    try:
-        return tuple(args)
-    except TypeError:
-        raise UsageError(f"args must be a tuple or list of arguments, not {args!r}: for one argument, (x,)") from None
+    hint = "for one argument, (x,)"
+    if isinstance(args, Mapping):
+        hint = "did you mean kwargs?"
+    elif not isinstance(args, (str, bytes, bytearray, Set)):  # text is no list of letters, and a set has no order
+        try:
+            return tuple(args)
+        except TypeError:
+            pass
+    raise UsageError(f"args must be a tuple or list of arguments, not {args!r}: {hint}")
+
+
+def _as_dict(kwargs: Any) -> dict[str, Any]:
+    if not isinstance(kwargs, Mapping):
+        raise UsageError(f"kwargs must be a dict of arguments by their names, not {kwargs!r}")
+    return dict(kwargs)
 
 
 def _payload(value: Any, buffers: _OutOfBand | None) -> bytes:
