@@ -109,7 +109,7 @@ def test_a_reply_that_cannot_be_unpickled_says_whose_it_is() -> None:
     state, error = Reply("w7", add, RESULT, b"no pickle", ()).load()
     assert state == FAILED
     assert isinstance(error, SerializationError)
-    assert "the result of `add` from worker 'w7' cannot be unpickled here" in str(error)
+    assert "the result of `add` from worker 'w7' cannot be rebuilt here" in str(error)
     assert error.__cause__ is not None
 
 

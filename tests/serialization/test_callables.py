@@ -253,7 +253,8 @@ def test_an_interactive_function_travels_by_value(become: Any) -> None:
 
 def test_another_script_says_so(become: Any) -> None:
     become("")
-    with pytest.raises(SerializationError, match="`work` in module `__main__`: do all workers run the same script"):
+    advice = "define it at the top level of the script, before init_rpc, on every worker, or pass a lambda"
+    with pytest.raises(SerializationError, match=f"`work` in module `__main__`: {advice}"):
         resolve_function(b"__main__\0work")
 
 

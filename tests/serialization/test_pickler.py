@@ -5,7 +5,7 @@ import socket
 import subprocess
 import sys
 import threading
-from collections import OrderedDict, deque
+from collections import deque
 from functools import partial
 from pathlib import Path
 from types import MappingProxyType
@@ -351,7 +351,7 @@ def test_each_call_gets_keywords_of_its_own() -> None:
     assert loads_arguments(b"") == ((), {})
 
 
-@pytest.mark.parametrize("args", [[1, {"a": 2}], OrderedDict.fromkeys("xy"), deque([1, 2])])
+@pytest.mark.parametrize("args", [[1, {"a": 2}], range(2), deque([1, 2])])
 def test_arguments_in_another_sequence_are_the_same_arguments(args: Any) -> None:
     payload, _ = dumps_arguments(train, args, {})
     assert loads_arguments(payload) == (tuple(args), {})
@@ -364,7 +364,7 @@ def test_arguments_in_another_sequence_are_the_same_arguments(args: Any) -> None
         (3, r"not 3: for one argument, \(x,\)"),
         ("bob", r"not 'bob': for one argument, \(x,\)"),
         (b"bob", "not b'bob': for one"),
-        (bytearray(b"bob"), "for one"),
+        (bytearray(b"bob"), ".*: for one"),
         ({1, 2}, r"not \{1, 2\}: for one"),
         ({"x": 1}, r"not \{'x': 1\}: did you mean kwargs\?"),
     ],
@@ -521,3 +521,10 @@ def test_a_missing_buffer_is_an_error() -> None:
     payload, _ = dumps(np.zeros(OUT_OF_BAND_SIZE))
     with pytest.raises(SerializationError):
         loads(payload)
+
+
+def test_a_class_that_this_script_has_not_comes_with_advice() -> None:
+    with pytest.raises(
+        SerializationError, match=r"Absent.*; define it at the top level of the script, before init_rpc, on"
+    ):
+        loads(b"c__main__\nAbsent\n.")

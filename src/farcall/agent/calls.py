@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 from farcall.errors import SerializationError
 from farcall.futures import DONE, FAILED, FOREVER, PENDING, Callbacks, Future, run_callbacks
 from farcall.protocol.wire import FAILURE, Bytes
-from farcall.serialization import callable_name, decode_failure, describe_failure, loads
+from farcall.serialization import callable_name, decode_failure, describe_failure, loads, not_rebuilt
 
 logger = logging.getLogger("farcall")
 
@@ -77,13 +77,10 @@ class Reply:
             return FAILED, decode_failure(self._body)
         try:
             return DONE, loads(self._body, self._buffers)
-        except Exception as error:
-            name = callable_name(self._function)
-            wrapped = SerializationError(
-                f"the result of `{name}` from worker {self._worker!r} cannot be unpickled here: "
-                f"{type(error).__name__}: {error}. Is the same code installed on both workers?"
-            )
-            wrapped.__cause__ = error
+        except SerializationError as error:
+            what = f"the result of `{callable_name(self._function)}` from worker {self._worker!r}"
+            wrapped = not_rebuilt(what, "here", error.__cause__)
+            wrapped.__cause__ = error.__cause__
             return FAILED, wrapped
 
     def describe(self) -> str:

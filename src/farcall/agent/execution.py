@@ -16,10 +16,18 @@ from typing import Any
 
 from farcall.agent.coroutines import EventLoop
 from farcall.agent.serving import Answerable, Reply
+from farcall.errors import SerializationError
 from farcall.functions import is_async_execution
 from farcall.futures import Future
 from farcall.protocol.wire import FAILURE, RESULT, Bytes, encode, encode_start
-from farcall.serialization import callable_name, dumps_result, encode_failure, loads_arguments, resolve_function
+from farcall.serialization import (
+    callable_name,
+    dumps_result,
+    encode_failure,
+    loads_arguments,
+    not_rebuilt,
+    resolve_function,
+)
 
 
 class CallJob:
@@ -55,7 +63,11 @@ class CallJob:
                 function = resolve_function(self.kind, self._worker)
                 result = function()
             else:
-                args, kwargs = loads_arguments(self._body, self._buffers)
+                try:
+                    args, kwargs = loads_arguments(self._body, self._buffers)
+                except SerializationError as error:
+                    what = f"the arguments of `{self._name()}`" if self.kind else f"{self._name()}, or its arguments,"
+                    raise not_rebuilt(what, f"on worker {self._worker!r}", error.__cause__) from error.__cause__
                 if self.kind:
                     function = resolve_function(self.kind, self._worker)
                 else:
@@ -84,10 +96,12 @@ class CallJob:
             return [encode_start(RESULT, self._call_id, b"", body, buffers), *buffers]
         return encode(RESULT, self._call_id, b"", body)
 
+    def _name(self) -> str:
+        """Of a function that is not there yet, for messages."""
+        return self.kind.decode(errors="replace").replace("\0", ".") or "a function sent by value"
+
     def _failure(self, function: Any, error: BaseException) -> Reply:
-        name = (
-            callable_name(function) if function is not None else self.kind.decode(errors="replace").replace("\0", ".")
-        )
+        name = callable_name(function) if function is not None else self._name()
         return encode(FAILURE, self._call_id, b"", encode_failure(error, self._worker, name))
 
     def _answer(self, function: Callable[..., Any], result: Any, error: BaseException | None) -> None:

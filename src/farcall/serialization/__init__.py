@@ -15,6 +15,7 @@ from farcall.serialization.pickler import (
     dumps_result,
     loads,
     loads_arguments,
+    not_rebuilt,
 )
 
 __all__ = [
@@ -31,5 +32,6 @@ __all__ = [
     "encode_function",
     "loads",
     "loads_arguments",
+    "not_rebuilt",
     "resolve_function",
 ]

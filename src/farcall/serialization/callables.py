@@ -27,6 +27,9 @@ _MAIN_NAMES: Final = ("__main__", "__mp_main__")
 _MAX_NAMES: Final = 4096
 """More names than a program has; whoever makes up new ones without end shall not fill the memory."""
 
+IN_THE_SCRIPT: Final = "define it at the top level of the script, before init_rpc, on every worker"
+"""Advice for what one worker's script has, and another's has not."""
+
 _modules = sys.modules
 
 # What is kept: for the id of a function, its bytes and the name behind them; for bytes, the name. An id may be used
@@ -119,7 +122,7 @@ def _find_function(blob: bytes, worker: str) -> Any:
         raise SerializationError(f"{worker} was asked for a function by a name that is no text: {blob!r}") from None
     if module in _MAIN_NAMES:
         module = "__main__"
-        advice = "do all workers run the same script?"
+        advice = f"{IN_THE_SCRIPT}, or pass a lambda"
     else:
         advice = "is the same code installed there?"
     try:

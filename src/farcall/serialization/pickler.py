@@ -29,7 +29,7 @@ from pickle import loads as _pickle_loads
 from typing import Any, Final, TypeAlias
 
 from farcall.errors import SerializationError, UsageError
-from farcall.serialization.callables import callable_name
+from farcall.serialization.callables import IN_THE_SCRIPT, callable_name
 from farcall.serialization.unpicklable import find_unpicklable, type_name
 
 OUT_OF_BAND_SIZE: Final = 16 * 1024
@@ -97,10 +97,15 @@ def loads(payload: Buffer, buffers: Sequence[Buffer] = ()) -> Any:
             # such a child; having it here too makes all that follows take the fast path.
             _modules["__mp_main__"] = _modules["__main__"]
             return loads(payload, buffers)
-        raise SerializationError(
-            f"what was sent cannot be rebuilt here ({type(error).__name__}: {error}); "
-            "is the same code installed on both workers?"
-        ) from error
+        raise not_rebuilt("what was sent", "here", error) from error
+
+
+def not_rebuilt(what: str, where: str, reason: BaseException | None) -> SerializationError:
+    """The error that says so, and what to do about it. `reason`: what `loads` ran into."""
+    # Its repr is all that pickle says of a module that lacks something.
+    missing_in_script = isinstance(reason, AttributeError) and repr(_modules["__main__"]) in str(reason)
+    advice = IN_THE_SCRIPT if missing_in_script else "is the same code installed on both workers?"
+    return SerializationError(f"{what} cannot be rebuilt {where} ({type(reason).__name__}: {reason}); {advice}")
 
 
 def dumps_arguments(
