@@ -63,15 +63,11 @@ class CallJob:
                 function = resolve_function(self.kind, self._worker)
                 result = function()
             else:
-                try:
-                    args, kwargs = loads_arguments(self._body, self._buffers)
-                except SerializationError as error:
-                    what = f"the arguments of `{self._name()}`" if self.kind else f"{self._name()}, or its arguments,"
-                    raise not_rebuilt(what, f"on worker {self._worker!r}", error.__cause__) from error.__cause__
                 if self.kind:
                     function = resolve_function(self.kind, self._worker)
+                    args, kwargs = loads_arguments(self._body, self._buffers)
                 else:
-                    function, *args = args  # type: ignore[assignment]
+                    (function, *args), kwargs = loads_arguments(self._body, self._buffers)  # type: ignore[assignment]
                 self._body = b""  # the arguments are the function's alone now, and go when it lets them go
                 self._buffers = ()
                 result = function(*args, **kwargs)
@@ -79,6 +75,8 @@ class CallJob:
                 self._answer_when_settled(function, result)
                 return None
         except BaseException as error:
+            if self._body and isinstance(error, SerializationError) and (function is not None or not self.kind):
+                error = self._not_rebuilt(error)
             return self._failure(function, error)
         if isinstance(result, CoroutineType):
             self._loop.run(result, lambda outcome, error: self._answer(function, outcome, error))
@@ -99,6 +97,12 @@ class CallJob:
     def _name(self) -> str:
         """Of a function that is not there yet, for messages."""
         return self.kind.decode(errors="replace").replace("\0", ".") or "a function sent by value"
+
+    def _not_rebuilt(self, error: SerializationError) -> SerializationError:
+        what = f"the arguments of `{self._name()}`" if self.kind else f"{self._name()}, or its arguments,"
+        explained = not_rebuilt(what, f"on worker {self._worker!r}", error.__cause__)
+        explained.__cause__ = error.__cause__
+        return explained
 
     def _failure(self, function: Any, error: BaseException) -> Reply:
         name = callable_name(function) if function is not None else self._name()
