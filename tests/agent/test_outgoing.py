@@ -90,6 +90,7 @@ def test_loss_fails_everything_under_way_and_names_worker_and_function(
         assert error.worker == "worker1"
         assert "worker 'worker1' was lost" in str(error)
         assert "`wait_at`" in str(error)
+        assert str(error).endswith("does every worker call rpc.shutdown() at its end?")
     gate.set()
     assert call(group[0], 1, echo, "connected anew") == "connected anew"
 

@@ -37,6 +37,7 @@ _CHUNK: Final = 1 << 15
 """Not more: from 128 KiB on, the allocator asks the system for memory anew each time, which costs more than a call."""
 _MAX_WAITING: Final = 1 << 24
 """Bytes that may wait to be sent before callers have to wait too."""
+LOST_ADVICE: Final = "is it still running, and does every worker call rpc.shutdown() at its end?"
 _LOOK_AGAIN: Final = 1.0
 _PATIENCE: Final = 5e-3
 _LONGEST_PATIENCE: Final = 100e-3
@@ -72,6 +73,7 @@ class Outgoing:
         self._poll = poll.poll
         self._lock = threading.Lock()
         self._lost: RpcError | None = None
+        self._advice = ""
         self._first_deadline = FOREVER
         self._unattended_since = 0.0
         self._calls_at_last_tick = 0
@@ -113,7 +115,7 @@ class Outgoing:
             self.lose(f"sending to it failed: {error}")
         except BaseException as error:
             if self._sender.is_broken():
-                self.lose(f"sending to it was interrupted by {type(error).__name__}")
+                self.lose(f"sending to it was interrupted by {type(error).__name__}", advice="")
             raise
         if self._lost is not None and self.pending.pop(call_id, None) is not None:
             self._fail(future)
@@ -184,7 +186,7 @@ class Outgoing:
                 count = self._channel.receive_into(decoder.space)
                 messages = decoder.filled(count) if count else None
             if messages is None:
-                self.lose("it closed the connection: it has died or shut down")
+                self.lose("it closed the connection")
                 return
             for kind, call_id, _, body, buffers in messages:
                 if kind == CALL:
@@ -210,7 +212,7 @@ class Outgoing:
         except (OSError, ProtocolError, MemoryError) as error:
             self.lose(f"reading its replies failed: {error or type(error).__name__}")
         except BaseException as error:
-            self.lose(f"reading its replies was interrupted by {type(error).__name__}")
+            self.lose(f"reading its replies was interrupted by {type(error).__name__}", advice="")
             raise
 
     def _dispatch(self, future: Future[Any], callbacks: Callbacks) -> None:
@@ -293,8 +295,9 @@ class Outgoing:
 
     # The end
 
-    def lose(self, reason: str) -> None:
+    def lose(self, reason: str, advice: str = LOST_ADVICE) -> None:
         """Gives the connection up; everything pending fails with `WorkerLost`."""
+        self._advice = f"; {advice}" if advice else ""
         self._end(WorkerLost(f"worker {self.peer.name!r} was lost: {reason}", self.peer.name))
 
     def close(self, reason: str) -> None:
@@ -327,7 +330,7 @@ class Outgoing:
     def _fail(self, future: PendingCall) -> None:
         lost = self._lost
         assert lost is not None
-        text = f"{lost} (while `{callable_name(future.function)}` was running there, or on its way)"
+        text = f"{lost} (while `{callable_name(future.function)}` was running there, or on its way){self._advice}"
         error = WorkerLost(text, self.peer.name) if isinstance(lost, WorkerLost) else RpcError(text)
         self._settle_failed(future, error)
 
