@@ -181,6 +181,20 @@ def test_the_default_timeout() -> None:
     assert rpc.get_rpc_timeout() == 0.1
 
 
+@pytest.mark.usefixtures("alone")
+@pytest.mark.parametrize("wrong", [None, "3", [1]])
+def test_a_timeout_that_is_no_number(wrong: Any) -> None:
+    for call in (rpc.rpc_sync, rpc.rpc_async):
+        with pytest.raises(rpc.UsageError, match=r"a timeout must be a number of seconds \(0 is none\), not "):
+            call("alone", int, timeout=wrong)
+    with pytest.raises(rpc.UsageError, match=r"0 \(none\) or more seconds, not "):
+        rpc._set_rpc_timeout(wrong)
+    for wrong_or_negative in (wrong, -1):
+        with pytest.raises(rpc.UsageError, match=r"of a shutdown must be 0 \(none\) or more seconds, not "):
+            rpc.shutdown(timeout=wrong_or_negative)
+    assert rpc.rpc_sync("alone", int) == 0
+
+
 def test_the_timeout_of_the_options(port: int) -> None:
     rpc.init_rpc("alone", rank=0, world_size=1, rpc_backend_options=options(port, rpc_timeout=7))
     assert rpc.get_rpc_timeout() == 7

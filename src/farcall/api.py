@@ -9,6 +9,7 @@ import atexit
 import os
 import threading
 from collections.abc import Callable, Mapping, Sequence
+from numbers import Real
 from typing import Any, TypeVar
 
 from farcall.agent import Agent
@@ -87,6 +88,8 @@ def shutdown(graceful: bool = True, timeout: float = DEFAULT_SHUTDOWN_TIMEOUT) -
     `UsageError` if a function that runs here for others calls it gracefully.
     """
     global _agent
+    if not isinstance(timeout, Real) or timeout < 0:
+        raise UsageError(f"the timeout of a shutdown must be 0 (none) or more seconds, not {timeout!r}")
     if graceful and on_serving_thread():
         raise UsageError(
             "a graceful shutdown waits for all functions that run here for others, so it cannot be called by one of "
@@ -156,8 +159,8 @@ def get_rpc_timeout() -> float:
 
 def _set_rpc_timeout(timeout: float) -> None:
     """Sets the default timeout of this worker's calls. Raises `UsageError`, `NotInitializedError`."""
-    if timeout < 0:
-        raise UsageError(f"a timeout must be 0 (none) or more seconds, not {timeout}")
+    if not isinstance(timeout, Real) or timeout < 0:
+        raise UsageError(f"a timeout must be 0 (none) or more seconds, not {timeout!r}")
     _current().rpc_timeout = float(timeout)
 
 

@@ -186,10 +186,13 @@ class Agent:
             peer = None
         if peer is None or self._closed is not None:
             raise self._refusal(to)
-        if timeout == UNSET_RPC_TIMEOUT:
-            timeout = self.rpc_timeout
-        elif timeout < 0:
-            raise UsageError(f"a timeout must be 0 (none) or more seconds, not {timeout}")
+        try:
+            if timeout == UNSET_RPC_TIMEOUT:
+                timeout = self.rpc_timeout
+            elif timeout < 0:
+                raise UsageError(f"a timeout must be 0 (none) or more seconds, not {timeout}")
+        except TypeError:
+            raise UsageError(f"a timeout must be a number of seconds (0 is none), not {timeout!r}") from None
         head = encode_function(function)
         body, buffers = _NO_ARGUMENTS
         if head is None:
