@@ -631,6 +631,14 @@ def test_collect_all_of_nothing_is_done() -> None:
     assert collect_all([]).wait() == []
 
 
+@pytest.mark.parametrize("function", [collect_all, wait_all])
+def test_only_futures_can_be_waited_for(function: Callable[[list[Any]], Any]) -> None:
+    with pytest.raises(
+        TypeError, match="collect_all and wait_all take farcall futures, as rpc_async gives them, not 1"
+    ):
+        function([done(0), 1])
+
+
 def test_collect_all_takes_a_future_twice() -> None:
     future: Future[int] = Future()
     collected = collect_all([future, future])

@@ -453,9 +453,17 @@ class _All:
                 each._source.attend()
 
 
+def _checked(futures: Iterable[Future[Any]]) -> list[Future[Any]]:
+    all_futures = list(futures)
+    for future in all_futures:
+        if not isinstance(future, Future):
+            raise TypeError(f"collect_all and wait_all take farcall futures, as rpc_async gives them, not {future!r}")
+    return all_futures
+
+
 def collect_all(futures: Iterable[Future[Any]]) -> Future[list[Future[Any]]]:
     """A future that is done, with the list of all these futures, when all of them are done, failed or not."""
-    all_futures = list(futures)
+    all_futures = _checked(futures)
     collected: Future[list[Future[Any]]] = Future()
     collected._source = _All(all_futures)
     remaining = len(all_futures)
@@ -480,7 +488,7 @@ def collect_all(futures: Iterable[Future[Any]]) -> Future[list[Future[Any]]]:
 
 def wait_all(futures: Iterable[Future[Any]]) -> list[Any]:
     """The results of all, in their order. Raises the first error in that order, when all are done."""
-    all_futures = list(futures)
+    all_futures = _checked(futures)
     for future in all_futures:
         if not future._state:
             future.block(FOREVER)

@@ -52,6 +52,9 @@ class PendingCall(Future[Any]):
             return self._value
         return super().wait()
 
+    def _settle_by_hand(self, state: int, value: Any, describe: Callable[[], str] | None) -> None:
+        raise RuntimeError(f"{self!r} is settled by its call alone; make a Future() of your own to settle by hand")
+
     def __repr__(self) -> str:
         return f"{super().__repr__()[:-1]} of `{callable_name(self.function)}`>"
 

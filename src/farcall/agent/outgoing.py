@@ -144,6 +144,7 @@ class Outgoing:
         try:
             self._reading.wait(future, deadline if deadline < future.deadline else future.deadline)
         except BaseException:
+            future.watch(_forgive, waker=True, attended=True)
             if future.due is not None:
                 self._dispatch(future, future.due)
             raise
@@ -192,8 +193,8 @@ class Outgoing:
                 if kind == CALL:
                     raise ProtocolError("a call came where only replies may")
                 future = self.pending.pop(call_id, None)
-                if future is None or future._state:
-                    continue  # its time was over, or it was settled by hand: dropped quietly
+                if future is None:
+                    continue  # its time was over: dropped quietly
                 if kind == RESULT and not body:
                     callbacks = future.settle(DONE, None)
                 else:
@@ -339,3 +340,9 @@ class Outgoing:
         callbacks = future.settle(FAILED, error)
         if callbacks is not None:
             self._dispatch(future, callbacks)
+
+
+def _forgive(future: Future[Any]) -> None:
+    """Who waited for it was interrupted (Ctrl-C), and may never look: should it fail, that is not reported."""
+    if future._report is not None:
+        future._report.seen = True
