@@ -154,13 +154,13 @@ def around_results(readme: Path) -> tuple[str, str]:
 
 
 def write_summary(readme: Path, shown: Sequence[TextTable], where: dict[str, str]) -> None:
-    """Replace the block of the project's README: the first table, the figures, and what the run stood on."""
+    """Replace the block of the project's README: the first table, and what the run stood on."""
     before, begin, rest = readme.read_text(encoding="utf-8").partition(SUMMARY_BEGIN)
     _, end, after = rest.partition(SUMMARY_END)
     if not begin or not end:
         raise ValueError(f"{readme} lacks the lines {SUMMARY_BEGIN!r} and {SUMMARY_END!r}")
     about = ", ".join(f"{name} {value}" for name, value in where.items())
-    body = "\n\n".join([shown[0].markdown(), shown[-1].markdown(), f"Measured by `make bench` on: {about}."])
+    body = "\n\n".join([shown[0].markdown(), f"Measured by `make bench` on: {about}."])
     readme.write_text(f"{before}{begin}\n\n{body}\n\n{end}{after}", encoding="utf-8")
 
 

@@ -92,6 +92,20 @@ def test_everything_public_is_there_and_documented() -> None:
     assert UNSET_RPC_TIMEOUT == -1.0
 
 
+@pytest.mark.parametrize(
+    ("name", "advice"),
+    [
+        ("TensorPipeRpcBackendOptions", r"as torch\.distributed\.rpc has: use farcall\.RpcBackendOptions"),
+        ("BackendType", "leave `backend` out"),
+        ("nothing", "module 'farcall' has no 'nothing'$"),
+    ],
+)
+def test_a_name_that_is_not_there_comes_with_advice_if_torch_has_it(name: str, advice: str) -> None:
+    assert not hasattr(rpc, name)
+    with pytest.raises(AttributeError, match=advice):
+        getattr(rpc, name)
+
+
 def test_worker_info_is_equal_hashable_and_picklable() -> None:
     info = rpc.WorkerInfo("trainer", 3)
     assert (info.name, info.id) == ("trainer", 3)

@@ -37,6 +37,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "api": BELOW_API | {"last_words"},
     # the edges: "farcall" is the package's own __init__, the public face
     "farcall": BELOW_API | {"api"},
+    "__main__": {"cli"},
     "cli": BELOW_AGENT | {"api", "farcall", "last_words"},
     "testing": BELOW_API | {"api", "farcall"},
     "pytorch": BELOW_API | {"api", "farcall"},

@@ -518,7 +518,7 @@ def test_async_execution_fails_now_and_later(group: LocalGroup) -> None:
     for function in (fails_later, fails_now):
         with pytest.raises(Odd):
             call(group[0], 1, function)
-    with pytest.raises(TypeError, match="must return a Future, but `forgets_the_future` returned a int"):
+    with pytest.raises(TypeError, match="must return a Future, but what `forgets_the_future` returned is of type int"):
         call(group[0], 1, forgets_the_future)
     with pytest.raises(SerializationError, match="`cannot_be_pickled_later`"):
         call(group[0], 1, cannot_be_pickled_later)

@@ -15,7 +15,7 @@ from pathlib import Path
 
 import pytest
 
-FARCALL = [sys.executable, "-m", "farcall.cli"]
+FARCALL = [sys.executable, "-m", "farcall"]
 LIMIT = 40.0
 """Seconds after which a test gives up."""
 

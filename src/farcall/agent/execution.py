@@ -115,8 +115,8 @@ class CallJob:
     def _answer_when_settled(self, function: Callable[..., Any], future: Any) -> None:
         if not isinstance(future, Future):
             raise TypeError(
-                f"functions decorated with async_execution must return a Future, but `{callable_name(function)}` "
-                f"returned a {type(future).__name__}"
+                f"functions decorated with async_execution must return a Future, but what `{callable_name(function)}` "
+                f"returned is of type {type(future).__name__}"
             )
 
         def settled(future: Future[Any]) -> None:
