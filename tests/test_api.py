@@ -92,6 +92,20 @@ def test_everything_public_is_there_and_documented() -> None:
     assert UNSET_RPC_TIMEOUT == -1.0
 
 
+@pytest.mark.parametrize(
+    ("name", "advice"),
+    [
+        ("TensorPipeRpcBackendOptions", r"as torch\.distributed\.rpc has: use farcall\.RpcBackendOptions"),
+        ("BackendType", "leave `backend` out"),
+        ("nothing", "module 'farcall' has no 'nothing'$"),
+    ],
+)
+def test_a_name_that_is_not_there_comes_with_advice_if_torch_has_it(name: str, advice: str) -> None:
+    assert not hasattr(rpc, name)
+    with pytest.raises(AttributeError, match=advice):
+        getattr(rpc, name)
+
+
 def test_worker_info_is_equal_hashable_and_picklable() -> None:
     info = rpc.WorkerInfo("trainer", 3)
     assert (info.name, info.id) == ("trainer", 3)
@@ -179,6 +193,20 @@ def test_the_default_timeout() -> None:
     with pytest.raises(rpc.UsageError, match="0 \\(none\\) or more"):
         rpc._set_rpc_timeout(-3)
     assert rpc.get_rpc_timeout() == 0.1
+
+
+@pytest.mark.usefixtures("alone")
+@pytest.mark.parametrize("wrong", [None, "3", [1]])
+def test_a_timeout_that_is_no_number(wrong: Any) -> None:
+    for call in (rpc.rpc_sync, rpc.rpc_async):
+        with pytest.raises(rpc.UsageError, match=r"a timeout must be a number of seconds \(0 is none\), not "):
+            call("alone", int, timeout=wrong)
+    with pytest.raises(rpc.UsageError, match=r"0 \(none\) or more seconds, not "):
+        rpc._set_rpc_timeout(wrong)
+    for wrong_or_negative in (wrong, -1):
+        with pytest.raises(rpc.UsageError, match=r"of a shutdown must be 0 \(none\) or more seconds, not "):
+            rpc.shutdown(timeout=wrong_or_negative)
+    assert rpc.rpc_sync("alone", int) == 0
 
 
 def test_the_timeout_of_the_options(port: int) -> None:

@@ -32,12 +32,14 @@ MAY_IMPORT: dict[str, set[str]] = {
     "rendezvous": {"errors", "protocol", "transports"},
     "futures": {"errors"},
     "functions": {"errors", "futures"},
+    "last_words": {"errors"},
     "agent": BELOW_AGENT,
     "rref": {"errors", "futures", "options", "protocol", "serialization", "agent", "api"},
-    "api": BELOW_API | {"rref"},
+    "api": BELOW_API | {"rref", "last_words"},
     # the edges: "farcall" is the package's own __init__, the public face
     "farcall": BELOW_API | {"rref", "api"},
-    "cli": BELOW_AGENT | {"api", "farcall"},
+    "__main__": {"cli"},
+    "cli": BELOW_AGENT | {"api", "farcall", "last_words"},
     "testing": BELOW_API | {"rref", "api", "farcall"},
     "pytorch": BELOW_API | {"rref", "api", "farcall"},
 }

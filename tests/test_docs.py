@@ -168,7 +168,7 @@ def test_a_program_prints_what_its_transcript_shows(document: Path, transcript: 
     command_line, _, shown = transcript.text.partition("\n")
     match shlex.split(command_line.removeprefix("$ ")):
         case ["farcall", *arguments]:
-            command = [sys.executable, "-m", "farcall.cli", *arguments]
+            command = [sys.executable, "-m", "farcall", *arguments]
         case ["python", *arguments]:
             command = [sys.executable, *arguments]
         case other:

@@ -54,6 +54,14 @@ def test_a_marked_function_keeps_its_name_and_its_place() -> None:
     assert pickle.loads(pickle.dumps(add_later)) is add_later
 
 
+def test_a_coroutine_function_is_refused_with_advice() -> None:
+    async def wait() -> Future[object]:
+        return in_future(1)
+
+    with pytest.raises(TypeError, match=r"wait` is an `async def` function: leave async_execution out"):
+        async_execution(wait)  # type: ignore[arg-type]
+
+
 def test_the_mark_has_the_name_that_torch_gives_it() -> None:
     assert add_later._wrapped_async_rpc_function is add_later.__wrapped__  # type: ignore[attr-defined]
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import concurrent.futures
 import gc
 import logging
 import threading
@@ -452,6 +453,88 @@ def test_await_has_the_source_attend() -> None:
     assert (source.attended, source.driven) == (1, [])
 
 
+@pytest.mark.parametrize("when", [asyncio.FIRST_COMPLETED, asyncio.FIRST_EXCEPTION, asyncio.ALL_COMPLETED])
+def test_asyncio_wait_takes_our_futures_and_leaves_nothing_on_them(when: str, background: ThreadPoolExecutor) -> None:
+    first: Future[int] = Future()
+    second: Future[int] = Future()
+
+    async def main() -> tuple[set[Any], set[Any]]:
+        background.submit(first.set_exception, KeyError(1))
+        if when == asyncio.ALL_COMPLETED:
+            background.submit(second.set_result, 2)
+        return await asyncio.wait({first, second}, return_when=when, timeout=20)  # type: ignore[type-var]
+
+    finished, pending = asyncio.run(main())
+    assert isinstance(first.exception(), KeyError)
+    assert finished == ({first, second} if when == asyncio.ALL_COMPLETED else {first})
+    assert pending == {first, second} - finished
+    assert first._watchers == second._watchers == []
+
+
+def test_asyncio_wait_with_a_timeout_gives_those_that_are_not_done() -> None:
+    future: Future[int] = Future()
+
+    async def main() -> Any:
+        return await asyncio.wait([future], timeout=0.01)  # type: ignore[type-var]
+
+    assert asyncio.run(main()) == (set(), {future})
+    assert future._watchers == []
+
+
+def test_a_callback_that_was_added_in_an_event_loop_runs_in_it(background: ThreadPoolExecutor) -> None:
+    future: Future[int] = Future()
+    threads: list[threading.Thread] = []
+
+    async def main() -> None:
+        ran = asyncio.Event()
+        for each in (future, done(1)):
+            ran.clear()
+            each.add_done_callback(lambda _: (threads.append(threading.current_thread()), ran.set()))
+            if each is future:
+                background.submit(future.set_result, 1)
+            else:
+                assert len(threads) == 1, "not before the one who added it has gone on"
+            await ran.wait()
+
+    asyncio.run(main())
+    assert threads == [threading.current_thread()] * 2
+
+
+def test_a_callback_whose_loop_is_closed_is_dropped() -> None:
+    future: Future[int] = Future()
+    called: list[object] = []
+
+    async def main() -> None:
+        future.add_done_callback(called.append)
+
+    asyncio.run(main())
+    future.set_result(1)
+    assert called == []
+
+
+def test_a_callback_is_taken_back_as_often_as_it_was_added() -> None:
+    future: Future[int] = Future()
+    called: list[object] = []
+    for callback in (called.append, print, called.append):
+        future.add_done_callback(callback)
+    assert future.remove_done_callback(called.append) == 2
+    assert future.remove_done_callback(called.append) == 0
+    future.set_result(1)
+    assert called == []
+    assert future.remove_done_callback(print) == 0
+
+
+def test_nothing_can_be_cancelled() -> None:
+    future: Future[int] = Future()
+    assert future.cancelled() is False
+
+
+@pytest.mark.parametrize("function", [concurrent.futures.wait, lambda fs: list(concurrent.futures.as_completed(fs))])
+def test_concurrent_futures_says_at_once_what_to_use_instead(function: Callable[..., Any]) -> None:
+    with pytest.raises(AttributeError, match=r"use farcall\.wait_all"):
+        function([Future()])
+
+
 def test_many_awaits_of_one_future() -> None:
     future: Future[int] = Future()
 
@@ -546,6 +629,14 @@ def test_collect_all_is_done_when_all_are_and_gives_them() -> None:
 
 def test_collect_all_of_nothing_is_done() -> None:
     assert collect_all([]).wait() == []
+
+
+@pytest.mark.parametrize("function", [collect_all, wait_all])
+def test_only_futures_can_be_waited_for(function: Callable[[list[Any]], Any]) -> None:
+    with pytest.raises(
+        TypeError, match="collect_all and wait_all take farcall futures, as rpc_async gives them, not 1"
+    ):
+        function([done(0), 1])
 
 
 def test_collect_all_takes_a_future_twice() -> None:

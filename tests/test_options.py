@@ -51,6 +51,10 @@ def test_the_least_that_is_allowed(chosen: dict[str, Any]) -> None:
     [
         ({"num_worker_threads": 0}, "num_worker_threads must be at least 1, not 0"),
         ({"num_worker_threads": -3}, "num_worker_threads must be at least 1, not -3"),
+        ({"num_worker_threads": "4"}, "num_worker_threads must be a number, not '4'"),
+        ({"rpc_timeout": None}, "rpc_timeout must be a number, not None"),
+        ({"init_timeout": "60"}, "init_timeout must be a number, not '60'"),
+        ({"spin": None}, "spin must be a number, not None"),
         ({"rpc_timeout": -1}, r"rpc_timeout must be 0 \(no timeout\) or more, not -1"),
         ({"init_timeout": 0}, "init_timeout must be more than 0, not 0"),
         ({"init_timeout": -0.5}, "init_timeout must be more than 0, not -0.5"),

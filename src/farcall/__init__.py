@@ -7,6 +7,8 @@ rpc.rpc_sync("worker1", max, args=(1, 2))
 rpc.shutdown()
 """
 
+from typing import TYPE_CHECKING
+
 from farcall import errors, functions
 from farcall.api import (
     _delete_all_user_and_unforked_owner_rrefs,
@@ -92,3 +94,17 @@ __all__ = [
     "shutdown",
     "wait_all",
 ]
+
+_NOT_HERE = {
+    "TensorPipeRpcBackendOptions": "use farcall.RpcBackendOptions; it knows no device maps",
+    "BackendType": "there is one backend; leave `backend` out of init_rpc",
+    "backend_registry": "there is one backend; transports are registered in farcall.transports",
+    "TensorPipeAgent": "there is one kind of agent, which init_rpc makes",
+}
+"""What programs written for `torch.distributed.rpc` may look for."""
+
+if not TYPE_CHECKING:  # a type checker would take any name then
+
+    def __getattr__(name: str) -> object:
+        advice = f", as torch.distributed.rpc has: {_NOT_HERE[name]}" if name in _NOT_HERE else ""
+        raise AttributeError(f"module 'farcall' has no {name!r}{advice}")

@@ -9,11 +9,13 @@ import atexit
 import os
 import threading
 from collections.abc import Callable, Mapping, Sequence
+from numbers import Real
 from typing import Any, TypeVar
 
 from farcall.agent import Agent, Inventory
 from farcall.errors import AlreadyInitializedError, NotInitializedError, RendezvousTimeoutError, UsageError
 from farcall.futures import Future, on_serving_thread
+from farcall.last_words import prepare_last_words
 from farcall.options import DEFAULT_SHUTDOWN_TIMEOUT, UNSET_RPC_TIMEOUT, RpcBackendOptions
 from farcall.protocol.ids import WorkerInfo
 from farcall.rendezvous.store import PATIENCE
@@ -58,6 +60,7 @@ def init_rpc(
         raise UsageError(f"rpc_backend_options must be farcall.RpcBackendOptions, not {type(options).__name__}")
     from farcall.rendezvous import rendezvous  # not at the head: see there
 
+    prepare_last_words(os.environ)
     with _lock:
         if _agent is not None and not _agent.is_forked:
             raise AlreadyInitializedError(
@@ -86,6 +89,8 @@ def shutdown(graceful: bool = True, timeout: float = DEFAULT_SHUTDOWN_TIMEOUT) -
     `UsageError` if a function that runs here for others calls it gracefully.
     """
     global _agent
+    if not isinstance(timeout, Real) or timeout < 0:
+        raise UsageError(f"the timeout of a shutdown must be 0 (none) or more seconds, not {timeout!r}")
     if graceful and on_serving_thread():
         raise UsageError(
             "a graceful shutdown waits for all functions that run here for others, so it cannot be called by one of "
@@ -197,8 +202,8 @@ def get_rpc_timeout() -> float:
 
 def _set_rpc_timeout(timeout: float) -> None:
     """Sets the default timeout of this worker's calls. Raises `UsageError`, `NotInitializedError`."""
-    if timeout < 0:
-        raise UsageError(f"a timeout must be 0 (none) or more seconds, not {timeout}")
+    if not isinstance(timeout, Real) or timeout < 0:
+        raise UsageError(f"a timeout must be 0 (none) or more seconds, not {timeout!r}")
     current_agent().calling.rpc_timeout = float(timeout)
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import inspect
 from collections.abc import Callable
 from typing import Any, ParamSpec, TypeVar
 
@@ -23,7 +24,14 @@ def async_execution(function: Callable[P, Future[T]]) -> Callable[P, Future[T]]:
             @staticmethod
             @farcall.functions.async_execution
             def add_later(x, y): ...
+
+    Raises `TypeError` for an `async def` function, which needs no mark.
     """
+    if inspect.iscoroutinefunction(function):
+        raise TypeError(
+            f"`{function.__qualname__}` is an `async def` function: leave async_execution out, as its caller gets what "
+            "it returns when its coroutine ends, or make it a plain function that returns a Future"
+        )
 
     @functools.wraps(function)
     def wrapper(*args: P.args, **kwargs: P.kwargs) -> Future[T]:

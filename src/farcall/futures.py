@@ -11,6 +11,7 @@ Rules
   code; the settler is handed the callbacks and chooses where they run, so that none runs under a lock or in the midst
   of reading.
 - The reply of a call is unpickled by whoever wants the value, not by whoever read it (`Unloaded`).
+- A done callback that is added where an event loop runs is called in that loop, as asyncio's own waits expect.
 - A failure that nobody has looked at when the future goes is reported once, as an `UnseenFailureWarning`.
 """
 
@@ -18,11 +19,15 @@ from __future__ import annotations
 
 import logging
 import math
+import sys
 import threading
 import warnings
 from collections.abc import Callable, Generator, Iterable
 from time import monotonic
-from typing import Any, Final, Generic, NoReturn, Protocol, TypeAlias, TypeVar, cast
+from typing import TYPE_CHECKING, Any, Final, Generic, NoReturn, Protocol, TypeAlias, TypeVar, cast
+
+if TYPE_CHECKING:
+    import asyncio
 
 T = TypeVar("T")
 S = TypeVar("S")
@@ -243,15 +248,34 @@ class Future(Generic[T]):
         return derived
 
     def add_done_callback(self, callback: Callable[[Future[T]], object]) -> None:
-        """Runs `callback(this future)` as soon as it is done. What it raises is logged, no more."""
+        """Runs `callback(this future)` as soon as it is done. What it raises is logged, no more.
 
-        def run(future: Future[T]) -> None:
-            try:
-                callback(future)
-            except BaseException:  # whatever it is: the callbacks behind it must run
-                logger.exception("a callback of %r failed", future)
+        Called where an event loop runs, it has the callback run in that loop.
+        """
+        self.watch(_DoneCallback(callback, _running_loop()), waker=False)
 
-        self.watch(run, waker=False)
+    def remove_done_callback(self, callback: Callable[[Future[T]], object]) -> int:
+        """Takes back what `add_done_callback` added, unless it has run; how many times it was there."""
+        removed = 0
+        for entry in list(self._watchers):
+            if isinstance(entry[1], _DoneCallback) and entry[1].callback == callback:
+                try:
+                    self._watchers.remove(entry)
+                    removed += 1
+                except ValueError:
+                    pass  # settled meanwhile: it runs
+        return removed
+
+    def cancelled(self) -> bool:
+        """False: a call cannot be cancelled. For `asyncio.wait`, which asks."""
+        return False
+
+    @property
+    def _condition(self) -> NoReturn:  # the first thing that concurrent.futures.wait and as_completed look for
+        raise AttributeError(
+            "concurrent.futures.wait and as_completed take only futures of their own kind: use farcall.wait_all or "
+            "farcall.collect_all, or asyncio.wait in an event loop"
+        )
 
     def watch(self, watcher: Watcher, *, waker: bool, attended: bool = False) -> None:
         """Has the watcher called when settled, at once if it is already. `attended`: this thread will wait itself."""
@@ -349,6 +373,39 @@ class Future(Generic[T]):
         return f"<{type(self).__name__} {state}>"
 
 
+class _DoneCallback:
+    """A user's callback, and the event loop that it is to run in, if any."""
+
+    __slots__ = ("_loop", "callback")
+
+    def __init__(self, callback: Callable[[Any], object], loop: asyncio.AbstractEventLoop | None) -> None:
+        self.callback = callback
+        self._loop = loop
+
+    def __call__(self, future: Future[Any]) -> None:
+        if self._loop is None:
+            self._run(future)
+            return
+        try:
+            self._loop.call_soon_threadsafe(self._run, future)
+        except RuntimeError:
+            pass  # the loop is closed, and all that was to happen in it is off
+
+    def _run(self, future: Future[Any]) -> None:
+        try:
+            self.callback(future)
+        except BaseException:  # whatever it is: the callbacks behind it must run
+            logger.exception("a callback of %r failed", future)
+
+
+def _running_loop() -> asyncio.AbstractEventLoop | None:
+    asyncio = sys.modules.get("asyncio")
+    try:
+        return None if asyncio is None else asyncio.get_running_loop()
+    except RuntimeError:
+        return None
+
+
 class _FailureReport:
     """Warns when it goes unless somebody has looked. An object of its own, so that most futures need no finalizer."""
 
@@ -396,9 +453,17 @@ class _All:
                 each._source.attend()
 
 
+def _checked(futures: Iterable[Future[Any]]) -> list[Future[Any]]:
+    all_futures = list(futures)
+    for future in all_futures:
+        if not isinstance(future, Future):
+            raise TypeError(f"collect_all and wait_all take farcall futures, as rpc_async gives them, not {future!r}")
+    return all_futures
+
+
 def collect_all(futures: Iterable[Future[Any]]) -> Future[list[Future[Any]]]:
     """A future that is done, with the list of all these futures, when all of them are done, failed or not."""
-    all_futures = list(futures)
+    all_futures = _checked(futures)
     collected: Future[list[Future[Any]]] = Future()
     collected._source = _All(all_futures)
     remaining = len(all_futures)
@@ -423,7 +488,7 @@ def collect_all(futures: Iterable[Future[Any]]) -> Future[list[Future[Any]]]:
 
 def wait_all(futures: Iterable[Future[Any]]) -> list[Any]:
     """The results of all, in their order. Raises the first error in that order, when all are done."""
-    all_futures = list(futures)
+    all_futures = _checked(futures)
     for future in all_futures:
         if not future._state:
             future.block(FOREVER)

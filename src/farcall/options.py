@@ -6,6 +6,7 @@ Defaults are those of `torch.distributed.rpc` where it has the option.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from numbers import Real
 from typing import Final
 
 from farcall.errors import UsageError
@@ -49,6 +50,10 @@ class RpcBackendOptions:
     """Whether references remember the whole stack where they were made, for `references()`; else the line only."""
 
     def __post_init__(self) -> None:
+        for name in ("num_worker_threads", "rpc_timeout", "init_timeout", "spin"):
+            value = getattr(self, name)
+            if not isinstance(value, Real):
+                raise UsageError(f"{name} must be a number, not {value!r}")
         if self.num_worker_threads < 1:
             raise UsageError(f"num_worker_threads must be at least 1, not {self.num_worker_threads}")
         if self.rpc_timeout < 0:

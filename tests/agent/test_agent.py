@@ -451,7 +451,9 @@ def test_graceful_says_that_work_was_left(group: LocalGroup, pool: ThreadPoolExe
     gate = new_gate("work")
     future = start(group[0], 1, wait_at, "work")
     assert arrived["work"].wait(SOON)
-    with pytest.raises(ShutdownError, match="calls were still under way"):
+    with pytest.raises(
+        ShutdownError, match="calls were still under way here: a call of `wait_at` on worker 'worker1'; "
+    ):
         group[0].shutdown(graceful=True, timeout=0.1)
     assert isinstance(future.exception(), RpcError)
     gate.set()

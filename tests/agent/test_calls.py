@@ -87,15 +87,16 @@ def test_a_failure_is_the_same_however_often_it_is_asked_for(group: LocalGroup) 
         assert caught.value is error
 
 
-def test_a_call_that_was_settled_by_hand_stays_settled(group: LocalGroup) -> None:
+def test_a_call_cannot_be_settled_by_hand(group: LocalGroup) -> None:
     gate = new_gate("hand")
     future = start(group[0], 1, wait_at, "hand", "reply")
-    future.set_result("by hand")
-    assert future.wait() == "by hand"
+    for settle, value in ((future.set_result, "by hand"), (future.set_exception, ValueError())):
+        with pytest.raises(
+            RuntimeError, match=r"of `wait_at`> is settled by its call alone; make a Future\(\) of your own"
+        ):
+            settle(value)
     gate.set()
-    while group[0]._connections.copy().popitem()[0].pending:
-        call(group[0], 1, echo, 1)
-    assert future.wait() == "by hand"
+    assert future.wait() == "reply"
 
 
 def test_a_reply_gives_state_and_value() -> None:
@@ -109,7 +110,7 @@ def test_a_reply_that_cannot_be_unpickled_says_whose_it_is() -> None:
     state, error = Reply("w7", add, RESULT, b"no pickle", ()).load()
     assert state == FAILED
     assert isinstance(error, SerializationError)
-    assert "the result of `add` from worker 'w7' cannot be unpickled here" in str(error)
+    assert "the result of `add` from worker 'w7' cannot be rebuilt here" in str(error)
     assert error.__cause__ is not None
 
 

@@ -37,6 +37,9 @@ class Worker:
     def is_idle(self) -> bool:
         return not self.busy
 
+    def under_way(self) -> str:
+        return "a walk"
+
     def calls_started(self) -> int:
         return self.calls
 
@@ -98,7 +101,6 @@ def test_a_quiet_worker_alone_goes_after_two_rounds() -> None:
     worker.calls = 7
     leave_alone(worker, board)
     assert board.rounds == [[7], [7]]
-    assert all(86400 < timeout < FOREVER for timeout in board.timeouts), "a store takes a number of seconds"
 
 
 def test_a_call_between_two_rounds_makes_another() -> None:
@@ -187,11 +189,41 @@ def test_those_who_did_not_come_are_named() -> None:
     with pytest.raises(ShutdownError) as missing:
         wait_for_everybody(Worker(0, 4), way_in(store, 0, 4), monotonic() + 5)
     assert str(missing.value) == (
-        "worker 'ann' waited for the others to shut down, but 'bob', 'dai' did not come in time; "
-        "everything is closed here now"
+        "worker 'ann' waited for the others to shut down, but 'bob', 'dai' did not come in time (shutdown() has not "
+        "been called there, or functions still run there); everything is closed here now"
     )
     (timeout,) = store.timeouts
     assert 0 < timeout <= 5
+
+
+@pytest.mark.parametrize(("timeout", "rest"), [(12.0, 7.0), (0.0, departure._A_LONG_TIME - departure.SILENCE)])
+def test_who_does_not_come_for_long_is_named_once_in_the_log(
+    timeout: float, rest: float, caplog: pytest.LogCaptureFixture
+) -> None:
+    store = Unmoved(RendezvousTimeoutError("late", ("departure/0/0",)))
+    caplog.set_level("INFO", "farcall")
+    with pytest.raises(ShutdownError):
+        wait_for_everybody(Worker(0, 2), way_in(store, 0, 2), monotonic() + timeout if timeout else FOREVER)
+    assert [record.levelname for record in caplog.records] == ["INFO"], "a server waits for hours, and all is well"
+    assert caplog.messages == [
+        "worker 'ann' waits in shutdown() for 'bob': shutdown() has not been called there, or functions still run there"
+    ]
+    assert store.timeouts == [departure.SILENCE, pytest.approx(rest, abs=1)]
+
+
+def test_those_who_come_late_are_heard_all_the_same() -> None:
+    class Late(Board):
+        def collect(self, prefix: str, count: int, timeout: float) -> Mapping[str, bytes]:
+            if len(self.timeouts) == 0:
+                self.timeouts.append(timeout)
+                raise RendezvousTimeoutError("late", ())
+            return super().collect(prefix, count, timeout)
+
+    board = Late()
+    leave_alone(Worker(0, 1), board)
+    assert len(board.rounds) == 2
+    assert board.timeouts[0] == board.timeouts[2] == departure.SILENCE
+    assert board.timeouts[1] > 86400, "0 is without limit"
 
 
 def test_a_store_that_is_gone_is_said_to_be() -> None:
@@ -209,27 +241,56 @@ def test_a_store_that_is_gone_before_anything_was_said() -> None:
         leave_alone(Worker(0, 1), Gone(RendezvousError("the store is gone")))
 
 
-def test_a_worker_that_does_not_become_idle_in_time_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
-    now = [100.0]
-    pauses: list[float] = []
+class Clock:
+    """The time that passes in pauses, and in nothing else."""
 
-    class Pause:
-        def wait(self, seconds: float) -> None:
-            pauses.append(seconds)
-            now[0] += seconds
+    def __init__(self) -> None:
+        self.now = 100.0
+        self.pauses: list[float] = []
 
-    monkeypatch.setattr(departure, "monotonic", lambda: now[0])
-    monkeypatch.setattr(departure, "threading", SimpleNamespace(Event=Pause))
+    def wait(self, seconds: float) -> None:
+        self.pauses.append(seconds)
+        self.now += seconds
+
+
+@pytest.fixture
+def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
+    clock = Clock()
+    monkeypatch.setattr(departure, "monotonic", lambda: clock.now)
+    monkeypatch.setattr(departure, "threading", SimpleNamespace(Event=lambda: clock))
+    return clock
+
+
+def test_a_worker_that_does_not_become_idle_in_time_says_so(clock: Clock, caplog: pytest.LogCaptureFixture) -> None:
     worker = Worker(0, 1)
     worker.busy = 1
     with pytest.raises(
-        ShutdownError, match=r"worker 'ann' shut down while calls were still under way here.*longer tim"
+        ShutdownError,
+        match=r"worker 'ann' shut down while .* under way here: a walk; .* though its caller .*longer tim",
     ):
         leave_alone(worker, Board(), deadline=103)
-    assert now[0] == pytest.approx(103, abs=departure._LONGEST_PAUSE)
-    assert pauses[0] == departure._FIRST_PAUSE
-    assert pauses[-1] == departure._LONGEST_PAUSE
-    assert sorted(pauses) == pauses
+    assert clock.now == pytest.approx(103, abs=departure._LONGEST_PAUSE)
+    assert clock.pauses[0] == departure._FIRST_PAUSE
+    assert clock.pauses[-1] == departure._LONGEST_PAUSE
+    assert sorted(clock.pauses) == clock.pauses
+    assert caplog.messages == []
+
+
+def test_what_keeps_a_worker_for_long_is_named_once_in_the_log(clock: Clock, caplog: pytest.LogCaptureFixture) -> None:
+    worker = Worker(0, 1)
+    worker.is_idle = lambda: clock.now > 100 + 4 * departure.SILENCE  # type: ignore[method-assign]
+    leave_alone(worker, Board())
+    assert caplog.messages == ["worker 'ann' waits in shutdown() for: a walk"]
+
+
+def test_a_worker_that_serves_those_who_still_work_does_not_complain(
+    clock: Clock, caplog: pytest.LogCaptureFixture
+) -> None:
+    worker = Worker(0, 2)
+    worker.is_idle = lambda: False  # type: ignore[method-assign]
+    with pytest.raises(ShutdownError, match="a walk"):
+        wait_for_everybody(worker, way_in(Unmoved(RendezvousTimeoutError("late", ())), 0, 2), 130)
+    assert caplog.messages == []
 
 
 # Once all may go, all say farewell, so that nobody who is still here takes one who goes for lost.
@@ -305,7 +366,7 @@ class NeverBusy(Watched):
 
 def after_one_round(leaver: Worker, rendezvous: Rendezvous, deadline: float) -> None:
     """Planted: everybody was idle once."""
-    departure._wait_until_idle(leaver, deadline)
+    departure._wait_until_idle(leaver, rendezvous, "departure/0/", deadline)
     departure._hear_all(leaver, rendezvous, "departure/0/", deadline)
 
 

@@ -306,10 +306,18 @@ def test_a_result_that_cannot_be_pickled_names_function_and_type(group: LocalGro
 
 
 def test_what_cannot_be_unpickled_is_told_on_both_ways(group: LocalGroup) -> None:
-    with pytest.raises(SerializationError, match="the result of `returns_breaks` from worker 'worker1' cannot be un"):
+    with pytest.raises(SerializationError, match="the result of `returns_breaks` from worker 'worker1' cannot be reb"):
         call(group[0], 1, returns_breaks)
-    with pytest.raises(SerializationError, match="cannot be made"):
+    with pytest.raises(
+        SerializationError,
+        match=r"the arguments of `agent_stage\.echo` cannot be rebuilt on worker 'worker1' \(ValueErr",
+    ):
         call(group[0], 1, echo, Breaks())
+    with pytest.raises(
+        SerializationError, match=r"a function sent by value, or its arguments, cannot .* on worker"
+    ) as e:
+        call(group[0], 1, lambda broken: None, Breaks())
+    assert "(worker 'worker1', in `a function sent by value`)" in "".join(e.value.__notes__)
     assert call(group[0], 1, echo, "alive") == "alive"
 
 
@@ -510,7 +518,7 @@ def test_async_execution_fails_now_and_later(group: LocalGroup) -> None:
     for function in (fails_later, fails_now):
         with pytest.raises(Odd):
             call(group[0], 1, function)
-    with pytest.raises(TypeError, match="must return a Future, but `forgets_the_future` returned a int"):
+    with pytest.raises(TypeError, match="must return a Future, but what `forgets_the_future` returned is of type int"):
         call(group[0], 1, forgets_the_future)
     with pytest.raises(SerializationError, match="`cannot_be_pickled_later`"):
         call(group[0], 1, cannot_be_pickled_later)

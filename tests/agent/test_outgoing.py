@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import gc
 import signal
 import threading
+import warnings
+import weakref
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from time import monotonic
@@ -87,6 +90,7 @@ def test_loss_fails_everything_under_way_and_names_worker_and_function(
         assert error.worker == "worker1"
         assert "worker 'worker1' was lost" in str(error)
         assert "`wait_at`" in str(error)
+        assert str(error).endswith("does every worker call rpc.shutdown() at its end?")
     gate.set()
     assert call(group[0], 1, echo, "connected anew") == "connected anew"
 
@@ -228,6 +232,23 @@ def test_ctrl_c_while_waiting_leaves_the_connection_and_the_call_alone(group: Lo
     gate.set()
     assert future.wait() == "came"
     assert connection(group) is same
+
+
+def test_a_call_that_fails_after_ctrl_c_is_not_reported_as_unseen(group: LocalGroup) -> None:
+    gate = new_gate("interrupted")
+    timer = threading.Timer(0.1, lambda: signal.pthread_kill(threading.main_thread().ident or 0, signal.SIGINT))
+    timer.start()
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        with pytest.raises(KeyboardInterrupt):
+            call(group[0], 1, wait_at, "interrupted")
+        timer.join()
+        interrupted = weakref.ref(next(iter(connection(group).pending.values())))
+        connection(group).lose("for the test")
+        gc.collect()
+        eventually(lambda: interrupted() is None)
+    assert [str(one.message) for one in caught] == []
+    gate.set()
 
 
 def test_ctrl_c_behind_another_reader(group: LocalGroup, pool: ThreadPoolExecutor) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import re
 import signal
+import sys
 import time
 from pathlib import Path
 
@@ -91,6 +92,48 @@ def test_one_that_does_not_want_to_end_is_killed_after_the_grace(
     deaf = f"trap '' TERM; {SAY_READY}; {SLEEP_ON}"
     assert supervise(deaf, f"{WAIT_FOR_READY}; exit 3", grace=0.1, directory=tmp_path) == 3
     assert "w0 (rank 0, pid N) did not end within 0.1 s: killing it" in without_pids(capfd.readouterr().err)
+
+
+# One that says that it fails because of another; its number is in a file before it ends.
+SAY_THE_WORD = (
+    "import os, socket; sock = socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM); "
+    "sock.sendto(b'', chr(0) + os.environ['FARCALL_LAUNCHER'][1:])"
+)
+VICTIM = f'echo $$ > $0/new; mv $0/new $0/victim; exec {sys.executable} -ISc "{SAY_THE_WORD}; os._exit(9)"'
+OUTLIVE_THE_VICTIM = (
+    "until [ -e $0/victim ]; do sleep 0.01; done; while kill -0 `cat $0/victim`; do sleep 0.01; done 2>&-"
+)
+
+
+def test_one_that_failed_because_of_another_is_not_to_blame(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    assert supervise(VICTIM, f"{OUTLIVE_THE_VICTIM}; exit 42", FOREVER, directory=tmp_path) == 42
+    assert without_pids(capfd.readouterr().err) == (
+        "farcall run: w1 (rank 1, pid N) exited with status 42; ending the other worker\n"
+    )
+
+
+def test_if_all_who_fail_do_so_because_of_another_the_first_is_named(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    second = VICTIM.replace("$0/victim", "$0/other").replace("_exit(9)", "_exit(8)")
+    assert (
+        supervise(f"{OUTLIVE_THE_VICTIM}; {second}", VICTIM, f"{OUTLIVE_THE_VICTIM}; exit 0", directory=tmp_path) == 9
+    )
+    assert without_pids(capfd.readouterr().err) == "farcall run: w1 (rank 1, pid N) exited with status 9\n"
+
+
+def test_the_one_to_blame_is_not_waited_for_without_end(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr("farcall.cli.supervisor._CAUSE_ENDS_WITHIN", 0.1)
+    assert supervise(VICTIM, FOREVER, directory=tmp_path) == 9
+    assert without_pids(capfd.readouterr().err) == (
+        "farcall run: w0 (rank 0, pid N) exited with status 9; ending the other worker\n"
+    )
+
+
+def test_what_a_child_of_a_worker_says_does_not_count_for_the_worker(capfd: pytest.CaptureFixture[str]) -> None:
+    assert supervise(f'{sys.executable} -ISc "{SAY_THE_WORD}"; exit 3', FOREVER) == 3
 
 
 def test_what_a_worker_has_started_ends_with_it(capfd: pytest.CaptureFixture[str]) -> None:

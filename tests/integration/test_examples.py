@@ -17,7 +17,7 @@ LIMIT = 40.0
 
 def run_example(name: str, workers: int) -> subprocess.CompletedProcess[str]:
     return subprocess.run(
-        [sys.executable, "-m", "farcall.cli", "run", "-n", str(workers), f"examples/{name}"],
+        [sys.executable, "-m", "farcall", "run", "-n", str(workers), f"examples/{name}"],
         cwd=ROOT,
         env={**os.environ, "NO_COLOR": "1", "PYTHONWARNINGS": "error"},
         capture_output=True,

@@ -1,4 +1,4 @@
-"""`farcall run` as a user runs it: real processes, real signals, a real terminal. The workers make no calls."""
+"""`farcall run` as a user runs it: real processes, real signals, a real terminal. Few of the workers make calls."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from pathlib import Path
 
 import pytest
 
-FARCALL = [sys.executable, "-m", "farcall.cli"]
+FARCALL = [sys.executable, "-m", "farcall"]
 LIMIT = 40.0
 """Seconds after which a test gives up."""
 
@@ -256,6 +256,20 @@ def test_the_status_is_that_of_the_one_that_failed_and_its_traceback_is_seen(tmp
     (tmp_path / "script.py").write_text("import os\nif os.environ['RANK'] == '1': os._exit(9)\nraise OSError('no')")
     assert run(tmp_path, "-n", "1", "script.py").returncode == 1
     assert b"worker0 | OSError: no\n" in run(tmp_path, "-n", "1", "script.py").stderr
+
+
+def test_the_one_that_failed_is_named_and_not_those_who_then_wait_in_vain(tmp_path: Path) -> None:
+    (tmp_path / "script.py").write_text(
+        "import os, farcall as rpc\n"
+        "rpc.init_rpc('worker' + os.environ['RANK'])\n"
+        "if os.environ['RANK'] == '0':\n    raise SystemExit(42)\n"
+        "rpc.shutdown()\n"
+    )
+    done = run(tmp_path, "-n", "3", "script.py")
+    *victims, verdict = done.stderr.decode().splitlines()
+    assert done.returncode == 42
+    assert re.match(r"farcall run: worker0 \(rank 0, pid \d+\) exited with status 42", verdict)
+    assert all(re.match(r"worker[12] \| .*script.py:(2|5): (Shutdown|Rendezvous)Error: ", line) for line in victims)
 
 
 def test_a_killed_launcher_leaves_no_worker_and_nothing_that_a_worker_has_started(start: Start) -> None:

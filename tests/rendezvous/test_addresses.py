@@ -101,7 +101,9 @@ def test_a_port_that_is_taken_is_a_clear_error(
 ) -> None:
     monkeypatch.setattr(addresses, "BIND_PATIENCE", 0.0)
     port = occupied().getsockname()[1]
-    with pytest.raises(RendezvousError, match=f"port {port} is taken by another process; end that process or choose"):
+    with pytest.raises(
+        RendezvousError, match=f"port {port} is taken by another process, perhaps another worker that also"
+    ):
         listen("127.0.0.1", [port])
 
 

@@ -63,7 +63,7 @@ def test_a_port_out_of_range_is_refused(port: str) -> None:
         ("tcp://[::1]:29500", TcpPlace("::1", (29500,), "[::1]:29500")),
         ("file:///tmp/x", FilePlace("/tmp/x")),
         ("file:///tmp/a%20b", FilePlace("/tmp/a b")),
-        ("file://here/x", FilePlace("here/x")),
+        ("file://localhost/tmp/x", FilePlace("/tmp/x")),
     ],
 )
 def test_places(url: str, place: object) -> None:
@@ -88,6 +88,11 @@ def test_env_and_tcp_workers_of_one_address_are_one_group() -> None:
 def test_a_tcp_url_needs_host_and_port(url: str) -> None:
     with pytest.raises(UsageError, match="must be tcp://host:port"):
         read_plan(url, 0, 1, {})
+
+
+def test_a_file_url_names_no_host() -> None:
+    with pytest.raises(UsageError, match=r"names 'here' where a host would be; a file needs three slashes"):
+        read_plan("file://here/x", 0, 1, {})
 
 
 @pytest.mark.parametrize("url", ["file://", "file:///tmp/"])

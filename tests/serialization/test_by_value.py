@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import subprocess
 import sys
+from pathlib import Path
 from pickle import PickleBuffer, loads
 from typing import Any
 
@@ -73,3 +74,17 @@ def test_cloudpickle_is_not_imported_before_there_is_need() -> None:
     )
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=50, check=False)
     assert (done.returncode, done.stderr) == (0, "")
+
+
+@pytest.mark.parametrize("mode", ["r", "w", "r+"])
+def test_an_open_file_is_refused(mode: str, tmp_path: Path) -> None:
+    path = tmp_path / "notes.txt"
+    path.write_text("text")
+    with open(path, mode) as file, pytest.raises(TypeError, match="an open file belongs to its process"):
+        dumps_by_value([file], None)
+
+
+def test_the_output_of_the_process_is_that_of_the_receiver(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys, "stdout", sys.__stdout__)
+    monkeypatch.setattr(sys, "stderr", sys.__stderr__)
+    assert loads(dumps_by_value([sys.stdout, sys.stderr], None)) == [sys.stdout, sys.stderr]

@@ -2,10 +2,13 @@ from __future__ import annotations
 
 import collections
 import functools
+import importlib
 import math
 import os.path
 import sys
 import weakref
+from collections.abc import Iterator
+from importlib.machinery import ModuleSpec
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -206,6 +209,7 @@ def test_what_is_kept_is_bounded(monkeypatch: pytest.MonkeyPatch, module: Module
 def test_a_module_is_imported_if_need_be(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "fresh_module.py").write_text("def work(): return 'fresh'\n")
     (tmp_path / "broken_module.py").write_text("1 / 0\n")
+    monkeypatch.setattr(callables, "_names", {})  # what other tests looked up
     monkeypatch.syspath_prepend(tmp_path)
     monkeypatch.delitem(sys.modules, "fresh_module", raising=False)
     assert resolve_function(b"fresh_module\0work")() == "fresh"
@@ -253,8 +257,48 @@ def test_an_interactive_function_travels_by_value(become: Any) -> None:
 
 def test_another_script_says_so(become: Any) -> None:
     become("")
-    with pytest.raises(SerializationError, match="`work` in module `__main__`: do all workers run the same script"):
+    advice = "define it at the top level of the script, before init_rpc, on every worker, or pass a lambda"
+    with pytest.raises(SerializationError, match=f"`work` in module `__main__`: {advice}"):
         resolve_function(b"__main__\0work")
+
+
+@pytest.fixture
+def server(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, become: Any) -> Iterator[ModuleType]:
+    """This process runs the script server.py, which others import."""
+    (tmp_path / "server.py").write_text("def put(): pass\n")
+    (tmp_path / "other").mkdir()
+    (tmp_path / "other" / "server.py").write_text("def put(): pass\n")
+    monkeypatch.setattr(callables, "_names", {})  # what other tests looked up
+    monkeypatch.syspath_prepend(tmp_path)
+    main: ModuleType = become("def put(): pass")
+    main.__file__ = str(tmp_path / "server.py")
+    yield main
+    for name in ("server", "other.server", "other", "package.server"):
+        sys.modules.pop(name, None)
+
+
+def test_the_script_under_its_modules_name_is_the_script_that_runs(server: ModuleType) -> None:
+    for _ in range(2):
+        assert resolve_function(b"server\0put") is server.put
+    assert sys.modules["server"] is server, "pickle finds the classes of the script"
+
+
+def test_a_copy_of_the_script_that_was_imported_before_does_not_count(server: ModuleType) -> None:
+    copy = importlib.import_module("server")
+    assert resolve_function(b"server\0put") is server.put is not copy.put
+    assert sys.modules["server"] is copy
+
+
+def test_a_script_run_by_its_modules_name_is_known_by_it(server: ModuleType) -> None:
+    server.__spec__ = ModuleSpec("package.server", None)
+    assert resolve_function(b"package.server\0put") is server.put
+    assert resolve_function(b"server\0put") is not server.put
+
+
+def test_another_file_of_the_same_name_is_another_module(server: ModuleType) -> None:
+    assert resolve_function(b"other.server\0put") is not server.put
+    server.__file__ = str(Path(server.__file__ or "").with_name("gone") / "server.py")
+    assert resolve_function(b"server\0put") is not server.put
 
 
 @pytest.mark.parametrize(

@@ -5,9 +5,10 @@ import socket
 import subprocess
 import sys
 import threading
-from collections import OrderedDict, deque
+from collections import deque
 from functools import partial
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import numpy as np
@@ -350,10 +351,38 @@ def test_each_call_gets_keywords_of_its_own() -> None:
     assert loads_arguments(b"") == ((), {})
 
 
-@pytest.mark.parametrize("args", [[1, {"a": 2}], OrderedDict.fromkeys("xy"), deque([1, 2])])
+@pytest.mark.parametrize("args", [[1, {"a": 2}], range(2), deque([1, 2])])
 def test_arguments_in_another_sequence_are_the_same_arguments(args: Any) -> None:
     payload, _ = dumps_arguments(train, args, {})
     assert loads_arguments(payload) == (tuple(args), {})
+
+
+@pytest.mark.parametrize("by_value", [False, True])
+@pytest.mark.parametrize(
+    ("args", "hint"),
+    [
+        (3, r"not 3: for one argument, \(x,\)"),
+        ("bob", r"not 'bob': for one argument, \(x,\)"),
+        (b"bob", "not b'bob': for one"),
+        (bytearray(b"bob"), ".*: for one"),
+        ({1, 2}, r"not \{1, 2\}: for one"),
+        ({"x": 1}, r"not \{'x': 1\}: did you mean kwargs\?"),
+    ],
+)
+def test_what_is_no_list_of_arguments_is_refused(args: Any, hint: str, by_value: bool) -> None:
+    with pytest.raises(UsageError, match=rf"args must be a tuple or list of arguments, {hint}"):
+        dumps_arguments(print, args, by_value=by_value)
+
+
+@pytest.mark.parametrize("kwargs", [[("x", 1)], {"x"}, "x", 3])
+def test_keywords_that_are_no_mapping_are_refused(kwargs: Any) -> None:
+    with pytest.raises(UsageError, match="kwargs must be a dict of arguments by their names, not "):
+        dumps_arguments(print, (), kwargs)
+
+
+def test_keywords_may_be_any_mapping() -> None:
+    payload, _ = dumps_arguments(print, (), MappingProxyType({"x": 1}))  # which cannot be pickled itself
+    assert loads_arguments(payload) == ((), {"x": 1})
 
 
 def test_a_function_by_value_stands_in_front_and_shares_with_its_arguments() -> None:
@@ -492,3 +521,10 @@ def test_a_missing_buffer_is_an_error() -> None:
     payload, _ = dumps(np.zeros(OUT_OF_BAND_SIZE))
     with pytest.raises(SerializationError):
         loads(payload)
+
+
+def test_a_class_that_this_script_has_not_comes_with_advice() -> None:
+    with pytest.raises(
+        SerializationError, match=r"Absent.*; define it at the top level of the script, before init_rpc, on"
+    ):
+        loads(b"c__main__\nAbsent\n.")

@@ -10,7 +10,6 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from farcall.protocol.ids import ForkId, RRefId
-from farcall.protocol.reference_messages import CreateRequest
 from farcall.protocol.references import References
 from farcall.testing.invariants import BrokenInvariant, check_answered, check_live, check_settled
 from farcall.testing.simulated_workers import CONFIRMED, ORPHANED, PENDING, REFUSED

@@ -28,6 +28,7 @@ from farcall.agent.poller import READABLE, Poller
 from farcall.agent.post import Post
 from farcall.agent.serving import Serving
 from farcall.agent.supervisor import Supervisor
+from farcall.agent.under_way import describe_under_way
 from farcall.errors import ForkedProcessError, NotInitializedError, RpcError, ShutdownError, UsageError
 from farcall.futures import FOREVER
 from farcall.options import RpcBackendOptions
@@ -231,6 +232,10 @@ class Agent:
             and not any(connection.pending for connection in list(self._connections))
             and self.book.is_quiet()
         )
+
+    def under_way(self) -> str:
+        """What keeps this worker from being idle, in words."""
+        return describe_under_way(self._serving.thread_idents(), list(self._connections))
 
     def calls_started(self) -> int:
         """How many calls this worker has made so far."""

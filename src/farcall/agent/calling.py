@@ -72,8 +72,8 @@ class Calling:
             raise self.refusal(to)
         if timeout == UNSET_RPC_TIMEOUT:
             timeout = self.rpc_timeout
-        elif timeout < 0:
-            raise _bad_timeout(timeout)
+        else:
+            check_timeout(timeout)
         head = encode_function(function)
         if head is None:
             head = b""
@@ -211,8 +211,7 @@ class Calling:
         """The seconds that are meant by a `timeout` parameter; 0 is without end. Raises `UsageError`."""
         if timeout == UNSET_RPC_TIMEOUT:
             return self.rpc_timeout
-        if timeout < 0:
-            raise _bad_timeout(timeout)
+        check_timeout(timeout)
         return timeout
 
     def _head_on(self, handle: Handle, what: bytes, method: str) -> bytes:
@@ -252,5 +251,11 @@ def _checked(function: Callable[..., Any]) -> Callable[..., Any]:
     return function
 
 
-def _bad_timeout(timeout: float) -> UsageError:
-    return UsageError(f"a timeout must be 0 (none) or more seconds, not {timeout}")
+def check_timeout(timeout: float) -> None:
+    """Raises `UsageError` for what is no timeout: not a number, or less than 0."""
+    try:
+        if timeout >= 0:
+            return
+    except TypeError:
+        raise UsageError(f"a timeout must be a number of seconds (0 is none), not {timeout!r}") from None
+    raise UsageError(f"a timeout must be 0 (none) or more seconds, not {timeout}")

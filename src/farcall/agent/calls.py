@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 from farcall.errors import SerializationError
 from farcall.futures import DONE, FAILED, FOREVER, PENDING, Callbacks, Future, run_callbacks
 from farcall.protocol.wire import FAILURE, Bytes
-from farcall.serialization import callable_name, decode_failure, describe_failure, loads, offering
+from farcall.serialization import callable_name, decode_failure, describe_failure, loads, not_rebuilt, offering
 
 logger = logging.getLogger("farcall")
 
@@ -55,6 +55,9 @@ class PendingCall(Future[Any]):
             return self._value
         return super().wait()
 
+    def _settle_by_hand(self, state: int, value: Any, describe: Callable[[], str] | None) -> None:
+        raise RuntimeError(f"{self!r} is settled by its call alone; make a Future() of your own to settle by hand")
+
     def __repr__(self) -> str:
         return f"{super().__repr__()[:-1]} of `{callable_name(self.function)}`>"
 
@@ -90,13 +93,10 @@ class Reply:
                 with offering(self._handles):
                     return DONE, loads(self._body, self._buffers)
             return DONE, loads(self._body, self._buffers)
-        except Exception as error:
-            name = callable_name(self._function)
-            wrapped = SerializationError(
-                f"the result of `{name}` from worker {self._worker!r} cannot be unpickled here: "
-                f"{type(error).__name__}: {error}. Is the same code installed on both workers?"
-            )
-            wrapped.__cause__ = error
+        except SerializationError as error:
+            what = f"the result of `{callable_name(self._function)}` from worker {self._worker!r}"
+            wrapped = not_rebuilt(what, "here", error.__cause__)
+            wrapped.__cause__ = error.__cause__
             return FAILED, wrapped
 
     def describe(self) -> str:

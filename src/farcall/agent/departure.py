@@ -5,23 +5,33 @@ rounds: each waits until it is idle, then says how many calls it has ever made, 
 a row have the same sum, then between the two no call was made by anybody, and at the moment when the first ended
 everybody was idle: nothing is under way, and nothing can begin. Usually that is two rounds. Each worker goes on serving
 meanwhile.
+
+What takes long is named: in the log after some seconds, and by the error when the time is over. That others still work
+is no reason to worry (a server calls shutdown() first of all, and serves); that they all wait for one is: it warns.
 """
 
 from __future__ import annotations
 
+import logging
 import threading
 from time import monotonic
 from typing import TYPE_CHECKING, Final, Protocol
 
 from farcall.errors import RendezvousError, RendezvousTimeoutError, ShutdownError
+from farcall.futures import FOREVER
 from farcall.protocol.ids import WorkerInfo
 
 if TYPE_CHECKING:
     from farcall.rendezvous import Rendezvous
 
+logger = logging.getLogger("farcall")
+
+SILENCE: Final = 5.0
+"""Seconds of waiting after which the log says for what."""
 _FIRST_PAUSE: Final = 0.5e-3
 _LONGEST_PAUSE: Final = 20e-3
 _A_LONG_TIME: Final = 365 * 86400.0
+_WHY_MISSING: Final = "shutdown() has not been called there, or functions still run there"
 
 
 class Leaver(Protocol):
@@ -31,6 +41,9 @@ class Leaver(Protocol):
 
     def is_idle(self) -> bool:
         """Nothing runs here for others, and nothing is awaited from others."""
+
+    def under_way(self) -> str:
+        """What keeps this worker from being idle, in words."""
 
     def calls_started(self) -> int:
         """How many calls this worker has made so far."""
@@ -47,8 +60,8 @@ def wait_for_everybody(leaver: Leaver, rendezvous: Rendezvous, deadline: float) 
     before = None
     number = 0
     while True:
-        _wait_until_idle(leaver, deadline)
         prefix = f"departure/{number}/"
+        _wait_until_idle(leaver, rendezvous, prefix, deadline)
         total = _hear_all(leaver, rendezvous, prefix, deadline)
         if total == before:
             return
@@ -64,17 +77,33 @@ def say_farewell(leaver: Leaver, rendezvous: Rendezvous, deadline: float) -> Non
     _hear_all(leaver, rendezvous, "farewell/", deadline)
 
 
-def _wait_until_idle(leaver: Leaver, deadline: float) -> None:
+def _wait_until_idle(leaver: Leaver, rendezvous: Rendezvous, prefix: str, deadline: float) -> None:
     pause = _FIRST_PAUSE
     never = threading.Event()
+    warn_at = monotonic() + SILENCE
     while not leaver.is_idle():
-        if monotonic() >= deadline:
+        now = monotonic()
+        if now >= deadline:
             raise ShutdownError(
-                f"worker {leaver.info.name!r} shut down while calls were still under way here; "
-                "everything is closed now. Wait for your futures first, or give shutdown a longer timeout"
+                f"worker {leaver.info.name!r} shut down while calls were still under way here: {leaver.under_way()}; "
+                "everything is closed now. A call counts until its function has ended, though its caller may have "
+                "given up. Wait for your futures first, or give shutdown a longer timeout"
             )
+        if now >= warn_at:
+            warn_at = now + SILENCE
+            if _all_others_wait(rendezvous, prefix):
+                warn_at = FOREVER
+                logger.warning("worker %r waits in shutdown() for: %s", leaver.info.name, leaver.under_way())
         never.wait(pause)
         pause = min(2 * pause, _LONGEST_PAUSE)
+
+
+def _all_others_wait(rendezvous: Rendezvous, prefix: str) -> bool:
+    others = rendezvous.world_size - 1
+    try:
+        return not others or len(rendezvous.store.collect(prefix, others, 0.0)) >= others
+    except RendezvousError:
+        return False
 
 
 def _hear_all(leaver: Leaver, rendezvous: Rendezvous, prefix: str, deadline: float) -> int:
@@ -82,13 +111,18 @@ def _hear_all(leaver: Leaver, rendezvous: Rendezvous, prefix: str, deadline: flo
     try:
         store.set(f"{prefix}{leaver.info.id}", str(leaver.calls_started()).encode())
         seconds = min(max(0.0, deadline - monotonic()), _A_LONG_TIME)
-        heard = store.collect(prefix, rendezvous.world_size, seconds)
+        try:
+            heard = store.collect(prefix, rendezvous.world_size, min(seconds, SILENCE))
+        except RendezvousTimeoutError as error:
+            if seconds <= SILENCE:
+                raise
+            missing = _missing(leaver, prefix, error)
+            logger.info("worker %r waits in shutdown() for %s: %s", leaver.info.name, missing, _WHY_MISSING)
+            heard = store.collect(prefix, rendezvous.world_size, seconds - SILENCE)
     except RendezvousTimeoutError as error:
-        came = {int(key.removeprefix(prefix)) for key in error.present if key.startswith(prefix)}
-        missing = ", ".join(f"{info.name!r}" for info in leaver.get_worker_infos() if info.id not in came)
         raise ShutdownError(
-            f"worker {leaver.info.name!r} waited for the others to shut down, but {missing} did not come in time; "
-            "everything is closed here now"
+            f"worker {leaver.info.name!r} waited for the others to shut down, but {_missing(leaver, prefix, error)} "
+            f"did not come in time ({_WHY_MISSING}); everything is closed here now"
         ) from None
     except RendezvousError as error:
         raise ShutdownError(
@@ -96,3 +130,8 @@ def _hear_all(leaver: Leaver, rendezvous: Rendezvous, prefix: str, deadline: flo
             "everything is closed here now"
         ) from None
     return sum(int(value) for value in heard.values())
+
+
+def _missing(leaver: Leaver, prefix: str, error: RendezvousTimeoutError) -> str:
+    came = {int(key.removeprefix(prefix)) for key in error.present if key.startswith(prefix)}
+    return ", ".join(f"{info.name!r}" for info in leaver.get_worker_infos() if info.id not in came)

@@ -21,7 +21,7 @@ from farcall.agent.coroutines import EventLoop
 from farcall.agent.handle import Handle
 from farcall.agent.serving import Answerable, Reply, Serving
 from farcall.agent.values import Value
-from farcall.errors import ProtocolError
+from farcall.errors import ProtocolError, SerializationError
 from farcall.functions import is_async_execution
 from farcall.futures import Future
 from farcall.protocol.control import pack_section, unpack_handle
@@ -44,6 +44,7 @@ from farcall.serialization import (
     dumps_result,
     encode_failure,
     loads_arguments,
+    not_rebuilt,
     offering,
     resolve_function,
 )
@@ -79,7 +80,7 @@ class _NoValue(BaseException):
         self.failure = failure
 
 
-class _FunctionJob(ABC):
+class FunctionJob(ABC):
     """Runs a callee, and leaves it to the subclass what becomes of the outcome."""
 
     __slots__ = ("_body", "_buffers", "_callee", "_handles", "_place", "_subject", "kind", "origin")
@@ -145,10 +146,19 @@ class _FunctionJob(ABC):
     def _arguments(self) -> tuple[Sequence[Any], dict[str, Any]]:
         body, buffers, handles = self._body, self._buffers, self._handles
         self._body, self._buffers, self._handles = b"", (), ()  # they go when the function lets them go
-        if handles:
-            with offering(handles):
-                return loads_arguments(body, buffers)
-        return loads_arguments(body, buffers)
+        try:
+            if handles:
+                with offering(handles):
+                    return loads_arguments(body, buffers)
+            return loads_arguments(body, buffers)
+        except SerializationError as error:
+            what = f"the arguments of `{self._name()}`" if self._callee else f"{self._name()}, or its arguments,"
+            raise not_rebuilt(what, f"on worker {self._place.worker!r}", error.__cause__) from error.__cause__
+
+    def _name(self) -> str:
+        """Of a function that is not there yet, for messages."""
+        name = self.kind.decode(errors="replace").lstrip("\1\2\3\4").replace("\0", ".")
+        return name or ("the value" if self._callee else "a function sent by value")
 
     def _callee_on(self, subject: Value) -> Callable[..., Any]:
         """What is to be called, for a request on the value of a reference. Raises `_PutOff` and `_NoValue`."""
@@ -165,17 +175,14 @@ class _FunctionJob(ABC):
 
     def _failed(self, function: Any, error: BaseException) -> Reply | None:
         """It raised; the reply, if there is one."""
-        if function is not None:
-            name = callable_name(function)
-        else:
-            name = self.kind.decode(errors="replace").lstrip("\1\2\3\4").replace("\0", ".") or "the value"
+        name = callable_name(function) if function is not None else self._name()
         return self._failed_with(encode_failure(error, self._place.worker, name))
 
     def _finish_when_settled(self, function: Callable[..., Any], future: Any) -> None:
         if not isinstance(future, Future):
             raise TypeError(
-                f"functions decorated with async_execution must return a Future, but `{callable_name(function)}` "
-                f"returned a {type(future).__name__}"
+                f"functions decorated with async_execution must return a Future, but what `{callable_name(function)}` "
+                f"returned is of type {type(future).__name__}"
             )
 
         def settled(future: Future[Any]) -> None:
@@ -238,7 +245,7 @@ def _method(value: Any, name: str) -> Callable[..., Any]:
     return lambda: attribute
 
 
-class CallJob(_FunctionJob):
+class CallJob(FunctionJob):
     """One call, to be answered."""
 
     __slots__ = ("_call_id",)
@@ -293,7 +300,7 @@ class CallJob(_FunctionJob):
             self.origin.answer(reply)
 
 
-class RemoteJob(_FunctionJob):
+class RemoteJob(FunctionJob):
     """One remote call, whose outcome is the value of a reference."""
 
     __slots__ = ("_keeps", "_value")

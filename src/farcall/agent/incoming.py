@@ -153,6 +153,9 @@ class Incoming:
         """Whether it is known who is at the other end."""
         return self._peer is not None
 
+    def __str__(self) -> str:
+        return self._who()
+
     def _who(self) -> str:
         return f"worker {self._peer.name!r}" if self._peer is not None else self._channel.address
 

@@ -50,6 +50,7 @@ _CHUNK: Final = 1 << 15
 """Not more: from 128 KiB on, the allocator asks the system for memory anew each time, which costs more than a call."""
 _MAX_WAITING: Final = 1 << 24
 """Bytes that may wait to be sent before callers have to wait too."""
+LOST_ADVICE: Final = "is it still running, and does every worker call rpc.shutdown() at its end?"
 _LOOK_AGAIN: Final = 1.0
 _PATIENCE: Final = 5e-3
 _LONGEST_PATIENCE: Final = 100e-3
@@ -88,6 +89,7 @@ class Outgoing:
         self._poll = poll.poll
         self._lock = threading.Lock()
         self._lost: RpcError | None = None
+        self._advice = ""
         self._first_deadline = FOREVER
         self._unattended_since = 0.0
         self._calls_at_last_tick = 0
@@ -141,7 +143,7 @@ class Outgoing:
             self.lose(f"sending to it failed: {error}")
         except BaseException as error:
             if self._sender.is_broken():
-                self.lose(f"sending to it was interrupted by {type(error).__name__}")
+                self.lose(f"sending to it was interrupted by {type(error).__name__}", advice="")
             raise
         if self._lost is not None and self.pending.pop(call_id, None) is not None:
             self._fail(future)
@@ -192,6 +194,7 @@ class Outgoing:
         try:
             self._reading.wait(future, deadline if deadline < future.deadline else future.deadline)
         except BaseException:
+            future.watch(_forgive, waker=True, attended=True)
             if future.due is not None:
                 self._dispatch(future, future.due)
             raise
@@ -234,7 +237,7 @@ class Outgoing:
                 count = self._channel.receive_into(decoder.space)
                 messages = decoder.filled(count) if count else None
             if messages is None:
-                self.lose("it closed the connection: it has died or shut down")
+                self.lose("it closed the connection")
                 return
             for kind, call_id, head, body, buffers in messages:
                 handles: Sequence[Handle] = ()
@@ -246,8 +249,8 @@ class Outgoing:
                         continue
                     handles = taken
                 future = self.pending.pop(call_id, None)
-                if future is None or future._state:
-                    continue  # its time was over, or it was settled by hand: dropped quietly
+                if future is None:
+                    continue  # its time was over: dropped quietly
                 if kind == RESULT and not body:
                     callbacks = future.settle(DONE, None)
                 else:
@@ -266,7 +269,7 @@ class Outgoing:
         except (OSError, ProtocolError, MemoryError) as error:
             self.lose(f"reading its replies failed: {error or type(error).__name__}")
         except BaseException as error:
-            self.lose(f"reading its replies was interrupted by {type(error).__name__}")
+            self.lose(f"reading its replies was interrupted by {type(error).__name__}", advice="")
             raise
 
     def _take(self, kind: int, head: bytes, body: Bytes) -> list[Handle] | None:
@@ -359,8 +362,9 @@ class Outgoing:
 
     # The end
 
-    def lose(self, reason: str) -> None:
+    def lose(self, reason: str, advice: str = LOST_ADVICE) -> None:
         """Gives the connection up; everything pending fails with `WorkerLost`."""
+        self._advice = f"; {advice}" if advice else ""
         self._end(WorkerLost(f"worker {self.peer.name!r} was lost: {reason}", self.peer.name))
 
     def close(self, reason: str) -> None:
@@ -393,7 +397,7 @@ class Outgoing:
     def _fail(self, future: PendingCall) -> None:
         lost = self._lost
         assert lost is not None
-        text = f"{lost} (while `{callable_name(future.function)}` was running there, or on its way)"
+        text = f"{lost} (while `{callable_name(future.function)}` was running there, or on its way){self._advice}"
         error = WorkerLost(text, self.peer.name) if isinstance(lost, WorkerLost) else RpcError(text)
         self._settle_failed(future, error)
 
@@ -402,3 +406,9 @@ class Outgoing:
         callbacks = future.settle(FAILED, error)
         if callbacks is not None:
             self._dispatch(future, callbacks)
+
+
+def _forgive(future: Future[Any]) -> None:
+    """Who waited for it was interrupted (Ctrl-C), and may never look: should it fail, that is not reported."""
+    if future._report is not None:
+        future._report.seen = True

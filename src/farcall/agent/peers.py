@@ -17,7 +17,7 @@ from typing import Final
 
 import msgspec
 
-from farcall.agent.outgoing import Outgoing
+from farcall.agent.outgoing import LOST_ADVICE, Outgoing
 from farcall.errors import ConnectionRefusedByPeer, ProtocolError, WorkerLost
 from farcall.futures import asleep
 from farcall.protocol.handshake import PREAMBLE_SIZE, Hello, Purpose, body_length, expect_welcome, pack, unpack
@@ -102,22 +102,20 @@ class Peer:
             try:
                 channel = transport.connect(address, max(0.0, until - monotonic()))
             except OSError as error:
-                reasons.append(f"{address}: {error}")
+                reasons.append(f"{address}: {error.strerror or error}")  # some name the address once more
                 continue
             try:
                 self._greet(channel, until)
             except (OSError, ProtocolError) as error:
                 channel.close()
-                reasons.append(f"{address}: {error}")
+                reasons.append(f"{address}: {error.strerror or error}")
             except BaseException:
                 channel.close()
                 raise
             else:
                 return channel
         detail = "; ".join(reasons) or f"no transport of {', '.join(self._transports)} leads to it"
-        raise WorkerLost(
-            f"worker {self.info.name!r} cannot be reached ({detail}); is it still running?", self.info.name
-        )
+        raise WorkerLost(f"worker {self.info.name!r} cannot be reached ({detail}); {LOST_ADVICE}", self.info.name)
 
     def _ways(self) -> list[tuple[Transport, str]]:
         """The addresses of the worker that may be reached from here, best first."""
@@ -133,13 +131,13 @@ class Peer:
         hello = Hello(group=self._group, name=self._us.name, rank=self._us.rank, wanted=self.info.name)
         greeting = pack(Purpose.CALLS, hello)
         if channel.send(greeting) != len(greeting):  # it fits into any socket's empty buffer
-            raise ProtocolError(f"{channel.address} does not take a greeting of {len(greeting)} bytes")
-        other = f"worker {self.info.name!r} at {channel.address}"
+            raise ProtocolError(f"it does not take a greeting of {len(greeting)} bytes")
+        other = f"worker {self.info.name!r}"
         preamble = _receive_exactly(channel, PREAMBLE_SIZE, deadline, other)
         body = _receive_exactly(channel, body_length(preamble, Purpose.CALLS, other), deadline, other)
         welcome = expect_welcome(unpack(body, other), other)
         if welcome.name != self.info.name:
-            raise ConnectionRefusedByPeer(f"{channel.address} is worker {welcome.name!r}, not {self.info.name!r}")
+            raise ConnectionRefusedByPeer(f"this is worker {welcome.name!r}, not {self.info.name!r}")
 
 
 def _receive_exactly(channel: Channel, size: int, deadline: float, other: str) -> bytes:

@@ -117,6 +117,11 @@ class Serving:
         leader = self._leader
         return bool(self.ready or self._running or self._sleeping or (leader is not None and leader.lead.is_running()))
 
+    def thread_idents(self) -> list[int | None]:
+        """Of the threads that there are now."""
+        with self._lock:
+            return [thread.ident for thread in self._threads]
+
     def depose_stuck_leader(self) -> None:
         """For the supervisor: if the leader's function has been running since the last look, another thread leads."""
         leader = self._leader

@@ -9,6 +9,6 @@
     bootstrap    the first thing a worker's process does; run as a file
     keeper       ends what the workers left when the launcher was killed; run as a file
 
-The command needs nothing of the rest of farcall but its errors, and imports neither numpy nor torch: a launcher must
-be there at once and stay small.
+The command needs nothing of the rest of farcall but its errors and `last_words`, and imports neither numpy nor torch: a
+launcher must be there at once and stay small.
 """

@@ -9,7 +9,7 @@ This is what the workers are told, by the environment, in the words of torchrun 
     FARCALL_SECRET                  what the group's workers know each other by; fresh for each run on one host
     PYTHONUNBUFFERED                1: what a worker prints is seen at once
 
-The module only plans; `supervisor` runs.
+The module only plans; `supervisor` runs, and adds FARCALL_LAUNCHER, where workers tell it of their end (`last_words`).
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ DASHES = "\0--"
 _DESCRIPTION = """\
 Starts N workers on this host, each a process of this Python that runs the same script or module, and stays until all
 have ended. Each worker's lines are printed with its name. If one fails, the others are ended, and the exit status is
-that of the first that failed. On several hosts, start it on each with --nodes and --node-rank.
+that of the first that failed of its own accord. On several hosts, start it on each with --nodes and --node-rank.
 """
 
 _EPILOG = """\

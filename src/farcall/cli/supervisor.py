@@ -6,6 +6,8 @@ of a worker's end), a time that has come. Rules:
 - The first worker that fails decides how the run ended. The others are asked to end (SIGTERM) and, after the grace,
   killed. If a signal such as Ctrl-C has been passed on just before, they have been asked already, so the SIGTERM waits
   for one more grace.
+- A worker that said that it failed because of another (`last_words`) decides only if, for a while, no worker fails for
+  a reason of its own.
 - A worker is its process group. When the worker itself has ended, what is left of the group is asked to end and,
   after the grace, killed.
 - Signals from a keyboard (SIGINT, SIGQUIT) go to a worker's whole group, as a terminal would send them; the others go
@@ -22,6 +24,7 @@ import signal
 import time
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
+from dataclasses import replace
 from enum import Enum, auto
 from functools import partial
 from typing import Final
@@ -29,9 +32,12 @@ from typing import Final
 from farcall.cli.output import SINK_IS_FULL, Sink, WorkerStream, make_prefixes, open_sinks, wants_colour
 from farcall.cli.process import Keeper, WorkerPlan, WorkerProcess, describe_end, exit_status, live_groups
 from farcall.cli.signals import ASKING_TO_END, FROM_A_KEYBOARD, PASSED_ON, signals_as_bytes
+from farcall.last_words import LAUNCHER, Ear
 
 _AFTER_KILL: Final = 5.0
 _LOOK_AT_GROUPS: Final = 0.02
+_CAUSE_ENDS_WITHIN: Final = 5.0
+"""Seconds after the end of a worker that failed because of another, within which that other should end, too."""
 
 
 class _Next(Enum):
@@ -73,6 +79,9 @@ class Supervisor:
         self._workers: list[_Worker] = []
         self._selector = selectors.PollSelector()  # not epoll: that takes no regular file, and stdout may be one
         self._status: int | None = None
+        self._heard: set[int] = set()
+        self._victim: tuple[int, str] | None = None
+        self._victim_decides_at = math.inf
         self._signalled_at = -math.inf
         self._interrupts = 0
         self._flush_until = math.inf
@@ -83,6 +92,9 @@ class Supervisor:
             stack.enter_context(self._selector)
             signals = stack.enter_context(signals_as_bytes())
             self._selector.register(signals, selectors.EVENT_READ, partial(self._take_signals, signals))
+            self._ear = Ear()
+            stack.callback(self._ear.close)
+            self._selector.register(self._ear, selectors.EVENT_READ, self._listen)
             self._keeper = Keeper()
             stack.callback(self._keeper.close)
             stack.callback(self._abandon)
@@ -93,8 +105,9 @@ class Supervisor:
 
     def _start(self) -> None:
         for index, plan in enumerate(self._plans):
+            environment = {**plan.environment, LAUNCHER: self._ear.name}
             try:
-                process = WorkerProcess(plan)
+                process = WorkerProcess(replace(plan, environment=environment))
             except OSError as error:
                 self._fail(1, f"cannot start {plan.name} (rank {plan.rank}): {error}")
                 return
@@ -127,6 +140,8 @@ class Supervisor:
 
     def _time_left(self) -> float | None:
         due = min([worker.due for worker in self._workers], default=self._flush_until)
+        if self._status is None:
+            due = min(due, self._victim_decides_at)
         if any(worker.code is not None for worker in self._workers):
             due = min(due, time.monotonic() + _LOOK_AT_GROUPS)  # nobody tells us when a descendant ends
         return None if due == math.inf else max(0.0, due - time.monotonic())
@@ -202,11 +217,26 @@ class Supervisor:
         running = [worker for worker in self._workers if worker.code is None]
         for worker in running:
             worker.code = worker.process.poll()
+        self._listen()  # after the look: who has ended has said by now whether it was a consequence
         for worker in running:
             if worker.code:  # neither running still nor ended well
                 for stream in worker.streams:
                     stream.drain()  # its last words come before ours
-                self._fail(exit_status(worker.code), f"{worker.process} {describe_end(worker.code)}")
+                self._judge(worker, exit_status(worker.code), f"{worker.process} {describe_end(worker.code)}")
+        if self._victim is not None and self._status is None:
+            alone = all(worker.code is not None for worker in self._workers)
+            if alone or time.monotonic() >= self._victim_decides_at:
+                self._fail(*self._victim)
+
+    def _listen(self) -> None:
+        self._heard |= self._ear.listen()
+
+    def _judge(self, worker: _Worker, status: int, reason: str) -> None:
+        if worker.process.pid not in self._heard:
+            self._fail(status, reason)
+        elif self._victim is None:
+            self._victim = status, reason
+            self._victim_decides_at = time.monotonic() + _CAUSE_ENDS_WITHIN
 
     def _fail(self, status: int, reason: str | None = None) -> None:
         """Ends the run with this status, unless it is ending already."""

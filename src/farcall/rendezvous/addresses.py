@@ -85,7 +85,8 @@ def listen(host: str, ports: Sequence[int]) -> socket.socket:
         if time.monotonic() >= deadline:
             raise RendezvousError(
                 f"rank 0 cannot host the store at {host or 'this machine'}: port {', '.join(map(str, ports))} is taken "
-                "by another process; end that process or choose another port"
+                "by another process, perhaps another worker that also has rank 0; give each worker a rank of its own, "
+                "end that process or choose another port"
             )
         time.sleep(0.02)
 

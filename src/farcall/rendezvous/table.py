@@ -91,7 +91,12 @@ class StoreTable:
     def introduce(self, connection: int, hello: Hello) -> Welcome | StoreRefused | None:
         """Lets a worker in, or not; None means to close the connection without a word."""
         if hello.group != self._group:
-            return StoreRefused(f"this store serves the group {self._group!r}, not {hello.group!r}", other_group=True)
+            # A group's id ends with the number of its workers: see `meeting`.
+            same_place = hello.group.rpartition(", ")[0] == self._group.rpartition(", ")[0] != ""
+            advice = "; give all workers the same world_size" if same_place else ""
+            return StoreRefused(
+                f"this store serves the group {self._group!r}, not {hello.group!r}{advice}", other_group=True
+            )
         if not 0 <= hello.rank < self._world_size:
             return StoreRefused(
                 f"this group has {self._world_size} workers; there is no rank {hello.rank} in it", final=True

@@ -145,7 +145,12 @@ def _place(init_method: str, url: SplitResult, environ: Mapping[str, str]) -> Tc
             raise UsageError(f"init_method {init_method!r} must be tcp://host:port, for example tcp://10.0.0.1:29500")
         return _tcp(url.hostname, port)
     if url.scheme == "file":
-        path = unquote(url.netloc + url.path)
+        path = unquote(url.path)
+        if url.netloc not in ("", "localhost"):
+            raise UsageError(
+                f"init_method {init_method!r} names {url.netloc!r} where a host would be; a file needs three slashes "
+                "and its full path, for example file:///tmp/my-group"
+            )
         if not path or path.endswith("/"):
             raise UsageError(f"init_method {init_method!r} must name a file, for example file:///tmp/my-group")
         return FilePlace(path)

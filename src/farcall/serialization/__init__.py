@@ -16,6 +16,7 @@ from farcall.serialization.pickler import (
     dumps_result,
     loads,
     loads_arguments,
+    not_rebuilt,
 )
 
 __all__ = [
@@ -34,6 +35,7 @@ __all__ = [
     "encode_function",
     "loads",
     "loads_arguments",
+    "not_rebuilt",
     "offering",
     "resolve_function",
     "take_offered",

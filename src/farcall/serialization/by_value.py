@@ -1,7 +1,9 @@
 """Pickles by value what pickle itself cannot name: lambdas, closures, local classes, all of an interactive `__main__`.
 
-cloudpickle does it. The one difference: it sends everything of `__main__` by value, which is right for a notebook and
-wrong for a script that all workers run, whose functions must see the globals of the worker they run on.
+cloudpickle does it, with two differences. It sends everything of `__main__` by value, which is right for a notebook and
+wrong for a script that all workers run, whose functions must see the globals of the worker they run on. And it sends
+an open text file as a copy of its text, into which one could write for ever without a word reaching the file: here, as
+in pickle, a file cannot be sent.
 
 A module of its own as the `pickler` imports it only when there is something to do by value: cloudpickle would be a
 good part of the time that `import farcall` takes.
@@ -10,6 +12,7 @@ good part of the time that `import farcall` takes.
 from __future__ import annotations
 
 import io
+import sys
 from collections.abc import Callable
 from pickle import PickleBuffer
 from types import FunctionType
@@ -34,4 +37,6 @@ class _Pickler(cloudpickle.Pickler):  # type: ignore[misc]  # cloudpickle has no
         in_main = isinstance(obj, (FunctionType, type)) and getattr(obj, "__module__", None) == "__main__"
         if in_main and not is_interactive() and leads_to("__main__", obj.__qualname__, obj):
             return NotImplemented
+        if isinstance(obj, io.TextIOWrapper) and obj not in (sys.stdout, sys.stderr):
+            raise TypeError("an open file belongs to its process")
         return super().reducer_override(obj)

@@ -7,12 +7,16 @@ call looks the name up anew, so that a patched or reloaded module is honoured, a
 What no name leads to (lambdas, closures, bound methods, partials, callable objects, all of an interactive `__main__`)
 has no such bytes: it travels by value among the arguments, which is the `pickler`'s work.
 
-The script is `__main__` on the wire, whatever `multiprocessing` calls it in a child.
+The script is `__main__` on the wire, whatever `multiprocessing` calls it in a child. Another worker may have imported
+this worker's script as a module, and ask for its functions under the module's name. They are those of `__main__` all
+the same: importing the file once more would give functions that see other globals than the script that runs.
 """
 
 from __future__ import annotations
 
 import importlib
+import importlib.util
+import os
 import sys
 from collections.abc import Callable
 from functools import partial
@@ -26,6 +30,9 @@ _MAIN_NAMES: Final = ("__main__", "__mp_main__")
 
 _MAX_NAMES: Final = 4096
 """More names than a program has; whoever makes up new ones without end shall not fill the memory."""
+
+IN_THE_SCRIPT: Final = "define it at the top level of the script, before init_rpc, on every worker"
+"""Advice for what one worker's script has, and another's has not."""
 
 _modules = sys.modules
 
@@ -117,11 +124,14 @@ def _find_function(blob: bytes, worker: str) -> Any:
         module, _, qualname = blob.decode().partition("\0")
     except UnicodeDecodeError:
         raise SerializationError(f"{worker} was asked for a function by a name that is no text: {blob!r}") from None
+    advice = "is the same code installed there?"
     if module in _MAIN_NAMES:
         module = "__main__"
-        advice = "do all workers run the same script?"
-    else:
-        advice = "is the same code installed there?"
+        advice = f"{IN_THE_SCRIPT}, or pass a lambda"
+    elif _is_the_script(module):
+        # For the classes of the script, which pickle looks up by itself.
+        _modules.setdefault(module, _modules["__main__"])
+        module = "__main__"
     try:
         # Also when it is in sys.modules already: this waits until another thread is through with importing it.
         found = importlib.import_module(module)
@@ -139,3 +149,19 @@ def _find_function(blob: bytes, worker: str) -> Any:
         _names.clear()
     _names[blob] = module, path
     return function
+
+
+def _is_the_script(module: str) -> bool:
+    """Whether a module of that name would come from the file that runs as `__main__`."""
+    main = _modules["__main__"]
+    spec = getattr(main, "__spec__", None)
+    if spec is not None:  # python -m
+        return bool(spec.name == module)
+    file = getattr(main, "__file__", None)
+    if not file or os.path.splitext(os.path.basename(file))[0] != module.rpartition(".")[2]:
+        return False
+    try:
+        spec = importlib.util.find_spec(module)
+        return spec is not None and spec.origin is not None and os.path.samefile(spec.origin, file)
+    except (ImportError, ValueError, OSError):
+        return False

@@ -23,13 +23,13 @@ from __future__ import annotations
 import inspect
 import pickle
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence, Set
 from pickle import dumps as _pickle_dumps
 from pickle import loads as _pickle_loads
 from typing import Any, Final, TypeAlias
 
 from farcall.errors import SerializationError, UsageError
-from farcall.serialization.callables import callable_name
+from farcall.serialization.callables import IN_THE_SCRIPT, callable_name
 from farcall.serialization.unpicklable import find_unpicklable, type_name
 
 OUT_OF_BAND_SIZE: Final = 16 * 1024
@@ -97,10 +97,15 @@ def loads(payload: Buffer, buffers: Sequence[Buffer] = ()) -> Any:
             # such a child; having it here too makes all that follows take the fast path.
             _modules["__mp_main__"] = _modules["__main__"]
             return loads(payload, buffers)
-        raise SerializationError(
-            f"what was sent cannot be rebuilt here ({type(error).__name__}: {error}); "
-            "is the same code installed on both workers?"
-        ) from error
+        raise not_rebuilt("what was sent", "here", error) from error
+
+
+def not_rebuilt(what: str, where: str, reason: BaseException | None) -> SerializationError:
+    """The error that says so, and what to do about it. `reason`: what `loads` ran into."""
+    # Its repr is all that pickle says of a module that lacks something.
+    missing_in_script = isinstance(reason, AttributeError) and repr(_modules["__main__"]) in str(reason)
+    advice = IN_THE_SCRIPT if missing_in_script else "is the same code installed on both workers?"
+    return SerializationError(f"{what} cannot be rebuilt {where} ({type(reason).__name__}: {reason}); {advice}")
 
 
 def dumps_arguments(
@@ -114,7 +119,8 @@ def dumps_arguments(
 
     `function` and `worker` (whom it is for) are for messages only, unless `by_value` is true: then the function itself
     travels in front of the arguments, pickled together with them, so that what they share stays shared.
-    Raises `SerializationError`, naming the argument, if one cannot be pickled.
+    Raises `SerializationError`, naming the argument, if one cannot be pickled; `UsageError` if `args` or `kwargs` are
+    no such thing.
     """
     if by_value:
         sent: Any = (function, *_as_tuple(args))
@@ -124,9 +130,11 @@ def dumps_arguments(
         sent = ()
     else:
         return b"", []
+    if kwargs:
+        sent = [sent, kwargs if type(kwargs) is dict else _as_dict(kwargs)]
     buffers = _OutOfBand()
     try:
-        return _payload([sent, kwargs] if kwargs else sent, buffers), buffers
+        return _payload(sent, buffers), buffers
     except Exception as error:
         refusal = _blame_argument(function, args, kwargs or {}, worker, by_value, error)
         raise refusal from error
@@ -163,10 +171,21 @@ def dumps_result(function: Callable[..., Any] | str, value: Any, worker: str = "
 
 
 def _as_tuple(args: Any) -> tuple[Any, ...]:
-    try:
-        return tuple(args)
-    except TypeError:
-        raise UsageError(f"args must be a tuple or list of arguments, not {args!r}: for one argument, (x,)") from None
+    hint = "for one argument, (x,)"
+    if isinstance(args, Mapping):
+        hint = "did you mean kwargs?"
+    elif not isinstance(args, (str, bytes, bytearray, Set)):  # text is no list of letters, and a set has no order
+        try:
+            return tuple(args)
+        except TypeError:
+            pass
+    raise UsageError(f"args must be a tuple or list of arguments, not {args!r}: {hint}")
+
+
+def _as_dict(kwargs: Any) -> dict[str, Any]:
+    if not isinstance(kwargs, Mapping):
+        raise UsageError(f"kwargs must be a dict of arguments by their names, not {kwargs!r}")
+    return dict(kwargs)
 
 
 def _payload(value: Any, buffers: _OutOfBand | None) -> bytes:

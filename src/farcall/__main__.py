@@ -1,4 +1,4 @@
-"""`python -m farcall.cli`: the `farcall` command where the script of that name is not on the path."""
+"""`python -m farcall`: the `farcall` command where the script of that name is not on the path."""
 
 from __future__ import annotations
 
