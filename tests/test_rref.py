@@ -559,7 +559,7 @@ def test_an_error_that_the_owner_has_met_does_not_keep_the_reference(group: Loca
 
 
 def test_arguments_that_cannot_be_unpickled_there_fail_the_value(group: LocalGroup) -> None:
-    with pytest.raises(SerializationError, match="cannot be rebuilt here"):
+    with pytest.raises(SerializationError, match="cannot be rebuilt on worker 'worker1'"):
         remote(group[0], 1, echo, Unreadable()).to_here()
 
 

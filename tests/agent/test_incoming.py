@@ -146,7 +146,7 @@ def test_what_is_no_call_closes_the_connection_and_harms_nobody(
         (b"no_such_module\0f", b"", "cannot import module `no_such_module`"),
         (b"builtins\0nothing", b"", "has no function `nothing` in module `builtins`"),
         (b"builtins\0int", b"no pickle", "the arguments of `builtins.int` cannot be rebuilt on worker 'worker1'"),
-        (b"", b"", "not enough values to unpack"),
+        (b"", b"", "names no function and brings none"),
         (b"\xff\xfe", b"", "no text"),
     ],
 )

@@ -14,6 +14,7 @@ from time import monotonic
 import pytest
 from agent_stage import SOON, a_megabyte, arrived, call, echo, new_gate, start, wait_at
 
+from eventually import eventually
 from farcall import RpcTimeoutError, WorkerLost
 from farcall.agent.outgoing import Outgoing
 from farcall.futures import wait_all

@@ -441,7 +441,6 @@ STRANGE = ForkId(3, 8)
         (worker(1, CALLED), came(0, ForkAccepted(NOT_OURS, FIRST)), "which did not ask"),
         (worker(1, CALLED), came(0, ForkAccepted(REMOTE, FIRST)), "which asked to make it"),
         (worker(1, CALLED), CreateDelivered(RRefId(0, 1, 9), FIRST), "did not ask for"),
-        (worker(1, CALLED, CONFIRMED), CONFIRMED, "did not ask for"),
         (worker(2, RECEIVED), CreateDelivered(REMOTE, CHILD), "was not asked for by"),
         (worker(1, CALLED, CONFIRMED), came(0, ForkRefused(REMOTE, FIRST)), "which did not ask"),
         (worker(2, RECEIVED), came(1, ForkRefused(REMOTE, CHILD)), "worker 1 answered for"),

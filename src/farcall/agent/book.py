@@ -20,7 +20,7 @@ from functools import partial
 from typing import TYPE_CHECKING, Any, Final
 
 from farcall.agent.handle import Handle, Made, made_here
-from farcall.agent.inventory import HeldReference, Inventory, OwnedReference
+from farcall.agent.inventory import Inventory, count_references, take_inventory
 from farcall.agent.parcels import CarriedFrame, Letter, Parcel, RemoteFrame, Way
 from farcall.agent.values import Value
 from farcall.errors import OwnerLost, ReferenceRefused, RpcError, SerializationError, UsageError, WorkerLost
@@ -39,7 +39,7 @@ from farcall.protocol.reference_messages import (
     ReleaseValue,
     SendMessage,
 )
-from farcall.protocol.references import References, Standing
+from farcall.protocol.references import References
 from farcall.transports.base import Buffer
 
 if TYPE_CHECKING:
@@ -347,48 +347,12 @@ class ReferenceBook:
         """All that is owned and held here now."""
         self.work_off()
         with self._lock:
-            values = dict(self._values)
-            owned = [
-                OwnedReference(
-                    str(reference),
-                    _described(values.get(reference)),
-                    entry.handles,
-                    tuple(self._name_of(holder) for holder in entry.forks.values()),
-                    self._origin(reference),
-                )
-                for reference, entry in self._references.owned.items()
-            ]
-            held = []
-            for fork, entry in self._references.held.items():
-                handle = self._handle_of(fork)
-                held.append(
-                    HeldReference(
-                        str(entry.reference),
-                        self._name_of(entry.reference.owner),
-                        entry.standing is Standing.CONFIRMED,
-                        tuple(self._name_of(child) for child in entry.children.values()),
-                        entry.dropped,
-                        handle.made_at if handle is not None else "",
-                    )
-                )
-        return Inventory(tuple(owned), tuple(held))
-
-    def _origin(self, reference: RRefId) -> str:
-        made = self._origins.get(reference)
-        if made is None:
-            return f"the request of {self._name_of(reference.creator)!r}"
-        return made if isinstance(made, str) else f"{made[0].co_filename}:{made[1]}"
+            return take_inventory(self._references, self._values, self._origins, self._handle_of, self._name_of)
 
     def debug_info(self) -> dict[str, str]:
         """Counters, by the names that torch gives them."""
         with self._lock:
-            pending = sum(held.standing is Standing.UNCONFIRMED for held in self._references.held.values())
-            return {
-                "num_owner_rrefs": str(len(self._references.owned)),
-                "num_pending_users": str(pending),
-                "num_pending_futures": str(self._values_to_come()),
-                "num_forks": str(sum(len(owned.forks) for owned in self._references.owned.values())),
-            }
+            return count_references(self._references, self._values_to_come())
 
     def is_quiet(self) -> bool:
         """Whether nothing about references is to be done, said or acknowledged, and every value is there."""
@@ -501,11 +465,3 @@ def _refused(reference: RRefId) -> ReferenceRefused:
 
 def _released(reference: RRefId, owner: str) -> ReferenceRefused:
     return ReferenceRefused(f"worker {owner!r} does not own {reference} any more: its value was released")
-
-
-def _described(value: Value | None) -> str:
-    """The type of a value, for people. Empty if it is not there yet."""
-    if value is None or not value.done():
-        return ""
-    error = value.exception()
-    return type(value.value()).__qualname__ if error is None else f"failed: {type(error).__name__}"

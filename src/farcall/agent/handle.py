@@ -38,8 +38,7 @@ class Handle:
     @property
     def made_at(self) -> str:
         """Where the program made it, or from whom it came."""
-        made = self._made
-        return made if isinstance(made, str) else f"{made[0].co_filename}:{made[1]}"
+        return described(self._made)
 
     def check(self) -> None:
         """Raises `OwnerLost`, `ReferenceRefused` or `UsageError` if it leads nowhere."""
@@ -64,3 +63,8 @@ def made_here(whole_stack: bool) -> Made:
     if whole_stack:
         return "".join(traceback.format_stack(frame))
     return frame.f_code, frame.f_lineno
+
+
+def described(made: Made) -> str:
+    """Where a handle was made, as text."""
+    return made if isinstance(made, str) else f"{made[0].co_filename}:{made[1]}"

@@ -2,7 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+
+from farcall.agent.handle import Handle, Made, described
+from farcall.agent.values import Value
+from farcall.protocol.ids import ForkId, RRefId, Worker
+from farcall.protocol.references import References, Standing
 
 
 @dataclass(frozen=True)
@@ -62,3 +68,56 @@ class Inventory:
 
 def _counted(names: tuple[str, ...]) -> list[str]:
     return [f"{names.count(name)} by {name!r}" for name in dict.fromkeys(names)]
+
+
+def take_inventory(
+    references: References,
+    values: Mapping[RRefId, Value],
+    origins: Mapping[RRefId, Made],
+    handle_of: Callable[[ForkId], Handle | None],
+    name_of: Callable[[Worker], str],
+) -> Inventory:
+    """All references of a worker, out of its tables. `origins` says where values of this worker got theirs."""
+    owned = [
+        OwnedReference(
+            str(reference),
+            _kind(values.get(reference)),
+            entry.handles,
+            tuple(name_of(holder) for holder in entry.forks.values()),
+            described(origins[reference]) if reference in origins else f"the request of {name_of(reference.creator)!r}",
+        )
+        for reference, entry in references.owned.items()
+    ]
+    held = []
+    for fork, entry in references.held.items():
+        handle = handle_of(fork)
+        held.append(
+            HeldReference(
+                str(entry.reference),
+                name_of(entry.reference.owner),
+                entry.standing is Standing.CONFIRMED,
+                tuple(name_of(child) for child in entry.children.values()),
+                entry.dropped,
+                handle.made_at if handle is not None else "",
+            )
+        )
+    return Inventory(tuple(owned), tuple(held))
+
+
+def count_references(references: References, values_to_come: int) -> dict[str, str]:
+    """Counters, by the names that torch gives them."""
+    pending = sum(held.standing is Standing.UNCONFIRMED for held in references.held.values())
+    return {
+        "num_owner_rrefs": str(len(references.owned)),
+        "num_pending_users": str(pending),
+        "num_pending_futures": str(values_to_come),
+        "num_forks": str(sum(len(owned.forks) for owned in references.owned.values())),
+    }
+
+
+def _kind(value: Value | None) -> str:
+    """The type of a value, for people. Empty if it is not there yet."""
+    if value is None or not value.done():
+        return ""
+    error = value.exception()
+    return type(value.value()).__qualname__ if error is None else f"failed: {type(error).__name__}"
