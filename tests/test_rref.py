@@ -870,7 +870,7 @@ def test_a_value_that_is_not_there_or_failed_is_listed_so(this_worker: LocalGrou
     failed = farcall.remote("worker0", fail, args=("empty",))
     with pytest.raises(ShelfError):
         failed.to_here()
-    assert [owned.type for owned in farcall.references().owned] == ["", "failed: ShelfError"]
+    assert [owned.type for owned in farcall.references().owned] == ["", "failed: test_rref.ShelfError: ('empty', 7)"]
     assert "(no value yet)" in str(farcall.references())
     gate.set()
     pending.to_here()

@@ -288,8 +288,13 @@ class ReferenceBook:
         finally:
             self._act()
 
-    def control_received(self, sender: Worker, body: bytes | bytearray | memoryview) -> bool:
-        """Handles a control message; whether its sender has more to acknowledge or answer. Raises `ProtocolError`."""
+    def awaits(self, worker: Worker) -> bool:
+        """Whether a worker has something to acknowledge or to answer."""
+        with self._lock:
+            return self._delivery.awaits(worker) or bool(self._asked.get(worker))
+
+    def control_received(self, sender: Worker, body: bytes | bytearray | memoryview) -> None:
+        """Handles a control message. Raises `ProtocolError`."""
         acknowledged, messages = unpack_control(body)
         try:
             with self._lock:
@@ -301,7 +306,6 @@ class ReferenceBook:
                         self._decide(self._references.message_received(sender, message))
                         if type(message) in _ANSWERS:
                             self._asked[sender] = max(0, self._asked.get(sender, 0) - 1)
-                return self._delivery.awaits(sender) or bool(self._asked.get(sender))
         finally:
             self._act()
 

@@ -81,7 +81,7 @@ def take_inventory(
     owned = [
         OwnedReference(
             str(reference),
-            _kind(values.get(reference)),
+            values[reference].describe() if reference in values else "",
             entry.handles,
             tuple(name_of(holder) for holder in entry.forks.values()),
             described(origins[reference]) if reference in origins else f"the request of {name_of(reference.creator)!r}",
@@ -113,11 +113,3 @@ def count_references(references: References, values_to_come: int) -> dict[str, s
         "num_pending_futures": str(values_to_come),
         "num_forks": str(sum(len(owned.forks) for owned in references.owned.values())),
     }
-
-
-def _kind(value: Value | None) -> str:
-    """The type of a value, for people. Empty if it is not there yet."""
-    if value is None or not value.done():
-        return ""
-    error = value.exception()
-    return type(value.value()).__qualname__ if error is None else f"failed: {type(error).__name__}"

@@ -275,7 +275,7 @@ class Outgoing:
     def _take(self, kind: int, head: bytes, body: Bytes) -> list[Handle] | None:
         """What has to do with references; the handles of a result that carries some, None for anything else."""
         if kind == CONTROL:
-            self._awaits_control = self._book.control_received(self.peer.id, body)
+            self._book.control_received(self.peer.id, body)
             return None
         if kind != RESULT_CARRYING:
             raise ProtocolError(f"a call (kind {kind}) came where only replies may")
@@ -304,7 +304,14 @@ class Outgoing:
 
     def has_pending(self) -> bool:
         """See `Readable`."""
-        return bool(self.pending) or self._awaits_control
+        if self.pending:
+            return True
+        if self._awaits_control:
+            # First unset, then asked: whoever sends something just now sets it after the book knows of that.
+            self._awaits_control = False
+            if self._book.awaits(self.peer.id):
+                self._awaits_control = True
+        return self._awaits_control
 
     def unattended(self) -> None:
         """See `Readable`; also called for a call that nobody waits for yet."""

@@ -11,7 +11,7 @@ from functools import partial
 from typing import Any
 
 from farcall.futures import DONE, FAILED, Future, run_callbacks
-from farcall.serialization import decode_failure
+from farcall.serialization import decode_failure, describe_failure
 
 
 class Value(Future[Any]):
@@ -39,6 +39,14 @@ class Value(Future[Any]):
         if not self._state:
             self._new_error = new_error
             run_callbacks(self, self.settle(FAILED, None))
+
+    def describe(self) -> str:
+        """What there is, for people: the type of the value. Empty if it is not there yet. Runs no code of a user's."""
+        if not self._state:
+            return ""
+        if self.failure:
+            return f"failed: {describe_failure(self.failure)}"
+        return "refused" if self._new_error is not None else type(self._value).__qualname__
 
     def value(self) -> Any:
         """See `Future`."""
