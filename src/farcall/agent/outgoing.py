@@ -78,6 +78,7 @@ class Outgoing:
         self._serving = serving
         self._supervisor = supervisor
         self._book = book
+        self._late: set[int] = set()  # calls whose time was over: their replies may bring references to be given back
         self._awaits_control = False  # what was sent about references is not acknowledged yet
         self._on_lost = on_lost
         self._ids = itertools.count(1)
@@ -250,6 +251,7 @@ class Outgoing:
                     handles = taken
                 future = self.pending.pop(call_id, None)
                 if future is None:
+                    self._late.discard(call_id)
                     continue  # its time was over: dropped quietly
                 if kind == RESULT and not body:
                     callbacks = future.settle(DONE, None)
@@ -304,7 +306,7 @@ class Outgoing:
 
     def has_pending(self) -> bool:
         """See `Readable`."""
-        if self.pending:
+        if self.pending or self._late:
             return True
         if self._awaits_control:
             # First unset, then asked: whoever sends something just now sets it after the book knows of that.
@@ -361,6 +363,8 @@ class Outgoing:
     def _expire(self, future: PendingCall) -> None:
         if self.pending.pop(future.call_id, None) is None:
             return
+        self._late.add(future.call_id)
+        self.unattended()
         error = RpcTimeoutError(
             f"worker {self.peer.name!r} did not answer `{callable_name(future.function)}` within {future.timeout:g} s; "
             "it may still be running there. Give the call a longer timeout, or 0 for none"
