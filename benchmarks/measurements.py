@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import os
 import resource
+import statistics
 import tempfile
 import time
 from dataclasses import dataclass
@@ -20,6 +21,8 @@ from typing import Any, Final
 from processes import Endpoint, Endpoints, free_port, run_python
 from systems import BUSY_WORKERS, System
 
+_SLICE: Final = 100
+_SLICE_WARMUP: Final = 20
 _SETTLE: Final = 0.5
 """Seconds between the last call and the beginning of idleness."""
 
@@ -81,6 +84,23 @@ def measure_calls(system: System, effort: Effort) -> dict[str, float]:
             for command, name in (("remotes", "remote_us"), ("proxies", "proxy_us")):
                 result[name] = caller.ask(command, calls=effort.calls, warmup=effort.warmup)["p50_us"]
         return result
+
+
+def measure_beside(system: System, yardstick: System, effort: Effort) -> float:
+    """How long a no-op takes, as a multiple of another system's. Raises EndpointFailed.
+
+    Both are up at once and take turns in short slices, because the speed of a virtual machine changes from second to
+    second by as much as the two lie apart. Only for systems that use no processor while nobody calls.
+    """
+    with Endpoints() as endpoints:
+        callers = [start_ends(endpoints, each)[1] for each in (system, yardstick)]
+        for caller in callers:
+            caller.ask("noops", calls=1, warmup=effort.warmup)
+        ratios = []
+        for _ in range(max(2, effort.calls // _SLICE)):
+            own, other = (float(one.ask("noops", calls=_SLICE, warmup=_SLICE_WARMUP)["p50_us"]) for one in callers)
+            ratios.append(own / other)
+        return statistics.median(ratios)
 
 
 def measure_shared(system: System, effort: Effort) -> float:

@@ -29,6 +29,7 @@ from figures import Results, wanted_figures
 from measurements import (
     QUICK,
     Effort,
+    measure_beside,
     measure_busy,
     measure_calls,
     measure_idle,
@@ -103,9 +104,13 @@ def plan(chosen: Sequence[systems.System], effort: Effort, results: Results) -> 
     """All steps of the run in their order: a description, and what measures and records."""
     steps: list[Step] = []
     farcall = next((system for system in chosen if system.family == "farcall"), None)
+    yardsticks = {f"farcall-{kind}": systems.find(f"raw-spin-{kind}") for kind in ("unix", "tcp")}
 
     def calls(system: systems.System) -> None:
         results.calls.setdefault(system.name, []).append(measure_calls(system, effort))
+
+    def beside_raw(system: systems.System, raw: systems.System) -> None:
+        results.beside_raw.setdefault(system.name, []).append(measure_beside(system, raw, effort))
 
     def shared(system: systems.System) -> None:
         results.shared.setdefault(system.name, []).append(measure_shared(system, effort))
@@ -121,6 +126,9 @@ def plan(chosen: Sequence[systems.System], effort: Effort, results: Results) -> 
         for system in (*chosen[turn:], *chosen[:turn]):
             title = f"round {number + 1}: {system.label}"
             steps.append((title, lambda system=system: calls(system)))  # type: ignore[misc]
+            raw = yardsticks.get(system.name)
+            if raw is not None and raw in chosen:
+                steps.append((f"{title} beside {raw.label}", lambda system=system, raw=raw: beside_raw(system, raw)))  # type: ignore[misc]
             if system.refers:
                 steps.append((f"{title}, shared references", lambda system=system: shared(system)))  # type: ignore[misc]
         if farcall is None:
