@@ -27,6 +27,7 @@ from farcall.errors import (
 from farcall.protocol.control import MOST_HANDLES, pack_control, unpack_control
 from farcall.protocol.ids import ForkId, RRefId
 from farcall.protocol.reference_messages import Carried, ForkAccepted, UserDeleted
+from farcall.serialization import encode_failure
 
 pytestmark = pytest.mark.timeout(20)
 
@@ -253,19 +254,29 @@ def test_values_are_released_outside_the_lock(books: Books, end: str) -> None:
 
 
 def test_an_inventory_runs_nothing_of_a_user_under_the_lock(books: Books) -> None:
-    """To name the type of an error, it may have to be made, by a class of the user's."""
-    locked: list[bool] = []
+    """An error is not made anew to be described: its class is the user's, and may do anything."""
+    made.clear()
     there = Value()
-
-    def new_error() -> Exception:
-        locked.append(books[0]._lock.locked())
-        return ValueError("seven")
-
-    there.refuse(new_error)
+    there.fail(encode_failure(Sensitive("seven"), "w0", "f"))
     handle = books[0].make(there)
-    assert [owned.type for owned in books[0].inventory().owned] == ["failed: ValueError"]
-    assert set(locked) == {False}
+    made.clear()
+    assert [owned.type for owned in books[0].inventory().owned] == ["failed: test_book.Sensitive: seven"]
+    assert made == []
+    with pytest.raises(Sensitive):
+        there.value()
+    assert made == ["seven"]
     assert handle.confirmed
+
+
+made: list[str] = []
+
+
+class Sensitive(Exception):
+    """An error that notes when it is made."""
+
+    def __init__(self, text: str) -> None:
+        super().__init__(text)
+        made.append(text)
 
 
 def test_an_inventory_of_all_that_is_under_way(books: Books) -> None:
@@ -384,8 +395,8 @@ def test_a_message_that_is_none_is_refused(books: Books) -> None:
 
 
 def test_what_came_before_a_message_that_is_none_is_done(books: Books) -> None:
-    handle, _ = books.remote(0, 1)
-    books.posted.clear()
+    first, _ = books.remote(2, 1)
+    (handle,) = books.pass_on(2, 0, first)
     good = ForkAccepted(handle.reference, handle.fork)  # type: ignore[arg-type]
     bad = UserDeleted(RRefId(0, 1, 1), ForkId(1, 1))
     with pytest.raises(ProtocolError):
@@ -515,8 +526,10 @@ def test_whether_the_peer_has_more_to_acknowledge(books: Books) -> None:
     first, _ = books.remote(0, 1)
     answer = only(books[1].outbox(0))
     second, _ = books.remote(0, 1)
-    assert books[0].control_received(1, answer.body) is True
-    assert books[0].control_received(1, only(books[1].outbox(0)).body) is False
+    books[0].control_received(1, answer.body)
+    assert books[0].awaits(1)
+    books[0].control_received(1, only(books[1].outbox(0)).body)
+    assert not books[0].awaits(1)
     assert first.confirmed
     assert second.confirmed
 
@@ -526,9 +539,12 @@ def test_whether_the_owner_has_more_to_answer(books: Books) -> None:
     handle, _ = books.remote(0, 1, deliver=False)
     children = books.pass_on(0, 2, handle), books.pass_on(0, 2, handle)
     books[1].control_received(2, only(books[2].outbox(1)).body)
-    assert books[2].control_received(1, only(books[1].outbox(2)).body) is True, "acknowledged, not answered"
+    books[2].control_received(1, only(books[1].outbox(2)).body)
+    assert books[2].unacknowledged(1) == []
+    assert books[2].awaits(1), "it has come, and is not answered"
     books.last_call()
-    assert books[2].control_received(1, only(books[1].outbox(2)).body) is False
+    books[2].control_received(1, only(books[1].outbox(2)).body)
+    assert not books[2].awaits(1)
     assert all(child.confirmed for (child,) in children)
 
 
@@ -679,7 +695,7 @@ def test_the_owners_own_handle_of_what_never_comes_meets_an_error(books: Books) 
     (later,) = books.pass_on(1, 2, own)
     with pytest.raises(ReferenceRefused):
         books[1].value(later.reference).value()
-    assert books[1].inventory().owned[0].type == "failed: ReferenceRefused"
+    assert books[1].inventory().owned[0].type == "refused"
     del own, later
     gc.collect()
     books[2].work_off()

@@ -1,4 +1,4 @@
-"""Looking again and again for a moment before sleeping.
+"""Looking again and again for a moment before sleeping; and sleeping for a moment before giving up one's place.
 
 Waking a sleeping thread costs more than a whole small call, so a thread that waits first polls for some tens of
 microseconds. That is a waste where the answer takes longer, and a harm where somebody else wants the core or the
@@ -10,6 +10,10 @@ interpreter. So it adapts, by two signs:
   miss, and ends the spinning: what it would gain is taken from others, who may well be the ones that are waited for.
 
 A rest is some number of waits without spinning, longer each time until spinning pays again.
+
+*Dozing* is the same thought one step further. A function that waits for a reply should give its place in the serving
+pool away, so that others are served meanwhile; but that wakes a thread, and later another one. If the reply usually
+comes sooner than that pays, the function sleeps for a millisecond at first, place kept. It adapts by the same rule.
 
 One object for each thing that is waited for. Not locked: only the thread that waits touches it.
 """
@@ -30,19 +34,66 @@ _CROWDED: Final = 20e-6
 _OFFER_AFTER: Final = 20e-6
 """Not at once: an offer costs as much as a look, and most answers come sooner."""
 
+_WORTH: Final = 300e-6
+"""Seconds in which a dozing thread must have been woken: giving its place away costs about as much."""
+
 _yield = os.sched_yield
 
 
-class Spinning:
+class _Trust:
+    """Whether something has paid of late."""
+
+    __slots__ = ("_rest", "_resting", "_score")
+
+    def __init__(self) -> None:
+        self._score = _TRUST
+        self._resting = 0  # how many waits to go without it
+        self._rest = _FIRST_REST  # how long the next rest will be
+
+    def _hit(self) -> None:
+        if self._score < _TRUST:
+            self._score += 1
+            if self._score == _TRUST:
+                self._rest = _FIRST_REST
+
+    def _miss(self) -> None:
+        self._score -= _MISS_COSTS
+        if self._score <= 0:
+            self._take_a_rest()
+
+    def _take_a_rest(self) -> None:
+        self._score = _MISS_COSTS  # one more miss after the rest, and it rests again
+        self._resting = self._rest
+        self._rest = min(2 * self._rest, _LONGEST_REST)
+
+
+class Dozing(_Trust):
+    """Sleeps for a moment without giving up one's place, and remembers how well that has paid."""
+
+    __slots__ = ()
+
+    def doze(self, poll: Callable[[int], list[Any]]) -> list[Any]:
+        """What `poll` gives within a millisecond, if that has paid before; nothing if the place should be given up."""
+        if self._resting:
+            self._resting -= 1
+            return []
+        before = perf_counter()
+        events = poll(1)
+        if events and perf_counter() - before < _WORTH:
+            self._hit()
+        else:
+            self._miss()
+        return events
+
+
+class Spinning(_Trust):
     """Polls for a moment, and remembers how well that has paid."""
 
-    __slots__ = ("_budget", "_rest", "_resting", "_score")
+    __slots__ = ("_budget",)
 
     def __init__(self, budget: float) -> None:
+        super().__init__()
         self._budget = budget
-        self._score = _TRUST
-        self._resting = 0  # how many waits to go without spinning
-        self._rest = _FIRST_REST  # how long the next rest will be
 
     def look(self, poll: Callable[[int], list[Any]]) -> list[Any]:
         """What `poll(0)` gives, tried for a moment if that has paid before; nothing if the thread should sleep."""
@@ -73,19 +124,3 @@ class Spinning:
                 self._miss()
                 return events
             before = now
-
-    def _hit(self) -> None:
-        if self._score < _TRUST:
-            self._score += 1
-            if self._score == _TRUST:
-                self._rest = _FIRST_REST
-
-    def _miss(self) -> None:
-        self._score -= _MISS_COSTS
-        if self._score <= 0:
-            self._take_a_rest()
-
-    def _take_a_rest(self) -> None:
-        self._score = _MISS_COSTS  # one more miss after the rest, and it rests again
-        self._resting = self._rest
-        self._rest = min(2 * self._rest, _LONGEST_REST)

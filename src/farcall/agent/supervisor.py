@@ -21,7 +21,7 @@ from farcall.futures import Gate
 
 logger = logging.getLogger("farcall")
 
-TICK: Final = 2e-3
+TICK: Final = 5e-3
 _SLEEP: Final = 1.0
 _LINGER: Final = 32
 """Quick ticks without need before it sleeps: waking it anew for each lone call would cost that call more."""
