@@ -26,10 +26,20 @@ from farcall.agent.poller import HUNG_UP, READABLE, WRITABLE, Poller
 from farcall.agent.reading import Reading
 from farcall.agent.sending import Sender
 from farcall.agent.serving import Serving
-from farcall.agent.spinning import Spinning
+from farcall.agent.spinning import Dozing, Spinning
 from farcall.agent.supervisor import Supervisor
 from farcall.errors import ProtocolError, RpcError, RpcTimeoutError, WorkerLost
-from farcall.futures import DONE, FAILED, FOREVER, UNLOADED, Callbacks, Future, asleep, run_callbacks
+from farcall.futures import (
+    DONE,
+    FAILED,
+    FOREVER,
+    UNLOADED,
+    Callbacks,
+    Future,
+    asleep,
+    on_serving_thread,
+    run_callbacks,
+)
 from farcall.protocol.control import unpack_section
 from farcall.protocol.ids import WorkerInfo
 from farcall.protocol.wire import (
@@ -85,6 +95,7 @@ class Outgoing:
         self._decoder = Decoder()
         self._reading = Reading(self)
         self._spinning = Spinning(spin)
+        self._dozing = Dozing()
         poll = select.poll()
         poll.register(self._descriptor, select.POLLIN)
         self._poll = poll.poll
@@ -222,6 +233,9 @@ class Outgoing:
             left = deadline - monotonic()
             if left <= 0:
                 return
+            if on_serving_thread() and self._dozing.doze(poll):
+                self._receive(future)
+                continue
             with asleep():
                 came = poll(math.ceil(min(left, _LOOK_AGAIN) * 1000))
             if came:
