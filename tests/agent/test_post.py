@@ -262,14 +262,16 @@ def test_a_message_with_too_many_references_harms_no_later_one(
     """It is refused before it has a number: one that is taken and never sent would hold up all that follow."""
     monkeypatch.setattr(book_module, "MOST_HANDLES", 2)
     many = [here(warm[0], number) for number in range(3)]
+    attempts: dict[str, Callable[[], Any]] = {
+        "call": lambda: call(warm[0], 1, echo, many),
+        "remote": lambda: remote(warm[0], 1, echo, many),
+        "result": lambda: call(warm[1], 0, references_at, warm, 3),
+    }
     with pytest.raises(SerializationError, match="a message with 3 references cannot be sent; at most 2 are allowed"):
-        if way == "result":
-            call(warm[1], 0, references_at, warm, 3)
-        else:
-            call(warm[0], 1, echo, many) if way == "call" else remote(warm[0], 1, echo, many)
+        attempts[way]()
     assert call(warm[0], 1, fetch, many[0]) == 0
     assert call(warm[1], 0, references_at, warm, 1)[0].to_here() == 0
-    del many
+    many.clear()
     expect_nothing_left(warm)
 
 

@@ -202,7 +202,7 @@ class Calling:
         handle, message, letter = self._book.call_remote(peer.info.id, handles, frame, connection, keeps)
         if letter is not None:
             message = [encode(CONTROL, 0, b"", letter), *message]
-        connection.send_control(message, self.rpc_timeout)
+        connection.send_control(message, self.rpc_timeout or FOREVER)
         return handle
 
     # What they share
