@@ -2,7 +2,7 @@
 
 Python runs signal handlers only when a function begins, when a call has returned, and when a loop starts over. `At`
 traces the files that are named, counts these points as the thread passes them, and calls `act` at the chosen ones. So
-a test tries one interrupt at every point, or one more at every point after it, and needs no luck.
+a test tries an interrupt at every point, and needs no luck. One only: Python ends the tracing when a tracer raises.
 
 An exception is taken for raised by the instruction that a tracer stops at, a signal's by the call or jump before it.
 Where these two stand under different handlers the point is left out: what happened there could not happen.
@@ -14,6 +14,7 @@ import dis
 import sys
 from collections.abc import Callable, Iterator
 from functools import cache
+from itertools import pairwise
 from types import CodeType, FrameType
 from typing import Any
 
@@ -86,12 +87,13 @@ def _find_points(code: CodeType) -> Iterator[int]:
         return next((entry.target for entry in table if entry.start <= offset < entry.end), -1)
 
     instructions = list(dis.get_instructions(code))
-    for instruction, following in zip(instructions, instructions[1:], strict=False):
+    for instruction, following in pairwise(instructions):
         if instruction.opname in ("CALL", "CALL_FUNCTION_EX"):
-            if handler(instruction.offset) == handler(following.offset):
-                yield following.offset
-        elif instruction.opname.startswith("JUMP_BACKWARD") or "_BACKWARD_" in instruction.opname:
-            if "NO_INTERRUPT" not in instruction.opname:
-                target = int(instruction.argval)
-                if handler(target - 2) == handler(target):
-                    yield target
+            before, at = instruction.offset, following.offset
+        elif "_BACKWARD" in instruction.opname and "NO_INTERRUPT" not in instruction.opname:
+            at = int(instruction.argval)
+            before = at - 2
+        else:
+            continue
+        if handler(before) == handler(at):
+            yield at
