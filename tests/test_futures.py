@@ -358,12 +358,12 @@ def test_settle_hands_the_callbacks_to_the_settler_and_runs_none() -> None:
     assert Future[int]().settle(DONE, 1) is None
 
 
-def test_settle_failed_runs_the_callbacks_here() -> None:
+def test_settle_failed_hands_out_the_callbacks() -> None:
     future: Future[int] = Future()
     got: list[BaseException | None] = []
     future.add_done_callback(lambda f: got.append(f.exception()))
     error = ValueError("x")
-    settle_failed(future, error)
+    run_callbacks(future, settle_failed(future, error))
     assert got == [error]
 
 
@@ -828,7 +828,7 @@ class WritesTheStateFirst(Future[Any]):
         self._state = state
         futures.Gate().open()
         self._value = value
-        return self._wake()
+        return self.wake()
 
 
 class LeavesALateWatcherInTheList(Future[Any]):

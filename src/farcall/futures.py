@@ -7,9 +7,10 @@ reads. A future that was made by hand has no source; waiting for it is plain sle
 Rules
 - Settling needs no lock: the state is written last, and watchers are kept in a list from which the settler and a late
   watcher both `pop`, so that each watcher runs exactly once whoever comes first.
-- A *waker* is a watcher that only wakes a thread; it runs at once wherever the future is settled. A *callback* is user
-  code; the settler is handed the callbacks and chooses where they run, so that none runs under a lock or in the midst
-  of reading.
+- A *waker* is a watcher that only wakes a thread; it runs at once wherever the future is settled, and may run twice if
+  Ctrl-C comes in between. A *callback* is user code; the settler is handed the callbacks and chooses where they run, so
+  that none runs under a lock or in the midst of reading. It runs once, whatever those before it raise.
+- Chains of `then`, however long, are walked up and down in loops: they need no stack.
 - The reply of a call is unpickled by whoever wants the value, not by whoever read it (`Unloaded`).
 - A failure that nobody has looked at when the future goes is reported once, as an `UnseenFailureWarning`.
 """
@@ -22,7 +23,7 @@ import threading
 import warnings
 from collections.abc import Callable, Generator, Iterable
 from time import monotonic
-from typing import Any, Final, Generic, NoReturn, Protocol, TypeAlias, TypeVar, cast
+from typing import Any, Final, Generic, NamedTuple, NoReturn, Protocol, TypeAlias, TypeVar, cast
 
 T = TypeVar("T")
 S = TypeVar("S")
@@ -38,14 +39,25 @@ FOREVER: Final = math.inf
 
 
 Watcher: TypeAlias = Callable[[Any], Any]
-"""Called with the future. A waker returns callbacks for the settler to run, or None."""
+"""Called with the future. A waker returns callbacks for the settler to run, or None; a callback `Followed`, or None."""
 Callbacks: TypeAlias = list[Watcher]
 
-_settling = threading.Lock()  # guards no user code: only the check and the two writes of settling by hand
+_settling = threading.RLock()  # guards no user code: only the check and the two writes of settling by hand
 
 
 class UnseenFailureWarning(RuntimeWarning):
     """A call failed, and its future was dropped before anybody looked at it."""
+
+
+class Followed(NamedTuple):
+    """What is to be done after a callback."""
+
+    future: Future[Any] | None
+    """The one that it has settled."""
+    callbacks: Callbacks | None
+    """The callbacks of that one."""
+    interrupt: BaseException | None = None
+    """Ctrl-C or an exit, which came in the callback and is meant for the program."""
 
 
 class Source(Protocol):
@@ -137,7 +149,7 @@ class Future(Generic[T]):
         self._state = PENDING
         self._value: Any = None
         self._watchers: list[tuple[bool, Watcher]] = []
-        self._source: Source | None = None
+        self._source: Source | Future[Any] | None = None
         self._report: _FailureReport | None = None
         self._reply: Unloaded | None = None  # there until it is loaded
 
@@ -180,8 +192,20 @@ class Future(Generic[T]):
 
     def block(self, deadline: float) -> bool:
         """Waits until settled, or until the deadline; whether it is settled. Raises nothing of the call's."""
+        waiting = [self]
+        while isinstance(source := waiting[-1]._source, Future) and not source._state:
+            waiting.append(source)  # the one by whose callback it is settled
+        while waiting:
+            future = waiting.pop()
+            if not future._state:
+                future._block_alone(deadline)
+            if not future._state:
+                return False
+        return True
+
+    def _block_alone(self, deadline: float) -> None:
         source = self._source
-        if source is not None and not self._state:
+        if source is not None and not isinstance(source, Future):
             source.drive(self, deadline)
         if not self._state:
             gate = Gate()
@@ -189,11 +213,6 @@ class Future(Generic[T]):
             if not self._state:
                 gate.sleep(deadline)
                 self.forget(gate.open)
-        return self._state != PENDING
-
-    def drive(self, future: Future[Any], deadline: float) -> None:
-        """A future is the source of those made by its `then`: it runs their callbacks."""
-        self.block(deadline)
 
     def attend(self) -> None:
         """Watched by a `then` already, and so attended."""
@@ -229,15 +248,16 @@ class Future(Generic[T]):
         derived: Future[S] = Future()
         derived._source = self
 
-        def run(future: Future[T]) -> None:
+        def run(future: Future[T]) -> Followed | None:
+            interrupt = None
             try:
                 result = callback(future)
             except BaseException as error:
-                if not derived._state:  # settled by hand meanwhile
-                    settle_failed(derived, error)
+                interrupt = _meant_for_the_program(error, future)
+                callbacks = None if derived._state else settle_failed(derived, error)
             else:
-                if not derived._state:
-                    run_callbacks(derived, derived.settle(DONE, result))
+                callbacks = None if derived._state else derived.settle(DONE, result)  # if not by hand meanwhile
+            return Followed(derived, callbacks, interrupt) if callbacks or interrupt else None
 
         self.watch(run, waker=False)
         return derived
@@ -245,11 +265,14 @@ class Future(Generic[T]):
     def add_done_callback(self, callback: Callable[[Future[T]], object]) -> None:
         """Runs `callback(this future)` as soon as it is done. What it raises is logged, no more."""
 
-        def run(future: Future[T]) -> None:
+        def run(future: Future[T]) -> Followed | None:
             try:
                 callback(future)
-            except BaseException:  # whatever it is: the callbacks behind it must run
+            except BaseException as error:  # whatever it is: the callbacks behind it must run
                 logger.exception("a callback of %r failed", future)
+                interrupt = _meant_for_the_program(error, future)
+                return Followed(None, None, interrupt) if interrupt else None
+            return None
 
         self.watch(run, waker=False)
 
@@ -280,14 +303,14 @@ class Future(Generic[T]):
     def set_result(self, result: T) -> None:
         """Settles the future. `RuntimeError` if it is settled already."""
         self._settle_by_hand(DONE, result, None)
-        run_callbacks(self, self._wake())
+        run_callbacks(self, self.wake())
 
     def set_exception(self, error: BaseException) -> None:
         """Settles the future with an error. `RuntimeError` if it is settled already."""
         if not isinstance(error, BaseException):
             raise TypeError(f"set_exception takes an exception, not {error!r}")
         self._settle_by_hand(FAILED, error, lambda: _unseen(error))
-        run_callbacks(self, self._wake())
+        run_callbacks(self, self.wake())
 
     def _settle_by_hand(self, state: int, value: Any, describe: Callable[[], str] | None) -> None:
         with _settling:
@@ -305,20 +328,34 @@ class Future(Generic[T]):
         else:
             self._value = value
         self._state = state  # last: whoever sees it sees the value too
-        return self._wake() if self._watchers else None
+        return self.wake() if self._watchers else None
 
-    def _wake(self) -> Callbacks | None:
-        callbacks: Callbacks | None = None
+    def wake(self) -> Callbacks | None:
+        """Runs the wakers of a future that is settled; its callbacks. Called again if it was interrupted."""
+        callbacks: Callbacks = []
         watchers = self._watchers
-        while watchers:
-            try:
-                waker, watcher = watchers.pop(0)
-            except IndexError:
-                break  # a watcher that came late took the last one
-            more = watcher(self) if waker else [watcher]
-            if more:
-                callbacks = more if callbacks is None else [*callbacks, *more]
-        if callbacks is not None and self._report is not None:
+        entry = None
+        try:
+            while watchers:
+                try:
+                    entry = watchers[0]
+                    watchers.remove(entry)
+                except (IndexError, ValueError):
+                    continue  # a watcher that came late took it
+                waker, watcher = entry
+                if waker:
+                    callbacks += watcher(self) or ()
+                else:
+                    callbacks.append(watcher)
+                entry = None
+        except BaseException:
+            if entry is not None and entry not in watchers:
+                watchers.insert(0, entry)
+            watchers[:0] = [(False, callback) for callback in callbacks]
+            raise
+        if not callbacks:
+            return None
+        if self._report is not None:
             self._report.seen = True  # the callbacks were handed the failure
         return callbacks
 
@@ -363,17 +400,47 @@ class _FailureReport:
             warnings.warn(self._describe(), UnseenFailureWarning, stacklevel=2)
 
 
-def run_callbacks(future: Future[Any], callbacks: Callbacks | None) -> None:
-    """Runs what `settle` handed out, here."""
-    if callbacks is not None:
-        for callback in callbacks:
-            callback(future)
+def run_callbacks(future: Future[Any], callbacks: Callbacks | None, waiting: bool = False) -> None:
+    """Runs what `settle` handed out, here, and what follows from it. Each is taken from the list before it is run.
+
+    `waiting`: raises at the end what came in a callback and is meant for the program.
+    """
+    if not callbacks:
+        return
+    interrupt = None
+    todo: list[tuple[Future[Any], Callbacks]] = [(future, callbacks)]
+    try:
+        while todo:
+            future, callbacks = todo[-1]
+            if not callbacks:
+                todo.pop()
+                continue
+            callback = callbacks[0]
+            del callbacks[0]  # not pop(): Ctrl-C may come as that returns, and the callback would be lost
+            followed = callback(future)
+            if followed is not None:
+                interrupt = followed.interrupt or interrupt
+                if followed.callbacks:
+                    todo.append((followed.future, followed.callbacks))
+    except BaseException:
+        for future, callbacks in reversed(todo):
+            run_callbacks(future, callbacks)
+        raise
+    if interrupt is not None and waiting:
+        raise interrupt
 
 
-def settle_failed(future: Future[Any], error: BaseException) -> None:
-    """Settles with an error, runs the callbacks here, and warns should nobody ever look."""
+def settle_failed(future: Future[Any], error: BaseException) -> Callbacks | None:
+    """As `settle`, with an error, and warns should nobody ever look."""
     future.report_unseen(lambda: _unseen(error))
-    run_callbacks(future, future.settle(FAILED, error))
+    return future.settle(FAILED, error)
+
+
+def _meant_for_the_program(error: BaseException, future: Future[Any]) -> BaseException | None:
+    """The error if it is Ctrl-C or an exit in the main thread, and not merely what the future has failed with."""
+    if isinstance(error, (KeyboardInterrupt, SystemExit)) and error is not future._value:
+        return error if threading.current_thread() is threading.main_thread() else None
+    return None
 
 
 def _unseen(error: BaseException) -> str:
@@ -401,20 +468,19 @@ def collect_all(futures: Iterable[Future[Any]]) -> Future[list[Future[Any]]]:
     all_futures = list(futures)
     collected: Future[list[Future[Any]]] = Future()
     collected._source = _All(all_futures)
-    remaining = len(all_futures)
-    if not remaining:
+    if not all_futures:
         collected.set_result([])
         return collected
+    remaining = set(map(id, all_futures))
     lock = threading.Lock()
 
-    def one_done(_: Future[Any]) -> Callbacks | None:
-        nonlocal remaining
+    def one_done(future: Future[Any]) -> Callbacks | None:
         with lock:
-            remaining -= 1
-            last = remaining == 0
-        if last and (callbacks := collected.settle(DONE, all_futures)):
-            return [lambda _: run_callbacks(collected, callbacks)]
-        return None
+            remaining.discard(id(future))  # not counted: a waker may run twice
+            if remaining:
+                return None
+        callbacks = collected.wake() if collected._state else collected.settle(DONE, all_futures)
+        return [lambda _: Followed(collected, callbacks)] if callbacks else None
 
     for future in all_futures:
         future.watch(one_done, waker=True, attended=True)

@@ -182,8 +182,9 @@ class Agent:
 
     def _new_connection(self, peer: WorkerInfo, channel: Channel, on_lost: Callable[[Outgoing], None]) -> Outgoing:
         def lost(connection: Outgoing) -> None:
-            self._calls_before += connection.calls_started
-            self._connections.pop(connection, None)
+            if connection in self._connections:  # it may be told twice
+                self._calls_before += connection.calls_started
+                del self._connections[connection]
             on_lost(connection)
             self._examine(peer.id)
 

@@ -5,7 +5,10 @@ Rules
   else does: the reader of its reply, the one who sees its time over, or the loss of the connection.
 - The connection is lost once, for whatever reason; then everything pending fails, naming the worker.
 - An exception that comes from nowhere (Ctrl-C) in the midst of reading may have lost bytes: the connection is given up.
-  While a thread merely waits, it harms nothing.
+  While a thread merely waits, it harms nothing. A call that was taken from `pending` and not settled is put back, and
+  callbacks that were taken from their future and not run are dispatched: nobody waits for what never comes.
+- A signal handler or finalizer may call in the midst of a call of its own thread. It may wait, too, unless it
+  interrupts a send or a receive on this connection, which must go on first.
 - Callbacks of users run in the serving pool, or in the thread that waited for that very future.
 """
 
@@ -23,12 +26,12 @@ from farcall.agent.book import ReferenceBook
 from farcall.agent.calls import CallbackJob, PendingCall, Reply
 from farcall.agent.handle import Handle
 from farcall.agent.poller import HUNG_UP, READABLE, WRITABLE, Poller
-from farcall.agent.reading import Reading
+from farcall.agent.reading import CANNOT_WAIT, Reading
 from farcall.agent.sending import Sender
 from farcall.agent.serving import Serving
 from farcall.agent.spinning import Spinning
 from farcall.agent.supervisor import Supervisor
-from farcall.errors import ProtocolError, RpcError, RpcTimeoutError, WorkerLost
+from farcall.errors import ProtocolError, RpcError, RpcTimeoutError, UsageError, WorkerLost
 from farcall.futures import DONE, FAILED, FOREVER, UNLOADED, Callbacks, Future, asleep, run_callbacks
 from farcall.protocol.control import unpack_section
 from farcall.protocol.ids import WorkerInfo
@@ -83,10 +86,9 @@ class Outgoing:
         self._decoder = Decoder()
         self._reading = Reading(self)
         self._spinning = Spinning(spin)
-        poll = select.poll()
-        poll.register(self._descriptor, select.POLLIN)
-        self._poll = poll.poll
-        self._lock = threading.Lock()
+        self._poll = self._new_poll()
+        self._lock = threading.RLock()
+        self._receiving = False  # the holder of the reader's role is at it just now
         self._lost: RpcError | None = None
         self._first_deadline = FOREVER
         self._unattended_since = 0.0
@@ -115,14 +117,14 @@ class Outgoing:
         call_id = next(self._ids)
         deadline = monotonic() + timeout - spent if timeout else FOREVER
         future = PendingCall(self, call_id, function, timeout, deadline)
-        self.pending[call_id] = future
-        if deadline < self._first_deadline:
-            self._note_deadline(deadline)
-        self.calls_started = call_id
-        if kind != CALL:
-            self._awaits_control = True  # before it is sent: the answer may come at once
-            self.unattended()
         try:
+            self.pending[call_id] = future
+            if deadline < self._first_deadline:
+                self._note_deadline(deadline)
+            self.calls_started = call_id
+            if kind != CALL:
+                self._awaits_control = True  # before it is sent: the answer may come at once
+                self.unattended()
             if buffers:
                 self._sender.send_all([encode_start(kind, call_id, head, body, buffers), *buffers])
             else:
@@ -132,10 +134,10 @@ class Outgoing:
         except OSError as error:
             self.lose(f"sending to it failed: {error}")
         except BaseException as error:
-            if self._sender.is_broken():
-                self.lose(f"sending to it was interrupted by {type(error).__name__}")
+            self._sending_interrupted(error, must_arrive=kind != CALL)
+            self.pending.pop(call_id, None)  # nobody gets to know of it
             raise
-        if self._lost is not None and self.pending.pop(call_id, None) is not None:
+        if self._lost is not None:
             self._fail(future)
         return future
 
@@ -152,10 +154,14 @@ class Outgoing:
         except OSError as error:
             self.lose(f"sending to it failed: {error}")
         except BaseException as error:
-            if self._sender.is_broken():
-                self.lose(f"sending to it was interrupted by {type(error).__name__}")
+            self._sending_interrupted(error, must_arrive=True)
             raise
         self.unattended()
+
+    def _sending_interrupted(self, error: BaseException, must_arrive: bool) -> None:
+        """Gives the connection up if a part of a message may be gone; or all of one that is sent again then."""
+        if must_arrive or self._sender.is_broken():
+            self.lose(f"sending to it was interrupted by {type(error).__name__}")
 
     def is_lost(self) -> bool:
         """Whether it is closed, and what was sent on it may not have arrived."""
@@ -172,7 +178,8 @@ class Outgoing:
 
     def _note_deadline(self, deadline: float) -> None:
         with self._lock:
-            self._first_deadline = min(self._first_deadline, deadline)
+            if deadline < self._first_deadline:  # not min(): what a signal handler sets in between must not be lost
+                self._first_deadline = deadline
         self._supervisor.deadline_set(deadline)
 
     # The source of its futures
@@ -181,15 +188,18 @@ class Outgoing:
         """Waits for one of its futures, reading the connection if nobody does."""
         if TYPE_CHECKING:
             assert isinstance(future, PendingCall)
+        due = None
         try:
             self._reading.wait(future, deadline if deadline < future.deadline else future.deadline)
-        except BaseException:
             if future.due is not None:
-                self._dispatch(future, future.due)
+                due, future.due = future.due, None
+                run_callbacks(future, due, waiting=True)
+        except BaseException:
+            if due is None:
+                due, future.due = future.due, None
+            if due:
+                self._dispatch(future, due)  # those that were not run
             raise
-        if future.due is not None:
-            due, future.due = future.due, None
-            run_callbacks(future, due)
         if not future._state and monotonic() >= future.deadline:
             self._expire(future)
 
@@ -199,9 +209,13 @@ class Outgoing:
 
     # Reading
 
-    def read_until(self, future: Future[Any], deadline: float) -> None:
+    def read_until(self, future: Future[Any], deadline: float, nested: bool = False) -> None:
         """See `Readable`."""
         poll = self._poll
+        if nested:
+            if self._receiving:
+                raise UsageError(CANNOT_WAIT.format("reading a reply"))
+            poll = self._new_poll()  # one that polls already cannot be used
         spinning = self._spinning
         while not future._state and self._lost is None:
             if spinning.look(poll):
@@ -210,14 +224,29 @@ class Outgoing:
             left = deadline - monotonic()
             if left <= 0:
                 return
+            if self._sender.is_sending_here():
+                self.check_wait()
             with asleep():
                 came = poll(math.ceil(min(left, _LOOK_AGAIN) * 1000))
             if came:
                 self._receive(future)
 
+    def check_wait(self) -> None:
+        """See `Readable`."""
+        if self._sender.is_sending_here():
+            raise UsageError(CANNOT_WAIT.format("sending"))
+
+    def _new_poll(self) -> Callable[[int], list[tuple[int, int]]]:
+        poll = select.poll()
+        poll.register(self._descriptor, select.POLLIN)
+        return poll.poll
+
     def _receive(self, waited_for: Future[Any] | None) -> None:
         """Reads what is there and settles the futures it is for. Only the holder of the reader's role calls it."""
         decoder = self._decoder
+        pending = self.pending
+        future = callbacks = None
+        self._receiving = True
         try:
             if decoder.space is None:
                 data = self._channel.receive(_CHUNK)
@@ -237,9 +266,17 @@ class Outgoing:
                     if taken is None:
                         continue
                     handles = taken
-                future = self.pending.pop(call_id, None)
-                if future is None or future._state:
-                    continue  # its time was over, or it was settled by hand: dropped quietly
+                callbacks = None
+                future = pending.get(call_id)
+                if future is None:
+                    continue  # its time was over: dropped quietly
+                try:
+                    del pending[call_id]  # not pop(): Ctrl-C may come as that returns, and the future would be lost
+                except KeyError:
+                    future = None
+                    continue
+                if future._state:
+                    continue  # it was settled by hand
                 if kind == RESULT and not body:
                     callbacks = future.settle(DONE, None)
                 else:
@@ -256,10 +293,27 @@ class Outgoing:
         except BlockingIOError:
             return
         except (OSError, ProtocolError, MemoryError) as error:
+            self._put_back(future, callbacks, waited_for)
             self.lose(f"reading its replies failed: {error or type(error).__name__}")
         except BaseException as error:
+            self._put_back(future, callbacks, waited_for)
             self.lose(f"reading its replies was interrupted by {type(error).__name__}")
             raise
+        finally:
+            self._receiving = False
+
+    def _put_back(self, future: PendingCall | None, callbacks: Callbacks | None, waited_for: object) -> None:
+        """Reading was interrupted with this call in hand: it must be settled yet, or its callbacks run."""
+        if future is None:
+            return
+        if not future._state:
+            self.pending[future.call_id] = future
+            return
+        callbacks = callbacks or future.wake()
+        if callbacks and future is waited_for:
+            future.due = callbacks
+        elif callbacks:
+            self._dispatch(future, callbacks)  # if it was done before: each is run once, whoever comes first
 
     def _take(self, kind: int, head: bytes, body: Bytes) -> list[Handle] | None:
         """What has to do with references; the handles of a result that carries some, None for anything else."""
@@ -299,7 +353,11 @@ class Outgoing:
         """See `Readable`; also called for a call that nobody waits for yet."""
         if not self._unattended_since:
             self._unattended_since = monotonic()
-            self._supervisor.attend(self)
+            try:
+                self._supervisor.attend(self)
+            except BaseException:
+                self._unattended_since = 0.0  # to be told again
+                raise
 
     # The supervisor's view
 
@@ -338,16 +396,15 @@ class Outgoing:
             else:
                 first = min(first, future.deadline)
         with self._lock:
-            self._first_deadline = min(self._first_deadline, first)
+            if first < self._first_deadline:
+                self._first_deadline = first
 
     def _expire(self, future: PendingCall) -> None:
-        if self.pending.pop(future.call_id, None) is None:
-            return
         error = RpcTimeoutError(
             f"worker {self.peer.name!r} did not answer `{callable_name(future.function)}` within {future.timeout:g} s; "
             "it may still be running there. Give the call a longer timeout, or 0 for none"
         )
-        self._settle_failed(future, error)
+        self._take_and_fail(future, error)
 
     # The end
 
@@ -368,18 +425,22 @@ class Outgoing:
             future.settle(FAILED, error)
 
     def _end(self, error: RpcError) -> None:
-        with self._lock:
-            if self._lost is not None:
-                return
-            self._lost = error
+        try:
+            with self._lock:
+                if self._lost is not None:
+                    return
+                self._lost = error
+            self._finish()
+        except BaseException:  # Ctrl-C: each step may be done twice
+            if self._lost is error:
+                self._finish()
+            raise
+
+    def _finish(self) -> None:
         self._poller.remove(self._descriptor)
         self._channel.close()
         self._on_lost(self)
-        while self.pending:
-            try:
-                _, future = self.pending.popitem()
-            except KeyError:
-                break
+        for future in list(self.pending.values()):
             self._fail(future)
 
     def _fail(self, future: PendingCall) -> None:
@@ -387,10 +448,20 @@ class Outgoing:
         assert lost is not None
         text = f"{lost} (while `{callable_name(future.function)}` was running there, or on its way)"
         error = WorkerLost(text, self.peer.name) if isinstance(lost, WorkerLost) else RpcError(text)
-        self._settle_failed(future, error)
+        self._take_and_fail(future, error)
 
-    def _settle_failed(self, future: PendingCall, error: RpcError) -> None:
-        future.report_unseen(lambda: f"nobody looked at a call that failed: {error}")
-        callbacks = future.settle(FAILED, error)
-        if callbacks is not None:
-            self._dispatch(future, callbacks)
+    def _take_and_fail(self, future: PendingCall, error: RpcError) -> None:
+        """Settles it with that error, unless somebody else has taken it from `pending`."""
+        callbacks = None
+        try:
+            del self.pending[future.call_id]
+        except KeyError:
+            return
+        try:
+            future.report_unseen(lambda: f"nobody looked at a call that failed: {error}")
+            callbacks = future.settle(FAILED, error)
+            if callbacks is not None:
+                self._dispatch(future, callbacks)
+        except BaseException:
+            self._put_back(future, callbacks, None)
+            raise
