@@ -1,6 +1,7 @@
 """Does something at a point of the code at which a signal handler can run: raises, as Ctrl-C does, or calls.
 
-Python runs signal handlers only when a function begins, when a call has returned, and when a loop starts over. `At`
+Python runs signal handlers only when a function begins, when a call has returned from C, and when a loop starts over
+(not when a function in Python returns: there is no look for signals between its last step and its caller's next). `At`
 traces the files that are named, counts these points as the thread passes them, and calls `act` at the chosen ones. So
 a test tries an interrupt at every point, and needs no luck. One only: Python ends the tracing when a tracer raises.
 
@@ -35,6 +36,7 @@ class At:
         self._files = files
         self._points = points
         self._act = act
+        self._called: set[int] = set()  # frames that have called a function in Python, and not gone on since
         self.passed = 0
         """How many points were passed."""
         self.places: list[str] = []
@@ -54,6 +56,7 @@ class At:
         return len(self.places) == len(self._points)
 
     def _trace(self, frame: FrameType, event: str, _: Any) -> Any:
+        self._called.add(id(frame.f_back))
         if not frame.f_code.co_filename.endswith(self._files):
             return None
         frame.f_trace_opcodes = True
@@ -63,8 +66,11 @@ class At:
         return self._trace_inside
 
     def _trace_inside(self, frame: FrameType, event: str, _: Any) -> Any:
-        if event == "opcode" and frame.f_lasti in _points_of(frame.f_code):
-            self._pass(frame)
+        if event == "opcode":
+            from_python = id(frame) in self._called
+            self._called.discard(id(frame))
+            if not from_python and frame.f_lasti in _points_of(frame.f_code):
+                self._pass(frame)
         return self._trace_inside
 
     def _pass(self, frame: FrameType) -> None:

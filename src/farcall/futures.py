@@ -52,8 +52,8 @@ class UnseenFailureWarning(RuntimeWarning):
 class Followed(NamedTuple):
     """What is to be done after a callback."""
 
-    future: Future[Any] | None
-    """The one that it has settled."""
+    future: Future[Any]
+    """The one that it has settled, if any."""
     callbacks: Callbacks | None
     """The callbacks of that one."""
     interrupt: BaseException | None = None
@@ -247,19 +247,7 @@ class Future(Generic[T]):
         """A future for what `callback(this future)` returns. It runs as soon as this one is done."""
         derived: Future[S] = Future()
         derived._source = self
-
-        def run(future: Future[T]) -> Followed | None:
-            interrupt = None
-            try:
-                result = callback(future)
-            except BaseException as error:
-                interrupt = _meant_for_the_program(error, future)
-                callbacks = None if derived._state else settle_failed(derived, error)
-            else:
-                callbacks = None if derived._state else derived.settle(DONE, result)  # if not by hand meanwhile
-            return Followed(derived, callbacks, interrupt) if callbacks or interrupt else None
-
-        self.watch(run, waker=False)
+        self.watch(_Then(callback, derived), waker=False)
         return derived
 
     def add_done_callback(self, callback: Callable[[Future[T]], object]) -> None:
@@ -271,7 +259,7 @@ class Future(Generic[T]):
             except BaseException as error:  # whatever it is: the callbacks behind it must run
                 logger.exception("a callback of %r failed", future)
                 interrupt = _meant_for_the_program(error, future)
-                return Followed(None, None, interrupt) if interrupt else None
+                return Followed(future, None, interrupt) if interrupt else None
             return None
 
         self.watch(run, waker=False)
@@ -346,7 +334,7 @@ class Future(Generic[T]):
                 if waker:
                     callbacks += watcher(self) or ()
                 else:
-                    callbacks.append(watcher)
+                    callbacks += [watcher]  # not append(): Ctrl-C may come as that returns
                 entry = None
         except BaseException:
             if entry is not None and entry not in watchers:
@@ -361,6 +349,8 @@ class Future(Generic[T]):
 
     def report_unseen(self, describe: Callable[[], str]) -> None:
         """If nobody looks at this future's failure before it goes, warns with `describe()`."""
+        if self._report is not None:
+            self._report.seen = True  # settling was interrupted, and is done again
         self._report = _FailureReport(describe)
 
     def _load(self) -> int:
@@ -386,6 +376,33 @@ class Future(Generic[T]):
         return f"<{type(self).__name__} {state}>"
 
 
+class _Then:
+    """The callback of a `then`: settles the derived future with what the user's callback returns or raises."""
+
+    __slots__ = ("_callback", "_derived")
+
+    def __init__(self, callback: Callable[[Any], Any], derived: Future[Any]) -> None:
+        self._callback = callback
+        self._derived = derived
+
+    def __call__(self, future: Future[Any]) -> Followed | None:
+        derived = self._derived
+        interrupt = None
+        try:
+            result = self._callback(future)
+        except BaseException as error:
+            interrupt = _meant_for_the_program(error, future)
+            callbacks = None if derived._state else settle_failed(derived, error)
+        else:
+            callbacks = None if derived._state else derived.settle(DONE, result)  # if not by hand meanwhile
+        return Followed(derived, callbacks, interrupt) if callbacks or interrupt else None
+
+    def interrupted(self, error: BaseException) -> Followed:
+        """That escaped: whoever waits for the derived future must not wait for ever."""
+        derived = self._derived
+        return Followed(derived, derived.wake() if derived._state else settle_failed(derived, error))
+
+
 class _FailureReport:
     """Warns when it goes unless somebody has looked. An object of its own, so that most futures need no finalizer."""
 
@@ -396,7 +413,7 @@ class _FailureReport:
         self.seen = False
 
     def __del__(self) -> None:
-        if not self.seen:
+        if not getattr(self, "seen", True):  # it is not there if Ctrl-C came as this was made
             warnings.warn(self._describe(), UnseenFailureWarning, stacklevel=2)
 
 
@@ -407,7 +424,7 @@ def run_callbacks(future: Future[Any], callbacks: Callbacks | None, waiting: boo
     """
     if not callbacks:
         return
-    interrupt = None
+    interrupt = callback = None
     todo: list[tuple[Future[Any], Callbacks]] = [(future, callbacks)]
     try:
         while todo:
@@ -422,7 +439,11 @@ def run_callbacks(future: Future[Any], callbacks: Callbacks | None, waiting: boo
                 interrupt = followed.interrupt or interrupt
                 if followed.callbacks:
                     todo.append((followed.future, followed.callbacks))
-    except BaseException:
+            callback = None
+    except BaseException as error:
+        if isinstance(callback, _Then):
+            followed = callback.interrupted(error)
+            todo.append((followed.future, followed.callbacks or []))
         for future, callbacks in reversed(todo):
             run_callbacks(future, callbacks)
         raise

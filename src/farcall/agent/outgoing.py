@@ -19,6 +19,7 @@ import math
 import select
 import threading
 from collections.abc import Callable, Sequence
+from threading import get_ident
 from time import monotonic
 from typing import TYPE_CHECKING, Any, Final
 
@@ -54,6 +55,10 @@ _CHUNK: Final = 1 << 15
 _MAX_WAITING: Final = 1 << 24
 """Bytes that may wait to be sent before callers have to wait too."""
 _LOOK_AGAIN: Final = 1.0
+_LOOK_AGAIN_SOON: Final = 5e-3
+"""In the main thread, and twice as long each time: a signal handler that waits in the midst of a sleep may read the
+reply that the sleeper waits for, and nothing wakes the sleeper then."""
+_MAIN: Final = threading.main_thread().ident
 _PATIENCE: Final = 5e-3
 _LONGEST_PATIENCE: Final = 100e-3
 
@@ -134,8 +139,8 @@ class Outgoing:
         except OSError as error:
             self.lose(f"sending to it failed: {error}")
         except BaseException as error:
-            self._sending_interrupted(error, must_arrive=kind != CALL)
             self.pending.pop(call_id, None)  # nobody gets to know of it
+            self._sending_interrupted(error, must_arrive=kind != CALL)
             raise
         if self._lost is not None:
             self._fail(future)
@@ -217,6 +222,7 @@ class Outgoing:
                 raise UsageError(CANNOT_WAIT.format("reading a reply"))
             poll = self._new_poll()  # one that polls already cannot be used
         spinning = self._spinning
+        pause = 0.0
         while not future._state and self._lost is None:
             if spinning.look(poll):
                 self._receive(future)
@@ -224,10 +230,11 @@ class Outgoing:
             left = deadline - monotonic()
             if left <= 0:
                 return
-            if self._sender.is_sending_here():
+            if self._sender.busy:
                 self.check_wait()
+            pause = min(2 * pause, _LOOK_AGAIN) if pause else _first_pause()
             with asleep():
-                came = poll(math.ceil(min(left, _LOOK_AGAIN) * 1000))
+                came = poll(math.ceil(min(left, pause) * 1000))
             if came:
                 self._receive(future)
 
@@ -465,3 +472,7 @@ class Outgoing:
         except BaseException:
             self._put_back(future, callbacks, None)
             raise
+
+
+def _first_pause() -> float:
+    return _LOOK_AGAIN_SOON if get_ident() == _MAIN else _LOOK_AGAIN

@@ -30,13 +30,13 @@ class Sender:
 
     __slots__ = (
         "_broken",
-        "_busy",
         "_channel",
         "_full",
         "_later",
         "_lock",
         "_queue",
         "_want_writable",
+        "busy",
         "queue",
         "waiting",
     )
@@ -46,7 +46,8 @@ class Sender:
         self._want_writable = want_writable  # asks the poller to call `flush`, or no longer to
         self._full = False  # the channel took less than it was given, and the poller will tell when it takes more
         self._lock = threading.RLock()
-        self._busy = False  # somebody sends; within the lock, this very thread does, further out
+        self.busy = False
+        """Somebody sends. Under the lock: this very thread, further out."""
         self._queue: deque[Buffer] = deque()  # under the lock
         self._later: deque[bytes] = deque()
         self.queue = self._later.append
@@ -61,15 +62,15 @@ class Sender:
 
     def is_sending_here(self) -> bool:
         """Whether this very thread is in the midst of a send: what it sends now goes out only when that goes on."""
-        return self._busy and self._lock._is_owned()  # type: ignore[attr-defined]  # not in typeshed
+        return self.busy and self._lock._is_owned()  # type: ignore[attr-defined]  # not in typeshed
 
     def send(self, data: bytes) -> None:
         """Sends one small message, or queues what does not fit. Raises `OSError` if the channel is broken."""
         with self._lock:
-            if self._busy or self._full or self._later or self._broken is not None:
+            if self.busy or self._full or self._later or self._broken is not None:
                 self._send_behind((data,))
                 return
-            self._busy = True
+            self.busy = True
             try:
                 try:
                     sent = self._channel.send(data)
@@ -81,7 +82,7 @@ class Sender:
                 self._broken = error
                 self._drop()
                 raise
-            self._busy = False
+            self.busy = False
             if self._later:
                 self._send_behind(())
 
@@ -97,12 +98,12 @@ class Sender:
         """Sends what is queued, as far as it goes. Raises `OSError` if the channel is broken."""
         later = self._later
         with self._lock:
-            if self._busy or self._full or self._broken is not None:
+            if self.busy or self._full or self._broken is not None:
                 self._send_behind((), although_full=True)
                 return
             if not later:
                 return
-            self._busy = True
+            self.busy = True
             try:
                 data = later.popleft()
                 if later:
@@ -117,7 +118,7 @@ class Sender:
                 self._broken = error
                 self._drop()
                 raise
-            self._busy = False
+            self.busy = False
             if later:
                 self._send_behind(())
 
@@ -129,11 +130,11 @@ class Sender:
         """Sends all that is queued, then the pieces, then what came in between."""
         if self._broken is not None:
             raise ConnectionError(f"the connection to {self._channel.address} is broken: {self._broken}")
-        if self._busy:
+        if self.busy:
             if pieces:
                 self._later.append(b"".join(pieces))
             return
-        self._busy = True
+        self.busy = True
         try:
             self._append_later()
             if self._full and not although_full:
@@ -153,7 +154,7 @@ class Sender:
             self._broken = error
             self._drop()
             raise
-        self._busy = False
+        self.busy = False
 
     def _append_later(self) -> None:
         while self._later:
