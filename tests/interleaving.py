@@ -19,7 +19,7 @@ from dataclasses import dataclass, field
 from types import FrameType
 from typing import Any
 
-from farcall.futures import Gate
+from farcall.sleeping import Gate
 
 
 class Deadlock(AssertionError):
@@ -169,20 +169,28 @@ class Schedule:
 
 
 class ControlledLock:
-    """A lock under the schedule's control."""
+    """A lock under the schedule's control, which its holder may take again."""
 
     def __init__(self, schedule: Schedule) -> None:
         self._schedule = schedule
-        self._locked = False
+        self._holder = 0
+        self._depth = 0
 
     def __enter__(self) -> ControlledLock:
-        self._schedule.step(lambda: not self._locked, "a lock")
-        self._locked = True
+        me = threading.get_ident()
+        self._schedule.step(lambda: self._holder in (0, me), "a lock")
+        self._holder = me
+        self._depth += 1
         return self
 
     def __exit__(self, *_: object) -> None:
-        self._locked = False
+        self._depth -= 1
+        if not self._depth:
+            self._holder = 0
         self._schedule.step()
+
+    def _is_owned(self) -> bool:
+        return self._holder == threading.get_ident()
 
 
 class ControlledGate(Gate):

@@ -19,7 +19,9 @@ import pytest
 ROOT = Path(__file__).parents[1]
 PACKAGE = ROOT / "src" / "farcall"
 
-BELOW_AGENT = {"errors", "options", "protocol", "serialization", "transports", "rendezvous", "futures", "functions"}
+BELOW_AGENT = {
+    "errors", "options", "protocol", "serialization", "transports", "rendezvous", "sleeping", "futures", "functions",
+}  # fmt: skip
 BELOW_API = BELOW_AGENT | {"agent"}
 
 MAY_IMPORT: dict[str, set[str]] = {
@@ -30,14 +32,16 @@ MAY_IMPORT: dict[str, set[str]] = {
     "serialization": {"errors", "protocol"},
     "transports": {"errors"},
     "rendezvous": {"errors", "protocol", "transports"},
-    "futures": {"errors"},
+    "sleeping": set(),
+    "futures": {"errors", "sleeping"},
+    "gathering": {"futures", "sleeping"},
     "functions": {"errors", "futures"},
     "last_words": {"errors"},
     "agent": BELOW_AGENT,
-    "rref": {"errors", "futures", "options", "protocol", "serialization", "agent", "api"},
+    "rref": {"errors", "futures", "sleeping", "options", "protocol", "serialization", "agent", "api"},
     "api": BELOW_API | {"rref", "last_words"},
     # the edges: "farcall" is the package's own __init__, the public face
-    "farcall": BELOW_API | {"rref", "api"},
+    "farcall": BELOW_API | {"gathering", "rref", "api"},
     "__main__": {"cli"},
     "cli": BELOW_AGENT | {"api", "farcall", "last_words"},
     "testing": BELOW_API | {"rref", "api", "farcall"},

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import concurrent.futures
+import contextlib
 import gc
+import itertools
 import logging
 import threading
 import time
@@ -18,23 +20,11 @@ import pytest
 
 from eventually import eventually
 from farcall import futures
-from farcall.futures import (
-    DONE,
-    FAILED,
-    FOREVER,
-    UNLOADED,
-    Future,
-    Gate,
-    UnseenFailureWarning,
-    asleep,
-    blocking_thread,
-    collect_all,
-    on_serving_thread,
-    run_callbacks,
-    settle_failed,
-    wait_all,
-)
+from farcall.futures import DONE, FAILED, UNLOADED, Future, UnseenFailureWarning, run_callbacks, settle_failed
+from farcall.gathering import collect_all, wait_all
+from farcall.sleeping import FOREVER, Gate, asleep, blocking_thread, on_serving_thread
 from interleaving import Schedule, explore
+from interruption import At, Interrupt
 
 
 @pytest.fixture
@@ -359,12 +349,12 @@ def test_settle_hands_the_callbacks_to_the_settler_and_runs_none() -> None:
     assert Future[int]().settle(DONE, 1) is None
 
 
-def test_settle_failed_runs_the_callbacks_here() -> None:
+def test_settle_failed_hands_out_the_callbacks() -> None:
     future: Future[int] = Future()
     got: list[BaseException | None] = []
     future.add_done_callback(lambda f: got.append(f.exception()))
     error = ValueError("x")
-    settle_failed(future, error)
+    run_callbacks(future, settle_failed(future, error))
     assert got == [error]
 
 
@@ -849,6 +839,139 @@ def test_a_thread_without_an_owner_sleeps_all_the_same(background: ThreadPoolExe
         pass
 
 
+# Long chains
+
+
+def test_a_long_chain_of_then_is_run_and_waited_for() -> None:
+    last = Drivable().future(1)
+    for _ in range(3000):
+        last = last.then(lambda f: f.value() + 1)
+    assert last.wait() == 3001
+
+
+def test_a_long_chain_of_failures_is_run() -> None:
+    first: Future[int] = Future()
+    last = first
+    for _ in range(3000):
+        last = last.then(lambda f: f.value() + 1)
+    first.set_exception(KeyError("at the start"))
+    assert isinstance(last.exception(0), KeyError)
+
+
+def test_callbacks_of_a_chain_run_depth_first() -> None:
+    first: Future[int] = Future()
+    got: list[str] = []
+    first.then(lambda _: got.append("1")).then(lambda _: got.append("1.1")).then(lambda _: got.append("1.1.1"))
+    first.then(lambda _: got.append("2")).then(lambda _: got.append("2.1"))
+    first.set_result(0)
+    assert got == ["1", "1.1", "1.1.1", "2", "2.1"]
+
+
+def test_the_time_of_a_wait_ends_in_the_midst_of_a_chain() -> None:
+    first: Future[int] = Future()
+    last = first.then(lambda f: f.value()).then(lambda f: f.value())
+    with pytest.raises(TimeoutError):
+        last.result(timeout=0.01)
+    first.set_result(3)
+    assert last.wait() == 3
+
+
+# Ctrl-C and exits in callbacks
+
+
+@pytest.mark.parametrize("error", [KeyboardInterrupt(), SystemExit(3)], ids=repr)
+@pytest.mark.parametrize("way", ["then", "add_done_callback"])
+def test_what_is_meant_for_the_program_leaves_a_waiting_main_thread_when_all_callbacks_have_run(
+    error: BaseException, way: str
+) -> None:
+    future: Future[int] = Future()
+    got: list[object] = []
+
+    def leave(_: Future[int]) -> None:
+        raise error
+
+    derived = getattr(future, way)(leave)
+    if way == "then":
+        derived.add_done_callback(lambda f: got.append(f.exception()))
+    future.add_done_callback(got.append)
+    callbacks = future.settle(DONE, 1)
+    with pytest.raises(type(error)) as caught:
+        run_callbacks(future, callbacks, waiting=True)
+    assert caught.value is error
+    assert got == ([error, future] if way == "then" else [future])
+
+
+def test_what_a_callback_raises_in_another_thread_is_not_for_the_program(background: ThreadPoolExecutor) -> None:
+    future: Future[int] = Future()
+
+    def leave(_: Future[int]) -> None:
+        raise SystemExit(3)
+
+    derived = future.then(leave)
+    callbacks = future.settle(DONE, 1)
+    background.submit(run_callbacks, future, callbacks, waiting=True).result()
+    assert isinstance(derived.exception(), SystemExit)
+
+
+def test_an_exit_that_the_future_has_failed_with_is_not_for_the_program() -> None:
+    future: Future[int] = Future()
+    derived = future.then(lambda f: f.value())
+    callbacks = future.settle(FAILED, leaving := SystemExit(3))
+    run_callbacks(future, callbacks, waiting=True)
+    assert derived.exception() is leaving
+
+
+# An interrupt at any point
+
+
+@pytest.mark.parametrize("derivations", [0, 2])
+def test_an_interrupt_at_any_point_of_settling_loses_no_watcher(derivations: int) -> None:
+    for point in itertools.count():
+        future: Future[int] = Future()
+        got: list[str] = []
+        future.watch(lambda _, got=got: got.append("waker"), waker=True)
+        future.add_done_callback(lambda _, got=got: got.append("callback"))
+        last = future
+        for _ in range(derivations):
+            last = last.then(lambda f: f.value())
+        all_of_them = collect_all([future, last])
+        callbacks = None
+        with contextlib.suppress(Interrupt), At(("farcall/futures.py",), (point,)) as at:
+            callbacks = future.settle(DONE, 1)
+        run_callbacks(future, callbacks)
+        if future.done():
+            run_callbacks(future, future.wake())  # what who was interrupted does
+        else:
+            run_callbacks(future, future.settle(DONE, 1))
+        assert got.count("callback") == 1, at.places
+        assert "waker" in got, at.places
+        assert last.done(), at.places
+        assert all_of_them.done(), at.places
+        if not at.has_acted:
+            assert point > 3
+            return
+
+
+def test_an_interrupt_at_any_point_of_running_callbacks_leaves_none_behind() -> None:
+    for point in itertools.count():
+        future: Future[int] = Future()
+        got: list[str] = []
+        derived = [future.then(lambda f: f.value()) for _ in range(2)]
+        last = derived[0].then(lambda f: f.value())
+        future.add_done_callback(lambda _, got=got: got.append("callback"))
+        callbacks = future.settle(DONE, 1)
+        with contextlib.suppress(Interrupt), At(("farcall/futures.py",), (point,)) as at:
+            run_callbacks(future, callbacks)
+        run_callbacks(future, callbacks)  # what was left, as who was interrupted does
+        for one in (*derived, last):
+            assert one.done(), at.places
+            one.exception()
+        assert got == ["callback"] or at.places[0].startswith("Future.add_done_callback"), at.places
+        if not at.has_acted:
+            assert point > 10
+            return
+
+
 # Interleavings: of every line, with two preemptions.
 
 LINES = ("farcall/futures.py",)
@@ -908,7 +1031,7 @@ class ChecksBeforeItWatches(Future[Any]):
         if self._state:
             watcher(self)
             return
-        futures.Gate().open()  # a step: another thread may run here
+        Gate().open()  # a step: another thread may run here
         self._watchers.append((waker, watcher))
 
 
@@ -917,9 +1040,9 @@ class WritesTheStateFirst(Future[Any]):
 
     def settle(self, state: int, value: Any) -> futures.Callbacks | None:
         self._state = state
-        futures.Gate().open()
+        Gate().open()
         self._value = value
-        return self._wake()
+        return self.wake()
 
 
 class LeavesALateWatcherInTheList(Future[Any]):
@@ -927,7 +1050,7 @@ class LeavesALateWatcherInTheList(Future[Any]):
 
     def watch(self, watcher: futures.Watcher, *, waker: bool, attended: bool = False) -> None:
         self._watchers.append((waker, watcher))
-        futures.Gate().open()
+        Gate().open()
         if self._state:
             watcher(self)
 

@@ -45,7 +45,8 @@ from farcall.errors import (
     VersionMismatchError,
     WorkerLost,
 )
-from farcall.futures import Future, UnseenFailureWarning, collect_all, wait_all
+from farcall.futures import Future, UnseenFailureWarning
+from farcall.gathering import collect_all, wait_all
 from farcall.options import RpcBackendOptions
 from farcall.protocol import WorkerInfo
 from farcall.rref import RRef

@@ -14,12 +14,13 @@ from typing import Any, TypeVar
 
 from farcall.agent import Agent, Inventory
 from farcall.errors import AlreadyInitializedError, NotInitializedError, RendezvousTimeoutError, UsageError
-from farcall.futures import Future, on_serving_thread
+from farcall.futures import Future
 from farcall.last_words import prepare_last_words
 from farcall.options import DEFAULT_SHUTDOWN_TIMEOUT, UNSET_RPC_TIMEOUT, RpcBackendOptions
 from farcall.protocol.ids import WorkerInfo
 from farcall.rendezvous.store import PATIENCE
 from farcall.rref import RRef
+from farcall.sleeping import on_serving_thread
 from farcall.transports import transport
 
 T = TypeVar("T")

@@ -7,9 +7,10 @@ reads. A future that was made by hand has no source; waiting for it is plain sle
 Rules
 - Settling needs no lock: the state is written last, and watchers are kept in a list from which the settler and a late
   watcher both `pop`, so that each watcher runs exactly once whoever comes first.
-- A *waker* is a watcher that only wakes a thread; it runs at once wherever the future is settled. A *callback* is user
-  code; the settler is handed the callbacks and chooses where they run, so that none runs under a lock or in the midst
-  of reading.
+- A *waker* is a watcher that only wakes a thread; it runs at once wherever the future is settled, and may run twice if
+  Ctrl-C comes in between. A *callback* is user code; the settler is handed the callbacks and chooses where they run, so
+  that none runs under a lock or in the midst of reading. It runs once, whatever those before it raise.
+- Chains of `then`, however long, are walked up and down in loops: they need no stack.
 - The reply of a call is unpickled by whoever wants the value, not by whoever read it (`Unloaded`).
 - A done callback that is added where an event loop runs is called in that loop, as asyncio's own waits expect.
 - A failure that nobody has looked at when the future goes is reported once, as an `UnseenFailureWarning`.
@@ -18,13 +19,14 @@ Rules
 from __future__ import annotations
 
 import logging
-import math
 import sys
 import threading
 import warnings
-from collections.abc import Callable, Generator, Iterable
+from collections.abc import Callable, Generator
 from time import monotonic
-from typing import TYPE_CHECKING, Any, Final, Generic, NoReturn, Protocol, TypeAlias, TypeVar, cast
+from typing import TYPE_CHECKING, Any, Final, Generic, NamedTuple, NoReturn, Protocol, TypeAlias, TypeVar, cast
+
+from farcall.sleeping import FOREVER, Gate
 
 if TYPE_CHECKING:
     import asyncio
@@ -39,18 +41,27 @@ DONE: Final = 1
 FAILED: Final = 2
 UNLOADED: Final = 3
 
-FOREVER: Final = math.inf
-
 
 Watcher: TypeAlias = Callable[[Any], Any]
-"""Called with the future. A waker returns callbacks for the settler to run, or None."""
+"""Called with the future. A waker returns callbacks for the settler to run, or None; a callback `Followed`, or None."""
 Callbacks: TypeAlias = list[Watcher]
 
-_settling = threading.Lock()  # guards no user code: only the check and the two writes of settling by hand
+_settling = threading.RLock()  # guards no user code: only the check and the two writes of settling by hand
 
 
 class UnseenFailureWarning(RuntimeWarning):
     """A call failed, and its future was dropped before anybody looked at it."""
+
+
+class Followed(NamedTuple):
+    """What is to be done after a callback."""
+
+    future: Future[Any]
+    """The one that it has settled, if any."""
+    callbacks: Callbacks | None
+    """The callbacks of that one."""
+    interrupt: BaseException | None = None
+    """Ctrl-C or an exit, which came in the callback and is meant for the program."""
 
 
 class Source(Protocol):
@@ -71,67 +82,6 @@ class Unloaded(Protocol):
     def load(self) -> tuple[int, Any]: ...
 
 
-class _BlockingThread(threading.local):
-    """Lets the owner of a thread (the serving pool) know when code on it is about to sleep in a wait of ours."""
-
-    before: Callable[[], None] | None = None
-    after: Callable[[], None] | None = None
-
-
-blocking_thread = _BlockingThread()
-
-
-def on_serving_thread() -> bool:
-    """Whether this thread belongs to a serving pool, and so runs a function for another worker."""
-    return blocking_thread.before is not None
-
-
-class asleep:  # noqa: N801 (reads as a word: with asleep(): ...)
-    """Around anything in which a thread may sleep for long: tells the owner of the thread."""
-
-    __slots__ = ()
-
-    def __enter__(self) -> None:
-        before = blocking_thread.before
-        if before is not None:
-            before()
-
-    def __exit__(self, *_: object) -> None:
-        after = blocking_thread.after
-        if after is not None:
-            after()
-
-
-class Gate:
-    """Where one thread sleeps until another opens it. Opening it twice is the same as once."""
-
-    __slots__ = ("_lock",)
-
-    def __init__(self) -> None:
-        self._lock = threading.Lock()
-        self._lock.acquire()
-
-    def open(self, _: object = None) -> None:
-        """Wakes the thread that sleeps here, or the next one to come."""
-        try:
-            self._lock.release()
-        except RuntimeError:
-            pass  # open already
-
-    def sleep(self, deadline: float) -> bool:
-        """Sleeps until opened; False if the deadline passed first. Ends at once for Ctrl-C in the main thread."""
-        if self._lock.acquire(blocking=False):
-            return True
-        with asleep():
-            return self.rest(deadline)
-
-    def rest(self, deadline: float) -> bool:
-        """As `sleep`, without a word to the owner of the thread."""
-        if deadline == FOREVER:
-            return self._lock.acquire()
-        return self._lock.acquire(timeout=min(max(0.0, deadline - monotonic()), threading.TIMEOUT_MAX))
-
-
 class Future(Generic[T]):
     """A result that is there later. Made by `rpc_async`, or by hand for a function under `async_execution`."""
 
@@ -142,7 +92,7 @@ class Future(Generic[T]):
         self._state = PENDING
         self._value: Any = None
         self._watchers: list[tuple[bool, Watcher]] = []
-        self._source: Source | None = None
+        self._source: Source | Future[Any] | None = None
         self._report: _FailureReport | None = None
         self._reply: Unloaded | None = None  # there until it is loaded
 
@@ -185,8 +135,20 @@ class Future(Generic[T]):
 
     def block(self, deadline: float) -> bool:
         """Waits until settled, or until the deadline; whether it is settled. Raises nothing of the call's."""
+        waiting = [self]
+        while isinstance(source := waiting[-1]._source, Future) and not source._state:
+            waiting.append(source)  # the one by whose callback it is settled
+        while waiting:
+            future = waiting.pop()
+            if not future._state:
+                future._block_alone(deadline)
+            if not future._state:
+                return False
+        return True
+
+    def _block_alone(self, deadline: float) -> None:
         source = self._source
-        if source is not None and not self._state:
+        if source is not None and not isinstance(source, Future):
             source.drive(self, deadline)
         if not self._state:
             gate = Gate()
@@ -194,11 +156,6 @@ class Future(Generic[T]):
             if not self._state:
                 gate.sleep(deadline)
                 self.forget(gate.open)
-        return self._state != PENDING
-
-    def drive(self, future: Future[Any], deadline: float) -> None:
-        """A future is the source of those made by its `then`: it runs their callbacks."""
-        self.block(deadline)
 
     def attend(self) -> None:
         """Watched by a `then` already, and so attended."""
@@ -233,18 +190,7 @@ class Future(Generic[T]):
         """A future for what `callback(this future)` returns. It runs as soon as this one is done."""
         derived: Future[S] = Future()
         derived._source = self
-
-        def run(future: Future[T]) -> None:
-            try:
-                result = callback(future)
-            except BaseException as error:
-                if not derived._state:  # settled by hand meanwhile
-                    settle_failed(derived, error)
-            else:
-                if not derived._state:
-                    run_callbacks(derived, derived.settle(DONE, result))
-
-        self.watch(run, waker=False)
+        self.watch(_Then(callback, derived), waker=False)
         return derived
 
     def add_done_callback(self, callback: Callable[[Future[T]], object]) -> None:
@@ -304,14 +250,14 @@ class Future(Generic[T]):
     def set_result(self, result: T) -> None:
         """Settles the future. `RuntimeError` if it is settled already."""
         self._settle_by_hand(DONE, result, None)
-        run_callbacks(self, self._wake())
+        run_callbacks(self, self.wake())
 
     def set_exception(self, error: BaseException) -> None:
         """Settles the future with an error. `RuntimeError` if it is settled already."""
         if not isinstance(error, BaseException):
             raise TypeError(f"set_exception takes an exception, not {error!r}")
         self._settle_by_hand(FAILED, error, lambda: _unseen(error))
-        run_callbacks(self, self._wake())
+        run_callbacks(self, self.wake())
 
     def _settle_by_hand(self, state: int, value: Any, describe: Callable[[], str] | None) -> None:
         with _settling:
@@ -329,25 +275,41 @@ class Future(Generic[T]):
         else:
             self._value = value
         self._state = state  # last: whoever sees it sees the value too
-        return self._wake() if self._watchers else None
+        return self.wake() if self._watchers else None
 
-    def _wake(self) -> Callbacks | None:
-        callbacks: Callbacks | None = None
+    def wake(self) -> Callbacks | None:
+        """Runs the wakers of a future that is settled; its callbacks. Called again if it was interrupted."""
+        callbacks: Callbacks = []
         watchers = self._watchers
-        while watchers:
-            try:
-                waker, watcher = watchers.pop(0)
-            except IndexError:
-                break  # a watcher that came late took the last one
-            more = watcher(self) if waker else [watcher]
-            if more:
-                callbacks = more if callbacks is None else [*callbacks, *more]
-        if callbacks is not None and self._report is not None:
+        entry = None
+        try:
+            while watchers:
+                try:
+                    entry = watchers[0]
+                    watchers.remove(entry)
+                except (IndexError, ValueError):
+                    continue  # a watcher that came late took it
+                waker, watcher = entry
+                if waker:
+                    callbacks += watcher(self) or ()
+                else:
+                    callbacks += [watcher]  # not append(): Ctrl-C may come as that returns
+                entry = None
+        except BaseException:
+            if entry is not None and entry not in watchers:
+                watchers.insert(0, entry)
+            watchers[:0] = [(False, callback) for callback in callbacks]
+            raise
+        if not callbacks:
+            return None
+        if self._report is not None:
             self._report.seen = True  # the callbacks were handed the failure
         return callbacks
 
     def report_unseen(self, describe: Callable[[], str]) -> None:
         """If nobody looks at this future's failure before it goes, warns with `describe()`."""
+        if self._report is not None:
+            self._report.seen = True  # settling was interrupted, and is done again
         self._report = _FailureReport(describe)
 
     def _load(self) -> int:
@@ -382,20 +344,23 @@ class _DoneCallback:
         self.callback = callback
         self._loop = loop
 
-    def __call__(self, future: Future[Any]) -> None:
+    def __call__(self, future: Future[Any]) -> Followed | None:
         if self._loop is None:
-            self._run(future)
-            return
+            return self._run(future)
         try:
             self._loop.call_soon_threadsafe(self._run, future)
         except RuntimeError:
             pass  # the loop is closed, and all that was to happen in it is off
+        return None
 
-    def _run(self, future: Future[Any]) -> None:
+    def _run(self, future: Future[Any]) -> Followed | None:
         try:
             self.callback(future)
-        except BaseException:  # whatever it is: the callbacks behind it must run
+        except BaseException as error:  # whatever it is: the callbacks behind it must run
             logger.exception("a callback of %r failed", future)
+            interrupt = _meant_for_the_program(error, future)
+            return Followed(future, None, interrupt) if interrupt else None
+        return None
 
 
 def _running_loop() -> asyncio.AbstractEventLoop | None:
@@ -404,6 +369,33 @@ def _running_loop() -> asyncio.AbstractEventLoop | None:
         return None if asyncio is None else asyncio.get_running_loop()
     except RuntimeError:
         return None
+
+
+class _Then:
+    """The callback of a `then`: settles the derived future with what the user's callback returns or raises."""
+
+    __slots__ = ("_callback", "_derived")
+
+    def __init__(self, callback: Callable[[Any], Any], derived: Future[Any]) -> None:
+        self._callback = callback
+        self._derived = derived
+
+    def __call__(self, future: Future[Any]) -> Followed | None:
+        derived = self._derived
+        interrupt = None
+        try:
+            result = self._callback(future)
+        except BaseException as error:
+            interrupt = _meant_for_the_program(error, future)
+            callbacks = None if derived._state else settle_failed(derived, error)
+        else:
+            callbacks = None if derived._state else derived.settle(DONE, result)  # if not by hand meanwhile
+        return Followed(derived, callbacks, interrupt) if callbacks or interrupt else None
+
+    def interrupted(self, error: BaseException) -> Followed:
+        """That escaped: whoever waits for the derived future must not wait for ever."""
+        derived = self._derived
+        return Followed(derived, derived.wake() if derived._state else settle_failed(derived, error))
 
 
 class _FailureReport:
@@ -416,83 +408,56 @@ class _FailureReport:
         self.seen = False
 
     def __del__(self) -> None:
-        if not self.seen:
+        if not getattr(self, "seen", True):  # it is not there if Ctrl-C came as this was made
             warnings.warn(self._describe(), UnseenFailureWarning, stacklevel=2)
 
 
-def run_callbacks(future: Future[Any], callbacks: Callbacks | None) -> None:
-    """Runs what `settle` handed out, here."""
-    if callbacks is not None:
-        for callback in callbacks:
-            callback(future)
+def run_callbacks(future: Future[Any], callbacks: Callbacks | None, waiting: bool = False) -> None:
+    """Runs what `settle` handed out, here, and what follows from it. Each is taken from the list before it is run.
+
+    `waiting`: raises at the end what came in a callback and is meant for the program.
+    """
+    if not callbacks:
+        return
+    interrupt = callback = None
+    todo: list[tuple[Future[Any], Callbacks]] = [(future, callbacks)]
+    try:
+        while todo:
+            future, callbacks = todo[-1]
+            if not callbacks:
+                todo.pop()
+                continue
+            callback = callbacks[0]
+            del callbacks[0]  # not pop(): Ctrl-C may come as that returns, and the callback would be lost
+            followed = callback(future)
+            if followed is not None:
+                interrupt = followed.interrupt or interrupt
+                if followed.callbacks:
+                    todo.append((followed.future, followed.callbacks))
+            callback = None
+    except BaseException as error:
+        if isinstance(callback, _Then):
+            followed = callback.interrupted(error)
+            todo.append((followed.future, followed.callbacks or []))
+        for future, callbacks in reversed(todo):
+            run_callbacks(future, callbacks)
+        raise
+    if interrupt is not None and waiting:
+        raise interrupt
 
 
-def settle_failed(future: Future[Any], error: BaseException) -> None:
-    """Settles with an error, runs the callbacks here, and warns should nobody ever look."""
+def settle_failed(future: Future[Any], error: BaseException) -> Callbacks | None:
+    """As `settle`, with an error, and warns should nobody ever look."""
     future.report_unseen(lambda: _unseen(error))
-    run_callbacks(future, future.settle(FAILED, error))
+    return future.settle(FAILED, error)
+
+
+def _meant_for_the_program(error: BaseException, future: Future[Any]) -> BaseException | None:
+    """The error if it is Ctrl-C or an exit in the main thread, and not merely what the future has failed with."""
+    if isinstance(error, (KeyboardInterrupt, SystemExit)) and error is not future._value:
+        return error if threading.current_thread() is threading.main_thread() else None
+    return None
 
 
 def _unseen(error: BaseException) -> str:
     return f"nobody looked at a future that failed with {type(error).__name__}: {error}"
-
-
-class _All:
-    """The source of `collect_all`: whoever waits for all drives each in turn."""
-
-    def __init__(self, futures: list[Future[Any]]) -> None:
-        self._futures = futures
-
-    def drive(self, future: Future[Any], deadline: float) -> None:
-        for each in self._futures:
-            each.block(deadline)
-
-    def attend(self) -> None:
-        for each in self._futures:
-            if each._source is not None:
-                each._source.attend()
-
-
-def _checked(futures: Iterable[Future[Any]]) -> list[Future[Any]]:
-    all_futures = list(futures)
-    for future in all_futures:
-        if not isinstance(future, Future):
-            raise TypeError(f"collect_all and wait_all take farcall futures, as rpc_async gives them, not {future!r}")
-    return all_futures
-
-
-def collect_all(futures: Iterable[Future[Any]]) -> Future[list[Future[Any]]]:
-    """A future that is done, with the list of all these futures, when all of them are done, failed or not."""
-    all_futures = _checked(futures)
-    collected: Future[list[Future[Any]]] = Future()
-    collected._source = _All(all_futures)
-    remaining = len(all_futures)
-    if not remaining:
-        collected.set_result([])
-        return collected
-    lock = threading.Lock()
-
-    def one_done(_: Future[Any]) -> Callbacks | None:
-        nonlocal remaining
-        with lock:
-            remaining -= 1
-            last = remaining == 0
-        if last and (callbacks := collected.settle(DONE, all_futures)):
-            return [lambda _: run_callbacks(collected, callbacks)]
-        return None
-
-    for future in all_futures:
-        future.watch(one_done, waker=True, attended=True)
-    return collected
-
-
-def wait_all(futures: Iterable[Future[Any]]) -> list[Any]:
-    """The results of all, in their order. Raises the first error in that order, when all are done."""
-    all_futures = _checked(futures)
-    for future in all_futures:
-        if not future._state:
-            future.block(FOREVER)
-    for future in all_futures:
-        if future._state != DONE:
-            future._load()  # all failures are seen, though only one can be raised
-    return [future.value() for future in all_futures]

@@ -15,11 +15,12 @@ from time import monotonic
 from typing import TYPE_CHECKING, Any, Generic, NoReturn, TypeVar, cast
 
 from farcall.errors import RpcTimeoutError, UsageError
-from farcall.futures import FOREVER, Future
+from farcall.futures import Future
 from farcall.options import UNSET_RPC_TIMEOUT
 from farcall.protocol.ids import WorkerInfo
 from farcall.protocol.wire import METHOD, PRESENCE, TYPE, VALUE
 from farcall.serialization import collect, take_offered
+from farcall.sleeping import FOREVER
 
 if TYPE_CHECKING:
     from farcall.agent.calling import Calling

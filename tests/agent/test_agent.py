@@ -40,7 +40,8 @@ from farcall import (
     WorkerInfo,
     WorkerLost,
 )
-from farcall.futures import Future, collect_all, wait_all
+from farcall.futures import Future
+from farcall.gathering import collect_all, wait_all
 from farcall.testing import LocalGroup
 from farcall.transports.base import Channel
 

@@ -15,9 +15,9 @@ from farcall import OwnerLost, RRef, SerializationError, UsageError, WorkerInfo,
 from farcall.agent import book as book_module
 from farcall.agent import calling as calling_module
 from farcall.agent.calling import check_timeout
-from farcall.futures import FOREVER
 from farcall.options import UNSET_RPC_TIMEOUT
 from farcall.protocol.wire import METHOD
+from farcall.sleeping import FOREVER
 from farcall.testing import LocalGroup
 from reference_stage import SOON, call, expect_confirmed, expect_nothing_left, here, remote, tables
 

@@ -216,3 +216,17 @@ def test_a_task_that_exits_does_not_end_the_loop(loop: EventLoop, caplog: pytest
     assert outcome(loop, give("after")) == ("after", None)
     assert isinstance(tasks[0].exception(), SystemExit)
     assert "a task in the event loop ended it" in caplog.text
+
+
+def test_a_loop_for_which_there_is_no_thread_is_made_for_a_later_coroutine(
+    loop: EventLoop, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def start(_: threading.Thread) -> None:
+        raise RuntimeError("can't start new thread")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(threading.Thread, "start", start)
+        result, error = outcome(loop, give(1))
+    assert result is None
+    assert isinstance(error, RuntimeError)
+    assert outcome(loop, give(2)) == (2, None)

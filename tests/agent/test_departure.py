@@ -17,9 +17,9 @@ from hypothesis import strategies as st
 from farcall.agent import departure
 from farcall.agent.departure import say_farewell, wait_for_everybody
 from farcall.errors import RendezvousError, RendezvousTimeoutError, ShutdownError
-from farcall.futures import FOREVER
 from farcall.protocol.ids import WorkerInfo
 from farcall.rendezvous import Rendezvous
+from farcall.sleeping import FOREVER
 from interleaving import Schedule, explore
 
 NAMES = ("ann", "bob", "cem", "dai")

@@ -9,6 +9,7 @@ import operator
 import pickle
 import threading
 import traceback
+import weakref
 from collections.abc import Callable
 from time import monotonic
 from typing import Any
@@ -17,8 +18,11 @@ import pytest
 from agent_stage import SOON, Counter, add, arrived, call, echo, fail, new_gate, settled, start, thread_name, wait_at
 
 from farcall import RemoteError, RpcTimeoutError, SerializationError
+from farcall.agent import execution
 from farcall.functions import async_execution
-from farcall.futures import Future, collect_all
+from farcall.futures import Future
+from farcall.gathering import collect_all
+from farcall.protocol import wire
 from farcall.testing import LocalGroup
 
 pytestmark = pytest.mark.timeout(30)
@@ -569,6 +573,74 @@ def count_running() -> int:
     sum(itertools.islice(itertools.count(), 20_000))
     _running.pop()
     return count
+
+
+# -- results that make trouble
+
+
+class Gone:
+    pass
+
+
+def returns_a_dead_proxy() -> Any:
+    return weakref.proxy(Gone())
+
+
+class Lazy:
+    @property
+    def __class__(self) -> Any:  # type: ignore[override]
+        raise RuntimeError("not loaded")
+
+
+def test_a_result_whose_class_cannot_be_asked_for(group: LocalGroup) -> None:
+    with pytest.raises(SerializationError):
+        call(group[0], 1, returns_a_dead_proxy)
+    with pytest.raises(SerializationError):
+        call(group[0], 1, Lazy)
+    assert call(group[0], 1, echo, 1) == 1
+
+
+def no_memory(*_: object) -> Any:
+    raise MemoryError("for the reply")
+
+
+def a_number() -> int:
+    return 7
+
+
+async def a_number_later() -> int:
+    return 7
+
+
+@async_execution
+def a_number_in_a_future() -> Future[int]:
+    return settled(7)
+
+
+@pytest.mark.parametrize("function", [a_number, a_number_later, a_number_in_a_future])
+def test_no_memory_for_a_reply_is_told(
+    group: LocalGroup, function: Callable[[], Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def encode(kind: int, *rest: Any) -> bytes:
+        return no_memory() if kind == wire.RESULT else wire.encode(kind, *rest)  # type: ignore[no-any-return]
+
+    with monkeypatch.context() as patch:
+        patch.setattr(execution, "encode", encode)
+        with pytest.raises(MemoryError, match="for the reply"):
+            call(group[0], 1, function)
+    assert call(group[0], 1, function) == 7
+
+
+@pytest.mark.parametrize("function", [a_number, a_number_later, a_number_in_a_future])
+def test_no_memory_even_to_tell_what_is_wrong_is_told(
+    group: LocalGroup, function: Callable[[], Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with monkeypatch.context() as patch:
+        patch.setattr(execution, "dumps_result", no_memory)
+        patch.setattr(execution, "encode_failure", no_memory)
+        with pytest.raises(MemoryError, match="not even memory to tell"):
+            call(group[0], 1, function)
+    assert call(group[0], 1, function) == 7
 
 
 # -- callbacks

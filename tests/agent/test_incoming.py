@@ -13,6 +13,7 @@ import pytest
 from agent_stage import SOON, arrived, call, echo, gates, new_gate, start, wait_at
 
 from farcall import WorkerLost
+from farcall.agent.sending import Sender
 from farcall.protocol.handshake import PREAMBLE_SIZE, Hello, Purpose, Refused, Welcome, body_length, pack, unpack
 from farcall.protocol.wire import CALL, RESULT, Decoder, encode
 from farcall.testing import LocalGroup
@@ -238,3 +239,38 @@ def test_a_worker_that_shut_down_answers_nobody(group: LocalGroup) -> None:
     with pytest.raises(WorkerLost, match=r"'worker1' was lost.*`wait_at`"):
         future.wait()
     gate.set()
+
+
+def test_a_reply_for_which_there_is_no_memory_closes_its_connection_and_no_other(
+    group: LocalGroup, stranger: Stranger, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def no_memory(*_: object) -> None:
+        raise MemoryError
+
+    stranger.greet()
+    (incoming,) = group[1]._incoming
+    for way in ("send_all", "flush"):
+        with monkeypatch.context() as patch:
+            patch.setattr(Sender, way, no_memory)
+            if way == "flush":
+                incoming.flush_answers()
+            else:
+                incoming.answer([b"large", b"reply"])
+    assert stranger.read_all() == b""
+    assert incoming.is_lost()
+    assert "a reply could not be sent: MemoryError()" in caplog.text
+    assert call(group[0], 1, echo, 1) == 1
+
+
+def test_ctrl_c_in_a_thread_that_answers_goes_on_and_the_connection_is_closed(
+    group: LocalGroup, stranger: Stranger, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def interrupted(*_: object) -> None:
+        raise KeyboardInterrupt
+
+    stranger.greet()
+    (incoming,) = group[1]._incoming
+    monkeypatch.setattr(Sender, "send_all", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        incoming.answer(b"reply")
+    assert incoming.is_lost()

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import gc
+import itertools
+import select
 import signal
 import threading
 import warnings
@@ -10,16 +13,20 @@ import weakref
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from time import monotonic
+from types import SimpleNamespace
 
 import pytest
 from agent_stage import SOON, a_megabyte, arrived, call, echo, new_gate, start, wait_at
 
 from eventually import eventually
-from farcall import RpcTimeoutError, WorkerLost
+from farcall import RpcTimeoutError, UsageError, WorkerLost
+from farcall.agent.calls import PendingCall
 from farcall.agent.outgoing import Outgoing
-from farcall.futures import wait_all
+from farcall.gathering import wait_all
 from farcall.protocol.wire import CALL, encode
+from farcall.sleeping import FOREVER
 from farcall.testing import LocalGroup
+from interruption import At, Interrupt
 
 pytestmark = pytest.mark.timeout(30)
 
@@ -266,3 +273,187 @@ def test_ctrl_c_behind_another_reader(group: LocalGroup, pool: ThreadPoolExecuto
     gate.set()
     assert reader.result(SOON) == "read"
     assert call(group[0], 1, a_megabyte) == bytes(1 << 20)
+
+
+# -- an interrupt at any point of a call
+
+CALLING = ("agent/outgoing.py", "agent/reading.py", "agent/sending.py", "agent/poller.py", "farcall/futures.py")
+
+
+class Scene:
+    """Calls of worker0 to worker1 which are answered before anybody reads, so that all goes on in this thread."""
+
+    def __init__(self, group: LocalGroup) -> None:
+        self.group = group
+
+    def call(self) -> PendingCall:
+        """A call whose reply is there, unread."""
+        future: PendingCall = start(self.group[0], 1, echo, 1)
+        (one,) = self.group[0]._connections
+        poll = select.poll()
+        poll.register(one._descriptor, select.POLLIN)
+        assert poll.poll(SOON * 1000)
+        return future
+
+
+@pytest.fixture
+def scene(new_group: Callable[..., LocalGroup], monkeypatch: pytest.MonkeyPatch) -> Scene:
+    monkeypatch.setattr(Outgoing, "watch_in_background", lambda *_: None)
+    return Scene(new_group(2, spin=0.0))
+
+
+def test_an_interrupt_at_any_point_of_a_wait_leaves_nobody_waiting(scene: Scene) -> None:
+    for point in itertools.count():
+        waited, called = scene.call(), scene.call()
+        ran: list[object] = []
+        derived = waited.then(lambda _, ran=ran: ran.append("waited"))
+        other = called.then(lambda _, ran=ran: ran.append("called"))
+        with contextlib.suppress(Interrupt), At(CALLING, (point,)) as at:
+            waited.wait()
+        try:
+            for future in (waited, derived, called, other):
+                error = future.exception(SOON)
+                assert error is None or isinstance(error, (WorkerLost, Interrupt)), at.places
+        except TimeoutError:
+            pytest.fail(f"somebody waits in vain, after an interrupt at {at.places}")
+        assert len(set(ran)) == len(ran), f"a callback ran twice: {at.places}"
+        assert "called" in ran or other.exception(), at.places
+        assert "waited" in ran or derived.exception(), at.places
+        assert call(scene.group[0], 1, echo, "after") == "after", at.places
+        if not at.has_acted:
+            assert point > 20
+            return
+
+
+def test_an_interrupt_at_any_point_of_a_call_leaves_no_call_that_nobody_knows_of(scene: Scene) -> None:
+    assert call(scene.group[0], 1, echo, 0) == 0
+    for point in itertools.count():
+        future = None
+        with contextlib.suppress(Interrupt), At(CALLING, (point,)) as at:
+            future = start(scene.group[0], 1, echo, 1)
+        if future is not None:
+            assert future.wait() == 1
+        for one in list(scene.group[0]._connections):
+            assert not one.pending or at.places[0].startswith("Outgoing.unattended"), at.places
+        assert call(scene.group[0], 1, echo, "after") == "after", at.places
+        if not at.has_acted:
+            assert point > 5
+            return
+
+
+def test_an_interrupt_at_any_point_of_a_loss_is_seen_through(scene: Scene) -> None:
+    for point in itertools.count():
+        futures = [scene.call() for _ in range(3)]
+        derived = [future.then(lambda f: f.exception()) for future in futures]
+        lost = connection(scene.group)
+        with contextlib.suppress(Interrupt), At(CALLING, (point,)) as at:
+            lost.lose("a test says so")
+        if lost.is_lost():
+            for future in futures:
+                assert isinstance(future.exception(SOON), WorkerLost), at.places
+            for one in derived:
+                assert isinstance(one.result(SOON), WorkerLost), at.places
+            assert lost not in scene.group[0]._connections, at.places
+        assert call(scene.group[0], 1, echo, "after") == "after", at.places
+        if not at.has_acted:
+            assert point > 20
+            return
+
+
+def test_an_interrupt_at_any_point_of_an_expiry_settles_the_call(scene: Scene) -> None:
+    gate = new_gate("expiry")
+    for point in itertools.count():
+        future = start(scene.group[0], 1, wait_at, "expiry", timeout=SOON)
+        derived = future.then(lambda f: f.exception())
+        one = connection(scene.group)
+        with contextlib.suppress(Interrupt), At(CALLING, (point,)) as at:
+            one._expire(future)
+        one._expire_all(monotonic() + 2 * SOON)  # the supervisor's next look
+        assert isinstance(future.exception(0), RpcTimeoutError), at.places
+        assert isinstance(derived.result(SOON), RpcTimeoutError), at.places
+        if not at.has_acted:
+            gate.set()
+            return
+
+
+def test_callbacks_that_an_interrupted_wait_left_run_once(group: LocalGroup, monkeypatch: pytest.MonkeyPatch) -> None:
+    """They are dispatched to the pool; a second thread that waits for the same future must not run them again."""
+    future = start(group[0], 1, echo, 1)
+    one = connection(group)
+    ran = []
+    future.add_done_callback(ran.append)
+
+    def interrupted(*_: object) -> None:
+        wait(future, FOREVER)
+        raise KeyboardInterrupt
+
+    wait = one._reading.wait
+    dispatched: list[object] = []
+    monkeypatch.setattr(one, "_reading", SimpleNamespace(wait=interrupted, attend=one._reading.attend))
+    monkeypatch.setattr(one, "_dispatch", lambda *job: dispatched.append(job))
+    future.due = [lambda _: ran.append("due")]
+    with pytest.raises(KeyboardInterrupt):
+        one.drive(future, FOREVER)
+    assert len(dispatched) >= 1
+    assert future.due is None
+
+
+# -- calls in the midst of a call, as signal handlers and finalizers make them
+
+
+@pytest.mark.parametrize("waits", [False, True], ids=["rpc_async", "rpc_sync"])
+def test_a_call_at_any_point_of_a_call_is_answered_or_refused(scene: Scene, waits: bool) -> None:
+    refused: set[str] = set()
+    answered = 0
+    for point in itertools.count():
+        inner: list[PendingCall] = []
+
+        def handle(inner: list[PendingCall] = inner) -> None:
+            nonlocal answered
+            inner.append(start(scene.group[0], 1, echo, "inner"))
+            if waits:
+                try:
+                    assert inner[0].wait() == "inner"
+                    answered += 1
+                except UsageError as error:
+                    refused.add(str(error).partition("the midst of ")[2].partition(",")[0])
+
+        same = list(scene.group[0]._connections)
+        with At(CALLING, (point,), handle) as at:
+            assert call(scene.group[0], 1, echo, "outer") == "outer"
+        for one in inner:
+            assert one.result(SOON) == "inner", at.places
+        assert not same or same == list(scene.group[0]._connections), f"the connection was lost: {at.places}"
+        if not at.has_acted:
+            assert point > 20
+            break
+    if waits:
+        assert answered > 10
+        assert refused <= {"sending", "reading a reply", "handing over the reading"}
+        assert "sending" in refused
+
+
+def test_a_signal_handler_calls_while_the_main_thread_sleeps_in_a_wait(group: LocalGroup) -> None:
+    gate = new_gate("outer")
+    outer = start(group[0], 1, wait_at, "outer", "came")
+    assert arrived["outer"].wait(SOON)
+    results: list[str] = []
+
+    def handle(*_: object) -> None:
+        results.append(call(group[0], 1, echo, "inner"))
+        gate.set()
+        # The outer reply is read by this wait, as likely as not: nobody wakes the outer one then.
+        results.append(call(group[0], 1, echo, "inner again"))
+
+    before = signal.signal(signal.SIGUSR1, handle)
+    try:
+        timer = threading.Timer(0.05, lambda: signal.pthread_kill(threading.main_thread().ident or 0, signal.SIGUSR1))
+        timer.start()
+        began = monotonic()
+        assert outer.wait() == "came"
+        assert monotonic() - began < 0.8
+        timer.join()
+    finally:
+        signal.signal(signal.SIGUSR1, before)
+    assert results == ["inner", "inner again"]
+    assert not connection(group)._reading._holder

@@ -16,7 +16,6 @@ from eventually import eventually
 from farcall.agent import peers
 from farcall.agent.peers import Member, Peer
 from farcall.errors import WorkerLost
-from farcall.futures import FOREVER, blocking_thread
 from farcall.protocol.handshake import (
     MAGIC,
     PREAMBLE_SIZE,
@@ -31,6 +30,7 @@ from farcall.protocol.handshake import (
     unpack,
 )
 from farcall.protocol.ids import WorkerInfo
+from farcall.sleeping import FOREVER, blocking_thread
 from farcall.transports.sockets import SocketChannel
 
 UNIX, TCP, TCP6 = "unix:/run/b.sock", "tcp:10.0.0.2:4000", "tcp:[fd00::2]:4000"

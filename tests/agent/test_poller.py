@@ -2,16 +2,21 @@
 
 from __future__ import annotations
 
+import contextlib
+import itertools
 import os
 import select
 import socket
 import threading
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
+from pathlib import Path
 
 import pytest
 
-from farcall.agent.poller import READABLE, WRITABLE, Poller
+from farcall.agent.poller import HUNG_UP, READABLE, WRITABLE, Poller
+from interruption import At, Interrupt, interrupt
 
 
 @pytest.fixture
@@ -205,3 +210,45 @@ def test_after_its_end_it_rings_nobody_elses_bell(end: Callable[[Poller], None])
     finally:
         for descriptor in others:
             os.close(descriptor)
+
+
+# Signal handlers and finalizers that come in between
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda poller, end: poller.want(end, WRITABLE, True),
+        lambda poller, end: poller.want(end, READABLE, False),
+        lambda poller, end: poller.remove(end),
+    ],
+    ids=["want", "want no more", "remove"],
+)
+@pytest.mark.parametrize("handler", ["interrupts", "wants something else"])
+def test_epoll_knows_what_is_wanted_whatever_comes_in_between(
+    change: Callable[[Poller, int], None], handler: str
+) -> None:
+    for point in itertools.count():
+        left, right = socket.socketpair()
+        with contextlib.closing(Poller()) as poller, left, right:
+            end = left.fileno()
+            poller.add(end, lambda _: None, READABLE)
+            act = interrupt if handler == "interrupts" else partial(poller.want, end, HUNG_UP, True)
+            with contextlib.suppress(Interrupt), At(("agent/poller.py",), (point,), act) as at:
+                change(poller, end)
+            if handler == "interrupts":
+                change(poller, end)  # by who was interrupted
+            assert known_to_epoll(poller, end) == poller._wanted.get(end, 0), at.places
+            if not at.has_acted:
+                assert point > 2
+                return
+
+
+def known_to_epoll(poller: Poller, descriptor: int) -> int:
+    """What epoll watches a descriptor for, as the system tells; 0 if it does not."""
+    always = select.EPOLLERR | select.EPOLLHUP
+    for line in Path(f"/proc/self/fdinfo/{poller._epoll.fileno()}").read_text().splitlines():
+        words = line.split()
+        if words[:2] == ["tfd:", str(descriptor)]:
+            return int(words[3], 16) & ~always
+    return 0

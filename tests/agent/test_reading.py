@@ -2,20 +2,23 @@
 
 from __future__ import annotations
 
-import linecache
+import contextlib
+import itertools
 import sys
 import threading
 from collections import deque
 from collections.abc import Callable, Sequence
-from types import FrameType
 from typing import Any
 
 import pytest
 
 from farcall.agent import reading as reading_module
 from farcall.agent.reading import Reading
-from farcall.futures import DONE, FOREVER, Future, run_callbacks
+from farcall.errors import UsageError
+from farcall.futures import DONE, Future, run_callbacks
+from farcall.sleeping import FOREVER
 from interleaving import Schedule, explore
+from interruption import At, Interrupt
 
 LINES = ("agent/reading.py", "farcall/futures.py")
 DEPTHS = pytest.mark.parametrize(("files", "preemptions"), [(LINES, 1), ((), 2)], ids=["lines", "locks"])
@@ -44,7 +47,10 @@ class Wire:
 
     # Readable
 
-    def read_until(self, future: Future[Any], deadline: float) -> None:
+    def read_until(self, future: Future[Any], deadline: float, nested: bool = False) -> None:
+        outer = 0
+        if nested:
+            outer, self.readers = self.readers, 0  # this very thread, further out
         self.enter()
         while not future.done():
             self._schedule.step(
@@ -53,7 +59,13 @@ class Wire:
             if not self.arrived:
                 break  # the deadline
             self.take_one()
-        self.readers -= 1
+        self.readers = outer
+
+    def check_wait(self) -> None:
+        if self.sending:
+            raise UsageError("sending")
+
+    sending = False
 
     def enter(self) -> None:
         assert self.readers == 0, "two threads read at once"
@@ -183,7 +195,7 @@ def test_an_interrupted_thread_hands_the_role_on(files: tuple[str, ...], preempt
         def interrupted_wait() -> None:
             original = wire.read_until
 
-            def read_until(future: Future[Any], deadline: float) -> None:
+            def read_until(future: Future[Any], deadline: float, nested: bool = False) -> None:
                 if future is mine:
                     wire.enter()
                     schedule.step()
@@ -264,51 +276,35 @@ def test_replies_that_nobody_reads_are_reported_when_the_reader_leaves(
 
 # Ctrl-C
 
-
-def _line(frame: FrameType) -> str:
-    return linecache.getline(frame.f_code.co_filename, frame.f_lineno).strip()
+MACHINE = ("agent/reading.py",)
 
 
-class CtrlC(BaseException):
-    """Stands for KeyboardInterrupt, at a line that the test chooses."""
+@pytest.mark.parametrize("twice", [False, True], ids=["once", "twice"])
+def test_an_interrupt_at_any_point_leaves_the_role_to_others(twice: bool) -> None:
+    """A thread is interrupted at each point of the machine in turn; whoever else waits must still be served.
 
+    Twice: in the midst of reading, and again at each point after it.
+    """
+    places: set[str] = set()
+    for point in itertools.count():
+        hit: list[str] = []
 
-def test_an_interrupt_at_any_line_leaves_the_role_to_others() -> None:
-    """A thread is interrupted once, at each line of the machine in turn; whoever else waits must still be served."""
-    interrupted_at = 0
-    for line in range(1, 200):
-        hit = []
-
-        def scenario(schedule: Schedule, line: int = line, hit: list[int] = hit) -> Any:
+        def scenario(schedule: Schedule, point: int = point, hit: list[str] = hit) -> Any:
             wire = Wire(schedule)
             mine, other = wire.call(0), wire.call(1)
+            read_until = wire.read_until
+
+            def interrupted_reading(future: Future[Any], deadline: float, nested: bool = False) -> None:
+                if twice and future is mine:
+                    raise Interrupt
+                read_until(future, deadline)
+
+            wire.read_until = interrupted_reading  # type: ignore[method-assign]
 
             def interrupted() -> None:
-                outer = sys.gettrace()
-                count = 0
-
-                def trace(frame: FrameType, event: str, argument: Any) -> Any:
-                    nonlocal count
-                    if not frame.f_code.co_filename.endswith("agent/reading.py"):
-                        return None
-                    # A tracer can raise where no signal can come: as a `with` ends but the lock is not yet released,
-                    # and between a `finally` and its first call.
-                    if event == "line" and not _line(frame).startswith(
-                        ("with ", "while True", "try:", "interrupt", "tries")
-                    ):
-                        count += 1
-                        if count == line:
-                            hit.append(frame.f_lineno)
-                            raise CtrlC
-                    return trace
-
-                sys.settrace(trace)
-                try:
+                with contextlib.suppress(Interrupt), At(MACHINE, (point,)) as at:
                     wire.reading.wait(mine, FOREVER)
-                except CtrlC:
-                    wire.readers = 0
-                finally:
-                    sys.settrace(outer)
+                hit.extend(at.places)
 
             def wait() -> None:
                 wire.reading.wait(other, FOREVER)
@@ -318,13 +314,121 @@ def test_an_interrupt_at_any_line_leaves_the_role_to_others() -> None:
                 wire.reply(0)
                 wire.reply(1)
 
-            return [interrupted, wait, replying], lambda: None
+            return [interrupted, wait, replying], lambda: idle_at_the_end(wire)
+
+        explore(scenario, (), preemptions=1)
+        places.update(hit)
+        if not hit:
+            break
+    assert len(places) > 10
+
+
+@pytest.mark.parametrize("urgent", [False, True])
+def test_an_interrupt_at_any_point_leaves_the_replies_to_somebody(urgent: bool) -> None:
+    """Nobody else waits: then the connection is watched in the background, or the supervisor is told."""
+    for point in itertools.count(2):  # from where the role is taken; before, all is as it was
+        wire = Wire(Schedule((), ()))
+        mine, other = wire.call(0), wire.call(1)
+        if urgent:
+            other.watch(lambda _: None, waker=False)
+            wire.reading.attend()
+        wire.arrived.append(0)
+        with contextlib.suppress(Interrupt), At(MACHINE, (point,)) as at:
+            wire.reading.wait(mine, FOREVER)
+        idle_at_the_end(wire)
+        assert wire.watched or (wire.left_unattended and not urgent), at.places
+        wire.reading.look_after()
+        assert wire.watched, at.places
+        if not at.has_acted:
+            assert point > 3
+            return
+
+
+# Waiting in the midst of a wait, as signal handlers and finalizers do
+
+
+@pytest.mark.parametrize("first", [False, True], ids=["queues", "reads"])
+def test_a_wait_at_any_point_of_a_wait_is_served_or_refused(first: bool) -> None:
+    """The nested wait takes the outer one's role and leaves it there; no other thread reads meanwhile."""
+    waited: set[str] = set()
+    for point in itertools.count():
+        hit: list[str] = []
+
+        def scenario(schedule: Schedule, point: int = point, hit: list[str] = hit) -> Any:
+            wire = Wire(schedule)
+            outer, inner, other = wire.call(0), wire.call(1), wire.call(2)
+            refused: list[str] = []
+
+            def handle() -> None:
+                tracer = sys.gettrace()
+                sys.settrace(None)
+                try:
+                    wire.reading.wait(inner, FOREVER)
+                    waited.add("served")
+                    assert inner.value() == 1
+                except UsageError as error:
+                    refused.append(str(error))
+                    waited.add("refused")
+                finally:
+                    sys.settrace(tracer)
+
+            def interrupted() -> None:
+                with At(MACHINE, (point,), handle) as at:
+                    wire.reading.wait(outer, FOREVER)
+                assert outer.value() == 0
+                hit.extend(at.places)
+
+            def wait() -> None:
+                wire.reading.wait(other, FOREVER)
+                assert other.value() == 2
+
+            wire.arrived.extend((1, 0, 2) if first else (2, 1, 0))
+            return [interrupted, wait], lambda: idle_at_the_end(wire)
 
         explore(scenario, (), preemptions=1)
         if not hit:
+            assert point > 10
             break
-        interrupted_at += 1
-    assert interrupted_at > 20
+    assert waited == {"served", "refused"}
+
+
+def test_a_wait_in_the_midst_of_reading_uses_the_role_and_leaves_it() -> None:
+    def scenario(schedule: Schedule) -> Any:
+        wire = Wire(schedule)
+        outer, inner, other = wire.call(0), wire.call(1), wire.call(2)
+        read_until = wire.read_until
+
+        def interrupted_reading(future: Future[Any], deadline: float, nested: bool = False) -> None:
+            if future is outer:
+                wire.enter()
+                wire.reading.wait(inner, FOREVER)
+                assert inner.value() == 1
+                assert wire.reading._holder == threading.get_ident()
+                wire.readers -= 1
+            read_until(future, deadline, nested)
+
+        wire.read_until = interrupted_reading  # type: ignore[method-assign]
+
+        def wait(future: Future[Any]) -> None:
+            wire.reading.wait(future, FOREVER)
+            assert future.done()
+
+        def replying() -> None:
+            for number in (2, 1, 0):
+                wire.reply(number)
+
+        return [lambda: wait(outer), lambda: wait(other), replying], lambda: idle_at_the_end(wire)
+
+    assert explore(scenario, (), 1) > 20
+
+
+def test_a_thread_that_is_sending_cannot_wait_behind_another_reader() -> None:
+    wire = Wire(Schedule((), ()))
+    wire.reading._holder = -1  # somebody else reads
+    wire.sending = True
+    with pytest.raises(UsageError, match="sending"):
+        wire.reading.wait(wire.call(0), FOREVER)
+    assert not wire.reading._queue
 
 
 # Planted bugs: each must be caught, or the exploration proves nothing.

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import itertools
-import linecache
 import sys
 import threading
 from collections.abc import Callable, Iterator, Sequence
-from types import FrameType
 from typing import Any
 
 import pytest
@@ -17,6 +16,7 @@ from hypothesis import strategies as st
 from farcall.agent import sending
 from farcall.agent.sending import Sender
 from farcall.transports.base import Buffer
+from interruption import At, Interrupt
 
 ALL = 1 << 60
 NONE = -1
@@ -35,6 +35,7 @@ class Mouth:
         self.sizes: list[int] = []
         self.busy = threading.Lock()
         self.error: BaseException | None = None
+        self.calm = False
 
     def send(self, data: Buffer) -> int:
         return self.send_gather([data])
@@ -254,57 +255,123 @@ def test_a_channel_that_breaks_while_messages_wait() -> None:
     assert sender.waiting == 0
 
 
-class Interrupt(BaseException):
-    """Comes from nowhere, as Ctrl-C does."""
-
-
-@pytest.mark.parametrize(
+SENDS = pytest.mark.parametrize(
     "send",
     [
         pytest.param(Sender.send, id="send"),
-        pytest.param(lambda sender, data: sender.send_all([data[:3], data[3:]]), id="send_all"),
+        pytest.param(lambda sender, data: sender.send_all([data[:3], memoryview(data)[3:]]), id="send_all"),
+        pytest.param(lambda sender, data: (sender.queue(data), sender.flush()), id="flush"),
     ],
 )
-def test_an_interrupt_at_any_line_breaks_the_channel_or_harms_nothing(send: Callable[[Sender, bytes], None]) -> None:
-    for line in itertools.count():
-        mouth = Mouth(itertools.chain([4], itertools.repeat(ALL)))
-        sender, _ = sender_to(mouth)
-        if not interrupted(lambda sender=sender: send(sender, b"message"), line):
-            assert line > 3
+
+
+@SENDS
+@pytest.mark.parametrize("appetite", [[4], [NONE], [ALL]], ids=["some", "nothing", "all"])
+def test_an_interrupt_at_any_point_breaks_the_channel_or_harms_nothing(
+    send: Callable[[Sender, bytes], None], appetite: list[int]
+) -> None:
+    for point in itertools.count():
+        mouth = Mouth(itertools.chain(appetite, itertools.repeat(ALL)))
+        if not interrupted(mouth, send, point):
+            assert point >= 3
             return
-        try:
-            sender.send(b"|next")
-            sender.flush()
-        except ConnectionError:
-            continue
-        assert mouth.taken in (b"|next", b"message|next"), f"interrupted at line {line} of the send"
 
 
-def interrupted(run: Callable[[], None], after: int) -> bool:
-    """Runs it with an interrupt after so many lines of the module; False if it ended before."""
-    left = after
+@SENDS
+def test_a_second_interrupt_right_after_the_first_breaks_the_channel_too(
+    send: Callable[[Sender, bytes], None],
+) -> None:
+    class Interrupted(Mouth):
+        def send_gather(self, pieces: Sequence[Buffer]) -> int:
+            sent = super().send_gather(pieces)
+            if self.calls == 1 and not self.calm:
+                raise Interrupt  # as the system call returns
+            return sent
 
-    def trace(frame: FrameType, event: str, _: Any) -> Any:
-        nonlocal left
-        if not frame.f_code.co_filename.endswith("agent/sending.py"):
-            return None
-        # Not at `with` and `try`: no signal is delivered between their steps, and the lock would stay locked.
-        text = linecache.getline(frame.f_code.co_filename, frame.f_lineno).lstrip()
-        if event == "line" and not text.startswith(("with ", "try:")):
-            left -= 1
-            if left < 0:
-                raise Interrupt
-        return trace
+    for point in itertools.count():
+        if not interrupted(Interrupted(iter([4, ALL, ALL, ALL])), send, point):
+            assert point >= 3
+            return
 
-    before = sys.gettrace()
-    sys.settrace(trace)
+
+def interrupted(mouth: Mouth, send: Callable[[Sender, bytes], None], point: int) -> bool:
+    """Interrupts a send at that point and looks at what follows; False if there is no such point."""
+    sender, _ = sender_to(mouth)
+    with contextlib.suppress(Interrupt), At(("agent/sending.py",), (point,)) as at:
+        send(sender, b"message")
+    mouth.calm = True
     try:
-        run()
-    except Interrupt:
-        return True
-    finally:
-        sys.settrace(before)
-    return False
+        sender.send(b"|next")
+        sender.flush()
+    except ConnectionError:
+        return at.has_acted
+    assert mouth.taken in (b"|next", b"message|next"), f"interrupted in {at.places}"
+    return at.has_acted
+
+
+def test_no_memory_to_join_what_was_queued_breaks_the_channel() -> None:
+    class Huge(bytes):
+        def __add__(self, _: object) -> bytes:
+            raise MemoryError
+
+    mouth = Mouth()
+    sender, _ = sender_to(mouth)
+    sender.queue(Huge(b"first"))
+    sender.queue(b"second")
+    with pytest.raises(MemoryError):
+        sender.flush()
+    assert sender.is_broken(), "what was taken from the queue is lost, and so is the order of what follows"
+    with pytest.raises(ConnectionError):
+        sender.send(b"x")
+
+
+# Sending in the midst of a send, as signal handlers and finalizers do
+
+
+@SENDS
+@pytest.mark.parametrize("appetite", [[4, NONE], [NONE], [ALL], [4, 4]], ids=["some", "nothing", "all", "bits"])
+@pytest.mark.timeout(60)
+def test_a_send_at_any_point_of_a_send_goes_out_whole(
+    send: Callable[[Sender, bytes], None], appetite: list[int]
+) -> None:
+    for point in itertools.count():
+        mouth = Mouth(itertools.chain(appetite, itertools.repeat(ALL)))
+        sender, wanted = sender_to(mouth)
+        buffer = bytearray(b"<handler>")
+
+        def handle(sender: Sender = sender, buffer: bytearray = buffer) -> None:
+            sender.send_all([b"[", buffer, b"]"])
+            buffer[:] = b"!" * len(buffer)
+
+        with At(("agent/sending.py",), (point,), handle) as at:
+            send(sender, b"message")
+        if not at.places:
+            assert point > 3
+            return
+        if wanted[-1:] != [True]:
+            assert not sender._later, f"nobody sends it, at {at.places}"
+        for _ in range(3):
+            sender.flush()
+        whole = {b"message[<handler>]", b"[<handler>]message"}
+        assert bytes(mouth.taken) in whole, f"at {at.places}"
+        assert sender.waiting == 0
+
+
+def test_whether_this_thread_is_sending() -> None:
+    class Asking(Mouth):
+        def send_gather(self, pieces: Sequence[Buffer]) -> int:
+            asked.append(sender.is_sending_here())
+            other = threading.Thread(target=lambda: asked.append(sender.is_sending_here()))
+            other.start()
+            other.join()
+            return super().send_gather(pieces)
+
+    asked: list[bool] = []
+    sender, _ = sender_to(Asking())
+    assert not sender.is_sending_here()
+    sender.send(b"message")
+    assert asked == [True, False]
+    assert not sender.is_sending_here()
 
 
 # Any messages, any appetite

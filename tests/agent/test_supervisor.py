@@ -10,7 +10,7 @@ import pytest
 
 from farcall.agent import supervisor as supervisor_module
 from farcall.agent.supervisor import TICK, Supervisor
-from farcall.futures import FOREVER
+from farcall.sleeping import FOREVER
 from interleaving import ControlledGate, Schedule, explore
 
 LINGER = supervisor_module._LINGER

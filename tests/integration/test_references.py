@@ -315,6 +315,9 @@ def take(rref):
     kept.append(rref)
     report(taken=True)
 
+def owned_there():
+    return len(farcall.api._agent.book._references.owned)
+
 def settle_there():
     report(settled=settled(), left=left())
 
@@ -336,6 +339,8 @@ elif RANK == 2:
     rref = kept[0]
     if when == "counted":
         assert wait_for(rref.confirmed_by_owner)
+    elif when == "never":
+        assert wait_for(lambda: rpc.rpc_sync(1, owned_there) == 1), "the owner notes it, and waits for its creator"
     report(ready=True)
     wait_for_file("killed")
     if when != "counted":  # until its owner has decided

@@ -30,10 +30,10 @@ from farcall.agent.serving import Serving
 from farcall.agent.supervisor import Supervisor
 from farcall.agent.under_way import describe_under_way
 from farcall.errors import ForkedProcessError, NotInitializedError, RpcError, ShutdownError, UsageError
-from farcall.futures import FOREVER
 from farcall.options import RpcBackendOptions
 from farcall.protocol.ids import WorkerInfo
 from farcall.rendezvous.store import PATIENCE
+from farcall.sleeping import FOREVER
 from farcall.transports.base import Channel, Listener, Transport
 from farcall.transports.network import host_identity
 
@@ -181,8 +181,9 @@ class Agent:
 
     def _new_connection(self, peer: WorkerInfo, channel: Channel, on_lost: Callable[[Outgoing], None]) -> Outgoing:
         def lost(connection: Outgoing) -> None:
-            self._calls_before += connection.calls_started
-            self._connections.pop(connection, None)
+            if connection in self._connections:  # it may be told twice
+                self._calls_before += connection.calls_started
+                del self._connections[connection]
             on_lost(connection)
             self._examine(peer.id)
 

@@ -21,13 +21,13 @@ from farcall.agent.outgoing import Outgoing
 from farcall.agent.peers import Peer
 from farcall.agent.values import Value
 from farcall.errors import RpcError, RpcTimeoutError, UnknownWorkerError, UsageError, WorkerLost
-from farcall.futures import FOREVER
 from farcall.options import UNSET_RPC_TIMEOUT
 from farcall.protocol.control import pack_handle, pack_remote, pack_section
 from farcall.protocol.ids import ForkId, RRefId, WorkerInfo
 from farcall.protocol.reference_messages import Carried
 from farcall.protocol.wire import CALL, CALL_CARRYING, CONTROL, METHOD, REMOTE, encode, encode_start
 from farcall.serialization import Pickled, callable_name, collecting, dumps_arguments, encode_function
+from farcall.sleeping import FOREVER
 from farcall.transports.base import Buffer
 
 To = str | int | WorkerInfo

@@ -11,9 +11,10 @@ from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
 from farcall.errors import SerializationError
-from farcall.futures import DONE, FAILED, FOREVER, PENDING, Callbacks, Future, run_callbacks
+from farcall.futures import DONE, FAILED, PENDING, Callbacks, Future, run_callbacks
 from farcall.protocol.wire import FAILURE, Bytes
 from farcall.serialization import callable_name, decode_failure, describe_failure, loads, not_rebuilt, offering
+from farcall.sleeping import FOREVER
 
 logger = logging.getLogger("farcall")
 
@@ -57,6 +58,11 @@ class PendingCall(Future[Any]):
 
     def _settle_by_hand(self, state: int, value: Any, describe: Callable[[], str] | None) -> None:
         raise RuntimeError(f"{self!r} is settled by its call alone; make a Future() of your own to settle by hand")
+
+    def forgive(self) -> None:
+        """Who waited for it was interrupted (Ctrl-C), and may never look: should it fail, that is not reported."""
+        if self._report is not None:
+            self._report.seen = True
 
     def __repr__(self) -> str:
         return f"{super().__repr__()[:-1]} of `{callable_name(self.function)}`>"

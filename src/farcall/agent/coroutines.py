@@ -52,23 +52,30 @@ class EventLoop:
                 coroutine.close()
                 end(None, asyncio.CancelledError("the worker is shutting down"))
 
-        with self._lock:
-            loop = None if self._closed else self._loop or self._start()
-            if loop is not None:  # under the lock: it must not be closed in between
+        try:
+            with self._lock:
+                if self._closed:
+                    raise RuntimeError("the worker is shutting down")
+                loop = self._loop or self._start()
+                # Under the lock: it must not be closed in between.
                 loop.call_soon_threadsafe(lambda: loop.create_task(run()).add_done_callback(over))
-        if loop is None:
+        except Exception as error:
             coroutine.close()
-            done(None, RuntimeError("the worker is shutting down"))
+            done(None, error)
 
     def _start(self) -> asyncio.AbstractEventLoop:
+        """Raises `RuntimeError` if the system has no thread to give; the next call tries again."""
         import asyncio
 
-        self._loop = asyncio.new_event_loop()
-        self._thread = threading.Thread(
-            target=self._live, args=(self._loop,), name=f"farcall-{self._name}-asyncio", daemon=True
-        )
-        self._thread.start()
-        return self._loop
+        loop = asyncio.new_event_loop()
+        thread = threading.Thread(target=self._live, args=(loop,), name=f"farcall-{self._name}-asyncio", daemon=True)
+        try:
+            thread.start()
+        except BaseException:
+            loop.close()
+            raise
+        self._loop, self._thread = loop, thread
+        return loop
 
     def _live(self, loop: asyncio.AbstractEventLoop) -> None:
         import asyncio

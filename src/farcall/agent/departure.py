@@ -18,8 +18,8 @@ from time import monotonic
 from typing import TYPE_CHECKING, Final, Protocol
 
 from farcall.errors import RendezvousError, RendezvousTimeoutError, ShutdownError
-from farcall.futures import FOREVER
 from farcall.protocol.ids import WorkerInfo
+from farcall.sleeping import FOREVER
 
 if TYPE_CHECKING:
     from farcall.rendezvous import Rendezvous

@@ -6,6 +6,7 @@ Rules
 - A function marked `async_execution` is answered when its future is settled; an `async def` function when its coroutine
   ends, in one event loop for the whole worker.
 - A request on the value of a reference that is not there yet is put off until it is; no thread waits for it.
+- Whatever goes wrong, if only memory is left for it, the caller hears of it.
 - Arguments are unpickled here, in the thread that runs the function: it is user code like the function itself.
 """
 
@@ -67,6 +68,12 @@ class Caller(Answerable, Protocol):
 
     def is_lost(self) -> bool:
         """Whether what was sent on it may not have arrived."""
+
+
+_NO_MEMORY: Final = encode_failure(
+    MemoryError("there was not even memory to tell what was wrong"), "the callee", "the function"
+)
+"""Made beforehand."""
 
 
 class _PutOff(BaseException):
@@ -138,7 +145,7 @@ class FunctionJob(ABC):
             return self._failed_with(none.failure)
         except BaseException as error:
             return self._failed(function, error)
-        if isinstance(result, CoroutineType):
+        if type(result) is CoroutineType:  # not isinstance, which may run code of the result's
             self._place.loop.run(result, lambda outcome, error: self._finish(function, outcome, error))
             return None
         return self._done(function, result)
@@ -177,6 +184,13 @@ class FunctionJob(ABC):
         """It raised; the reply, if there is one."""
         name = callable_name(function) if function is not None else self._name()
         return self._failed_with(encode_failure(error, self._place.worker, name))
+
+    def failed(self, error: BaseException) -> Reply | None:
+        """See `Awaited`."""
+        try:
+            return self._failed(None, error)
+        except BaseException:
+            return self._failed_with(_NO_MEMORY)
 
     def _finish_when_settled(self, function: Callable[..., Any], future: Any) -> None:
         if not isinstance(future, Future):
@@ -285,17 +299,20 @@ class CallJob(FunctionJob):
                 kind, head = RESULT_CARRYING, pack_section(number, carried)
             else:
                 kind, head = RESULT, b""
+            if buffers:
+                return [encode_start(kind, self._call_id, head, body, buffers), *buffers]
+            return encode(kind, self._call_id, head, body)
         except BaseException as error:
             return self._failed(function, error)
-        if buffers:
-            return [encode_start(kind, self._call_id, head, body, buffers), *buffers]
-        return encode(kind, self._call_id, head, body)
 
     def _failed_with(self, failure: bytes) -> Reply:
         return encode(FAILURE, self._call_id, b"", failure)
 
     def _finish(self, function: Callable[..., Any], result: Any, error: BaseException | None) -> None:
-        reply = self._done(function, result) if error is None else self._failed(function, error)
+        try:
+            reply = self._done(function, result) if error is None else self._failed(function, error)
+        except BaseException as escaped:
+            reply = self.failed(escaped)
         if reply is not None:
             self.origin.answer(reply)
 
@@ -327,8 +344,16 @@ class RemoteJob(FunctionJob):
     def _failed_with(self, failure: bytes) -> None:
         self._value.fail(failure)
 
+    def failed(self, error: BaseException) -> None:
+        """See `Awaited`."""
+        if not self._value.done():
+            super().failed(error)
+
     def _finish(self, function: Callable[..., Any], result: Any, error: BaseException | None) -> None:
-        if error is None:
-            self._done(function, result)
-        else:
-            self._failed(function, error)
+        try:
+            if error is None:
+                self._done(function, result)
+            else:
+                self._failed(function, error)
+        except BaseException as escaped:
+            self.failed(escaped)

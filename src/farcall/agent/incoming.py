@@ -167,6 +167,8 @@ class Incoming:
             self._sender.send_all((reply,) if isinstance(reply, bytes) else reply)
         except OSError:
             self.close()
+        except BaseException as error:
+            self._give_up(error)
 
     def flush_answers(self) -> None:
         """See `Answerable`."""
@@ -174,6 +176,17 @@ class Incoming:
             self._sender.flush()
         except OSError:
             self.close()
+        except BaseException as error:
+            self._give_up(error)
+
+    def _give_up(self, error: BaseException) -> None:
+        """A part of a reply may have been sent: whoever waits for an answer must hear that it will not come."""
+        self.close()
+        if not isinstance(error, Exception):
+            raise error  # Ctrl-C, in a thread of the user's
+        logger.warning(
+            "worker %r: connection from %s closed, a reply could not be sent: %r", self._us.name, self._who(), error
+        )
 
     def close(self) -> None:
         """Closes it. Calls that came over it run on; their replies are dropped. May be called twice."""

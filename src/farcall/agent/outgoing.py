@@ -5,7 +5,10 @@ Rules
   else does: the reader of its reply, the one who sees its time over, or the loss of the connection.
 - The connection is lost once, for whatever reason; then everything pending fails, naming the worker.
 - An exception that comes from nowhere (Ctrl-C) in the midst of reading may have lost bytes: the connection is given up.
-  While a thread merely waits, it harms nothing.
+  While a thread merely waits, it harms nothing. A call that was taken from `pending` and not settled is put back, and
+  callbacks that were taken from their future and not run are dispatched: nobody waits for what never comes.
+- A signal handler or finalizer may call in the midst of a call of its own thread. It may wait, too, unless it
+  interrupts a send or a receive on this connection, which must go on first.
 - Callbacks of users run in the serving pool, or in the thread that waited for that very future.
 """
 
@@ -16,6 +19,7 @@ import math
 import select
 import threading
 from collections.abc import Callable, Sequence
+from threading import get_ident
 from time import monotonic
 from typing import TYPE_CHECKING, Any, Final
 
@@ -23,23 +27,13 @@ from farcall.agent.book import ReferenceBook
 from farcall.agent.calls import CallbackJob, PendingCall, Reply
 from farcall.agent.handle import Handle
 from farcall.agent.poller import HUNG_UP, READABLE, WRITABLE, Poller
-from farcall.agent.reading import Reading
+from farcall.agent.reading import CANNOT_WAIT, Reading
 from farcall.agent.sending import Sender
 from farcall.agent.serving import Serving
 from farcall.agent.spinning import Dozing, Spinning
 from farcall.agent.supervisor import Supervisor
-from farcall.errors import ProtocolError, RpcError, RpcTimeoutError, WorkerLost
-from farcall.futures import (
-    DONE,
-    FAILED,
-    FOREVER,
-    UNLOADED,
-    Callbacks,
-    Future,
-    asleep,
-    on_serving_thread,
-    run_callbacks,
-)
+from farcall.errors import ProtocolError, RpcError, RpcTimeoutError, UsageError, WorkerLost
+from farcall.futures import DONE, FAILED, UNLOADED, Callbacks, Future, run_callbacks
 from farcall.protocol.control import unpack_section
 from farcall.protocol.ids import WorkerInfo
 from farcall.protocol.wire import (
@@ -54,6 +48,7 @@ from farcall.protocol.wire import (
     encode_start,
 )
 from farcall.serialization import callable_name
+from farcall.sleeping import FOREVER, asleep, on_serving_thread
 from farcall.transports.base import Buffer, Channel
 
 _CHUNK: Final = 1 << 15
@@ -62,6 +57,10 @@ _MAX_WAITING: Final = 1 << 24
 """Bytes that may wait to be sent before callers have to wait too."""
 LOST_ADVICE: Final = "is it still running, and does every worker call rpc.shutdown() at its end?"
 _LOOK_AGAIN: Final = 1.0
+_LOOK_AGAIN_SOON: Final = 5e-3
+"""In the main thread, and twice as long each time: a signal handler that waits in the midst of a sleep may read the
+reply that the sleeper waits for, and nothing wakes the sleeper then."""
+_MAIN: Final = threading.main_thread().ident
 _PATIENCE: Final = 5e-3
 _LONGEST_PATIENCE: Final = 100e-3
 
@@ -96,10 +95,9 @@ class Outgoing:
         self._reading = Reading(self)
         self._spinning = Spinning(spin)
         self._dozing = Dozing()
-        poll = select.poll()
-        poll.register(self._descriptor, select.POLLIN)
-        self._poll = poll.poll
-        self._lock = threading.Lock()
+        self._poll = self._new_poll()
+        self._lock = threading.RLock()
+        self._receiving = False  # the holder of the reader's role is at it just now
         self._lost: RpcError | None = None
         self._advice = ""
         self._first_deadline = FOREVER
@@ -132,17 +130,17 @@ class Outgoing:
         call_id = next(self._ids)
         deadline = monotonic() + timeout - spent if timeout else FOREVER
         future = PendingCall(self, call_id, function, timeout, deadline)
-        self.pending[call_id] = future
-        if deadline < self._first_deadline:
-            self._note_deadline(deadline)
-        self.calls_started = call_id
         before = b""
-        if kind != CALL or mail is not None:
-            self._awaits_control = True  # before it is sent: the answer may come at once
-            self.unattended()
-            if mail is not None:
-                before = encode(CONTROL, 0, b"", mail)
         try:
+            self.pending[call_id] = future
+            if deadline < self._first_deadline:
+                self._note_deadline(deadline)
+            self.calls_started = call_id
+            if kind != CALL or mail is not None:
+                self._awaits_control = True  # before it is sent: the answer may come at once
+                self.unattended()
+                if mail is not None:
+                    before = encode(CONTROL, 0, b"", mail)
             if buffers:
                 self._sender.send_all([before, encode_start(kind, call_id, head, body, buffers), *buffers])
             elif before:
@@ -154,10 +152,10 @@ class Outgoing:
         except OSError as error:
             self.lose(f"sending to it failed: {error}")
         except BaseException as error:
-            if self._sender.is_broken():
-                self.lose(f"sending to it was interrupted by {type(error).__name__}", advice="")
+            self.pending.pop(call_id, None)  # nobody gets to know of it
+            self._sending_interrupted(error, must_arrive=kind != CALL or mail is not None)
             raise
-        if self._lost is not None and self.pending.pop(call_id, None) is not None:
+        if self._lost is not None:
             self._fail(future)
         return future
 
@@ -174,10 +172,14 @@ class Outgoing:
         except OSError as error:
             self.lose(f"sending to it failed: {error}")
         except BaseException as error:
-            if self._sender.is_broken():
-                self.lose(f"sending to it was interrupted by {type(error).__name__}")
+            self._sending_interrupted(error, must_arrive=True)
             raise
         self.unattended()
+
+    def _sending_interrupted(self, error: BaseException, must_arrive: bool) -> None:
+        """Gives the connection up if a part of a message may be gone; or all of one that is sent again then."""
+        if must_arrive or self._sender.is_broken():
+            self.lose(f"sending to it was interrupted by {type(error).__name__}", advice="")
 
     def is_lost(self) -> bool:
         """Whether it is closed, and what was sent on it may not have arrived."""
@@ -194,7 +196,8 @@ class Outgoing:
 
     def _note_deadline(self, deadline: float) -> None:
         with self._lock:
-            self._first_deadline = min(self._first_deadline, deadline)
+            if deadline < self._first_deadline:  # not min(): what a signal handler sets in between must not be lost
+                self._first_deadline = deadline
         self._supervisor.deadline_set(deadline)
 
     # The source of its futures
@@ -203,16 +206,19 @@ class Outgoing:
         """Waits for one of its futures, reading the connection if nobody does."""
         if TYPE_CHECKING:
             assert isinstance(future, PendingCall)
+        due = None
         try:
             self._reading.wait(future, deadline if deadline < future.deadline else future.deadline)
-        except BaseException:
-            future.watch(_forgive, waker=True, attended=True)
             if future.due is not None:
-                self._dispatch(future, future.due)
+                due, future.due = future.due, None
+                run_callbacks(future, due, waiting=True)
+        except BaseException:
+            if due is None:
+                due, future.due = future.due, None
+            if due:
+                self._dispatch(future, due)  # those that were not run
+            future.watch(PendingCall.forgive, waker=True, attended=True)
             raise
-        if future.due is not None:
-            due, future.due = future.due, None
-            run_callbacks(future, due)
         if not future._state and monotonic() >= future.deadline:
             self._expire(future)
 
@@ -222,10 +228,15 @@ class Outgoing:
 
     # Reading
 
-    def read_until(self, future: Future[Any], deadline: float) -> None:
+    def read_until(self, future: Future[Any], deadline: float, nested: bool = False) -> None:
         """See `Readable`."""
         poll = self._poll
+        if nested:
+            if self._receiving:
+                raise UsageError(CANNOT_WAIT.format("reading a reply"))
+            poll = self._new_poll()  # one that polls already cannot be used
         spinning = self._spinning
+        pause = 0.0
         while not future._state and self._lost is None:
             if spinning.look(poll):
                 self._receive(future)
@@ -233,17 +244,33 @@ class Outgoing:
             left = deadline - monotonic()
             if left <= 0:
                 return
+            if self._sender.busy:
+                self.check_wait()
+            pause = min(2 * pause, _LOOK_AGAIN) if pause else _first_pause()
             if on_serving_thread() and self._dozing.doze(poll):
                 self._receive(future)
                 continue
             with asleep():
-                came = poll(math.ceil(min(left, _LOOK_AGAIN) * 1000))
+                came = poll(math.ceil(min(left, pause) * 1000))
             if came:
                 self._receive(future)
+
+    def check_wait(self) -> None:
+        """See `Readable`."""
+        if self._sender.is_sending_here():
+            raise UsageError(CANNOT_WAIT.format("sending"))
+
+    def _new_poll(self) -> Callable[[int], list[tuple[int, int]]]:
+        poll = select.poll()
+        poll.register(self._descriptor, select.POLLIN)
+        return poll.poll
 
     def _receive(self, waited_for: Future[Any] | None) -> None:
         """Reads what is there and settles the futures it is for. Only the holder of the reader's role calls it."""
         decoder = self._decoder
+        pending = self.pending
+        future = callbacks = None
+        self._receiving = True
         try:
             if decoder.space is None:
                 data = self._channel.receive(_CHUNK)
@@ -263,10 +290,16 @@ class Outgoing:
                     if taken is None:
                         continue
                     handles = taken
-                future = self.pending.pop(call_id, None)
+                callbacks = None
+                future = pending.get(call_id)
                 if future is None:
                     self._late.discard(call_id)
                     continue  # its time was over: dropped quietly
+                try:
+                    del pending[call_id]  # not pop(): Ctrl-C may come as that returns, and the future would be lost
+                except KeyError:
+                    future = None
+                    continue
                 if kind == RESULT and not body:
                     callbacks = future.settle(DONE, None)
                 else:
@@ -283,10 +316,27 @@ class Outgoing:
         except BlockingIOError:
             return
         except (OSError, ProtocolError, MemoryError) as error:
+            self._put_back(future, callbacks, waited_for)
             self.lose(f"reading its replies failed: {error or type(error).__name__}")
         except BaseException as error:
+            self._put_back(future, callbacks, waited_for)
             self.lose(f"reading its replies was interrupted by {type(error).__name__}", advice="")
             raise
+        finally:
+            self._receiving = False
+
+    def _put_back(self, future: PendingCall | None, callbacks: Callbacks | None, waited_for: object) -> None:
+        """Reading was interrupted with this call in hand: it must be settled yet, or its callbacks run."""
+        if future is None:
+            return
+        if not future._state:
+            self.pending[future.call_id] = future
+            return
+        callbacks = callbacks or future.wake()
+        if callbacks and future is waited_for:
+            future.due = callbacks
+        elif callbacks:
+            self._dispatch(future, callbacks)  # if it was done before: each is run once, whoever comes first
 
     def _take(self, kind: int, head: bytes, body: Bytes) -> list[Handle] | None:
         """What has to do with references; the handles of a result that carries some, None for anything else."""
@@ -333,7 +383,11 @@ class Outgoing:
         """See `Readable`; also called for a call that nobody waits for yet."""
         if not self._unattended_since:
             self._unattended_since = monotonic()
-            self._supervisor.attend(self)
+            try:
+                self._supervisor.attend(self)
+            except BaseException:
+                self._unattended_since = 0.0  # to be told again
+                raise
 
     # The supervisor's view
 
@@ -365,25 +419,22 @@ class Outgoing:
     def _expire_all(self, now: float) -> None:
         with self._lock:
             self._first_deadline = FOREVER
-        first = FOREVER
         for future in list(self.pending.values()):
             if future.deadline <= now:
                 self._expire(future)
-            else:
-                first = min(first, future.deadline)
-        with self._lock:
-            self._first_deadline = min(self._first_deadline, first)
+            elif future.deadline < self._first_deadline:
+                self._note_deadline(future.deadline)
 
     def _expire(self, future: PendingCall) -> None:
-        if self.pending.pop(future.call_id, None) is None:
-            return
-        self._late.add(future.call_id)
-        self.unattended()
         error = RpcTimeoutError(
             f"worker {self.peer.name!r} did not answer `{callable_name(future.function)}` within {future.timeout:g} s; "
             "it may still be running there. Give the call a longer timeout, or 0 for none"
         )
-        self._settle_failed(future, error)
+        self._late.add(future.call_id)  # before it is taken: its reply may come just then
+        if self._take_and_fail(future, error):
+            self.unattended()
+        else:
+            self._late.discard(future.call_id)
 
     # The end
 
@@ -405,18 +456,22 @@ class Outgoing:
             future.settle(FAILED, error)
 
     def _end(self, error: RpcError) -> None:
-        with self._lock:
-            if self._lost is not None:
-                return
-            self._lost = error
+        try:
+            with self._lock:
+                if self._lost is not None:
+                    return
+                self._lost = error
+            self._finish()
+        except BaseException:  # Ctrl-C: each step may be done twice
+            if self._lost is error:
+                self._finish()
+            raise
+
+    def _finish(self) -> None:
         self._poller.remove(self._descriptor)
         self._channel.close()
         self._on_lost(self)
-        while self.pending:
-            try:
-                _, future = self.pending.popitem()
-            except KeyError:
-                break
+        for future in list(self.pending.values()):
             self._fail(future)
 
     def _fail(self, future: PendingCall) -> None:
@@ -424,16 +479,25 @@ class Outgoing:
         assert lost is not None
         text = f"{lost} (while `{callable_name(future.function)}` was running there, or on its way){self._advice}"
         error = WorkerLost(text, self.peer.name) if isinstance(lost, WorkerLost) else RpcError(text)
-        self._settle_failed(future, error)
+        self._take_and_fail(future, error)
 
-    def _settle_failed(self, future: PendingCall, error: RpcError) -> None:
-        future.report_unseen(lambda: f"nobody looked at a call that failed: {error}")
-        callbacks = future.settle(FAILED, error)
-        if callbacks is not None:
-            self._dispatch(future, callbacks)
+    def _take_and_fail(self, future: PendingCall, error: RpcError) -> bool:
+        """Settles it with that error, unless somebody else has taken it from `pending`; whether it was settled here."""
+        callbacks = None
+        try:
+            del self.pending[future.call_id]
+        except KeyError:
+            return False
+        try:
+            future.report_unseen(lambda: f"nobody looked at a call that failed: {error}")
+            callbacks = future.settle(FAILED, error)
+            if callbacks is not None:
+                self._dispatch(future, callbacks)
+        except BaseException:
+            self._put_back(future, callbacks, None)
+            raise
+        return True
 
 
-def _forgive(future: Future[Any]) -> None:
-    """Who waited for it was interrupted (Ctrl-C), and may never look: should it fail, that is not reported."""
-    if future._report is not None:
-        future._report.seen = True
+def _first_pause() -> float:
+    return _LOOK_AGAIN_SOON if get_ident() == _MAIN else _LOOK_AGAIN

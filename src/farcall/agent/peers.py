@@ -19,9 +19,9 @@ import msgspec
 
 from farcall.agent.outgoing import LOST_ADVICE, Outgoing
 from farcall.errors import ConnectionRefusedByPeer, ProtocolError, WorkerLost
-from farcall.futures import asleep
 from farcall.protocol.handshake import PREAMBLE_SIZE, Hello, Purpose, body_length, expect_welcome, pack, unpack
 from farcall.protocol.ids import WorkerInfo
+from farcall.sleeping import asleep
 from farcall.transports.base import Channel, Transport
 
 CONNECT_TIMEOUT: Final = 10.0

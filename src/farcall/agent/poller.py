@@ -2,6 +2,9 @@
 
 A thin layer over epoll: descriptors and handlers may be added and removed by any thread while one thread waits. A
 handler runs in the waiting thread; one that was removed is not called any more, but may be under way just now.
+
+Rule: what is wanted is written down first, and epoll is told until it knows what is written. So a signal handler or
+finalizer may want something else in the midst of it (the lock lets it in), and Ctrl-C leaves nothing half told.
 """
 
 from __future__ import annotations
@@ -25,7 +28,7 @@ class Poller:
     def __init__(self) -> None:
         self._epoll = select.epoll()
         self._bell = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
-        self._lock = threading.Lock()
+        self._lock = threading.RLock()
         self._wanted: dict[int, int] = {}
         self.handlers: dict[int, Handler] = {}
         self.poll = self._epoll.poll
@@ -54,20 +57,39 @@ class Poller:
             if after == before:
                 return
             self._wanted[descriptor] = after
-            # Taken out altogether while nothing is wanted: epoll reports a hang-up even with an empty mask.
-            if not before:
-                self._epoll.register(descriptor, after)
-            elif not after:
-                self._epoll.unregister(descriptor)
+            try:
+                self._tell(descriptor)
+            except OSError:
+                raise
+            except BaseException:
+                self._tell(descriptor)
+                raise
+
+    def _tell(self, descriptor: int) -> None:
+        """Tells epoll what is wanted. Under the lock."""
+        while True:
+            wanted = self._wanted.get(descriptor, 0)
+            if wanted:
+                try:
+                    self._epoll.modify(descriptor, wanted)
+                except FileNotFoundError:
+                    self._epoll.register(descriptor, wanted)
             else:
-                self._epoll.modify(descriptor, after)
+                # Taken out altogether while nothing is wanted: epoll reports a hang-up even with an empty mask.
+                try:
+                    self._epoll.unregister(descriptor)
+                except OSError:
+                    pass  # it was never in, or is closed by now
+            if self._wanted.get(descriptor, 0) == wanted:
+                return
 
     def remove(self, descriptor: int) -> None:
         """To be called before the descriptor is closed. Does nothing if it was removed already."""
         with self._lock:
-            self.handlers.pop(descriptor, None)
-            if self._wanted.pop(descriptor, 0):
-                self._epoll.unregister(descriptor)
+            if descriptor in self.handlers:
+                self._wanted.pop(descriptor, None)
+                self._tell(descriptor)
+                self.handlers.pop(descriptor, None)  # last: who is interrupted does it all again
 
     def ring(self) -> None:
         """Makes the waiting thread return from `poll`."""
@@ -86,7 +108,7 @@ class Poller:
 
     def abandon(self) -> None:
         """In a forked child: gives the descriptors back, and changes nothing of what the parent waits for."""
-        self._lock = threading.Lock()  # another thread of the parent may have held it
+        self._lock = threading.RLock()  # another thread of the parent may have held it
         self._epoll.close()
         bell, self._bell = self._bell, -1
         os.close(bell)
@@ -95,6 +117,7 @@ class Poller:
         """Frees the descriptors. Nobody may be waiting any more."""
         with self._lock:
             self._wanted.clear()  # a thread that still sends its last reply finds nothing to change
+            self.handlers.clear()
             self._epoll.close()
             bell, self._bell = self._bell, -1
             if bell >= 0:

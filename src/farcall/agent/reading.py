@@ -12,6 +12,9 @@ Rules, each tested over every interleaving
 - No wake-up is lost: while the role is free, nobody sleeps in the queue.
 - A thread that leaves (its reply came, its time is over, Ctrl-C) and has just been handed the role hands it on. Ctrl-C
   may come at any line; so the role is known by its holder, and every step of leaving can be done again.
+- A signal handler or a finalizer may wait in the midst of a wait of the same thread. The lock lets it in. If the thread
+  has the role the inner wait uses it, and leaves it to the outer one. If it queues, the inner wait stands before the
+  outer one, which cannot run. Where the outer one must go on first, in the midst of a decision, waiting is refused.
 - The connection is watched in the background only while the role is free, so that a reply never wakes two threads.
 
 The machine knows no socket: `Readable` is the connection as it sees it. Locks and gates are handed in, so that a test
@@ -26,14 +29,22 @@ from collections.abc import Callable
 from threading import get_ident
 from typing import Any, Final, Protocol
 
-from farcall.futures import Future, Gate
+from farcall.errors import UsageError
+from farcall.futures import Future
+from farcall.sleeping import Gate
 
 
 class Readable(Protocol):
     """The connection, as the role sees it."""
 
-    def read_until(self, future: Future[Any], deadline: float) -> None:
-        """Reads and settles futures until this one is settled or the deadline passes. Only for the role's holder."""
+    def read_until(self, future: Future[Any], deadline: float, nested: bool = False) -> None:
+        """Reads and settles futures until this one is settled or the deadline passes. Only for the role's holder.
+
+        `nested`: this thread reads already, further out. Raises `UsageError` if that must go on first.
+        """
+
+    def check_wait(self) -> None:
+        """Raises `UsageError` if this thread is in the midst of something that must go on before a reply can come."""
 
     def watch_in_background(self, on: bool) -> None:
         """Starts or stops waking the background reader when something can be read. Must not block."""
@@ -42,11 +53,16 @@ class Readable(Protocol):
         """Whether a reply is still awaited."""
 
     def unattended(self) -> None:
-        """Replies are awaited, nobody reads, nobody watches: to be looked after when convenient."""
+        """Replies are awaited, nobody reads, nobody watches: to be looked after when convenient. Must not block."""
 
 
 _TRIES: Final = 100
 """Interrupts that a thread may get while it leaves; more than anybody can press Ctrl-C in that time."""
+
+CANNOT_WAIT: Final = (
+    "a signal handler or finalizer cannot wait for a call here: it interrupts its own thread in the midst of {}, which "
+    "must go on first; use rpc_async in it"
+)
 
 
 class Seat:
@@ -67,7 +83,7 @@ class Reading:
     def __init__(
         self,
         connection: Readable,
-        new_lock: Callable[[], Any] = threading.Lock,
+        new_lock: Callable[[], Any] = threading.RLock,
         new_gate: Callable[[], Gate] = Gate,
     ) -> None:
         self._connection = connection
@@ -79,20 +95,32 @@ class Reading:
         self._urgent = False  # a future with a callback is pending
 
     def wait(self, future: Future[Any], deadline: float) -> None:
-        """Returns when the future is settled or the deadline has passed; reads the connection if nobody does."""
+        """Returns when the future is settled or the deadline has passed; reads the connection if nobody does.
+
+        Raises `UsageError` where this thread cannot wait, for what it does already further out.
+        """
         me = get_ident()
         seat = None
+        nested = self._holder == me
         try:
+            if self._holder and not nested and self._lock._is_owned():
+                raise UsageError(CANNOT_WAIT.format("handing over the reading"))
             with self._lock:
-                if self._holder and self._holder != me:
-                    seat = Seat(self._new_gate(), me)
-                    self._queue.append(seat)
-                else:
+                if not self._holder:
                     self._holder = me
                     if self._watched:
                         self._watched = False
                         self._connection.watch_in_background(False)
+                elif self._holder == me:
+                    nested = True  # perhaps just now, handed to the outer wait
+                else:
+                    seat = Seat(self._new_gate(), me)
+                    self._enqueue(seat)
+            if nested:
+                self._connection.read_until(future, deadline, nested=True)
+                return
             if seat is not None:
+                self._connection.check_wait()
                 future.watch(seat.gate.open, waker=True, attended=True)
                 while not future.done() and not self._is_holder(me) and seat.gate.sleep(deadline):
                     pass
@@ -101,26 +129,44 @@ class Reading:
         finally:
             # Ctrl-C may come here too. Python looks for signals only after calls, so there must be none before the
             # `try`; and whatever was interrupted is done again.
-            interrupt: BaseException | None = None
-            tries = 0
-            while True:
+            if not nested:
                 try:
                     if seat is not None:
                         self._end(me, seat, future)
                     elif self._holder == me:
                         self.leave()
-                    break
-                except BaseException as error:
-                    interrupt = error
-                    tries += 1
-                    if tries == _TRIES:
-                        break
-            if interrupt is not None:
-                raise interrupt
+                except BaseException:
+                    try:
+                        self._end_in_any_case(me, seat, future)
+                    except BaseException:
+                        self._end_in_any_case(me, seat, future)
+                        raise
+                    raise
+
+    def _enqueue(self, seat: Seat) -> None:
+        if any(other.thread == seat.thread for other in self._queue):
+            self._queue.appendleft(seat)  # the other is further out in the same thread, and can end only after it
+        else:
+            self._queue.append(seat)
 
     def _is_holder(self, me: int) -> bool:
         with self._lock:  # not while the role is being handed over
             return self._holder == me
+
+    def _end_in_any_case(self, me: int, seat: Seat | None, future: Future[Any]) -> None:
+        """Does again what was interrupted, however often that happens."""
+        interrupt: BaseException | None = None
+        for _ in range(_TRIES):
+            try:
+                if seat is not None:
+                    self._end(me, seat, future)
+                elif self._holder == me:
+                    self.leave()
+                break
+            except BaseException as error:
+                interrupt = error
+        if interrupt is not None:
+            raise interrupt
 
     def _end(self, me: int, seat: Seat, future: Future[Any]) -> None:
         """Leaves the queue, and gives up the role if it came. Each step may be done twice."""
@@ -133,24 +179,22 @@ class Reading:
 
     def leave(self) -> None:
         """The holder gives the role up; the first in the queue gets it. To be called again if it was interrupted."""
-        unattended = False
         with self._lock:
             if self._queue:
                 seat = self._queue[0]
                 seat.gate.open()
                 self._holder = seat.thread  # last: until then the role is ours to hand on
                 self._queue.popleft()
+                return
+            if self._connection.has_pending():
+                if self._urgent and not self._watched:
+                    self._connection.watch_in_background(True)
+                    self._watched = True
+                if not self._watched:
+                    self._connection.unattended()
             else:
-                if self._connection.has_pending():
-                    if self._urgent and not self._watched:
-                        self._watched = True
-                        self._connection.watch_in_background(True)
-                    unattended = not self._watched
-                else:
-                    self._urgent = False
-                self._holder = 0
-        if unattended:
-            self._connection.unattended()
+                self._urgent = False
+            self._holder = 0  # last, as above
 
     def enter_in_background(self) -> bool:
         """Takes the role for the background reader, which reads what is there and leaves; False if somebody has it."""
@@ -174,5 +218,5 @@ class Reading:
 
     def _watch_if_free(self) -> None:
         if not self._holder and not self._watched:
-            self._watched = True
             self._connection.watch_in_background(True)
+            self._watched = True

@@ -6,8 +6,10 @@ Rules
   calls `flush`. Until then nobody tries in vain.
 - `queue` only queues: a burst of replies is flushed with one system call.
 - After the channel broke every call raises `OSError`; what was queued is dropped.
-- An exception that comes from nowhere (Ctrl-C) in the midst of a send leaves an unknown part of a message sent. The
-  channel is of no use then: it is marked broken.
+- An exception that comes from nowhere (Ctrl-C, no memory) in the midst of a send leaves an unknown part of a message
+  sent. The channel is of no use then: it is marked broken, before anything else is done.
+- A signal handler or a finalizer may send in the midst of a send of the same thread: the lock lets it in, and it only
+  queues its message, whole, for the outer send to take along.
 """
 
 from __future__ import annotations
@@ -26,13 +28,26 @@ _PIECES: Final = 64
 class Sender:
     """The sending side of one channel."""
 
-    __slots__ = ("_broken", "_channel", "_full", "_later", "_lock", "_queue", "_want_writable", "queue", "waiting")
+    __slots__ = (
+        "_broken",
+        "_channel",
+        "_full",
+        "_later",
+        "_lock",
+        "_queue",
+        "_want_writable",
+        "busy",
+        "queue",
+        "waiting",
+    )
 
     def __init__(self, channel: Channel, want_writable: Callable[[bool], None]) -> None:
         self._channel = channel
         self._want_writable = want_writable  # asks the poller to call `flush`, or no longer to
         self._full = False  # the channel took less than it was given, and the poller will tell when it takes more
-        self._lock = threading.Lock()
+        self._lock = threading.RLock()
+        self.busy = False
+        """Somebody sends. Under the lock: this very thread, further out."""
         self._queue: deque[Buffer] = deque()  # under the lock
         self._later: deque[bytes] = deque()
         self.queue = self._later.append
@@ -45,18 +60,31 @@ class Sender:
         """Whether nothing can be sent any more."""
         return self._broken is not None
 
+    def is_sending_here(self) -> bool:
+        """Whether this very thread is in the midst of a send: what it sends now goes out only when that goes on."""
+        return self.busy and self._lock._is_owned()  # type: ignore[attr-defined]  # not in typeshed
+
     def send(self, data: bytes) -> None:
         """Sends one small message, or queues what does not fit. Raises `OSError` if the channel is broken."""
         with self._lock:
-            if self._full or self._later or self._broken is not None:
-                self._send_behind([data])
+            if self.busy or self._full or self._later or self._broken is not None:
+                self._send_behind((data,))
                 return
+            self.busy = True
             try:
-                sent = self._channel.send(data)
+                try:
+                    sent = self._channel.send(data)
+                except BlockingIOError:
+                    sent = 0
                 if sent != len(data):
                     self._keep(memoryview(data)[sent:])
             except BaseException as error:
-                self._sending_failed(error, data)
+                self._broken = error
+                self._drop()
+                raise
+            self.busy = False
+            if self._later:
+                self._send_behind(())
 
     def send_all(self, pieces: Sequence[Buffer]) -> None:
         """Sends one message made of several pieces. What does not fit is copied: the pieces may be changed after it.
@@ -70,54 +98,67 @@ class Sender:
         """Sends what is queued, as far as it goes. Raises `OSError` if the channel is broken."""
         later = self._later
         with self._lock:
-            if self._full or self._broken is not None:
+            if self.busy or self._full or self._broken is not None:
                 self._send_behind((), although_full=True)
                 return
             if not later:
                 return
-            data = later.popleft()
-            if later:
-                data += b"".join([later.popleft() for _ in range(len(later))])
+            self.busy = True
             try:
-                sent = self._channel.send(data)
+                data = later.popleft()
+                if later:
+                    data += b"".join([later.popleft() for _ in range(len(later))])
+                try:
+                    sent = self._channel.send(data)
+                except BlockingIOError:
+                    sent = 0
                 if sent != len(data):
                     self._keep(memoryview(data)[sent:])
             except BaseException as error:
-                self._sending_failed(error, data)
-
-    def _sending_failed(self, error: BaseException, data: bytes) -> None:
-        """Sending `data` raised that. It waits if the channel merely takes nothing now, else the channel is broken."""
-        try:
-            if not isinstance(error, BlockingIOError):
-                raise error
-            self._keep(data)
-        except BaseException as reason:
-            self._break(reason)
-            raise
+                self._broken = error
+                self._drop()
+                raise
+            self.busy = False
+            if later:
+                self._send_behind(())
 
     def _keep(self, rest: Buffer) -> None:
         self._append(rest)
         self._set_full(True)
 
     def _send_behind(self, pieces: Sequence[Buffer], although_full: bool = False) -> None:
-        """Sends all that is queued, then the pieces."""
+        """Sends all that is queued, then the pieces, then what came in between."""
         if self._broken is not None:
             raise ConnectionError(f"the connection to {self._channel.address} is broken: {self._broken}")
+        if self.busy:
+            if pieces:
+                self._later.append(b"".join(pieces))
+            return
+        self.busy = True
         try:
-            while self._later:
-                self._append(self._later.popleft())
+            self._append_later()
             if self._full and not although_full:
                 for piece in pieces:
                     self._append(_own(piece))
-                return
-            for piece in pieces:
-                self._append(piece)
-            self._send_queue()
-            if pieces and self._queue:
-                self._queue = deque(map(_own, self._queue))
+            else:
+                for piece in pieces:
+                    self._append(piece)
+                self._send_queue()
+                if pieces and self._queue:
+                    self._queue = deque(map(_own, self._queue))
+            while self._later:
+                self._append_later()
+                if not self._full:
+                    self._send_queue()
         except BaseException as error:
-            self._break(error)
+            self._broken = error
+            self._drop()
             raise
+        self.busy = False
+
+    def _append_later(self) -> None:
+        while self._later:
+            self._append(self._later.popleft())
 
     def _append(self, piece: Buffer) -> None:
         if piece:
@@ -164,8 +205,7 @@ class Sender:
             self._full = full
             self._want_writable(full)
 
-    def _break(self, error: BaseException) -> None:
-        self._broken = error
+    def _drop(self) -> None:
         self._queue.clear()
         self._later.clear()
         self.waiting = 0

@@ -11,7 +11,11 @@ Rules
 - Jobs begin in the order in which they came.
 - Replies of a burst are queued and flushed together, at the latest when the leader runs out of jobs, has done `_BURST`
   of them, steps down or is deposed.
-- State is changed under the lock; threads are woken and jobs are run outside it.
+- State is changed under the lock; threads are woken, made and run outside it. The lock may be taken twice by one
+  thread: a finalizer that waits may come in between.
+- A thread that is to take over is had before the lead is given up: if the system has none to give, the leader leads on,
+  and the supervisor tries again.
+- Whatever escapes from a job is told to who waits for it, and logged. The thread goes on, and the accounts are right.
 """
 
 from __future__ import annotations
@@ -20,13 +24,14 @@ import logging
 import threading
 from collections import deque
 from collections.abc import Callable, Sequence
-from time import monotonic, perf_counter
-from typing import Final, Protocol, TypeAlias
+from time import monotonic, perf_counter, sleep
+from typing import Final, Protocol, TypeAlias, runtime_checkable
 
-from farcall.agent.leading import Lead
+from farcall.agent.follower import EXIT, LEAD, Follower, Order
 from farcall.agent.poller import Poller
 from farcall.agent.spinning import Spinning
-from farcall.futures import Gate, blocking_thread
+from farcall.errors import UsageError
+from farcall.sleeping import blocking_thread
 from farcall.transports.base import Buffer
 
 logger = logging.getLogger("farcall")
@@ -35,6 +40,8 @@ SLOW: Final = 1e-3
 """A function that took longer than this is run with the lead given away first, next time."""
 _BURST: Final = 64
 _IDLE_LIFE: Final = 10.0
+_PAUSE: Final = 0.01
+"""Before a leader that failed goes on: what made it fail may be there still."""
 
 Reply: TypeAlias = bytes | Sequence[Buffer]
 """A small one in one piece, or the pieces of a large one."""
@@ -70,7 +77,15 @@ class Job(Protocol):
         """Whether it is to be run though the pool closes."""
 
     def run(self) -> Reply | None:
-        """Runs it; the reply to send to `origin`, if there is one yet. Never raises."""
+        """Runs it; the reply to send to `origin`, if there is one yet. Never raises, unless memory runs out or so."""
+
+
+@runtime_checkable
+class Awaited(Protocol):
+    """A job whose outcome somebody waits for."""
+
+    def failed(self, error: BaseException) -> Reply | None:
+        """It raised after all; the reply that says so, if there is one."""
 
 
 class Serving:
@@ -82,8 +97,8 @@ class Serving:
         self._limit = limit
         self._spinning = Spinning(spin)
         self._wake_supervisor = wake_supervisor
-        self._lock = threading.Lock()
-        self._idle: list[_Follower] = []  # the one that slept last wakes first: its stack is warm
+        self._lock = threading.RLock()
+        self._idle: list[Follower] = []  # the one that slept last wakes first: its stack is warm
         self._threads: set[threading.Thread] = set()
         self._numbered = 0
         self._running = 0  # functions that run, and do not sleep, in followers
@@ -92,7 +107,8 @@ class Serving:
         self._closing = False
         self._closed = False
         self._sleeping = 0  # functions that sleep in a wait of ours
-        self._leader: _Follower | None = None
+        self._leader: Follower | None = None
+        self._lacks_threads = False  # the last one could not be started
         self.ready: deque[Job] = deque()
         """What is to be run. The leader appends what it reads; others use `submit`."""
         self.asleep = False
@@ -101,8 +117,9 @@ class Serving:
     # From any thread
 
     def start(self) -> None:
-        """Starts the first thread, which leads."""
-        self._replace_leader(still_running=False)
+        """Starts the first thread, which leads. `RuntimeError` if the system has no thread to give."""
+        self._leader = self._new_follower()
+        self._leader.tell(LEAD)
 
     def submit(self, job: Job) -> None:
         """Has the job run in the pool soon."""
@@ -114,8 +131,10 @@ class Serving:
 
     def is_busy(self) -> bool:
         """Whether anything runs or is to be run."""
-        leader = self._leader
-        return bool(self.ready or self._running or self._sleeping or (leader is not None and leader.lead.is_running()))
+        with self._lock:
+            leader = self._leader
+            leads = leader is not None and leader.lead.is_running()
+            return bool(self.ready or self._running or self._sleeping or leads)
 
     def thread_idents(self) -> list[int | None]:
         """Of the threads that there are now."""
@@ -125,8 +144,8 @@ class Serving:
     def depose_stuck_leader(self) -> None:
         """For the supervisor: if the leader's function has been running since the last look, another thread leads."""
         leader = self._leader
-        if leader is not None and leader.lead.is_stuck() and leader.lead.depose():
-            self._replace_leader(still_running=True)
+        if leader is not None and leader.lead.is_stuck():
+            self._replace(leader)
 
     def close(self, deadline: float) -> list[str]:
         """Ends the threads, those that run a user's function as soon as it ends. Who is left at the deadline."""
@@ -134,7 +153,7 @@ class Serving:
             self._closing = True
             idle, self._idle = self._idle, []
         for follower in idle:
-            follower.tell(_EXIT)
+            follower.tell(EXIT)
         self._poller.ring()
         left = []
         for thread in list(self._threads):
@@ -153,12 +172,16 @@ class Serving:
             except IndexError:
                 return
             if job.must_run:
-                job.run()
+                try:
+                    job.run()
+                except BaseException as error:
+                    self._escaped(job, error)
 
     # The leader
 
-    def _lead(self, lead: Lead) -> bool:
+    def _lead(self, follower: Follower) -> bool:
         """Leads until deposed (True: this thread follows now) or until the pool closes (False)."""
+        lead = follower.lead
         ready = self.ready
         unflushed = self._unflushed
         slow = self._slow
@@ -178,13 +201,14 @@ class Serving:
                     return True
                 continue
             kind = job.kind
-            if kind in slow:
-                if lead.end():
-                    self._replace_leader(still_running=True)
+            if kind in slow and self._replace(follower):
                 self._run_as_follower(job)
                 return True
             began = perf_counter()
-            reply = job.run()
+            try:
+                reply = job.run()
+            except BaseException as error:
+                reply = self._escaped(job, error)
             took = perf_counter() - began
             if not lead.end():
                 self._note_slow(kind)
@@ -199,14 +223,14 @@ class Serving:
                 if type(reply) is not bytes:
                     origin.answer(reply)  # large: not to be kept back, and its buffers are the user's to change
                     reply = None
-                    continue
-                origin.queue_answer(reply)
-                if not unflushed or unflushed[-1] is not origin:
-                    unflushed.append(origin)
-                done += 1
-                if done >= _BURST:
-                    self._flush()
-                    done = 0
+                else:
+                    origin.queue_answer(reply)
+                    if not unflushed or unflushed[-1] is not origin:
+                        unflushed.append(origin)
+            done += 1
+            if done >= _BURST:
+                self._flush()
+                done = 0
         self._flush()
         return False
 
@@ -226,7 +250,7 @@ class Serving:
             if handler is not None:
                 try:
                     handler(what)
-                except Exception:  # a handler deals with its own errors; one that does not must not end the service
+                except BaseException:  # a handler deals with its own errors; one that does not must not end the service
                     logger.exception("worker %r: reading from a connection failed", self._name)
 
     def _flush(self) -> None:
@@ -243,23 +267,43 @@ class Serving:
             self._slow.clear()
         self._slow[kind] = None
 
-    def _replace_leader(self, still_running: bool) -> None:
-        """The lead was given up or taken: another thread gets it. `still_running`: the old leader's function counts."""
+    def _replace(self, leader: Follower) -> bool:
+        """Another thread leads from now on, if the leader runs a function still and a thread can be had."""
+        successor = self._have_follower()
+        if successor is None:
+            return False
         with self._lock:
-            if still_running:
-                self._running += 1
-            if self._closing:
-                return
-            leader = self._idle.pop() if self._idle else self._new_follower()
-            self._leader = leader
-        self._flush()
-        leader.tell(_LEAD)
+            counts = not leader.depth  # its function does not sleep
+            self._running += counts
+            replaced = not self._closing and leader.lead.depose()
+            if replaced:
+                leader.counted = counts
+                self._leader = successor
+            else:
+                self._running -= counts
+                self._put_back(successor)
+        if replaced:
+            try:
+                self._flush()
+            finally:
+                successor.tell(LEAD)
+        return replaced
+
+    def _escaped(self, job: Job, error: BaseException) -> Reply | None:
+        """What a job should not have raised: for the log, and in the reply."""
+        try:
+            logger.error("worker %r: a job of kind %r failed", self._name, job.kind, exc_info=error)
+        finally:
+            return job.failed(error) if isinstance(job, Awaited) else None  # noqa: B012 (memory may be short)
 
     # The followers
 
     def _run_as_follower(self, job: Job) -> None:
         began = perf_counter()
-        reply = job.run()
+        try:
+            reply = job.run()
+        except BaseException as error:
+            reply = self._escaped(job, error)
         if perf_counter() - began < SLOW / 2:
             self._slow.pop(job.kind, None)
         self._answer(job, reply)
@@ -269,12 +313,13 @@ class Serving:
             assert job.origin is not None
             job.origin.answer(reply)
 
-    def _follow(self, follower: _Follower) -> bool:
+    def _follow(self, follower: Follower) -> bool:
         """After a job: runs what is ready, as far as the limit allows. Whether the thread may sleep, or must end."""
         while True:
             with self._lock:
-                self._running -= 1
-                job = self._take_job()
+                self._running -= follower.counted
+                follower.counted = False
+                job = self._take_job(follower)
                 if job is None:
                     if self._closing or len(self._idle) >= self._limit:
                         return False
@@ -283,30 +328,60 @@ class Serving:
             self._run_as_follower(job)
             job = None  # what it holds must not live on until there is another
 
-    def _take_job(self) -> Job | None:
-        """A job, and a place among the running, if there are both. Under the lock."""
+    def _has_place(self) -> bool:
+        """Whether something is to be run and may be. Under the lock."""
         leader = self._leader
         led = leader is not None and leader.lead.is_running()  # its function counts, though it is not in `_running`
-        if self._running + led < self._limit and self.ready:
-            try:
-                job = self.ready.popleft()
-            except IndexError:
-                return None
-            self._running += 1
-            return job
-        return None
+        return self._running + led < self._limit and bool(self.ready)
 
-    def _new_follower(self) -> _Follower:
-        self._numbered += 1
-        follower = _Follower()
-        thread = threading.Thread(
-            target=self._live, args=(follower,), name=f"farcall-{self._name}-{self._numbered}", daemon=True
-        )
-        self._threads.add(thread)
-        thread.start()
+    def _take_job(self, follower: Follower) -> Job | None:
+        """A job for that thread, and a place among the running, if there are both. Under the lock."""
+        if not self._has_place():
+            return None
+        try:
+            job = self.ready.popleft()
+        except IndexError:
+            return None
+        self._running += 1
+        follower.counted = True
+        return job
+
+    def _have_follower(self) -> Follower | None:
+        """An idle thread or a new one; None if the system has none to give. To be told something, or put back."""
+        with self._lock:
+            if self._idle:
+                return self._idle.pop()
+        try:
+            follower = self._new_follower()
+        except (RuntimeError, MemoryError) as error:
+            if not self._lacks_threads:
+                logger.warning("worker %r cannot start another thread to serve with: %s", self._name, error)
+            self._lacks_threads = True
+            return None
+        self._lacks_threads = False
         return follower
 
-    def _live(self, follower: _Follower) -> None:
+    def _new_follower(self) -> Follower:
+        """Not under the lock: much is made here, and whenever something is made finalizers may run."""
+        with self._lock:
+            self._numbered += 1
+            number = self._numbered
+        follower = Follower()
+        thread = threading.Thread(
+            target=self._live, args=(follower,), name=f"farcall-{self._name}-{number}", daemon=True
+        )
+        thread.start()
+        self._threads.add(thread)
+        return follower
+
+    def _put_back(self, follower: Follower) -> None:
+        """It is not needed after all. Under the lock."""
+        if self._closing:
+            follower.tell(EXIT)
+        else:
+            self._idle.append(follower)
+
+    def _live(self, follower: Follower) -> None:
         """The life of a thread: sleep, lead or run, sleep again."""
         blocking_thread.before = lambda: self._before_sleep(follower)
         blocking_thread.after = lambda: self._after_sleep(follower)
@@ -315,20 +390,37 @@ class Serving:
                 order = follower.listen(monotonic() + _IDLE_LIFE)
                 if order is None and not self._may_retire(follower):
                     continue
-                if order is None or order is _EXIT:
+                if order is None or order is EXIT:
                     return
-                if not isinstance(order, _Order):
-                    self._run_as_follower(order)
-                elif not self._lead(follower.lead):
-                    return
+                go_on = self._obey(follower, order)
                 order = None  # what a job holds must not live on while its thread sleeps
-                if not self._follow(follower):
+                if not go_on:
                     return
         finally:
             with self._lock:
                 self._threads.discard(threading.current_thread())
 
-    def _may_retire(self, follower: _Follower) -> bool:
+    def _obey(self, follower: Follower, order: Job | Order | None) -> bool:
+        """Does as told, and then what is ready. Whether the thread may sleep, or must end."""
+        while True:
+            try:
+                if order is LEAD:
+                    if not self._lead(follower):
+                        return False
+                elif order is not None:
+                    self._run_as_follower(order)  # type: ignore[arg-type]  # EXIT does not come here
+                order = None
+                return self._follow(follower)
+            except BaseException:  # nothing should come here; if it does, the service must not end
+                order = None
+                logger.exception("worker %r: a thread that serves failed, and goes on", self._name)
+                with self._lock:
+                    follower.lead.end()
+                    if self._leader is follower and not self._closing:
+                        order = LEAD
+                sleep(_PAUSE)
+
+    def _may_retire(self, follower: Follower) -> bool:
         """A thread that nobody needed for a while ends, unless it has just been told something."""
         with self._lock:
             if follower in self._idle:
@@ -338,59 +430,53 @@ class Serving:
 
     # A function of this pool sleeps in a wait of ours
 
-    def _before_sleep(self, follower: _Follower) -> None:
-        follower.depth += 1
-        if follower.depth > 1:
+    def _before_sleep(self, follower: Follower) -> None:
+        if follower.depth:
+            follower.depth += 1
             return
         with self._lock:
+            leads = follower.lead.is_running()
+            if self._leader is follower and not leads:
+                raise UsageError(
+                    "a finalizer cannot wait for a call here: it interrupts the thread that reads for all others; "
+                    "use rpc_async in it"
+                )
+            follower.depth = 1
             self._sleeping += 1
-        if follower.lead.depose():
-            self._replace_leader(still_running=False)
-            return
-        order = None
+            self._running -= follower.counted
+            follower.counted = False
+        try:
+            if leads:
+                self._replace(follower)
+            else:
+                self._fill_place()
+        except BaseException:
+            self._after_sleep(follower)
+            raise
+
+    def _fill_place(self) -> None:
+        """A function that ran has come to sleep: another thread runs what is ready."""
         with self._lock:
-            self._running -= 1
-            if self._idle or not self._closing:
-                order = self._take_job()
-                if order is not None:
-                    helper = self._idle.pop() if self._idle else self._new_follower()
-        if order is not None:
-            helper.tell(order)
+            if self._closing or not self._has_place():
+                return
+        helper = self._have_follower()
+        if helper is None:
+            self._poller.ring()  # the leader runs it then
+            return
+        with self._lock:
+            job = self._take_job(helper)
+            if job is None:
+                self._put_back(helper)
+        if job is not None:
+            helper.tell(job)
 
-    def _after_sleep(self, follower: _Follower) -> None:
-        follower.depth -= 1
-        if follower.depth == 0:
-            with self._lock:
-                self._sleeping -= 1
+    def _after_sleep(self, follower: Follower) -> None:
+        if follower.depth > 1:
+            follower.depth -= 1
+            return
+        with self._lock:
+            follower.depth = 0
+            if not follower.lead.is_running():  # no thread could be had for the lead: it is the leader still
                 self._running += 1
-
-
-class _Order:
-    """What a follower is told to do, other than to run a job."""
-
-
-_LEAD: Final = _Order()
-_EXIT: Final = _Order()
-
-
-class _Follower:
-    """One thread of the pool, and how it is told what to do."""
-
-    __slots__ = ("_gate", "_order", "depth", "lead")
-
-    def __init__(self) -> None:
-        self._gate = Gate()
-        self._order: Job | _Order | None = None
-        self.lead = Lead()
-        self.depth = 0  # how many waits of ours its function sleeps in; a callback may wait inside a wait
-
-    def tell(self, order: Job | _Order) -> None:
-        """Wakes it with something to do. Only for a thread that was taken from the idle ones, or is new."""
-        self._order = order
-        self._gate.open()
-
-    def listen(self, deadline: float) -> Job | _Order | None:
-        """Sleeps until told something, or until the deadline."""
-        self._gate.rest(deadline)
-        order, self._order = self._order, None
-        return order
+                follower.counted = True
+            self._sleeping -= 1

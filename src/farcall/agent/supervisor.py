@@ -17,7 +17,7 @@ from time import monotonic
 from typing import Final, Protocol
 
 from farcall.agent.serving import Serving
-from farcall.futures import Gate
+from farcall.sleeping import Gate
 
 logger = logging.getLogger("farcall")
 

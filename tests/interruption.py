@@ -1,0 +1,105 @@
+"""Does something at a point of the code at which a signal handler can run: raises, as Ctrl-C does, or calls.
+
+Python runs signal handlers only when a function begins, when a call has returned from C, and when a loop starts over
+(not when a function in Python returns: there is no look for signals between its last step and its caller's next). `At`
+traces the files that are named, counts these points as the thread passes them, and calls `act` at the chosen ones. So
+a test tries an interrupt at every point, and needs no luck. One only: Python ends the tracing when a tracer raises.
+
+An exception is taken for raised by the instruction that a tracer stops at, a signal's by the call or jump before it.
+Where these two stand under different handlers the point is left out: what happened there could not happen.
+"""
+
+from __future__ import annotations
+
+import dis
+import sys
+from collections.abc import Callable, Iterator
+from functools import cache
+from itertools import pairwise
+from types import CodeType, FrameType
+from typing import Any
+
+
+class Interrupt(BaseException):
+    """Comes from nowhere, as KeyboardInterrupt does."""
+
+
+def interrupt() -> None:
+    """What Ctrl-C does."""
+    raise Interrupt
+
+
+class At:
+    """Within it, `act` is called at these points of the thread, numbered from 0."""
+
+    def __init__(self, files: tuple[str, ...], points: tuple[int, ...], act: Callable[[], object] = interrupt) -> None:
+        self._files = files
+        self._points = points
+        self._act = act
+        self._called: set[int] = set()  # frames that have called a function in Python, and not gone on since
+        self.passed = 0
+        """How many points were passed."""
+        self.places: list[str] = []
+        """Where it acted."""
+
+    def __enter__(self) -> At:
+        self._before = sys.gettrace()
+        sys.settrace(self._trace)
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        sys.settrace(self._before)
+
+    @property
+    def has_acted(self) -> bool:
+        """Whether all the points were there to act at."""
+        return len(self.places) == len(self._points)
+
+    def _trace(self, frame: FrameType, event: str, _: Any) -> Any:
+        self._called.add(id(frame.f_back))
+        if not frame.f_code.co_filename.endswith(self._files):
+            return None
+        frame.f_trace_opcodes = True
+        frame.f_trace_lines = False
+        if event == "call":
+            self._pass(frame)
+        return self._trace_inside
+
+    def _trace_inside(self, frame: FrameType, event: str, _: Any) -> Any:
+        if event == "opcode":
+            from_python = id(frame) in self._called
+            self._called.discard(id(frame))
+            if not from_python and frame.f_lasti in _points_of(frame.f_code):
+                self._pass(frame)
+        return self._trace_inside
+
+    def _pass(self, frame: FrameType) -> None:
+        number = self.passed
+        self.passed += 1
+        if number in self._points:
+            self.places.append(f"{frame.f_code.co_qualname}, line {frame.f_lineno}")
+            self._act()
+
+
+@cache
+def _points_of(code: CodeType) -> frozenset[int]:
+    return frozenset(_find_points(code))
+
+
+def _find_points(code: CodeType) -> Iterator[int]:
+    table = dis._parse_exception_table(code)  # type: ignore[attr-defined]
+
+    def handler(offset: int) -> int:
+        return next((entry.target for entry in table if entry.start <= offset < entry.end), -1)
+
+    instructions = list(dis.get_instructions(code))
+    for instruction, following in pairwise(instructions):
+        if instruction.opname in ("CALL", "CALL_FUNCTION_EX"):
+            before, at = instruction.offset, following.offset
+        elif "_BACKWARD" in instruction.opname and "NO_INTERRUPT" not in instruction.opname:
+            at = int(instruction.argval)
+            before = at - 2
+        else:
+            continue
+        if handler(before) == handler(at):
+            yield at
