@@ -243,7 +243,9 @@ if RANK == 0:
 wait_for_file("killed")
 if RANK == 2:
     rref = kept[0]
-report(uses=uses(rref), shown=repr(rref), left=left(), there=rpc.rpc_sync(2 - RANK, max, args=(1, 2)))
+facts = uses(rref)
+settled()
+report(uses=facts, shown=repr(rref), left=left(), there=rpc.rpc_sync(2 - RANK, max, args=(1, 2)))
 wait_for_file("end")
 rpc.shutdown(graceful=False)
 """

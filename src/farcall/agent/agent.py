@@ -34,6 +34,7 @@ from farcall.options import RpcBackendOptions
 from farcall.protocol.ids import WorkerInfo
 from farcall.rendezvous.store import PATIENCE
 from farcall.sleeping import FOREVER
+from farcall.serialization import encode_failure
 from farcall.transports.base import Channel, Listener, Transport
 from farcall.transports.network import host_identity
 
@@ -77,7 +78,9 @@ class Agent:
             options.record_stacks,
         )
         self.book.resend = self._examine
-        self._place = Workplace(name, self._loop, self._serving, self.book)
+        no_memory = MemoryError("there was not even memory to tell what was wrong")
+        last_resort = encode_failure(no_memory, name, "the function")
+        self._place = Workplace(name, self._loop, self._serving, self.book, last_resort)
         self.calling = self.book.calling = Calling(self.info, self.book, self._place, options.rpc_timeout)
         self.call = self.calling.call
         """`Calling.call`, within reach of the fast path."""

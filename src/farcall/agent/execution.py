@@ -58,6 +58,8 @@ class Workplace(NamedTuple):
     loop: EventLoop
     serving: Serving
     book: ReferenceBook
+    last_resort: bytes
+    """The failure that is told if there is not even the memory to make one."""
 
 
 class Caller(Answerable, Protocol):
@@ -68,12 +70,6 @@ class Caller(Answerable, Protocol):
 
     def is_lost(self) -> bool:
         """Whether what was sent on it may not have arrived."""
-
-
-_NO_MEMORY: Final = encode_failure(
-    MemoryError("there was not even memory to tell what was wrong"), "the callee", "the function"
-)
-"""Made beforehand."""
 
 
 class _PutOff(BaseException):
@@ -190,7 +186,7 @@ class FunctionJob(ABC):
         try:
             return self._failed(None, error)
         except BaseException:
-            return self._failed_with(_NO_MEMORY)
+            return self._failed_with(self._place.last_resort)
 
     def _finish_when_settled(self, function: Callable[..., Any], future: Any) -> None:
         if not isinstance(future, Future):

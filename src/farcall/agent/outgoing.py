@@ -36,17 +36,7 @@ from farcall.errors import ProtocolError, RpcError, RpcTimeoutError, UsageError,
 from farcall.futures import DONE, FAILED, UNLOADED, Callbacks, Future, run_callbacks
 from farcall.protocol.control import unpack_section
 from farcall.protocol.ids import WorkerInfo
-from farcall.protocol.wire import (
-    CALL,
-    CONTROL,
-    FAILURE,
-    RESULT,
-    RESULT_CARRYING,
-    Bytes,
-    Decoder,
-    encode,
-    encode_start,
-)
+from farcall.protocol.wire import CALL, CONTROL, FAILURE, RESULT, RESULT_CARRYING, Bytes, Decoder, encode, encode_start
 from farcall.serialization import callable_name
 from farcall.sleeping import FOREVER, asleep, on_serving_thread
 from farcall.transports.base import Buffer, Channel
