@@ -116,7 +116,11 @@ class Calling:
                 connection, spent = self._connect(peer, method, timeout)
             mail = self._book.mail(peer.info.id)
             future = connection.call(method, head, b"", (), timeout, spent, CALL, mail)
+            if mail is not None and connection.is_lost():
+                self._book.resend(peer.info.id)
         future.keeps = handle
+        if future.done():  # answered already, and perhaps before that was set
+            future.keeps = None
         if unattended:
             future.connection.unattended()
         return future
@@ -140,7 +144,10 @@ class Calling:
         number, carried = self._book.pass_on(list(handles), peer.info.id, connection)
         mail = self._book.mail(peer.info.id)
         full_head = pack_section(number, carried) + head
-        return connection.call(function, full_head, body, buffers, timeout, spent, CALL_CARRYING, mail)
+        future = connection.call(function, full_head, body, buffers, timeout, spent, CALL_CARRYING, mail)
+        if connection.is_lost():
+            self._book.resend(peer.info.id)
+        return future
 
     # Remote calls
 

@@ -290,6 +290,7 @@ class Outgoing:
                 except KeyError:
                     future = None
                     continue
+                future.keeps = None
                 if kind == RESULT and not body:
                     callbacks = future.settle(DONE, None)
                 else:
@@ -479,6 +480,7 @@ class Outgoing:
         except KeyError:
             return False
         try:
+            future.keeps = None
             future.report_unseen(lambda: f"nobody looked at a call that failed: {error}")
             callbacks = future.settle(FAILED, error)
             if callbacks is not None:

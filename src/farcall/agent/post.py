@@ -12,6 +12,7 @@ Rules
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable
 from time import monotonic
 from typing import Final
@@ -19,7 +20,7 @@ from typing import Final
 from farcall.agent.book import ReferenceBook
 from farcall.agent.incoming import Incoming
 from farcall.agent.outgoing import Outgoing
-from farcall.agent.parcels import CarriedFrame, RemoteFrame
+from farcall.agent.parcels import CarriedFrame, RemoteFrame, Way
 from farcall.agent.peers import Peer
 from farcall.agent.serving import Answerable, Serving
 from farcall.errors import WorkerLost
@@ -28,6 +29,8 @@ from farcall.protocol.reference_messages import Message
 from farcall.protocol.wire import CARRIED, CONTROL, encode
 
 _CONNECT_TIMEOUT: Final = 5.0
+_PAUSES: Final = (0.02, 0.05, 0.1, 0.0)
+"""Seconds after an attempt to connect that failed. A connection may break in the midst of its greeting, too."""
 
 
 class Post:
@@ -55,24 +58,36 @@ class Post:
         if letter is None:
             return
         frame = encode(CONTROL, 0, b"", letter.body)
+        way: Way | None = connection
         if incoming is not None and letter.only_answers:
             incoming.answer(frame)
+            way = incoming
         elif connection is not None:
             connection.send_control([frame])
-        else:
+        if way is None or way.is_lost():
             self._serving.submit(self)  # it is kept with what is not acknowledged
 
     def run(self) -> None:
         """See `Job`: connects, which may take a while, and sends again whatever the peer has not acknowledged."""
-        if self._peer.is_lost:
-            return
-        try:
-            connection = self._peer.connect(monotonic() + _CONNECT_TIMEOUT)
-        except WorkerLost:
-            if self._peer.info.id != self._book.me:
-                self._peer.lose()
+        connection = self._connect()
+        if connection is None:
             return
         self._resend(connection)
+        if connection.is_lost():  # and that may have been noticed before this was sent
+            self._serving.submit(self)
+
+    def _connect(self) -> Outgoing | None:
+        """The connection, made if need be. None if the peer is dead: several attempts in a row have failed."""
+        for pause in _PAUSES:
+            if self._peer.is_lost:
+                return None
+            try:
+                return self._peer.connect(monotonic() + _CONNECT_TIMEOUT)
+            except WorkerLost:
+                threading.Event().wait(pause)
+        if self._peer.info.id != self._book.me:
+            self._peer.lose()
+        return None
 
     def _resend(self, connection: Outgoing) -> None:
         """Everything that is not acknowledged, and not under way on a connection that works. Each is taken once."""
