@@ -13,7 +13,7 @@ from typing import Any, TypeVar
 
 from farcall.agent import Agent, Inventory
 from farcall.errors import AlreadyInitializedError, NotInitializedError, RendezvousTimeoutError, UsageError
-from farcall.futures import Future, on_serving_thread
+from farcall.futures import Future, blocking_thread, on_serving_thread
 from farcall.options import DEFAULT_SHUTDOWN_TIMEOUT, UNSET_RPC_TIMEOUT, RpcBackendOptions
 from farcall.protocol.ids import WorkerInfo
 from farcall.rendezvous.store import PATIENCE
@@ -75,7 +75,12 @@ def init_rpc(
             meeting.store.close(early=not waited, patience=PATIENCE if waited else 0.0)
             raise
         _agent = agent
-        agent.start()
+        try:
+            agent.start()
+        except BaseException:  # no thread to be had: nothing is left behind
+            _agent = None
+            agent.shutdown(graceful=False, timeout=0.0)
+            raise
 
 
 def shutdown(graceful: bool = True, timeout: float = DEFAULT_SHUTDOWN_TIMEOUT) -> None:
@@ -197,7 +202,7 @@ def get_rpc_timeout() -> float:
 
 def _set_rpc_timeout(timeout: float) -> None:
     """Sets the default timeout of this worker's calls. Raises `UsageError`, `NotInitializedError`."""
-    if timeout < 0:
+    if not timeout >= 0:  # nan too
         raise UsageError(f"a timeout must be 0 (none) or more seconds, not {timeout}")
     current_agent().calling.rpc_timeout = float(timeout)
 
@@ -217,6 +222,7 @@ def _not_initialized() -> NotInitializedError:
 def _abandon_in_child() -> None:
     global _lock
     _lock = threading.Lock()  # another thread of the parent may have held it
+    blocking_thread.before = blocking_thread.after = None  # the pool that this thread belonged to is the parent's
     if _agent is not None:
         _agent.abandon()
 

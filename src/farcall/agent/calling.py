@@ -71,15 +71,21 @@ class Calling:
             raise self.refusal(to)
         if timeout == UNSET_RPC_TIMEOUT:
             timeout = self.rpc_timeout
-        elif timeout < 0:
+        elif not timeout >= 0:  # nan too
             raise _bad_timeout(timeout)
+        try:
+            bare = not args and not kwargs
+        except Exception:  # an array has no truth
+            raise _bad_arguments(args) from None
         head = encode_function(function)
         if head is None:
             head = b""
             future = self._call_with_arguments(peer, _checked(function), head, args, kwargs, timeout)
-        elif args or kwargs:
+        elif not bare:
             future = self._call_with_arguments(peer, function, head, args, kwargs, timeout)
         else:
+            if args is not None and not isinstance(args, (tuple, list)):
+                raise _bad_arguments(args)
             connection = peer.connection
             if connection is not None:
                 future = connection.call(function, head, b"", (), timeout)
@@ -128,6 +134,8 @@ class Calling:
         kwargs: Mapping[str, Any] | None,
         timeout: float,
     ) -> PendingCall:
+        if args is not None and not isinstance(args, (tuple, list)):
+            raise _bad_arguments(args)
         with collecting() as handles:
             body, buffers = dumps_arguments(function, args or (), kwargs, peer.info.name, by_value=not head)
         connection, spent = peer.connection, 0.0
@@ -151,6 +159,8 @@ class Calling:
             peer = None
         if peer is None or self.closed is not None:
             raise self.refusal(to)
+        if args is not None and not isinstance(args, (tuple, list)):
+            raise _bad_arguments(args)
         head = encode_function(function)
         return self._remote(peer, function if head else _checked(function), head or b"", args, kwargs)
 
@@ -207,7 +217,7 @@ class Calling:
         """The seconds that are meant by a `timeout` parameter; 0 is without end. Raises `UsageError`."""
         if timeout == UNSET_RPC_TIMEOUT:
             return self.rpc_timeout
-        if timeout < 0:
+        if not timeout >= 0:  # nan too
             raise _bad_timeout(timeout)
         return timeout
 
@@ -246,6 +256,10 @@ def _checked(function: Callable[..., Any]) -> Callable[..., Any]:
     if not callable(function):
         raise UsageError(f"{function!r} cannot be called: give a function, a class or another callable")
     return function
+
+
+def _bad_arguments(args: object) -> UsageError:
+    return UsageError(f"`args` must be a tuple or list of arguments, not a {type(args).__name__}; write args=(value,)")
 
 
 def _bad_timeout(timeout: float) -> UsageError:

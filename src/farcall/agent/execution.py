@@ -44,6 +44,7 @@ from farcall.serialization import (
     collecting,
     dumps_result,
     encode_failure,
+    encode_text,
     loads_arguments,
     offering,
     resolve_function,
@@ -69,8 +70,8 @@ class Caller(Answerable, Protocol):
         """Whether what was sent on it may not have arrived."""
 
 
-_NO_MEMORY: Final = encode_failure(
-    MemoryError("there was not even memory to tell what was wrong"), "the callee", "the function"
+_NO_MEMORY: Final = encode_text(
+    "MemoryError", "there was not even memory to tell what is wrong", "the callee", "a function"
 )
 """Made beforehand."""
 

@@ -38,6 +38,8 @@ class Poller:
     def add(self, descriptor: int, handler: Handler, wanted: int) -> None:
         """Has `handler(events)` called from now on. Hang-ups and errors are always wanted, unless `wanted` is 0."""
         with self._lock:
+            if self._bell < 0:
+                return  # closed
             self.handlers[descriptor] = handler
             self._wanted[descriptor] = 0
         self.want(descriptor, wanted, True)
