@@ -492,7 +492,8 @@ def wait_all(futures: Iterable[Future[Any]]) -> list[Any]:
     """The results of all, in their order. Raises the first error in that order, when all are done."""
     all_futures = list(futures)
     for future in all_futures:
-        future.block(FOREVER)
+        if not future._state:
+            future.block(FOREVER)
     for future in all_futures:
         if future._state != DONE:
             future._load()  # all failures are seen, though only one can be raised
