@@ -378,6 +378,25 @@ def test_callbacks_that_an_interrupted_wait_left_run_once(group: LocalGroup, mon
     assert future.due is None
 
 
+def test_a_reply_whose_waiter_was_interrupted_before_it_read_is_looked_after(
+    scene: Scene, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert call(scene.group[0], 1, echo, 1) == 1
+    one = connection(scene.group)
+    future = scene.group[0].call(1, echo, (1,), None, SOON)
+
+    def interrupted(*_: object) -> None:
+        raise Interrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr(one, "_reading", SimpleNamespace(wait=interrupted))
+        patch.setattr(one, "_unattended_since", 0.0)
+        with pytest.raises(Interrupt):
+            future.wait()
+        assert one._unattended_since
+    assert future.wait() == 1
+
+
 # -- calls in the midst of a call, as signal handlers and finalizers make them
 
 

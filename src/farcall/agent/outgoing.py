@@ -204,6 +204,8 @@ class Outgoing:
                 due, future.due = future.due, None
             if due:
                 self._dispatch(future, due)  # those that were not run
+            if not future._state:
+                self.unattended()  # who is interrupted before it reads has left its reply to nobody
             raise
         if not future._state and monotonic() >= future.deadline:
             self._expire(future)
