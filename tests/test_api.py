@@ -11,6 +11,7 @@ import sys
 import textwrap
 import threading
 from collections.abc import Iterator
+from pathlib import Path
 from time import monotonic
 from typing import Any
 
@@ -354,6 +355,50 @@ def test_a_forked_child_gets_a_clear_error(port: int) -> None:
     assert "forked from worker 'parent'" in error
     assert "init_rpc" in error
     assert parent == "5"
+
+
+def test_a_function_that_runs_for_others_may_fork_a_worker_of_its_own(port: int, tmp_path: Path) -> None:
+    script = """
+    import os, sys, farcall as rpc
+    def start(name, url):
+        rpc.init_rpc(name, rank=0, world_size=1, rpc_backend_options=rpc.RpcBackendOptions(init_method=url))
+    def nested(): return rpc.rpc_sync("child", int, args=(7,))
+    def fork():
+        child = os.fork()
+        if child == 0:
+            # As in a thread of the user's: what the parent's pool knew of this thread is of no use here.
+            start("child", sys.argv[2])
+            result = rpc.rpc_sync("child", nested, timeout=5)
+            rpc.shutdown()
+            os._exit(result)
+        return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+    start("parent", f"tcp://127.0.0.1:{sys.argv[1]}")
+    print(rpc.rpc_sync("parent", fork, timeout=20))
+    rpc.shutdown()
+    """
+    assert run(script, str(port), f"file://{tmp_path}/child") == "7"
+
+
+def test_no_thread_for_a_worker_leaves_none(port: int) -> None:
+    script = """
+    import sys, threading, farcall as rpc
+    options = rpc.RpcBackendOptions(init_method=f"tcp://127.0.0.1:{sys.argv[1]}")
+    real = threading.Thread.start
+    def start(self):
+        if self.name == "farcall-lonely-1":
+            raise RuntimeError("can't start new thread")
+        real(self)
+    threading.Thread.start = start
+    try:
+        rpc.init_rpc("lonely", rank=0, world_size=1, rpc_backend_options=options)
+    except RuntimeError as error:
+        print(error)
+    threading.Thread.start = real
+    rpc.init_rpc("lonely", rank=0, world_size=1, rpc_backend_options=options)
+    print(rpc.rpc_sync("lonely", int, args=(5,)))
+    rpc.shutdown()
+    """
+    assert run(script, str(port)).splitlines() == ["can't start new thread", "5"]
 
 
 def test_lambdas_and_functions_of_an_interactive_session(port: int) -> None:

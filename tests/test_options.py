@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 from typing import Any
 
 import pytest
@@ -56,6 +57,9 @@ def test_the_least_that_is_allowed(chosen: dict[str, Any]) -> None:
         ({"init_timeout": "60"}, "init_timeout must be a number, not '60'"),
         ({"spin": None}, "spin must be a number, not None"),
         ({"rpc_timeout": -1}, r"rpc_timeout must be 0 \(no timeout\) or more, not -1"),
+        ({"rpc_timeout": math.nan}, r"rpc_timeout must be 0 \(no timeout\) or more, not nan"),
+        ({"init_timeout": math.nan}, "init_timeout must be more than 0, not nan"),
+        ({"spin": math.nan}, "spin must be 0"),
         ({"init_timeout": 0}, "init_timeout must be more than 0, not 0"),
         ({"init_timeout": -0.5}, "init_timeout must be more than 0, not -0.5"),
         ({"spin": -1e-6}, r"spin must be 0 \(never spin\) or more, not -1e-06"),

@@ -20,7 +20,7 @@ from farcall.options import DEFAULT_SHUTDOWN_TIMEOUT, UNSET_RPC_TIMEOUT, RpcBack
 from farcall.protocol.ids import WorkerInfo
 from farcall.rendezvous.store import PATIENCE
 from farcall.rref import RRef
-from farcall.sleeping import on_serving_thread
+from farcall.sleeping import blocking_thread, on_serving_thread
 from farcall.transports import transport
 
 T = TypeVar("T")
@@ -79,7 +79,12 @@ def init_rpc(
             meeting.store.close(early=not waited, patience=PATIENCE if waited else 0.0)
             raise
         _agent = agent
-        agent.start()
+        try:
+            agent.start()
+        except BaseException:  # no thread to be had: nothing is left behind
+            _agent = None
+            agent.shutdown(graceful=False, timeout=0.0)
+            raise
 
 
 def shutdown(graceful: bool = True, timeout: float = DEFAULT_SHUTDOWN_TIMEOUT) -> None:
@@ -203,7 +208,7 @@ def get_rpc_timeout() -> float:
 
 def _set_rpc_timeout(timeout: float) -> None:
     """Sets the default timeout of this worker's calls. Raises `UsageError`, `NotInitializedError`."""
-    if not isinstance(timeout, Real) or timeout < 0:
+    if not isinstance(timeout, Real) or not timeout >= 0:  # nan too
         raise UsageError(f"a timeout must be 0 (none) or more seconds, not {timeout!r}")
     current_agent().calling.rpc_timeout = float(timeout)
 
@@ -223,6 +228,7 @@ def _not_initialized() -> NotInitializedError:
 def _abandon_in_child() -> None:
     global _lock
     _lock = threading.Lock()  # another thread of the parent may have held it
+    blocking_thread.before = blocking_thread.after = None  # the pool that this thread belonged to is the parent's
     if _agent is not None:
         _agent.abandon()
 

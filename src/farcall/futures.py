@@ -23,6 +23,8 @@ import sys
 import threading
 import warnings
 from collections.abc import Callable, Generator
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
 from time import monotonic
 from typing import TYPE_CHECKING, Any, Final, Generic, NamedTuple, NoReturn, Protocol, TypeAlias, TypeVar, cast
 
@@ -54,14 +56,11 @@ class UnseenFailureWarning(RuntimeWarning):
 
 
 class Followed(NamedTuple):
-    """What is to be done after a callback."""
+    """What follows a callback: those of the future that it has settled; Ctrl-C that came in it, or an exit."""
 
     future: Future[Any]
-    """The one that it has settled, if any."""
     callbacks: Callbacks | None
-    """The callbacks of that one."""
     interrupt: BaseException | None = None
-    """Ctrl-C or an exit, which came in the callback and is meant for the program."""
 
 
 class Source(Protocol):
@@ -77,7 +76,7 @@ class Source(Protocol):
 class Unloaded(Protocol):
     """A reply as it came. `load` gives the state and value to settle with, and never raises."""
 
-    lock: threading.Lock
+    lock: AbstractContextManager[Any]
 
     def load(self) -> tuple[int, Any]: ...
 
@@ -112,8 +111,7 @@ class Future(Generic[T]):
     def exception(self, timeout: float | None = None) -> BaseException | None:
         """What the call raised, or None. `TimeoutError` if it is not done within `timeout` seconds."""
         self._block_for(timeout)
-        state = self._load()
-        return cast(BaseException, self._value) if state == FAILED else None
+        return cast(BaseException, self._value) if self._load() == FAILED else None
 
     def value(self) -> T:
         """The result of a future that is done. Raises what the call raised; `RuntimeError` if it is not done."""
@@ -135,18 +133,12 @@ class Future(Generic[T]):
 
     def block(self, deadline: float) -> bool:
         """Waits until settled, or until the deadline; whether it is settled. Raises nothing of the call's."""
-        waiting = [self]
-        while isinstance(source := waiting[-1]._source, Future) and not source._state:
-            waiting.append(source)  # the one by whose callback it is settled
-        while waiting:
-            future = waiting.pop()
-            if not future._state:
-                future._block_alone(deadline)
-            if not future._state:
-                return False
-        return True
+        chain = [self]
+        while isinstance(source := chain[-1]._source, Future) and not source._state:
+            chain.append(source)  # the one by whose callback it is settled
+        return all(future._state or future._block_alone(deadline) for future in reversed(chain))
 
-    def _block_alone(self, deadline: float) -> None:
+    def _block_alone(self, deadline: float) -> bool:
         source = self._source
         if source is not None and not isinstance(source, Future):
             source.drive(self, deadline)
@@ -156,6 +148,7 @@ class Future(Generic[T]):
             if not self._state:
                 gate.sleep(deadline)
                 self.forget(gate.open)
+        return self._state != PENDING
 
     def attend(self) -> None:
         """Watched by a `then` already, and so attended."""
@@ -290,21 +283,17 @@ class Future(Generic[T]):
                 except (IndexError, ValueError):
                     continue  # a watcher that came late took it
                 waker, watcher = entry
-                if waker:
-                    callbacks += watcher(self) or ()
-                else:
-                    callbacks += [watcher]  # not append(): Ctrl-C may come as that returns
+                # Not append(): Ctrl-C may come as that returns.
+                callbacks += (watcher(self) or ()) if waker else [watcher]
                 entry = None
         except BaseException:
             if entry is not None and entry not in watchers:
                 watchers.insert(0, entry)
             watchers[:0] = [(False, callback) for callback in callbacks]
             raise
-        if not callbacks:
-            return None
-        if self._report is not None:
+        if callbacks and self._report is not None:
             self._report.seen = True  # the callbacks were handed the failure
-        return callbacks
+        return callbacks or None
 
     def report_unseen(self, describe: Callable[[], str]) -> None:
         """If nobody looks at this future's failure before it goes, warns with `describe()`."""
@@ -359,7 +348,7 @@ class _DoneCallback:
         except BaseException as error:  # whatever it is: the callbacks behind it must run
             logger.exception("a callback of %r failed", future)
             interrupt = _meant_for_the_program(error, future)
-            return Followed(future, None, interrupt) if interrupt else None
+            return Followed(future, [], interrupt) if interrupt else None
         return None
 
 
@@ -371,20 +360,18 @@ def _running_loop() -> asyncio.AbstractEventLoop | None:
         return None
 
 
+@dataclass(slots=True, eq=False)
 class _Then:
     """The callback of a `then`: settles the derived future with what the user's callback returns or raises."""
 
-    __slots__ = ("_callback", "_derived")
-
-    def __init__(self, callback: Callable[[Any], Any], derived: Future[Any]) -> None:
-        self._callback = callback
-        self._derived = derived
+    callback: Callable[[Any], Any]
+    derived: Future[Any]
 
     def __call__(self, future: Future[Any]) -> Followed | None:
-        derived = self._derived
+        derived = self.derived
         interrupt = None
         try:
-            result = self._callback(future)
+            result = self.callback(future)
         except BaseException as error:
             interrupt = _meant_for_the_program(error, future)
             callbacks = None if derived._state else settle_failed(derived, error)
@@ -394,8 +381,8 @@ class _Then:
 
     def interrupted(self, error: BaseException) -> Followed:
         """That escaped: whoever waits for the derived future must not wait for ever."""
-        derived = self._derived
-        return Followed(derived, derived.wake() if derived._state else settle_failed(derived, error))
+        done = self.derived._state
+        return Followed(self.derived, self.derived.wake() if done else settle_failed(self.derived, error))
 
 
 class _FailureReport:
@@ -413,17 +400,14 @@ class _FailureReport:
 
 
 def run_callbacks(future: Future[Any], callbacks: Callbacks | None, waiting: bool = False) -> None:
-    """Runs what `settle` handed out, here, and what follows from it. Each is taken from the list before it is run.
-
-    `waiting`: raises at the end what came in a callback and is meant for the program.
-    """
+    """Runs what `settle` handed out, taking each from the list; if `waiting`, raises what is meant for the program."""
     if not callbacks:
         return
     interrupt = callback = None
-    todo: list[tuple[Future[Any], Callbacks]] = [(future, callbacks)]
+    todo = [Followed(future, callbacks)]
     try:
         while todo:
-            future, callbacks = todo[-1]
+            future, callbacks, _ = todo[-1]
             if not callbacks:
                 todo.pop()
                 continue
@@ -432,14 +416,12 @@ def run_callbacks(future: Future[Any], callbacks: Callbacks | None, waiting: boo
             followed = callback(future)
             if followed is not None:
                 interrupt = followed.interrupt or interrupt
-                if followed.callbacks:
-                    todo.append((followed.future, followed.callbacks))
+                todo.append(followed)
             callback = None
     except BaseException as error:
         if isinstance(callback, _Then):
-            followed = callback.interrupted(error)
-            todo.append((followed.future, followed.callbacks or []))
-        for future, callbacks in reversed(todo):
+            todo.append(callback.interrupted(error))
+        for future, callbacks, _ in reversed(todo):
             run_callbacks(future, callbacks)
         raise
     if interrupt is not None and waiting:
@@ -454,9 +436,8 @@ def settle_failed(future: Future[Any], error: BaseException) -> Callbacks | None
 
 def _meant_for_the_program(error: BaseException, future: Future[Any]) -> BaseException | None:
     """The error if it is Ctrl-C or an exit in the main thread, and not merely what the future has failed with."""
-    if isinstance(error, (KeyboardInterrupt, SystemExit)) and error is not future._value:
-        return error if threading.current_thread() is threading.main_thread() else None
-    return None
+    leaves = isinstance(error, (KeyboardInterrupt, SystemExit)) and error is not future._value
+    return error if leaves and threading.current_thread() is threading.main_thread() else None
 
 
 def _unseen(error: BaseException) -> str:

@@ -56,11 +56,11 @@ class RpcBackendOptions:
                 raise UsageError(f"{name} must be a number, not {value!r}")
         if self.num_worker_threads < 1:
             raise UsageError(f"num_worker_threads must be at least 1, not {self.num_worker_threads}")
-        if self.rpc_timeout < 0:
+        if not self.rpc_timeout >= 0:  # nan too
             raise UsageError(f"rpc_timeout must be 0 (no timeout) or more, not {self.rpc_timeout}")
-        if self.init_timeout <= 0:
+        if not self.init_timeout > 0:
             raise UsageError(f"init_timeout must be more than 0, not {self.init_timeout}")
-        if self.spin < 0:
+        if not self.spin >= 0:
             raise UsageError(f"spin must be 0 (never spin) or more, not {self.spin}")
         if isinstance(self.transports, str) or not self.transports:
             raise UsageError(f"transports must be a tuple of names such as ('unix', 'tcp'), not {self.transports!r}")

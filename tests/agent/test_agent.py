@@ -13,6 +13,7 @@ from functools import partial
 from time import monotonic
 from typing import Any
 
+import numpy as np
 import pytest
 from agent_stage import (
     SOON,
@@ -136,10 +137,19 @@ def test_wrong_arguments_raise_what_they_raise_at_home(group: LocalGroup) -> Non
         call(group[0], 1, add)
 
 
+@pytest.mark.parametrize("args", [np.arange(3), np.arange(1), 5, {1: 2}.values()], ids=str)
+def test_arguments_that_are_no_sequence_are_refused(group: LocalGroup, args: Any) -> None:
+    for function in (echo, lambda value: value):
+        with pytest.raises(UsageError, match="`args` must be a tuple or list of arguments, not a "):
+            group[0].call(1, function, args, None, SOON)
+        with pytest.raises(UsageError, match="`args` must be a tuple or list of arguments, not a "):
+            group[0].calling.remote(1, function, args, None)
+
+
 # -- how long
 
 
-@pytest.mark.parametrize("timeout", [-0.5, -2, -math.inf])
+@pytest.mark.parametrize("timeout", [-0.5, -2, -math.inf, math.nan])
 def test_a_timeout_below_zero_is_refused(group: LocalGroup, timeout: float) -> None:
     with pytest.raises(UsageError, match="must be 0 \\(none\\) or more seconds"):
         start(group[0], 1, echo, 1, timeout=timeout)

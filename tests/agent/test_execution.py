@@ -638,7 +638,7 @@ def test_no_memory_even_to_tell_what_is_wrong_is_told(
     with monkeypatch.context() as patch:
         patch.setattr(execution, "dumps_result", no_memory)
         patch.setattr(execution, "encode_failure", no_memory)
-        with pytest.raises(MemoryError, match="not even memory to tell"):
+        with pytest.raises(RemoteError, match="there was not even memory to tell what is wrong"):
             call(group[0], 1, function)
     assert call(group[0], 1, function) == 7
 

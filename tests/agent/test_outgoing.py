@@ -89,7 +89,7 @@ def test_loss_fails_everything_under_way_and_names_worker_and_function(
     gate = new_gate("lost")
     waiting = [pool.submit(call, group[0], 1, wait_at, "lost") for _ in range(4)]
     futures = [start(group[0], 1, wait_at, "lost") for _ in range(4)]
-    assert arrived["lost"].wait(SOON)
+    eventually(lambda: connection(group).calls_started == 8)
     for incoming in list(group[1]._incoming):
         incoming.close()
     for error in [one.exception(SOON) for one in waiting] + [future.exception(SOON) for future in futures]:
@@ -272,6 +272,8 @@ def test_ctrl_c_behind_another_reader(group: LocalGroup, pool: ThreadPoolExecuto
     timer.join()
     gate.set()
     assert reader.result(SOON) == "read"
+    while connection(group).pending:  # the one that was interrupted, too
+        call(group[0], 1, echo, 1)
     assert call(group[0], 1, a_megabyte) == bytes(1 << 20)
 
 
@@ -396,6 +398,25 @@ def test_callbacks_that_an_interrupted_wait_left_run_once(group: LocalGroup, mon
         one.drive(future, FOREVER)
     assert len(dispatched) >= 1
     assert future.due is None
+
+
+def test_a_reply_whose_waiter_was_interrupted_before_it_read_is_looked_after(
+    scene: Scene, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert call(scene.group[0], 1, echo, 1) == 1
+    one = connection(scene.group)
+    future = scene.group[0].call(1, echo, (1,), None, SOON)
+
+    def interrupted(*_: object) -> None:
+        raise Interrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr(one, "_reading", SimpleNamespace(wait=interrupted))
+        patch.setattr(one, "_unattended_since", 0.0)
+        with pytest.raises(Interrupt):
+            future.wait()
+        assert one._unattended_since
+    assert future.wait() == 1
 
 
 # -- calls in the midst of a call, as signal handlers and finalizers make them

@@ -3,6 +3,7 @@ from __future__ import annotations
 import asyncio
 import json
 import pickle
+import signal
 import socket
 import subprocess
 import sys
@@ -692,3 +693,26 @@ def test_an_interrupt_passes_through_the_decoding(monkeypatch: pytest.MonkeyPatc
     monkeypatch.setattr(module_under_test, "loads", lambda payload: interrupt())
     with pytest.raises(KeyboardInterrupt):
         decode_failure(payload)
+
+
+def test_an_exit_by_a_signal_handler_passes_through_the_decoding(monkeypatch: pytest.MonkeyPatch) -> None:
+    def terminate(*_: object) -> None:
+        sys.exit(3)
+
+    def signalled(_: object) -> None:
+        signal.raise_signal(signal.SIGUSR1)
+
+    before = signal.signal(signal.SIGUSR1, terminate)
+    try:
+        payload = encode_failure(ValueError("x"), "worker1", "train")
+        monkeypatch.setattr(module_under_test, "loads", signalled)
+        with pytest.raises(SystemExit):
+            decode_failure(payload)
+    finally:
+        signal.signal(signal.SIGUSR1, before)
+
+
+def test_an_exit_by_what_is_rebuilt_does_not_pass(monkeypatch: pytest.MonkeyPatch) -> None:
+    payload = encode_failure(ValueError("x"), "worker1", "train")
+    monkeypatch.setattr(module_under_test, "loads", lambda payload: sys.exit(3))
+    assert type(decode_failure(payload)) is RemoteError

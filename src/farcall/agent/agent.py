@@ -33,8 +33,8 @@ from farcall.errors import ForkedProcessError, NotInitializedError, RpcError, Sh
 from farcall.options import RpcBackendOptions
 from farcall.protocol.ids import WorkerInfo
 from farcall.rendezvous.store import PATIENCE
+from farcall.serialization import encode_text
 from farcall.sleeping import FOREVER
-from farcall.serialization import encode_failure
 from farcall.transports.base import Channel, Listener, Transport
 from farcall.transports.network import host_identity
 
@@ -78,8 +78,7 @@ class Agent:
             options.record_stacks,
         )
         self.book.resend = self._examine
-        no_memory = MemoryError("there was not even memory to tell what was wrong")
-        last_resort = encode_failure(no_memory, name, "the function")
+        last_resort = encode_text("MemoryError", "there was not even memory to tell what is wrong", name, "a function")
         self._place = Workplace(name, self._loop, self._serving, self.book, last_resort)
         self.calling = self.book.calling = Calling(self.info, self.book, self._place, options.rpc_timeout)
         self.call = self.calling.call

@@ -74,13 +74,19 @@ class Calling:
             timeout = self.rpc_timeout
         else:
             check_timeout(timeout)
+        try:
+            bare = not args and not kwargs
+        except Exception:  # an array has no truth
+            raise _bad_arguments(args) from None
         head = encode_function(function)
         if head is None:
             head = b""
             future = self._call_with_arguments(peer, _checked(function), head, args, kwargs, timeout)
-        elif args or kwargs:
+        elif not bare:
             future = self._call_with_arguments(peer, function, head, args, kwargs, timeout)
         else:
+            if args is not None and not isinstance(args, (tuple, list)):
+                raise _bad_arguments(args)
             connection = peer.connection
             if connection is not None:
                 future = connection.call(function, head, b"", (), timeout)
@@ -134,6 +140,8 @@ class Calling:
         kwargs: Mapping[str, Any] | None,
         timeout: float,
     ) -> PendingCall:
+        if args is not None and not isinstance(args, (tuple, list)):
+            raise _bad_arguments(args)
         with collecting() as handles:
             body, buffers = dumps_arguments(function, args or (), kwargs, peer.info.name, by_value=not head)
         connection, spent = peer.connection, 0.0
@@ -161,6 +169,8 @@ class Calling:
             peer = None
         if peer is None or self.closed is not None:
             raise self.refusal(to)
+        if args is not None and not isinstance(args, (tuple, list)):
+            raise _bad_arguments(args)
         head = encode_function(function)
         return self._remote(peer, function if head else _checked(function), head or b"", args, kwargs)
 
@@ -256,6 +266,10 @@ def _checked(function: Callable[..., Any]) -> Callable[..., Any]:
     if not callable(function):
         raise UsageError(f"{function!r} cannot be called: give a function, a class or another callable")
     return function
+
+
+def _bad_arguments(args: object) -> UsageError:
+    return UsageError(f"`args` must be a tuple or list of arguments, not a {type(args).__name__}; write args=(value,)")
 
 
 def check_timeout(timeout: float) -> None:

@@ -207,6 +207,8 @@ class Outgoing:
                 due, future.due = future.due, None
             if due:
                 self._dispatch(future, due)  # those that were not run
+            if not future._state:
+                self.unattended()  # who is interrupted before it reads has left its reply to nobody
             future.watch(PendingCall.forgive, waker=True, attended=True)
             raise
         if not future._state and monotonic() >= future.deadline:

@@ -42,7 +42,7 @@ class Poller:
         """
         with self._lock:
             if self._bell < 0:
-                return
+                return  # closed
             self.handlers[descriptor] = handler
             self._wanted[descriptor] = 0
         self.want(descriptor, wanted, True)

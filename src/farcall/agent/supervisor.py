@@ -80,7 +80,8 @@ class Supervisor:
         """Ends the thread and waits for it."""
         self._closing = True
         self._gate.open()
-        self._thread.join()
+        if self._thread.ident is not None:  # it was started
+            self._thread.join()
 
     def _run(self) -> None:
         calm = 0

@@ -5,7 +5,7 @@ no threads, no agent: bytes in and out.
 """
 
 from farcall.serialization.callables import callable_name, encode_function, resolve_function
-from farcall.serialization.failures import decode_failure, describe_failure, encode_failure
+from farcall.serialization.failures import decode_failure, describe_failure, encode_failure, encode_text
 from farcall.serialization.handles import collect, collecting, offering, take_offered
 from farcall.serialization.pickler import (
     OUT_OF_BAND_SIZE,
@@ -33,6 +33,7 @@ __all__ = [
     "dumps_result",
     "encode_failure",
     "encode_function",
+    "encode_text",
     "loads",
     "loads_arguments",
     "not_rebuilt",

@@ -15,7 +15,7 @@ alone. The recipes:
 
 Rules: each recipe is tried out before it is sent. An exception is read with the descriptors of `BaseException`, past
 whatever its class overrides. `encode_failure` and `decode_failure` never raise, and never change what they are given;
-`KeyboardInterrupt` alone passes through the decoding, which happens where a person may wait.
+what a signal handler raises (Ctrl-C, an exit) alone passes through the decoding, which happens where a person may wait.
 """
 
 from __future__ import annotations
@@ -23,6 +23,7 @@ from __future__ import annotations
 import copyreg
 import pickle
 import reprlib
+import signal
 from collections.abc import Iterator
 from types import GetSetDescriptorType, MemberDescriptorType
 from typing import Any, Final, NamedTuple, TypeAlias
@@ -95,14 +96,19 @@ def encode_failure(error: BaseException, worker: str, function: str) -> bytes:
     return pickle.dumps((worker, function, [tuple(node) for node in nodes]), 5)
 
 
+def encode_text(type_name: str, message: str, worker: str, function: str) -> bytes:
+    """A failure of which there is the text alone; it is rebuilt as a `RemoteError`."""
+    return pickle.dumps((worker, function, [tuple(_Node(type_name, message, [], None, None, None, False))]), 5)
+
+
 def decode_failure(payload: bytes | bytearray | memoryview) -> BaseException:
-    """The exception again, or a `RemoteError` in its place. Raises nothing but `KeyboardInterrupt`."""
+    """The exception again, or a `RemoteError` in its place. Raises nothing but what signal handlers raise."""
     try:
         worker, function, fields = pickle.loads(payload)
         return _rebuild(worker, function, [_Node(*field) for field in fields])
-    except KeyboardInterrupt:
-        raise
     except BaseException as error:
+        if _came_by_signal(error):
+            raise
         return RemoteError(f"a function raised an exception that cannot be read here: {_described(error)}")
 
 
@@ -226,9 +232,9 @@ def _rebuild(worker: str, function: str, nodes: list[_Node]) -> BaseException:
             built[place] = _create(node, built)
             if node.recipe is not None and node.recipe[0] != "whole":
                 unfilled.add(place)
-        except KeyboardInterrupt:
-            raise
         except BaseException as reason:
+            if _came_by_signal(reason):
+                raise
             built[place] = _stand_in(node, worker, function, reason)
     # Only now, as exceptions may hold each other in circles.
     for place, node in enumerate(nodes):
@@ -306,9 +312,9 @@ def _unpack(value: Value, built: dict[int, BaseException]) -> Any:
         return built[value[1]]
     try:
         return loads(value[1])
-    except KeyboardInterrupt:
-        raise
-    except BaseException:
+    except BaseException as error:
+        if _came_by_signal(error):
+            raise
         return value[2]
 
 
@@ -371,6 +377,21 @@ def _described(value: object) -> str:
         return str.__str__(_repr.repr(value))
     except BaseException:
         return f"<a {class_name(type(value))}>"
+
+
+def _came_by_signal(error: BaseException) -> bool:
+    """Whether a signal handler of the program raised it, rather than what is being rebuilt."""
+    if isinstance(error, KeyboardInterrupt):
+        return True
+    if not isinstance(error, SystemExit):
+        return False
+    handlers = {getattr(signal.getsignal(number), "__code__", None) for number in signal.valid_signals()}
+    trace = _TRACEBACK.__get__(error)
+    while trace is not None:
+        if trace.tb_frame.f_code in handlers:
+            return True
+        trace = trace.tb_next
+    return False
 
 
 def _check(condition: bool) -> None:
