@@ -204,7 +204,7 @@ class Agent:
             self._serving.submit(post)
 
     def _peer_lost(self, peer: Peer) -> None:
-        logger.warning("worker %r: worker %r was lost", self.info.name, peer.info.name)
+        logger.info("worker %r: worker %r was lost", self.info.name, peer.info.name)
         self.book.lost(peer.info.id)
 
     def _name_of(self, worker: int) -> str:
