@@ -863,3 +863,20 @@ def _locked(function: Callable[..., Any]) -> Callable[..., Any]:
             return function(*args)
 
     return locked
+
+
+# -- A finalizer in the midst of a change to the tables
+
+
+@pytest.mark.parametrize("way", ["make", "pass_on", "call_remote"])
+def test_a_finalizer_that_interrupts_the_book_keeping_is_refused(books: Books, way: str) -> None:
+    handle = books[0].own("tea")
+    ways: dict[str, Callable[[], object]] = {
+        "make": lambda: books[0].own("milk"),
+        "pass_on": lambda: books[0].pass_on([handle], 1, WAY),
+        "call_remote": lambda: books[0].call_remote(1, [], lambda *_: [b"frame"], WAY),
+    }
+    with books[0]._lock, pytest.raises(UsageError, match="a finalizer cannot"):
+        ways[way]()
+    assert books[0].is_quiet()
+    ways[way]()

@@ -71,7 +71,7 @@ class ReferenceBook:
         self._work_soon = work_soon  # have `work_off` called in the serving pool
         self._name_of = name_of
         self._record_stacks = record_stacks
-        self._lock = threading.Lock()
+        self._lock = threading.RLock()  # so that a finalizer that comes in its midst is refused, not stuck
         self._references = References(me)
         self._delivery: Delivery[Parcel] = Delivery()
         self._outboxes: dict[Worker, list[tuple[int, Message]]] = {}
@@ -120,6 +120,7 @@ class ReferenceBook:
 
     def make(self, value: Value) -> Handle:
         """A reference to a value of this worker, which may still be to come."""
+        self._refuse_finalizers()
         made = made_here(self._record_stacks)
         with self._lock:
             reference = self._references.new_reference(self.me)
@@ -136,6 +137,7 @@ class ReferenceBook:
         `passed` are the handles among the arguments, `keeps` is what must live until the message has arrived. Raises
         the error of a handle that leads nowhere, `WorkerLost` if the owner is lost; then nothing was passed.
         """
+        self._refuse_finalizers()
         if passed:
             check_usable(passed)
         made = made_here(self._record_stacks)
@@ -160,6 +162,7 @@ class ReferenceBook:
 
         Raises the error of a handle that leads nowhere, `WorkerLost` if the receiver is lost; then none was passed.
         """
+        self._refuse_finalizers()
         check_usable(handles)
         with self._lock:
             self._check_peer(to)
@@ -168,6 +171,14 @@ class ReferenceBook:
         if via.is_lost():
             self.resend(to)
         return number, carried
+
+    def _refuse_finalizers(self) -> None:
+        """Garbage collection may run a finalizer in the midst of a change to the tables, in the thread that makes it."""
+        if self._lock._is_owned():  # type: ignore[attr-defined]
+            raise UsageError(
+                "a finalizer cannot make references or pass them on here: it interrupts their book-keeping; "
+                "make the call elsewhere, not in __del__"
+            )
 
     def _check_peer(self, worker: Worker) -> None:
         if worker not in self._references.peers:
