@@ -230,7 +230,7 @@ class Watched:
         self._notes = notes
 
     def __del__(self) -> None:
-        self._notes.append(self._book._lock.locked())
+        self._notes.append(self._book._lock._is_owned())  # type: ignore[attr-defined]
 
 
 @pytest.mark.parametrize("end", ["dropped", "given back", "holder lost", "cleared"])
