@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import contextlib
+import gc
 import itertools
 import sys
 import threading
+import weakref
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
@@ -263,6 +265,30 @@ SENDS = pytest.mark.parametrize(
         pytest.param(lambda sender, data: (sender.queue(data), sender.flush()), id="flush"),
     ],
 )
+
+
+@SENDS
+def test_a_broken_channel_keeps_nothing_of_those_who_met_it(send: Callable[[Sender, bytes], None]) -> None:
+    """The traceback of the error would hold all that the frames of a call hold, references too."""
+
+    class Local:
+        pass
+
+    mouth = Mouth()
+    sender, _ = sender_to(mouth)
+
+    def attempt() -> weakref.ref[Local]:
+        local = Local()
+        mouth.error = BrokenPipeError("gone")
+        with pytest.raises(BrokenPipeError):
+            send(sender, b"more")
+        mouth.error = None
+        return weakref.ref(local)
+
+    met = attempt()
+    gc.collect()
+    assert met() is None
+    assert sender.is_broken()
 
 
 @SENDS

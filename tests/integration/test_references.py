@@ -48,7 +48,7 @@ def objects():
     return collections.Counter(
         type(each).__qualname__ for each in gc.get_objects()
         if type(each).__module__.startswith("farcall.")
-        and type(each).__qualname__ not in ("_Follower", "Lead", "Gate"))
+        and type(each).__qualname__ not in ("Follower", "Lead", "Gate"))
 
 def megabytes():
     gc.collect()

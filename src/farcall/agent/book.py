@@ -173,7 +173,7 @@ class ReferenceBook:
         return number, carried
 
     def _refuse_finalizers(self) -> None:
-        """Garbage collection may run a finalizer in the midst of a change to the tables, in the thread that makes it."""
+        """Garbage collection may run a finalizer in the midst of a change to the tables, in the very thread."""
         if self._lock._is_owned():  # type: ignore[attr-defined]
             raise UsageError(
                 "a finalizer cannot make references or pass them on here: it interrupts their book-keeping; "

@@ -52,7 +52,7 @@ class Sender:
         self._later: deque[bytes] = deque()
         self.queue = self._later.append
         """`queue(message)`: queues one message; somebody must `flush` soon. Takes no lock, not even a frame."""
-        self._broken: BaseException | None = None
+        self._broken: BaseException | str | None = None
         self.waiting = 0
         """Bytes that the channel has not taken yet."""
 
@@ -209,6 +209,7 @@ class Sender:
         self._queue.clear()
         self._later.clear()
         self.waiting = 0
+        self._broken = str(self._broken)  # the error itself would keep the frames that met it, and what they hold
 
 
 def _own(piece: Buffer) -> Buffer:
