@@ -29,11 +29,14 @@ _TRUST: Final = 24
 _MISS_COSTS: Final = 3
 _FIRST_REST: Final = 16
 _LONGEST_REST: Final = 1024
-_CROWDED: Final = 20e-6
+_CROWDED: Final = 40e-6
 """A round of looking takes about 1 µs; longer than this, and others have run meanwhile."""
 _OFFER_AFTER: Final = 20e-6
 """Not at once: an offer costs as much as a look, and most answers come sooner."""
 
+_PROBE: Final = 3
+"""How many times longer it looks when trust is nearly gone, so after a rest: the other end may be at rest as well and
+have to be woken first. With less, two that spin well together would never find back to it."""
 _WORTH: Final = 300e-6
 """Seconds in which a dozing thread must have been woken: giving its place away costs about as much."""
 
@@ -106,7 +109,7 @@ class Spinning(_Trust):
         if events:
             return events
         before = perf_counter()
-        stop = before + self._budget
+        stop = before + (self._budget if self._score > _MISS_COSTS else _PROBE * self._budget)
         offer = before + _OFFER_AFTER
         while True:
             if before > offer:
