@@ -11,6 +11,7 @@ What a handle is, and how its end is noticed, is in `agent.book`; what the worke
 from __future__ import annotations
 
 from collections.abc import Callable, Generator
+from functools import partial
 from time import monotonic
 from typing import TYPE_CHECKING, Any, Generic, NoReturn, TypeVar, cast
 
@@ -85,6 +86,9 @@ class RRef(Generic[T]):
 
         Raises what the function of the remote call raised; `RpcTimeoutError`, `OwnerLost`, `ReferenceRefused`.
         """
+        handle = self._handle
+        if handle.fork is not None:  # with fewer frames, as most fetches are of what others own
+            return cast(T, handle.book.calling.call_on(handle, VALUE, "to_here", (), None, timeout).wait())
         return cast(T, self._fetch(VALUE, timeout).wait())
 
     def local_value(self) -> T:
@@ -136,24 +140,15 @@ class RRef(Generic[T]):
 
     def rpc_sync(self, timeout: float = UNSET_RPC_TIMEOUT) -> Any:
         """A proxy: `rref.rpc_sync().method(args)` runs the method where the value lives, and gives its result."""
-        return Proxy(lambda method, args, kwargs: self._call(method, args, kwargs, timeout).wait(), self, "rpc_sync")
+        return Proxy(_call, self._handle, timeout, self, "rpc_sync")
 
     def rpc_async(self, timeout: float = UNSET_RPC_TIMEOUT) -> Any:
         """As `rpc_sync`, but the method gives a `Future` at once."""
-        return Proxy(lambda method, args, kwargs: self._call(method, args, kwargs, timeout, True), self, "rpc_async")
+        return Proxy(_call_later, self._handle, timeout, self, "rpc_async")
 
     def remote(self, timeout: float = UNSET_RPC_TIMEOUT) -> Any:
         """As `rpc_sync`, but the method gives an `RRef` of its result at once, which stays where the value lives."""
-
-        def call(method: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> RRef[Any]:
-            return RRef.of(self._calling.remote_on(self._handle, method, args, kwargs))
-
-        return Proxy(call, self, "remote")
-
-    def _call(
-        self, method: str, args: tuple[Any, ...], kwargs: dict[str, Any], timeout: float, unattended: bool = False
-    ) -> Future[Any]:
-        return self._calling.call_on(self._handle, METHOD, method, args, kwargs, timeout, unattended)
+        return Proxy(_call_remote, self._handle, timeout, self, "remote")
 
     # Travelling
 
@@ -196,23 +191,35 @@ def _receive(place: int) -> RRef[Any]:
 class Proxy:
     """What stands for the value of a reference: its methods are called where it lives."""
 
-    __slots__ = ("_call", "_rref", "_way")
+    __slots__ = ("_call", "_handle", "_rref", "_timeout", "_way")
 
-    def __init__(self, call: Callable[[str, tuple[Any, ...], dict[str, Any]], Any], rref: RRef[Any], way: str) -> None:
+    def __init__(self, call: Callable[..., Any], handle: Handle, timeout: float, rref: RRef[Any], way: str) -> None:
         self._call = call
+        self._handle = handle
+        self._timeout = timeout
         self._rref = rref
         self._way = way
 
     def __getattr__(self, name: str) -> Callable[..., Any]:
-        call = self._call
-
-        def method(*args: Any, **kwargs: Any) -> Any:
-            return call(name, args, kwargs)
-
-        return method
+        return partial(self._call, self._handle, self._timeout, name)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        return self._call("__call__", args, kwargs)
+        return self._call(self._handle, self._timeout, "__call__", *args, **kwargs)
 
     def __repr__(self) -> str:
         return f"{self._rref!r}.{self._way}()"
+
+
+# What a proxy does with a method. What comes first goes by position only: a method may have arguments of any name.
+
+
+def _call(handle: Handle, timeout: float, method: str, /, *args: Any, **kwargs: Any) -> Any:
+    return handle.book.calling.call_on(handle, METHOD, method, args, kwargs, timeout).wait()
+
+
+def _call_later(handle: Handle, timeout: float, method: str, /, *args: Any, **kwargs: Any) -> Future[Any]:
+    return handle.book.calling.call_on(handle, METHOD, method, args, kwargs, timeout, unattended=True)
+
+
+def _call_remote(handle: Handle, timeout: float, method: str, /, *args: Any, **kwargs: Any) -> RRef[Any]:
+    return RRef.of(handle.book.calling.remote_on(handle, method, args, kwargs))

@@ -111,7 +111,7 @@ class Calling:
         handle.check()
         if self.closed is not None:
             raise self.closed
-        timeout = self.resolve_timeout(timeout)
+        timeout = self.rpc_timeout if timeout == UNSET_RPC_TIMEOUT else self.resolve_timeout(timeout)
         peer = self.peers[handle.reference.owner]
         head = self._head_on(handle, what, method if what == METHOD else "")
         if args or kwargs:
@@ -232,8 +232,9 @@ class Calling:
         return timeout
 
     def _head_on(self, handle: Handle, what: bytes, method: str) -> bytes:
-        fork = handle.fork or ForkId(self.info.id, 0)
-        return what + pack_handle(handle.reference, fork) + method.encode()
+        if handle.packed is None:
+            handle.packed = pack_handle(handle.reference, handle.fork or ForkId(self.info.id, 0))
+        return what + handle.packed + method.encode()
 
     def _connect(self, peer: Peer, function: Callee, timeout: float) -> tuple[Outgoing, float]:
         """A new connection, and how much of the call's time it has taken."""

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 class Handle:
     """One handle of a reference on this worker."""
 
-    __slots__ = ("__weakref__", "_made", "book", "confirmed", "fork", "new_error", "reference", "value")
+    __slots__ = ("__weakref__", "_made", "book", "confirmed", "fork", "new_error", "packed", "reference", "value")
 
     def __init__(
         self, book: ReferenceBook, reference: RRefId, fork: ForkId | None, value: Value | None, made: Made
@@ -33,6 +33,8 @@ class Handle:
         self.confirmed = fork is None
         self.new_error: Callable[[], RpcError] | None = None
         """Set if the value is gone: makes the error that every use must raise, a new one each time."""
+        self.packed: bytes | None = None
+        """Reference and fork as they stand in messages, once somebody has packed them."""
         self._made = made
 
     @property
