@@ -13,7 +13,7 @@ from collections.abc import Callable, Mapping, Sequence
 from time import monotonic
 from typing import Any
 
-from farcall.agent.book import ReferenceBook
+from farcall.agent.book import ReferenceBook, check_usable
 from farcall.agent.calls import PendingCall
 from farcall.agent.execution import RemoteJob, Workplace
 from farcall.agent.handle import Handle
@@ -202,6 +202,7 @@ class Calling:
             memoryview(bytearray(buffer)) for buffer in buffers
         ]  # they are kept, and the caller may change its own
         if peer.info.id == self.info.id:
+            check_usable(handles)
             value = Value()
             handle = self._book.make(value)
             self._place.serving.submit(RemoteJob(self._place, value, head, body, copies, handles, keeps))
