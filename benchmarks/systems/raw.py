@@ -22,7 +22,7 @@ from typing import Any, Final
 
 from systems.base import START_LIMIT, Address, Caller, Server, System
 
-SPIN: Final = 200e-6
+SPIN: Final = 100e-6
 """Seconds; the default of farcall's `spin` option, so that both are alike."""
 _LENGTH: Final = struct.Struct("!I")
 _READ: Final = 65536

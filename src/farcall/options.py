@@ -42,7 +42,7 @@ class RpcBackendOptions:
     transports: tuple[str, ...] = ("unix", "tcp")
     """Which transports may be used, best first. What cannot be used here or for a peer is passed over."""
 
-    spin: float = 200e-6
+    spin: float = 100e-6
     """Seconds that a thread at most polls for what it waits for before it sleeps; 0 turns spinning off.
     Spinning stops by itself where it does not pay."""
 

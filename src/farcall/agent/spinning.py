@@ -29,7 +29,7 @@ _TRUST: Final = 24
 _MISS_COSTS: Final = 3
 _FIRST_REST: Final = 16
 _LONGEST_REST: Final = 1024
-_CROWDED: Final = 40e-6
+_CROWDED: Final = 20e-6
 """A round of looking takes about 1 µs; longer than this, and others have run meanwhile."""
 _OFFER_AFTER: Final = 20e-6
 """Not at once: an offer costs as much as a look, and most answers come sooner."""
