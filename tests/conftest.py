@@ -19,6 +19,7 @@ import gc
 import glob
 import os
 import shutil
+import signal
 import tempfile
 import threading
 import time
@@ -36,6 +37,19 @@ _KINDS = ("socket:", "pipe:", "anon_inode:", "/memfd:")
 _failed = pytest.StashKey[bool]()
 
 Leftover = tuple[Any, ...]
+
+
+def pytest_configure() -> None:
+    # Who runs the tests in the background (`&` in a script, nohup) has them ignore some signals, and all processes that
+    # they start too. What is tested here is what a program does that a person started.
+    for number, usual in (
+        (signal.SIGINT, signal.default_int_handler),
+        (signal.SIGQUIT, signal.SIG_DFL),
+        (signal.SIGHUP, signal.SIG_DFL),
+        (signal.SIGTERM, signal.SIG_DFL),
+    ):
+        if signal.getsignal(number) is signal.SIG_IGN:
+            signal.signal(number, usual)
 
 
 @pytest.fixture(scope="session", autouse=True)
