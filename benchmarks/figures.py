@@ -29,7 +29,7 @@ class Results:
     import_ms: list[float] = field(default_factory=list)
     idle_percent: list[float] = field(default_factory=list)
     busy_spinning: list[float] = field(default_factory=list)
-    """Calls per second, and below: in the same round, with spinning turned off."""
+    """Calls per second in each slice, and below: in the slice beside it, with spinning turned off."""
     busy_blocking: list[float] = field(default_factory=list)
     others_percent: list[float] = field(default_factory=list)
     """For each turn, the share of a core that other programs took meanwhile."""
@@ -38,6 +38,11 @@ class Results:
     def disturbed(self) -> int:
         """In how many turns other programs took more than `DISTURBANCE` percent of a core."""
         return sum(percent > DISTURBANCE for percent in self.others_percent)
+
+    @property
+    def busy_ratios(self) -> list[float]:
+        """For each slice: the rate with spinning, as a share of that without."""
+        return [own / other for own, other in zip(self.busy_spinning, self.busy_blocking, strict=True)]
 
     def median(self, system: str, measurement: str) -> float | None:
         """The median over the rounds; None if it was not measured."""
@@ -67,7 +72,7 @@ class Figure:
     """How the value must stand to what is required: `≥`, `≤` or `<`."""
     unit: str = "×"
     noise: float = 0.0
-    """The share of the required value by which equal rounds lie apart; a miss by no more than that is none."""
+    """The share of the required value by which it may lie from the truth; a miss by no more than that is none."""
 
     @property
     def verdict(self) -> str:
@@ -92,8 +97,8 @@ def _median(values: list[float]) -> float | None:
 
 
 def _noise(values: list[float]) -> float:
-    """How far, as a share, equal rounds lie apart: half their range over their median."""
-    return (max(values) - min(values)) / 2 / statistics.median(values) if values else 0.0
+    """How far the median of such values may lie from the truth: about twice the standard error of a median."""
+    return 2.5 * statistics.stdev(values) / len(values) ** 0.5 if len(values) > 1 else 0.0
 
 
 @dataclass(frozen=True)
@@ -155,9 +160,9 @@ def wanted_figures(results: Results) -> list[Figure]:
         Figure("idle worker: share of a core", _median(results.idle_percent), 1, bound="<", unit=" %"),
         Figure(
             "8 busy workers: rate with spinning, of that without",
-            _ratio(_median(results.busy_spinning), _median(results.busy_blocking)),
+            _median(results.busy_ratios),
             1,
-            noise=_noise(results.busy_blocking),
+            noise=_noise(results.busy_ratios),
         ),
         Figure("import farcall", results.median_import, 150, bound="<", unit=" ms"),
     ]

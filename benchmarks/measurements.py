@@ -16,13 +16,15 @@ import tempfile
 import time
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Final
+from typing import Final
 
 from processes import Endpoint, Endpoints, free_port, run_python
 from systems import BUSY_WORKERS, System
 
 _SLICE: Final = 100
 _SLICE_WARMUP: Final = 20
+_BUSY_SLICE: Final = 0.5
+"""Seconds. Long against the time slices of a scheduler, short against the changes of a machine's speed."""
 _SETTLE: Final = 0.5
 """Seconds between the last call and the beginning of idleness."""
 
@@ -38,7 +40,8 @@ class Effort:
     references: int = 10_000
     imports: int = 5
     idle_seconds: float = 5.0
-    busy_seconds: float = 3.0
+    busy_seconds: float = 5.0
+    """Of each of the two groups."""
 
 
 QUICK: Final = Effort(
@@ -127,19 +130,31 @@ def measure_idle(system: System, effort: Effort) -> float:
         return max(100 * (cpu_seconds(end.pid) - used) / seconds for end, used in zip(pair, before, strict=True))
 
 
-def measure_busy(spins: bool, effort: Effort) -> float:
-    """All calls per second of a group of busy workers that call each other, spinning or not. Raises EndpointFailed."""
+def measure_busy(effort: Effort) -> tuple[list[float], list[float]]:
+    """All calls per second of busy workers that call each other: of a group that spins, and of one that does not.
+
+    Both groups are up and take turns in short slices, as in `measure_beside`. Raises EndpointFailed.
+    """
     with Endpoints() as endpoints:
-        port = free_port()
-        workers = [
-            endpoints.start(f"busy worker {rank}", kind="busy", rank=rank, port=port, spins=spins)
-            for rank in range(BUSY_WORKERS)
-        ]
-        endpoints.wait_until_up(*workers)
-        for worker in workers:
-            worker.tell("call_all", seconds=effort.busy_seconds)
-        calls: list[Any] = [worker.hear() for worker in workers]
-        return float(sum(calls) / effort.busy_seconds)
+        groups = [_start_busy(endpoints, spins) for spins in (True, False)]
+        rates: tuple[list[float], list[float]] = ([], [])
+        for number in range(max(2, round(effort.busy_seconds / _BUSY_SLICE))):
+            for turn in (0, 1) if number % 2 == 0 else (1, 0):
+                for worker in groups[turn]:
+                    worker.tell("call_all", seconds=_BUSY_SLICE)
+                calls = sum(float(worker.hear()) for worker in groups[turn])
+                rates[turn].append(calls / _BUSY_SLICE)
+        return rates
+
+
+def _start_busy(endpoints: Endpoints, spins: bool) -> list[Endpoint]:
+    port = free_port()
+    workers = [
+        endpoints.start(f"busy worker {rank}", kind="busy", rank=rank, port=port, spins=spins)
+        for rank in range(BUSY_WORKERS)
+    ]
+    endpoints.wait_until_up(*workers)
+    return workers
 
 
 def measure_import(effort: Effort) -> float:

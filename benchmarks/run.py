@@ -118,8 +118,10 @@ def plan(chosen: Sequence[systems.System], effort: Effort, results: Results) -> 
     def idle(system: systems.System) -> None:
         results.idle_percent.append(measure_idle(system, effort))
 
-    def busy(spins: bool) -> None:
-        (results.busy_spinning if spins else results.busy_blocking).append(measure_busy(spins, effort))
+    def busy() -> None:
+        spinning, blocking = measure_busy(effort)
+        results.busy_spinning += spinning
+        results.busy_blocking += blocking
 
     for number in range(effort.rounds):
         turn = number % len(chosen)
@@ -134,9 +136,7 @@ def plan(chosen: Sequence[systems.System], effort: Effort, results: Results) -> 
         if farcall is None:
             continue
         steps.append((f"round {number + 1}: an idle worker", lambda: idle(farcall)))
-        for spins in (True, False) if number % 2 == 0 else (False, True):
-            title = f"round {number + 1}: {systems.BUSY_WORKERS} busy workers, {'' if spins else 'not '}spinning"
-            steps.append((title, lambda spins=spins: busy(spins)))  # type: ignore[misc]
+        steps.append((f"round {number + 1}: {systems.BUSY_WORKERS} busy workers, spinning and not", busy))
         steps.append((f"round {number + 1}: import farcall", lambda: results.import_ms.append(measure_import(effort))))
     return steps
 
