@@ -12,12 +12,8 @@ from typing import Any
 from farcall.agent import Agent
 from farcall.futures import Future
 from farcall.testing import LocalGroup
+from gates import SOON
 
-SOON = 10.0
-"""Seconds in which everything that is to happen has happened, on a slow machine too."""
-
-gates: dict[str, threading.Event] = {}
-arrived: dict[str, threading.Event] = {}
 seen: list[Any] = []
 
 
@@ -51,20 +47,6 @@ def fail(error: BaseException) -> None:
 
 def thread_name() -> str:
     return threading.current_thread().name
-
-
-def new_gate(name: str) -> threading.Event:
-    """A gate that `wait_at` waits at, and the news that somebody does."""
-    gates[name] = threading.Event()
-    arrived[name] = threading.Event()
-    return gates[name]
-
-
-def wait_at(name: str, result: Any = None) -> Any:
-    """Waits in a way of which farcall knows nothing."""
-    arrived[name].set()
-    assert gates[name].wait(SOON), f"nobody opened the gate {name!r}"
-    return result
 
 
 def forward(group: LocalGroup, here: str, to: str, function: Callable[..., Any], *args: Any) -> Any:

@@ -15,21 +15,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from agent_stage import (
-    SOON,
-    add,
-    arrived,
-    bounce,
-    call,
-    echo,
-    forward,
-    new_gate,
-    note,
-    seen,
-    start,
-    thread_name,
-    wait_at,
-)
+from agent_stage import add, bounce, call, echo, forward, note, seen, start, thread_name
 
 from farcall import (
     NotInitializedError,
@@ -45,6 +31,7 @@ from farcall.futures import Future
 from farcall.gathering import collect_all, wait_all
 from farcall.testing import LocalGroup
 from farcall.transports.base import Channel
+from gates import SOON, arrived, new_gate, wait_at
 
 pytestmark = pytest.mark.timeout(30)
 

@@ -15,7 +15,7 @@ from time import monotonic
 from typing import Any
 
 import pytest
-from agent_stage import SOON, Counter, add, arrived, call, echo, fail, new_gate, settled, start, thread_name, wait_at
+from agent_stage import Counter, add, call, echo, fail, settled, start, thread_name
 
 from farcall import RemoteError, RpcTimeoutError, SerializationError
 from farcall.agent import execution
@@ -24,6 +24,7 @@ from farcall.futures import Future
 from farcall.gathering import collect_all
 from farcall.protocol import wire
 from farcall.testing import LocalGroup
+from gates import SOON, arrived, new_gate, wait_at
 
 pytestmark = pytest.mark.timeout(30)
 
@@ -375,7 +376,7 @@ async def hold_async(name: str) -> str:
 
 
 def _open(name: str) -> bool:
-    from agent_stage import gates
+    from gates import gates
 
     return gates[name].is_set()
 

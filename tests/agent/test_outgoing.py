@@ -16,7 +16,7 @@ from time import monotonic
 from types import SimpleNamespace
 
 import pytest
-from agent_stage import SOON, a_megabyte, arrived, call, echo, new_gate, start, wait_at
+from agent_stage import a_megabyte, call, echo, start
 
 from eventually import eventually
 from farcall import RpcTimeoutError, UsageError, WorkerLost
@@ -26,6 +26,7 @@ from farcall.gathering import wait_all
 from farcall.protocol.wire import CALL, encode
 from farcall.sleeping import FOREVER
 from farcall.testing import LocalGroup
+from gates import SOON, arrived, new_gate, wait_at
 from interruption import At, Interrupt
 
 pytestmark = pytest.mark.timeout(30)

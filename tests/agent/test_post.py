@@ -24,13 +24,24 @@ from farcall.protocol.control import pack_control
 from farcall.protocol.wire import CALL, CALL_CARRYING, CONTROL, REMOTE, RESULT, Decoder
 from farcall.testing import LocalGroup
 from farcall.transports.base import Channel
-from reference_stage import SOON, call, expect_confirmed, expect_nothing_left, here, remote, start, tables
+from gates import SOON, arrived, new_gate, wait_at
+from reference_stage import (
+    call,
+    echo,
+    expect_confirmed,
+    expect_nothing_left,
+    fetch,
+    here,
+    keep_there,
+    kept,
+    remote,
+    start,
+    tables,
+)
 
 pytestmark = pytest.mark.timeout(60)
 
 runs: list[Any] = []
-gates: dict[str, threading.Event] = {}
-arrived: dict[str, threading.Event] = {}
 
 
 @pytest.fixture(autouse=True)
@@ -52,33 +63,14 @@ def warm(group: LocalGroup) -> LocalGroup:
     return group
 
 
-def echo(value: Any) -> Any:
-    return value
-
-
 def run(value: Any) -> Any:
     runs.append(value)
     return value
 
 
-def fetch(rref: RRef[Any]) -> Any:
-    return rref.to_here(timeout=SOON)
-
-
 def run_and_fetch(rref: RRef[Any]) -> Any:
     runs.append("fetch")
     return rref.to_here(timeout=SOON)
-
-
-def new_gate(name: str) -> threading.Event:
-    gates[name], arrived[name] = threading.Event(), threading.Event()
-    return gates[name]
-
-
-def wait_at(name: str, result: Any = None) -> Any:
-    arrived[name].set()
-    assert gates[name].wait(SOON)
-    return result
 
 
 def connection(agent: Agent, to: int) -> Outgoing:
@@ -216,22 +208,15 @@ def test_the_word_that_a_reference_arrived_is_heard_though_nobody_calls(warm: Lo
 def test_a_graceful_shutdown_after_references_were_passed_ends(new_group: Callable[..., LocalGroup]) -> None:
     group = new_group(2)
     rref = here(group[0], "tea")
-    call(group[0], 1, keep, rref)
+    call(group[0], 1, keep_there, rref)
     group.shutdown(graceful=True, timeout=5.0)
     kept.clear()
-
-
-kept: list[Any] = []
-
-
-def keep(value: Any) -> None:
-    kept.append(value)
 
 
 def test_the_death_of_a_worker_is_noticed_though_nobody_calls_it(group: LocalGroup) -> None:
     """It never called us, so that our connection to it is the only one."""
     rref = here(group[0], "tea")
-    call(group[0], 1, keep, rref)
+    call(group[0], 1, keep_there, rref)
     del rref
     group[1].shutdown(graceful=False, timeout=0)
     kept.clear()
