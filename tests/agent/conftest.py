@@ -4,6 +4,7 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
+from book_stage import Books
 
 from farcall.options import RpcBackendOptions
 from farcall.testing import LocalGroup
@@ -29,3 +30,9 @@ def new_group() -> Iterator[NewGroup]:
 def group(new_group: NewGroup) -> LocalGroup:
     """Three workers with the usual options."""
     return new_group(3)
+
+
+@pytest.fixture
+def books() -> Books:
+    """The books of three workers that know each other."""
+    return Books()
