@@ -6,17 +6,9 @@ import socket
 import threading
 import time
 from collections.abc import Callable, Iterator
-from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 from rendezvous_stage import Stage
-
-
-@pytest.fixture
-def background() -> Iterator[ThreadPoolExecutor]:
-    """Runs what waits, so that the test can go on."""
-    with ThreadPoolExecutor(16) as pool:
-        yield pool
 
 
 @pytest.fixture
