@@ -1,3 +1,5 @@
+"""Groups of workers, and the stages of books and serving pools, for the tests of the agent."""
+
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
@@ -5,7 +7,9 @@ from typing import Any
 
 import pytest
 from book_stage import Books
+from serving_stage import Stage
 
+from farcall.agent import serving
 from farcall.options import RpcBackendOptions
 from farcall.testing import LocalGroup
 
@@ -36,3 +40,12 @@ def group(new_group: NewGroup) -> LocalGroup:
 def books() -> Books:
     """The books of three workers that know each other."""
     return Books()
+
+
+@pytest.fixture
+def stage(monkeypatch: pytest.MonkeyPatch) -> Iterator[Stage]:
+    """For pools of the test's own. What is slow is for the test to say, not for a machine that is busy otherwise."""
+    monkeypatch.setattr(serving, "SLOW", 1000.0)
+    stage = Stage()
+    yield stage
+    stage.close()
