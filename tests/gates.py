@@ -5,6 +5,7 @@ All workers live in the process of the test, so both sides see the same gates.
 
 from __future__ import annotations
 
+import asyncio
 import threading
 from typing import Any
 
@@ -26,3 +27,11 @@ def wait_at(name: str, result: Any = None) -> Any:
     arrived[name].set()
     assert gates[name].wait(SOON), f"nobody opened the gate {name!r}"
     return result
+
+
+async def await_at(name: str) -> str:
+    """Waits in a coroutine, and gives the gate's name."""
+    arrived[name].set()
+    while not gates[name].is_set():
+        await asyncio.sleep(0.001)
+    return name

@@ -5,6 +5,7 @@ All workers live in the process of the test, so functions here see the same glob
 
 from __future__ import annotations
 
+import asyncio
 import threading
 from collections.abc import Callable
 from typing import Any
@@ -34,6 +35,11 @@ def echo(value: Any) -> Any:
 
 
 def add(left: Any, right: Any = 1) -> Any:
+    return left + right
+
+
+async def add_async(left: int, right: int) -> int:
+    await asyncio.sleep(0)
     return left + right
 
 
@@ -95,3 +101,16 @@ def settled(value: Any) -> Future[Any]:
 
 def a_megabyte() -> bytes:
     return bytes(1 << 20)
+
+
+class Odd(Exception):
+    """Its constructor takes what `args` does not hold."""
+
+    def __init__(self, code: int, *, reason: str) -> None:
+        super().__init__(f"{reason} ({code})")
+        self.code = code
+        self.reason = reason
+
+
+def raise_odd() -> None:
+    raise Odd(7, reason="odd")

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import gc
 import logging
 import threading
@@ -15,7 +14,7 @@ import pytest
 from eventually import eventually
 from farcall import OwnerLost, RpcError, UsageError
 from farcall.testing import LocalGroup
-from gates import SOON, arrived, gates, new_gate, wait_at
+from gates import SOON, arrived, await_at, new_gate, wait_at
 from reference_stage import (
     USES,
     Shelf,
@@ -94,7 +93,7 @@ def test_a_shutdown_waits_for_remote_calls_under_way() -> None:
 def test_a_shutdown_waits_for_remote_calls_of_coroutines() -> None:
     with LocalGroup(2) as group, ThreadPoolExecutor(1) as pool:
         gate = new_gate("coroutine")
-        rref = remote(group[0], 1, wait_in_coroutine, "coroutine")
+        rref = remote(group[0], 1, await_at, "coroutine")
         assert arrived["coroutine"].wait(SOON)
         ending = pool.submit(group.shutdown, True, SOON)
         try:
@@ -103,12 +102,6 @@ def test_a_shutdown_waits_for_remote_calls_of_coroutines() -> None:
             gate.set()
             ending.result(SOON)
         del rref
-
-
-async def wait_in_coroutine(name: str) -> None:
-    arrived[name].set()
-    while not gates[name].is_set():
-        await asyncio.sleep(0.005)
 
 
 def ended_soon(future: Any) -> bool:
