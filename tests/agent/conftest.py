@@ -12,6 +12,7 @@ from serving_stage import Stage
 from farcall.agent import serving
 from farcall.options import RpcBackendOptions
 from farcall.testing import LocalGroup
+from reference_stage import call, echo
 
 NewGroup = Callable[..., LocalGroup]
 
@@ -34,6 +35,15 @@ def new_group() -> Iterator[NewGroup]:
 def group(new_group: NewGroup) -> LocalGroup:
     """Three workers with the usual options."""
     return new_group(3)
+
+
+@pytest.fixture
+def warm(group: LocalGroup) -> LocalGroup:
+    """Three workers, all connected with all."""
+    for agent in group:
+        for to in range(3):
+            call(agent, to, echo, 0)
+    return group
 
 
 @pytest.fixture
