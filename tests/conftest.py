@@ -80,7 +80,7 @@ def _nothing_left_behind(
 @pytest.fixture
 def background() -> Iterator[ThreadPoolExecutor]:
     """Runs what waits, so that the test can go on."""
-    with ThreadPoolExecutor(16) as pool:
+    with ThreadPoolExecutor(32) as pool:
         yield pool
 
 
