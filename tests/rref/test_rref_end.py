@@ -6,6 +6,7 @@ import gc
 import logging
 import threading
 import weakref
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
@@ -78,23 +79,12 @@ def test_a_use_after_the_shutdown_says_so(graceful: bool) -> None:
         gc.collect()
 
 
-def test_a_shutdown_waits_for_remote_calls_under_way() -> None:
+@pytest.mark.parametrize("function", [wait_at, await_at], ids=["function", "coroutine"])
+def test_a_shutdown_waits_for_remote_calls_under_way(function: Callable[[str], Any]) -> None:
     with LocalGroup(2) as group, ThreadPoolExecutor(1) as pool:
         gate = new_gate("under way")
-        rref = remote(group[0], 1, wait_at, "under way")
+        rref = remote(group[0], 1, function, "under way")
         assert arrived["under way"].wait(SOON)
-        ending = pool.submit(group.shutdown, True, SOON)
-        assert not ended_soon(ending)
-        gate.set()
-        ending.result(SOON)
-        del rref
-
-
-def test_a_shutdown_waits_for_remote_calls_of_coroutines() -> None:
-    with LocalGroup(2) as group, ThreadPoolExecutor(1) as pool:
-        gate = new_gate("coroutine")
-        rref = remote(group[0], 1, await_at, "coroutine")
-        assert arrived["coroutine"].wait(SOON)
         ending = pool.submit(group.shutdown, True, SOON)
         try:
             assert not ended_soon(ending)
