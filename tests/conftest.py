@@ -24,6 +24,7 @@ import tempfile
 import threading
 import time
 from collections.abc import Generator, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from multiprocessing import resource_tracker
 from pathlib import Path
 from typing import Any
@@ -90,6 +91,13 @@ def _nothing_left_behind(
         pytest.fail("the test left behind: " + "; ".join(map(describe, sorted(leftovers, key=str))), pytrace=False)
 
 
+@pytest.fixture
+def background() -> Iterator[ThreadPoolExecutor]:
+    """Runs what waits, so that the test can go on."""
+    with ThreadPoolExecutor(32) as pool:
+        yield pool
+
+
 def look_around() -> set[Leftover]:
     """All that could be left behind and is there now."""
     return {*_threads(), *_descriptors(), *_children(), *_shared_memory(), *_socket_files()}
@@ -102,7 +110,7 @@ def wait_for_leftovers_to_go(before: set[Leftover]) -> set[Leftover]:
         if time.monotonic() > deadline:
             return {leftover for leftover in leftovers if not _is_of_another_process(leftover)}
         gc.collect()  # only now: for a test that leaves nothing it would cost more than the rest
-        time.sleep(0.005)
+        time.sleep(0.005)  # nothing tells when a descriptor, a file or another's child is gone: it has to be looked for
     return set()
 
 

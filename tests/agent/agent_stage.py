@@ -5,6 +5,7 @@ All workers live in the process of the test, so functions here see the same glob
 
 from __future__ import annotations
 
+import asyncio
 import threading
 from collections.abc import Callable
 from typing import Any
@@ -12,12 +13,8 @@ from typing import Any
 from farcall.agent import Agent
 from farcall.futures import Future
 from farcall.testing import LocalGroup
+from gates import SOON
 
-SOON = 10.0
-"""Seconds in which everything that is to happen has happened, on a slow machine too."""
-
-gates: dict[str, threading.Event] = {}
-arrived: dict[str, threading.Event] = {}
 seen: list[Any] = []
 
 
@@ -41,6 +38,11 @@ def add(left: Any, right: Any = 1) -> Any:
     return left + right
 
 
+async def add_async(left: int, right: int) -> int:
+    await asyncio.sleep(0)
+    return left + right
+
+
 def note(value: Any) -> None:
     seen.append(value)
 
@@ -51,20 +53,6 @@ def fail(error: BaseException) -> None:
 
 def thread_name() -> str:
     return threading.current_thread().name
-
-
-def new_gate(name: str) -> threading.Event:
-    """A gate that `wait_at` waits at, and the news that somebody does."""
-    gates[name] = threading.Event()
-    arrived[name] = threading.Event()
-    return gates[name]
-
-
-def wait_at(name: str, result: Any = None) -> Any:
-    """Waits in a way of which farcall knows nothing."""
-    arrived[name].set()
-    assert gates[name].wait(SOON), f"nobody opened the gate {name!r}"
-    return result
 
 
 def forward(group: LocalGroup, here: str, to: str, function: Callable[..., Any], *args: Any) -> Any:
@@ -113,3 +101,16 @@ def settled(value: Any) -> Future[Any]:
 
 def a_megabyte() -> bytes:
     return bytes(1 << 20)
+
+
+class Odd(Exception):
+    """Its constructor takes what `args` does not hold."""
+
+    def __init__(self, code: int, *, reason: str) -> None:
+        super().__init__(f"{reason} ({code})")
+        self.code = code
+        self.reason = reason
+
+
+def raise_odd() -> None:
+    raise Odd(7, reason="odd")

@@ -1,58 +1,24 @@
-"""A worker's agent: whom it calls, what it refuses, when it may go, and that nothing waits for ever."""
+"""A worker's agent: whom it calls, what it refuses, and calls nested, from many threads, and failed."""
 
 from __future__ import annotations
 
 import gc
-import logging
-import math
-import threading
 import warnings
-from collections.abc import Callable, Iterator
-from concurrent.futures import FIRST_COMPLETED, ThreadPoolExecutor, wait
-from functools import partial
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from time import monotonic
 from typing import Any
 
 import numpy as np
 import pytest
-from agent_stage import (
-    SOON,
-    add,
-    arrived,
-    bounce,
-    call,
-    echo,
-    forward,
-    new_gate,
-    note,
-    seen,
-    start,
-    thread_name,
-    wait_at,
-)
+from agent_stage import add, bounce, call, echo, forward, note, seen, start, thread_name
 
-from farcall import (
-    NotInitializedError,
-    RpcError,
-    RpcTimeoutError,
-    ShutdownError,
-    UnknownWorkerError,
-    UsageError,
-    WorkerInfo,
-    WorkerLost,
-)
-from farcall.futures import Future
+from farcall import UnknownWorkerError, UsageError, WorkerInfo
 from farcall.gathering import collect_all, wait_all
 from farcall.testing import LocalGroup
-from farcall.transports.base import Channel
+from gates import SOON
 
 pytestmark = pytest.mark.timeout(30)
-
-
-@pytest.fixture
-def pool() -> Iterator[ThreadPoolExecutor]:
-    with ThreadPoolExecutor(32) as pool:
-        yield pool
 
 
 # -- whom
@@ -146,110 +112,6 @@ def test_arguments_that_are_no_sequence_are_refused(group: LocalGroup, args: Any
             group[0].calling.remote(1, function, args, None)
 
 
-# -- how long
-
-
-@pytest.mark.parametrize("timeout", [-0.5, -2, -math.inf, math.nan])
-def test_a_timeout_below_zero_is_refused(group: LocalGroup, timeout: float) -> None:
-    with pytest.raises(UsageError, match="must be 0 \\(none\\) or more seconds"):
-        start(group[0], 1, echo, 1, timeout=timeout)
-
-
-def test_a_timeout_ends_on_time_though_the_callee_does_not(group: LocalGroup) -> None:
-    gate = new_gate("late")
-    began = monotonic()
-    future = start(group[0], 1, wait_at, "late", timeout=0.2)
-    with pytest.raises(RpcTimeoutError) as caught:
-        future.wait()
-    assert 0.2 <= monotonic() - began < 0.7
-    assert isinstance(caught.value, TimeoutError)
-    for part in ("'worker1'", "`wait_at`", "0.2 s", "longer timeout"):
-        assert part in str(caught.value)
-    gate.set()
-
-
-def test_the_late_reply_is_dropped_and_harms_no_other(group: LocalGroup, caplog: pytest.LogCaptureFixture) -> None:
-    gate = new_gate("late")
-    with pytest.raises(RpcTimeoutError):
-        call(group[0], 1, wait_at, "late", "the late reply", timeout=0.05)
-    others = [start(group[0], 1, echo, number) for number in range(50)]
-    gate.set()
-    assert wait_all(others) == list(range(50))
-    assert call(group[0], 1, echo, "after") == "after"
-    assert caplog.records == []
-
-
-def test_a_future_nobody_waits_for_ends_on_time_too(group: LocalGroup) -> None:
-    gate = new_gate("late")
-    over = threading.Event()
-    began = monotonic()
-    future = start(group[0], 1, wait_at, "late", timeout=0.2)
-    future.add_done_callback(lambda _: over.set())
-    assert over.wait(SOON)
-    assert 0.2 <= monotonic() - began < 0.7
-    assert isinstance(future.exception(), RpcTimeoutError)
-    gate.set()
-
-
-def test_each_of_many_calls_ends_at_its_own_time(group: LocalGroup) -> None:
-    gate = new_gate("late")
-    timeouts = [0.3, 0.1, 0.2, 0.15, 0.25]
-    ended: dict[float, float] = {}
-    began = monotonic()
-    futures = []
-    for timeout in timeouts:
-        futures.append(start(group[0], 1, wait_at, "late", timeout=timeout))
-        futures[-1].add_done_callback(lambda _, timeout=timeout: ended.setdefault(timeout, monotonic() - began))
-    assert all(isinstance(future.exception(SOON), RpcTimeoutError) for future in futures)
-    deadline = monotonic() + SOON
-    while len(ended) < len(timeouts) and monotonic() < deadline:  # callbacks run in threads of their own
-        call(group[0], 1, echo, 1)
-    for timeout in timeouts:
-        assert timeout <= ended[timeout] < timeout + 0.5
-    gate.set()
-
-
-def test_zero_is_no_timeout_and_the_agents_own_is_the_default(new_group: Callable[..., LocalGroup]) -> None:
-    group = new_group(2, rpc_timeout=0.05)
-    gate = new_gate("late")
-    with pytest.raises(RpcTimeoutError, match=r"within 0\.05 s"):
-        group[0].call(1, wait_at, ("late",), None, -1).wait()
-    future = start(group[0], 1, wait_at, "late", "came", timeout=0)
-    with pytest.raises(RpcTimeoutError):
-        call(group[0], 1, wait_at, "late", timeout=0.1)
-    assert not future.done()
-    gate.set()
-    assert future.wait() == "came"
-
-
-def test_result_with_a_timeout_leaves_the_call_alone(group: LocalGroup) -> None:
-    gate = new_gate("later")
-    future = start(group[0], 1, wait_at, "later", 7)
-    with pytest.raises(TimeoutError, match=r"not done within 0\.02 s"):
-        future.result(0.02)
-    with pytest.raises(TimeoutError):
-        future.exception(0.02)
-    gate.set()
-    assert future.result(SOON) == 7
-    assert future.exception() is None
-
-
-def test_asking_again_and_again_leaves_nothing_at_the_future(group: LocalGroup, pool: ThreadPoolExecutor) -> None:
-    gate = new_gate("later")
-    future = start(group[0], 1, wait_at, "later", 7)
-    reader = pool.submit(start(group[0], 1, wait_at, "later", 8).wait)
-    arrived["later"].wait(SOON)
-    while not group[0]._connections.copy().popitem()[0]._reading._holder:
-        pass
-    for _ in range(20):
-        with pytest.raises(TimeoutError):
-            future.result(0.001)
-    left = len(future._watchers)
-    gate.set()
-    assert (future.wait(), reader.result(SOON)) == (7, 8)
-    assert left == 0
-
-
 # -- nested
 
 
@@ -263,10 +125,12 @@ def test_a_hundred_deep_with_one_thread(new_group: Callable[..., LocalGroup], th
     assert call(group[0], there, bounce, group, there, "worker0", 100, timeout=3 * SOON) == 100
 
 
-def test_many_nested_at_once_with_one_thread(new_group: Callable[..., LocalGroup], pool: ThreadPoolExecutor) -> None:
+def test_many_nested_at_once_with_one_thread(
+    new_group: Callable[..., LocalGroup], background: ThreadPoolExecutor
+) -> None:
     group = new_group(3, num_worker_threads=1)
     jobs = [
-        pool.submit(call, group[n % 3], (n + 1) % 3, bounce, group, f"worker{(n + 1) % 3}", f"worker{n % 3}", 10)
+        background.submit(call, group[n % 3], (n + 1) % 3, bounce, group, f"worker{(n + 1) % 3}", f"worker{n % 3}", 10)
         for n in range(24)
     ]
     assert [job.result(3 * SOON) for job in jobs] == [10] * 24
@@ -283,12 +147,12 @@ def test_callbacks_may_call_and_wait(new_group: Callable[..., LocalGroup]) -> No
 # -- many threads
 
 
-def test_replies_of_many_threads_are_not_mixed_up(group: LocalGroup, pool: ThreadPoolExecutor) -> None:
+def test_replies_of_many_threads_are_not_mixed_up(group: LocalGroup, background: ThreadPoolExecutor) -> None:
     def work(thread: int) -> bool:
         caller = group[thread % 3]
         return all(call(caller, (thread + n) % 3, echo, (thread, n)) == (thread, n) for n in range(60))
 
-    assert all(pool.map(work, range(16)))
+    assert all(background.map(work, range(16)))
 
 
 def test_calls_of_one_caller_begin_in_their_order(new_group: Callable[..., LocalGroup]) -> None:
@@ -343,164 +207,3 @@ def test_wait_all_has_seen_all_the_failures(group: LocalGroup) -> None:
             error.__traceback__ = None  # it holds the futures
         gc.collect()
     assert caught == []
-
-
-# -- the end
-
-
-def test_after_the_shutdown_every_call_is_refused(group: LocalGroup) -> None:
-    agent = group[0]
-    agent.shutdown(graceful=False, timeout=0)
-    for to in ("worker0", "worker1", "nobody"):
-        with pytest.raises(NotInitializedError, match="'worker0' has shut down"):
-            start(agent, to, echo, 1)
-    agent.shutdown(graceful=False, timeout=0)  # harmless
-
-
-def test_the_others_cannot_reach_a_worker_that_shut_down(group: LocalGroup) -> None:
-    assert call(group[0], 1, echo, 1) == 1
-    group[1].shutdown(graceful=False, timeout=0)
-    for _ in range(3):
-        with pytest.raises(WorkerLost, match="'worker1'") as caught:
-            call(group[0], 1, echo, 1)
-        assert caught.value.worker == "worker1"
-    assert call(group[0], 2, echo, 1) == 1
-    with pytest.raises(WorkerLost, match="'worker1' cannot be reached"):
-        call(group[2], 1, echo, 1)  # never was connected
-
-
-def test_calls_under_way_fail_when_this_worker_shuts_down(group: LocalGroup, pool: ThreadPoolExecutor) -> None:
-    gates = [new_gate(f"end {n}") for n in range(4)]
-    waiting = [pool.submit(call, group[0], 1, wait_at, f"end {n}") for n in range(3)]
-    future = start(group[0], 1, wait_at, "end 3")
-    assert all(arrived[f"end {n}"].wait(SOON) for n in range(4))
-    began = monotonic()
-    group[0].shutdown(graceful=False, timeout=0)
-    assert monotonic() - began < 1
-    for one in waiting:
-        with pytest.raises(RpcError, match="'worker0' \\(this one\\) shut down"):
-            one.result(SOON)
-    with pytest.raises(RpcError, match="`wait_at`"):
-        future.wait()
-    for gate in gates:
-        gate.set()
-
-
-def test_a_call_that_connects_while_this_worker_shuts_down_fails_at_once(
-    group: LocalGroup, pool: ThreadPoolExecutor, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    peer = group[0]._peers["worker1"]
-    connect = peer._open
-
-    def connect_and_shut_down(deadline: float) -> Channel:
-        channel = connect(deadline)
-        pool.submit(group[0].shutdown, False, 0).result(SOON)
-        return channel
-
-    monkeypatch.setattr(peer, "_open", connect_and_shut_down)
-    gate = new_gate("closing")
-    calling = pool.submit(call, group[0], 1, wait_at, "closing", timeout=2)
-    try:
-        error: object = calling.exception(1)
-    except TimeoutError as late:
-        error = late
-    gate.set()
-    wait([calling], SOON)
-    for connection in list(group[0]._connections):
-        connection.close("left open")
-    assert isinstance(error, RpcError), "it waits for a reply though this worker is closed"
-
-
-def test_what_hangs_on_calls_under_way_ends_with_this_worker(group: LocalGroup) -> None:
-    gate = new_gate("end")
-    derived = [start(group[0], 1, wait_at, "end").then(lambda future: future.value()) for _ in range(3)]
-    assert arrived["end"].wait(SOON)
-    group[0].shutdown(graceful=False, timeout=0)
-    gate.set()
-    for future in derived:
-        assert isinstance(future.exception(1), RpcError)
-
-
-def test_graceful_waits_for_what_runs_anywhere(group: LocalGroup, pool: ThreadPoolExecutor) -> None:
-    gate = new_gate("work")
-    future = start(group[0], 1, forward, group, "worker1", "worker2", wait_at, "work", "done")
-    assert arrived["work"].wait(SOON)
-    leaving = [pool.submit(agent.shutdown, True, SOON) for agent in group]
-    assert not any(one.done() for one in leaving)
-    assert call(group[2], 0, echo, "still served") == "still served"
-    gate.set()
-    for one in leaving:
-        one.result(SOON)
-    assert future.wait() == "done"
-
-
-def test_graceful_waits_for_callbacks_that_wait(group: LocalGroup, pool: ThreadPoolExecutor) -> None:
-    seen.clear()
-    hold: Future[None] = Future()
-    start(group[0], 1, echo, 1).then(lambda _: (hold.wait(), call(group[0], 2, note, "called on"))).then(
-        lambda future: future.exception()
-    )
-    leaving = [pool.submit(agent.shutdown, True, SOON) for agent in group]
-    left_early = [one for one in leaving if one in wait(leaving, timeout=0.3, return_when=FIRST_COMPLETED).done]
-    hold.set_result(None)
-    for one in leaving:
-        one.result(SOON)
-    assert left_early == []
-    assert seen == ["called on"]
-
-
-def test_graceful_names_who_did_not_come(group: LocalGroup) -> None:
-    began = monotonic()
-    with pytest.raises(ShutdownError, match="'worker1', 'worker2' did not come in time"):
-        group[0].shutdown(graceful=True, timeout=0.1)
-    assert monotonic() - began < 1
-    with pytest.raises(NotInitializedError):
-        start(group[0], 1, echo, 1)
-
-
-def test_graceful_says_that_work_was_left(group: LocalGroup, pool: ThreadPoolExecutor) -> None:
-    gate = new_gate("work")
-    future = start(group[0], 1, wait_at, "work")
-    assert arrived["work"].wait(SOON)
-    with pytest.raises(
-        ShutdownError, match="calls were still under way here: a call of `wait_at` on worker 'worker1'; "
-    ):
-        group[0].shutdown(graceful=True, timeout=0.1)
-    assert isinstance(future.exception(), RpcError)
-    gate.set()
-
-
-def test_shutting_down_with_a_function_running_says_so(group: LocalGroup, caplog: pytest.LogCaptureFixture) -> None:
-    gate = new_gate("stuck")
-    future = start(group[0], 1, wait_at, "stuck")
-    assert arrived["stuck"].wait(SOON)
-    with caplog.at_level(logging.WARNING, "farcall"):
-        group[1].shutdown(graceful=False, timeout=0)
-    assert "1 function(s) still run" in caplog.text
-    assert isinstance(future.exception(SOON), WorkerLost)
-    gate.set()
-
-
-def test_a_group_that_is_not_whole_does_not_start() -> None:
-    with pytest.raises(UsageError, match="give one for each"):
-        LocalGroup(2, names=["one"])
-
-
-def test_two_workers_of_one_name_do_not_start() -> None:
-    with pytest.raises(RpcError, match="two workers are called 'same'"):
-        LocalGroup(2, names=["same", "same"])
-
-
-def test_a_local_group_knows_its_agents(group: LocalGroup) -> None:
-    assert [agent.info.name for agent in group] == ["worker0", "worker1", "worker2"]
-    assert (group["worker2"], len(group)) == (group[2], 3)
-    assert call(group[0], 1, partial(echo, group)) is group
-    with pytest.raises(UsageError, match="no worker 'worker9'"):
-        group["worker9"]
-
-
-def test_a_local_group_leaves_gracefully(new_group: Callable[..., LocalGroup]) -> None:
-    group = new_group(4)
-    futures = [start(agent, to, echo, to) for agent in group for to in range(4)]
-    group.shutdown()
-    assert [future.wait() for future in futures] == [0, 1, 2, 3] * 4

@@ -19,13 +19,12 @@ from farcall.options import UNSET_RPC_TIMEOUT
 from farcall.protocol.wire import METHOD
 from farcall.sleeping import FOREVER
 from farcall.testing import LocalGroup
-from reference_stage import SOON, call, expect_confirmed, expect_nothing_left, here, remote, tables
+from gates import SOON, arrived, new_gate, wait_at
+from reference_stage import call, expect_confirmed, expect_nothing_left, here, remote, tables
 
 pytestmark = pytest.mark.timeout(30)
 
 kept: list[Any] = []
-gates: dict[str, threading.Event] = {}
-arrived: dict[str, threading.Event] = {}
 
 
 @pytest.fixture(autouse=True)
@@ -36,17 +35,6 @@ def _nothing_kept() -> Iterator[None]:
 
 def echo(*args: Any, **kwargs: Any) -> Any:
     return (args, kwargs) if kwargs or len(args) != 1 else args[0]
-
-
-def new_gate(name: str) -> threading.Event:
-    gates[name], arrived[name] = threading.Event(), threading.Event()
-    return gates[name]
-
-
-def wait_at(name: str, result: Any = None) -> Any:
-    arrived[name].set()
-    assert gates[name].wait(SOON), f"nobody opened the gate {name!r}"
-    return result
 
 
 # -- Arguments of every form

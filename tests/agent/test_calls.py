@@ -8,7 +8,7 @@ from functools import partial
 from typing import Any
 
 import pytest
-from agent_stage import SOON, Counter, add, call, echo, new_gate, start, wait_at
+from agent_stage import Counter, add, call, echo, start
 
 from farcall import SerializationError
 from farcall.agent.calls import CallbackJob, Reply
@@ -16,6 +16,7 @@ from farcall.futures import DONE, FAILED, Future
 from farcall.protocol.wire import FAILURE, RESULT
 from farcall.serialization import dumps, encode_failure
 from farcall.testing import LocalGroup
+from gates import SOON, new_gate, wait_at
 
 pytestmark = pytest.mark.timeout(30)
 

@@ -1,4 +1,4 @@
-"""One thread of the pool: what it is told reaches it, once. What it does then is tested in `test_serving.py`."""
+"""One thread of the pool: what it is told reaches it, once. What it does then is tested in `test_serving*.py`."""
 
 from __future__ import annotations
 

@@ -10,7 +10,7 @@ from contextlib import ExitStack
 from time import monotonic
 
 import pytest
-from agent_stage import SOON, arrived, call, echo, gates, new_gate, start, wait_at
+from agent_stage import call, echo, start
 
 from farcall import WorkerLost
 from farcall.agent.sending import Sender
@@ -18,6 +18,7 @@ from farcall.protocol.handshake import PREAMBLE_SIZE, Hello, Purpose, Refused, W
 from farcall.protocol.wire import CALL, RESULT, Decoder, encode
 from farcall.testing import LocalGroup
 from farcall.transports.base import Channel
+from gates import SOON, arrived, gates, new_gate, wait_at
 
 pytestmark = pytest.mark.timeout(30)
 

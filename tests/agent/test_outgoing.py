@@ -10,13 +10,13 @@ import signal
 import threading
 import warnings
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from time import monotonic
 from types import SimpleNamespace
 
 import pytest
-from agent_stage import SOON, a_megabyte, arrived, call, echo, new_gate, start, wait_at
+from agent_stage import a_megabyte, call, echo, start
 
 from eventually import eventually
 from farcall import RpcTimeoutError, UsageError, WorkerLost
@@ -26,15 +26,10 @@ from farcall.gathering import wait_all
 from farcall.protocol.wire import CALL, encode
 from farcall.sleeping import FOREVER
 from farcall.testing import LocalGroup
+from gates import SOON, arrived, new_gate, wait_at
 from interruption import At, Interrupt
 
 pytestmark = pytest.mark.timeout(30)
-
-
-@pytest.fixture
-def pool() -> Iterator[ThreadPoolExecutor]:
-    with ThreadPoolExecutor(16) as pool:
-        yield pool
 
 
 def connection(group: LocalGroup) -> Outgoing:
@@ -43,7 +38,7 @@ def connection(group: LocalGroup) -> Outgoing:
     return found
 
 
-def test_one_connection_serves_all_threads(group: LocalGroup, pool: ThreadPoolExecutor) -> None:
+def test_one_connection_serves_all_threads(group: LocalGroup, background: ThreadPoolExecutor) -> None:
     together = threading.Barrier(16)
 
     def work(n: int) -> int:
@@ -51,7 +46,7 @@ def test_one_connection_serves_all_threads(group: LocalGroup, pool: ThreadPoolEx
         result: int = call(group[0], 1, echo, n)
         return result
 
-    assert list(pool.map(work, range(16))) == list(range(16))
+    assert list(background.map(work, range(16))) == list(range(16))
     assert len(group[0]._connections) == 1
     assert len(group[1]._incoming) == 1
 
@@ -65,9 +60,9 @@ def test_replies_come_in_any_order(group: LocalGroup) -> None:
     assert connection(group).pending == {}
 
 
-def test_a_waiter_hands_the_reading_on(group: LocalGroup, pool: ThreadPoolExecutor) -> None:
+def test_a_waiter_hands_the_reading_on(group: LocalGroup, background: ThreadPoolExecutor) -> None:
     gates = [new_gate(f"gate {n}") for n in range(8)]
-    waiting = [pool.submit(call, group[0], 1, wait_at, f"gate {n}", n) for n in range(8)]
+    waiting = [background.submit(call, group[0], 1, wait_at, f"gate {n}", n) for n in range(8)]
     for n in range(8):
         assert arrived[f"gate {n}"].wait(SOON)
     for n in range(8):
@@ -84,10 +79,10 @@ def test_a_reply_is_settled_though_nobody_waits(group: LocalGroup) -> None:
 
 
 def test_loss_fails_everything_under_way_and_names_worker_and_function(
-    group: LocalGroup, pool: ThreadPoolExecutor
+    group: LocalGroup, background: ThreadPoolExecutor
 ) -> None:
     gate = new_gate("lost")
-    waiting = [pool.submit(call, group[0], 1, wait_at, "lost") for _ in range(4)]
+    waiting = [background.submit(call, group[0], 1, wait_at, "lost") for _ in range(4)]
     futures = [start(group[0], 1, wait_at, "lost") for _ in range(4)]
     eventually(lambda: connection(group).calls_started == 8)
     for incoming in list(group[1]._incoming):
@@ -130,12 +125,12 @@ def test_an_answer_to_nobody_is_dropped(group: LocalGroup) -> None:
     assert call(group[0], 1, echo, 2) == 2
 
 
-def test_large_messages_both_ways_from_many_threads(group: LocalGroup, pool: ThreadPoolExecutor) -> None:
+def test_large_messages_both_ways_from_many_threads(group: LocalGroup, background: ThreadPoolExecutor) -> None:
     def work(n: int) -> bool:
         data = bytes([n]) * (3 << 20)
         return all(call(group[n % 2], 1 - n % 2, echo, data) == data for _ in range(3))
 
-    assert all(pool.map(work, range(8)))
+    assert all(background.map(work, range(8)))
 
 
 def test_buffers_may_be_changed_as_soon_as_the_call_is_made(group: LocalGroup) -> None:
@@ -158,9 +153,9 @@ def test_more_than_the_socket_takes_is_sent_in_the_end(group: LocalGroup) -> Non
     assert [future.wait()[0] for future in futures] == list(range(200))
 
 
-def test_a_callers_time_ends_while_another_thread_reads(group: LocalGroup, pool: ThreadPoolExecutor) -> None:
+def test_a_callers_time_ends_while_another_thread_reads(group: LocalGroup, background: ThreadPoolExecutor) -> None:
     gate = new_gate("read")
-    reader = pool.submit(call, group[0], 1, wait_at, "read")
+    reader = background.submit(call, group[0], 1, wait_at, "read")
     assert arrived["read"].wait(SOON)
     began = monotonic()
     with pytest.raises(RpcTimeoutError):
@@ -170,7 +165,7 @@ def test_a_callers_time_ends_while_another_thread_reads(group: LocalGroup, pool:
     reader.result(SOON)
 
 
-def test_a_timeout_is_kept_while_other_replies_stream_in(group: LocalGroup, pool: ThreadPoolExecutor) -> None:
+def test_a_timeout_is_kept_while_other_replies_stream_in(group: LocalGroup, background: ThreadPoolExecutor) -> None:
     gate = new_gate("stream")
     stop = threading.Event()
 
@@ -178,7 +173,7 @@ def test_a_timeout_is_kept_while_other_replies_stream_in(group: LocalGroup, pool
         while not stop.is_set():
             wait_all([start(group[0], 1, echo, n) for n in range(20)])
 
-    streams = [pool.submit(stream) for _ in range(3)]
+    streams = [background.submit(stream) for _ in range(3)]
     began = monotonic()
     with pytest.raises(RpcTimeoutError):
         call(group[0], 1, wait_at, "stream", timeout=0.2)
@@ -259,9 +254,9 @@ def test_a_call_that_fails_after_ctrl_c_is_not_reported_as_unseen(group: LocalGr
     gate.set()
 
 
-def test_ctrl_c_behind_another_reader(group: LocalGroup, pool: ThreadPoolExecutor) -> None:
+def test_ctrl_c_behind_another_reader(group: LocalGroup, background: ThreadPoolExecutor) -> None:
     gate = new_gate("waiting")
-    reader = pool.submit(call, group[0], 1, wait_at, "waiting", "read")
+    reader = background.submit(call, group[0], 1, wait_at, "waiting", "read")
     assert arrived["waiting"].wait(SOON)
     timer = threading.Timer(0.1, lambda: signal.pthread_kill(threading.main_thread().ident or 0, signal.SIGINT))
     timer.start()

@@ -1,12 +1,9 @@
-"""What workers say about references, and how often: no word too many, and every word once though connections break."""
+"""What workers say about references, how often and by which way: no word too many, and every word is heard."""
 
 from __future__ import annotations
 
 import gc
-import random
-import threading
 from collections.abc import Callable, Iterator
-from concurrent.futures import ThreadPoolExecutor
 from types import SimpleNamespace
 from typing import Any
 
@@ -14,84 +11,35 @@ import pytest
 
 from eventually import eventually
 from farcall import RRef, SerializationError, WorkerInfo, WorkerLost
-from farcall.agent import Agent
 from farcall.agent import book as book_module
-from farcall.agent.incoming import Incoming
-from farcall.agent.outgoing import Outgoing
 from farcall.agent.parcels import Letter
 from farcall.agent.post import Post
 from farcall.protocol.control import pack_control
 from farcall.protocol.wire import CALL, CALL_CARRYING, CONTROL, REMOTE, RESULT, Decoder
 from farcall.testing import LocalGroup
 from farcall.transports.base import Channel
-from reference_stage import SOON, call, expect_confirmed, expect_nothing_left, here, remote, start, tables
+from reference_stage import (
+    call,
+    echo,
+    expect_confirmed,
+    expect_nothing_left,
+    fetch,
+    here,
+    keep_there,
+    kept,
+    remote,
+    tables,
+)
 
 pytestmark = pytest.mark.timeout(60)
-
-runs: list[Any] = []
-gates: dict[str, threading.Event] = {}
-arrived: dict[str, threading.Event] = {}
 
 
 @pytest.fixture(autouse=True)
 def _clean() -> Iterator[None]:
-    runs.clear()
     yield
-    runs.clear()
     for spy in spies:
         spy.originals.clear()
     spies.clear()
-
-
-@pytest.fixture
-def warm(group: LocalGroup) -> LocalGroup:
-    """Three workers, all connected with all."""
-    for agent in group:
-        for to in range(3):
-            call(agent, to, echo, 0)
-    return group
-
-
-def echo(value: Any) -> Any:
-    return value
-
-
-def run(value: Any) -> Any:
-    runs.append(value)
-    return value
-
-
-def fetch(rref: RRef[Any]) -> Any:
-    return rref.to_here(timeout=SOON)
-
-
-def run_and_fetch(rref: RRef[Any]) -> Any:
-    runs.append("fetch")
-    return rref.to_here(timeout=SOON)
-
-
-def new_gate(name: str) -> threading.Event:
-    gates[name], arrived[name] = threading.Event(), threading.Event()
-    return gates[name]
-
-
-def wait_at(name: str, result: Any = None) -> Any:
-    arrived[name].set()
-    assert gates[name].wait(SOON)
-    return result
-
-
-def connection(agent: Agent, to: int) -> Outgoing:
-    found = agent._peers[to].connection
-    assert found is not None
-    return found
-
-
-def cut(agent: Agent, to: int) -> None:
-    """Ends the connection for calls of a worker to another, and waits until there is another."""
-    old = connection(agent, to)
-    old.lose("it was cut")
-    eventually(lambda: agent._peers[to].connection is not None and agent._peers[to].connection is not old)
 
 
 # -- How much is said
@@ -216,22 +164,15 @@ def test_the_word_that_a_reference_arrived_is_heard_though_nobody_calls(warm: Lo
 def test_a_graceful_shutdown_after_references_were_passed_ends(new_group: Callable[..., LocalGroup]) -> None:
     group = new_group(2)
     rref = here(group[0], "tea")
-    call(group[0], 1, keep, rref)
+    call(group[0], 1, keep_there, rref)
     group.shutdown(graceful=True, timeout=5.0)
     kept.clear()
-
-
-kept: list[Any] = []
-
-
-def keep(value: Any) -> None:
-    kept.append(value)
 
 
 def test_the_death_of_a_worker_is_noticed_though_nobody_calls_it(group: LocalGroup) -> None:
     """It never called us, so that our connection to it is the only one."""
     rref = here(group[0], "tea")
-    call(group[0], 1, keep, rref)
+    call(group[0], 1, keep_there, rref)
     del rref
     group[1].shutdown(graceful=False, timeout=0)
     kept.clear()
@@ -278,12 +219,6 @@ def test_a_message_with_too_many_references_harms_no_later_one(
 def references_at(group: LocalGroup, count: int) -> list[RRef[Any]]:
     """Runs on worker 0: references of its own."""
     return [here(group[0], number) for number in range(count)]
-
-
-def reference_at(group: LocalGroup, gate: str) -> RRef[Any]:
-    """Runs on worker 0: a reference of its own, after a while."""
-    wait_at(gate)
-    return here(group[0], "late")
 
 
 def test_a_caller_of_no_rank_in_the_group_harms_nobody(warm: LocalGroup, caplog: pytest.LogCaptureFixture) -> None:
@@ -391,241 +326,6 @@ def test_what_was_said_into_a_connection_that_is_lost_is_said_again(letter: Lett
     desk.letters.append(letter)
     desk.post.send()
     assert desk.again == [desk.post]
-
-
-# -- Connections that break
-
-
-def lose_before_sending(one: Outgoing) -> None:
-    """The next message about references on this connection is lost with it."""
-
-    def lose(message: Any, patience: float = 0.0) -> None:
-        del one.send_control
-        one.lose("it was cut before the message was sent")
-
-    one.send_control = lose  # type: ignore[method-assign]
-
-
-def close_after(group: LocalGroup, owner: int, caller: int, monkeypatch: pytest.MonkeyPatch, method: str) -> None:
-    """The connection is cut when the owner has read the next such message, before it has answered."""
-    book = group[owner].book
-    original = getattr(book, method)
-
-    def once(*args: Any) -> Any:
-        monkeypatch.setattr(book, method, original)
-        result = original(*args)
-        group[owner]._incoming_of[caller].close()
-        return result
-
-    monkeypatch.setattr(book, method, once)
-
-
-def fetch_again(rref: RRef[Any]) -> Any:
-    """Fetches it, though a first attempt may meet the connection that is going."""
-    try:
-        return rref.to_here(timeout=SOON)
-    except WorkerLost:
-        return rref.to_here(timeout=SOON)
-
-
-@pytest.mark.parametrize("moment", ["before it is sent", "after it was read"])
-def test_a_remote_call_survives_its_connection(warm: LocalGroup, monkeypatch: pytest.MonkeyPatch, moment: str) -> None:
-    if moment == "before it is sent":
-        lose_before_sending(connection(warm[0], 1))
-    else:
-        close_after(warm, 1, 0, monkeypatch, "create_requested")
-    argument = here(warm[0], "milk")
-    rref = remote(warm[0], 1, run, [argument])
-    del argument
-    expect_confirmed(rref)
-    assert fetch_again(rref)[0].to_here() == "milk"
-    assert len(runs) == 1
-    runs.clear()
-    del rref
-    expect_nothing_left(warm)
-
-
-@pytest.mark.parametrize("owner", [0, 1, 2])
-def test_references_of_a_call_that_was_lost_do_not_leak(
-    warm: LocalGroup, monkeypatch: pytest.MonkeyPatch, owner: int
-) -> None:
-    """The callee has read it, or has not: the caller cannot know, and hears that the worker was lost."""
-    rref = remote(warm[0], owner, echo, "tea")
-    expect_confirmed(rref)
-    gate = new_gate("lost")
-    future = start(warm[0], 1, wait_and_drop, "lost", rref)
-    assert arrived["lost"].wait(SOON)
-    cut(warm[0], 1)
-    with pytest.raises(WorkerLost, match="worker 'worker1' was lost"):
-        future.wait()
-    gate.set()
-    assert call(warm[0], 1, fetch, rref) == "tea"
-    del rref, future
-    expect_nothing_left(warm)
-
-
-def wait_and_drop(name: str, rref: RRef[Any]) -> None:
-    wait_at(name)
-
-
-@pytest.mark.parametrize("owner", [0, 1, 2])
-def test_references_of_a_call_that_never_arrived_do_not_leak(
-    warm: LocalGroup, monkeypatch: pytest.MonkeyPatch, owner: int
-) -> None:
-    rref = remote(warm[0], owner, echo, "tea")
-    expect_confirmed(rref)
-    original = warm[0].book.pass_on
-
-    def cut_then_pass(*args: Any) -> Any:
-        monkeypatch.setattr(warm[0].book, "pass_on", original)
-        result = original(*args)
-        connection(warm[0], 1).lose("it was cut before the call was sent")
-        return result
-
-    monkeypatch.setattr(warm[0].book, "pass_on", cut_then_pass)
-    with pytest.raises(WorkerLost):
-        call(warm[0], 1, run_and_fetch, rref)
-    del rref
-    expect_nothing_left(warm)
-    assert runs == []
-
-
-@pytest.mark.parametrize("way", ["call", "remote"])
-def test_a_connection_that_was_replaced_just_before_its_use(
-    warm: LocalGroup, monkeypatch: pytest.MonkeyPatch, way: str
-) -> None:
-    """A thread has got the connection; it is lost and re-made by another before the thread goes on."""
-    rref = remote(warm[0], 2, echo, "tea")
-    expect_confirmed(rref)
-    method = "pass_on" if way == "call" else "call_remote"
-    original = getattr(warm[0].book, method)
-
-    def cut_first(*args: Any) -> Any:
-        monkeypatch.setattr(warm[0].book, method, original)
-        cut(warm[0], 1)
-        eventually(lambda: not warm[0]._serving.is_busy())
-        return original(*args)
-
-    monkeypatch.setattr(warm[0].book, method, cut_first)
-    if way == "call":
-        with pytest.raises(WorkerLost):
-            call(warm[0], 1, fetch, rref)
-    else:
-        there = remote(warm[0], 1, fetch, rref)
-        assert there.to_here(timeout=SOON) == "tea"
-        del there
-    del rref
-    expect_nothing_left(warm)
-
-
-@pytest.mark.parametrize("cut_by", ["caller", "callee"])
-def test_a_reference_returned_to_a_caller_whose_connection_is_gone_does_not_leak(warm: LocalGroup, cut_by: str) -> None:
-    gate = new_gate("gone")
-    future = start(warm[1], 0, reference_at, warm, "gone")
-    assert arrived["gone"].wait(SOON)
-    if cut_by == "caller":
-        cut(warm[1], 0)
-    else:
-        warm[0]._incoming_of[1].close()
-    with pytest.raises(WorkerLost):
-        future.wait()
-    eventually(lambda: 1 in warm[0]._incoming_of)
-    eventually(lambda: not warm[0]._serving.ready and not warm[1]._serving.ready)
-    gate.set()
-    del future
-    expect_nothing_left(warm)
-
-
-def test_what_was_given_back_survives_the_connection(warm: LocalGroup) -> None:
-    rref = remote(warm[0], 1, echo, "tea")
-    expect_confirmed(rref)
-    eventually(lambda: not warm[0].book.has_work())
-    lose_before_sending(connection(warm[0], 1))
-    del rref
-    expect_nothing_left(warm)
-
-
-@pytest.mark.parametrize("times", [1, 2])
-def test_a_connection_that_breaks_in_the_greeting_does_not_make_a_worker_dead(
-    warm: LocalGroup, monkeypatch: pytest.MonkeyPatch, times: int
-) -> None:
-    """Somebody listens there, so it lives."""
-    rref = remote(warm[0], 1, echo, "tea")
-    expect_confirmed(rref)
-    broken: list[Incoming] = []
-    greet = Incoming._greet
-
-    def break_off(incoming: Incoming, data: bytes) -> bytes:
-        if incoming._us.id == 1 and len(broken) < times:
-            broken.append(incoming)
-            raise ConnectionResetError("cut")
-        return greet(incoming, data)
-
-    monkeypatch.setattr(Incoming, "_greet", break_off)
-    connection(warm[0], 1).lose("it was cut")
-    eventually(lambda: len(broken) == times)
-    eventually(lambda: warm[0]._peers[1].connection is not None or warm[0]._peers[1].is_lost)
-    assert not warm[0]._peers[1].is_lost
-    assert rref.to_here() == "tea"
-    del rref
-    expect_nothing_left(warm)
-
-
-def test_a_connection_that_is_made_while_the_worker_closes_is_closed(warm: LocalGroup) -> None:
-    warm[0].shutdown(graceful=False, timeout=0)
-    warm[0]._posts[1].run()  # it was under way in the serving pool
-    left = list(warm[0]._connections)
-    for one in left:
-        one.close("by the test")
-    assert left == []
-
-
-@pytest.mark.parametrize("seed", range(4))
-def test_connections_are_cut_at_any_moment(new_group: Callable[..., LocalGroup], seed: int) -> None:
-    group = new_group(3)
-    chance = random.Random(seed)
-    stop = threading.Event()
-    timer = threading.Timer(1.5, stop.set)
-    timer.start()
-    with ThreadPoolExecutor(4) as pool:
-        sharing = [pool.submit(share, group, number, random.Random(seed * 100 + number), stop) for number in range(3)]
-        pause = threading.Event()
-        while not stop.is_set():
-            pause.wait(chance.random() * 0.02)
-            agent = group[chance.randrange(3)]
-            ends = [*agent._connections, *agent._incoming]
-            if ends:
-                end = chance.choice(ends)
-                end.lose("it was cut") if isinstance(end, Outgoing) else end.close()
-        shared = [one.result(4 * SOON) for one in sharing]
-    timer.join()
-    assert min(shared) > 5, shared
-    assert not any(peer.is_lost for agent in group for peer in agent._peers.values())
-    assert len(runs) == len(set(runs)), "a remote call ran twice"
-    expect_nothing_left(group)
-
-
-def share(group: LocalGroup, number: int, chance: random.Random, stop: threading.Event) -> int:
-    """Makes references and passes them on, whatever is cut meanwhile; how many of these came to their end."""
-    done = count = 0
-    mine: list[RRef[Any]] = []
-    while not stop.is_set():
-        count += 1
-        agent = group[chance.randrange(3)]
-        try:
-            rref = remote(agent, chance.randrange(3), run, (number, count))
-            mine.append(rref)
-            assert call(agent, chance.randrange(3), fetch, rref) == (number, count)
-            back = call(agent, chance.randrange(3), echo, rref)
-            assert back.to_here(timeout=SOON) == (number, count)
-            done += 1
-        except WorkerLost:
-            pass
-        if len(mine) > 4:
-            del mine[chance.randrange(len(mine))]
-    for rref in mine:
-        expect_confirmed(rref)
-    return done
 
 
 def test_the_check_for_what_is_left_bites(warm: LocalGroup) -> None:

@@ -1,10 +1,11 @@
 from __future__ import annotations
 
 import pytest
-from agent_stage import SOON, arrived, call, echo, new_gate, start, wait_at
+from agent_stage import call, echo, start
 
 from farcall.errors import RpcTimeoutError
 from farcall.testing import LocalGroup
+from gates import SOON, arrived, new_gate, wait_at
 
 
 def test_a_worker_that_does_nothing_has_nothing_under_way(group: LocalGroup) -> None:

@@ -11,6 +11,7 @@ import weakref
 from typing import Any
 
 import pytest
+from book_stage import Sensitive, made
 
 from farcall.agent.values import Value
 from farcall.errors import ReferenceRefused
@@ -156,21 +157,6 @@ def test_an_error_that_nobody_asks_for_is_nobodys_fault(make: Any) -> None:
     assert said == []
 
 
-made: list[str] = []
-
-
-class Sensitive(Exception):
-    """An error that notes when it is made anew."""
-
-    def __reduce__(self) -> Any:
-        return make_anew, self.args
-
-
-def make_anew(text: str) -> Sensitive:
-    made.append(text)
-    return Sensitive(text)
-
-
 def test_it_is_described_for_people_without_running_anything() -> None:
     there = Value()
     assert there.describe() == ""
@@ -179,7 +165,7 @@ def test_it_is_described_for_people_without_running_anything() -> None:
     assert refused().describe() == "refused"
     value = failed(Sensitive("seven"))
     made.clear()
-    assert value.describe() == "failed: test_values.Sensitive: seven"
+    assert value.describe() == "failed: book_stage.Sensitive: seven"
     assert made == []
     assert isinstance(value.exception(), Sensitive)
     assert made == ["seven"]

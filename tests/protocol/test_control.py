@@ -129,11 +129,28 @@ def test_an_unknown_kind_is_refused(code: int) -> None:
         unpack_control(struct.pack("<QQBIIQIQ", 0, 1, code, 0, 0, 1, 0, 1))
 
 
+LAID_OUT = bytes.fromhex("01000000 02000000 0300000000000000 04000000 0500000000000000")
+"""Reference 3 that worker 2 has made, of worker 1; fork 5 of worker 4."""
+
+
 def test_the_layout() -> None:
-    message = UserDeleted(RRefId(1, 2, 3), ForkId(4, 5))
-    assert pack_control(7, [(6, message)]) == struct.pack("<QQBIIQIQ", 7, 6, 5, 1, 2, 3, 4, 5)
-    section = pack_section(9, [Carried(RRefId(1, 2, 3), ForkId(4, 5))])
-    assert section == struct.pack("<QHIIQIQ", 9, 1, 1, 2, 3, 4, 5)
+    reference, fork = RRefId(1, 2, 3), ForkId(4, 5)
+    section = bytes.fromhex("0900000000000000 0100") + LAID_OUT
+    assert pack_handle(reference, fork) == LAID_OUT
+    assert pack_section(9, [Carried(reference, fork)]) == section
+    assert pack_remote(9, [Carried(reference, fork)], reference, fork) == section + LAID_OUT
+    assert pack_remote(9, [], reference, fork) == bytes.fromhex("0900000000000000 0000") + LAID_OUT
+    assert pack_control(7, []) == bytes.fromhex("0700000000000000")
+
+
+@pytest.mark.parametrize(
+    ("code", "kind"),
+    [*enumerate([CreateRequest, ForkRequest, ForkAccepted, ForkRefused, ChildAccepted, UserDeleted])],
+)
+def test_the_number_of_each_kind(code: int, kind: Any) -> None:
+    """Workers of other versions know them by it."""
+    head = bytes.fromhex("0700000000000000 0600000000000000")
+    assert pack_control(7, [(6, kind(RRefId(1, 2, 3), ForkId(4, 5)))]) == head + bytes([code]) + LAID_OUT
 
 
 def test_a_section_with_as_many_handles_as_may_be_fits_into_a_head() -> None:

@@ -3,33 +3,10 @@
 from __future__ import annotations
 
 import socket
-import threading
-import time
 from collections.abc import Callable, Iterator
-from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 from rendezvous_stage import Stage
-
-
-@pytest.fixture
-def background() -> Iterator[ThreadPoolExecutor]:
-    """Runs what waits, so that the test can go on."""
-    with ThreadPoolExecutor(16) as pool:
-        yield pool
-
-
-@pytest.fixture
-def until() -> Callable[[Callable[[], object]], None]:
-    """Waits until something is true; fails the test if it does not become true."""
-
-    def wait(condition: Callable[[], object]) -> None:
-        deadline = time.monotonic() + 10
-        while not condition():
-            assert time.monotonic() < deadline, "it did not become true"
-            threading.Event().wait(0.002)
-
-    return wait
 
 
 @pytest.fixture

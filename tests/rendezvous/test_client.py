@@ -7,19 +7,18 @@ import signal
 import socket
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 from rendezvous_stage import Stage
 
+from eventually import eventually
 from farcall.errors import ProtocolError, RendezvousError, RendezvousTimeoutError
 from farcall.protocol.handshake import Welcome
 from farcall.rendezvous import client as client_module
 from farcall.rendezvous.client import StoreClient
 from farcall.rendezvous.store_messages import Number, pack_reply
-
-Until = Callable[[Callable[[], object]], None]
 
 
 @pytest.fixture
@@ -70,10 +69,10 @@ def test_a_collect_in_vain_says_what_was_there(stage: Stage) -> None:
     assert isinstance(caught.value, TimeoutError)
 
 
-def test_a_wait_without_end_is_allowed(stage: Stage, background: ThreadPoolExecutor, until: Until) -> None:
+def test_a_wait_without_end_is_allowed(stage: Stage, background: ThreadPoolExecutor) -> None:
     client = stage.client(0)
     waiting = background.submit(client.get, "k", math.inf)
-    until(lambda: client._pending)
+    eventually(lambda: client._pending)
     client.set("k", b"v")
     assert waiting.result(10) == b"v"
 
@@ -92,11 +91,11 @@ def test_a_value_that_is_too_large_is_refused_here(stage: Stage) -> None:
     client.set("k", b"small")
 
 
-def test_ctrl_c_ends_a_wait_at_once_and_the_client_lives_on(stage: Stage, until: Until) -> None:
+def test_ctrl_c_ends_a_wait_at_once_and_the_client_lives_on(stage: Stage) -> None:
     client = stage.client(0)
 
     def interrupt() -> None:
-        until(lambda: stage.server._table._gets and not client._send_lock.locked())  # it waits, or is about to
+        eventually(lambda: stage.server._table._gets and not client._send_lock.locked())  # it waits, or is about to
         signal.pthread_kill(threading.main_thread().ident or 0, signal.SIGINT)
 
     thread = threading.Thread(target=interrupt)
@@ -111,10 +110,10 @@ def test_ctrl_c_ends_a_wait_at_once_and_the_client_lives_on(stage: Stage, until:
     assert client.get("never", 1) == b"late"
 
 
-def test_when_the_store_dies_every_wait_ends(stage: Stage, background: ThreadPoolExecutor, until: Until) -> None:
+def test_when_the_store_dies_every_wait_ends(stage: Stage, background: ThreadPoolExecutor) -> None:
     client = stage.client(1)
     waiting = [background.submit(client.get, f"k{number}", math.inf) for number in range(8)]
-    until(lambda: len(client._pending) == 8)
+    eventually(lambda: len(client._pending) == 8)
     stage.server._table.fail_waits = lambda reason: None  # type: ignore[method-assign]  # as if it had been killed
     stage.server.close(linger=0)
     for future in waiting:
@@ -180,10 +179,10 @@ def test_a_reply_of_the_wrong_kind_is_a_protocol_error(stuck: tuple[StoreClient,
     replier.join()
 
 
-def test_close_ends_the_waits_of_other_threads(stage: Stage, background: ThreadPoolExecutor, until: Until) -> None:
+def test_close_ends_the_waits_of_other_threads(stage: Stage, background: ThreadPoolExecutor) -> None:
     client = stage.client(1)
     waiting = background.submit(client.get, "k", 60)
-    until(lambda: stage.server._table._gets)
+    eventually(lambda: stage.server._table._gets)
     client.close()
     with pytest.raises(RendezvousError, match="was closed by this worker"):
         waiting.result(10)

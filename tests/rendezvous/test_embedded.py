@@ -16,6 +16,7 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 from rendezvous_stage import GROUP, Stage
 
+from eventually import eventually
 from farcall.errors import ConnectionRefusedByPeer, RendezvousError, VersionMismatchError
 from farcall.protocol.handshake import Purpose, Welcome, body_length, pack
 from farcall.rendezvous import embedded
@@ -25,8 +26,6 @@ from farcall.rendezvous.embedded import EmbeddedStore
 from farcall.rendezvous.greeting import OtherGroupError
 from farcall.rendezvous.locate import Candidate, try_candidate
 from farcall.rendezvous.store_messages import Get, Set, pack_request
-
-Until = Callable[[Callable[[], object]], None]
 
 
 def wait_for_end(sock: socket.socket) -> bytes:
@@ -111,10 +110,10 @@ def test_silence_is_closed_after_a_while(stages: Callable[..., Stage], caplog: p
     client.set("k", b"v")  # who has said hello may be silent for as long as it likes
 
 
-def test_too_many_strangers_are_closed_at_once(stage: Stage, monkeypatch: pytest.MonkeyPatch, until: Until) -> None:
+def test_too_many_strangers_are_closed_at_once(stage: Stage, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(embedded, "_MAX_STRANGERS", 1)
     with stage.raw():
-        until(lambda: stage.server._connections)
+        eventually(lambda: stage.server._connections)
         with stage.raw() as second:
             assert wait_for_end(second) == b""
 
@@ -164,10 +163,10 @@ def test_refusals_of_one_kind_are_logged_once(stage: Stage, caplog: pytest.LogCa
 # -- who goes
 
 
-def test_a_worker_that_vanishes_fails_the_collects(stage: Stage, background: ThreadPoolExecutor, until: Until) -> None:
+def test_a_worker_that_vanishes_fails_the_collects(stage: Stage, background: ThreadPoolExecutor) -> None:
     client = stage.client(0)
     waiting = background.submit(client.collect, "p/", 2, 30)
-    until(lambda: stage.server._table._collects)
+    eventually(lambda: stage.server._table._collects)
     worker = stage.hello(1)
     worker.sendall(pack_request(Set(1, "p/1", b"")))
     assert worker.recv(100)
@@ -182,7 +181,7 @@ def test_a_worker_that_vanishes_fails_the_collects(stage: Stage, background: Thr
     assert waiting.result(10) == {"p/0": b"", "p/1": b""}
 
 
-def test_a_killed_process_is_noticed(stage: Stage, background: ThreadPoolExecutor, until: Until) -> None:
+def test_a_killed_process_is_noticed(stage: Stage, background: ThreadPoolExecutor) -> None:
     program = (
         "import sys\n"
         "from farcall.rendezvous.client import StoreClient\n"
@@ -194,30 +193,30 @@ def test_a_killed_process_is_noticed(stage: Stage, background: ThreadPoolExecuto
     waiting = background.submit(client.collect, "p/", 2, 30)
     with subprocess.Popen([sys.executable, "-c", program, str(stage.server.port)]) as victim:
         try:
-            until(lambda: stage.server._table._gets)
+            eventually(lambda: stage.server._table._gets)
         finally:
             victim.send_signal(signal.SIGKILL)
     with pytest.raises(RendezvousError, match=r"'victim' \(rank 3\) is gone"):
         waiting.result(10)
 
 
-def test_a_good_bye_fails_nothing(stage: Stage, background: ThreadPoolExecutor, until: Until) -> None:
+def test_a_good_bye_fails_nothing(stage: Stage, background: ThreadPoolExecutor) -> None:
     client, other = stage.client(0), stage.client(1)
     waiting = background.submit(client.collect, "p/", 1, 30)
-    until(lambda: stage.server._table._collects)
+    eventually(lambda: stage.server._table._collects)
     other.close()
     assert stage.server._table.members == 1  # it was read before close returned
     client.set("p/", b"")
     assert waiting.result(10) == {"p/": b""}
 
 
-def test_a_worker_that_does_not_read_its_replies_holds_up_nobody(stage: Stage, until: Until) -> None:
+def test_a_worker_that_does_not_read_its_replies_holds_up_nobody(stage: Stage) -> None:
     client = stage.client(0)
     client.set("k", bytes(4 * 1024 * 1024))
     with stage.hello(1) as lazy:
         for number in range(20):
             lazy.sendall(pack_request(Get(number, "k", 1)))
-        until(lambda: any(connection.outgoing for connection in stage.server._connections.values()))
+        eventually(lambda: any(connection.outgoing for connection in stage.server._connections.values()))
         client.set("other", b"v")
         assert client.get("other", 10) == b"v"
         # Only the first of its requests was answered; the others wait in the kernel, not as replies in our memory.
@@ -227,10 +226,10 @@ def test_a_worker_that_does_not_read_its_replies_holds_up_nobody(stage: Stage, u
 # -- the end
 
 
-def test_close_waits_for_the_others_to_go(stage: Stage, background: ThreadPoolExecutor, until: Until) -> None:
+def test_close_waits_for_the_others_to_go(stage: Stage, background: ThreadPoolExecutor) -> None:
     client = stage.client(1)
     closing = background.submit(stage.server.close, 30)
-    until(lambda: stage.server._listener.fileno() < 0)
+    eventually(lambda: stage.server._listener.fileno() < 0)
     client.set("k", b"v")
     assert client.get("k", 10) == b"v"
     with pytest.raises(ConnectionRefusedError):
@@ -239,12 +238,10 @@ def test_close_waits_for_the_others_to_go(stage: Stage, background: ThreadPoolEx
     closing.result(10)
 
 
-def test_close_does_not_wait_for_ever_and_tells_those_who_wait(
-    stage: Stage, background: ThreadPoolExecutor, until: Until
-) -> None:
+def test_close_does_not_wait_for_ever_and_tells_those_who_wait(stage: Stage, background: ThreadPoolExecutor) -> None:
     client = stage.client(1)
     waiting = background.submit(client.get, "never", 60)
-    until(lambda: stage.server._table._gets)
+    eventually(lambda: stage.server._table._gets)
     stage.server.close(linger=0.05)
     with pytest.raises(RendezvousError, match=r"the store was closed by 'host' \(rank 0\)"):
         waiting.result(10)
@@ -252,9 +249,9 @@ def test_close_does_not_wait_for_ever_and_tells_those_who_wait(
         client.get("never", 60)
 
 
-def test_close_does_not_wait_for_strangers(stage: Stage, until: Until) -> None:
+def test_close_does_not_wait_for_strangers(stage: Stage) -> None:
     with stage.raw() as stranger:
-        until(lambda: stage.server._connections)
+        eventually(lambda: stage.server._connections)
         stage.server.close(linger=60)
         assert wait_for_end(stranger) == b""
 

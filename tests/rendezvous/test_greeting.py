@@ -10,14 +10,7 @@ import pytest
 
 from farcall.errors import ConnectionRefusedByPeer, ProtocolError, VersionMismatchError
 from farcall.protocol.handshake import Hello, Purpose, Refused, Welcome, pack
-from farcall.rendezvous.greeting import (
-    FinalRefusalError,
-    OtherGroupError,
-    StoreRefused,
-    answer,
-    introduce,
-    take_hello,
-)
+from farcall.rendezvous.greeting import FinalRefusalError, OtherGroupError, StoreRefused, answer, introduce, take_hello
 
 HELLO = Hello("group", "worker1", 1, "")
 

@@ -8,11 +8,10 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 from rendezvous_stage import GROUP, Stage
 
+from eventually import eventually
 from farcall.errors import RendezvousError, RendezvousTimeoutError
 from farcall.rendezvous import Rendezvous, join
 from farcall.rendezvous.client import StoreClient
-
-Until = Callable[[Callable[[], object]], None]
 
 
 def arrive(stage: Stage, rank: int, name: str | None = None, world_size: int = 4) -> Rendezvous:
@@ -63,11 +62,9 @@ def test_two_workers_of_one_name_are_an_error_for_everybody(stage: Stage, backgr
             future.result(10)
 
 
-def test_those_who_wait_hear_of_a_name_that_was_refused(
-    stage: Stage, background: ThreadPoolExecutor, until: Until
-) -> None:
+def test_those_who_wait_hear_of_a_name_that_was_refused(stage: Stage, background: ThreadPoolExecutor) -> None:
     joining = [background.submit(join, arrive(stage, rank), f"worker{rank}", b"", 30) for rank in (0, 1)]
-    until(lambda: len(stage.server._table._collects.get("join/", ())) == 2)
+    eventually(lambda: len(stage.server._table._collects.get("join/", ())) == 2)
     with pytest.raises(ConnectionError):
         stage.hello(2, "worker1")
     late = background.submit(join, arrive(stage, 3), "worker3", b"", 30)
@@ -76,11 +73,11 @@ def test_those_who_wait_hear_of_a_name_that_was_refused(
             future.result(10)
 
 
-def test_a_worker_that_is_lost_meanwhile_is_named(stage: Stage, background: ThreadPoolExecutor, until: Until) -> None:
+def test_a_worker_that_is_lost_meanwhile_is_named(stage: Stage, background: ThreadPoolExecutor) -> None:
     lost = arrive(stage, 2)
     lost.store.set("join/2", b"")
     joining = background.submit(join, arrive(stage, 0), "worker0", b"", 30)
-    until(lambda: stage.server._table._collects)
+    eventually(lambda: stage.server._table._collects)
     stage.clients[0]._end("as if its process had been killed")
     with pytest.raises(RendezvousError, match=r"'worker2' \(rank 2\) is gone without a good-bye"):
         joining.result(10)

@@ -11,11 +11,10 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 from rendezvous_stage import GROUP, Stage
 
+from eventually import eventually
 from farcall.errors import RendezvousError, RendezvousTimeoutError
 from farcall.rendezvous import locate
 from farcall.rendezvous.locate import Candidate, find_store, is_alive
-
-Until = Callable[[Callable[[], object]], None]
 
 
 def find(
@@ -112,11 +111,11 @@ def test_a_refusal_is_believed_when_the_time_is_over(stage: Stage) -> None:
 
 
 def test_a_refusal_by_the_remains_of_an_earlier_worker_passes(
-    stage: Stage, background: ThreadPoolExecutor, until: Until, caplog: pytest.LogCaptureFixture
+    stage: Stage, background: ThreadPoolExecutor, caplog: pytest.LogCaptureFixture
 ) -> None:
     remains = stage.client(1)
     finding = background.submit(find, lambda: [at(stage.server.port)], True, 30)
-    until(lambda: "rank 1 is taken" in caplog.text)
+    eventually(lambda: "rank 1 is taken" in caplog.text)
     remains.close()
     finding.result(10).close()
 

@@ -18,8 +18,6 @@ from farcall.rendezvous import Rendezvous, addresses, join, locate, meeting, ren
 from farcall.rendezvous.location_file import Location, publish_location, read_location
 from farcall.rendezvous.urls import candidate_ports
 
-Until = Callable[[Callable[[], object]], None]
-
 VARIABLES = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT", "TORCHELASTIC_USE_AGENT_STORE")
 
 
@@ -163,7 +161,7 @@ def test_a_quick_worker_waits_for_the_next_store_while_the_old_one_goes(
 
 
 def test_stragglers_of_an_earlier_and_larger_run_do_no_harm(
-    workers: Workers, background: ThreadPoolExecutor, monkeypatch: pytest.MonkeyPatch, until: Until
+    workers: Workers, background: ThreadPoolExecutor, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(locate, "REFUSAL_PATIENCE", 0.1)
     earlier = Workers(background, workers.url, 5)

@@ -1,0 +1,178 @@
+"""How agents shut down: at once or gracefully, with calls under way; and groups that do not start."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from concurrent.futures import FIRST_COMPLETED, ThreadPoolExecutor, wait
+from functools import partial
+from time import monotonic
+
+import pytest
+from agent_stage import call, echo, forward, note, seen, start
+
+from farcall import NotInitializedError, RpcError, ShutdownError, UsageError, WorkerLost
+from farcall.futures import Future
+from farcall.testing import LocalGroup
+from farcall.transports.base import Channel
+from gates import SOON, arrived, new_gate, wait_at
+
+pytestmark = pytest.mark.timeout(30)
+
+
+def test_after_the_shutdown_every_call_is_refused(group: LocalGroup) -> None:
+    agent = group[0]
+    agent.shutdown(graceful=False, timeout=0)
+    for to in ("worker0", "worker1", "nobody"):
+        with pytest.raises(NotInitializedError, match="'worker0' has shut down"):
+            start(agent, to, echo, 1)
+    agent.shutdown(graceful=False, timeout=0)  # harmless
+
+
+def test_the_others_cannot_reach_a_worker_that_shut_down(group: LocalGroup) -> None:
+    assert call(group[0], 1, echo, 1) == 1
+    group[1].shutdown(graceful=False, timeout=0)
+    for _ in range(3):
+        with pytest.raises(WorkerLost, match="'worker1'") as caught:
+            call(group[0], 1, echo, 1)
+        assert caught.value.worker == "worker1"
+    assert call(group[0], 2, echo, 1) == 1
+    with pytest.raises(WorkerLost, match="'worker1' cannot be reached"):
+        call(group[2], 1, echo, 1)  # never was connected
+
+
+def test_calls_under_way_fail_when_this_worker_shuts_down(group: LocalGroup, background: ThreadPoolExecutor) -> None:
+    gates = [new_gate(f"end {n}") for n in range(4)]
+    waiting = [background.submit(call, group[0], 1, wait_at, f"end {n}") for n in range(3)]
+    future = start(group[0], 1, wait_at, "end 3")
+    assert all(arrived[f"end {n}"].wait(SOON) for n in range(4))
+    began = monotonic()
+    group[0].shutdown(graceful=False, timeout=0)
+    assert monotonic() - began < 1
+    for one in waiting:
+        with pytest.raises(RpcError, match="'worker0' \\(this one\\) shut down"):
+            one.result(SOON)
+    with pytest.raises(RpcError, match="`wait_at`"):
+        future.wait()
+    for gate in gates:
+        gate.set()
+
+
+def test_a_call_that_connects_while_this_worker_shuts_down_fails_at_once(
+    group: LocalGroup, background: ThreadPoolExecutor, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    peer = group[0]._peers["worker1"]
+    connect = peer._open
+
+    def connect_and_shut_down(deadline: float) -> Channel:
+        channel = connect(deadline)
+        background.submit(group[0].shutdown, False, 0).result(SOON)
+        return channel
+
+    monkeypatch.setattr(peer, "_open", connect_and_shut_down)
+    gate = new_gate("closing")
+    calling = background.submit(call, group[0], 1, wait_at, "closing", timeout=2)
+    try:
+        error: object = calling.exception(1)
+    except TimeoutError as late:
+        error = late
+    gate.set()
+    wait([calling], SOON)
+    for connection in list(group[0]._connections):
+        connection.close("left open")
+    assert isinstance(error, RpcError), "it waits for a reply though this worker is closed"
+
+
+def test_what_hangs_on_calls_under_way_ends_with_this_worker(group: LocalGroup) -> None:
+    gate = new_gate("end")
+    derived = [start(group[0], 1, wait_at, "end").then(lambda future: future.value()) for _ in range(3)]
+    assert arrived["end"].wait(SOON)
+    group[0].shutdown(graceful=False, timeout=0)
+    gate.set()
+    for future in derived:
+        assert isinstance(future.exception(1), RpcError)
+
+
+def test_graceful_waits_for_what_runs_anywhere(group: LocalGroup, background: ThreadPoolExecutor) -> None:
+    gate = new_gate("work")
+    future = start(group[0], 1, forward, group, "worker1", "worker2", wait_at, "work", "done")
+    assert arrived["work"].wait(SOON)
+    leaving = [background.submit(agent.shutdown, True, SOON) for agent in group]
+    assert not any(one.done() for one in leaving)
+    assert call(group[2], 0, echo, "still served") == "still served"
+    gate.set()
+    for one in leaving:
+        one.result(SOON)
+    assert future.wait() == "done"
+
+
+def test_graceful_waits_for_callbacks_that_wait(group: LocalGroup, background: ThreadPoolExecutor) -> None:
+    seen.clear()
+    hold: Future[None] = Future()
+    start(group[0], 1, echo, 1).then(lambda _: (hold.wait(), call(group[0], 2, note, "called on"))).then(
+        lambda future: future.exception()
+    )
+    leaving = [background.submit(agent.shutdown, True, SOON) for agent in group]
+    left_early = [one for one in leaving if one in wait(leaving, timeout=0.3, return_when=FIRST_COMPLETED).done]
+    hold.set_result(None)
+    for one in leaving:
+        one.result(SOON)
+    assert left_early == []
+    assert seen == ["called on"]
+
+
+def test_graceful_names_who_did_not_come(group: LocalGroup) -> None:
+    began = monotonic()
+    with pytest.raises(ShutdownError, match="'worker1', 'worker2' did not come in time"):
+        group[0].shutdown(graceful=True, timeout=0.1)
+    assert monotonic() - began < 1
+    with pytest.raises(NotInitializedError):
+        start(group[0], 1, echo, 1)
+
+
+def test_graceful_says_that_work_was_left(group: LocalGroup, background: ThreadPoolExecutor) -> None:
+    gate = new_gate("work")
+    future = start(group[0], 1, wait_at, "work")
+    assert arrived["work"].wait(SOON)
+    with pytest.raises(
+        ShutdownError, match="calls were still under way here: a call of `wait_at` on worker 'worker1'; "
+    ):
+        group[0].shutdown(graceful=True, timeout=0.1)
+    assert isinstance(future.exception(), RpcError)
+    gate.set()
+
+
+def test_shutting_down_with_a_function_running_says_so(group: LocalGroup, caplog: pytest.LogCaptureFixture) -> None:
+    gate = new_gate("stuck")
+    future = start(group[0], 1, wait_at, "stuck")
+    assert arrived["stuck"].wait(SOON)
+    with caplog.at_level(logging.WARNING, "farcall"):
+        group[1].shutdown(graceful=False, timeout=0)
+    assert "1 function(s) still run" in caplog.text
+    assert isinstance(future.exception(SOON), WorkerLost)
+    gate.set()
+
+
+def test_a_group_that_is_not_whole_does_not_start() -> None:
+    with pytest.raises(UsageError, match="give one for each"):
+        LocalGroup(2, names=["one"])
+
+
+def test_two_workers_of_one_name_do_not_start() -> None:
+    with pytest.raises(RpcError, match="two workers are called 'same'"):
+        LocalGroup(2, names=["same", "same"])
+
+
+def test_a_local_group_knows_its_agents(group: LocalGroup) -> None:
+    assert [agent.info.name for agent in group] == ["worker0", "worker1", "worker2"]
+    assert (group["worker2"], len(group)) == (group[2], 3)
+    assert call(group[0], 1, partial(echo, group)) is group
+    with pytest.raises(UsageError, match="no worker 'worker9'"):
+        group["worker9"]
+
+
+def test_a_local_group_leaves_gracefully(new_group: Callable[..., LocalGroup]) -> None:
+    group = new_group(4)
+    futures = [start(agent, to, echo, to) for agent in group for to in range(4)]
+    group.shutdown()
+    assert [future.wait() for future in futures] == [0, 1, 2, 3] * 4

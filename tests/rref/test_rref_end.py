@@ -1,0 +1,138 @@
+"""References when workers go: a graceful shutdown, uses after it, and workers that are lost."""
+
+from __future__ import annotations
+
+import gc
+import logging
+import threading
+import weakref
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import pytest
+
+from eventually import eventually
+from farcall import OwnerLost, RpcError, UsageError
+from farcall.testing import LocalGroup
+from gates import SOON, arrived, await_at, new_gate, wait_at
+from reference_stage import (
+    USES,
+    Shelf,
+    call,
+    echo,
+    expect_confirmed,
+    expect_nothing_left,
+    fetch,
+    here,
+    keep_there,
+    kept,
+    remote,
+    tables,
+)
+
+pytestmark = pytest.mark.timeout(30)
+
+
+def test_a_graceful_shutdown_names_what_is_left_and_who_holds_it(caplog: pytest.LogCaptureFixture) -> None:
+    with LocalGroup(3) as group:
+        own, other = here(group[0], Shelf()), remote(group[0], 1, Shelf)
+        call(group[0], 2, keep_there, own)
+        with caplog.at_level(logging.WARNING, "farcall"):
+            group.shutdown(graceful=True)
+        lines = sorted(record.getMessage() for record in caplog.records)
+        assert len(lines) == 3
+        assert "worker 'worker0' shuts down with references left: it owns 1, holds 1" in lines[0]
+        assert "held 1 here, 1 by 'worker2'; made at " in lines[0]
+        assert "worker 'worker1' shuts down with references left: it owns 1, holds 0" in lines[1]
+        assert "(Shelf), held 1 by 'worker0'; made at the request of 'worker0'" in lines[1]
+        assert "worker 'worker2' shuts down with references left: it owns 0, holds 1" in lines[2]
+        kept.clear()
+        del own, other
+
+
+def test_a_shutdown_with_nothing_left_is_silent(caplog: pytest.LogCaptureFixture) -> None:
+    with LocalGroup(3) as group:
+        rrefs = [remote(group[0], 1, Shelf) for _ in range(10)]
+        assert call(group[0], 2, fetch, rrefs[0]).items == []
+        del rrefs
+        with caplog.at_level(logging.WARNING, "farcall"):
+            group.shutdown(graceful=True)
+        assert caplog.text == ""
+        assert [tables(agent) for agent in group] == [{}] * 3
+
+
+@pytest.mark.parametrize("graceful", [True, False])
+def test_a_use_after_the_shutdown_says_so(graceful: bool) -> None:
+    with LocalGroup(2) as group:
+        own, other = here(group[0], 5), remote(group[0], 1, echo, 6)
+        expect_confirmed(other)
+        group.shutdown(graceful=graceful)
+        for use in (USES["to_here"], USES["rpc_sync"], USES["_get_type"], USES["remote"], USES["_get_future"]):
+            with pytest.raises(UsageError, match="worker 'worker0' has shut down"):
+                use(other)
+        with pytest.raises(UsageError, match="worker 'worker0' has shut down"):
+            own.rpc_sync().bit_length()
+        assert repr(other) == "<RRef 0:1 owned by 'worker1'>"
+        assert (other.owner_name(), own.is_owner()) == ("worker1", True)
+        del own, other
+        gc.collect()
+
+
+@pytest.mark.parametrize("function", [wait_at, await_at], ids=["function", "coroutine"])
+def test_a_shutdown_waits_for_remote_calls_under_way(function: Callable[[str], Any]) -> None:
+    with LocalGroup(2) as group, ThreadPoolExecutor(1) as pool:
+        gate = new_gate("under way")
+        rref = remote(group[0], 1, function, "under way")
+        assert arrived["under way"].wait(SOON)
+        ending = pool.submit(group.shutdown, True, SOON)
+        try:
+            assert not ended_soon(ending)
+        finally:
+            gate.set()
+            ending.result(SOON)
+        del rref
+
+
+def ended_soon(future: Any) -> bool:
+    """Whether it ends though it should not; waits only as long as it would take."""
+    threading.Event().wait(0.2)
+    return bool(future.done())
+
+
+def test_a_lost_owner_is_named_by_every_use(group: LocalGroup) -> None:
+    rref, passed = remote(group[0], 1, echo, 5), remote(group[0], 1, echo, 6)
+    expect_confirmed(rref)
+    expect_confirmed(passed)
+    group[1].shutdown(graceful=False, timeout=0)
+    eventually(lambda: rref._handle.new_error is not None)
+    for use in USES.values():
+        with pytest.raises(OwnerLost, match="worker 'worker1', who owned reference 0:1") as caught:
+            use(rref)
+        assert caught.value.worker == "worker1"
+    with pytest.raises(OwnerLost, match="worker 'worker1', who owned reference 0:2"):
+        call(group[0], 2, echo, passed)
+    with pytest.raises(OwnerLost, match="worker 'worker1', who owned reference 0:2"):
+        remote(group[0], 2, echo, passed)
+    assert "worker1" in repr(rref)
+    expect_nothing_left([group[0], group[2]])
+
+
+def test_a_remote_call_to_a_lost_worker(group: LocalGroup) -> None:
+    call(group[0], 1, echo, 0)
+    group[1].shutdown(graceful=False, timeout=0)
+    eventually(lambda: group[0]._peers[1].is_lost)
+    with pytest.raises(RpcError, match="worker1"):
+        remote(group[0], 1, echo, 5).to_here()
+
+
+def test_what_a_lost_worker_held_is_released(group: LocalGroup) -> None:
+    value = Shelf()
+    released = weakref.ref(value)
+    call(group[0], 2, keep_there, here(group[0], value))
+    del value
+    assert group[0].book.inventory().owned[0].holders == ("worker2",)
+    group[2].shutdown(graceful=False, timeout=0)
+    expect_nothing_left([group[0], group[1]])
+    eventually(lambda: released() is None)
+    kept.clear()

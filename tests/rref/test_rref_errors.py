@@ -1,0 +1,68 @@
+"""References whose function failed, and values and arguments that cannot travel: what every use raises."""
+
+from __future__ import annotations
+
+import re
+import threading
+from typing import Any
+
+import pytest
+
+from farcall import SerializationError
+from farcall.testing import LocalGroup
+from reference_stage import USES, ShelfError, call, echo, expect_nothing_left, fail, fetch, remote, whole_text
+
+pytestmark = pytest.mark.timeout(30)
+
+
+@pytest.mark.parametrize(
+    ("use", "to"),
+    [pytest.param(use, to, id=use + (", another's" if to else ", own")) for use in USES for to in (0, 1)],
+)
+def test_every_use_raises_what_the_function_raised(group: LocalGroup, use: str, to: int) -> None:
+    rref = remote(group[0], to, fail, "empty")
+    for _ in range(2):
+        with pytest.raises(ShelfError) as caught:
+            USES[use](rref)
+        assert caught.value.args == ("empty", 7)
+        assert not re.search(r"[\x00-\x08]", whole_text(caught.value)), "bytes of the protocol are in the text"
+
+
+def test_a_third_worker_meets_the_error_too(group: LocalGroup) -> None:
+    with pytest.raises(ShelfError, match="empty"):
+        call(group[0], 2, fetch, remote(group[0], 1, fail, "empty"))
+
+
+def test_the_owner_meets_the_error_by_local_value(group: LocalGroup) -> None:
+    with pytest.raises(ShelfError, match="empty"):
+        remote(group[0], 0, fail, "empty").local_value()
+
+
+@pytest.mark.parametrize("use", ["to_here", "local value", "_get_type"])
+def test_an_error_that_the_owner_has_met_does_not_keep_the_reference(group: LocalGroup, use: str) -> None:
+    rref = remote(group[0], 0, fail, "empty")
+    with pytest.raises(ShelfError):
+        rref.local_value() if use == "local value" else USES[use](rref)
+    del rref
+    expect_nothing_left(group)
+
+
+def test_arguments_that_cannot_be_unpickled_there_fail_the_value(group: LocalGroup) -> None:
+    with pytest.raises(SerializationError, match="cannot be rebuilt on worker 'worker1'"):
+        remote(group[0], 1, echo, Unreadable()).to_here()
+
+
+class Unreadable:
+    def __reduce__(self) -> Any:
+        return raise_on_load, ()
+
+
+def raise_on_load() -> None:
+    raise ValueError("no")
+
+
+def test_a_value_that_cannot_be_pickled_stays_usable_there(group: LocalGroup) -> None:
+    rref = remote(group[0], 1, threading.Lock)
+    with pytest.raises(SerializationError, match="cannot be pickled"):
+        rref.to_here()
+    assert rref.rpc_sync().locked() is False

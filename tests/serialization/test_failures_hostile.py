@@ -1,0 +1,252 @@
+"""Exceptions that cannot be rebuilt, or do harm where they can: the text is left, and nothing else happens."""
+
+from __future__ import annotations
+
+import pickle
+import signal
+import sys
+import threading
+from typing import Any
+
+import pytest
+from failure_stage import raised, travel
+
+from farcall.errors import RemoteError
+from farcall.serialization import decode_failure, encode_failure
+from farcall.serialization import failures as module_under_test
+
+# What cannot be rebuilt
+
+
+class Vanishing(Exception):
+    pass
+
+
+def vanish(error: BaseException, monkeypatch: pytest.MonkeyPatch) -> Any:
+    payload = encode_failure(error, "worker1", "train")
+    monkeypatch.delattr(sys.modules[__name__], "Vanishing")
+    return decode_failure(payload)
+
+
+def test_a_class_that_is_not_here_becomes_a_remote_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    error = raised(Vanishing("told", 5))
+    error.add_note("own")
+    error.__cause__ = KeyError("inner")
+    got = vanish(error, monkeypatch)
+    assert type(got) is RemoteError
+    assert got.type_name == f"{__name__}.Vanishing"
+    assert got.message == "('told', 5)"
+    assert "in raised" in got.traceback
+    assert str(got).startswith(f"worker 'worker1' raised {__name__}.Vanishing in `train`: ('told', 5)\n(it cannot be ")
+    assert "Vanishing" in str(got).splitlines()[1]
+    assert got.__notes__[0] == "own"
+    assert "in raised" in got.__notes__[1]
+    assert type(got.__cause__) is KeyError
+
+
+def test_a_missing_class_within_does_not_cost_the_whole(monkeypatch: pytest.MonkeyPatch) -> None:
+    inner = Vanishing("inner")
+    error = ValueError("x", [inner])
+    error.kind = Vanishing  # type: ignore[attr-defined]
+    error.__cause__ = ExceptionGroup("g", [inner, KeyError(1)])
+    got = vanish(error, monkeypatch)
+    assert type(got) is ValueError
+    assert got.args[0] == "x"
+    assert got.args[1] == "[Vanishing('inner')]"
+    assert "Vanishing" in got.kind
+    assert [type(member) for member in got.__cause__.exceptions] == [RemoteError, KeyError]
+
+
+def test_a_class_that_cannot_be_pickled_becomes_a_remote_error() -> None:
+    class Holding(Exception):
+        lock = threading.Lock()
+
+    got = travel(raised(Holding("told")))
+    assert type(got) is RemoteError
+    assert got.message == "told"
+    assert "in raised" in got.traceback
+
+
+@pytest.mark.parametrize("payload", [b"", b"garbage", pickle.dumps(5), pickle.dumps(("w", "f", [])), memoryview(b"x")])
+def test_garbage_becomes_a_remote_error(payload: Any) -> None:
+    assert type(decode_failure(payload)) is RemoteError
+
+
+def test_a_payload_of_something_else_than_an_exception_becomes_a_remote_error() -> None:
+    node = ("builtins.int", "m", [], ("whole", pickle.dumps(5)), None, None, False)
+    got = decode_failure(pickle.dumps(("w", "f", [node])))
+    assert type(got) is RemoteError
+    assert got.message == "m"
+
+
+# Hostile exceptions
+
+
+class EvilText(Exception):
+    def __str__(self) -> str:
+        raise SystemExit("in str")
+
+    __repr__ = __str__
+
+
+class EvilString(str):
+    def __reduce__(self) -> Any:
+        raise SystemExit("in reduce")
+
+
+class EvilStringText(Exception):
+    def __str__(self) -> str:
+        return EvilString("text")
+
+
+class EvilAttributes(Exception):
+    def __getattribute__(self, name: str) -> Any:
+        raise KeyboardInterrupt
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        raise KeyboardInterrupt
+
+
+class EvilReduce(Exception):
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        raise SystemExit("in reduce")
+
+
+class EvilRebuild(Exception):
+    def __reduce__(self) -> Any:
+        return sys.exit, ("in rebuild",)
+
+
+class EvilState(Exception):
+    def __setstate__(self, state: Any) -> None:
+        raise KeyboardInterrupt
+
+
+class EvilProperties(Exception):
+    __dict__ = args = __cause__ = __context__ = __notes__ = property(lambda self: 1 / 0)  # type: ignore[assignment]
+    __class__ = int  # type: ignore[assignment]
+
+
+class EvilMeta(type):
+    def __getattribute__(cls, name: str) -> Any:
+        raise ZeroDivisionError
+
+    def __hash__(cls) -> int:
+        raise ZeroDivisionError
+
+
+@pytest.mark.parametrize(
+    "cls", [EvilText, EvilStringText, EvilAttributes, EvilReduce, EvilRebuild, EvilState, EvilProperties]
+)
+def test_hostile_exceptions_arrive_with_their_type(cls: Any) -> None:
+    got = travel(raised(cls("told")), "worker1", "train")
+    assert type(got) is cls
+    assert vars(BaseException)["args"].__get__(got) == ("told",)
+    notes = vars(BaseException)["__dict__"].__get__(got)["__notes__"]
+    assert "in raised" in notes[-1]
+
+
+def test_a_hostile_metaclass_leaves_the_text() -> None:
+    cls = EvilMeta("Evil", (Exception,), {})
+    got = travel(raised(cls("told")))
+    assert type(got) is RemoteError
+    assert got.message == "told"
+    assert got.type_name.endswith("Evil")
+
+
+class Evil:
+    def __reduce__(self) -> Any:
+        raise SystemExit
+
+    def __repr__(self) -> str:
+        raise KeyboardInterrupt
+
+
+def interrupt() -> None:
+    raise KeyboardInterrupt
+
+
+class Interrupting:
+    def __reduce__(self) -> Any:
+        return interrupt, ()
+
+    def __repr__(self) -> str:
+        return "an interrupting one"
+
+
+def test_hostile_values_arrive_as_text() -> None:
+    error = ValueError(Evil(), EvilString("text"), Interrupting())
+    vars(error)[Evil()] = "a key that is no name"
+    error.add_note(EvilString("note"))
+    got = travel(error)
+    assert type(got) is ValueError
+    assert got.args[0].endswith("Evil>")
+    assert got.args[1:] == ("'text'", "an interrupting one")
+    assert got.__notes__[0] == "note"
+    assert list(vars(got)) == ["__notes__"]
+
+
+def test_a_hostile_cause_does_not_cost_the_whole() -> None:
+    error = ValueError("told")
+    error.__cause__ = EvilMeta("Evil", (Exception,), {})("cause")
+    got = travel(error)
+    assert type(got) is ValueError
+    assert type(got.__cause__) is RemoteError
+    assert got.__cause__.message == "cause"
+
+
+def test_a_class_that_cannot_be_made_again_leaves_the_text() -> None:
+    class Once(Exception):
+        made = False
+
+        def __init_subclass__(cls) -> None:
+            if Once.made:
+                raise KeyboardInterrupt
+            Once.made = True
+
+    class Local(Once):
+        pass
+
+    payload = encode_failure(Local("told"), "worker1", "train")
+    got = decode_failure(payload)
+    assert type(got) is RemoteError
+    assert got.message == "told"
+
+
+def test_an_encoder_that_fails_altogether_leaves_the_text(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module_under_test, "format_frames", lambda trace: 1 / 0)
+    got = travel(ValueError("told"))
+    assert (type(got), got.type_name, got.message) == (RemoteError, "ValueError", "told")
+    monkeypatch.setattr(module_under_test, "_Encoder", None)
+    got = travel(ValueError("told"))
+    assert (type(got), got.type_name, got.message) == (RemoteError, "ValueError", "told")
+
+
+def test_an_interrupt_passes_through_the_decoding(monkeypatch: pytest.MonkeyPatch) -> None:
+    payload = encode_failure(ValueError("x"), "worker1", "train")
+    monkeypatch.setattr(module_under_test, "loads", lambda payload: interrupt())
+    with pytest.raises(KeyboardInterrupt):
+        decode_failure(payload)
+
+
+def test_an_exit_by_a_signal_handler_passes_through_the_decoding(monkeypatch: pytest.MonkeyPatch) -> None:
+    def terminate(*_: object) -> None:
+        sys.exit(3)
+
+    def signalled(_: object) -> None:
+        signal.raise_signal(signal.SIGUSR1)
+
+    before = signal.signal(signal.SIGUSR1, terminate)
+    try:
+        payload = encode_failure(ValueError("x"), "worker1", "train")
+        monkeypatch.setattr(module_under_test, "loads", signalled)
+        with pytest.raises(SystemExit):
+            decode_failure(payload)
+    finally:
+        signal.signal(signal.SIGUSR1, before)
+
+
+def test_an_exit_by_what_is_rebuilt_does_not_pass(monkeypatch: pytest.MonkeyPatch) -> None:
+    payload = encode_failure(ValueError("x"), "worker1", "train")
+    monkeypatch.setattr(module_under_test, "loads", lambda payload: sys.exit(3))
+    assert type(decode_failure(payload)) is RemoteError
