@@ -10,8 +10,8 @@ from farcall.agent.book import ReferenceBook
 from farcall.agent.handle import Handle
 from farcall.agent.parcels import Letter
 from farcall.errors import RpcError
-from farcall.protocol.ids import ForkId, RRefId
-from farcall.protocol.reference_messages import Carried
+from farcall.protocol.control import unpack_remote
+from farcall.protocol.wire import CONTROL, REMOTE, Decoder
 
 
 class Way:
@@ -25,6 +25,8 @@ class Way:
 
 
 WAY = Way()
+CALL: tuple[bytes, bytes, list[memoryview]] = (b"module\0function", b"", [])
+"""What is to be called: its name, the arguments, and no buffers."""
 
 
 class Books:
@@ -64,19 +66,13 @@ class Books:
 
     def remote(self, creator: int, owner: int, *passed: Handle, deliver: bool = True) -> tuple[Handle, Any]:
         """A remote call: the creator's handle, and what the owner got: the value and the handles."""
-        sent: list[Any] = []
-
-        def frame(number: int, carried: list[Carried], reference: RRefId, fork: ForkId) -> list[Any]:
-            sent.append((number, reference, fork, carried))
-            return [b"frame"]
-
-        handle, message, letter = self[creator].call_remote(owner, passed, frame, WAY)
-        assert message == [b"frame"]
+        handle, message = self[creator].call_remote(owner, passed, *CALL, WAY)
+        letter, (number, carried, reference, fork, _) = read_remote(message)
 
         def arrive() -> Any:
             if letter is not None:
                 self[owner].control_received(creator, letter)
-            return self[owner].create_requested(creator, *sent[0])
+            return self[owner].create_requested(creator, number, reference, fork, carried)
 
         self.last_call = arrive
         return handle, arrive() if deliver else None
@@ -97,6 +93,14 @@ class Books:
         }
 
 
+def read_remote(message: bytes) -> tuple[Any, Any]:
+    """What a remote call has to say: the letter before it, None if there is none, and what is in its head."""
+    *letters, call = Decoder().feed(message)
+    assert all(kind == CONTROL for kind, *_ in letters)
+    assert call[0] == REMOTE
+    return letters[0][3] if letters else None, unpack_remote(call[2])
+
+
 def only(letter: Letter | None) -> Letter:
     """The letter that must be there."""
     assert letter is not None
@@ -110,7 +114,7 @@ def error_of(handle: Handle) -> RpcError | None:
 
 WAYS_TO_PASS: dict[str, Callable[[ReferenceBook, list[Handle]], Any]] = {
     "pass_on": lambda book, handles: book.pass_on(handles, 1, WAY),
-    "call_remote": lambda book, handles: book.call_remote(1, handles, lambda *_: [b"frame"], WAY),
+    "call_remote": lambda book, handles: book.call_remote(1, handles, *CALL, WAY),
 }
 
 

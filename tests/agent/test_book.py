@@ -34,7 +34,7 @@ def test_a_value_made_here(books: Books) -> None:
 
 def test_a_remote_call_is_confirmed_by_the_first_word_of_the_owner(books: Books) -> None:
     handle, (value, carried) = books.remote(0, 1)
-    assert (handle.confirmed, carried, value.done()) == (False, [], False)
+    assert (handle.confirmed, carried, value.done()) == (False, (), False)
     books.deliver()
     assert handle.confirmed
     assert books[1].value(handle.reference) is value

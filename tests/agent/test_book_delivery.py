@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import gc
 import weakref
-from typing import Any
 
 import pytest
-from book_stage import WAY, WAYS_TO_PASS, Books, Way, only
+from book_stage import CALL, WAY, WAYS_TO_PASS, Books, Way, only, read_remote
 
 from farcall.agent.parcels import CarriedFrame, RemoteFrame
 from farcall.protocol.control import pack_control, unpack_control
@@ -32,7 +31,8 @@ def test_the_letter_before_a_remote_call_has_all_that_was_to_be_said(books: Book
     del dropped
     gc.collect()
     books.posted.clear()
-    handle, _, letter = books[0].call_remote(1, [], lambda *_: [b"frame"], WAY)
+    handle, message = books[0].call_remote(1, [], *CALL, WAY)
+    letter, _ = read_remote(message)
     assert letter is not None
     _, messages = unpack_control(letter)
     assert [message for _, message in messages] == [UserDeleted(reference, fork)]  # type: ignore[arg-type]
@@ -44,7 +44,8 @@ def test_the_letter_before_a_remote_call_has_all_that_was_to_be_said(books: Book
 
 
 def test_a_remote_call_with_nothing_else_to_say_has_no_letter(books: Books) -> None:
-    handle, _, letter = books[0].call_remote(1, [], lambda *_: [b"frame"], WAY)
+    handle, message = books[0].call_remote(1, [], *CALL, WAY)
+    letter, _ = read_remote(message)
     assert letter is None
     assert not handle.confirmed
 
@@ -56,7 +57,8 @@ def test_what_a_remote_call_gives_up_for_others_is_posted_soon(books: Books) -> 
     gc.collect()
     books.posted.clear()
     woken = books.woken
-    handle, _, letter = books[0].call_remote(1, [], lambda *_: [b"frame"], WAY)
+    handle, message = books[0].call_remote(1, [], *CALL, WAY)
+    letter, _ = read_remote(message)
     assert letter is None
     assert books.woken > woken
     assert books[0].has_work()
@@ -161,13 +163,13 @@ def test_whether_the_owner_has_more_to_answer(books: Books) -> None:
 def test_what_went_on_a_lost_connection_is_sent_again(books: Books, way: str) -> None:
     again: list[int] = []
     books[0].resend = again.append
-    books[0].call_remote(1, [], lambda *_: [b"frame"], WAY)
+    books[0].call_remote(1, [], *CALL, WAY)
     assert again == []
     handle = books[0].own("tea")
     if way == "pass_on":
         books[0].pass_on([handle], 1, Way(lost=True))
     else:
-        books[0].call_remote(1, [handle], lambda *_: [b"frame"], Way(lost=True))
+        books[0].call_remote(1, [handle], *CALL, Way(lost=True))
     assert again == [1]
     kind = CarriedFrame if way == "pass_on" else RemoteFrame
     assert isinstance(books[0].unacknowledged(1)[-1][1], kind)
@@ -176,17 +178,11 @@ def test_what_went_on_a_lost_connection_is_sent_again(books: Books, way: str) ->
 def test_what_a_remote_call_keeps_lives_until_it_is_acknowledged(books: Books) -> None:
     kept = books[0].own("tea")
     here = weakref.ref(kept)
-    number: list[int] = []
-
-    def frame(*parts: Any) -> list[Any]:
-        number.append(parts[0])
-        return [b"frame"]
-
-    handle, _, _ = books[0].call_remote(1, [], frame, WAY, kept)
+    handle, message = books[0].call_remote(1, [], *CALL, WAY, kept)
     del kept
     gc.collect()
     assert here() is not None
-    books[0].control_received(1, pack_control(number[0], []))
+    books[0].control_received(1, pack_control(read_remote(message)[1][0], []))
     gc.collect()
     assert here() is None
     assert handle.fork is not None

@@ -7,7 +7,7 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
-from book_stage import WAY, WAYS_TO_PASS, Books
+from book_stage import CALL, WAY, WAYS_TO_PASS, Books
 
 from farcall.agent.book import ReferenceBook
 from farcall.errors import (
@@ -34,7 +34,7 @@ def test_a_handle_that_leads_nowhere_is_not_passed_on(books: Books) -> None:
         books[0].pass_on([good, bad], 2, WAY)
     assert caught.value.worker == "w1"
     with pytest.raises(OwnerLost):
-        books[0].call_remote(2, [good, bad], lambda *_: [b""], WAY)
+        books[0].call_remote(2, [good, bad], *CALL, WAY)
     assert books[0].inventory().owned[0].holders == ()
     assert books[0].is_quiet()
 
@@ -101,7 +101,7 @@ def test_what_was_dropped_is_not_lost_with_a_remote_call_that_is_refused(books: 
     gc.collect()
     books[0].lost(2)
     with pytest.raises(WorkerLost):
-        books[0].call_remote(2, [], lambda *_: [b"frame"], WAY)
+        books[0].call_remote(2, [], *CALL, WAY)
     assert books[0].has_work()
     books.deliver()
     assert books[1]._references.is_empty()
@@ -136,7 +136,7 @@ def test_a_finalizer_that_interrupts_the_book_keeping_is_refused(books: Books, w
     ways: dict[str, Callable[[], object]] = {
         "make": lambda: books[0].own("milk"),
         "pass_on": lambda: books[0].pass_on([handle], 1, WAY),
-        "call_remote": lambda: books[0].call_remote(1, [], lambda *_: [b"frame"], WAY),
+        "call_remote": lambda: books[0].call_remote(1, [], *CALL, WAY),
     }
     with books[0]._lock, pytest.raises(UsageError, match="a finalizer cannot"):
         ways[way]()

@@ -244,8 +244,8 @@ class Line:
         self.sent: list[Any] = []
         self.lost = lost
 
-    def send_control(self, message: Any) -> None:
-        self.sent += message
+    def send_control(self, message: bytes) -> None:
+        self.sent.append(message)
 
     def answer(self, frame: bytes) -> None:
         self.sent.append(frame)

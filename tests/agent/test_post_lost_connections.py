@@ -63,7 +63,7 @@ def reference_at(group: LocalGroup, gate: str) -> RRef[Any]:
 def lose_before_sending(one: Outgoing) -> None:
     """The next message about references on this connection is lost with it."""
 
-    def lose(message: Any, patience: float = 0.0) -> None:
+    def lose(*_: Any) -> None:
         del one.send_control
         one.lose("it was cut before the message was sent")
 

@@ -145,7 +145,7 @@ def test_a_remote_call_is_requested_delivered_and_deleted() -> None:
 def test_a_delete_waits_for_the_confirmation_so_that_it_cannot_overtake_the_request() -> None:
     creator = worker(1, CALLED)
     leads(creator, HandleDropped(REMOTE, FIRST))
-    leads(creator, CONFIRMED, ConfirmHandle(REMOTE, FIRST), SendMessage(0, UserDeleted(REMOTE, FIRST)))
+    leads(creator, CONFIRMED, SendMessage(0, UserDeleted(REMOTE, FIRST)))
 
 
 def test_a_remote_call_to_a_lost_owner_is_orphaned_at_once() -> None:
@@ -430,7 +430,7 @@ STRANGE = ForkId(3, 8)
         (worker(2), CREATED, "is not ours to make"),
         (worker(0), came(2, CreateRequest(REMOTE, FIRST)), "is not worker 2's to ask for"),
         (worker(0), came(1, CreateRequest(REMOTE, STRANGE)), "is not worker 1's to ask for"),
-        (worker(0, CREATED), CREATED, "was made before"),
+        (worker(0, CREATED), CREATED, "is counted already"),
         (worker(0), came(1, CreateRequest(RRefId(0, 1, 0), FIRST)), "was made before"),
         (worker(0, came(2, ForkRequest(REMOTE, FIRST))), CREATED, "fork 1:1 is counted already"),
         (worker(2), came(1, ForkRequest(REMOTE, CHILD)), "is not ours"),

@@ -110,15 +110,15 @@ def test_an_argument_before_the_owner_has_heard_of_it(group: LocalGroup) -> None
     assert connection is not None
     held_back: list[Any] = []
     send_control = connection.send_control
-    connection.send_control = lambda message, *_: held_back.append(message)  # type: ignore[method-assign]
+    connection.send_control = lambda *message: held_back.append(message)  # type: ignore[method-assign]
     rref = remote(group[0], 1, echo, "tea")
     connection.send_control = send_control  # type: ignore[method-assign]
     fetched = start(group[0], 2, fetch, rref)
     eventually(lambda: group[1].book._references.owned)
     call(group[2], 1, echo, 0)
     assert not fetched.done(), fetched
-    for frame in held_back:
-        send_control(frame)
+    for message in held_back:
+        send_control(*message)
     assert fetched.wait() == "tea"
     del rref
     expect_nothing_left(group)

@@ -24,7 +24,7 @@ from farcall.agent.inventory import Inventory, count_references, take_inventory
 from farcall.agent.parcels import CarriedFrame, Letter, Parcel, RemoteFrame, Way
 from farcall.agent.values import Value
 from farcall.errors import OwnerLost, ReferenceRefused, RpcError, SerializationError, UsageError, WorkerLost
-from farcall.protocol.control import MOST_HANDLES, pack_control, unpack_control
+from farcall.protocol.control import MOST_HANDLES, pack_control, pack_remote, unpack_control
 from farcall.protocol.delivery import Delivery
 from farcall.protocol.ids import ForkId, RRefId, Worker
 from farcall.protocol.reference_messages import (
@@ -40,16 +40,13 @@ from farcall.protocol.reference_messages import (
     SendMessage,
 )
 from farcall.protocol.references import References
-from farcall.transports.base import Buffer
+from farcall.protocol.wire import CONTROL, REMOTE, encode, encode_start
 
 if TYPE_CHECKING:
     from farcall.agent.calling import Calling
 
 _ANSWERS: Final = (ForkAccepted, ForkRefused)
 """What an owner answers to a `ForkRequest`, once each."""
-
-Frame = Callable[[int, Sequence[Carried], RRefId, ForkId], Sequence[Buffer]]
-"""Packs a remote call: its number, what it carries, the reference it is to make, and the caller's fork of it."""
 
 
 class ReferenceBook:
@@ -130,9 +127,16 @@ class ReferenceBook:
         return Handle(self, reference, None, value, made)
 
     def call_remote(
-        self, owner: Worker, passed: Sequence[Handle], frame: Frame, via: Way, keeps: object = None
-    ) -> tuple[Handle, Sequence[Buffer], bytes | None]:
-        """A reference that `owner` is asked to make, and what asks: a message, and a letter to be sent before it.
+        self,
+        owner: Worker,
+        passed: Sequence[Handle],
+        callee: bytes,
+        body: bytes,
+        buffers: Sequence[memoryview],
+        via: Way,
+        keeps: object = None,
+    ) -> tuple[Handle, bytes]:
+        """A reference that `owner` is asked to make, and what asks, to be sent before the buffers.
 
         `passed` are the handles among the arguments, `keeps` is what must live until the message has arrived. Raises
         the error of a handle that leads nowhere, `WorkerLost` if the owner is lost; then nothing was passed.
@@ -140,7 +144,7 @@ class ReferenceBook:
         self._refuse_finalizers()
         if passed:
             check_usable(passed)
-        made = made_here(self._record_stacks)
+        made = made_here(self._record_stacks, depth=4)
         with self._lock:
             self._check_peer(owner)
             if self._dropped:
@@ -148,14 +152,21 @@ class ReferenceBook:
             reference, fork = self._references.call_remote(owner)
             handle = Handle(self, reference, fork, None, made)
             self._handles[fork] = weakref.ref(handle)
-            letter = self._letter(owner)
-            parcel = RemoteFrame(reference, fork, via, keeps)
+            message = b""
+            if owner in self._outboxes or owner in self._unacknowledged:
+                message = encode(CONTROL, 0, b"", self._letter(owner) or b"")
+            parcel = RemoteFrame(reference, fork, buffers, via, keeps)
             number = self._delivery.send(owner, parcel)
-            parcel.frame = frame(number, self._fork_all(passed, owner) if passed else (), reference, fork)
-        self._act()
+            head = pack_remote(number, self._fork_all(passed, owner) if passed else (), reference, fork) + callee
+            if buffers:
+                parcel.frame = encode_start(REMOTE, 0, head, body, buffers)
+            else:
+                parcel.frame = encode(REMOTE, 0, head, body)
+        if self._outboxes or self._unacknowledged or self._released or self._refused:
+            self._act()
         if via.is_lost():
             self.resend(owner)
-        return handle, parcel.frame, letter
+        return handle, message + parcel.frame
 
     def pass_on(self, handles: Sequence[Handle], to: Worker, via: Way) -> tuple[int, list[Carried]]:
         """Makes a fork of each handle for `to`: the number of the message that will carry them, and what it carries.
@@ -281,7 +292,7 @@ class ReferenceBook:
 
     def create_requested(
         self, sender: Worker, number: int, reference: RRefId, fork: ForkId, carried: Sequence[Carried]
-    ) -> tuple[Value, list[Handle]] | None:
+    ) -> tuple[Value, Sequence[Handle]] | None:
         """A remote call came: the place of its value, and the handles it carries; None if it came before.
 
         Raises `ProtocolError`.
@@ -294,8 +305,9 @@ class ReferenceBook:
                 value = self._values.get(reference)  # there already, if a fork came before
                 if value is None:
                     value = self._values[reference] = Value()
-                self._decide(effects)
-                return value, self._receive_all(sender, carried) if carried else []
+                if effects:
+                    self._decide(effects)
+                return value, self._receive_all(sender, carried) if carried else ()
         finally:
             self._act()
 

@@ -22,13 +22,11 @@ from farcall.agent.peers import Peer
 from farcall.agent.values import Value
 from farcall.errors import RpcError, RpcTimeoutError, UnknownWorkerError, UsageError, WorkerLost
 from farcall.options import UNSET_RPC_TIMEOUT
-from farcall.protocol.control import pack_handle, pack_remote, pack_section
-from farcall.protocol.ids import ForkId, RRefId, WorkerInfo
-from farcall.protocol.reference_messages import Carried
-from farcall.protocol.wire import CALL, CALL_CARRYING, CONTROL, METHOD, REMOTE, encode, encode_start
-from farcall.serialization import Pickled, callable_name, collecting, dumps_arguments, encode_function
+from farcall.protocol.control import pack_handle, pack_section
+from farcall.protocol.ids import ForkId, WorkerInfo
+from farcall.protocol.wire import CALL, CALL_CARRYING, METHOD
+from farcall.serialization import callable_name, collecting, dumps_arguments, encode_function
 from farcall.sleeping import FOREVER
-from farcall.transports.base import Buffer
 
 To = str | int | WorkerInfo
 Callee = Callable[..., Any] | str
@@ -191,16 +189,15 @@ class Calling:
         kwargs: Mapping[str, Any] | None,
         keeps: Handle | None = None,
     ) -> Handle:
-        pickled: Pickled = (b"", [])
-        handles: list[Handle] = []
+        body = b""
+        handles: Sequence[Handle] = ()
+        copies: Sequence[memoryview] = ()
         if args or kwargs or not head:
             with collecting() as collected:
-                pickled = dumps_arguments(function, args or (), kwargs, peer.info.name, by_value=not head)
+                body, buffers = dumps_arguments(function, args or (), kwargs, peer.info.name, by_value=not head)
             handles = list(collected)
-        body, buffers = pickled
-        copies = [
-            memoryview(bytearray(buffer)) for buffer in buffers
-        ]  # they are kept, and the caller may change its own
+            # They are kept, and the caller may change its own.
+            copies = [memoryview(bytearray(buffer)) for buffer in buffers]
         if peer.info.id == self.info.id:
             check_usable(handles)
             value = Value()
@@ -211,16 +208,8 @@ class Calling:
         if connection is None:
             connection, _ = self._connect(peer, function, self.rpc_timeout)
 
-        def frame(number: int, carried: Sequence[Carried], reference: RRefId, fork: ForkId) -> Sequence[Buffer]:
-            full_head = pack_remote(number, carried, reference, fork) + head
-            if copies:
-                return [encode_start(REMOTE, 0, full_head, body, copies), *copies]
-            return [encode(REMOTE, 0, full_head, body)]
-
-        handle, message, letter = self._book.call_remote(peer.info.id, handles, frame, connection, keeps)
-        if letter is not None:
-            message = [encode(CONTROL, 0, b"", letter), *message]
-        connection.send_control(message, self.rpc_timeout or FOREVER)
+        handle, message = self._book.call_remote(peer.info.id, handles, head, body, copies, connection, keeps)
+        connection.send_control(message, copies, self.rpc_timeout or FOREVER)
         return handle
 
     # What they share

@@ -72,17 +72,6 @@ class Caller(Answerable, Protocol):
         """Whether what was sent on it may not have arrived."""
 
 
-class _PutOff(BaseException):
-    """The request waits for a value, and will be run again."""
-
-
-class _NoValue(BaseException):
-    """The request is on a value whose function failed; the failure is ready to travel."""
-
-    def __init__(self, failure: bytes) -> None:
-        self.failure = failure
-
-
 class FunctionJob(ABC):
     """Runs a callee, and leaves it to the subclass what becomes of the outcome."""
 
@@ -90,18 +79,14 @@ class FunctionJob(ABC):
 
     must_run = False
     origin: Caller | None
-
-    def __init__(
-        self, place: Workplace, callee: bytes, body: Bytes, buffers: Sequence[Bytes], handles: Sequence[Handle]
-    ) -> None:
-        self._place = place
-        self._body = body
-        self._buffers = buffers
-        self._handles = handles
-        self.kind = self._callee = callee
-        self._subject: Value | None = None
-        if callee[:1] <= TYPE:
-            self._find_subject()
+    kind: bytes
+    _place: Workplace
+    _callee: bytes
+    _body: Bytes
+    _buffers: Sequence[Bytes]
+    _handles: Sequence[Handle]
+    _subject: Value | None
+    """What the request is on, if that is the value of a reference."""
 
     def _find_subject(self) -> None:
         """For a request on the value of a reference: holds that from now on, though the reference may be given up."""
@@ -123,10 +108,19 @@ class FunctionJob(ABC):
                 function, *args = args
                 result = function(*args, **kwargs)
             else:
-                if self._subject is None:
+                subject = self._subject
+                if subject is None:
                     function = resolve_function(callee, self._place.worker)
+                elif not subject.done():
+                    subject.watch(lambda _: self._place.serving.submit(self), waker=True, attended=True)
+                    return None
+                elif subject.failure:
+                    return self._failed_with(subject.failure)
+                elif callee[:1] == METHOD:
+                    function = _method(subject.value(), self.kind[1:].decode())
                 else:
-                    function = self._callee_on(self._subject)
+                    name, answer = _QUESTIONS[callee[:1]]
+                    return self._done(name, answer(subject.value()))
                 if self._body:
                     args, kwargs = self._arguments()
                     result = function(*args, **kwargs)
@@ -135,10 +129,6 @@ class FunctionJob(ABC):
             if is_async_execution(function):
                 self._finish_when_settled(function, result)
                 return None
-        except _PutOff:
-            return None
-        except _NoValue as none:
-            return self._failed_with(none.failure)
         except BaseException as error:
             return self._failed(function, error)
         if type(result) is CoroutineType:  # not isinstance, which may run code of the result's
@@ -162,19 +152,6 @@ class FunctionJob(ABC):
         """Of a function that is not there yet, for messages."""
         name = self.kind.decode(errors="replace").lstrip("\1\2\3\4").replace("\0", ".")
         return name or ("the value" if self._callee else "a function sent by value")
-
-    def _callee_on(self, subject: Value) -> Callable[..., Any]:
-        """What is to be called, for a request on the value of a reference. Raises `_PutOff` and `_NoValue`."""
-        if not subject.done():
-            subject.watch(lambda _: self._place.serving.submit(self), waker=True, attended=True)
-            raise _PutOff
-        if subject.failure:
-            raise _NoValue(subject.failure)
-        value = subject.value()
-        what = self.kind[:1]
-        if what == METHOD:
-            return _method(value, self.kind[1:].decode())
-        return _ANSWERS[what](value)
 
     def _failed(self, function: Any, error: BaseException) -> Reply | None:
         """It raised; the reply, if there is one."""
@@ -206,43 +183,20 @@ class FunctionJob(ABC):
         """As `_done` or `_failed`, later and in another thread."""
 
     @abstractmethod
-    def _done(self, function: Callable[..., Any], result: Any) -> Reply | None:
-        """It returned; the reply, if there is one."""
+    def _done(self, function: Callable[..., Any] | str, result: Any) -> Reply | None:
+        """It returned; the reply, if there is one. The function's name is enough, as it is for messages only."""
 
     @abstractmethod
     def _failed_with(self, failure: bytes) -> Reply | None:
         """It failed, and that is the encoded failure; the reply, if there is one."""
 
 
-# What answers a question about a value. Their names stand in messages.
-
-
-def _to_here(value: Any) -> Callable[[], Any]:
-    def to_here() -> Any:
-        return value
-
-    return to_here
-
-
-def _get_future(value: Any) -> Callable[[], None]:
-    def _get_future() -> None:
-        return None
-
-    return _get_future
-
-
-def _get_type(value: Any) -> Callable[[], type]:
-    def _get_type() -> type:
-        return type(value)
-
-    return _get_type
-
-
-_ANSWERS: Final[dict[bytes, Callable[[Any], Callable[[], Any]]]] = {
-    VALUE: _to_here,
-    PRESENCE: _get_future,
-    TYPE: _get_type,
+_QUESTIONS: Final[dict[bytes, tuple[str, Callable[[Any], Any]]]] = {
+    VALUE: ("to_here", lambda value: value),
+    PRESENCE: ("_get_future", lambda value: None),
+    TYPE: ("_get_type", type),
 }
+"""What is asked about a value, by which method of the reference, and what answers it."""
 
 
 def _method(value: Any, name: str) -> Callable[..., Any]:
@@ -284,7 +238,7 @@ class CallJob(FunctionJob):
         if callee[:1] <= TYPE:
             self._find_subject()
 
-    def _done(self, function: Callable[..., Any], result: Any) -> Reply | None:
+    def _done(self, function: Callable[..., Any] | str, result: Any) -> Reply | None:
         if result is None:
             return encode(RESULT, self._call_id, b"", b"")
         try:
@@ -329,12 +283,20 @@ class RemoteJob(FunctionJob):
         keeps: Handle | None = None,
     ) -> None:
         """`keeps`: what must live until it has run, the handle whose method it is."""
-        super().__init__(place, callee, body, buffers, handles)
+        # Not super().__init__: one call less for every remote call.
+        self._place = place
         self.origin = None
+        self._body = body
+        self._buffers = buffers
+        self._handles = handles
+        self.kind = self._callee = callee
+        self._subject = None
         self._value = value
         self._keeps = keeps
+        if callee[:1] <= TYPE:
+            self._find_subject()
 
-    def _done(self, function: Callable[..., Any], result: Any) -> None:
+    def _done(self, function: Callable[..., Any] | str, result: Any) -> None:
         self._value.give(result)
 
     def _failed_with(self, failure: bytes) -> None:

@@ -52,21 +52,25 @@ class Handle:
 
 
 Made = str | tuple[CodeType, int]
-"""Where a handle was made: a text, or a place in the code, which is made a text only when somebody asks."""
+"""Where a handle was made: a text, or a place in the bytecode, which is made a text only when somebody asks."""
 
 
-def made_here(whole_stack: bool) -> Made:
-    """The line, or the stack, of the program that makes a handle just now."""
-    frame: FrameType | None = sys._getframe(2)
+def made_here(whole_stack: bool, depth: int = 2) -> Made:
+    """The line, or the stack, of the program that makes a handle just now; `depth` frames of ours lie in between."""
+    frame: FrameType | None = sys._getframe(depth)
     while frame is not None and frame.f_globals.get("__name__", "").startswith("farcall."):
         frame = frame.f_back
     if frame is None:
         return "farcall itself"
     if whole_stack:
         return "".join(traceback.format_stack(frame))
-    return frame.f_code, frame.f_lineno
+    return frame.f_code, frame.f_lasti
 
 
 def described(made: Made) -> str:
     """Where a handle was made, as text."""
-    return made if isinstance(made, str) else f"{made[0].co_filename}:{made[1]}"
+    if isinstance(made, str):
+        return made
+    code, at = made
+    lines = (line for start, end, line in code.co_lines() if start <= at < end and line is not None)
+    return f"{code.co_filename}:{next(lines, code.co_firstlineno)}"

@@ -99,11 +99,6 @@ class Incoming:
         """What has to do with references: they are counted here, before anything of the message is used."""
         book = self._place.book
         caller = self.caller()
-        if kind == CONTROL:
-            book.control_received(caller, body)
-            return
-        if kind not in (CALL_CARRYING, REMOTE, CARRIED):
-            raise ProtocolError(f"a reply (kind {kind}) came where only calls may")
         if kind == REMOTE:
             number, carried, reference, fork, callee = unpack_remote(head)
             taken = book.create_requested(caller, number, reference, fork, carried)
@@ -111,6 +106,11 @@ class Incoming:
                 value, handles = taken
                 self._place.serving.ready.append(RemoteJob(self._place, value, callee, body, buffers, handles))
             return
+        if kind == CONTROL:
+            book.control_received(caller, body)
+            return
+        if kind not in (CALL_CARRYING, CARRIED):
+            raise ProtocolError(f"a reply (kind {kind}) came where only calls may")
         number, carried, callee = unpack_section(head)
         taken_handles = book.take(caller, number, carried)
         if kind == CALL_CARRYING and taken_handles is not None:

@@ -149,14 +149,17 @@ class Outgoing:
             self._fail(future)
         return future
 
-    def send_control(self, message: Sequence[Buffer], patience: float = 0.0) -> None:
+    def send_control(self, message: bytes, buffers: Sequence[Buffer] = (), patience: float = 0.0) -> None:
         """Sends something about references, which the peer will acknowledge. What is lost is sent again later.
 
         While too much waits to be sent the caller is held back, for at most `patience` seconds.
         """
         self._awaits_control = True  # before it is sent: the answer may come at once
         try:
-            self._sender.send_all(message)
+            if buffers:
+                self._sender.send_all([message, *buffers])
+            else:
+                self._sender.send(message)
             if patience and self._sender.waiting > _MAX_WAITING:
                 self._wait_to_send(monotonic() + patience)
         except OSError as error:

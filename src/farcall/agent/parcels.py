@@ -20,12 +20,14 @@ class Way(Protocol):
 class RemoteFrame:
     """A whole remote call, what it creates, and on what connection it went."""
 
-    __slots__ = ("fork", "frame", "keeps", "reference", "via")
+    __slots__ = ("buffers", "fork", "frame", "keeps", "reference", "via")
 
-    def __init__(self, reference: RRefId, fork: ForkId, via: Way, keeps: object) -> None:
+    def __init__(self, reference: RRefId, fork: ForkId, buffers: Sequence[Buffer], via: Way, keeps: object) -> None:
         self.reference = reference
         self.fork = fork
-        self.frame: Sequence[Buffer] = ()
+        self.frame = b""
+        self.buffers = buffers
+        """What follows the frame, out of band."""
         self.via = via
         self.keeps = keeps
         """What must live until it has arrived: the handle whose method is called."""

@@ -63,7 +63,7 @@ class Post:
             incoming.answer(frame)
             way = incoming
         elif connection is not None:
-            connection.send_control([frame])
+            connection.send_control(frame)
         if way is None or way.is_lost():
             self._serving.submit(self)  # it is kept with what is not acknowledged
 
@@ -96,13 +96,13 @@ class Post:
             if isinstance(parcel, RemoteFrame):
                 if parcel.via.is_lost():
                     parcel.via = connection
-                    connection.send_control(parcel.frame)
+                    connection.send_control(parcel.frame, parcel.buffers)
             elif isinstance(parcel, CarriedFrame):
                 if parcel.via.is_lost():
                     parcel.via = connection
-                    connection.send_control([encode(CARRIED, 0, pack_section(number, parcel.carried), b"")])
+                    connection.send_control(encode(CARRIED, 0, pack_section(number, parcel.carried), b""))
             else:
                 messages.append((number, parcel))
         if messages:
             body = pack_control(self._book.acknowledgement(self._peer.info.id), messages)
-            connection.send_control([encode(CONTROL, 0, b"", body)])
+            connection.send_control(encode(CONTROL, 0, b"", body))

@@ -265,8 +265,7 @@ class References:
         if not reference.creator == self.me == fork.creator or held.parent is not None:
             raise ProtocolError(f"{reference} was not asked for by {fork}")
         held.standing = Standing.CONFIRMED
-        confirmed: list[Effect] = [ConfirmHandle(reference, fork)]
-        return confirmed + self._delete_if_done(fork, held) if held.dropped else confirmed
+        return self._delete_if_done(fork, held) if held.dropped else [ConfirmHandle(reference, fork)]
 
     def handle_passed(self, reference: RRefId, parent: ForkId | None, child: ForkId, to: Worker) -> list[Effect]:
         """See `HandlePassed`."""
@@ -368,14 +367,15 @@ class References:
             raise ProtocolError(f"{reference} is not ours to make")
         if not reference.creator == fork.creator == sender:
             raise ProtocolError(f"{reference} is not worker {sender}'s to ask for")
-        if reference.number in self.peers[sender]:
-            raise ProtocolError(f"{reference} was made before")
         owned = self.owned.get(reference)
         if owned is not None and fork in owned.forks:
             raise ProtocolError(f"{fork} is counted already")
+        if not self.peers[sender].add(reference.number):
+            raise ProtocolError(f"{reference} was made before")
         if owned is None:
-            owned = self.owned[reference] = Owned(created=False)
-        self.peers[sender].add(reference.number)
+            owned = self.owned[reference] = Owned(created=True)
+            owned.forks[fork] = sender
+            return []
         owned.created = True
         # Those that we have passed on ourselves were counted then, and did not ask.
         noted = [(other, holder) for other, holder in owned.forks.items() if other.creator != self.me]
