@@ -14,6 +14,7 @@ from __future__ import annotations
 
 from bisect import bisect_left, bisect_right, insort
 from collections.abc import Callable, Iterable
+from functools import lru_cache
 from typing import Final, NamedTuple
 
 from farcall.protocol.ids import Worker
@@ -67,6 +68,13 @@ class Members:
         return self._here_digest + self.gone.digest & _64_BITS
 
     # What is learned
+
+    def is_new(self, news: News) -> bool:
+        """Whether there is anything in it that is not known."""
+        here, gone = self.here, self.gone
+        return any(member.number not in here and member.number not in gone for member in news.members) or any(
+            gone.missing(first, last) for first, last in news.left + news.lost
+        )
 
     def learn(self, news: News) -> Learned:
         """Takes what is new of it. Raises `ProtocolError` if it names numbers that cannot be."""
@@ -192,6 +200,7 @@ class Members:
 _NUMBER: Final = 2**32 - 1
 
 
+@lru_cache(maxsize=8192)
 def place_of(number: Worker) -> int:
     """Where on the ring a worker stands: its number is the lower half.
 

@@ -60,7 +60,7 @@ from farcall.protocol.membership_messages import (
 from farcall.protocol.watching import Watching
 
 INTERVAL: Final = 1.0
-PATIENCE: Final = 7.0
+PATIENCE: Final = 8.0
 """With these a frozen worker is lost for all within 10 s, and one that is silent for 5 s is not."""
 
 NEIGHBOURS: Final = 3
@@ -175,7 +175,7 @@ class Membership:
         if self.is_out:
             asks = self._said_good_bye and isinstance(message, Ping | Compare | Probe)
             return [SendMessage(sender, self._good_bye())] if asks else []
-        if sender in self.members.gone:
+        if sender not in self.members.here and sender in self.members.gone:
             # Not if it says the same of us: we would go on telling each other for ever.
             return [] if self._is_about_me(message) else [SendMessage(sender, News(lost=((sender, sender),)))]
         self.watching.heard(sender)
@@ -197,6 +197,8 @@ class Membership:
         return [SendMessage(sender, self.members.summary())]
 
     def _news_came(self, sender: Worker, news: News) -> list[Effect]:
+        if not self.members.is_new(news):
+            return []  # most news comes several times
         if self._is_about_me(news):
             return self._expelled()
         return self._learn(news, (sender,))

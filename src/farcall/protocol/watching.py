@@ -1,8 +1,9 @@
 """Who of its neighbours a worker still hears: the failure detector's memory.
 
 Time is counted in a way of its own: a tick counts for one interval at most. A worker that was stopped, or got no
-processor, sees its next tick late; the time that it missed is nobody's silence. So silence means that so many pings in
-a row went unanswered while this worker was there to hear.
+processor, sees its next tick late; the time that it missed is nobody's silence, and at that tick it blames nobody, for
+the answers may lie unread. So silence means that so many pings in a row went unanswered while this worker was there to
+hear.
 
 A neighbour that was silent for almost all of the patience is *suspect*: others are asked whether they hear it. Silent
 for all of it, it is *dead*. There is one exception: if this worker has heard nobody at all of late, it is likely that
@@ -20,7 +21,7 @@ from farcall.protocol.ids import Worker
 
 PROBE_ROUNDS: Final = 2
 """In so many rounds before the end of the patience others are asked."""
-LONELY_ROUNDS: Final = 2
+LONELY_ROUNDS: Final = 1
 
 
 class Watching:
@@ -39,13 +40,15 @@ class Watching:
         """When each was heard last, or its watch began."""
         self._clock = 0.0
         self._now: float | None = None
+        self._just_back = False  # the tick was late: what came meanwhile may not have been read yet
         self._anybody = 0.0  # when anybody at all was heard last, watched or not
 
     def advance(self, now: float) -> None:
         """A tick: time goes on, by one interval at most."""
-        if self._now is not None:
-            self._clock += min(max(0.0, now - self._now), self.interval)
+        gap = 0.0 if self._now is None else max(0.0, now - self._now)
         self._now = now
+        self._clock += min(gap, self.interval)
+        self._just_back = gap > 2 * self.interval and not self._just_back
 
     def follow(self, neighbours: Iterable[Worker]) -> None:
         """These are to be watched now; those that were before keep their times."""
@@ -67,6 +70,8 @@ class Watching:
 
     def dead(self, alone: bool) -> list[Worker]:
         """Those of whom nothing is to be hoped for any more. `alone`: there is nobody else who could be heard."""
+        if self._just_back:
+            return []
         silent = self._silent_for(self.patience)
         if silent and not alone and self._clock - self._anybody > LONELY_ROUNDS * self.interval:
             return self._silent_for(self.patience + LONELY_ROUNDS * self.interval)

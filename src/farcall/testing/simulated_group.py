@@ -117,6 +117,8 @@ class SimulatedGroup:
         self.sent: Counter[type] = Counter()
         self.loss = loss
         self.expelled: list[Worker] = []
+        self.declared: dict[Worker, float] = {}
+        """When each of the lost was first taken for dead."""
         self._random = random.Random(seed)
         self._latency = latency
         self._interval, self._patience, self._harmless = interval, patience, harmless
@@ -210,7 +212,7 @@ class SimulatedGroup:
             self._tick(number)
         inbox, worker.inbox = worker.inbox, []
         for sender, message in inbox:
-            self._act(number, worker.machine.message_received(sender, message))
+            self._deliver(number, sender, message)
 
     # Time
 
@@ -323,7 +325,8 @@ class SimulatedGroup:
             worker.was_told.add(other)
             if isinstance(effect, MemberLost):
                 self.store.members.pop(other, None)
-                self._check_fair(number, effect.member)
+                if self.declared.setdefault(other, self.now) == self.now:
+                    self._check_fair(number, effect.member)
         elif isinstance(effect, Expelled):
             self.expelled.append(number)
             self.store.members.pop(number, None)
