@@ -7,6 +7,7 @@
     │   ├── ForkedProcessError           a forked child used its parent's agent
     │   ├── UnknownWorkerError           no worker of that name or rank in the group
     │   └── SerializationError           (TypeError) an argument or result cannot be pickled
+    ├── ExpelledError                    the group has taken this worker for dead; join it again
     ├── RpcTimeoutError                  (TimeoutError) the time of a call is over
     ├── WorkerLost                       (ConnectionError) the other worker died or cannot be reached
     │   └── OwnerLost                    ... and a reference whose value it had was used
@@ -52,6 +53,10 @@ class UnknownWorkerError(UsageError):
 
 class SerializationError(UsageError, TypeError):
     """An argument or a result cannot be turned into bytes."""
+
+
+class ExpelledError(RpcError):
+    """The others have taken this worker for dead: it was silent for too long. It must shut down, and may join again."""
 
 
 class RpcTimeoutError(RpcError, TimeoutError):

@@ -46,11 +46,25 @@ class RpcBackendOptions:
     """Seconds that a thread at most polls for what it waits for before it sleeps; 0 turns spinning off.
     Spinning stops by itself where it does not pay."""
 
+    heartbeat_interval: float = 1.0
+    """Seconds between the pings by which workers watch each other."""
+
+    heartbeat_patience: float = 8.0
+    """Seconds of silence after which a worker is taken for dead. It should be longer than any call into C that keeps
+    the interpreter to itself; a worker whose process has ended is noticed at once all the same."""
+
     record_stacks: bool = False
     """Whether references remember the whole stack where they were made, for `references()`; else the line only."""
 
     def __post_init__(self) -> None:
-        for name in ("num_worker_threads", "rpc_timeout", "init_timeout", "spin"):
+        for name in (
+            "num_worker_threads",
+            "rpc_timeout",
+            "init_timeout",
+            "spin",
+            "heartbeat_interval",
+            "heartbeat_patience",
+        ):
             value = getattr(self, name)
             if not isinstance(value, Real):
                 raise UsageError(f"{name} must be a number, not {value!r}")

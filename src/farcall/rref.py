@@ -15,7 +15,7 @@ from functools import partial
 from time import monotonic
 from typing import TYPE_CHECKING, Any, Generic, NoReturn, TypeVar, cast
 
-from farcall.errors import RpcTimeoutError, UsageError
+from farcall.errors import OwnerLost, RpcTimeoutError, UsageError
 from farcall.futures import Future
 from farcall.options import UNSET_RPC_TIMEOUT
 from farcall.protocol.ids import WorkerInfo
@@ -65,11 +65,15 @@ class RRef(Generic[T]):
 
     def is_owner(self) -> bool:
         """Whether the value lives on this worker."""
-        return self._handle.reference.owner == self._calling.info.id
+        return self._handle.reference.owner == self._handle.book.me
 
     def owner(self) -> WorkerInfo:
-        """The worker on which the value lives."""
-        return self._calling.peers[self._handle.reference.owner].info
+        """The worker on which the value lives. Raises `OwnerLost` if it is gone, and so many others since, that it was
+        forgotten."""
+        peer = self._calling.numbered.get(self._handle.reference.owner)
+        if peer is None:
+            raise OwnerLost(f"the owner of {self._handle.reference} is gone for long, and is not known any more")
+        return peer.info
 
     def owner_name(self) -> str:
         """The name of the worker on which the value lives."""

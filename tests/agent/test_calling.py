@@ -269,8 +269,8 @@ def test_a_remote_call_is_held_back_while_too_much_waits_to_be_sent(
     connection = group[0]._peers[1].connection
     assert connection is not None
     held: list[float] = []
-    monkeypatch.setattr("farcall.agent.outgoing._MAX_WAITING", -1)
-    monkeypatch.setattr(connection, "_wait_to_send", held.append)
+    monkeypatch.setattr("farcall.agent.outgoing.MAX_WAITING", -1)
+    monkeypatch.setattr(connection._sender, "hold_back", lambda deadline, _: held.append(deadline))
     group[0].calling.rpc_timeout = rpc_timeout
     rref = remote(group[0], 1, echo, "tea")
     assert len(held) == 1

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import logging
 import threading
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from time import monotonic
 from typing import TYPE_CHECKING, Final
 
@@ -21,17 +21,18 @@ from farcall.agent.calls import ChoreJob
 from farcall.agent.coroutines import EventLoop
 from farcall.agent.departure import say_farewell, wait_for_everybody
 from farcall.agent.execution import Workplace
+from farcall.agent.group import Group, info_of
 from farcall.agent.incoming import Incoming
 from farcall.agent.outgoing import Outgoing
-from farcall.agent.peers import Member, Peer
+from farcall.agent.peers import Peer
 from farcall.agent.poller import READABLE, Poller
-from farcall.agent.post import Post
 from farcall.agent.serving import Serving
 from farcall.agent.supervisor import Supervisor
 from farcall.agent.under_way import describe_under_way
-from farcall.errors import ForkedProcessError, NotInitializedError, RpcError, ShutdownError, UsageError
+from farcall.errors import ExpelledError, ForkedProcessError, NotInitializedError, RpcError, ShutdownError, UsageError
 from farcall.options import RpcBackendOptions
 from farcall.protocol.ids import WorkerInfo
+from farcall.protocol.membership_messages import Member
 from farcall.rendezvous.store import PATIENCE
 from farcall.serialization import encode_text
 from farcall.sleeping import FOREVER
@@ -58,45 +59,60 @@ class Agent:
         transports: Mapping[str, Transport],
     ) -> None:
         """Joins the group; `start` it next. Raises `RendezvousError`; then nothing is left running."""
-        self.info = WorkerInfo(name, rendezvous.rank)
         self.options = options
         self._rendezvous = rendezvous
         self._transports = transports
         self._incoming: set[Incoming] = set()
         self._connections: dict[Outgoing, None] = {}
         self._calls_before = 0  # on connections that are gone
+        self._ended = False
         self._lock = threading.Lock()
         self._poller = Poller()
         self._supervisor = Supervisor(name)
         self._loop = EventLoop(name)
         self._serving = Serving(name, self._poller, options.num_worker_threads, options.spin, self._supervisor.quicken)
-        self.book = ReferenceBook(
-            self.info.id,
-            lambda worker: self._posts[worker].send(),
-            self._supervisor.quicken,
-            self._name_of,
-            options.record_stacks,
-        )
-        self.book.resend = self._examine
-        last_resort = encode_text("MemoryError", "there was not even memory to tell what is wrong", name, "a function")
-        self._place = Workplace(name, self._loop, self._serving, self.book, last_resort)
-        self.calling = self.book.calling = Calling(self.info, self.book, self._place, options.rpc_timeout)
-        self.call = self.calling.call
-        """`Calling.call`, within reach of the fast path."""
-        self._peers = self.calling.peers
-        self._posts: dict[int, Post] = {}
-        self._incoming_of: dict[int, Incoming] = {}
-        self._leaving = False
+        self._listeners = self._listen(name)
+        try:
+            me, members = self._join(name)
+            self.info = info_of(me)
+            self.book = ReferenceBook(
+                me.number,
+                lambda worker: self.group.post(worker),
+                self._supervisor.quicken,
+                lambda worker: self.group.name_of(worker),
+                options.record_stacks,
+            )
+            last_resort = encode_text(
+                "MemoryError", "there was not even memory to tell what is wrong", name, "a function"
+            )
+            self._place = Workplace(name, self._loop, self._serving, self.book, last_resort)
+            self.calling = self.book.calling = Calling(self.info, self.book, self._place, options.rpc_timeout)
+            self.call = self.calling.call
+            """`Calling.call`, within reach of the fast path."""
+            self.group = Group(
+                me,
+                rendezvous.group,
+                transports,
+                self.book,
+                self.calling,
+                self._serving,
+                self._new_connection,
+                self._expelled,
+                options.heartbeat_interval,
+                options.heartbeat_patience,
+            )
+            self._first_members = members
+            self.book.resend = self.group.examine
+            self._peers = self.calling.peers
+        except BaseException:
+            self._close_descriptors()
+            raise
         self._supervisor.has_chores = self.book.has_work
         self._supervisor.do_chores = lambda: self._serving.submit(ChoreJob(self.book.work_off))
         self._supervisor.serving = self._serving
         self._supervisor.connections = lambda: list(self._connections)
-        self._listeners = self._listen()
-        try:
-            self._join()
-        except BaseException:
-            self._close_descriptors()
-            raise
+        self._supervisor.next_beat = lambda: self.group.next_tick
+        self._supervisor.beat = self.group.tick
 
     @property
     def _closed(self) -> RpcError | None:
@@ -106,10 +122,13 @@ class Agent:
 
     def start(self) -> None:
         """Begins to serve. Not before whoever holds the agent can find it: the functions it runs may ask for it."""
+        for listener in self._listeners:
+            self._poller.add(listener.fileno(), lambda _, listener=listener: self._accept(listener), READABLE)  # type: ignore[misc]
+        self.group.start(self._first_members, announce=self._rendezvous.world_size is None)
         self._serving.start()
         self._supervisor.start()
 
-    def _listen(self) -> list[Listener]:
+    def _listen(self, name: str) -> list[Listener]:
         listeners: list[Listener] = []
         reasons = []
         for transport in self._transports.values():
@@ -117,34 +136,23 @@ class Agent:
                 listener = transport.listen(self._rendezvous.host)
             except OSError as error:
                 reasons.append(f"{transport.scheme}: {error}")
-                logger.info("worker %r goes without transport %s here: %s", self.info.name, transport.scheme, error)
+                logger.info("worker %r goes without transport %s here: %s", name, transport.scheme, error)
             else:
                 listeners.append(listener)
         if not listeners:
             self._poller.close()
-            raise UsageError(f"worker {self.info.name!r} can listen on no transport ({'; '.join(reasons)})")
+            raise UsageError(f"worker {name!r} can listen on no transport ({'; '.join(reasons)})")
         return listeners
 
-    def _join(self) -> None:
-        addresses = tuple(listener.address for listener in self._listeners)
-        us = Member(self.info.name, self.info.id, host_identity(), addresses)
-        for listener in self._listeners:
-            self._poller.add(listener.fileno(), lambda _, listener=listener: self._accept(listener), READABLE)  # type: ignore[misc]
+    def _join(self, name: str) -> tuple[Member, list[Member]]:
+        """This worker, and all that are there."""
         from farcall.rendezvous import join  # not at the head: see `farcall.rendezvous`
 
-        payloads = join(self._rendezvous, self.info.name, msgspec.msgpack.encode(us), self.options.init_timeout)
-        for payload in payloads.values():
-            member = msgspec.msgpack.decode(payload, type=Member)
-            peer = Peer(member, us, self._rendezvous.group, self._transports, self._new_connection, self._peer_lost)
-            rank = peer.info.id
-            self._peers[peer.info.name] = self._peers[rank] = self._peers[peer.info] = peer
-            self.book.joined(rank)
-            self._posts[rank] = Post(
-                peer,
-                self.book,
-                self._serving,
-                lambda rank=rank: self._incoming_of.get(rank),  # type: ignore[misc]
-            )
+        addresses = tuple(listener.address for listener in self._listeners)
+        meeting = self._rendezvous
+        me = Member(meeting.rank, name, meeting.rank, host_identity(), addresses)
+        payloads = join(meeting, name, msgspec.msgpack.encode(me), self.options.init_timeout)
+        return me, [msgspec.msgpack.decode(payload, type=Member) for payload in payloads.values()]
 
     def _accept(self, listener: Listener) -> None:
         try:
@@ -155,61 +163,51 @@ class Agent:
             self._poller.want(listener.fileno(), READABLE, False)
             return
         if channel is not None:
-            self._incoming.add(
-                Incoming(
-                    self.info,
-                    self._rendezvous.group,
-                    channel,
-                    self._poller,
-                    self._place,
-                    self._incoming_greeted,
-                    self._incoming_closed,
-                )
-            )
-
-    def _incoming_greeted(self, incoming: Incoming) -> None:
-        self._incoming_of[incoming.caller()] = incoming
+            self._incoming.add(Incoming(self.group, channel, self._poller, self._place, self._incoming_closed))
 
     def _incoming_closed(self, incoming: Incoming) -> None:
         self._incoming.discard(incoming)
-        if incoming.has_greeted():
-            caller = incoming.caller()
-            if self._incoming_of.get(caller) is incoming:
-                del self._incoming_of[caller]
-            self._examine(caller)
         if self._closed is None:
             for listener in self._listeners:
                 self._poller.want(listener.fileno(), READABLE, True)
 
-    def _new_connection(self, peer: WorkerInfo, channel: Channel, on_lost: Callable[[Outgoing], None]) -> Outgoing:
+    def _new_connection(self, peer: Peer, channel: Channel) -> Outgoing:
         def lost(connection: Outgoing) -> None:
             if connection in self._connections:  # it may be told twice
                 self._calls_before += connection.calls_started
                 del self._connections[connection]
-            on_lost(connection)
-            self._examine(peer.id)
+            peer.forget(connection)
+            self.group.examine(peer.number)
 
         connection = Outgoing(
-            peer, channel, self._poller, self._serving, self._supervisor, self.book, self.options.spin, lost
+            peer.info,
+            peer.number,
+            channel,
+            self._poller,
+            self._serving,
+            self._supervisor,
+            self.book,
+            self.options.spin,
+            self.group.told,
+            lost,
         )
         self._connections[connection] = None
         if self._closed is not None:  # meanwhile
             connection.close(str(self._closed))
         return connection
 
-    def _examine(self, worker: int) -> None:
-        """A connection with that worker has ended: connects anew and sends what was lost, or takes it for dead."""
-        post = self._posts.get(worker)
-        if self._closed is None and not self._leaving and post is not None:
-            self._serving.submit(post)
-
-    def _peer_lost(self, peer: Peer) -> None:
-        logger.info("worker %r: worker %r was lost", self.info.name, peer.info.name)
-        self.book.lost(peer.info.id)
-
-    def _name_of(self, worker: int) -> str:
-        peer = self._peers.get(worker)
-        return peer.info.name if peer is not None else f"rank {worker}"
+    def _expelled(self) -> None:
+        """The group has taken this worker for dead: what it does from now on would be believed by nobody."""
+        with self._lock:
+            if self._closed is not None:
+                return
+            self.calling.closed = ExpelledError(
+                f"worker {self.info.name!r} (this one) was taken for dead by its group, as it did not answer for too "
+                "long; its references are gone. Call shutdown(), and init_rpc() to join again"
+            )
+        logger.warning("%s", self._closed)
+        for connection in list(self._connections):
+            connection.close(str(self._closed))
 
     # The group
 
@@ -252,10 +250,12 @@ class Agent:
         """
         early, patience = True, 0.0
         try:
+            if graceful and isinstance(self._closed, ExpelledError):
+                raise ShutdownError(f"{self._closed}; everything is closed here now")
             if graceful:
                 deadline = monotonic() + timeout if timeout else FOREVER
                 wait_for_everybody(self, self._rendezvous, deadline)
-                self._leaving = True  # from now on, a connection that ends is no sign of a loss
+                self.group.is_quiet = True
                 self._report_what_is_left()
                 say_farewell(self, self._rendezvous, deadline)
                 early, patience = False, PATIENCE
@@ -272,8 +272,11 @@ class Agent:
 
     def _close(self, early: bool, patience: float) -> None:
         with self._lock:
-            if self._closed is not None:
+            if self._ended:
                 return
+            self._ended = True
+            if self._closed is None and early:
+                self.group.leave()
             self.calling.closed = NotInitializedError(
                 f"worker {self.info.name!r} has shut down; call init_rpc again first"
             )
@@ -304,6 +307,7 @@ class Agent:
 
     def abandon(self) -> None:
         """In a forked child: lets go of what belongs to the parent, taking no lock and ending nothing there."""
+        self._ended = True
         forked = self.calling.closed = ForkedProcessError(
             f"this process was forked from worker {self.info.name!r} and cannot use its agent; "
             "call init_rpc with a name of its own in this process, or start it with the spawn method"

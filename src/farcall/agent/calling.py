@@ -20,10 +20,10 @@ from farcall.agent.handle import Handle
 from farcall.agent.outgoing import Outgoing
 from farcall.agent.peers import Peer
 from farcall.agent.values import Value
-from farcall.errors import RpcError, RpcTimeoutError, UnknownWorkerError, UsageError, WorkerLost
+from farcall.errors import OwnerLost, RpcError, RpcTimeoutError, UnknownWorkerError, UsageError, WorkerLost
 from farcall.options import UNSET_RPC_TIMEOUT
 from farcall.protocol.control import pack_handle, pack_section
-from farcall.protocol.ids import ForkId, WorkerInfo
+from farcall.protocol.ids import ForkId, Worker, WorkerInfo
 from farcall.protocol.wire import CALL, CALL_CARRYING, METHOD
 from farcall.serialization import callable_name, collecting, dumps_arguments, encode_function
 from farcall.sleeping import FOREVER
@@ -39,7 +39,9 @@ class Calling:
     def __init__(self, info: WorkerInfo, book: ReferenceBook, place: Workplace, rpc_timeout: float) -> None:
         self.info = info
         self.peers: dict[To, Peer] = {}
-        """All workers, by name, rank and `WorkerInfo`."""
+        """All workers, by name, rank and `WorkerInfo`; and those who have gone of late."""
+        self.numbered: dict[Worker, Peer] = {}
+        """The same by their numbers, by which references know them."""
         self.rpc_timeout = rpc_timeout
         """Seconds; 0 is without end."""
         self.closed: RpcError | None = None
@@ -110,7 +112,7 @@ class Calling:
         if self.closed is not None:
             raise self.closed
         timeout = self.rpc_timeout if timeout == UNSET_RPC_TIMEOUT else self.resolve_timeout(timeout)
-        peer = self.peers[handle.reference.owner]
+        peer = self._owner(handle)
         head = self._head_on(handle, what, method if what == METHOD else "")
         if args or kwargs:
             future = self._call_with_arguments(peer, method, head, args, kwargs, timeout)
@@ -118,10 +120,10 @@ class Calling:
             connection, spent = peer.connection, 0.0
             if connection is None:
                 connection, spent = self._connect(peer, method, timeout)
-            mail = self._book.mail(peer.info.id)
+            mail = self._book.mail(peer.number)
             future = connection.call(method, head, b"", (), timeout, spent, CALL, mail)
             if mail is not None and connection.is_lost():
-                self._book.resend(peer.info.id)
+                self._book.resend(peer.number)
         future.keeps = handle
         if future.done():  # answered already, and perhaps before that was set
             future.keeps = None
@@ -147,12 +149,12 @@ class Calling:
             connection, spent = self._connect(peer, function, timeout)
         if not handles:
             return connection.call(function, head, body, buffers, timeout, spent)
-        number, carried = self._book.pass_on(list(handles), peer.info.id, connection)
-        mail = self._book.mail(peer.info.id)
+        number, carried = self._book.pass_on(list(handles), peer.number, connection)
+        mail = self._book.mail(peer.number)
         full_head = pack_section(number, carried) + head
         future = connection.call(function, full_head, body, buffers, timeout, spent, CALL_CARRYING, mail)
         if connection.is_lost():
-            self._book.resend(peer.info.id)
+            self._book.resend(peer.number)
         return future
 
     # Remote calls
@@ -178,7 +180,7 @@ class Calling:
         if self.closed is not None:
             raise self.closed
         head = self._head_on(handle, METHOD, method)
-        return self._remote(self.peers[handle.reference.owner], method, head, args, kwargs, handle)
+        return self._remote(self._owner(handle), method, head, args, kwargs, handle)
 
     def _remote(
         self,
@@ -198,7 +200,7 @@ class Calling:
             handles = list(collected)
             # They are kept, and the caller may change its own.
             copies = [memoryview(bytearray(buffer)) for buffer in buffers]
-        if peer.info.id == self.info.id:
+        if peer.number == self._book.me:
             check_usable(handles)
             value = Value()
             handle = self._book.make(value)
@@ -208,7 +210,7 @@ class Calling:
         if connection is None:
             connection, _ = self._connect(peer, function, self.rpc_timeout)
 
-        handle, message = self._book.call_remote(peer.info.id, handles, head, body, copies, connection, keeps)
+        handle, message = self._book.call_remote(peer.number, handles, head, body, copies, connection, keeps)
         connection.send_control(message, copies, self.rpc_timeout or FOREVER)
         return handle
 
@@ -221,9 +223,15 @@ class Calling:
         check_timeout(timeout)
         return timeout
 
+    def _owner(self, handle: Handle) -> Peer:
+        peer = self.numbered.get(handle.reference.owner)
+        if peer is None:  # gone for long, and forgotten
+            raise OwnerLost(f"the owner of {handle.reference} is gone, and the value with it")
+        return peer
+
     def _head_on(self, handle: Handle, what: bytes, method: str) -> bytes:
         if handle.packed is None:
-            handle.packed = pack_handle(handle.reference, handle.fork or ForkId(self.info.id, 0))
+            handle.packed = pack_handle(handle.reference, handle.fork or ForkId(self._book.me, 0))
         return what + handle.packed + method.encode()
 
     def _connect(self, peer: Peer, function: Callee, timeout: float) -> tuple[Outgoing, float]:
@@ -249,8 +257,8 @@ class Calling:
         return UnknownWorkerError(f"there is no worker {to!r} in this group; there are {known}")
 
     def worker_infos(self) -> list[WorkerInfo]:
-        """All workers of the group, by rank."""
-        return sorted({peer.info for peer in self.peers.values()}, key=lambda info: info.id)
+        """All workers that are there, by rank."""
+        return sorted({peer.info for peer in self.numbered.values() if not peer.is_lost}, key=lambda info: info.id)
 
 
 def _checked(function: Callable[..., Any]) -> Callable[..., Any]:

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Sequence
-from typing import Final
+from typing import Final, Protocol
 
 from farcall.agent.execution import CallJob, RemoteJob, Workplace
 from farcall.agent.poller import READABLE, WRITABLE, Poller
@@ -20,8 +20,9 @@ from farcall.agent.serving import Reply
 from farcall.errors import ProtocolError
 from farcall.protocol.control import unpack_remote, unpack_section
 from farcall.protocol.handshake import PREAMBLE_SIZE, Hello, Purpose, Refused, Welcome, body_length, pack, unpack
-from farcall.protocol.ids import Worker, WorkerInfo
-from farcall.protocol.wire import CALL, CALL_CARRYING, CARRIED, CONTROL, REMOTE, Bytes, Decoder
+from farcall.protocol.ids import Worker
+from farcall.protocol.membership_messages import Member
+from farcall.protocol.wire import CALL, CALL_CARRYING, CARRIED, CONTROL, NEWS, REMOTE, Bytes, Decoder
 from farcall.transports.base import Channel
 
 logger = logging.getLogger("farcall")
@@ -30,26 +31,40 @@ _CHUNK: Final = 1 << 15
 """Not more: from 128 KiB on, the allocator asks the system for memory anew each time, which costs more than a call."""
 
 
+class Reception(Protocol):
+    """The worker that others connect to."""
+
+    me: Member
+
+    def refusal(self, hello: Hello) -> Refused | None:
+        """Why who says that is not let in; None if it is."""
+
+    def greeted(self, incoming: Incoming, hello: Hello) -> None:
+        """It was let in."""
+
+    def closed(self, incoming: Incoming) -> None:
+        """The connection has ended; of one who was let in, and of one who was not."""
+
+    def told(self, sender: Worker, news: Bytes) -> None:
+        """News about the group came. Raises `ProtocolError`."""
+
+
 class Incoming:
     """One connection from one peer, or from somebody who says so."""
 
     def __init__(
         self,
-        us: WorkerInfo,
-        group: str,
+        reception: Reception,
         channel: Channel,
         poller: Poller,
         place: Workplace,
-        on_greeted: Callable[[Incoming], None],
         on_closed: Callable[[Incoming], None],
     ) -> None:
-        self._us = us
-        self._group = group
+        self._reception = reception
         self._channel = channel
         self._descriptor = channel.fileno()
         self._poller = poller
         self._place = place
-        self._on_greeted = on_greeted
         self._on_closed = on_closed
         self._decoder = Decoder()
         self._greeting = b""
@@ -90,7 +105,7 @@ class Incoming:
         except BlockingIOError:
             pass
         except (ProtocolError, MemoryError) as error:
-            logger.warning("worker %r: connection from %s closed: %s", self._us.name, self._who(), error)
+            logger.warning("worker %r: connection from %s closed: %s", self._reception.me.name, self._who(), error)
             self.close()
         except OSError:
             self.close()
@@ -109,6 +124,9 @@ class Incoming:
         if kind == CONTROL:
             book.control_received(caller, body)
             return
+        if kind == NEWS:
+            self._reception.told(caller, body)
+            return
         if kind not in (CALL_CARRYING, CARRIED):
             raise ProtocolError(f"a reply (kind {kind}) came where only calls may")
         number, carried, callee = unpack_section(head)
@@ -125,29 +143,28 @@ class Incoming:
             end = PREAMBLE_SIZE + body_length(self._greeting[:PREAMBLE_SIZE], Purpose.CALLS, self._who())
             if len(self._greeting) < end:
                 return b""
-            self._peer = self._checked(unpack(self._greeting[PREAMBLE_SIZE:end], self._who()))
+            hello = unpack(self._greeting[PREAMBLE_SIZE:end], self._who())
+            if not isinstance(hello, Hello):
+                raise ProtocolError(f"expected a hello, got a {type(hello).__name__}")
         except ProtocolError as error:
             # Told in the one form that every version understands, so that the other side can say what is wrong.
             self._sender.send(pack(Purpose.CALLS, Refused(str(error))))
             raise
-        self._sender.send(pack(Purpose.CALLS, Welcome(self._us.name, self._us.id)))
+        refusal = self._reception.refusal(hello)
+        if refusal is not None:
+            self._sender.send(pack(Purpose.CALLS, refusal))
+            raise ProtocolError(refusal.reason)
+        us = self._reception.me
+        self._sender.send(pack(Purpose.CALLS, Welcome(us.name, us.rank, us.number)))
         rest, self._greeting = self._greeting[end:], b""
-        self._on_greeted(self)
+        self._peer = hello
+        self._reception.greeted(self, hello)
         return rest
-
-    def _checked(self, hello: object) -> Hello:
-        if not isinstance(hello, Hello):
-            raise ProtocolError(f"expected a hello, got a {type(hello).__name__}")
-        if hello.group != self._group:
-            raise ProtocolError(f"this worker is of group {self._group!r}, not of {hello.group!r}")
-        if hello.wanted != self._us.name:
-            raise ProtocolError(f"this is worker {self._us.name!r}, not {hello.wanted!r}")
-        return hello
 
     def caller(self) -> Worker:
         """Who is at the other end, once it has greeted."""
         assert self._peer is not None
-        return self._peer.rank
+        return self._peer.number
 
     def has_greeted(self) -> bool:
         """Whether it is known who is at the other end."""
@@ -185,7 +202,10 @@ class Incoming:
         if not isinstance(error, Exception):
             raise error  # Ctrl-C, in a thread of the user's
         logger.warning(
-            "worker %r: connection from %s closed, a reply could not be sent: %r", self._us.name, self._who(), error
+            "worker %r: connection from %s closed, a reply could not be sent: %r",
+            self._reception.me.name,
+            self._who(),
+            error,
         )
 
     def close(self) -> None:
@@ -196,6 +216,7 @@ class Incoming:
         self._poller.remove(self._descriptor)
         self._channel.close()
         self._on_closed(self)
+        self._reception.closed(self)
 
     def is_lost(self) -> bool:
         """Whether it is closed, and what was sent on it may not have arrived."""

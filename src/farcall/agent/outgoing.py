@@ -28,23 +28,32 @@ from farcall.agent.calls import CallbackJob, PendingCall, Reply
 from farcall.agent.handle import Handle
 from farcall.agent.poller import HUNG_UP, READABLE, WRITABLE, Poller
 from farcall.agent.reading import CANNOT_WAIT, Reading
-from farcall.agent.sending import Sender
+from farcall.agent.sending import MAX_WAITING, Sender
 from farcall.agent.serving import Serving
 from farcall.agent.spinning import Dozing, Spinning
 from farcall.agent.supervisor import Supervisor
 from farcall.errors import ProtocolError, RpcError, RpcTimeoutError, UsageError, WorkerLost
 from farcall.futures import DONE, FAILED, UNLOADED, Callbacks, Future, run_callbacks
 from farcall.protocol.control import unpack_section
-from farcall.protocol.ids import WorkerInfo
-from farcall.protocol.wire import CALL, CONTROL, FAILURE, RESULT, RESULT_CARRYING, Bytes, Decoder, encode, encode_start
+from farcall.protocol.ids import Worker, WorkerInfo
+from farcall.protocol.wire import (
+    CALL,
+    CONTROL,
+    FAILURE,
+    NEWS,
+    RESULT,
+    RESULT_CARRYING,
+    Bytes,
+    Decoder,
+    encode,
+    encode_start,
+)
 from farcall.serialization import callable_name
 from farcall.sleeping import FOREVER, asleep, on_serving_thread
 from farcall.transports.base import Buffer, Channel
 
 _CHUNK: Final = 1 << 15
 """Not more: from 128 KiB on, the allocator asks the system for memory anew each time, which costs more than a call."""
-_MAX_WAITING: Final = 1 << 24
-"""Bytes that may wait to be sent before callers have to wait too."""
 LOST_ADVICE: Final = "is it still running, and does every worker call rpc.shutdown() at its end?"
 _LOOK_AGAIN: Final = 1.0
 _LOOK_AGAIN_SOON: Final = 5e-3
@@ -61,15 +70,18 @@ class Outgoing:
     def __init__(
         self,
         peer: WorkerInfo,
+        number: Worker,
         channel: Channel,
         poller: Poller,
         serving: Serving,
         supervisor: Supervisor,
         book: ReferenceBook,
         spin: float,
+        on_news: Callable[[Worker, Bytes], None],
         on_lost: Callable[[Outgoing], None],
     ) -> None:
         self.peer = peer
+        self._number = number
         self.pending: dict[int, PendingCall] = {}
         self._channel = channel
         self._descriptor = channel.fileno()
@@ -79,6 +91,7 @@ class Outgoing:
         self._book = book
         self._late: set[int] = set()  # calls whose time was over: their replies may bring references to be given back
         self._awaits_control = False  # what was sent about references is not acknowledged yet
+        self._on_news = on_news
         self._on_lost = on_lost
         self._ids = itertools.count(1)
         self._decoder = Decoder()
@@ -137,8 +150,8 @@ class Outgoing:
                 self._sender.send(before + encode(kind, call_id, head, body))
             else:
                 self._sender.send(encode(kind, call_id, head, body))
-            if self._sender.waiting > _MAX_WAITING:
-                self._wait_to_send(deadline)
+            if self._sender.waiting > MAX_WAITING:
+                self._sender.hold_back(deadline, self.is_lost)
         except OSError as error:
             self.lose(f"sending to it failed: {error}")
         except BaseException as error:
@@ -148,6 +161,13 @@ class Outgoing:
         if self._lost is not None:
             self._fail(future)
         return future
+
+    def send_news(self, message: bytes) -> None:
+        """Sends something that need not arrive, and is not answered here."""
+        try:
+            self._sender.send(message)
+        except OSError as error:
+            self.lose(f"sending to it failed: {error}")
 
     def send_control(self, message: bytes, buffers: Sequence[Buffer] = (), patience: float = 0.0) -> None:
         """Sends something about references, which the peer will acknowledge. What is lost is sent again later.
@@ -160,8 +180,8 @@ class Outgoing:
                 self._sender.send_all([message, *buffers])
             else:
                 self._sender.send(message)
-            if patience and self._sender.waiting > _MAX_WAITING:
-                self._wait_to_send(monotonic() + patience)
+            if patience and self._sender.waiting > MAX_WAITING:
+                self._sender.hold_back(monotonic() + patience, self.is_lost)
         except OSError as error:
             self.lose(f"sending to it failed: {error}")
         except BaseException as error:
@@ -177,15 +197,6 @@ class Outgoing:
     def is_lost(self) -> bool:
         """Whether it is closed, and what was sent on it may not have arrived."""
         return self._lost is not None
-
-    def _wait_to_send(self, deadline: float) -> None:
-        """Holds the caller back while too much waits."""
-        writable = select.poll()
-        writable.register(self._descriptor, select.POLLOUT)
-        with asleep():
-            while self._sender.waiting > _MAX_WAITING and self._lost is None and monotonic() < deadline:
-                writable.poll(100)
-                self._sender.flush()
 
     def _note_deadline(self, deadline: float) -> None:
         with self._lock:
@@ -337,12 +348,15 @@ class Outgoing:
     def _take(self, kind: int, head: bytes, body: Bytes) -> list[Handle] | None:
         """What has to do with references; the handles of a result that carries some, None for anything else."""
         if kind == CONTROL:
-            self._book.control_received(self.peer.id, body)
+            self._book.control_received(self._number, body)
+            return None
+        if kind == NEWS:
+            self._on_news(self._number, body)
             return None
         if kind != RESULT_CARRYING:
             raise ProtocolError(f"a call (kind {kind}) came where only replies may")
         number, carried, _ = unpack_section(head)
-        return self._book.take(self.peer.id, number, carried)
+        return self._book.take(self._number, number, carried)
 
     def _dispatch(self, future: Future[Any], callbacks: Callbacks) -> None:
         self._serving.submit(CallbackJob(future, callbacks))
@@ -371,7 +385,7 @@ class Outgoing:
         if self._awaits_control:
             # First unset, then asked: whoever sends something just now sets it after the book knows of that.
             self._awaits_control = False
-            if self._book.awaits(self.peer.id):
+            if self._book.awaits(self._number):
                 self._awaits_control = True
         return self._awaits_control
 

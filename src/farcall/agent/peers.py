@@ -15,28 +15,23 @@ from collections.abc import Callable, Mapping
 from time import monotonic
 from typing import Final
 
-import msgspec
-
 from farcall.agent.outgoing import LOST_ADVICE, Outgoing
 from farcall.errors import ConnectionRefusedByPeer, ProtocolError, WorkerLost
-from farcall.protocol.handshake import PREAMBLE_SIZE, Hello, Purpose, body_length, expect_welcome, pack, unpack
+from farcall.protocol.handshake import PREAMBLE_SIZE, Hello, Purpose, Refused, body_length, expect_welcome, pack, unpack
 from farcall.protocol.ids import WorkerInfo
+from farcall.protocol.membership_messages import Member
 from farcall.sleeping import asleep
 from farcall.transports.base import Channel, Transport
 
 CONNECT_TIMEOUT: Final = 10.0
+_LOOK_AGAIN: Final = 0.05
+"""Seconds after which who waits for an answer looks whether it is still wanted."""
 ONE_HOST: Final = frozenset({"unix", "memory"})
 """Transports that can work on one host only."""
 
 
-class Member(msgspec.Struct, frozen=True):
-    """What a worker tells the others about itself when it joins."""
-
-    name: str
-    rank: int
-    host: str
-    """Tells hosts apart; see `transports.network.host_identity`."""
-    addresses: tuple[str, ...]
+class NobodyThere(WorkerLost):
+    """Nobody listens any more where the worker did: its process is gone."""
 
 
 class Peer:
@@ -48,26 +43,31 @@ class Peer:
         us: Member,
         group: str,
         transports: Mapping[str, Transport],
-        new_connection: Callable[[WorkerInfo, Channel, Callable[[Outgoing], None]], Outgoing],
-        on_lost: Callable[[Peer], None],
+        new_connection: Callable[[Peer, Channel], Outgoing],
+        on_expelled: Callable[[], None],
+        is_over: Callable[[], bool],
     ) -> None:
-        self.info = WorkerInfo(member.name, member.rank)
+        self.info = WorkerInfo(member.name, member.rank if member.rank >= 0 else member.number)
+        self.number = member.number
+        """Its own for ever; who is started again with the same name and rank has another one."""
         self._member = member
         self._us = us
         self._group = group
         self._transports = transports
         self._new_connection = new_connection
-        self._on_lost = on_lost
+        self._on_expelled = on_expelled  # the worker says that this one was taken for dead
+        self._is_over = is_over  # nobody is to be connected to any more
         self._lock = threading.RLock()
+        self._has_left = False
         self.is_lost = False
         """It is gone for good."""
         self.connection: Outgoing | None = None
         """The connection, if there is one now; else `connect`."""
 
     def connect(self, deadline: float) -> Outgoing:
-        """The connection, made if need be. Raises `WorkerLost` if the worker cannot be reached."""
+        """The connection, made if need be. Raises `WorkerLost` if the worker cannot be reached, `NobodyThere`."""
         if self.is_lost:
-            raise WorkerLost(f"worker {self.info.name!r} was lost", self.info.name)
+            raise self.lost_error()
         deadline = min(deadline, monotonic() + CONNECT_TIMEOUT)
         with asleep():
             try:
@@ -75,26 +75,39 @@ class Peer:
                 if not self._lock.acquire(timeout=max(0.0, deadline - monotonic())):
                     raise WorkerLost(f"worker {self.info.name!r} could not be connected to in time", self.info.name)
                 if self.connection is None:
-                    self.connection = self._new_connection(self.info, self._open(deadline), self._forget)
+                    self.connection = self._new_connection(self, self._open(deadline))
+                    if self.is_lost:  # meanwhile
+                        self.close_connection()
+                        raise self.lost_error()
                 return self.connection
             finally:
                 if self._lock._is_owned():  # type: ignore[attr-defined]  # Ctrl-C may come as it has just been taken
                     self._lock.release()
 
-    def lose(self) -> None:
-        """Takes it for gone for good: calls to it fail at once from now on."""
-        with self._lock:
-            if self.is_lost:
-                return
-            self.is_lost = True
-        self._on_lost(self)
+    def lose(self, left: bool) -> None:
+        """It is gone for good: new calls to it fail at once from now on. `close_connection` ends the others."""
+        self._has_left = left
+        self.is_lost = True
 
-    def _forget(self, connection: Outgoing) -> None:
+    def lost_error(self) -> WorkerLost:
+        """What is raised by who wants something of a worker that is gone."""
+        fate = "has left the group" if self._has_left else "was lost"
+        return WorkerLost(f"worker {self.info.name!r} {fate}", self.info.name)
+
+    def close_connection(self) -> None:
+        """Ends the connection, if there is one, and what waits on it."""
+        connection = self.connection
+        if connection is not None:
+            connection.lose("it has left the group" if self._has_left else "the group cannot reach it", advice="")
+
+    def forget(self, connection: Outgoing) -> None:
+        """That connection has ended."""
         if self.connection is connection:
             self.connection = None
 
     def _open(self, deadline: float) -> Channel:
         reasons = []
+        anybody = False
         ways = self._ways()
         for tried, (transport, address) in enumerate(ways):
             # Each gets its share of the time: one that hangs must not leave nothing for the next.
@@ -102,12 +115,14 @@ class Peer:
             try:
                 channel = transport.connect(address, max(0.0, until - monotonic()))
             except OSError as error:
+                anybody |= not isinstance(error, (ConnectionRefusedError, FileNotFoundError))
                 reasons.append(f"{address}: {error.strerror or error}")  # some name the address once more
                 continue
             try:
                 self._greet(channel, until)
             except (OSError, ProtocolError) as error:
                 channel.close()
+                anybody |= not isinstance(error, _AnotherWorker)
                 reasons.append(f"{address}: {error.strerror or error}")
             except BaseException:
                 channel.close()
@@ -115,7 +130,8 @@ class Peer:
             else:
                 return channel
         detail = "; ".join(reasons) or f"no transport of {', '.join(self._transports)} leads to it"
-        raise WorkerLost(f"worker {self.info.name!r} cannot be reached ({detail}); {LOST_ADVICE}", self.info.name)
+        kind = WorkerLost if anybody or not reasons else NobodyThere
+        raise kind(f"worker {self.info.name!r} cannot be reached ({detail}); {LOST_ADVICE}", self.info.name)
 
     def _ways(self) -> list[tuple[Transport, str]]:
         """The addresses of the worker that may be reached from here, best first."""
@@ -128,31 +144,44 @@ class Peer:
         ]
 
     def _greet(self, channel: Channel, deadline: float) -> None:
-        hello = Hello(group=self._group, name=self._us.name, rank=self._us.rank, wanted=self.info.name)
+        us = self._us
+        hello = Hello(
+            self._group, us.name, us.rank, self.info.name, us.number, us.host, us.addresses, wanted_number=self.number
+        )
         greeting = pack(Purpose.CALLS, hello)
         if channel.send(greeting) != len(greeting):  # it fits into any socket's empty buffer
             raise ProtocolError(f"it does not take a greeting of {len(greeting)} bytes")
         other = f"worker {self.info.name!r}"
-        preamble = _receive_exactly(channel, PREAMBLE_SIZE, deadline, other)
-        body = _receive_exactly(channel, body_length(preamble, Purpose.CALLS, other), deadline, other)
-        welcome = expect_welcome(unpack(body, other), other)
-        if welcome.name != self.info.name:
-            raise ConnectionRefusedByPeer(f"this is worker {welcome.name!r}, not {self.info.name!r}")
+        preamble = self._receive_exactly(channel, PREAMBLE_SIZE, deadline)
+        body = self._receive_exactly(channel, body_length(preamble, Purpose.CALLS, other), deadline)
+        answer = unpack(body, other)
+        if isinstance(answer, Refused):
+            if answer.gone:
+                self._on_expelled()
+            raise _AnotherWorker(f"{other} refused the connection: {answer.reason}")
+        welcome = expect_welcome(answer, other)
+        if welcome.name != self.info.name or welcome.number != self.number:
+            raise _AnotherWorker(f"this is worker {welcome.name!r}, not {self.info.name!r}")
+
+    def _receive_exactly(self, channel: Channel, size: int, deadline: float) -> bytes:
+        poll = select.poll()
+        poll.register(channel.fileno(), select.POLLIN)
+        data = b""
+        while len(data) < size:
+            left = deadline - monotonic()
+            if left <= 0 or self.is_lost or self._is_over():
+                raise TimeoutError(f"worker {self.info.name!r} did not answer the greeting in time")
+            if not poll.poll(min(left, _LOOK_AGAIN) * 1000):
+                continue
+            try:
+                chunk = channel.receive(size - len(data))
+            except BlockingIOError:
+                continue
+            if not chunk:
+                raise ProtocolError(f"worker {self.info.name!r} closed the connection in the midst of the greeting")
+            data += chunk
+        return data
 
 
-def _receive_exactly(channel: Channel, size: int, deadline: float, other: str) -> bytes:
-    poll = select.poll()
-    poll.register(channel.fileno(), select.POLLIN)
-    data = b""
-    while len(data) < size:
-        left = deadline - monotonic()
-        if left <= 0 or not poll.poll(left * 1000):
-            raise TimeoutError(f"{other} did not answer the greeting in time")
-        try:
-            chunk = channel.receive(size - len(data))
-        except BlockingIOError:
-            continue
-        if not chunk:
-            raise ProtocolError(f"{other} closed the connection in the midst of the greeting")
-        data += chunk
-    return data
+class _AnotherWorker(ConnectionRefusedByPeer):
+    """Somebody else listens there now, or the one who does wants nothing to do with us."""

@@ -14,15 +14,20 @@ Rules
 
 from __future__ import annotations
 
+import select
 import threading
 from collections import deque
 from collections.abc import Callable, Sequence
+from time import monotonic
 from typing import Final
 
+from farcall.sleeping import asleep
 from farcall.transports.base import Buffer, Channel
 
 _CHUNK: Final = 1 << 18
 _PIECES: Final = 64
+MAX_WAITING: Final = 1 << 24
+"""Bytes that may wait to be sent before those who send have to wait too: see `hold_back`."""
 
 
 class Sender:
@@ -121,6 +126,15 @@ class Sender:
             self.busy = False
             if later:
                 self._send_behind(())
+
+    def hold_back(self, deadline: float, is_over: Callable[[], bool]) -> None:
+        """Keeps the caller while too much waits, until it is over with the connection. Raises as `flush`."""
+        writable = select.poll()
+        writable.register(self._channel.fileno(), select.POLLOUT)
+        with asleep():
+            while self.waiting > MAX_WAITING and not is_over() and monotonic() < deadline:
+                writable.poll(100)
+                self.flush()
 
     def _keep(self, rest: Buffer) -> None:
         self._append(rest)

@@ -129,6 +129,18 @@ class Serving:
         else:
             self._poller.ring()
 
+    def run_aside(self, job: Job) -> None:
+        """Has the job run at once, though as many functions run as may: for what must not wait for users' functions."""
+        follower = None if self._closing else self._have_follower()
+        if follower is None:
+            self.submit(job)
+        else:
+            follower.tell(job)
+
+    def is_closing(self) -> bool:
+        """Whether the threads are about to end."""
+        return self._closing
+
     def is_busy(self) -> bool:
         """Whether anything runs or is to be run."""
         with self._lock:

@@ -4,7 +4,8 @@ It deposes a leader whose function proves slow, ends calls whose time is over th
 replies that nobody reads. It sleeps for long while nothing of that can happen, and ticks quickly while it can.
 
 Rules
-- It runs no user code and sends nothing; it only decides who else should act.
+- It runs no user code and never waits for anything but time. It sends nothing but heartbeats, which must not depend on
+  anybody else having the time; otherwise it only decides who else should act.
 - Waking it is for the one who makes quick ticks necessary (`quicken`); that is cheap while it ticks anyway.
 """
 
@@ -53,6 +54,9 @@ class Supervisor:
         self.has_chores: Callable[[], bool] = lambda: False
         """Whether the agent has something to be done soon; set by the agent, as is what does it."""
         self.do_chores: Callable[[], None] = lambda: None
+        self.next_beat: Callable[[], float] = lambda: float("inf")
+        """When the heart of the group beats next; set by the agent, as is what it does then."""
+        self.beat: Callable[[float], None] = lambda now: None
         self._thread = threading.Thread(target=self._run, name=f"farcall-{name}-supervisor", daemon=True)
 
     def start(self) -> None:
@@ -118,6 +122,8 @@ class Supervisor:
         if self.has_chores():
             busy = True
             self.do_chores()
+        if now >= self.next_beat():
+            self.beat(now)
         for connection in list(self._attended):
             self._attended.pop(connection, None)  # before the look: who attends it again meanwhile is not lost
             if connection.tick(now):
@@ -129,4 +135,5 @@ class Supervisor:
         return busy
 
     def _next_deadline(self) -> float:
-        return min((connection.next_deadline() for connection in self.connections()), default=float("inf"))
+        first = min((connection.next_deadline() for connection in self.connections()), default=float("inf"))
+        return min(first, self.next_beat())

@@ -50,6 +50,13 @@ class Hello(msgspec.Struct, tag="hello", frozen=True):
     rank: int
     wanted: str
     """The worker that the other side should be; empty for a store."""
+    number: int = 0
+    """The number of the worker that connected, which is its own for ever; and below, where it is reached itself: the
+    other side may not have heard of it yet."""
+    host: str = ""
+    addresses: tuple[str, ...] = ()
+    wanted_number: int = 0
+    """The worker of that name may have been started again, and is another one then."""
 
 
 class Welcome(msgspec.Struct, tag="welcome", frozen=True):
@@ -57,12 +64,15 @@ class Welcome(msgspec.Struct, tag="welcome", frozen=True):
 
     name: str
     rank: int
+    number: int = 0
 
 
 class Refused(msgspec.Struct, tag="refused", frozen=True):
     """The side that listens does not take the connection; it closes after this."""
 
     reason: str
+    gone: bool = False
+    """The group has taken the one who connected for dead, or has heard it say good-bye."""
 
 
 Greeting: TypeAlias = Hello | Welcome | Refused

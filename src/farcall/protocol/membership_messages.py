@@ -14,7 +14,7 @@ from farcall.errors import ProtocolError
 from farcall.protocol.ids import Worker
 from farcall.protocol.ranges import LARGEST
 
-_Number: TypeAlias = Annotated[int, msgspec.Meta(ge=1, le=LARGEST)]
+_Number: TypeAlias = Annotated[int, msgspec.Meta(ge=0, le=LARGEST)]
 _Ranges: TypeAlias = tuple[tuple[_Number, _Number], ...]
 _Digest: TypeAlias = Annotated[int, msgspec.Meta(ge=0)]
 
@@ -23,7 +23,7 @@ class Member(msgspec.Struct, frozen=True, array_like=True):
     """A worker of the group, and where it is reached. The same for as long as its number lives."""
 
     number: _Number
-    """From 1 on; no other worker, nor the same one started again, ever has it."""
+    """No other worker, nor the same one started again, ever has it."""
     name: str
     rank: int
     host: str

@@ -32,7 +32,7 @@ def mixed(number: int) -> int:
 
 
 class Ranges:
-    """A set of numbers from 1 to `LARGEST`."""
+    """A set of numbers from 0 to `LARGEST`."""
 
     __slots__ = ("_firsts", "_lasts", "digest")
 
@@ -46,7 +46,7 @@ class Ranges:
 
     def add(self, first: int, last: int) -> None:
         """Puts all numbers from first to last into the set. Raises `ProtocolError` if that is no range."""
-        if not 1 <= first <= last <= LARGEST:
+        if not 0 <= first <= last <= LARGEST:
             raise ProtocolError(f"{first} to {last} is no range of workers' numbers")
         firsts, lasts = self._firsts, self._lasts
         begin = bisect_left(lasts, first - 1)

@@ -55,6 +55,7 @@ RESULT_CARRYING: Final = 5
 REMOTE: Final = 6
 CARRIED: Final = 7
 CONTROL: Final = 8
+NEWS: Final = 9
 
 METHOD: Final = b"\1"
 VALUE: Final = b"\2"
@@ -95,7 +96,7 @@ def encode_start(kind: int, call_id: int, head: bytes, body: bytes, buffers: Seq
 def _kind_and_count(start: int) -> tuple[int, int]:
     """The kind and the number of out-of-band buffers, out of a message's first four bytes."""
     kind, flags, count = start & 0xFF, start >> 8 & 0xFF, start >> 16
-    if not CALL <= kind <= CONTROL or flags:
+    if not CALL <= kind <= NEWS or flags:
         raise ProtocolError(f"a message of unknown kind {kind} (flags {flags}) came")
     return kind, count
 
@@ -124,7 +125,7 @@ class Decoder:
         end = len(data)
         while end - at >= _SIZE:
             kind, head_size, body_size, call_id = _unpack_from(data, at)
-            if not CALL <= kind <= CONTROL or head_size + body_size > LARGE:
+            if not CALL <= kind <= NEWS or head_size + body_size > LARGE:
                 kind, count = _kind_and_count(kind)
                 table = at + _SIZE
                 if end - table < 8 * count:
