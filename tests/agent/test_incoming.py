@@ -33,6 +33,7 @@ class Stranger:
 
     def hello(self, **changes: object) -> bytes:
         fields: dict[str, object] = {"group": self.group, "name": "worker0", "rank": 0, "wanted": "worker1"}
+        fields["wanted_number"] = 1
         return pack(Purpose.CALLS, Hello(**{**fields, **changes}))  # type: ignore[arg-type]
 
     def read(self, most: int = 1 << 16) -> bytes:
@@ -63,7 +64,7 @@ class Stranger:
 
     def greet(self) -> Stranger:
         self.channel.send(self.hello())
-        assert self.read_greeting() == Welcome("worker1", 1)
+        assert self.read_greeting() == Welcome("worker1", 1, 1)
         return self
 
 

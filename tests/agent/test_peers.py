@@ -5,7 +5,7 @@ from __future__ import annotations
 import socket
 import struct
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from time import monotonic
 from typing import Any
@@ -14,7 +14,7 @@ import pytest
 
 from eventually import eventually
 from farcall.agent import peers
-from farcall.agent.peers import Member, Peer
+from farcall.agent.peers import Peer
 from farcall.errors import WorkerLost
 from farcall.protocol.handshake import (
     MAGIC,
@@ -30,11 +30,12 @@ from farcall.protocol.handshake import (
     unpack,
 )
 from farcall.protocol.ids import WorkerInfo
+from farcall.protocol.membership_messages import Member
 from farcall.sleeping import FOREVER, blocking_thread
 from farcall.transports.sockets import SocketChannel
 
 UNIX, TCP, TCP6 = "unix:/run/b.sock", "tcp:10.0.0.2:4000", "tcp:[fd00::2]:4000"
-WELCOME = pack(Purpose.CALLS, Welcome("b", 1))
+WELCOME = pack(Purpose.CALLS, Welcome("b", 1, 1))
 
 Answer = bytes | OSError
 """What the other side has already sent when we connect, or what connecting raises."""
@@ -49,7 +50,8 @@ class World:
         self.other_ends: list[socket.socket] = []
         self.channels: list[SocketChannel] = []
         self.hangs_up = False
-        self.lost: list[Peer] = []
+        self.lost: list[str] = []
+        self.is_over = False
 
     def connect(self, address: str, timeout: float) -> SocketChannel:
         self.tried.append((address, timeout))
@@ -111,22 +113,23 @@ def peer_in(
     host: str = "here",
 ) -> Peer:
     return Peer(
-        Member("b", 1, host, addresses),
-        Member("a", 0, "here", ()),
+        Member(1, "b", 1, host, addresses),
+        Member(0, "a", 0, "here", ("unix:a",)),
         "group",
         {scheme: FakeTransport(scheme, world) for scheme in schemes},
         Connection,  # type: ignore[arg-type]
-        world.lost.append,
+        lambda: world.lost.append("this one"),
+        lambda: world.is_over,
     )
 
 
 class Connection:
     """What the agent makes of a channel."""
 
-    def __init__(self, info: WorkerInfo, channel: SocketChannel, on_lost: Callable[[Any], None]) -> None:
-        self.info = info
+    def __init__(self, peer: Peer, channel: SocketChannel) -> None:
+        self.info = peer.info
         self.channel = channel
-        self.lose = lambda: on_lost(self)
+        self.lose = lambda *_, **__: peer.forget(self)  # type: ignore[arg-type]
 
 
 def connect(peer: Peer, seconds: float = FOREVER) -> Connection:
@@ -158,7 +161,7 @@ def test_the_best_transport_that_works_is_taken(world: World) -> None:
 def test_the_greeting_says_who_we_are_and_whom_we_want(world: World) -> None:
     world.answers = {UNIX: WELCOME}
     connect(peer_in(world))
-    assert world.heard() == Hello(group="group", name="a", rank=0, wanted="b")
+    assert world.heard() == Hello("group", "a", 0, "b", 0, "here", ("unix:a",), wanted_number=1)
 
 
 def test_what_comes_behind_the_greeting_is_left_in_the_channel(world: World) -> None:
@@ -374,13 +377,12 @@ def test_an_interrupt_leaves_no_channel_open_and_no_lock_locked(world: World, mo
     connect(peer)
 
 
-def test_a_lost_peer_is_told_of_once_and_cannot_be_connected_to(world: World) -> None:
+@pytest.mark.parametrize(("left", "fate"), [(False, "was lost"), (True, "has left the group")])
+def test_a_peer_that_is_gone_cannot_be_connected_to(world: World, left: bool, fate: str) -> None:
     peer = peer_in(world)
     assert not peer.is_lost
-    peer.lose()
-    peer.lose()
+    peer.lose(left)
     assert peer.is_lost
-    assert world.lost == [peer]
-    with pytest.raises(WorkerLost, match="worker 'b' was lost"):
+    with pytest.raises(WorkerLost, match=f"worker 'b' {fate}"):
         peer.connect(FOREVER)
     assert world.tried == []

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from eventually import eventually
-from farcall import RRef, SerializationError, WorkerInfo, WorkerLost
+from farcall import RRef, SerializationError, WorkerLost
 from farcall.agent import book as book_module
 from farcall.agent.parcels import Letter
 from farcall.agent.post import Post
@@ -225,7 +225,7 @@ def test_a_caller_of_no_rank_in_the_group_harms_nobody(warm: LocalGroup, caplog:
     from test_incoming import Stranger
 
     stranger = Stranger(warm)
-    stranger.channel.send(stranger.hello(rank=99, name="worker99"))
+    stranger.channel.send(stranger.hello(number=99, name="worker99"))
     stranger.read_greeting()
     before = len(warm[1]._incoming)
     stranger.channel.close()
@@ -260,10 +260,10 @@ class Desk:
     def __init__(self, outgoing: Line | None, incoming: Line | None) -> None:
         self.letters: list[Letter] = []
         self.again: list[Any] = []
-        peer: Any = SimpleNamespace(connection=outgoing, info=WorkerInfo("w1", 1), is_lost=False)
+        peer: Any = SimpleNamespace(connection=outgoing, number=1, is_lost=False)
         book: Any = SimpleNamespace(outbox=self._outbox, me=0, resend=lambda to: self.again.append(self.post))
-        serving: Any = SimpleNamespace(submit=self.again.append)
-        self.post = Post(peer, book, serving, lambda: incoming)  # type: ignore[arg-type, return-value]
+        serving: Any = SimpleNamespace(run_aside=self.again.append)
+        self.post = Post(peer, book, serving, lambda: incoming, lambda: None)  # type: ignore[arg-type, return-value]
 
     def _outbox(self, to: int) -> Letter | None:
         assert to == 1

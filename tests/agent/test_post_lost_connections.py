@@ -112,7 +112,7 @@ def test_a_remote_call_survives_its_connection(warm: LocalGroup, monkeypatch: py
         lose_before_sending(connection(warm[0], 1))
     else:
         # before it is answered
-        once(monkeypatch, warm[1], "create_requested", after=lambda: warm[1]._incoming_of[0].close())
+        once(monkeypatch, warm[1], "create_requested", after=lambda: warm[1].group._incoming[0].close())
     argument = here(warm[0], "milk")
     rref = remote(warm[0], 1, run, [argument])
     del argument
@@ -188,10 +188,10 @@ def test_a_reference_returned_to_a_caller_whose_connection_is_gone_does_not_leak
     if cut_by == "caller":
         cut(warm[1], 0)
     else:
-        warm[0]._incoming_of[1].close()
+        warm[0].group._incoming[1].close()
     with pytest.raises(WorkerLost):
         future.wait()
-    eventually(lambda: 1 in warm[0]._incoming_of)
+    eventually(lambda: 1 in warm[0].group._incoming)
     eventually(lambda: not warm[0]._serving.ready and not warm[1]._serving.ready)
     gate.set()
     del future
@@ -233,7 +233,7 @@ def test_a_connection_that_breaks_in_the_greeting_does_not_make_a_worker_dead(
 
 def test_a_connection_that_is_made_while_the_worker_closes_is_closed(warm: LocalGroup) -> None:
     warm[0].shutdown(graceful=False, timeout=0)
-    warm[0]._posts[1].run()  # it was under way in the serving pool
+    warm[0].group._posts[1].run()  # it was under way in the serving pool
     left = list(warm[0]._connections)
     for one in left:
         one.close("by the test")

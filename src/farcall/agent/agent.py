@@ -92,6 +92,7 @@ class Agent:
             self.group = Group(
                 me,
                 rendezvous.group,
+                rendezvous.world_size is None,
                 transports,
                 self.book,
                 self.calling,

@@ -68,6 +68,7 @@ class Group:
         self,
         me: Member,
         run: str,
+        is_open: bool,
         transports: Mapping[str, Transport],
         book: ReferenceBook,
         calling: Calling,
@@ -80,6 +81,7 @@ class Group:
         """Raises `UsageError` if interval and patience do not go together."""
         self.me = me
         self.run = run
+        self._is_open = is_open  # workers may join that were not there at the start
         self.next_tick = 0.0
         """When `tick` is to be called next, by the monotonic clock."""
         self.is_quiet = False
@@ -117,7 +119,7 @@ class Group:
         with self._lock:
             effects = self._membership.ticked(now)
             self._change(effects)
-            posts = [post for post in self._posts.values() if post.failed]
+            posts = [post for post in self._posts.values() if post.is_stuck]
         self._act(effects)
         for post in posts:
             post.try_again()
@@ -135,6 +137,8 @@ class Group:
         members = self._membership.members
         if hello.number in members.gone and hello.number != self.me.number:
             return Refused(f"worker {hello.name!r} is not in the group any more: it was taken for dead", gone=True)
+        if hello.number not in members.here and not self._is_open:
+            return Refused(f"there is no worker {hello.name!r} with number {hello.number} in this group")
         return None
 
     def greeted(self, incoming: Incoming, hello: Hello) -> None:

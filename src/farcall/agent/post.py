@@ -59,7 +59,7 @@ class Post:
         self._lock = threading.RLock()
         self._wanted = False  # somebody wants it to run, perhaps once more
         self._runs = False
-        self.failed = False
+        self.is_stuck = False
         """The last attempt to connect has failed, and there is something to be sent."""
         self.must_run = False
         self.origin: Answerable | None = None
@@ -141,9 +141,9 @@ class Post:
             except WorkerLost:
                 threading.Event().wait(pause)
             else:
-                self.failed = False
+                self.is_stuck = False
                 return connection
-        self.failed = True
+        self.is_stuck = True
         self._unsaid.clear()
         return None
 
