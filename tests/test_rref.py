@@ -745,6 +745,45 @@ def keep_there(rref: RRef[Any]) -> None:
     kept.append(rref)
 
 
+class Farewell:
+    """Takes its time to go: does something in its finalizer."""
+
+    def __init__(self, act: Callable[[], object]) -> None:
+        self._act = act
+
+    def __del__(self) -> None:
+        self._act()
+
+
+def new_farewell(group: LocalGroup, name: str) -> Farewell:
+    def act() -> None:
+        farewells[name] = "began"
+        if name == "waits":
+            wait_at(name)
+        farewells[name] = call(group[1], 2, echo, "called")
+
+    return Farewell(act)
+
+
+farewells: dict[str, str] = {}
+
+
+@pytest.mark.parametrize("name", ["calls", "waits"])
+def test_the_finalizer_of_a_value_may_call_and_holds_up_nobody(group: LocalGroup, name: str) -> None:
+    farewells.clear()
+    gate = new_gate(name)
+    rref = remote(group[0], 1, new_farewell, group, name)
+    rref._get_future().wait()
+    del rref
+    if name == "waits":
+        assert arrived[name].wait(SOON)
+        assert call(group[0], 1, echo, "meanwhile") == "meanwhile"
+        assert call(group[2], 1, echo, "meanwhile") == "meanwhile"
+        gate.set()
+    eventually(lambda: farewells.get(name) == "called")
+    expect_nothing_left(group)
+
+
 def test_pickling_outside_a_call_is_refused(group: LocalGroup) -> None:
     rref = remote(group[0], 1, echo, 5)
     for dump in (lambda: pickle.dumps(rref), lambda: pickle.dumps([1, {2: rref}]), rref._serialize):

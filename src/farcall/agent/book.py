@@ -4,7 +4,8 @@ The protocol itself is `protocol.references`; here it meets threads, values and 
 
 Rules
 - Decide under the lock, act outside it. Messages get their numbers under the same lock as the decision to send them.
-- Nothing of a user runs under the lock. Values that are released are let go outside it.
+- Nothing of a user runs under the lock. Values that are released are let go outside it, by `work_off`: their finalizers
+  may take long or make calls, and the thread that reads a message must not be held up.
 - Nothing that may fail comes after a number is taken: a number that is never sent would hold up all that follow.
 - A finalizer only appends to a queue (garbage collection may run anywhere, in the midst of any lock, this one too); the
   queue is worked off by the next remote call, or by the serving pool a moment later. So are the outboxes.
@@ -82,7 +83,7 @@ class ReferenceBook:
         self._dropped: deque[tuple[RRefId, ForkId | None]] = deque()
         self._origins: dict[RRefId, Made] = {}  # where values of this worker got their reference
         self._refused: list[tuple[RRefId, Value]] = []  # values that never come, to be settled outside the lock
-        self._released: list[Value | None] = []  # values that may go, outside the lock
+        self._released: list[Value | None] = []  # values that may go, by `work_off`
         self._ended = False
         self.resend: Callable[[Worker], None] = lambda worker: None
         """Has sent again what was lost with a connection; set by the agent."""
@@ -237,16 +238,18 @@ class ReferenceBook:
 
     def has_work(self) -> bool:
         """Whether finalizers have left something to do, or a peer is to be told something."""
-        return bool(self._dropped or self._outboxes or self._unacknowledged)
+        return bool(self._dropped or self._outboxes or self._unacknowledged or self._released)
 
     def work_off(self) -> None:
-        """Handles what finalizers left, and sends all that is to be said."""
+        """Handles what finalizers left, sends all that is to be said, and lets go of the values that may go."""
         with self._lock:
             self._work_off()
             mail = [*self._outboxes, *(worker for worker in self._unacknowledged if worker not in self._outboxes)]
+            released, self._released = self._released, []
         self._act()
         for worker in mail:
             self._post(worker)
+        released.clear()
 
     def _work_off(self) -> None:
         dropped = self._dropped
@@ -372,8 +375,7 @@ class ReferenceBook:
     def is_quiet(self) -> bool:
         """Whether nothing about references is to be done, said or acknowledged, and every value is there."""
         with self._lock:
-            quiet = not self._dropped and not self._outboxes and not self._unacknowledged and self._delivery.is_quiet()
-            return quiet and not self._values_to_come()
+            return not self.has_work() and self._delivery.is_quiet() and not self._values_to_come()
 
     def _values_to_come(self) -> int:
         return sum(not value.done() for value in self._values.values())
@@ -395,6 +397,7 @@ class ReferenceBook:
         with self._lock:
             self._dropped.clear()
             values, self._values = self._values, {}
+            released, self._released = self._released, []
             self._references = References(self.me)
             parcels, self._delivery = self._delivery, Delivery()
             self._outboxes.clear()
@@ -403,6 +406,7 @@ class ReferenceBook:
             self._origins.clear()
             self._handles.clear()
         values.clear()
+        released.clear()
         del parcels
 
     # Acting
@@ -445,15 +449,13 @@ class ReferenceBook:
 
     def _act(self) -> None:
         """Does what was decided, by this thread or another. Without the lock, but for a moment."""
-        if self._outboxes or self._unacknowledged:
+        if self._outboxes or self._unacknowledged or self._released:
             self._work_soon()
-        if self._released or self._refused:
+        if self._refused:
             with self._lock:
                 refused, self._refused = self._refused, []
-                released, self._released = self._released, []
             for reference, value in refused:
                 value.refuse(partial(_refused, reference))
-            released.clear()
 
 
 def check_usable(handles: Sequence[Handle]) -> None:
