@@ -6,11 +6,12 @@ import sys
 import traceback
 from collections.abc import Callable
 from types import CodeType, FrameType
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from farcall.agent.values import Value
 from farcall.errors import RpcError
 from farcall.protocol.ids import ForkId, RRefId
+from farcall.serialization import collect, take_offered
 
 if TYPE_CHECKING:
     from farcall.agent.book import ReferenceBook
@@ -46,6 +47,12 @@ class Handle:
         """Raises `OwnerLost`, `ReferenceRefused` or `UsageError` if it leads nowhere."""
         if self.new_error is not None:
             raise self.new_error()
+
+    def __reduce__(self) -> tuple[Callable[[int], Any], tuple[int]]:
+        return take_offered, (collect(self, self),)  # in a method of a proxy, which may be passed on as well
+
+    def __repr__(self) -> str:
+        return f"<handle of {self.reference}>"
 
     def __del__(self) -> None:
         self.book.drop_later(self.reference, self.fork)
