@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import gc
+import itertools
 import threading
 import weakref
 from collections.abc import Callable, Iterator
@@ -19,7 +21,8 @@ from farcall.options import UNSET_RPC_TIMEOUT
 from farcall.protocol.wire import METHOD
 from farcall.sleeping import FOREVER
 from farcall.testing import LocalGroup
-from reference_stage import SOON, call, expect_confirmed, expect_nothing_left, here, remote, tables
+from interruption import At, Interrupt
+from reference_stage import SOON, call, expect_confirmed, expect_nothing_left, here, remote, start, tables
 
 pytestmark = pytest.mark.timeout(30)
 
@@ -47,6 +50,55 @@ def wait_at(name: str, result: Any = None) -> Any:
     arrived[name].set()
     assert gates[name].wait(SOON), f"nobody opened the gate {name!r}"
     return result
+
+
+# -- An interrupt at any point
+
+MESSAGES = (
+    "agent/book.py",
+    "agent/calling.py",
+    "agent/outgoing.py",
+    "agent/calls.py",
+    "protocol/references.py",
+    "protocol/delivery.py",
+    "protocol/control.py",
+)
+
+USES: dict[str, Callable[[LocalGroup, RRef[Any], RRef[Any]], object]] = {
+    "remote": lambda group, own, other: remote(group[0], 1, list),
+    "remote with references": lambda group, own, other: remote(group[0], 1, echo, own, other),
+    "call with references": lambda group, own, other: start(group[0], 2, echo, [own, other]),
+    "method": lambda group, own, other: other.rpc_async().copy(),
+}
+
+
+@pytest.mark.timeout(60)
+@pytest.mark.parametrize("use", USES)
+def test_an_interrupt_at_any_point_of_a_use_of_references_leaves_nothing_behind(
+    new_group: Callable[..., LocalGroup], use: str
+) -> None:
+    """A number that was taken and never sent would hold up all that follow: nothing would ever be given back."""
+    group = new_group(3, spin=0.0)
+    for point in itertools.count():
+        own, other = here(group[0], [1]), remote(group[0], 1, list, (1,))
+        assert other.to_here() == [1]
+        expect_confirmed(other)
+        extra = call(group[0], 2, echo, other)
+        del extra  # so that there is something to be said
+        with group[0].book._lock:
+            group[0].book._work_off()
+        result = None  # not let go within: what is raised in a finalizer is lost
+        with contextlib.suppress(Interrupt, WorkerLost), At(MESSAGES, (point,)) as at:
+            result = USES[use](group, own, other)
+        assert other.to_here() == [1], at.places
+        del own, other, result
+        try:
+            expect_nothing_left(group)
+        except AssertionError as error:
+            pytest.fail(f"after an interrupt at {at.places}: {error}")
+        if not at.has_acted:
+            assert point > 10
+            return
 
 
 # -- Arguments of every form

@@ -6,7 +6,9 @@ Rules
 - Decide under the lock, act outside it. Messages get their numbers under the same lock as the decision to send them.
 - Nothing of a user runs under the lock. Values that are released are let go outside it, by `work_off`: their finalizers
   may take long or make calls, and the thread that reads a message must not be held up.
-- Nothing that may fail comes after a number is taken: a number that is never sent would hold up all that follow.
+- Nothing that may fail comes after a number is taken: a number that is never sent would hold up all that follow. Ctrl-C
+  may come all the same: under the lock, what was begun is undone; after it, whoever has the number to send gives up the
+  connection, and it is sent again.
 - A finalizer only appends to a queue (garbage collection may run anywhere, in the midst of any lock, this one too); the
   queue is worked off by the next remote call, or by the serving pool a moment later. So are the outboxes.
 """
@@ -146,13 +148,18 @@ class ReferenceBook:
             self._check_peer(owner)
             if self._dropped:
                 self._work_off()
-            reference, fork = self._references.call_remote(owner)
-            handle = Handle(self, reference, fork, None, made)
-            self._handles[fork] = weakref.ref(handle)
-            letter = self._letter(owner)
-            parcel = RemoteFrame(reference, fork, via, keeps)
-            number = self._delivery.send(owner, parcel)
-            parcel.frame = frame(number, self._fork_all(passed, owner) if passed else (), reference, fork)
+            before, parcel = self._references.ids_given(owner), None
+            try:
+                reference, fork = self._references.call_remote(owner)
+                handle = Handle(self, reference, fork, None, made)
+                self._handles[fork] = weakref.ref(handle)
+                letter = self._letter(owner)
+                parcel = RemoteFrame(reference, fork, via, keeps)
+                number = self._delivery.send(owner, parcel)
+                parcel.frame = frame(number, self._fork_all(passed, owner) if passed else (), reference, fork)
+            except BaseException:
+                self._take_back(owner, before, passed, parcel)
+                raise
         self._act()
         if via.is_lost():
             self.resend(owner)
@@ -167,8 +174,14 @@ class ReferenceBook:
         check_usable(handles)
         with self._lock:
             self._check_peer(to)
-            carried = self._fork_all(handles, to)
-            number = self._delivery.send(to, CarriedFrame(carried, via))
+            before, parcel = self._references.ids_given(to), None
+            try:
+                carried = self._fork_all(handles, to)
+                parcel = CarriedFrame(carried, via)
+                number = self._delivery.send(to, parcel)
+            except BaseException:
+                self._take_back(to, before, handles, parcel)
+                raise
         if via.is_lost():
             self.resend(to)
         return number, carried
@@ -194,6 +207,13 @@ class ReferenceBook:
             references.handle_passed(handle.reference, handle.fork, child, to)
             carried.append(Carried(handle.reference, child))
         return carried
+
+    def _take_back(self, to: Worker, before: tuple[int, int], passed: Sequence[Handle], parcel: Parcel | None) -> None:
+        """Ctrl-C has come in the midst of a change to the tables. What was begun is undone: nobody was told of it."""
+        if parcel is not None:
+            self._delivery.take_back(to, parcel)
+        handles = [(handle.reference, handle.fork) for handle in passed]
+        self._decide(self._references.take_back(to, before, handles))
 
     def take(self, sender: Worker, number: int, carried: Sequence[Carried]) -> list[Handle] | None:
         """The handles that came in a message; None if that message came before. Raises `ProtocolError`."""

@@ -2,7 +2,8 @@
 
 Rules
 - What is wrong with a call itself is raised at once, before anything is sent.
-- Numbers of messages are taken last, when nothing can fail any more (see `book.py`).
+- Numbers of messages are taken last, when nothing can fail any more (see `book.py`). Whatever is raised from there on,
+  but for our own errors, is Ctrl-C or as bad.
 - What the reference protocol has to say to a worker goes along with what is sent to it about references.
 - A reference lives until the owner has answered what was asked of it, though the program drops it meanwhile.
 """
@@ -120,8 +121,14 @@ class Calling:
             connection, spent = peer.connection, 0.0
             if connection is None:
                 connection, spent = self._connect(peer, method, timeout)
-            mail = self._book.mail(peer.info.id)
-            future = connection.call(method, head, b"", (), timeout, spent, CALL, mail)
+            mail: bytes | None = b""  # perhaps taken already
+            try:
+                mail = self._book.mail(peer.info.id)
+                future = connection.call(method, head, b"", (), timeout, spent, CALL, mail)
+            except BaseException as error:
+                if mail is not None:
+                    connection.interrupted(error)
+                raise
             if mail is not None and connection.is_lost():
                 self._book.resend(peer.info.id)
         future.keeps = handle
@@ -149,10 +156,16 @@ class Calling:
             connection, spent = self._connect(peer, function, timeout)
         if not handles:
             return connection.call(function, head, body, buffers, timeout, spent)
-        number, carried = self._book.pass_on(list(handles), peer.info.id, connection)
-        mail = self._book.mail(peer.info.id)
-        full_head = pack_section(number, carried) + head
-        future = connection.call(function, full_head, body, buffers, timeout, spent, CALL_CARRYING, mail)
+        try:
+            number, carried = self._book.pass_on(list(handles), peer.info.id, connection)
+            mail = self._book.mail(peer.info.id)
+            full_head = pack_section(number, carried) + head
+            future = connection.call(function, full_head, body, buffers, timeout, spent, CALL_CARRYING, mail)
+        except RpcError:
+            raise
+        except BaseException as error:
+            connection.interrupted(error)
+            raise
         if connection.is_lost():
             self._book.resend(peer.info.id)
         return future
@@ -217,10 +230,16 @@ class Calling:
                 return [encode_start(REMOTE, 0, full_head, body, copies), *copies]
             return [encode(REMOTE, 0, full_head, body)]
 
-        handle, message, letter = self._book.call_remote(peer.info.id, handles, frame, connection, keeps)
-        if letter is not None:
-            message = [encode(CONTROL, 0, b"", letter), *message]
-        connection.send_control(message, self.rpc_timeout or FOREVER)
+        try:
+            handle, message, letter = self._book.call_remote(peer.info.id, handles, frame, connection, keeps)
+            if letter is not None:
+                message = [encode(CONTROL, 0, b"", letter), *message]
+            connection.send_control(message, self.rpc_timeout or FOREVER)
+        except RpcError:
+            raise
+        except BaseException as error:
+            connection.interrupted(error)
+            raise
         return handle
 
     # What they share

@@ -56,6 +56,13 @@ class Delivery(Generic[M]):
         link.unacknowledged[link.last] = message
         return link.last
 
+    def take_back(self, peer: Worker, message: M) -> None:
+        """Gives back the number of a message that was the last to get one, and was not sent. Else does nothing."""
+        link = self._links[peer]
+        if link.unacknowledged.get(link.last) is message:
+            del link.unacknowledged[link.last]
+            link.last -= 1
+
     def receive(self, peer: Worker, number: int) -> bool:
         """Whether the message of that number is to be taken: it is new, and its sender is not lost."""
         link = self._links.get(peer)
