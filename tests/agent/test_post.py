@@ -393,6 +393,18 @@ def test_what_was_said_into_a_connection_that_is_lost_is_said_again(letter: Lett
     assert desk.again == [desk.post]
 
 
+@pytest.mark.parametrize("acknowledged", [0, 3])
+def test_an_acknowledgement_that_was_lost_is_said_again_with_nothing_else_to_say(acknowledged: int) -> None:
+    """Who waits for it may have a connection that works, and no reason to ask again."""
+    line = Line()
+    desk = Desk(line, None)
+    desk.post._peer.connect = lambda deadline: line  # type: ignore[assignment, method-assign, return-value]
+    desk.post._book.unacknowledged = lambda to: []  # type: ignore[method-assign]
+    desk.post._book.acknowledgement = lambda to: acknowledged  # type: ignore[method-assign]
+    desk.post.run()
+    assert [frame.endswith(pack_control(3, [])) for frame in line.sent] == ([True] if acknowledged else [])
+
+
 # -- Connections that break
 
 
