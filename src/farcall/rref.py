@@ -44,11 +44,11 @@ class RRef(Generic[T]):
     def __init__(self, value: T, type_hint: Any = None) -> None:
         """A reference to a value that is here. `type_hint` is accepted for programs written for torch.
 
-        Raises `NotInitializedError` if this process is no worker.
+        Raises `NotInitializedError` if this process is no worker, `ForkedProcessError` if only its parent is one.
         """
-        from farcall.api import current_agent  # not at the head: the module of the functions knows this one
+        from farcall.api import current_book  # not at the head: the module of the functions knows this one
 
-        self._handle = current_agent().book.own(value)
+        self._handle = current_book().own(value)
 
     @classmethod
     def of(cls, handle: Handle) -> RRef[Any]:

@@ -22,12 +22,12 @@ from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Any, Final
 
-from farcall.agent.handle import Handle, Made, made_here
+from farcall.agent.handle import Handle, Made, check_usable, made_here, owner_lost, refused, released
 from farcall.agent.inventory import Inventory, count_references, take_inventory
 from farcall.agent.parcels import CarriedFrame, Letter, Parcel, RemoteFrame, Way
 from farcall.agent.values import Value
-from farcall.errors import OwnerLost, ReferenceRefused, RpcError, SerializationError, UsageError, WorkerLost
-from farcall.protocol.control import MOST_HANDLES, pack_control, unpack_control
+from farcall.errors import RpcError, UsageError, WorkerLost
+from farcall.protocol.control import pack_control, unpack_control
 from farcall.protocol.delivery import Delivery
 from farcall.protocol.ids import ForkId, RRefId, Worker
 from farcall.protocol.reference_messages import (
@@ -265,11 +265,11 @@ class ReferenceBook:
         with self._lock:
             self._work_off()
             mail = [*self._outboxes, *(worker for worker in self._unacknowledged if worker not in self._outboxes)]
-            released, self._released = self._released, []
+            values, self._released = self._released, []
         self._act()
         for worker in mail:
             self._post(worker)
-        released.clear()
+        values.clear()
 
     def _work_off(self) -> None:
         dropped = self._dropped
@@ -297,7 +297,7 @@ class ReferenceBook:
                     value = self._values[reference] = Value()
         if value is None:
             value = Value()
-            value.refuse(partial(_released, reference, self._name_of(self.me)))
+            value.refuse(partial(released, reference, self._name_of(self.me)))
         return value
 
     # Messages
@@ -411,13 +411,27 @@ class ReferenceBook:
                     self._decide(self._references.handle_dropped(held.reference, fork))
         self._act()
 
+    def forget(self, reason: str) -> None:
+        """Gives up all handles as `give_up_handles` does, and lets all values go: others that use them are refused.
+
+        Who holds what is counted to its end as ever, and new references can be made.
+        """
+        self.give_up_handles(reason)
+        with self._lock:
+            for reference in self._references.owned:
+                value = self._values.get(reference)
+                self._released.append(value)
+                self._values[reference] = gone = Value()
+                gone.refuse(partial(released, reference, self._name_of(self.me)))
+        self.work_off()
+
     def clear(self) -> None:
         """Forgets everything, and lets all values go; handles that are left are dropped without a word."""
         self._ended = True
         with self._lock:
             self._dropped.clear()
             values, self._values = self._values, {}
-            released, self._released = self._released, []
+            going, self._released = self._released, []
             self._references = References(self.me)
             parcels, self._delivery = self._delivery, Delivery()
             self._outboxes.clear()
@@ -426,7 +440,7 @@ class ReferenceBook:
             self._origins.clear()
             self._handles.clear()
         values.clear()
-        released.clear()
+        going.clear()
         del parcels
 
     # Acting
@@ -448,9 +462,9 @@ class ReferenceBook:
                 if handle is not None:
                     handle.confirmed = True
             elif isinstance(effect, OrphanHandle):
-                self._fail(effect.fork, partial(_owner_lost, effect.reference, self._name_of(effect.reference.owner)))
+                self._fail(effect.fork, partial(owner_lost, effect.reference, self._name_of(effect.reference.owner)))
             elif effect.fork is not None:
-                self._fail(effect.fork, partial(_refused, effect.reference))
+                self._fail(effect.fork, partial(refused, effect.reference))
             else:  # an error stands for the value until all that were promised one have gone
                 value = self._values.get(effect.reference)
                 if value is None:
@@ -473,32 +487,6 @@ class ReferenceBook:
             self._work_soon()
         if self._refused:
             with self._lock:
-                refused, self._refused = self._refused, []
-            for reference, value in refused:
-                value.refuse(partial(_refused, reference))
-
-
-def check_usable(handles: Sequence[Handle]) -> None:
-    """Raises the error of a handle that leads nowhere, and `SerializationError` if they are too many for a message."""
-    if len(handles) > MOST_HANDLES:
-        raise SerializationError(
-            f"a message with {len(handles)} references cannot be sent; at most {MOST_HANDLES} are allowed: "
-            "send them in parts"
-        )
-    for handle in handles:
-        handle.check()
-
-
-def _owner_lost(reference: RRefId, name: str) -> OwnerLost:
-    return OwnerLost(f"worker {name!r}, who owned {reference}, was lost, and the value with it", name)
-
-
-def _refused(reference: RRefId) -> ReferenceRefused:
-    return ReferenceRefused(
-        f"{reference} was passed on by a worker that died before its owner could count it; "
-        "its value is gone. Create it anew"
-    )
-
-
-def _released(reference: RRefId, owner: str) -> ReferenceRefused:
-    return ReferenceRefused(f"worker {owner!r} does not own {reference} any more: its value was released")
+                without, self._refused = self._refused, []
+            for reference, value in without:
+                value.refuse(partial(refused, reference))

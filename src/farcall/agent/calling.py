@@ -14,10 +14,10 @@ from collections.abc import Callable, Mapping, Sequence
 from time import monotonic
 from typing import Any
 
-from farcall.agent.book import ReferenceBook, check_usable
+from farcall.agent.book import ReferenceBook
 from farcall.agent.calls import PendingCall
 from farcall.agent.execution import RemoteJob, Workplace
-from farcall.agent.handle import Handle
+from farcall.agent.handle import Handle, check_usable
 from farcall.agent.outgoing import Outgoing
 from farcall.agent.peers import Peer
 from farcall.agent.values import Value

@@ -171,8 +171,7 @@ class Outgoing:
         self.lose(f"sending to it was interrupted by {type(error).__name__}", advice="")
 
     def _sending_interrupted(self, error: BaseException, must_arrive: bool) -> None:
-        """Gives the connection up if a part of a message may be gone; or all of one that is sent again then."""
-        if must_arrive or self._sender.is_broken():
+        if must_arrive or self._sender.is_broken():  # a part of a message may be gone
             self.interrupted(error)
 
     def is_lost(self) -> bool:

@@ -168,10 +168,7 @@ class References:
     def take_back(
         self, to: Worker, before: tuple[int, int], passed: Sequence[tuple[RRefId, ForkId | None]]
     ) -> list[Effect]:
-        """Undoes what was done since `ids_given(to)`, of which nobody was told.
-
-        That is a `call_remote`, and the passing of handles to `to`: reference and fork of each, as in `handle_passed`.
-        """
+        """Undoes what nobody was told of since `ids_given(to)`: a `call_remote`, and the passing of handles to `to`."""
         number, forks = before
         effects: list[Effect] = []
         for child in [ForkId(self.me, each) for each in range(forks + 1, self._forks + 1)]:
