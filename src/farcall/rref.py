@@ -133,8 +133,9 @@ class RRef(Generic[T]):
 
     def _get_type(self, timeout: float = UNSET_RPC_TIMEOUT, blocking: bool = True) -> Any:
         """The type of the value; with `blocking=False` a future of it."""
-        future = self._fetch(TYPE, timeout, unattended=not blocking)
-        return future.wait() if blocking else future
+        if blocking:
+            return self._fetch(TYPE, timeout).wait()
+        return self._fetch(TYPE, timeout, unattended=True)
 
     # Calling its methods
 

@@ -197,7 +197,7 @@ class ReferenceBook:
     def _check_peer(self, worker: Worker) -> None:
         if worker not in self._references.peers:
             name = self._name_of(worker)
-            raise WorkerLost(f"worker {name!r} was lost", name)
+            raise WorkerLost(f"worker {name!r} was lost: nothing can be asked of it any more; use another one", name)
 
     def _fork_all(self, handles: Sequence[Handle], to: Worker) -> list[Carried]:
         references = self._references
