@@ -1111,6 +1111,19 @@ def test_a_shutdown_with_nothing_left_is_silent(caplog: pytest.LogCaptureFixture
         assert [tables(agent) for agent in group] == [{}] * 3
 
 
+def test_a_shutdown_waits_for_releases_that_lead_to_others(caplog: pytest.LogCaptureFixture) -> None:
+    """Each worker is idle most of the time, while a chain of references goes from the one to the other."""
+    with LocalGroup(3) as group:
+        rref = remote(group[0], 1, Shelf)
+        for number in range(90):
+            rref = remote(group[0], number % 3, echo, rref)
+        assert rref.to_here(timeout=SOON) is not None
+        del rref
+        with caplog.at_level(logging.WARNING, "farcall"):
+            group.shutdown(graceful=True, timeout=SOON)
+        assert caplog.records == []
+
+
 @pytest.mark.parametrize("graceful", [True, False])
 def test_a_use_after_the_shutdown_says_so(graceful: bool) -> None:
     with LocalGroup(2) as group:

@@ -65,6 +65,14 @@ def test_the_number_of_a_message_that_was_not_sent_is_given_again(delivery: Deli
     assert delivery.send(PEER, "c") == 2
 
 
+def test_how_many_were_sent(delivery: Delivery[str]) -> None:
+    delivery.joined(8)
+    for peer in (PEER, PEER, 8):
+        delivery.send(peer, "a")
+    delivery.acknowledged(PEER, 2)
+    assert delivery.sent() == 3
+
+
 def test_what_a_peer_has_still_to_acknowledge(delivery: Delivery[str]) -> None:
     delivery.joined(8)
     assert not delivery.awaits(PEER)

@@ -262,14 +262,17 @@ class ReferenceBook:
 
     def work_off(self) -> None:
         """Handles what finalizers left, sends all that is to be said, and lets go of the values that may go."""
-        with self._lock:
-            self._work_off()
-            mail = [*self._outboxes, *(worker for worker in self._unacknowledged if worker not in self._outboxes)]
-            values, self._released = self._released, []
-        self._act()
-        for worker in mail:
-            self._post(worker)
-        values.clear()
+        while True:
+            with self._lock:
+                self._work_off()
+                mail = [*self._outboxes, *(worker for worker in self._unacknowledged if worker not in self._outboxes)]
+                values, self._released = self._released, []
+            self._act()
+            for worker in mail:
+                self._post(worker)
+            if not values:
+                return
+            values.clear()  # which may have held references
 
     def _work_off(self) -> None:
         dropped = self._dropped
@@ -396,6 +399,11 @@ class ReferenceBook:
         """Whether nothing about references is to be done, said or acknowledged, and every value is there."""
         with self._lock:
             return not self.has_work() and self._delivery.is_quiet() and not self._values_to_come()
+
+    def messages_sent(self) -> int:
+        """How many messages about references have been sent so far."""
+        with self._lock:
+            return self._delivery.sent()
 
     def _values_to_come(self) -> int:
         return sum(not value.done() for value in self._values.values())

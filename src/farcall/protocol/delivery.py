@@ -98,6 +98,10 @@ class Delivery(Generic[M]):
         link = self._links.get(peer)
         return link is not None and bool(link.unacknowledged)
 
+    def sent(self) -> int:
+        """How many messages the peers that are there have been sent."""
+        return sum(link.last for link in self._links.values())
+
     def is_quiet(self) -> bool:
         """Whether every peer has acknowledged everything."""
         return not any(link.unacknowledged for link in self._links.values())
