@@ -14,8 +14,8 @@ import pytest
 
 from eventually import eventually
 from farcall import OwnerLost, RRef, SerializationError, UsageError, WorkerInfo, WorkerLost
-from farcall.agent import book as book_module
 from farcall.agent import calling as calling_module
+from farcall.agent import handle as handle_module
 from farcall.agent.calling import check_timeout
 from farcall.options import UNSET_RPC_TIMEOUT
 from farcall.protocol.wire import METHOD
@@ -166,7 +166,7 @@ WRONG: dict[str, tuple[type[BaseException], str, Callable[[Any, Any, Any], Any]]
 def test_what_is_wrong_with_a_remote_call_takes_nothing(
     group: LocalGroup, monkeypatch: pytest.MonkeyPatch, what: str
 ) -> None:
-    monkeypatch.setattr(book_module, "MOST_HANDLES", 2)
+    monkeypatch.setattr(handle_module, "MOST_HANDLES", 2)
     error, text, attempt = WRONG[what]
     good = remote(group[0], 1, list)
     expect_confirmed(good)

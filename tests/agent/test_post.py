@@ -15,7 +15,7 @@ import pytest
 from eventually import eventually
 from farcall import RRef, SerializationError, WorkerInfo, WorkerLost
 from farcall.agent import Agent
-from farcall.agent import book as book_module
+from farcall.agent import handle as handle_module
 from farcall.agent.incoming import Incoming
 from farcall.agent.outgoing import Outgoing
 from farcall.agent.parcels import Letter
@@ -260,7 +260,7 @@ def test_a_message_with_too_many_references_harms_no_later_one(
     warm: LocalGroup, monkeypatch: pytest.MonkeyPatch, way: str
 ) -> None:
     """It is refused before it has a number: one that is taken and never sent would hold up all that follow."""
-    monkeypatch.setattr(book_module, "MOST_HANDLES", 2)
+    monkeypatch.setattr(handle_module, "MOST_HANDLES", 2)
     many = [here(warm[0], number) for number in range(3)]
     attempts: dict[str, Callable[[], Any]] = {
         "call": lambda: call(warm[0], 1, echo, many),
