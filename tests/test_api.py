@@ -357,6 +357,37 @@ def test_a_forked_child_gets_a_clear_error(port: int) -> None:
     assert parent == "5"
 
 
+def test_a_forked_child_has_no_references(port: int) -> None:
+    """The tables are its parent's, and their lock may have been held by another thread at the fork."""
+    script = """
+    import os, sys, farcall as rpc
+    options = rpc.RpcBackendOptions(init_method=f"tcp://127.0.0.1:{sys.argv[1]}")
+    rpc.init_rpc("parent", rank=0, world_size=1, rpc_backend_options=options)
+    rref = rpc.remote("parent", list)
+    rref.to_here()
+    with rpc.api.current_agent().book._lock:
+        child = os.fork()
+    if child == 0:
+        for use in (
+            lambda: rpc.RRef(5),
+            rpc.references,
+            rpc._rref_context_get_debug_info,
+            rpc._delete_all_user_and_unforked_owner_rrefs,
+            lambda: rpc._destroy_rref_context(True),
+            rref.rpc_sync().copy,
+        ):
+            try:
+                use()
+            except rpc.ForkedProcessError:
+                print("refused", flush=True)
+        os._exit(0)
+    os.waitpid(child, 0)
+    print(rref.to_here(), len(rpc.references().owned))
+    rpc.shutdown()
+    """
+    assert run(script, str(port)).splitlines() == 6 * ["refused"] + ["[] 1"]
+
+
 def test_a_function_that_runs_for_others_may_fork_a_worker_of_its_own(port: int, tmp_path: Path) -> None:
     script = """
     import os, sys, farcall as rpc

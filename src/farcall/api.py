@@ -12,7 +12,7 @@ from collections.abc import Callable, Mapping, Sequence
 from numbers import Real
 from typing import Any, TypeVar
 
-from farcall.agent import Agent, Inventory
+from farcall.agent import Agent, Inventory, ReferenceBook
 from farcall.errors import AlreadyInitializedError, NotInitializedError, RendezvousTimeoutError, UsageError
 from farcall.futures import Future
 from farcall.last_words import prepare_last_words
@@ -174,26 +174,29 @@ def remote(
 
 def references() -> Inventory:
     """What this worker owns and for whom, and what it holds, with where each was made. Raises `NotInitializedError`."""
-    return current_agent().book.inventory()
+    return current_book().inventory()
 
 
 def _rref_context_get_debug_info() -> dict[str, str]:
     """Counters of this worker's references, by the names that torch gives them. Raises `NotInitializedError`."""
-    return current_agent().book.debug_info()
+    return current_book().debug_info()
 
 
 def _delete_all_user_and_unforked_owner_rrefs(timeout: float = UNSET_RPC_TIMEOUT) -> None:
     """Gives up all handles of references that others own; using one raises from now on."""
-    current_agent().book.give_up_handles("all references of this worker were deleted")
+    current_book().give_up_handles("all references of this worker were deleted")
 
 
 def _destroy_rref_context(ignore_leak: bool) -> None:
-    """Forgets all references. Raises `UsageError` if some are left, unless leaks are to be ignored."""
-    book = current_agent().book
+    """Gives up all references to values of others, and lets go of all values: others that use them are refused.
+
+    Raises `UsageError` if some are left, unless leaks are to be ignored. New ones can be made after it.
+    """
+    book = current_book()
     left = book.inventory()
     if not ignore_leak and (left.owned or left.held):
         raise UsageError(f"references are left on worker {get_worker_info().name!r}: it {left}")
-    book.clear()
+    book.forget("the references of this worker were destroyed")
 
 
 def get_worker_info(worker_name: To | None = None) -> WorkerInfo:
@@ -219,6 +222,14 @@ def current_agent() -> Agent:
     if agent is None:
         raise _not_initialized()
     return agent
+
+
+def current_book() -> ReferenceBook:
+    """The references of this process. Raises `NotInitializedError`; `ForkedProcessError` if they are its parent's."""
+    agent = current_agent()
+    if agent.calling.closed is not None:
+        raise agent.calling.closed
+    return agent.book
 
 
 def _not_initialized() -> NotInitializedError:

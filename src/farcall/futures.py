@@ -101,12 +101,18 @@ class Future(Generic[T]):
         """The result, as soon as it is there. Raises what the call raised."""
         if not self._state:
             self.block(FOREVER)
-        return self.value()
+        try:
+            return self.value()
+        finally:
+            del self  # see `value`
 
     def result(self, timeout: float | None = None) -> T:
         """As `wait`, but `TimeoutError` after `timeout` seconds; the call itself goes on."""
         self._block_for(timeout)
-        return self.value()
+        try:
+            return self.value()
+        finally:
+            del self  # see `value`
 
     def exception(self, timeout: float | None = None) -> BaseException | None:
         """What the call raised, or None. `TimeoutError` if it is not done within `timeout` seconds."""
@@ -120,7 +126,12 @@ class Future(Generic[T]):
         if not self._state:
             raise RuntimeError("the future is not done: call wait(), or ask done() first")
         if self._load() == FAILED:
-            raise self._value
+            try:
+                raise self._value
+            finally:
+                # The error's traceback holds this frame and those that called it. Would they hold the future, which
+                # holds the error, then all that was met on the way, references too, stayed until garbage collection.
+                del self
         return cast(T, self._value)
 
     def done(self) -> bool:
@@ -175,7 +186,10 @@ class Future(Generic[T]):
                 yield from waiter
             finally:
                 self.forget(wake)
-        return self.value()
+        try:
+            return self.value()
+        finally:
+            del self  # see `value`
 
     # Callbacks
 

@@ -44,11 +44,11 @@ class RRef(Generic[T]):
     def __init__(self, value: T, type_hint: Any = None) -> None:
         """A reference to a value that is here. `type_hint` is accepted for programs written for torch.
 
-        Raises `NotInitializedError` if this process is no worker.
+        Raises `NotInitializedError` if this process is no worker, `ForkedProcessError` if only its parent is one.
         """
-        from farcall.api import current_agent  # not at the head: the module of the functions knows this one
+        from farcall.api import current_book  # not at the head: the module of the functions knows this one
 
-        self._handle = current_agent().book.own(value)
+        self._handle = current_book().own(value)
 
     @classmethod
     def of(cls, handle: Handle) -> RRef[Any]:
@@ -137,8 +137,9 @@ class RRef(Generic[T]):
 
     def _get_type(self, timeout: float = UNSET_RPC_TIMEOUT, blocking: bool = True) -> Any:
         """The type of the value; with `blocking=False` a future of it."""
-        future = self._fetch(TYPE, timeout, unattended=not blocking)
-        return future.wait() if blocking else future
+        if blocking:
+            return self._fetch(TYPE, timeout).wait()
+        return self._fetch(TYPE, timeout, unattended=True)
 
     # Calling its methods
 
@@ -193,25 +194,34 @@ def _receive(place: int) -> RRef[Any]:
 
 
 class Proxy:
-    """What stands for the value of a reference: its methods are called where it lives."""
+    """What stands for the value of a reference: its methods are called where it lives.
 
-    __slots__ = ("_call", "_handle", "_rref", "_timeout", "_way")
+    Its own attributes are private by name: a value may have a method of any other.
+    """
+
+    __slots__ = ("__call", "__handle", "__rref", "__timeout", "__way")
 
     def __init__(self, call: Callable[..., Any], handle: Handle, timeout: float, rref: RRef[Any], way: str) -> None:
-        self._call = call
-        self._handle = handle
-        self._timeout = timeout
-        self._rref = rref
-        self._way = way
+        self.__call = call
+        self.__handle = handle
+        self.__timeout = timeout
+        self.__rref = rref
+        self.__way = way
 
     def __getattr__(self, name: str) -> Callable[..., Any]:
-        return partial(self._call, self._handle, self._timeout, name)
+        return partial(self.__call, self.__handle, self.__timeout, name)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        return self._call(self._handle, self._timeout, "__call__", *args, **kwargs)
+        return self.__call(self.__handle, self.__timeout, "__call__", *args, **kwargs)
+
+    def __reduce__(self) -> tuple[Callable[..., Any], tuple[Any, ...]]:
+        return Proxy, (self.__call, self.__handle, self.__timeout, self.__rref, self.__way)
+
+    def __deepcopy__(self, memo: object) -> NoReturn:
+        raise UsageError(f"{self!r} cannot be copied deeply; copy the value of the reference, to_here()")
 
     def __repr__(self) -> str:
-        return f"{self._rref!r}.{self._way}()"
+        return f"{self.__rref!r}.{self.__way}()"
 
 
 # What a proxy does with a method. What comes first goes by position only: a method may have arguments of any name.

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import gc
+import itertools
 import threading
 import weakref
 from collections.abc import Callable, Iterator
@@ -12,15 +14,16 @@ import pytest
 
 from eventually import eventually
 from farcall import OwnerLost, RRef, SerializationError, UsageError, WorkerInfo, WorkerLost
-from farcall.agent import book as book_module
 from farcall.agent import calling as calling_module
+from farcall.agent import handle as handle_module
 from farcall.agent.calling import check_timeout
 from farcall.options import UNSET_RPC_TIMEOUT
 from farcall.protocol.wire import METHOD
 from farcall.sleeping import FOREVER
 from farcall.testing import LocalGroup
 from gates import SOON, arrived, new_gate, wait_at
-from reference_stage import call, expect_confirmed, expect_nothing_left, here, remote, tables
+from interruption import At, Interrupt
+from reference_stage import call, expect_confirmed, expect_nothing_left, here, remote, start, tables
 
 pytestmark = pytest.mark.timeout(30)
 
@@ -35,6 +38,55 @@ def _nothing_kept() -> Iterator[None]:
 
 def echo(*args: Any, **kwargs: Any) -> Any:
     return (args, kwargs) if kwargs or len(args) != 1 else args[0]
+
+
+# -- An interrupt at any point
+
+MESSAGES = (
+    "agent/book.py",
+    "agent/calling.py",
+    "agent/outgoing.py",
+    "agent/calls.py",
+    "protocol/references.py",
+    "protocol/delivery.py",
+    "protocol/control.py",
+)
+
+USES: dict[str, Callable[[LocalGroup, RRef[Any], RRef[Any]], object]] = {
+    "remote": lambda group, own, other: remote(group[0], 1, list),
+    "remote with references": lambda group, own, other: remote(group[0], 1, echo, own, other),
+    "call with references": lambda group, own, other: start(group[0], 2, echo, [own, other]),
+    "method": lambda group, own, other: other.rpc_async().copy(),
+}
+
+
+@pytest.mark.timeout(60)
+@pytest.mark.parametrize("use", USES)
+def test_an_interrupt_at_any_point_of_a_use_of_references_leaves_nothing_behind(
+    new_group: Callable[..., LocalGroup], use: str
+) -> None:
+    """A number that was taken and never sent would hold up all that follow: nothing would ever be given back."""
+    group = new_group(3, spin=0.0)
+    for point in itertools.count():
+        own, other = here(group[0], [1]), remote(group[0], 1, list, (1,))
+        assert other.to_here() == [1]
+        expect_confirmed(other)
+        extra = call(group[0], 2, echo, other)
+        del extra  # so that there is something to be said
+        with group[0].book._lock:
+            group[0].book._work_off()
+        result = None  # not let go within: what is raised in a finalizer is lost
+        with contextlib.suppress(Interrupt, WorkerLost), At(MESSAGES, (point,)) as at:
+            result = USES[use](group, own, other)
+        assert other.to_here() == [1], at.places
+        del own, other, result
+        try:
+            expect_nothing_left(group)
+        except AssertionError as error:
+            pytest.fail(f"after an interrupt at {at.places}: {error}")
+        if not at.has_acted:
+            assert point > 10
+            return
 
 
 # -- Arguments of every form
@@ -102,7 +154,7 @@ WRONG: dict[str, tuple[type[BaseException], str, Callable[[Any, Any, Any], Any]]
 def test_what_is_wrong_with_a_remote_call_takes_nothing(
     group: LocalGroup, monkeypatch: pytest.MonkeyPatch, what: str
 ) -> None:
-    monkeypatch.setattr(book_module, "MOST_HANDLES", 2)
+    monkeypatch.setattr(handle_module, "MOST_HANDLES", 2)
     error, text, attempt = WRONG[what]
     good = remote(group[0], 1, list)
     expect_confirmed(good)

@@ -11,7 +11,7 @@ import pytest
 
 from eventually import eventually
 from farcall import RRef, SerializationError, WorkerLost
-from farcall.agent import book as book_module
+from farcall.agent import handle as handle_module
 from farcall.agent.parcels import Letter
 from farcall.agent.post import Post
 from farcall.protocol.control import pack_control
@@ -201,7 +201,7 @@ def test_a_message_with_too_many_references_harms_no_later_one(
     warm: LocalGroup, monkeypatch: pytest.MonkeyPatch, way: str
 ) -> None:
     """It is refused before it has a number: one that is taken and never sent would hold up all that follow."""
-    monkeypatch.setattr(book_module, "MOST_HANDLES", 2)
+    monkeypatch.setattr(handle_module, "MOST_HANDLES", 2)
     many = [here(warm[0], number) for number in range(3)]
     attempts: dict[str, Callable[[], Any]] = {
         "call": lambda: call(warm[0], 1, echo, many),
@@ -326,6 +326,19 @@ def test_what_was_said_into_a_connection_that_is_lost_is_said_again(letter: Lett
     desk.letters.append(letter)
     desk.post.send()
     assert desk.again == [desk.post]
+
+
+@pytest.mark.parametrize("acknowledged", [0, 3])
+def test_an_acknowledgement_that_was_lost_is_said_again_with_nothing_else_to_say(acknowledged: int) -> None:
+    """Who waits for it may have a connection that works, and no reason to ask again."""
+    line = Line()
+    desk = Desk(line, None)
+    desk.post._peer.connect = lambda deadline: line  # type: ignore[assignment, method-assign, return-value]
+    desk.post._book.unacknowledged = lambda to: []  # type: ignore[method-assign]
+    desk.post._book.acknowledgement = lambda to: acknowledged  # type: ignore[method-assign]
+    desk.post.try_again()
+    desk.post.run()
+    assert [frame.endswith(pack_control(3, [])) for frame in line.sent] == ([True] if acknowledged else [])
 
 
 def test_the_check_for_what_is_left_bites(warm: LocalGroup) -> None:

@@ -56,6 +56,23 @@ def test_d2_a_message_is_kept_until_it_is_acknowledged(delivery: Delivery[str]) 
     assert delivery.is_quiet()
 
 
+def test_the_number_of_a_message_that_was_not_sent_is_given_again(delivery: Delivery[str]) -> None:
+    delivery.send(PEER, "a")
+    delivery.send(PEER, "b")
+    delivery.take_back(PEER, "b")
+    delivery.take_back(PEER, "c")  # which never had one
+    assert delivery.unacknowledged(PEER) == [(1, "a")]
+    assert delivery.send(PEER, "c") == 2
+
+
+def test_how_many_were_sent(delivery: Delivery[str]) -> None:
+    delivery.joined(8)
+    for peer in (PEER, PEER, 8):
+        delivery.send(peer, "a")
+    delivery.acknowledged(PEER, 2)
+    assert delivery.sent() == 3
+
+
 def test_what_a_peer_has_still_to_acknowledge(delivery: Delivery[str]) -> None:
     delivery.joined(8)
     assert not delivery.awaits(PEER)

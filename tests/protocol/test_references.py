@@ -77,6 +77,40 @@ RECEIVED = HandleReceived(Carried(REMOTE, CHILD), sender=1)
 """At worker 2, or at the owner."""
 
 
+# -- what is taken back
+
+
+def test_a_remote_call_that_is_taken_back_leaves_no_gap() -> None:
+    references = worker(1)
+    before = references.ids_given(0)
+    reference, fork = references.call_remote(0)
+    assert references.take_back(0, before, []) == []
+    assert references.is_empty()
+    again, another = references.call_remote(0)
+    assert again == reference
+    assert another != fork  # who holds the first may give it up yet
+
+
+def test_handles_whose_passing_is_taken_back_are_not_waited_for() -> None:
+    references = worker(1)
+    _, kept = references.call_remote(0)
+    references.handle(CONFIRMED)
+    before = references.ids_given(2)
+    references.handle(HandlePassed(REMOTE, kept, references.new_fork(), to=2))
+    assert references.take_back(2, before, [(REMOTE, kept)]) == []
+    leads(references, HandleDropped(REMOTE, kept), SendMessage(0, UserDeleted(REMOTE, kept)))
+    assert references.ids_given(0)[0] == 1
+
+
+def test_what_was_given_up_meanwhile_goes_when_its_passing_is_taken_back() -> None:
+    references = worker(0, ValueMade(OWN))
+    before = references.ids_given(2)
+    references.handle(HandlePassed(OWN, None, references.new_fork(), to=2))
+    references.handle(HandleDropped(OWN, None))
+    assert said(references.take_back(2, before, [(OWN, None)])) == said([ReleaseValue(OWN)])
+    assert references.is_empty()
+
+
 # -- ids
 
 

@@ -136,3 +136,55 @@ def test_what_a_lost_worker_held_is_released(group: LocalGroup) -> None:
     expect_nothing_left([group[0], group[1]])
     eventually(lambda: released() is None)
     kept.clear()
+
+
+class Farewell:
+    """Takes its time to go: does something in its finalizer."""
+
+    def __init__(self, act: Callable[[], object]) -> None:
+        self._act = act
+
+    def __del__(self) -> None:
+        self._act()
+
+
+def new_farewell(group: LocalGroup, name: str) -> Farewell:
+    def act() -> None:
+        farewells[name] = "began"
+        if name == "waits":
+            wait_at(name)
+        farewells[name] = call(group[1], 2, echo, "called")
+
+    return Farewell(act)
+
+
+farewells: dict[str, str] = {}
+
+
+@pytest.mark.parametrize("name", ["calls", "waits"])
+def test_the_finalizer_of_a_value_may_call_and_holds_up_nobody(group: LocalGroup, name: str) -> None:
+    farewells.clear()
+    gate = new_gate(name)
+    rref = remote(group[0], 1, new_farewell, group, name)
+    rref._get_future().wait()
+    del rref
+    if name == "waits":
+        assert arrived[name].wait(SOON)
+        assert call(group[0], 1, echo, "meanwhile") == "meanwhile"
+        assert call(group[2], 1, echo, "meanwhile") == "meanwhile"
+        gate.set()
+    eventually(lambda: farewells.get(name) == "called")
+    expect_nothing_left(group)
+
+
+def test_a_shutdown_waits_for_releases_that_lead_to_others(caplog: pytest.LogCaptureFixture) -> None:
+    """Each worker is idle most of the time, while a chain of references goes from the one to the other."""
+    with LocalGroup(3) as group:
+        rref = remote(group[0], 1, Shelf)
+        for number in range(90):
+            rref = remote(group[0], number % 3, echo, rref)
+        assert rref.to_here(timeout=SOON) is not None
+        del rref
+        with caplog.at_level(logging.WARNING, "farcall"):
+            group.shutdown(graceful=True, timeout=SOON)
+        assert caplog.records == []

@@ -2,14 +2,20 @@
 
 from __future__ import annotations
 
+import contextlib
+import gc
 import re
 import threading
+import weakref
+from collections.abc import Callable
 from typing import Any
 
 import pytest
 
-from farcall import SerializationError
+from eventually import eventually
+from farcall import RRef, SerializationError
 from farcall.testing import LocalGroup
+from gates import SOON
 from reference_stage import USES, ShelfError, call, echo, expect_nothing_left, fail, fetch, remote, whole_text
 
 pytestmark = pytest.mark.timeout(30)
@@ -45,6 +51,32 @@ def test_an_error_that_the_owner_has_met_does_not_keep_the_reference(group: Loca
         rref.local_value() if use == "local value" else USES[use](rref)
     del rref
     expect_nothing_left(group)
+
+
+@pytest.mark.parametrize("to", [0, 1], ids=["at the owner", "elsewhere"])
+@pytest.mark.parametrize(
+    "use",
+    [
+        lambda rref: rref.to_here(),
+        lambda rref: rref.rpc_sync().anything(),
+        lambda rref: rref.rpc_async().anything().wait(),
+        lambda rref: rref.rpc_async().anything().result(SOON),
+    ],
+    ids=["to_here", "rpc_sync", "wait", "result"],
+)
+def test_an_error_that_was_handled_keeps_nothing(group: LocalGroup, use: Callable[[RRef[Any]], Any], to: int) -> None:
+    """Not even until the garbage collector comes by: the references would be reported as leaks."""
+    rref = remote(group[0], to, fail, "early")
+    gc.collect()
+    gc.disable()
+    try:
+        with contextlib.suppress(ShelfError):
+            use(rref)
+        handle = weakref.ref(rref._handle)
+        del rref
+        eventually(lambda: handle() is None)
+    finally:
+        gc.enable()
 
 
 def test_arguments_that_cannot_be_unpickled_there_fail_the_value(group: LocalGroup) -> None:

@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import copy
 import gc
+import pickle
+from collections.abc import Callable
+from typing import Any
 
 import pytest
 
-from farcall import RpcTimeoutError, RRef
+from farcall import RpcTimeoutError, RRef, SerializationError, UsageError
 from farcall.testing import LocalGroup
 from gates import SOON, arrived, new_gate, wait_at
-from reference_stage import Shelf, ShelfError, call, echo, here, remote, whole_text
+from reference_stage import Shelf, ShelfError, call, echo, expect_nothing_left, here, remote, whole_text
 
 pytestmark = pytest.mark.timeout(30)
 
@@ -81,6 +85,62 @@ def test_a_method_that_is_not_there(group: LocalGroup) -> None:
     rref = remote(group[0], 1, Shelf)
     with pytest.raises(AttributeError, match="'Shelf' object has no attribute 'nothing'"):
         rref.rpc_sync().nothing()
+
+
+class Named:
+    """Has methods of names that a proxy, or what is behind it, may have itself."""
+
+    def __getattr__(self, name: str) -> Callable[..., Any]:
+        if name.startswith("__"):
+            raise AttributeError(name)
+        return lambda *args, **kwargs: (name, args, kwargs)
+
+
+@pytest.mark.parametrize("way", ["rpc_sync", "rpc_async", "remote"])
+def test_a_method_may_have_any_name(group: LocalGroup, way: str) -> None:
+    rref = remote(group[0], 1, Named)
+    for name in ("_call", "_handle", "_rref", "_timeout", "_way", "call", "handle", "timeout", "method", "rpc_sync"):
+        outcome = getattr(getattr(rref, way)(), name)(1, handle=2, timeout=3, method=4, self=5)
+        if way == "remote":
+            outcome = outcome.to_here()
+        elif way == "rpc_async":
+            outcome = outcome.wait()
+        assert outcome == (name, (1,), {"handle": 2, "timeout": 3, "method": 4, "self": 5})
+
+
+def test_an_attribute_takes_no_arguments(group: LocalGroup) -> None:
+    rref = remote(group[0], 1, Shelf)
+    with pytest.raises(TypeError, match=r"'size' of a Shelf is a int, which cannot be called: it is read without arg"):
+        rref.rpc_sync().size(1)
+    with pytest.raises(TypeError, match="'items' of a Shelf is a list"):
+        rref.rpc_sync().items(index=1)
+
+
+@pytest.mark.parametrize("to", [0, 1, 2])
+def test_a_proxy_and_its_methods_go_where_references_go(group: LocalGroup, to: int) -> None:
+    rref = remote(group[0], 1, Shelf, "tea")
+    proxy = rref.rpc_sync(timeout=SOON)
+    assert call(group[0], to, proxy.put, "milk") == 2
+    assert call(group[0], to, put_by, proxy, "rice") == 3
+    assert call(group[0], to, repr, proxy) == repr(proxy)
+    back = call(group[0], to, echo, proxy)
+    assert back.items() == ["tea", "milk", "rice"]
+    assert copy.copy(proxy).items() == ["tea", "milk", "rice"]
+    del rref, proxy, back
+    expect_nothing_left(group)
+
+
+def put_by(proxy: Any, item: str) -> Any:
+    return proxy.put(item)
+
+
+def test_a_proxy_is_pickled_only_in_calls(group: LocalGroup) -> None:
+    proxy = remote(group[0], 1, Shelf).rpc_sync()
+    for thing in (proxy, proxy.put):
+        with pytest.raises(SerializationError, match=r"can be pickled only as an argument or result of a remote call"):
+            pickle.dumps(thing)
+    with pytest.raises(UsageError, match=r"rpc_sync\(\) cannot be copied deeply"):
+        copy.deepcopy(proxy)
 
 
 def test_a_value_that_cannot_be_called(group: LocalGroup) -> None:

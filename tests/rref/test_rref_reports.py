@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import re
+import weakref
+from typing import Any
 
 import pytest
 
 import farcall
-from farcall import RpcBackendOptions, RRef, UsageError, api
+from farcall import ReferenceRefused, RpcBackendOptions, RRef, UsageError, api
 from farcall.testing import LocalGroup
 from gates import new_gate, wait_at
 from reference_stage import (
@@ -19,8 +21,10 @@ from reference_stage import (
     expect_nothing_left,
     fail,
     fetch,
+    here,
     keep_there,
     kept,
+    remote,
 )
 
 pytestmark = pytest.mark.timeout(30)
@@ -120,5 +124,31 @@ def test_the_context_is_not_destroyed_while_references_are_left(this_worker: Loc
         farcall._destroy_rref_context(ignore_leak=False)
     assert rref.to_here() == 5
     farcall._destroy_rref_context(ignore_leak=True)
+    del rref
     assert farcall.references().owned == ()
     farcall._destroy_rref_context(ignore_leak=False)
+
+
+def own_shelf(group: LocalGroup) -> RRef[Any]:
+    return here(group[1], Shelf())
+
+
+def test_a_worker_whose_context_was_destroyed_goes_on(this_worker: LocalGroup) -> None:
+    own, other = RRef(Shelf()), farcall.remote("worker1", Shelf)
+    held = weakref.ref(own.local_value())
+    call(this_worker[0], 2, keep_there, own)
+    del own
+    farcall._destroy_rref_context(ignore_leak=True)
+    assert held() is None
+    with pytest.raises(UsageError, match="the references of this worker were destroyed"):
+        other.to_here()
+    with pytest.raises(ReferenceRefused, match=r"'worker0' does not own .* any more: its value was released"):
+        fetch(kept[0])
+    assert RRef(5).to_here() == 5
+    assert farcall.remote("worker1", echo, args=(6,)).to_here() == 6
+    assert remote(this_worker[1], 0, echo, 7).to_here() == 7
+    returned = call(this_worker[0], 1, own_shelf, this_worker)
+    assert returned.rpc_sync().put("tea") == 1
+    del returned
+    kept.clear()
+    expect_nothing_left(this_worker)

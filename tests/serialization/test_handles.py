@@ -61,6 +61,12 @@ def test_a_place_before_the_first_is_refused() -> None:
         take_offered(-1)
 
 
+@pytest.mark.parametrize("place", [None, "0", 0.5, (0,)])
+def test_what_is_no_place_is_refused(place: Any) -> None:
+    with offering(["one", "two"]), pytest.raises(SerializationError, match="outside the call"):
+        take_offered(place)
+
+
 def test_messages_made_and_read_inside_one_another_do_not_mix() -> None:
     with collecting() as outer:
         collect("a", "")

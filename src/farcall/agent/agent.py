@@ -240,8 +240,9 @@ class Agent:
         return describe_under_way(self._serving.thread_idents(), list(self._connections))
 
     def calls_started(self) -> int:
-        """How many calls this worker has made so far."""
-        return self._calls_before + sum(connection.calls_started for connection in list(self._connections))
+        """How many calls this worker has made so far, and messages about references: a release may lead to others."""
+        calls = sum(connection.calls_started for connection in list(self._connections))
+        return self._calls_before + calls + self.book.messages_sent()
 
     def shutdown(self, graceful: bool, timeout: float) -> None:
         """Leaves the group and frees everything, in any case.

@@ -4,8 +4,11 @@ The protocol itself is `protocol.references`; here it meets threads, values and 
 
 Rules
 - Decide under the lock, act outside it. Messages get their numbers under the same lock as the decision to send them.
-- Nothing of a user runs under the lock. Values that are released are let go outside it.
-- Nothing that may fail comes after a number is taken: a number that is never sent would hold up all that follow.
+- Nothing of a user runs under the lock. Values that are released are let go outside it, by `work_off`: their finalizers
+  may take long or make calls, and the thread that reads a message must not be held up.
+- Nothing that may fail comes after a number is taken: a number that is never sent would hold up all that follow. Ctrl-C
+  may come all the same: under the lock, what was begun is undone; after it, whoever has the number to send gives up the
+  connection, and it is sent again.
 - A finalizer only appends to a queue (garbage collection may run anywhere, in the midst of any lock, this one too); the
   queue is worked off by the next remote call, or by the serving pool a moment later. So are the outboxes.
 """
@@ -19,12 +22,12 @@ from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Any, Final
 
-from farcall.agent.handle import Handle, Made, made_here
+from farcall.agent.handle import Handle, Made, check_usable, made_here, owner_lost, refused, released
 from farcall.agent.inventory import Inventory, count_references, take_inventory
 from farcall.agent.parcels import CarriedFrame, Letter, Parcel, RemoteFrame, Way
 from farcall.agent.values import Value
-from farcall.errors import OwnerLost, ReferenceRefused, RpcError, SerializationError, UsageError, WorkerLost
-from farcall.protocol.control import MOST_HANDLES, pack_control, pack_remote, unpack_control
+from farcall.errors import RpcError, UsageError, WorkerLost
+from farcall.protocol.control import pack_control, pack_remote, unpack_control
 from farcall.protocol.delivery import Delivery
 from farcall.protocol.ids import ForkId, RRefId, Worker
 from farcall.protocol.reference_messages import (
@@ -79,7 +82,7 @@ class ReferenceBook:
         self._dropped: deque[tuple[RRefId, ForkId | None]] = deque()
         self._origins: dict[RRefId, Made] = {}  # where values of this worker got their reference
         self._refused: list[tuple[RRefId, Value]] = []  # values that never come, to be settled outside the lock
-        self._released: list[Value | None] = []  # values that may go, outside the lock
+        self._released: list[Value | None] = []  # values that may go, by `work_off`
         self._ended = False
         self.resend: Callable[[Worker], None] = lambda worker: None
         """Has sent again what was lost with a connection; set by the agent."""
@@ -149,19 +152,24 @@ class ReferenceBook:
             self._check_peer(owner)
             if self._dropped:
                 self._work_off()
-            reference, fork = self._references.call_remote(owner)
-            handle = Handle(self, reference, fork, None, made)
-            self._handles[fork] = weakref.ref(handle)
-            message = b""
-            if owner in self._outboxes or owner in self._unacknowledged:
-                message = encode(CONTROL, 0, b"", self._letter(owner) or b"")
-            parcel = RemoteFrame(reference, fork, buffers, via, keeps)
-            number = self._delivery.send(owner, parcel)
-            head = pack_remote(number, self._fork_all(passed, owner) if passed else (), reference, fork) + callee
-            if buffers:
-                parcel.frame = encode_start(REMOTE, 0, head, body, buffers)
-            else:
-                parcel.frame = encode(REMOTE, 0, head, body)
+            before, parcel = self._references.ids_given(owner), None
+            try:
+                reference, fork = self._references.call_remote(owner)
+                handle = Handle(self, reference, fork, None, made)
+                self._handles[fork] = weakref.ref(handle)
+                message = b""
+                if owner in self._outboxes or owner in self._unacknowledged:
+                    message = encode(CONTROL, 0, b"", self._letter(owner) or b"")
+                parcel = RemoteFrame(reference, fork, buffers, via, keeps)
+                number = self._delivery.send(owner, parcel)
+                head = pack_remote(number, self._fork_all(passed, owner) if passed else (), reference, fork) + callee
+                if buffers:
+                    parcel.frame = encode_start(REMOTE, 0, head, body, buffers)
+                else:
+                    parcel.frame = encode(REMOTE, 0, head, body)
+            except BaseException:
+                self._take_back(owner, before, passed, parcel)
+                raise
         if self._outboxes or self._unacknowledged or self._released or self._refused:
             self._act()
         if via.is_lost():
@@ -177,8 +185,14 @@ class ReferenceBook:
         check_usable(handles)
         with self._lock:
             self._check_peer(to)
-            carried = self._fork_all(handles, to)
-            number = self._delivery.send(to, CarriedFrame(carried, via))
+            before, parcel = self._references.ids_given(to), None
+            try:
+                carried = self._fork_all(handles, to)
+                parcel = CarriedFrame(carried, via)
+                number = self._delivery.send(to, parcel)
+            except BaseException:
+                self._take_back(to, before, handles, parcel)
+                raise
         if via.is_lost():
             self.resend(to)
         return number, carried
@@ -194,7 +208,7 @@ class ReferenceBook:
     def _check_peer(self, worker: Worker) -> None:
         if worker not in self._references.peers:
             name = self._name_of(worker)
-            raise WorkerLost(f"worker {name!r} was lost", name)
+            raise WorkerLost(f"worker {name!r} was lost: nothing can be asked of it any more; use another one", name)
 
     def _fork_all(self, handles: Sequence[Handle], to: Worker) -> list[Carried]:
         references = self._references
@@ -204,6 +218,13 @@ class ReferenceBook:
             references.handle_passed(handle.reference, handle.fork, child, to)
             carried.append(Carried(handle.reference, child))
         return carried
+
+    def _take_back(self, to: Worker, before: tuple[int, int], passed: Sequence[Handle], parcel: Parcel | None) -> None:
+        """Ctrl-C has come in the midst of a change to the tables. What was begun is undone: nobody was told of it."""
+        if parcel is not None:
+            self._delivery.take_back(to, parcel)
+        handles = [(handle.reference, handle.fork) for handle in passed]
+        self._decide(self._references.take_back(to, before, handles))
 
     def take(self, sender: Worker, number: int, carried: Sequence[Carried]) -> list[Handle] | None:
         """The handles that came in a message; None if that message came before. Raises `ProtocolError`."""
@@ -248,16 +269,21 @@ class ReferenceBook:
 
     def has_work(self) -> bool:
         """Whether finalizers have left something to do, or a peer is to be told something."""
-        return bool(self._dropped or self._outboxes or self._unacknowledged)
+        return bool(self._dropped or self._outboxes or self._unacknowledged or self._released)
 
     def work_off(self) -> None:
-        """Handles what finalizers left, and sends all that is to be said."""
-        with self._lock:
-            self._work_off()
-            mail = [*self._outboxes, *(worker for worker in self._unacknowledged if worker not in self._outboxes)]
-        self._act()
-        for worker in mail:
-            self._post(worker)
+        """Handles what finalizers left, sends all that is to be said, and lets go of the values that may go."""
+        while True:
+            with self._lock:
+                self._work_off()
+                mail = [*self._outboxes, *(worker for worker in self._unacknowledged if worker not in self._outboxes)]
+                values, self._released = self._released, []
+            self._act()
+            for worker in mail:
+                self._post(worker)
+            if not values:
+                return
+            values.clear()  # which may have held references
 
     def _work_off(self) -> None:
         dropped = self._dropped
@@ -285,7 +311,7 @@ class ReferenceBook:
                     value = self._values[reference] = Value()
         if value is None:
             value = Value()
-            value.refuse(partial(_released, reference, self._name_of(self.me)))
+            value.refuse(partial(released, reference, self._name_of(self.me)))
         return value
 
     # Messages
@@ -384,8 +410,12 @@ class ReferenceBook:
     def is_quiet(self) -> bool:
         """Whether nothing about references is to be done, said or acknowledged, and every value is there."""
         with self._lock:
-            quiet = not self._dropped and not self._outboxes and not self._unacknowledged and self._delivery.is_quiet()
-            return quiet and not self._values_to_come()
+            return not self.has_work() and self._delivery.is_quiet() and not self._values_to_come()
+
+    def messages_sent(self) -> int:
+        """How many messages about references have been sent so far."""
+        with self._lock:
+            return self._delivery.sent()
 
     def _values_to_come(self) -> int:
         return sum(not value.done() for value in self._values.values())
@@ -401,12 +431,27 @@ class ReferenceBook:
                     self._decide(self._references.handle_dropped(held.reference, fork))
         self._act()
 
+    def forget(self, reason: str) -> None:
+        """Gives up all handles as `give_up_handles` does, and lets all values go: others that use them are refused.
+
+        Who holds what is counted to its end as ever, and new references can be made.
+        """
+        self.give_up_handles(reason)
+        with self._lock:
+            for reference in self._references.owned:
+                value = self._values.get(reference)
+                self._released.append(value)
+                self._values[reference] = gone = Value()
+                gone.refuse(partial(released, reference, self._name_of(self.me)))
+        self.work_off()
+
     def clear(self) -> None:
         """Forgets everything, and lets all values go; handles that are left are dropped without a word."""
         self._ended = True
         with self._lock:
             self._dropped.clear()
             values, self._values = self._values, {}
+            going, self._released = self._released, []
             self._references = References(self.me)
             parcels, self._delivery = self._delivery, Delivery()
             self._outboxes.clear()
@@ -415,6 +460,7 @@ class ReferenceBook:
             self._origins.clear()
             self._handles.clear()
         values.clear()
+        going.clear()
         del parcels
 
     # Acting
@@ -436,9 +482,9 @@ class ReferenceBook:
                 if handle is not None:
                     handle.confirmed = True
             elif isinstance(effect, OrphanHandle):
-                self._fail(effect.fork, partial(_owner_lost, effect.reference, self._name_of(effect.reference.owner)))
+                self._fail(effect.fork, partial(owner_lost, effect.reference, self._name_of(effect.reference.owner)))
             elif effect.fork is not None:
-                self._fail(effect.fork, partial(_refused, effect.reference))
+                self._fail(effect.fork, partial(refused, effect.reference))
             else:  # an error stands for the value until all that were promised one have gone
                 value = self._values.get(effect.reference)
                 if value is None:
@@ -457,38 +503,10 @@ class ReferenceBook:
 
     def _act(self) -> None:
         """Does what was decided, by this thread or another. Without the lock, but for a moment."""
-        if self._outboxes or self._unacknowledged:
+        if self._outboxes or self._unacknowledged or self._released:
             self._work_soon()
-        if self._released or self._refused:
+        if self._refused:
             with self._lock:
-                refused, self._refused = self._refused, []
-                released, self._released = self._released, []
-            for reference, value in refused:
-                value.refuse(partial(_refused, reference))
-            released.clear()
-
-
-def check_usable(handles: Sequence[Handle]) -> None:
-    """Raises the error of a handle that leads nowhere, and `SerializationError` if they are too many for a message."""
-    if len(handles) > MOST_HANDLES:
-        raise SerializationError(
-            f"a message with {len(handles)} references cannot be sent; at most {MOST_HANDLES} are allowed: "
-            "send them in parts"
-        )
-    for handle in handles:
-        handle.check()
-
-
-def _owner_lost(reference: RRefId, name: str) -> OwnerLost:
-    return OwnerLost(f"worker {name!r}, who owned {reference}, was lost, and the value with it", name)
-
-
-def _refused(reference: RRefId) -> ReferenceRefused:
-    return ReferenceRefused(
-        f"{reference} was passed on by a worker that died before its owner could count it; "
-        "its value is gone. Create it anew"
-    )
-
-
-def _released(reference: RRefId, owner: str) -> ReferenceRefused:
-    return ReferenceRefused(f"worker {owner!r} does not own {reference} any more: its value was released")
+                without, self._refused = self._refused, []
+            for reference, value in without:
+                value.refuse(partial(refused, reference))

@@ -2,7 +2,8 @@
 
 Rules
 - What is wrong with a call itself is raised at once, before anything is sent.
-- Numbers of messages are taken last, when nothing can fail any more (see `book.py`).
+- Numbers of messages are taken last, when nothing can fail any more (see `book.py`). Whatever is raised from there on,
+  but for our own errors, is Ctrl-C or as bad.
 - What the reference protocol has to say to a worker goes along with what is sent to it about references.
 - A reference lives until the owner has answered what was asked of it, though the program drops it meanwhile.
 """
@@ -13,10 +14,10 @@ from collections.abc import Callable, Mapping, Sequence
 from time import monotonic
 from typing import Any
 
-from farcall.agent.book import ReferenceBook, check_usable
+from farcall.agent.book import ReferenceBook
 from farcall.agent.calls import PendingCall
 from farcall.agent.execution import RemoteJob, Workplace
-from farcall.agent.handle import Handle
+from farcall.agent.handle import Handle, check_usable
 from farcall.agent.outgoing import Outgoing
 from farcall.agent.peers import Peer
 from farcall.agent.values import Value
@@ -120,8 +121,14 @@ class Calling:
             connection, spent = peer.connection, 0.0
             if connection is None:
                 connection, spent = self._connect(peer, method, timeout)
-            mail = self._book.mail(peer.number)
-            future = connection.call(method, head, b"", (), timeout, spent, CALL, mail)
+            mail: bytes | None = b""  # perhaps taken already
+            try:
+                mail = self._book.mail(peer.number)
+                future = connection.call(method, head, b"", (), timeout, spent, CALL, mail)
+            except BaseException as error:
+                if mail is not None:
+                    connection.interrupted(error)
+                raise
             if mail is not None and connection.is_lost():
                 self._book.resend(peer.number)
         future.keeps = handle
@@ -149,10 +156,16 @@ class Calling:
             connection, spent = self._connect(peer, function, timeout)
         if not handles:
             return connection.call(function, head, body, buffers, timeout, spent)
-        number, carried = self._book.pass_on(list(handles), peer.number, connection)
-        mail = self._book.mail(peer.number)
-        full_head = pack_section(number, carried) + head
-        future = connection.call(function, full_head, body, buffers, timeout, spent, CALL_CARRYING, mail)
+        try:
+            number, carried = self._book.pass_on(list(handles), peer.number, connection)
+            mail = self._book.mail(peer.number)
+            full_head = pack_section(number, carried) + head
+            future = connection.call(function, full_head, body, buffers, timeout, spent, CALL_CARRYING, mail)
+        except RpcError:
+            raise
+        except BaseException as error:
+            connection.interrupted(error)
+            raise
         if connection.is_lost():
             self._book.resend(peer.number)
         return future
@@ -210,8 +223,14 @@ class Calling:
         if connection is None:
             connection, _ = self._connect(peer, function, self.rpc_timeout)
 
-        handle, message = self._book.call_remote(peer.number, handles, head, body, copies, connection, keeps)
-        connection.send_control(message, copies, self.rpc_timeout or FOREVER)
+        try:
+            handle, message = self._book.call_remote(peer.number, handles, head, body, copies, connection, keeps)
+            connection.send_control(message, copies, self.rpc_timeout or FOREVER)
+        except RpcError:
+            raise
+        except BaseException as error:
+            connection.interrupted(error)
+            raise
         return handle
 
     # What they share

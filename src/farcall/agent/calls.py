@@ -54,7 +54,10 @@ class PendingCall(Future[Any]):
             self._source.drive(self, FOREVER)  # type: ignore[union-attr]  # set above, never unset
         if self._state == DONE:
             return self._value
-        return super().wait()
+        try:
+            return super().wait()
+        finally:
+            del self  # see `Future.value`
 
     def _settle_by_hand(self, state: int, value: Any, describe: Callable[[], str] | None) -> None:
         raise RuntimeError(f"{self!r} is settled by its call alone; make a Future() of your own to settle by hand")

@@ -206,7 +206,16 @@ def _method(value: Any, name: str) -> Callable[..., Any]:
     attribute = getattr(value, name)
     if callable(attribute):
         return attribute  # type: ignore[no-any-return]
-    return lambda: attribute
+
+    def read(*args: Any, **kwargs: Any) -> Any:
+        if args or kwargs:
+            raise TypeError(
+                f"{name!r} of a {type(value).__name__} is a {type(attribute).__name__}, which cannot be called: "
+                "it is read without arguments"
+            )
+        return attribute
+
+    return read
 
 
 class CallJob(FunctionJob):

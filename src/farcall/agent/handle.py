@@ -1,16 +1,21 @@
-"""One handle of a reference on this worker: what an `RRef` stands on. Its end is noticed by itself."""
+"""One handle of a reference on this worker: what an `RRef` stands on. Its end is noticed by itself.
+
+And the errors of handles that lead nowhere.
+"""
 
 from __future__ import annotations
 
 import sys
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from types import CodeType, FrameType
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from farcall.agent.values import Value
-from farcall.errors import RpcError
+from farcall.errors import OwnerLost, ReferenceRefused, RpcError, SerializationError
+from farcall.protocol.control import MOST_HANDLES
 from farcall.protocol.ids import ForkId, RRefId
+from farcall.serialization import collect, take_offered
 
 if TYPE_CHECKING:
     from farcall.agent.book import ReferenceBook
@@ -47,6 +52,12 @@ class Handle:
         if self.new_error is not None:
             raise self.new_error()
 
+    def __reduce__(self) -> tuple[Callable[[int], Any], tuple[int]]:
+        return take_offered, (collect(self, self),)  # in a method of a proxy, which may be passed on as well
+
+    def __repr__(self) -> str:
+        return f"<handle of {self.reference}>"
+
     def __del__(self) -> None:
         self.book.drop_later(self.reference, self.fork)
 
@@ -74,3 +85,32 @@ def described(made: Made) -> str:
     code, at = made
     lines = (line for start, end, line in code.co_lines() if start <= at < end and line is not None)
     return f"{code.co_filename}:{next(lines, code.co_firstlineno)}"
+
+
+def check_usable(handles: Sequence[Handle]) -> None:
+    """Raises the error of a handle that leads nowhere, and `SerializationError` if they are too many for a message."""
+    if len(handles) > MOST_HANDLES:
+        raise SerializationError(
+            f"a message with {len(handles)} references cannot be sent; at most {MOST_HANDLES} are allowed: "
+            "send them in parts"
+        )
+    for handle in handles:
+        handle.check()
+
+
+def owner_lost(reference: RRefId, name: str) -> OwnerLost:
+    """For a handle whose owner died."""
+    return OwnerLost(f"worker {name!r}, who owned {reference}, was lost, and the value with it", name)
+
+
+def refused(reference: RRefId) -> ReferenceRefused:
+    """For a handle that the owner could not count."""
+    return ReferenceRefused(
+        f"{reference} was passed on by a worker that died before its owner could count it; "
+        "its value is gone. Create it anew"
+    )
+
+
+def released(reference: RRefId, owner: str) -> ReferenceRefused:
+    """For a use of what is not there any more."""
+    return ReferenceRefused(f"worker {owner!r} does not own {reference} any more: its value was released")

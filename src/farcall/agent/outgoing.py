@@ -189,10 +189,13 @@ class Outgoing:
             raise
         self.unattended()
 
+    def interrupted(self, error: BaseException) -> None:
+        """Gives the connection up: something that must arrive was perhaps not sent, and is sent again then."""
+        self.lose(f"sending to it was interrupted by {type(error).__name__}", advice="")
+
     def _sending_interrupted(self, error: BaseException, must_arrive: bool) -> None:
-        """Gives the connection up if a part of a message may be gone; or all of one that is sent again then."""
-        if must_arrive or self._sender.is_broken():
-            self.lose(f"sending to it was interrupted by {type(error).__name__}", advice="")
+        if must_arrive or self._sender.is_broken():  # a part of a message may be gone
+            self.interrupted(error)
 
     def is_lost(self) -> bool:
         """Whether it is closed, and what was sent on it may not have arrived."""

@@ -148,7 +148,10 @@ class Post:
         return None
 
     def _resend(self, connection: Outgoing) -> None:
-        """Everything that is not acknowledged, and not under way on a connection that works. Each is taken once."""
+        """Everything that is not acknowledged, and not under way on a connection that works. Each is taken once.
+
+        And an acknowledgement: the last one may have been lost.
+        """
         messages: list[tuple[int, Message]] = []
         for number, parcel in self._book.unacknowledged(self._peer.number):
             if isinstance(parcel, RemoteFrame):
@@ -161,6 +164,6 @@ class Post:
                     connection.send_control(encode(CARRIED, 0, pack_section(number, parcel.carried), b""))
             else:
                 messages.append((number, parcel))
-        if messages:
-            body = pack_control(self._book.acknowledgement(self._peer.number), messages)
-            connection.send_control(encode(CONTROL, 0, b"", body))
+        acknowledged = self._book.acknowledgement(self._peer.number)
+        if messages or acknowledged:
+            connection.send_control(encode(CONTROL, 0, b"", pack_control(acknowledged, messages)))

@@ -56,6 +56,13 @@ class Delivery(Generic[M]):
         link.unacknowledged[link.last] = message
         return link.last
 
+    def take_back(self, peer: Worker, message: M) -> None:
+        """Gives back the number of a message that was the last to get one, and was not sent. Else does nothing."""
+        link = self._links[peer]
+        if link.unacknowledged.get(link.last) is message:
+            del link.unacknowledged[link.last]
+            link.last -= 1
+
     def receive(self, peer: Worker, number: int) -> bool:
         """Whether the message of that number is to be taken: it is new, and its sender is not lost."""
         link = self._links.get(peer)
@@ -90,6 +97,10 @@ class Delivery(Generic[M]):
         """Whether the peer has something to acknowledge still."""
         link = self._links.get(peer)
         return link is not None and bool(link.unacknowledged)
+
+    def sent(self) -> int:
+        """How many messages the peers that are there have been sent."""
+        return sum(link.last for link in self._links.values())
 
     def is_quiet(self) -> bool:
         """Whether every peer has acknowledged everything."""

@@ -42,7 +42,7 @@ Pure: events in, effects out. It holds no value, sends nothing, and knows no tim
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from enum import Enum
 from typing import Any
 
@@ -160,6 +160,26 @@ class References:
         """An id for a fork that this worker is about to make."""
         self._forks += 1
         return ForkId(self.me, self._forks)
+
+    def ids_given(self, owner: Worker) -> tuple[int, int]:
+        """How many references at `owner`, and how many forks, have got ids so far: for `take_back`."""
+        return self._numbers.get(owner, 0), self._forks
+
+    def take_back(
+        self, to: Worker, before: tuple[int, int], passed: Sequence[tuple[RRefId, ForkId | None]]
+    ) -> list[Effect]:
+        """Undoes what nobody was told of since `ids_given(to)`: a `call_remote`, and the passing of handles to `to`."""
+        number, forks = before
+        effects: list[Effect] = []
+        for child in [ForkId(self.me, each) for each in range(forks + 1, self._forks + 1)]:
+            self.held.pop(child, None)
+            for reference, parent in passed:
+                effects += self.passing_failed(reference, parent, child)
+        if number:
+            self._numbers[to] = number
+        else:
+            self._numbers.pop(to, None)
+        return effects
 
     def call_remote(self, owner: Worker) -> tuple[RRefId, ForkId]:
         """New ids, and `remote_called` with them, for an owner that is there."""

@@ -75,5 +75,5 @@ def take_offered(place: int) -> Any:
         if place < 0:
             raise IndexError
         return _thread.offered[place]
-    except IndexError:
+    except (IndexError, TypeError):  # or it is no place at all
         raise SerializationError("a pickled reference was read outside the call that it belongs to") from None
