@@ -17,6 +17,7 @@ from farcall import OwnerLost, RRef, SerializationError, UsageError, WorkerInfo,
 from farcall.agent import calling as calling_module
 from farcall.agent import handle as handle_module
 from farcall.agent.calling import check_timeout
+from farcall.agent.sending import Sender
 from farcall.options import UNSET_RPC_TIMEOUT
 from farcall.protocol.wire import METHOD
 from farcall.sleeping import FOREVER
@@ -322,7 +323,7 @@ def test_a_remote_call_is_held_back_while_too_much_waits_to_be_sent(
     assert connection is not None
     held: list[float] = []
     monkeypatch.setattr("farcall.agent.outgoing.MAX_WAITING", -1)
-    monkeypatch.setattr(connection._sender, "hold_back", lambda deadline, _: held.append(deadline))
+    monkeypatch.setattr(Sender, "hold_back", lambda _, deadline, is_over: held.append(deadline))
     group[0].calling.rpc_timeout = rpc_timeout
     rref = remote(group[0], 1, echo, "tea")
     assert len(held) == 1

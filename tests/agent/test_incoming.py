@@ -62,8 +62,8 @@ class Stranger:
             data += chunk
         return data
 
-    def greet(self) -> Stranger:
-        self.channel.send(self.hello())
+    def greet(self, **changes: object) -> Stranger:
+        self.channel.send(self.hello(**changes))
         assert self.read_greeting() == Welcome("worker1", 1, 1)
         return self
 
@@ -213,7 +213,7 @@ def test_a_late_answer_to_a_caller_that_is_gone_harms_no_newer_caller(group: Loc
 def _with_the_same_descriptor(group: LocalGroup, descriptor: int, stack: ExitStack) -> Stranger:
     """Connects until worker1's end of a connection has that number, which is free again."""
     for _ in range(20):
-        stranger = Stranger(group).greet()
+        stranger = Stranger(group).greet(number=2, name="worker2")
         stack.callback(stranger.channel.close)
         if any(incoming._descriptor == descriptor for incoming in group[1]._incoming):
             return stranger

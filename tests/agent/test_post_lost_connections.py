@@ -216,7 +216,7 @@ def test_a_connection_that_breaks_in_the_greeting_does_not_make_a_worker_dead(
     greet = Incoming._greet
 
     def break_off(incoming: Incoming, data: bytes) -> bytes:
-        if incoming._us.id == 1 and len(broken) < times:
+        if incoming._reception.me.number == 1 and len(broken) < times:
             broken.append(incoming)
             raise ConnectionResetError("cut")
         return greet(incoming, data)
