@@ -2,7 +2,7 @@
 
 A number is unknown, then *here*, then *gone*; it never goes back, and numbers are never used again. So views merge
 without conflict, in any order, however often: what is gone in one of them is gone, what is here in one and not gone in
-the other is here. The gone are kept as bare numbers, in ranges, for late news of a gone worker would else bring it back.
+the other is here. The gone are kept as bare numbers, in ranges: late news of a gone worker must not bring it back.
 
 A name belongs to the member with the highest number: whoever takes a name again makes the older one gone.
 

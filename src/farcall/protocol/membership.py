@@ -277,9 +277,7 @@ class Membership:
     def _is_about_me(self, message: Message) -> bool:
         """Whether it says that this worker is gone."""
         me = self.me.number
-        return isinstance(message, News) and any(
-            first <= me <= last for first, last in (*message.left, *message.lost)
-        )
+        return isinstance(message, News) and any(first <= me <= last for first, last in (*message.left, *message.lost))
 
     def _expelled(self) -> list[Effect]:
         self.is_out = True

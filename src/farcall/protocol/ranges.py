@@ -1,8 +1,8 @@
 """A set of numbers that costs memory only for its gaps.
 
-It keeps the numbers of workers that are gone. A `Watermark` would not do: a worker that lives for long, or a number that
-was given out and never used, would hold the mark back, and every number after it would be kept one by one. Here what is
-kept is bounded by the workers that are there.
+It keeps the numbers of workers that are gone. A `Watermark` would not do: a worker that lives for long, or a number
+that was given out and never used, would hold the mark back, and every number after it would be kept one by one. Here
+what is kept is bounded by the workers that are there.
 
 Ranges are pairs of their first and last number; those of a set are sorted, and no two of them touch, so that equal sets
 have equal ranges and equal digests.

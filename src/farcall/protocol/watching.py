@@ -31,8 +31,8 @@ class Watching:
         """Raises `UsageError` if the patience is too short to ask others within it."""
         if not 0 < interval * (PROBE_ROUNDS + 1) <= patience:
             raise UsageError(
-                f"a heartbeat interval of {interval:g} s with a patience of {patience:g} s leaves no time to ask others "
-                f"about a silent worker; give a patience of at least {PROBE_ROUNDS + 1} intervals"
+                f"a heartbeat interval of {interval:g} s with a patience of {patience:g} s leaves no time to ask "
+                f"others about a silent worker; give a patience of at least {PROBE_ROUNDS + 1} intervals"
             )
         self.interval = interval
         self.patience = patience

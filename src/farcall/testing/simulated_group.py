@@ -134,7 +134,9 @@ class SimulatedGroup:
         """The members of the group, in truth. Frozen ones are, until they are taken for dead."""
         return [number for number, worker in self.workers.items() if worker.is_there]
 
-    def join(self, name: str | None = None, *, host: str | None = None, knowing: Iterable[Worker] | None = None) -> Worker:
+    def join(
+        self, name: str | None = None, *, host: str | None = None, knowing: Iterable[Worker] | None = None
+    ) -> Worker:
         """A worker joins; gives its number. `knowing`: only these are in what the store tells it."""
         name = f"worker{self.store._last}" if name is None else name
         member, others = self.store.join(name, host or f"host{self.store._last // 8}")
@@ -151,9 +153,7 @@ class SimulatedGroup:
 
     def _start(self, member: Member, others: tuple[Member, ...], announce: bool) -> None:
         pick = self._random.random
-        machine = self._machine(
-            member, lambda n: int(pick() * n), interval=self._interval, patience=self._patience
-        )
+        machine = self._machine(member, lambda n: int(pick() * n), interval=self._interval, patience=self._patience)
         self.workers[member.number] = SimulatedMember(machine)
         self._act(member.number, machine.started(others, announce))
         self._at(self.now + self._interval * self._random.random(), self._tick, member.number)
