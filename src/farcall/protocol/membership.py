@@ -249,7 +249,8 @@ class Membership:
             self._asked.pop(member.number, None)
         effects = self._told(learned)
         if learned.size() < MUCH:
-            effects += self._spread(learned.news(), without)
+            # Whom it is about knows it.
+            effects += self._spread(learned.news(), (*without, *[member.number for member in learned.joined]))
         return effects
 
     def _told(self, learned: Learned) -> list[Effect]:
@@ -268,7 +269,8 @@ class Membership:
 
     def _targets(self, without: tuple[Worker, ...]) -> list[Worker]:
         me = self.me.number
-        targets = [number for number in self.members.successors(me, 1) if number not in without]
+        successors = self.members.successors(me, 1 + len(without))
+        targets = [number for number in successors if number not in without][:1]
         return targets + self.members.sample(CHANCE_TARGETS, self._pick, (me, *without, *targets))
 
     def _follow(self) -> None:

@@ -32,7 +32,8 @@ class Watching:
         if not 0 < interval * (PROBE_ROUNDS + 1) <= patience:
             raise UsageError(
                 f"a heartbeat interval of {interval:g} s with a patience of {patience:g} s leaves no time to ask "
-                f"others about a silent worker; give a patience of at least {PROBE_ROUNDS + 1} intervals"
+                f"others about a silent worker; give an interval above 0 and a patience of at least "
+                f"{PROBE_ROUNDS + 1} intervals"
             )
         self.interval = interval
         self.patience = patience
