@@ -35,7 +35,6 @@ from farcall.protocol.membership_messages import (
     Wanted,
 )
 
-
 pick = random.Random(1).randrange
 
 
@@ -76,7 +75,15 @@ def test_who_starts_is_told_who_is_there_and_announces_itself() -> None:
     membership = Membership(member(1), pick)
     effects = membership.handle(Started((member(2), member(3)), True))
     assert told(effects) == [MemberJoined(member(2)), MemberJoined(member(3))]
-    assert sorted(sent(effects)) == [(2, News((member(1),))), (3, News((member(1),)))]
+    news = [to for to, message in sent(effects) if message == News((member(1),))]
+    assert sorted(news) == [2, 3]
+
+
+def test_who_starts_asks_a_member_for_what_the_store_did_not_know() -> None:
+    membership = Membership(member(1), pick)
+    effects = membership.handle(Started((member(2), member(3)), True))
+    asked = [(to, message) for to, message in sent(effects) if isinstance(message, Compare)]
+    assert asked == [(membership.members.successors(1, 1)[0], Compare(((1, 3),), ()))]
 
 
 def test_in_a_fixed_group_nobody_is_told_anything() -> None:

@@ -98,6 +98,17 @@ def test_a_watcher_that_hears_nobody_doubts_itself_first() -> None:
     assert watching.dead(False) == [1, 2]
 
 
+def test_a_watcher_that_hears_somebody_again_asks_once_more() -> None:
+    watching = watch(1, 2)
+    now = tick(watching, 8)
+    watching.heard(3)
+    now = tick(watching, 1, now, hearing=3)
+    assert watching.suspects() == [1, 2]
+    assert watching.dead(False) == []
+    tick(watching, 1, now, hearing=3)
+    assert watching.dead(False) == [1, 2]
+
+
 def test_a_clock_that_goes_back_does_no_harm() -> None:
     watching = watch(1)
     watching.advance(50.0)

@@ -41,8 +41,10 @@ class Learned(NamedTuple):
 
     def news(self) -> News:
         """The same for others. Of a member that came and is gone already, only that."""
-        gone = Ranges((*self.left, *self.lost))
-        members = tuple(member for member in self.joined if member.number not in gone)
+        if not self.removed:
+            return News(tuple(self.joined), tuple(self.left), tuple(self.lost))
+        removed = {member.number for member, _ in self.removed}
+        members = tuple(member for member in self.joined if member.number not in removed)
         return News(members, tuple(self.left), tuple(self.lost))
 
     def size(self) -> int:

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 from bisect import bisect_left, bisect_right
 from collections.abc import Iterable
+from functools import lru_cache
 from typing import Final, TypeAlias
 
 from farcall.errors import ProtocolError
@@ -23,6 +24,7 @@ LARGEST: Final = 2**32 - 1
 _64_BITS: Final = 2**64 - 1
 
 
+@lru_cache(maxsize=8192)
 def mixed(number: int) -> int:
     """64 bits that look nothing like the number's: a multiplication spreads the bits up, a shift brings them down."""
     number = (number + 1) * 0x9E3779B97F4A7C15 & _64_BITS

@@ -88,11 +88,11 @@ def measure(
     for what in ALONE:
         group.run(3.0)  # so that nothing of what was before is counted
         before = group.spreading_messages()
-        change(group, what, chance)
+        count = change(group, what, chance)
         seconds = group.settle(LONG_ENOUGH).seconds
         group.run(3.0)
         progress(1)
-        yield Row(workers, what, 1, group.spreading_messages() - before, seconds)
+        yield Row(workers, what, count, (group.spreading_messages() - before) / count, seconds)
     before, count = group.spreading_messages(), churn_changes(workers)
     group.loss = CHURN_LOSS
     costing = 0
