@@ -109,6 +109,22 @@ def test_a_watcher_that_hears_somebody_again_asks_once_more() -> None:
     assert watching.dead(False) == [1, 2]
 
 
+def test_ticks_that_come_a_little_early_make_no_difference() -> None:
+    watching = watch(1, 2)
+    for count in range(1, 9):
+        assert watching.dead(False) == []
+        watching.advance(100.0 + count * 0.998)
+        watching.heard(2)
+    assert watching.dead(False) == [1]
+
+
+def test_one_round_in_which_nobody_was_heard_yet_is_not_loneliness() -> None:
+    watching = watch(1, 2)
+    now = tick(watching, 7, hearing=2)
+    watching.advance(now + 1.0)  # the answers to this tick's pings are still under way
+    assert watching.dead(False) == [1]
+
+
 def test_a_clock_that_goes_back_does_no_harm() -> None:
     watching = watch(1)
     watching.advance(50.0)

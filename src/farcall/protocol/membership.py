@@ -73,7 +73,7 @@ UNQUIET_ROUNDS: Final = 3
 
 
 class Membership:
-    """The group as the worker `me` knows it. `pick(n)` is a number below n, by chance."""
+    """The group as the worker `me` knows it. `pick(n)` is a number below n, by chance. It is ticked every interval."""
 
     def __init__(
         self, me: Member, pick: Callable[[int], int], *, interval: float = INTERVAL, patience: float = PATIENCE

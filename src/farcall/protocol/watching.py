@@ -83,8 +83,9 @@ class Watching:
         return silent
 
     def _is_lonely(self) -> bool:
-        return self._clock - self._anybody > LONELY_ROUNDS * self.interval
+        return self._clock - self._anybody > (LONELY_ROUNDS + 0.5) * self.interval
 
     def _silent_for(self, span: float) -> list[Worker]:
-        clock = self._clock
-        return [worker for worker, heard in self.watched.items() if clock - heard >= span]
+        # Half an interval is left to ticks that come a little early: it is rounds that are counted.
+        since = self._clock - span + self.interval / 2
+        return [worker for worker, heard in self.watched.items() if heard <= since]

@@ -198,11 +198,14 @@ class SimulatedGroup:
 
     def heal(self) -> None:
         """Ends the partition, and mends all links."""
+        for number in self._sides:  # in a round at the latest they have been heard
+            self._at(self.now + self._interval, self._reached, number)
         self._sides = {}
         self._cut_links = set()
-        for worker in self.workers.values():
-            if not worker.frozen:
-                worker.out_of_reach_since = None
+
+    def _reached(self, number: Worker) -> None:
+        if not self.workers[number].frozen and number not in self._sides:
+            self.workers[number].out_of_reach_since = None
 
     def _end(self, number: Worker) -> None:
         worker = self.workers[number]
