@@ -111,15 +111,27 @@ def one_bad_link(machine: Machine) -> None:
 
 def cut_off(machine: Machine) -> None:
     """One that reached nobody for a while is lost, or is not; but it never takes others with it."""
-    for seed in range(16):
+    for seed in range(6):
         group = fixed(machine, 5, seed)
-        group.part([3])
-        # The break is over just as the first of them takes another one for dead.
-        while len(group.workers[3].known) == 4 and 3 not in group.declared:
+        # The one that ticks before all others: it would be the first to take others for dead.
+        alone = min(group.there(), key=lambda number: group.workers[number].machine.watching._now or 0.0)
+        group.part([alone])
+        watching = group.workers[alone].machine.watching
+        while max(watching.silence(number) for number in watching.watched) < 6.9:
             group.run(0.005)
-        group.heal()
+        group.run(0.99)
+        group.heal()  # just before the tick at which it has heard nobody for as long as the patience is
+        group.run(3.0)
         group.settle(15.0)
-        assert set(group.there()) >= {1, 2, 4, 5}
+        assert len(group.there()) == 5
+    for eighths in range(24):
+        group = fixed(machine, 8, eighths)
+        group.part([3])
+        group.run(7.0 + eighths / 8)
+        group.heal()
+        group.run(1.0)
+        group.settle(15.0)
+        assert set(group.there()) >= {1, 2, 4, 5, 6, 7, 8}
 
 
 def short_partition(machine: Machine) -> None:

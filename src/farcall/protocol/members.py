@@ -73,10 +73,10 @@ class Members:
 
     def is_new(self, news: News) -> bool:
         """Whether there is anything in it that is not known."""
-        here, gone = self.here, self.gone
-        return any(member.number not in here and member.number not in gone for member in news.members) or any(
-            gone.missing(first, last) for first, last in news.left + news.lost
-        )
+        for member in news.members:
+            if member.number not in self.here and member.number not in self.gone:
+                return True
+        return any(self.gone.missing(first, last) for first, last in news.left + news.lost)
 
     def learn(self, news: News) -> Learned:
         """Takes what is new of it. Raises `ProtocolError` if it names numbers that cannot be."""
@@ -140,11 +140,11 @@ class Members:
 
     def difference(self, other: Compare) -> tuple[News, Wanted]:
         """What the other lacks, and what this one lacks: empty if nothing."""
-        here, gone = Ranges(other.here), Ranges(other.gone)
-        members = [member for number, member in self.here.items() if number not in here and number not in gone]
+        here, gone, known = Ranges(other.here), Ranges(other.gone), Ranges(ranges_of(self.here))
+        unknown = [piece for pair in known.pairs() for part in here.missing(*pair) for piece in gone.missing(*part)]
+        members = [self.here[number] for piece in unknown for number in self._here_within(*piece)]
         ours = [piece for pair in self.gone.pairs() for piece in gone.missing(*pair)]
         theirs = [piece for pair in gone.pairs() for piece in self.gone.missing(*pair)]
-        known = Ranges(ranges_of(self.here))
         theirs += [
             piece for pair in here.pairs() for part in self.gone.missing(*pair) for piece in known.missing(*part)
         ]
