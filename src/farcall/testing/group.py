@@ -9,7 +9,6 @@ not among them. Exits with 1 if an invariant of `simulated_group.py` broke, or i
 from __future__ import annotations
 
 import argparse
-import gc
 import random
 import sys
 from collections.abc import Callable, Iterator
@@ -140,7 +139,6 @@ def main(arguments: list[str] | None = None) -> int:
     began, done, broken = perf_counter(), 0, False
     rows: list[Row] = []
     total = sum(changes_of(workers) for workers in options.workers)
-    gc.freeze()
     with shown_progress(total, None, "changes") as show:
 
         def progress(count: int) -> None:
