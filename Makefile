@@ -10,11 +10,11 @@ PIP := python -m pip --disable-pip-version-check -qq
 SOURCES = $(wildcard src tests benchmarks examples)
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test check bench simulate explore format clean
+.PHONY: help demo test check bench simulate simulate-group explore format clean
 
 help:  ## say what there is (this)
 	@echo "make TARGET, where TARGET is one of"
-	@awk -F ':.*## ' '/^[a-z]+:.*## / { printf "  %-8s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  %-14s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
 
 demo: $(VENV)/.installed  ## start four workers on this machine and watch them call each other
 	@$(VENV)/bin/farcall run -n 4 examples/demo.py
@@ -33,6 +33,9 @@ bench: $(BENCH_VENV)/.installed  ## measure against torch, RPyC and raw sockets 
 
 simulate: $(VENV)/.installed  ## run random schedules of the reference protocol: ARGS="--schedules 1000000"
 	$(VENV)/bin/python -m farcall.testing.simulate --jobs 2 $(ARGS)
+
+simulate-group: $(VENV)/.installed  ## groups of up to 1,000 workers join, churn and agree, in virtual time
+	$(VENV)/bin/python -m farcall.testing.group $(ARGS)
 
 explore: $(VENV)/.installed  ## visit every state of a small group of the reference protocol
 	$(VENV)/bin/python -m farcall.testing.explore $(ARGS)

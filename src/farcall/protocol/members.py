@@ -2,7 +2,7 @@
 
 A number is unknown, then *here*, then *gone*; it never goes back, and numbers are never used again. So views merge
 without conflict, in any order, however often: what is gone in one of them is gone, what is here in one and not gone in
-the other is here. The gone are kept as bare numbers, in ranges, for late news of a gone worker would else bring it back.
+the other is here. The gone are kept as bare numbers, in ranges: late news of a gone worker must not bring it back.
 
 A name belongs to the member with the highest number: whoever takes a name again makes the older one gone.
 
@@ -41,8 +41,10 @@ class Learned(NamedTuple):
 
     def news(self) -> News:
         """The same for others. Of a member that came and is gone already, only that."""
-        gone = Ranges((*self.left, *self.lost))
-        members = tuple(member for member in self.joined if member.number not in gone)
+        if not self.removed:
+            return News(tuple(self.joined), tuple(self.left), tuple(self.lost))
+        removed = {member.number for member, _ in self.removed}
+        members = tuple(member for member in self.joined if member.number not in removed)
         return News(members, tuple(self.left), tuple(self.lost))
 
     def size(self) -> int:
@@ -71,10 +73,10 @@ class Members:
 
     def is_new(self, news: News) -> bool:
         """Whether there is anything in it that is not known."""
-        here, gone = self.here, self.gone
-        return any(member.number not in here and member.number not in gone for member in news.members) or any(
-            gone.missing(first, last) for first, last in news.left + news.lost
-        )
+        for member in news.members:
+            if member.number not in self.here and member.number not in self.gone:
+                return True
+        return any(self.gone.missing(first, last) for first, last in news.left + news.lost)
 
     def learn(self, news: News) -> Learned:
         """Takes what is new of it. Raises `ProtocolError` if it names numbers that cannot be."""
@@ -138,11 +140,11 @@ class Members:
 
     def difference(self, other: Compare) -> tuple[News, Wanted]:
         """What the other lacks, and what this one lacks: empty if nothing."""
-        here, gone = Ranges(other.here), Ranges(other.gone)
-        members = [member for number, member in self.here.items() if number not in here and number not in gone]
+        here, gone, known = Ranges(other.here), Ranges(other.gone), Ranges(ranges_of(self.here))
+        unknown = [piece for pair in known.pairs() for part in here.missing(*pair) for piece in gone.missing(*part)]
+        members = [self.here[number] for piece in unknown for number in self._here_within(*piece)]
         ours = [piece for pair in self.gone.pairs() for piece in gone.missing(*pair)]
         theirs = [piece for pair in gone.pairs() for piece in self.gone.missing(*pair)]
-        known = Ranges(ranges_of(self.here))
         theirs += [
             piece for pair in here.pairs() for part in self.gone.missing(*pair) for piece in known.missing(*part)
         ]

@@ -73,7 +73,7 @@ UNQUIET_ROUNDS: Final = 3
 
 
 class Membership:
-    """The group as the worker `me` knows it. `pick(n)` is a number below n, by chance."""
+    """The group as the worker `me` knows it. `pick(n)` is a number below n, by chance. It is ticked every interval."""
 
     def __init__(
         self, me: Member, pick: Callable[[int], int], *, interval: float = INTERVAL, patience: float = PATIENCE
@@ -123,6 +123,9 @@ class Membership:
         effects = self._told(learned)
         if announce:
             effects += self._spread(News((self.me,)), ())
+            # The store knows neither all who are there nor who is gone: a member does.
+            summary = self.members.summary()
+            effects += [SendMessage(to, summary) for to in self.members.successors(self.me.number, 1)]
         return effects
 
     def ticked(self, now: float) -> list[Effect]:
@@ -249,26 +252,26 @@ class Membership:
             self._asked.pop(member.number, None)
         effects = self._told(learned)
         if learned.size() < MUCH:
-            effects += self._spread(learned.news(), without)
+            # Whom it is about knows it.
+            effects += self._spread(learned.news(), (*without, *[member.number for member in learned.joined]))
         return effects
 
     def _told(self, learned: Learned) -> list[Effect]:
         """What the program is to know: first who is gone, as a name may have changed hands."""
-        joined = [member for member in learned.joined if member.number != self.me.number]
-        came_and_went = {member.number for member, _ in learned.removed}.intersection(m.number for m in joined)
-        effects: list[Effect] = [
-            MemberLeft(member) if left else MemberLost(member)
-            for member, left in learned.removed
-            if member.number not in came_and_went
-        ]
-        return effects + [MemberJoined(member) for member in joined if member.number not in came_and_went]
+        joined = {member.number: member for member in learned.joined if member.number != self.me.number}
+        effects: list[Effect] = []
+        for member, left in learned.removed:
+            if joined.pop(member.number, None) is None:  # else it came and went in the same news
+                effects.append(MemberLeft(member) if left else MemberLost(member))
+        return effects + [MemberJoined(member) for member in joined.values()]
 
     def _spread(self, news: News, without: tuple[Worker, ...]) -> list[Effect]:
         return [SendMessage(target, news) for target in self._targets(without)]
 
     def _targets(self, without: tuple[Worker, ...]) -> list[Worker]:
         me = self.me.number
-        targets = [number for number in self.members.successors(me, 1) if number not in without]
+        successors = self.members.successors(me, 1 + len(without))
+        targets = [number for number in successors if number not in without][:1]
         return targets + self.members.sample(CHANCE_TARGETS, self._pick, (me, *without, *targets))
 
     def _follow(self) -> None:

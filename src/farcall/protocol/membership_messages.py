@@ -1,7 +1,7 @@
 """What workers tell each other about who is in the group, as objects and as bytes; and what happens to a group's view.
 
 Messages are what travels, as msgpack. Events are facts about this worker, effects what it is to do or to know.
-`membership.py` turns one into the other. Nothing here is sent reliably: every message may be lost, doubled or overtaken.
+`membership.py` turns one into the other. Nothing here is sent reliably: any message may be lost, doubled or overtaken.
 """
 
 from __future__ import annotations

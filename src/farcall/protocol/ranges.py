@@ -1,8 +1,8 @@
 """A set of numbers that costs memory only for its gaps.
 
-It keeps the numbers of workers that are gone. A `Watermark` would not do: a worker that lives for long, or a number that
-was given out and never used, would hold the mark back, and every number after it would be kept one by one. Here what is
-kept is bounded by the workers that are there.
+It keeps the numbers of workers that are gone. A `Watermark` would not do: a worker that lives for long, or a number
+that was given out and never used, would hold the mark back, and every number after it would be kept one by one. Here
+what is kept is bounded by the workers that are there.
 
 Ranges are pairs of their first and last number; those of a set are sorted, and no two of them touch, so that equal sets
 have equal ranges and equal digests.
@@ -12,6 +12,7 @@ from __future__ import annotations
 
 from bisect import bisect_left, bisect_right
 from collections.abc import Iterable
+from functools import lru_cache
 from typing import Final, TypeAlias
 
 from farcall.errors import ProtocolError
@@ -23,6 +24,7 @@ LARGEST: Final = 2**32 - 1
 _64_BITS: Final = 2**64 - 1
 
 
+@lru_cache(maxsize=8192)
 def mixed(number: int) -> int:
     """64 bits that look nothing like the number's: a multiplication spreads the bits up, a shift brings them down."""
     number = (number + 1) * 0x9E3779B97F4A7C15 & _64_BITS

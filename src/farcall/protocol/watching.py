@@ -8,7 +8,7 @@ hear.
 A neighbour that was silent for almost all of the patience is *suspect*: others are asked whether they hear it. Silent
 for all of it, it is *dead*. There is one exception: if this worker has heard nobody at all of late, it is likely that
 the fault is its own. Then it waits for `LONELY_ROUNDS` more, in which the others, if they are there, will have taken it
-for dead, and will say so at the first word that gets through.
+for dead, and will say so at the first word that gets through; and if it hears somebody again, it asks once more.
 """
 
 from __future__ import annotations
@@ -31,8 +31,9 @@ class Watching:
         """Raises `UsageError` if the patience is too short to ask others within it."""
         if not 0 < interval * (PROBE_ROUNDS + 1) <= patience:
             raise UsageError(
-                f"a heartbeat interval of {interval:g} s with a patience of {patience:g} s leaves no time to ask others "
-                f"about a silent worker; give a patience of at least {PROBE_ROUNDS + 1} intervals"
+                f"a heartbeat interval of {interval:g} s with a patience of {patience:g} s leaves no time to ask "
+                f"others about a silent worker; give an interval above 0 and a patience of at least "
+                f"{PROBE_ROUNDS + 1} intervals"
             )
         self.interval = interval
         self.patience = patience
@@ -56,6 +57,10 @@ class Watching:
 
     def heard(self, worker: Worker) -> None:
         """A sign of life."""
+        if self._is_lonely():
+            # Whatever it was that cut us off is over: all others get the time to be asked again, and through others.
+            since = self._clock - self.patience + PROBE_ROUNDS * self.interval
+            self.watched = {each: max(heard, since) for each, heard in self.watched.items()}
         if worker in self.watched:
             self.watched[worker] = self._clock
         self._anybody = self._clock
@@ -73,10 +78,14 @@ class Watching:
         if self._just_back:
             return []
         silent = self._silent_for(self.patience)
-        if silent and not alone and self._clock - self._anybody > LONELY_ROUNDS * self.interval:
+        if silent and not alone and self._is_lonely():
             return self._silent_for(self.patience + LONELY_ROUNDS * self.interval)
         return silent
 
+    def _is_lonely(self) -> bool:
+        return self._clock - self._anybody > (LONELY_ROUNDS + 0.5) * self.interval
+
     def _silent_for(self, span: float) -> list[Worker]:
-        clock = self._clock
-        return [worker for worker, heard in self.watched.items() if clock - heard >= span]
+        # Half an interval is left to ticks that come a little early: it is rounds that are counted.
+        since = self._clock - span + self.interval / 2
+        return [worker for worker, heard in self.watched.items() if heard <= since]

@@ -127,14 +127,16 @@ def _chunks(chunk: Callable[[int], tuple[int, int] | None], workers: int, steps:
 
 
 @contextmanager
-def shown_progress(total: int | None, seconds: float | None) -> Iterator[Callable[[int, float], None]]:
+def shown_progress(
+    total: int | None, seconds: float | None, unit: str = "schedules"
+) -> Iterator[Callable[[int, float], None]]:
     """A progress bar where there is a terminal and rich, else a line every ten seconds."""
     try:
         from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
     except ImportError:
         Progress = None  # type: ignore[assignment,misc]  # noqa: N806
     if Progress is None or not sys.stderr.isatty():
-        yield _plain_lines()
+        yield _plain_lines(unit)
         return
     columns = TextColumn("{task.description}"), BarColumn(), TextColumn("{task.fields[rate]}"), TimeRemainingColumn()
     from rich.console import Console
@@ -143,20 +145,20 @@ def shown_progress(total: int | None, seconds: float | None) -> Iterator[Callabl
         task = bar.add_task("simulating", total=total or seconds, rate="")
 
         def show_bar(done: int, elapsed: float) -> None:
-            rate = f"{done:,} schedules, {done / elapsed:,.0f}/s"
+            rate = f"{done:,} {unit}, {done / elapsed:,.0f}/s"
             bar.update(task, completed=done if total else elapsed, rate=rate)
 
         yield show_bar
 
 
-def _plain_lines() -> Callable[[int, float], None]:
+def _plain_lines(unit: str) -> Callable[[int, float], None]:
     said = 0.0
 
     def say(done: int, elapsed: float) -> None:
         nonlocal said
         if elapsed - said >= 10:
             said = elapsed
-            print(f"{done:,} schedules, {done / elapsed:,.0f}/s", file=sys.stderr, flush=True)
+            print(f"{done:,} {unit}, {done / elapsed:,.0f}/s", file=sys.stderr, flush=True)
 
     return say
 

@@ -8,7 +8,9 @@ has come meanwhile), and `vanish` (its host is gone: silence, for ever).
 
 What is checked, by name, while it runs (`BrokenInvariant`):
 - ONCE: a worker hears of another one's coming and going once each, in this order.
-- FAIR: nobody is taken for dead who was not out of reach for longer than `harmless` seconds.
+- FAIR: nobody is taken for dead who was not out of reach for longer than `harmless` seconds. (What those believe
+  who are cut off, or are taken for dead themselves, is their own affair, until others believe it.)
+- QUIET: messages come to an end.
 
 and at `settle`:
 - CONVERGED: all who are there agree on who is there, which is the truth, within the time that is given.
@@ -118,7 +120,7 @@ class SimulatedGroup:
         self.loss = loss
         self.expelled: list[Worker] = []
         self.declared: dict[Worker, float] = {}
-        """When each of the lost was first taken for dead."""
+        """When each of the lost was first taken for dead by somebody who is not cut off."""
         self._random = random.Random(seed)
         self._latency = latency
         self._interval, self._patience, self._harmless = interval, patience, harmless
@@ -127,6 +129,7 @@ class SimulatedGroup:
         self._heap: list[tuple[float, int, Callable[..., None], tuple[Any, ...]]] = []
         self._events = 0
         self._sides: dict[Worker, int] = {}  # of a partition; 0 for whoever is not named
+        self._cut_links: set[tuple[Worker, Worker]] = set()
 
     # Who is there
 
@@ -184,17 +187,25 @@ class SimulatedGroup:
             self._at(self.now + seconds, self._thaw, number)
 
     def part(self, side: Iterable[Worker]) -> None:
-        """Cuts these off from all others."""
+        """Cuts these, the smaller side, off from all others."""
         self._sides = dict.fromkeys(side, 1)
-        for worker in self.workers.values():
-            worker.out_of_reach_since = self.now
+        for number in self._sides:
+            self.workers[number].out_of_reach_since = self.now
+
+    def cut(self, one: Worker, other: Worker) -> None:
+        """Cuts the link between two, who both reach all others."""
+        self._cut_links.update([(one, other), (other, one)])
 
     def heal(self) -> None:
-        """Ends the partition."""
+        """Ends the partition, and mends all links."""
+        for number in self._sides:  # in a round at the latest they have been heard
+            self._at(self.now + self._interval, self._reached, number)
         self._sides = {}
-        for worker in self.workers.values():
-            if not worker.frozen:
-                worker.out_of_reach_since = None
+        self._cut_links = set()
+
+    def _reached(self, number: Worker) -> None:
+        if not self.workers[number].frozen and number not in self._sides:
+            self.workers[number].out_of_reach_since = None
 
     def _end(self, number: Worker) -> None:
         worker = self.workers[number]
@@ -219,10 +230,12 @@ class SimulatedGroup:
     def run(self, seconds: float) -> None:
         """Lets so much time pass. Raises `BrokenInvariant`."""
         until = self.now + seconds
-        heap = self._heap
+        heap, most = self._heap, self._events + int(200 * (len(self.workers) + 1) * (seconds + 1))
         while heap and heap[0][0] <= until:
             self.now, _, what, arguments = heappop(heap)
             what(*arguments)
+            if self._events > most:
+                raise BrokenInvariant("QUIET", f"{len(self.workers)} workers send each other ever more messages")
         self.now = until
 
     def settle(self, within: float, step: float = 0.05) -> Settled:
@@ -325,7 +338,8 @@ class SimulatedGroup:
             worker.was_told.add(other)
             if isinstance(effect, MemberLost):
                 self.store.members.pop(other, None)
-                if self.declared.setdefault(other, self.now) == self.now:
+                if other not in self.declared and number not in self.declared and not self._sides.get(number):
+                    self.declared[other] = self.now
                     self._check_fair(number, effect.member)
         elif isinstance(effect, Expelled):
             self.expelled.append(number)
@@ -345,4 +359,6 @@ class SimulatedGroup:
         return least + (most - least) * self._random.random()
 
     def _is_cut(self, one: Worker, other: Worker) -> bool:
+        if self._cut_links and (one, other) in self._cut_links:
+            return True
         return bool(self._sides) and self._sides.get(one, 0) != self._sides.get(other, 0)
