@@ -262,7 +262,7 @@ class Desk:
         self.again: list[Any] = []
         peer: Any = SimpleNamespace(connection=outgoing, number=1, is_lost=False)
         book: Any = SimpleNamespace(outbox=self._outbox, me=0, resend=lambda to: self.again.append(self.post))
-        serving: Any = SimpleNamespace(run_aside=self.again.append)
+        serving: Any = SimpleNamespace(run_aside=self.again.append, is_closing=lambda: False)
         self.post = Post(peer, book, serving, lambda: incoming, lambda: None)  # type: ignore[arg-type, return-value]
 
     def _outbox(self, to: int) -> Letter | None:

@@ -63,6 +63,7 @@ class Peer:
         """It is gone for good."""
         self.connection: Outgoing | None = None
         """The connection, if there is one now; else `connect`."""
+        self._last: Outgoing | None = None
 
     def connect(self, deadline: float) -> Outgoing:
         """The connection, made if need be. Raises `WorkerLost` if the worker cannot be reached, `NobodyThere`."""
@@ -88,6 +89,7 @@ class Peer:
         """It is gone for good: new calls to it fail at once from now on. `close_connection` ends the others."""
         self._has_left = left
         self.is_lost = True
+        self._last, self.connection = self.connection, None
 
     def lost_error(self) -> WorkerLost:
         """What is raised by who wants something of a worker that is gone."""
@@ -95,9 +97,8 @@ class Peer:
         return WorkerLost(f"worker {self.info.name!r} {fate}", self.info.name)
 
     def close_connection(self) -> None:
-        """Ends the connection, if there is one, and what waits on it."""
-        connection = self.connection
-        if connection is not None:
+        """Ends the connection of one who is gone, if there is one, and what waits on it."""
+        for connection in filter(None, (self._last, self.connection)):
             connection.lose("it has left the group" if self._has_left else "the group cannot reach it", advice="")
 
     def forget(self, connection: Outgoing) -> None:
