@@ -1,26 +1,28 @@
 """A worker's agent: it owns everything that runs, and takes it down again.
 
-It puts together what the other modules of this layer do: the poller and the serving pool that read and run, the
-supervisor that watches the clock, the listeners, one `Peer` for each worker of the group. It holds no global: several
-agents may live in one process.
+It is the `RpcAgent` of the default backend, and puts together what the other modules of this layer do: the poller and
+the serving pool that read and run, the supervisor that watches the clock, the listeners, one `Peer` for each worker of
+the group. It holds no global: several agents may live in one process.
 """
 
 from __future__ import annotations
 
 import logging
 import threading
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from time import monotonic
-from typing import TYPE_CHECKING, Final
+from typing import TYPE_CHECKING, Any, Final
 
 import msgspec
 
 from farcall.agent.book import ReferenceBook
 from farcall.agent.calling import Calling, To
-from farcall.agent.calls import ChoreJob
+from farcall.agent.calls import ChoreJob, PendingCall
 from farcall.agent.coroutines import EventLoop
-from farcall.agent.departure import say_farewell, wait_for_everybody
+from farcall.agent.counting import Counting
+from farcall.agent.departure import Occasion, meet, say_farewell, wait_for_everybody
 from farcall.agent.execution import Workplace
+from farcall.agent.handle import Handle
 from farcall.agent.incoming import Incoming
 from farcall.agent.outgoing import Outgoing
 from farcall.agent.peers import Member, Peer
@@ -29,6 +31,7 @@ from farcall.agent.post import Post
 from farcall.agent.serving import Serving
 from farcall.agent.supervisor import Supervisor
 from farcall.agent.under_way import describe_under_way
+from farcall.backends.interface import Metrics, RpcAgent
 from farcall.errors import ForkedProcessError, NotInitializedError, RpcError, ShutdownError, UsageError
 from farcall.options import RpcBackendOptions
 from farcall.protocol.ids import WorkerInfo
@@ -47,8 +50,10 @@ _CLOSE_TIMEOUT: Final = 1.0
 _SHORT_PATIENCE: Final = 1.0
 
 
-class Agent:
+class Agent(RpcAgent):
     """One worker of a group."""
+
+    book: ReferenceBook
 
     def __init__(
         self,
@@ -58,13 +63,17 @@ class Agent:
         transports: Mapping[str, Transport],
     ) -> None:
         """Joins the group; `start` it next. Raises `RendezvousError`; then nothing is left running."""
+        options = options.taken()
         self.info = WorkerInfo(name, rendezvous.rank)
         self.options = options
+        self.device_maps = options.device_maps
+        """Stored for those who move tensors; the agent itself does nothing with it."""
         self._rendezvous = rendezvous
         self._transports = transports
         self._incoming: set[Incoming] = set()
         self._connections: dict[Outgoing, None] = {}
-        self._calls_before = 0  # on connections that are gone
+        self._counting = Counting()
+        self._meetings = 0
         self._lock = threading.Lock()
         self._poller = Poller()
         self._supervisor = Supervisor(name)
@@ -81,8 +90,9 @@ class Agent:
         last_resort = encode_text("MemoryError", "there was not even memory to tell what is wrong", name, "a function")
         self._place = Workplace(name, self._loop, self._serving, self.book, last_resort)
         self.calling = self.book.calling = Calling(self.info, self.book, self._place, options.rpc_timeout)
-        self.call = self.calling.call
-        """`Calling.call`, within reach of the fast path."""
+        # The methods of these names, one frame shorter: they are the fast path.
+        self.call = self.calling.call  # type: ignore[method-assign]
+        self.remote = self.calling.remote  # type: ignore[method-assign]
         self._peers = self.calling.peers
         self._posts: dict[int, Post] = {}
         self._incoming_of: dict[int, Incoming] = {}
@@ -174,6 +184,7 @@ class Agent:
         self._incoming.discard(incoming)
         if incoming.has_greeted():
             caller = incoming.caller()
+            self._counting.incoming_gone(caller, incoming)
             if self._incoming_of.get(caller) is incoming:
                 del self._incoming_of[caller]
             self._examine(caller)
@@ -184,7 +195,7 @@ class Agent:
     def _new_connection(self, peer: WorkerInfo, channel: Channel, on_lost: Callable[[Outgoing], None]) -> Outgoing:
         def lost(connection: Outgoing) -> None:
             if connection in self._connections:  # it may be told twice
-                self._calls_before += connection.calls_started
+                self._counting.outgoing_gone(connection)
                 del self._connections[connection]
             on_lost(connection)
             self._examine(peer.id)
@@ -226,6 +237,62 @@ class Agent:
         """All workers of the group, by rank."""
         return self.calling.worker_infos()
 
+    # Calls
+
+    @property
+    def rpc_timeout(self) -> float:
+        """See `RpcAgent`."""
+        return self.calling.rpc_timeout
+
+    @rpc_timeout.setter
+    def rpc_timeout(self, seconds: float) -> None:
+        self.calling.rpc_timeout = seconds
+
+    def call(
+        self,
+        to: To,
+        function: Callable[..., Any],
+        args: Sequence[Any] | None,
+        kwargs: Mapping[str, Any] | None,
+        timeout: float,
+        unattended: bool = False,
+    ) -> PendingCall:
+        """See `RpcAgent`."""
+        return self.calling.call(to, function, args, kwargs, timeout, unattended)
+
+    def remote(
+        self, to: To, function: Callable[..., Any], args: Sequence[Any] | None, kwargs: Mapping[str, Any] | None
+    ) -> Handle:
+        """See `RpcAgent`."""
+        return self.calling.remote(to, function, args, kwargs)
+
+    # Reports
+
+    def get_metrics(self) -> Metrics:
+        """See `RpcAgent`."""
+        connections, incoming = list(self._connections), dict(self._incoming_of)
+        return self._counting.report(
+            self.get_worker_infos(), connections, incoming, dict(self._posts), self._serving.counts()
+        )
+
+    # Waiting for the others
+
+    def join(self, shutdown: bool = False, timeout: float = 0.0) -> None:
+        """See `RpcAgent`."""
+        wait_for_everybody(self, self._rendezvous, _deadline(timeout), self._next_meeting("join()"))
+        if shutdown:
+            self._leaving = True
+
+    def sync(self, timeout: float = 0.0) -> None:
+        """See `RpcAgent`."""
+        meet(self, self._rendezvous, _deadline(timeout), self._next_meeting("sync()"))
+
+    def _next_meeting(self, where: str) -> Occasion:
+        with self._lock:
+            self._meetings += 1
+            number = self._meetings
+        return Occasion(f"meeting/{number}/", where, f"in {where}", f"gave up in {where}", "this worker goes on")
+
     # The end
 
     def is_idle(self) -> bool:
@@ -242,9 +309,9 @@ class Agent:
 
     def calls_started(self) -> int:
         """How many calls this worker has made so far."""
-        return self._calls_before + sum(connection.calls_started for connection in list(self._connections))
+        return self._counting.calls_before() + sum(connection.calls_started for connection in list(self._connections))
 
-    def shutdown(self, graceful: bool, timeout: float) -> None:
+    def shutdown(self, graceful: bool = False, timeout: float = 0.0) -> None:
         """Leaves the group and frees everything, in any case.
 
         Graceful: first waits until all workers are here and all their calls have ended, at most `timeout` seconds (0:
@@ -253,7 +320,7 @@ class Agent:
         early, patience = True, 0.0
         try:
             if graceful:
-                deadline = monotonic() + timeout if timeout else FOREVER
+                deadline = _deadline(timeout)
                 wait_for_everybody(self, self._rendezvous, deadline)
                 self._leaving = True  # from now on, a connection that ends is no sign of a loss
                 self._report_what_is_left()
@@ -316,3 +383,7 @@ class Agent:
             listener.abandon()
         self._poller.abandon()
         self._rendezvous.store.abandon()
+
+
+def _deadline(timeout: float) -> float:
+    return monotonic() + timeout if timeout else FOREVER

@@ -15,7 +15,7 @@ from typing import Final
 
 from farcall.agent.execution import CallJob, RemoteJob, Workplace
 from farcall.agent.poller import READABLE, WRITABLE, Poller
-from farcall.agent.sending import Sender
+from farcall.agent.sending import Sender, Traffic
 from farcall.agent.serving import Reply
 from farcall.errors import ProtocolError
 from farcall.protocol.control import unpack_remote, unpack_section
@@ -55,6 +55,8 @@ class Incoming:
         self._greeting = b""
         self._peer: Hello | None = None
         self._closed = False
+        self.calls_served = 0
+        """How many calls have come on it."""
         self._sender = Sender(channel, lambda on: poller.want(self._descriptor, WRITABLE, on))
         self.queue_answer = self._sender.queue
         poller.add(self._descriptor, self._handle, READABLE)
@@ -80,6 +82,7 @@ class Incoming:
             if messages is None:
                 self.close()
                 return
+            self.calls_served += len(messages)
             place = self._place
             ready = place.serving.ready
             for kind, call_id, head, body, buffers in messages:
@@ -99,6 +102,8 @@ class Incoming:
         """What has to do with references: they are counted here, before anything of the message is used."""
         book = self._place.book
         caller = self.caller()
+        if kind != CALL_CARRYING:
+            self.calls_served -= 1
         if kind == CONTROL:
             book.control_received(caller, body)
             return
@@ -200,6 +205,10 @@ class Incoming:
     def is_lost(self) -> bool:
         """Whether it is closed, and what was sent on it may not have arrived."""
         return self._closed
+
+    def traffic(self) -> Traffic:
+        """How many bytes went out and came in so far, and how many wait to go out."""
+        return Traffic(self._sender.sent, self._decoder.received, self._sender.waiting)
 
     def abandon(self) -> None:
         """In a forked child: the connection is the parent's, and stays as it is there."""

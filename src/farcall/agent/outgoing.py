@@ -28,7 +28,7 @@ from farcall.agent.calls import CallbackJob, PendingCall, Reply
 from farcall.agent.handle import Handle
 from farcall.agent.poller import HUNG_UP, READABLE, WRITABLE, Poller
 from farcall.agent.reading import CANNOT_WAIT, Reading
-from farcall.agent.sending import Sender
+from farcall.agent.sending import Sender, Traffic
 from farcall.agent.serving import Serving
 from farcall.agent.spinning import Dozing, Spinning
 from farcall.agent.supervisor import Supervisor
@@ -95,6 +95,8 @@ class Outgoing:
         self._calls_at_last_tick = 0
         self.calls_started = 0
         """How many calls were sent on it so far."""
+        self.calls_failed = 0
+        """How many of them ended with an error."""
         poller.add(self._descriptor, self._handle, HUNG_UP)  # a peer that dies is noticed though nobody waits for it
         self._sender = Sender(channel, lambda on: poller.want(self._descriptor, WRITABLE, on))
 
@@ -174,6 +176,10 @@ class Outgoing:
     def is_lost(self) -> bool:
         """Whether it is closed, and what was sent on it may not have arrived."""
         return self._lost is not None
+
+    def traffic(self) -> Traffic:
+        """How many bytes went out and came in so far, and how many wait to go out."""
+        return Traffic(self._sender.sent, self._decoder.received, self._sender.waiting)
 
     def _wait_to_send(self, deadline: float) -> None:
         """Holds the caller back while too much waits."""
@@ -298,6 +304,7 @@ class Outgoing:
                 else:
                     reply = Reply(self.peer.name, future.function, kind, body, buffers, handles)
                     if kind == FAILURE:
+                        self.calls_failed += 1
                         future.report_unseen(reply.describe)
                     callbacks = future.settle(UNLOADED, reply)
                 if callbacks is None:
@@ -481,6 +488,7 @@ class Outgoing:
             del self.pending[future.call_id]
         except KeyError:
             return False
+        self.calls_failed += 1
         try:
             future.keeps = None
             future.report_unseen(lambda: f"nobody looked at a call that failed: {error}")

@@ -46,6 +46,8 @@ class Post:
         self.must_run = False
         self.origin: Answerable | None = None
         self.kind: object = "post"
+        self.resends = 0
+        """How many messages were sent once more."""
 
     def send(self) -> None:
         """Sends what is in the outbox. Never raises, never waits."""
@@ -96,13 +98,16 @@ class Post:
             if isinstance(parcel, RemoteFrame):
                 if parcel.via.is_lost():
                     parcel.via = connection
+                    self.resends += 1
                     connection.send_control(parcel.frame)
             elif isinstance(parcel, CarriedFrame):
                 if parcel.via.is_lost():
                     parcel.via = connection
+                    self.resends += 1
                     connection.send_control([encode(CARRIED, 0, pack_section(number, parcel.carried), b"")])
             else:
                 messages.append((number, parcel))
         if messages:
+            self.resends += len(messages)
             body = pack_control(self._book.acknowledgement(self._peer.info.id), messages)
             connection.send_control([encode(CONTROL, 0, b"", body)])

@@ -17,12 +17,20 @@ from __future__ import annotations
 import threading
 from collections import deque
 from collections.abc import Callable, Sequence
-from typing import Final
+from typing import Final, NamedTuple
 
 from farcall.transports.base import Buffer, Channel
 
 _CHUNK: Final = 1 << 18
 _PIECES: Final = 64
+
+
+class Traffic(NamedTuple):
+    """Bytes on a connection."""
+
+    out: int
+    back: int
+    waiting: int
 
 
 class Sender:
@@ -38,6 +46,7 @@ class Sender:
         "_want_writable",
         "busy",
         "queue",
+        "sent",
         "waiting",
     )
 
@@ -55,6 +64,8 @@ class Sender:
         self._broken: BaseException | str | None = None
         self.waiting = 0
         """Bytes that the channel has not taken yet."""
+        self.sent = 0
+        """Bytes that it has taken so far."""
 
     def is_broken(self) -> bool:
         """Whether nothing can be sent any more."""
@@ -76,6 +87,7 @@ class Sender:
                     sent = self._channel.send(data)
                 except BlockingIOError:
                     sent = 0
+                self.sent += sent
                 if sent != len(data):
                     self._keep(memoryview(data)[sent:])
             except BaseException as error:
@@ -112,6 +124,7 @@ class Sender:
                     sent = self._channel.send(data)
                 except BlockingIOError:
                     sent = 0
+                self.sent += sent
                 if sent != len(data):
                     self._keep(memoryview(data)[sent:])
             except BaseException as error:
@@ -173,6 +186,7 @@ class Sender:
             except BlockingIOError:
                 sent = 0
             self.waiting -= sent
+            self.sent += sent
             if sent != size:
                 self._put_back(pieces, sent)
                 self._set_full(True)

@@ -1,0 +1,111 @@
+"""What an agent has counted: calls, errors, bytes.
+
+Nothing is counted for its own sake on the path of a call. Connections know how many calls they have numbered, how many
+failed, and how many bytes the system has taken and given; a connection that goes leaves its counts here. The rest is
+looked up when somebody asks.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections import Counter
+from collections.abc import Iterable, Mapping
+from typing import Final
+
+from farcall.agent.incoming import Incoming
+from farcall.agent.outgoing import Outgoing
+from farcall.agent.post import Post
+from farcall.agent.serving import ServingCounts
+from farcall.backends.interface import Metrics, PeerMetrics
+from farcall.protocol.ids import Worker, WorkerInfo
+
+_NAMES: Final = (
+    "calls_made",
+    "calls_failed",
+    "calls_pending",
+    "calls_served",
+    "bytes_out",
+    "bytes_in",
+    "bytes_waiting",
+    "resends",
+)
+Counts = Counter[str]
+
+
+class Counting:
+    """The counts of connections that are gone, for each peer, and the reports about all."""
+
+    def __init__(self) -> None:
+        self._lock = threading.RLock()  # a finalizer that ends a connection may come in its midst
+        self._gone: dict[Worker, Counts] = {}
+
+    def outgoing_gone(self, connection: Outgoing) -> None:
+        """A connection of ours has ended. What is pending on it fails in a moment."""
+        counts = _of_outgoing(connection)
+        counts["calls_failed"] += counts.pop("calls_pending")
+        self._keep(connection.peer.id, counts)
+
+    def incoming_gone(self, peer: Worker, connection: Incoming) -> None:
+        """A connection of a peer has ended."""
+        self._keep(peer, _of_incoming(connection))
+
+    def _keep(self, peer: Worker, counts: Counts) -> None:
+        counts.pop("bytes_waiting")  # they will never be sent
+        with self._lock:
+            self._gone.setdefault(peer, Counter()).update(counts)
+
+    def calls_before(self) -> int:
+        """How many calls were made on connections that are gone."""
+        with self._lock:
+            return sum(counts["calls_made"] for counts in self._gone.values())
+
+    def report(
+        self,
+        workers: Iterable[WorkerInfo],
+        outgoing: Iterable[Outgoing],
+        incoming: Mapping[Worker, Incoming],
+        posts: Mapping[Worker, Post],
+        serving: ServingCounts,
+    ) -> Metrics:
+        """All counts, for each of the workers and in sum."""
+        with self._lock:
+            counts = {peer: Counter(gone) for peer, gone in self._gone.items()}
+        for connection in outgoing:
+            counts.setdefault(connection.peer.id, Counter()).update(_of_outgoing(connection))
+        for peer, theirs in incoming.items():
+            counts.setdefault(peer, Counter()).update(_of_incoming(theirs))
+        for peer, post in posts.items():
+            counts.setdefault(peer, Counter())["resends"] = post.resends
+        total: Counts = Counter()
+        for each in counts.values():
+            total.update(each)
+        return Metrics(
+            **_as_metrics(total),
+            queue_length=serving.queue_length,
+            threads=serving.threads,
+            threads_running=serving.running,
+            threads_waiting=serving.waiting,
+            threads_idle=serving.idle,
+            peers={info.name: _as_metrics(counts.get(info.id, Counter())) for info in workers},
+        )
+
+
+def _of_outgoing(connection: Outgoing) -> Counts:
+    out, back, waiting = connection.traffic()
+    return Counter(
+        calls_made=connection.calls_started,
+        calls_failed=connection.calls_failed,
+        calls_pending=len(connection.pending),
+        bytes_out=out,
+        bytes_in=back,
+        bytes_waiting=waiting,
+    )
+
+
+def _of_incoming(connection: Incoming) -> Counts:
+    out, back, waiting = connection.traffic()
+    return Counter(calls_served=connection.calls_served, bytes_out=out, bytes_in=back, bytes_waiting=waiting)
+
+
+def _as_metrics(counts: Counts) -> PeerMetrics:
+    return {name: counts[name] for name in _NAMES}  # type: ignore[return-value]  # its names, and nothing else
