@@ -1,24 +1,25 @@
 """What all workers do together, on top of calls: gather something from everybody, and wait for everybody.
 
 The worker with the smallest name leads. Each of the others calls it once, with what it brings; the leader answers all
-of these calls when everybody has come, with what all have brought. So N workers need N - 1 calls, and nobody asks again.
+of these calls when everybody has come, with what all have brought. So N workers need N - 1 calls.
 
 Who has not come after a moment is looked for: whoever waits asks the leader to, and the leader calls those that are
-missing. Such a call is answered when they come; if they die, it fails, and the whole gathering with it, at once.
+missing. Such a call is answered when they come; if they die, it fails, and the whole gathering with it, at once. All of
+that is no more than two calls for each worker.
 
 Rules
 - A gathering is told from others by its members and by how many of the same members there were before. So several in a
   row, in several threads, and of different members at once, do not mix.
 - A gathering succeeds for all who wait for it, or fails for all: with `WorkerLost` if a member was lost before it came,
-  with `RpcTimeoutError` when the time of one who leads or waits is over. Who comes late to one that failed hears how.
+  with `RpcTimeoutError` when the time of one who waits is over. Who comes late to one that failed hears how it did, so
+  all have gone through the same gatherings and can try again.
 - Who has brought its part is needed no more: it may die, and the others have its part.
-- What is kept of a gathering goes when all its members have come or are lost.
+- What is kept of a gathering goes when all its members have come or are lost; else with the agent.
 """
 
 from __future__ import annotations
 
 import threading
-import weakref
 from collections.abc import Callable, Iterable
 from time import monotonic
 from typing import Any, Final, NamedTuple
@@ -60,7 +61,7 @@ class Gatherings:
     """The gatherings of one worker. Decides under its lock; futures are settled outside it."""
 
     def __init__(self) -> None:
-        self._lock = threading.Lock()
+        self._lock = threading.RLock()  # a signal handler may come in its midst
         self._numbers: dict[tuple[str, ...], int] = {}
         self._led: dict[Key, Gathering] = {}
         self._looks: dict[Key, list[Future[None]]] = {}  # answered when this worker comes to that gathering
@@ -153,16 +154,10 @@ class Gatherings:
             return gathering is not None and name in gathering.missing and not gathering.outcome.done()
 
 
-_of_agent: Final[weakref.WeakKeyDictionary[RpcAgent, Gatherings]] = weakref.WeakKeyDictionary()
-_making: Final = threading.Lock()
-
-
-def _gatherings(agent: RpcAgent) -> Gatherings:
-    with _making:
-        found = _of_agent.get(agent)
-        if found is None:
-            found = _of_agent[agent] = Gatherings()
-        return found
+def gatherings_of(agent: RpcAgent) -> Gatherings:
+    """Those of that worker; they live and go with its agent."""
+    found: Gatherings = vars(agent).setdefault("_gatherings", Gatherings())
+    return found
 
 
 # The functions that workers call on each other
@@ -170,23 +165,23 @@ def _gatherings(agent: RpcAgent) -> Gatherings:
 
 @async_execution
 def _bring(key: Key, name: str, part: Any) -> Future[dict[str, Any]]:
-    return _gatherings(current_agent()).bring(key, name, part)
+    return gatherings_of(current_agent()).bring(key, name, part)
 
 
 @async_execution
 def _come(key: Key) -> Future[None]:
-    return _gatherings(current_agent()).look(key)
+    return gatherings_of(current_agent()).look(key)
 
 
 def _time_is_over(key: Key, timeout: float) -> None:
     """The time of one who waits is over: nobody waits any longer, so that all hear the same."""
-    gatherings = _gatherings(current_agent())
+    gatherings = gatherings_of(current_agent())
     gatherings.fail(key, _too_late(gatherings.missing(key), timeout))
 
 
 def _look_for_missing(key: Key) -> None:
     agent = current_agent()
-    gatherings = _gatherings(agent)
+    gatherings = gatherings_of(agent)
     for name in gatherings.begin_to_look(key):
         _look_for(agent, gatherings, key, name)
 
@@ -231,14 +226,15 @@ def _all_gather(
     leader = members[0]
     seconds = agent.rpc_timeout if timeout == UNSET_RPC_TIMEOUT else timeout
     deadline = monotonic() + seconds if seconds else _FOREVER
-    gatherings = _gatherings(agent)
+    gatherings = gatherings_of(agent)
     key = gatherings.enter(members)
     if leader == name:
         outcome = gatherings.bring(key, name, obj)
     else:
         try:
-            # Without a time limit of its own: who waits decides, as it wants to hear who was missing.
-            outcome = agent.call(leader, _bring, (key, name, obj), None, 0.0, unattended=True)
+            # With some time more than there is: who waits decides, as it wants to hear who was missing.
+            limit = seconds + 2 * _ANSWER if seconds else 0.0
+            outcome = agent.call(leader, _bring, (key, name, obj), None, limit, unattended=True)
         except BaseException:
             gatherings.leave(key)
             raise
@@ -289,7 +285,7 @@ def _members(agent: RpcAgent, worker_names: Iterable[str] | None) -> tuple[str, 
 
 def _too_late(missing: Iterable[str], seconds: float) -> RpcTimeoutError:
     return RpcTimeoutError(
-        f"worker {_listed(missing) or '(somebody)'} did not come: timed out in _all_gather after {seconds:.2f} seconds. "
+        f"worker {_listed(missing)} did not come: timed out in _all_gather after {seconds:.2f} seconds. "
         "Every worker that is waited for must call it; give it a longer timeout, or 0 for none"
     )
 

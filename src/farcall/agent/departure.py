@@ -147,7 +147,8 @@ def _hear_all(
     except RendezvousTimeoutError as error:
         raise ShutdownError(
             f"worker {leaver.info.name!r} waited for the others {occasion.purpose}, but "
-            f"{_missing(leaver, prefix, error)} did not come in time ({_WHY_MISSING % occasion.function}); {occasion.afterwards}"
+            f"{_missing(leaver, prefix, error)} did not come in time "
+            f"({_WHY_MISSING % occasion.function}); {occasion.afterwards}"
         ) from None
     except RendezvousError as error:
         raise ShutdownError(
