@@ -10,25 +10,14 @@ from __future__ import annotations
 import threading
 from collections import Counter
 from collections.abc import Iterable, Mapping
-from typing import Final
+from typing import cast
 
 from farcall.agent.incoming import Incoming
 from farcall.agent.outgoing import Outgoing
 from farcall.agent.post import Post
-from farcall.agent.serving import ServingCounts
 from farcall.backends.interface import Metrics, PeerMetrics
 from farcall.protocol.ids import Worker, WorkerInfo
 
-_NAMES: Final = (
-    "calls_made",
-    "calls_failed",
-    "calls_pending",
-    "calls_served",
-    "bytes_out",
-    "bytes_in",
-    "bytes_waiting",
-    "resends",
-)
 Counts = Counter[str]
 
 
@@ -65,9 +54,9 @@ class Counting:
         outgoing: Iterable[Outgoing],
         incoming: Mapping[Worker, Incoming],
         posts: Mapping[Worker, Post],
-        serving: ServingCounts,
+        serving: Mapping[str, int],
     ) -> Metrics:
-        """All counts, for each of the workers and in sum."""
+        """All counts, for each of the workers and in sum, with what the serving pool says of itself."""
         with self._lock:
             counts = {peer: Counter(gone) for peer, gone in self._gone.items()}
         for connection in outgoing:
@@ -79,33 +68,22 @@ class Counting:
         total: Counts = Counter()
         for each in counts.values():
             total.update(each)
-        return Metrics(
-            **_as_metrics(total),
-            queue_length=serving.queue_length,
-            threads=serving.threads,
-            threads_running=serving.running,
-            threads_waiting=serving.waiting,
-            threads_idle=serving.idle,
-            peers={info.name: _as_metrics(counts.get(info.id, Counter())) for info in workers},
-        )
+        peers = {info.name: _as_metrics(counts.get(info.id, Counter())) for info in workers}
+        return cast(Metrics, {**_as_metrics(total), **serving, "peers": peers})
 
 
 def _of_outgoing(connection: Outgoing) -> Counts:
-    out, back, waiting = connection.traffic()
     return Counter(
         calls_made=connection.calls_started,
         calls_failed=connection.calls_failed,
         calls_pending=len(connection.pending),
-        bytes_out=out,
-        bytes_in=back,
-        bytes_waiting=waiting,
+        **connection.traffic.counted(),
     )
 
 
 def _of_incoming(connection: Incoming) -> Counts:
-    out, back, waiting = connection.traffic()
-    return Counter(calls_served=connection.calls_served, bytes_out=out, bytes_in=back, bytes_waiting=waiting)
+    return Counter(calls_served=connection.calls_served, **connection.traffic.counted())
 
 
 def _as_metrics(counts: Counts) -> PeerMetrics:
-    return {name: counts[name] for name in _NAMES}  # type: ignore[return-value]  # its names, and nothing else
+    return cast(PeerMetrics, {name: counts[name] for name in PeerMetrics.__annotations__})

@@ -58,6 +58,7 @@ class Incoming:
         self.calls_served = 0
         """How many calls have come on it."""
         self._sender = Sender(channel, lambda on: poller.want(self._descriptor, WRITABLE, on))
+        self.traffic = Traffic(self._sender, self._decoder)
         self.queue_answer = self._sender.queue
         poller.add(self._descriptor, self._handle, READABLE)
 
@@ -205,10 +206,6 @@ class Incoming:
     def is_lost(self) -> bool:
         """Whether it is closed, and what was sent on it may not have arrived."""
         return self._closed
-
-    def traffic(self) -> Traffic:
-        """How many bytes went out and came in so far, and how many wait to go out."""
-        return Traffic(self._sender.sent, self._decoder.received, self._sender.waiting)
 
     def abandon(self) -> None:
         """In a forked child: the connection is the parent's, and stays as it is there."""

@@ -93,12 +93,11 @@ class Outgoing:
         self._first_deadline = FOREVER
         self._unattended_since = 0.0
         self._calls_at_last_tick = 0
-        self.calls_started = 0
-        """How many calls were sent on it so far."""
-        self.calls_failed = 0
-        """How many of them ended with an error."""
+        self.calls_started = self.calls_failed = 0
+        """How many calls were sent on it so far, and how many of those have ended with an error."""
         poller.add(self._descriptor, self._handle, HUNG_UP)  # a peer that dies is noticed though nobody waits for it
         self._sender = Sender(channel, lambda on: poller.want(self._descriptor, WRITABLE, on))
+        self.traffic = Traffic(self._sender, self._decoder)
 
     # Calling
 
@@ -176,10 +175,6 @@ class Outgoing:
     def is_lost(self) -> bool:
         """Whether it is closed, and what was sent on it may not have arrived."""
         return self._lost is not None
-
-    def traffic(self) -> Traffic:
-        """How many bytes went out and came in so far, and how many wait to go out."""
-        return Traffic(self._sender.sent, self._decoder.received, self._sender.waiting)
 
     def _wait_to_send(self, deadline: float) -> None:
         """Holds the caller back while too much waits."""

@@ -19,18 +19,11 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from typing import Final, NamedTuple
 
+from farcall.protocol.wire import Decoder
 from farcall.transports.base import Buffer, Channel
 
 _CHUNK: Final = 1 << 18
 _PIECES: Final = 64
-
-
-class Traffic(NamedTuple):
-    """Bytes on a connection."""
-
-    out: int
-    back: int
-    waiting: int
 
 
 class Sender:
@@ -224,6 +217,21 @@ class Sender:
         self._later.clear()
         self.waiting = 0
         self._broken = str(self._broken)  # the error itself would keep the frames that met it, and what they hold
+
+
+class Traffic(NamedTuple):
+    """Both directions of a connection, for those who count bytes."""
+
+    sender: Sender
+    decoder: Decoder
+
+    def counted(self) -> dict[str, int]:
+        """How many bytes went out and came in so far, and how many wait to go out."""
+        return {
+            "bytes_out": self.sender.sent,
+            "bytes_in": self.decoder.received,
+            "bytes_waiting": self.sender.waiting,
+        }
 
 
 def _own(piece: Buffer) -> Buffer:

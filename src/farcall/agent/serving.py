@@ -25,7 +25,7 @@ import threading
 from collections import deque
 from collections.abc import Callable, Sequence
 from time import monotonic, perf_counter, sleep
-from typing import Final, NamedTuple, Protocol, TypeAlias, runtime_checkable
+from typing import Final, Protocol, TypeAlias, runtime_checkable
 
 from farcall.agent.follower import EXIT, LEAD, Follower, Order
 from farcall.agent.poller import Poller
@@ -88,16 +88,6 @@ class Awaited(Protocol):
         """It raised after all; the reply that says so, if there is one."""
 
 
-class ServingCounts(NamedTuple):
-    """Jobs that wait for a thread; threads, and those of them that run, wait for a call of their own, and are idle."""
-
-    queue_length: int
-    threads: int
-    running: int
-    waiting: int
-    idle: int
-
-
 class Serving:
     """The serving pool of one agent."""
 
@@ -151,13 +141,17 @@ class Serving:
         with self._lock:
             return [thread.ident for thread in self._threads]
 
-    def counts(self) -> ServingCounts:
-        """What the pool is busy with now."""
+    def counts(self) -> dict[str, int]:
+        """What the pool is busy with now, by the names in `Metrics`."""
         with self._lock:
             leads = self._leader is not None and self._leader.lead.is_running()
-            return ServingCounts(
-                len(self.ready), len(self._threads), self._running + leads, self._sleeping, len(self._idle)
-            )
+            return {
+                "queue_length": len(self.ready),
+                "threads": len(self._threads),
+                "threads_running": self._running + leads,
+                "threads_waiting": self._sleeping,
+                "threads_idle": len(self._idle),
+            }
 
     def depose_stuck_leader(self) -> None:
         """For the supervisor: if the leader's function has been running since the last look, another thread leads."""
