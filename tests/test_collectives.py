@@ -6,12 +6,15 @@ import inspect
 import socket
 import threading
 from collections.abc import Iterator
+from typing import Any
 
 import pytest
 
 import farcall as rpc
+from farcall import collectives
 from farcall.collectives import Gathering, Gatherings, Key
 from farcall.errors import RpcTimeoutError, UsageError, WorkerLost
+from farcall.futures import Future
 
 ABC = ("a", "b", "c")
 
@@ -123,6 +126,101 @@ def test_looks_that_nobody_waits_for_do_not_gather() -> None:
 
 def test_a_new_gathering_misses_all() -> None:
     assert Gathering(ABC).missing == {"a", "b", "c"}
+
+
+# -- the functions, over an agent that is made up
+
+
+class Agent:
+    """Worker `b` of three. Its calls are noted, and answered by the test."""
+
+    info = rpc.WorkerInfo("b", 1)
+    rpc_timeout = 60.0
+
+    def __init__(self) -> None:
+        self.calls: list[tuple[str, str, Any, float]] = []
+        self.futures: list[Future[Any]] = []
+        self.refuse_with: rpc.RpcError | None = None
+
+    def call(self, to: str, function: Any, args: Any, kwargs: Any, timeout: float, unattended: bool) -> Future[Any]:
+        if self.refuse_with is not None:
+            raise self.refuse_with
+        self.calls.append((to, function.__name__, args, timeout))
+        self.futures.append(Future())
+        return self.futures[-1]
+
+    def get_worker_info(self, to: str) -> rpc.WorkerInfo:
+        return rpc.WorkerInfo(to, ABC.index(to))
+
+    def get_worker_infos(self) -> list[rpc.WorkerInfo]:
+        return [self.get_worker_info(name) for name in ABC]
+
+
+@pytest.fixture
+def agent() -> Any:
+    return Agent()
+
+
+def test_a_look_is_repeated_while_the_worker_is_waited_for(agent: Any) -> None:
+    table = Gatherings()
+    outcome = table.bring(first(), "b", 1)
+    collectives._look_for(agent, table, first(), "c")
+    assert agent.calls == [("c", "_come", (first(),), collectives._LOOK)]
+    agent.futures[0].set_exception(RpcTimeoutError("not yet"))
+    assert len(agent.calls) == 2
+    table.fail(first(), RpcTimeoutError("late"))
+    agent.futures[1].set_exception(RpcTimeoutError("not yet"))
+    assert len(agent.calls) == 2
+    assert isinstance(outcome.exception(), RpcTimeoutError)
+
+
+@pytest.mark.parametrize("at_once", [True, False])
+def test_a_look_that_finds_a_worker_lost(agent: Any, at_once: bool) -> None:
+    table = Gatherings()
+    outcome = table.bring(first(), "b", 1)
+    lost = WorkerLost("it cannot be reached", "c")
+    agent.refuse_with = lost if at_once else None
+    collectives._look_for(agent, table, first(), "c")
+    if not at_once:
+        agent.futures[0].set_exception(lost)
+    error = outcome.exception(0)
+    assert isinstance(error, WorkerLost)
+    assert error.worker == "c"
+    assert "worker 'c' was lost before it came to where 'a', 'b', 'c' wait for each other: it cannot" in str(error)
+
+
+def test_a_look_that_cannot_be_made_harms_nothing(agent: Any) -> None:
+    table = Gatherings()
+    outcome = table.bring(first(), "b", 1)
+    agent.refuse_with = rpc.NotInitializedError("shut down")
+    collectives._look_for(agent, table, first(), "c")
+    assert not outcome.done()
+
+
+def test_who_is_among_the_members(agent: Any) -> None:
+    assert collectives._members(agent, None) == ABC
+    assert collectives._members(agent, ()) == ABC
+    assert collectives._members(agent, iter(["c", "b", "c"])) == ("b", "c")
+    with pytest.raises(UsageError, match="worker 'b' is not among 'a', 'c', so it cannot wait with them"):
+        collectives._members(agent, ["a", "c"])
+
+
+def test_a_leader_that_does_not_even_say_who_is_missing(agent: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(collectives, "current_agent", lambda: agent)
+    monkeypatch.setattr(collectives, "_ANSWER", 0.01)
+    with pytest.raises(RpcTimeoutError, match=r"worker 'a' did not come: timed out in _all_gather after 0\.02 seconds"):
+        rpc._all_gather(5, timeout=0.02)
+    assert [(to, name) for to, name, _, _ in agent.calls] == [("a", "_bring"), ("a", "_time_is_over")]
+    for future in agent.futures:
+        future.set_result(None)
+
+
+def test_who_could_not_bring_its_part_was_not_there(agent: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(collectives, "current_agent", lambda: agent)
+    agent.refuse_with = rpc.SerializationError("cannot be pickled")
+    with pytest.raises(rpc.SerializationError):
+        rpc._all_gather(threading.Lock())
+    assert collectives.gatherings_of(agent).enter(ABC).number == 0
 
 
 # -- the functions

@@ -34,18 +34,34 @@ def wait_at_the_gate(result: int) -> int:
 
 @pytest.mark.usefixtures("alone")
 def test_a_block_waits_for_its_calls() -> None:
-    rref = rpc.remote("alone", list, args=((1, 2),))
     _gate.clear()
     opener = threading.Timer(0.05, _gate.set)
     opener.start()
     with _wait_all():
         futures = [rpc.rpc_async("alone", wait_at_the_gate, args=(n,)) for n in range(3)]
-        futures.append(rref.rpc_async().index(2))
         assert not futures[0].done()
-    assert [future.done() for future in futures] == 4 * [True]
-    assert [future.value() for future in futures] == [0, 1, 2, 1]
+    assert [future.done() for future in futures] == 3 * [True]
+    assert [future.value() for future in futures] == [0, 1, 2]
     opener.join()
     assert not awaited_together
+
+
+class Gatekeeper:
+    def wait(self) -> int:
+        return wait_at_the_gate(5)
+
+
+@pytest.mark.usefixtures("alone")
+def test_calls_on_references_count() -> None:
+    keeper = rpc.remote("alone", Gatekeeper)
+    _gate.clear()
+    opener = threading.Timer(0.05, _gate.set)
+    opener.start()
+    with _wait_all():
+        future = keeper.rpc_async().wait()
+    assert future.done()
+    assert future.value() == 5
+    opener.join()
 
 
 @pytest.mark.usefixtures("alone")
@@ -70,12 +86,16 @@ def test_what_the_block_raises_comes_first() -> None:
 
     def block() -> None:
         with _wait_all():
-            futures.append(rpc.rpc_async("alone", divmod, args=(1, 0)))
+            futures.append(rpc.rpc_async("alone", wait_at_the_gate, args=(1,)))
             raise LookupError("of the block")
 
+    _gate.clear()
+    opener = threading.Timer(0.05, _gate.set)
+    opener.start()
     with pytest.raises(LookupError, match="of the block"):
         block()
-    assert isinstance(futures[0].exception(0), ZeroDivisionError)
+    assert futures[0].done()
+    opener.join()
     assert not awaited_together
 
 

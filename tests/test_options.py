@@ -106,12 +106,16 @@ def test_the_options_of_another_backend() -> None:
     @dataclasses.dataclass(kw_only=True)
     class Chosen(BackendOptions):
         colour: str = "red"
+        shades: list[str] = dataclasses.field(default_factory=list)
 
     chosen = Chosen(rpc_timeout=3)
     assert (chosen.rpc_timeout, chosen.init_method, chosen.colour) == (3, "env://", "red")
     with pytest.raises(UsageError, match="rpc_timeout must be 0"):
         Chosen(rpc_timeout=-2)
-    assert chosen.taken() == chosen
+    taken = chosen.taken()
+    assert taken == chosen
+    chosen.shades.append("dark")
+    assert taken.shades == []
 
     class InTorchsManner(BackendOptions):
         def __init__(self, init_method: str) -> None:

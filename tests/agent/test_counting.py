@@ -14,6 +14,7 @@ from farcall.agent.counting import Counting
 from farcall.backends.interface import Metrics, PeerMetrics
 from farcall.errors import RpcTimeoutError, ShutdownError
 from farcall.protocol.ids import WorkerInfo
+from farcall.rref import RRef
 from farcall.testing import LocalGroup
 
 PEER = set(PeerMetrics.__annotations__)
@@ -42,6 +43,16 @@ def test_calls_are_counted_at_both_ends(group: LocalGroup) -> None:
         "worker2": (3, 1),
     }
     assert group[1].get_metrics()["peers"]["worker0"]["calls_served"] == 5
+
+
+def test_what_is_said_about_references_is_no_call(group: LocalGroup) -> None:
+    handles = [group[0].remote("worker1", echo, (1,), None)]
+    eventually(lambda: handles[0].confirmed and group[0].is_idle() and group[1].is_idle())
+    assert group[1].get_metrics()["calls_served"] == group[0].get_metrics()["calls_made"] == 0
+    assert call(group[0], "worker1", len, [RRef.of(handles[0])]) == 1
+    handles.clear()
+    eventually(lambda: group[0].is_idle() and group[1].is_idle())
+    assert group[1].get_metrics()["calls_served"] == group[0].get_metrics()["calls_made"] == 1
 
 
 def test_bytes_are_counted_at_both_ends(group: LocalGroup) -> None:
@@ -174,6 +185,20 @@ def test_join_waits_for_calls(group: LocalGroup) -> None:
         group[0].join(timeout=0.05)
     gate.set()
     future.wait()
+
+
+def test_who_has_joined_to_leave_takes_nobody_for_lost(new_group: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    (agent,) = new_group(1)
+    submitted: list[Any] = []
+    agent.join(timeout=SOON)
+    monkeypatch.setattr(agent._serving, "submit", submitted.append)
+    agent._examine(0)
+    assert len(submitted) == 1
+    monkeypatch.undo()
+    agent.join(shutdown=True, timeout=SOON)
+    monkeypatch.setattr(agent._serving, "submit", submitted.append)
+    agent._examine(0)
+    assert len(submitted) == 1
 
 
 def test_an_agent_keeps_a_copy_of_its_options(group: LocalGroup) -> None:

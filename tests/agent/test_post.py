@@ -18,9 +18,11 @@ from farcall.agent import Agent
 from farcall.agent import book as book_module
 from farcall.agent.incoming import Incoming
 from farcall.agent.outgoing import Outgoing
-from farcall.agent.parcels import Letter
+from farcall.agent.parcels import CarriedFrame, Letter, RemoteFrame
 from farcall.agent.post import Post
 from farcall.protocol.control import pack_control
+from farcall.protocol.ids import ForkId, RRefId
+from farcall.protocol.reference_messages import ForkAccepted
 from farcall.protocol.wire import CALL, CALL_CARRYING, CONTROL, REMOTE, RESULT, Decoder
 from farcall.testing import LocalGroup
 from farcall.transports.base import Channel
@@ -391,6 +393,28 @@ def test_what_was_said_into_a_connection_that_is_lost_is_said_again(letter: Lett
     desk.letters.append(letter)
     desk.post.send()
     assert desk.again == [desk.post]
+
+
+def test_what_is_sent_again_is_counted() -> None:
+    old, new = Line(lost=True), Line()
+    reference, fork = RRefId(1, 0, 1), ForkId(0, 1)
+    call = RemoteFrame(reference, fork, old, None)
+    call.frame = [b"a call"]
+    parcels: list[tuple[int, Any]] = [
+        (1, call),
+        (2, CarriedFrame([], old)),
+        (3, CarriedFrame([], new)),  # under way on a connection that works
+        (4, ForkAccepted(reference, fork)),
+        (5, ForkAccepted(reference, fork)),
+    ]
+    desk = Desk(new, None)
+    desk.post._peer.connect = lambda deadline: new  # type: ignore[assignment, method-assign, return-value]
+    book: Any = desk.post._book
+    book.unacknowledged = lambda to: parcels
+    book.acknowledgement = lambda to: 0
+    desk.post.run()
+    assert desk.post.resends == 4
+    assert len(new.sent) == 3  # the messages go in one
 
 
 # -- Connections that break
