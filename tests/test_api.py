@@ -69,6 +69,13 @@ _gates: dict[str, threading.Event] = {}
         ("rpc_sync", "(to, func, args=None, kwargs=None, timeout=-1.0)"),
         ("rpc_async", "(to, func, args=None, kwargs=None, timeout=-1.0)"),
         ("get_worker_info", "(worker_name=None)"),
+        ("get_worker_infos", "()"),
+        ("get_metrics", "()"),
+        ("_get_debug_info", "()"),
+        ("register_backend", "(backend_name, construct_rpc_backend_options_handler, init_backend_handler)"),
+        ("backend_registered", "(backend_name)"),
+        ("construct_rpc_backend_options", "(backend, rpc_timeout=60.0, init_method='env://', **kwargs)"),
+        ("init_backend", "(backend, *args, **kwargs)"),
         ("shutdown", "(graceful=True, timeout=0.0)"),
         ("get_rpc_timeout", "()"),
         ("_set_rpc_timeout", "(timeout)"),
@@ -96,8 +103,7 @@ def test_everything_public_is_there_and_documented() -> None:
 @pytest.mark.parametrize(
     ("name", "advice"),
     [
-        ("TensorPipeRpcBackendOptions", r"as torch\.distributed\.rpc has: use farcall\.RpcBackendOptions"),
-        ("BackendType", "leave `backend` out"),
+        ("TensorPipeAgent", r"as torch\.distributed\.rpc has: init_rpc makes it"),
         ("nothing", "module 'farcall' has no 'nothing'$"),
     ],
 )
@@ -171,6 +177,19 @@ def test_an_error_arrives_with_its_own_type() -> None:
     assert "worker 'alone'" in "".join(caught.value.__notes__)
 
 
+@pytest.mark.usefixtures("alone")
+def test_reports() -> None:
+    assert rpc.get_worker_infos() == [rpc.WorkerInfo("alone", 0)]
+    before = rpc.get_metrics()
+    rpc.wait_all([rpc.rpc_async("alone", int) for _ in range(10)])
+    now = rpc.get_metrics()
+    assert now["calls_made"] - before["calls_made"] == 10
+    assert now["peers"]["alone"]["calls_made"] == now["calls_made"]
+    info = rpc._get_debug_info()
+    assert (info["agent.calls_made"], info["num_owner_rrefs"]) == (str(now["calls_made"]), "0")
+    assert all(isinstance(value, str) for value in info.values())
+
+
 # -- timeouts
 
 
@@ -225,6 +244,9 @@ def test_the_timeout_of_the_options(port: int) -> None:
         lambda: rpc.rpc_sync("alone", int),
         lambda: rpc.rpc_async("alone", int),
         rpc.get_worker_info,
+        rpc.get_worker_infos,
+        rpc.get_metrics,
+        rpc._get_debug_info,
         rpc.get_rpc_timeout,
         lambda: rpc._set_rpc_timeout(5),
     ],
@@ -263,8 +285,8 @@ def test_again_on_the_same_port(port: int) -> None:
     [
         ({"name": ""}, "name must be a text"),
         ({"name": 3}, "name must be a text"),
-        ({"backend": "TENSORPIPE"}, "no backend 'TENSORPIPE'"),
-        ({"rpc_backend_options": {"num_worker_threads": 4}}, "must be farcall.RpcBackendOptions, not dict"),
+        ({"backend": "TENSORPIPE"}, "Argument backend must be a member of BackendType, not 'TENSORPIPE'"),
+        ({"rpc_backend_options": {"rpc_timeout": 4}}, "must be an instance of RpcBackendOptions, .* not dict"),
         ({"rank": 2}, "rank"),
         ({"world_size": 0}, "world_size"),
     ],

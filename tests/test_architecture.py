@@ -22,7 +22,7 @@ PACKAGE = ROOT / "src" / "farcall"
 BELOW_AGENT = {
     "errors", "options", "protocol", "serialization", "transports", "rendezvous", "sleeping", "futures", "functions",
 }  # fmt: skip
-BELOW_API = BELOW_AGENT | {"agent"}
+BELOW_API = BELOW_AGENT | {"backends", "agent"}
 
 MAY_IMPORT: dict[str, set[str]] = {
     # a layer may import itself, and:
@@ -37,11 +37,13 @@ MAY_IMPORT: dict[str, set[str]] = {
     "gathering": {"futures", "sleeping"},
     "functions": {"errors", "futures"},
     "last_words": {"errors"},
-    "agent": BELOW_AGENT,
-    "rref": {"errors", "futures", "sleeping", "options", "protocol", "serialization", "agent", "api"},
-    "api": BELOW_API | {"rref", "last_words"},
+    "backends": {"errors", "options", "protocol", "futures", "transports", "rendezvous", "agent"},
+    "agent": BELOW_AGENT | {"backends"},
+    "rref": {"errors", "futures", "gathering", "sleeping", "options", "protocol", "serialization", "backends", "api"},
+    "api": BELOW_API | {"gathering", "rref", "last_words"},
+    "collectives": {"errors", "backends", "functions", "futures", "options", "api"},
     # the edges: "farcall" is the package's own __init__, the public face
-    "farcall": BELOW_API | {"gathering", "rref", "api"},
+    "farcall": BELOW_API | {"gathering", "rref", "api", "collectives"},
     "__main__": {"cli"},
     "cli": BELOW_AGENT | {"api", "farcall", "last_words"},
     "testing": BELOW_API | {"rref", "api", "farcall"},
@@ -58,7 +60,7 @@ OPTIONAL_PACKAGES = {
 }
 
 # What may be imported inside a function or for type checking only: the other way round it is imported at the head.
-LAZILY = {"rref": {"agent", "api"}}
+LAZILY = {"rref": {"backends", "api"}, "backends": {"agent", "rendezvous", "transports"}}
 
 LONGEST_MODULE = 500
 
@@ -178,7 +180,9 @@ GOOD = '"""What it is."""\n'
         ("farcall.api", "from farcall.agent import Agent"),
         ("farcall.api", "from farcall.rref import RRef"),
         ("farcall.rref", "def f(): from farcall.api import current_agent"),
-        ("farcall.rref", "if TYPE_CHECKING:\n    from farcall.agent import Agent"),
+        ("farcall.rref", "if TYPE_CHECKING:\n    from farcall.backends.references import Handle"),
+        ("farcall.backends.default", "def f(): from farcall.agent import Agent"),
+        ("farcall.agent.agent", "from farcall.backends.interface import RpcAgent"),
         ("farcall", "from farcall.api import init_rpc"),
         ("farcall.cli.main", "import farcall"),
         ("farcall.testing.conformance", "from farcall import init_rpc"),
@@ -206,7 +210,8 @@ def test_what_is_allowed_passes(module: str, line: str) -> None:
         ("farcall.agent.agent", "from ..protocol import wire", "line 2: relative import of ..protocol"),
         ("farcall.agent.agent", "import farcall.rref", "line 2: agent may not import farcall.rref"),
         ("farcall.rref", "import farcall.api", "line 2: rref must import farcall.api lazily"),
-        ("farcall.rref", "from farcall.agent import Agent", "line 2: rref must import farcall.agent lazily"),
+        ("farcall.rref", "from farcall.agent import Agent", "line 2: rref may not import farcall.agent"),
+        ("farcall.backends.default", "import farcall.agent", "line 2: backends must import farcall.agent lazily"),
         ("farcall.api", "import farcall.pytorch", "line 2: api may not import farcall.pytorch"),
         ("farcall", "from farcall import testing", "line 2: farcall may not import farcall.testing"),
         ("farcall.cli.run", "from farcall.agent.peers import Peer", "line 2: cli may not import farcall.agent.peers"),

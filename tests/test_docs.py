@@ -247,15 +247,17 @@ def test_the_readme_has_a_place_for_the_figures_and_says_the_version() -> None:
 
 
 def test_every_public_name_is_documented() -> None:
-    text = "".join((ROOT / "docs" / name).read_text(encoding="utf-8") for name in ("calls.md", "starting.md"))
+    names = ("calls.md", "starting.md", "backends.md")
+    text = "".join((ROOT / "docs" / name).read_text(encoding="utf-8") for name in names)
     assert [name for name in farcall.__all__ if not re.search(rf"\b{name}\b", text)] == []
 
 
 def test_every_option_of_init_rpc_is_documented_with_its_default() -> None:
     rows = table_rows(ROOT / "docs" / "starting.md")
-    fields = dataclasses.fields(farcall.RpcBackendOptions)
-    assert {field.name: rows[f"`{field.name}`"][-1] for field in fields if field.default is not None} == {
-        field.name: as_shown(field.default) for field in fields if field.default is not None
+    names = [field.name for field in dataclasses.fields(farcall.RpcBackendOptions)]
+    defaults = {name: value for name in names if (value := getattr(farcall.RpcBackendOptions(), name)) is not None}
+    assert {name: rows[f"`{name}`"][-1] for name in defaults} == {
+        name: as_shown(value) for name, value in defaults.items()
     }
     assert "`interface`" in rows
 

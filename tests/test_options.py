@@ -1,4 +1,4 @@
-"""The options: their defaults, what is refused, and that they never change."""
+"""The options: their defaults, what is refused, and that an agent never sees them change."""
 
 from __future__ import annotations
 
@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 
 from farcall import options
-from farcall.errors import UsageError
-from farcall.options import RpcBackendOptions
+from farcall.errors import DeviceError, UsageError
+from farcall.options import BackendOptions, RpcBackendOptions, TensorPipeRpcBackendOptions
 
 
 def test_the_defaults_are_those_of_torch_where_it_has_the_option() -> None:
@@ -72,11 +72,57 @@ def test_what_cannot_work_is_refused_and_the_refusal_says_why(wrong: dict[str, A
         RpcBackendOptions(**wrong)
 
 
-def test_options_never_change() -> None:
+@pytest.mark.parametrize(("name", "wrong"), [("num_worker_threads", 0), ("rpc_timeout", -1), ("transports", "tcp")])
+def test_what_is_set_later_is_checked_as_well(name: str, wrong: object) -> None:
     chosen = RpcBackendOptions()
-    for field in dataclasses.fields(chosen):
-        with pytest.raises(dataclasses.FrozenInstanceError):
-            setattr(chosen, field.name, getattr(chosen, field.name))
+    before = getattr(chosen, name)
+    with pytest.raises(UsageError, match=f"{name} must be"):
+        setattr(chosen, name, wrong)
+    assert getattr(chosen, name) == before
+    chosen.init_method += "?again"
+    assert chosen.init_method == "env://?again"
+
+
+def test_options_never_change_once_an_agent_has_taken_them() -> None:
+    chosen = RpcBackendOptions(spin=0, device_maps={"b": {0: 1}})
+    taken = chosen.taken()
+    assert taken == chosen
+    chosen.spin = 1e-3
+    chosen.set_device_map("b", {1: 0})
+    assert (taken.spin, taken.device_maps) == (0, {"b": {"cuda:0": "cuda:1"}})
+    for field in dataclasses.fields(taken):
+        with pytest.raises(UsageError, match=f"{field.name} cannot be set: an agent has taken these options"):
+            setattr(taken, field.name, getattr(taken, field.name))
+    with pytest.raises(UsageError, match="set_device_map came too late"):
+        taken.set_device_map("b", {1: 0})
+    with pytest.raises(UsageError, match="devices cannot be set"):
+        taken.set_devices(["cuda:0"])
+    again = taken.taken()
+    assert again == taken
+    assert again is not taken
+
+
+def test_the_options_of_another_backend() -> None:
+    @dataclasses.dataclass(kw_only=True)
+    class Chosen(BackendOptions):
+        colour: str = "red"
+        shades: list[str] = dataclasses.field(default_factory=list)
+
+    chosen = Chosen(rpc_timeout=3)
+    assert (chosen.rpc_timeout, chosen.init_method, chosen.colour) == (3, "env://", "red")
+    with pytest.raises(UsageError, match="rpc_timeout must be 0"):
+        Chosen(rpc_timeout=-2)
+    taken = chosen.taken()
+    assert taken == chosen
+    chosen.shades.append("dark")
+    assert taken.shades == []
+
+    class InTorchsManner(BackendOptions):
+        def __init__(self, init_method: str) -> None:
+            super().__init__()
+            self.init_method = init_method
+
+    assert InTorchsManner("tcp://h:1").taken().init_method == "tcp://h:1"
 
 
 def test_options_are_given_by_name_and_compared_by_value() -> None:
@@ -87,3 +133,91 @@ def test_options_are_given_by_name_and_compared_by_value() -> None:
     assert dataclasses.replace(RpcBackendOptions(), rpc_timeout=1).rpc_timeout == 1
     with pytest.raises(UsageError):
         dataclasses.replace(RpcBackendOptions(), rpc_timeout=-1)
+
+
+# -- devices
+
+
+class TorchDevice:
+    """As a `torch.device` looks from here."""
+
+    def __init__(self, kind: str, index: int | None = None) -> None:
+        self.type = kind
+        self.index = index
+
+
+@pytest.mark.parametrize(
+    ("given", "kept"),
+    [
+        (0, "cuda:0"),
+        ("cuda:3", "cuda:3"),
+        ("cpu", "cpu"),
+        ("meta", "meta"),
+        (TorchDevice("cuda", 1), "cuda:1"),
+        (TorchDevice("cuda"), "cuda"),
+    ],
+)
+def test_devices_may_be_written_in_any_way(given: object, kept: str) -> None:
+    chosen = RpcBackendOptions(device_maps={"b": {given: given}})
+    assert chosen.device_maps == {"b": {kept: kept}}
+
+
+@pytest.mark.parametrize("given", ["", "gpu 0", "cuda:", "cuda:x", None, 1.5, True, object()])
+def test_what_is_no_device(given: object) -> None:
+    for chosen in ({"device_maps": {"b": {given: 0}}}, {"device_maps": {"b": {0: given}}}, {"devices": [given]}):
+        with pytest.raises(DeviceError, match="is no device: write it as 'cpu'"):
+            RpcBackendOptions(**chosen)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("given", [-1, "cuda:-1"])
+def test_a_negative_device_is_a_runtime_error_as_in_torch(given: object) -> None:
+    with pytest.raises(RuntimeError, match="Device index must not be negative, got -1"):
+        RpcBackendOptions().set_device_map("b", {given: 0})
+
+
+def test_device_maps_grow() -> None:
+    chosen = TensorPipeRpcBackendOptions(num_worker_threads=8, device_maps={"b": {0: 1}})
+    chosen.set_device_map("b", {1: 2})
+    chosen.set_device_map("b", {0: 1})
+    chosen.set_device_map("c", {0: "cpu"})
+    assert chosen.device_maps == {"b": {"cuda:0": "cuda:1", "cuda:1": "cuda:2"}, "c": {"cuda:0": "cpu"}}
+    assert RpcBackendOptions().device_maps == {}
+    assert RpcBackendOptions(device_maps=None, devices=None).devices == []  # type: ignore[arg-type]  # torch's defaults
+
+
+def test_device_maps_can_be_turned_round() -> None:
+    chosen = RpcBackendOptions(device_maps={"b": {0: 1}})
+    with pytest.raises(
+        ValueError, match="`set_device_map` only supports 1-to-1 mapping, trying to map cuda:0 to cuda:"
+    ):
+        chosen.set_device_map("b", {2: 2, 0: 0})
+    assert chosen.device_maps == {"b": {"cuda:0": "cuda:1"}}
+    with pytest.raises(ValueError, match=r"`device_map` only supports 1-to-1 mapping, .* cuda:1 and cuda:0 to cuda:5"):
+        chosen.set_device_map("c", {0: 5, 1: 5})
+    chosen.set_device_map("b", {2: 1})
+    with pytest.raises(ValueError, match="`device_map` only supports 1-to-1 mapping"):
+        chosen.taken()
+
+
+def test_devices_of_calls_are_cuda_devices() -> None:
+    chosen = RpcBackendOptions(devices=[1])
+    chosen.set_devices(["cuda:0", 2])
+    assert chosen.devices == ["cuda:0", "cuda:2"]
+    with pytest.raises(ValueError, match="`set_devices` expect a list of CUDA devices, but got device type cpu"):
+        chosen.set_devices([0, "cpu"])
+    assert chosen.devices == ["cuda:0", "cuda:2"]
+
+
+@pytest.mark.parametrize(
+    ("wrong", "message"),
+    [
+        ({"device_maps": [0]}, "device_maps must be a dict"),
+        ({"device_maps": {3: {0: 0}}}, "device_maps must be a dict"),
+        ({"device_maps": {"b": [0]}}, "a device map must be a dict"),
+        ({"devices": "cuda:0"}, "devices must be a list"),
+        ({"devices": 3}, "devices must be a list"),
+    ],
+)
+def test_what_is_no_map_or_list_of_devices(wrong: dict[str, Any], message: str) -> None:
+    with pytest.raises(DeviceError, match=message):
+        RpcBackendOptions(**wrong)

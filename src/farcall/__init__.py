@@ -13,10 +13,13 @@ from farcall import errors, functions
 from farcall.api import (
     _delete_all_user_and_unforked_owner_rrefs,
     _destroy_rref_context,
+    _get_debug_info,
     _rref_context_get_debug_info,
     _set_rpc_timeout,
+    get_metrics,
     get_rpc_timeout,
     get_worker_info,
+    get_worker_infos,
     init_rpc,
     is_available,
     references,
@@ -25,9 +28,21 @@ from farcall.api import (
     rpc_sync,
     shutdown,
 )
+from farcall.backends import registry as backend_registry
+from farcall.backends.interface import RpcAgent
+from farcall.backends.registry import (
+    BackendType,
+    backend_registered,
+    construct_rpc_backend_options,
+    init_backend,
+    register_backend,
+)
+from farcall.collectives import _all_gather, _barrier, _wait_all_workers
 from farcall.errors import (
     AlreadyInitializedError,
+    BackendError,
     ConnectionRefusedByPeer,
+    DeviceError,
     ForkedProcessError,
     NotInitializedError,
     OwnerLost,
@@ -46,8 +61,8 @@ from farcall.errors import (
     WorkerLost,
 )
 from farcall.futures import Future, UnseenFailureWarning
-from farcall.gathering import collect_all, wait_all
-from farcall.options import RpcBackendOptions
+from farcall.gathering import _wait_all, collect_all, wait_all
+from farcall.options import BackendOptions, RpcBackendOptions, TensorPipeRpcBackendOptions
 from farcall.protocol import WorkerInfo
 from farcall.rref import RRef
 
@@ -55,7 +70,11 @@ __version__ = "0.1.0"
 
 __all__ = [
     "AlreadyInitializedError",
+    "BackendError",
+    "BackendOptions",
+    "BackendType",
     "ConnectionRefusedByPeer",
+    "DeviceError",
     "ForkedProcessError",
     "Future",
     "NotInitializedError",
@@ -66,29 +85,43 @@ __all__ = [
     "RemoteError",
     "RendezvousError",
     "RendezvousTimeoutError",
+    "RpcAgent",
     "RpcBackendOptions",
     "RpcError",
     "RpcTimeoutError",
     "SerializationError",
     "ShutdownError",
+    "TensorPipeRpcBackendOptions",
     "UnknownWorkerError",
     "UnseenFailureWarning",
     "UsageError",
     "VersionMismatchError",
     "WorkerInfo",
     "WorkerLost",
+    "_all_gather",
+    "_barrier",
     "_delete_all_user_and_unforked_owner_rrefs",
     "_destroy_rref_context",
+    "_get_debug_info",
     "_rref_context_get_debug_info",
     "_set_rpc_timeout",
+    "_wait_all",
+    "_wait_all_workers",
+    "backend_registered",
+    "backend_registry",
     "collect_all",
+    "construct_rpc_backend_options",
     "errors",
     "functions",
+    "get_metrics",
     "get_rpc_timeout",
     "get_worker_info",
+    "get_worker_infos",
+    "init_backend",
     "init_rpc",
     "is_available",
     "references",
+    "register_backend",
     "remote",
     "rpc_async",
     "rpc_sync",
@@ -97,10 +130,8 @@ __all__ = [
 ]
 
 _NOT_HERE = {
-    "TensorPipeRpcBackendOptions": "use farcall.RpcBackendOptions; it knows no device maps",
-    "BackendType": "there is one backend; leave `backend` out of init_rpc",
-    "backend_registry": "there is one backend; transports are registered in farcall.transports",
-    "TensorPipeAgent": "there is one kind of agent, which init_rpc makes",
+    "TensorPipeAgent": "init_rpc makes it; what an agent can do is in farcall.RpcAgent",
+    "enable_gil_profiling": "use get_metrics() for what the agent counts",
 }
 """What programs written for `torch.distributed.rpc` may look for."""
 

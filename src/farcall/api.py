@@ -12,22 +12,24 @@ from collections.abc import Callable, Mapping, Sequence
 from numbers import Real
 from typing import Any, TypeVar
 
-from farcall.agent import Agent, Inventory, ReferenceBook
-from farcall.errors import AlreadyInitializedError, NotInitializedError, RendezvousTimeoutError, UsageError
+from farcall.agent import Inventory
+from farcall.backends.interface import RpcAgent
+from farcall.backends.references import Book
+from farcall.backends.registry import BackendType, choose_backend, init_backend
+from farcall.errors import AlreadyInitializedError, NotInitializedError, UsageError
 from farcall.futures import Future
+from farcall.gathering import awaited_together
 from farcall.last_words import prepare_last_words
-from farcall.options import DEFAULT_SHUTDOWN_TIMEOUT, UNSET_RPC_TIMEOUT, RpcBackendOptions
+from farcall.options import DEFAULT_SHUTDOWN_TIMEOUT, UNSET_RPC_TIMEOUT, BackendOptions
 from farcall.protocol.ids import WorkerInfo
-from farcall.rendezvous.store import PATIENCE
 from farcall.rref import RRef
 from farcall.sleeping import blocking_thread, on_serving_thread
-from farcall.transports import transport
 
 T = TypeVar("T")
 
 To = str | int | WorkerInfo
 
-_agent: Agent | None = None
+_agent: RpcAgent | None = None
 _lock = threading.Lock()  # held while an agent is made, never during a call or a shutdown
 
 
@@ -38,46 +40,33 @@ def is_available() -> bool:
 
 def init_rpc(
     name: str,
-    backend: None = None,
+    backend: BackendType | None = None,
     rank: int = -1,
     world_size: int | None = None,
-    rpc_backend_options: RpcBackendOptions | None = None,
+    rpc_backend_options: BackendOptions | None = None,
 ) -> None:
     """Makes this process a worker: finds the others, and starts to serve their calls.
 
-    `rank` and `world_size` are taken from the environment or the URL if not given. Returns when all workers are there.
-    Raises `AlreadyInitializedError`, `UsageError` for wrong arguments, `RendezvousTimeoutError` (who came and who did
-    not) and `RendezvousError`; then nothing is left running.
+    `rank` and `world_size` are taken from the environment or the URL if not given; the backend is the one that the
+    options are of, and `BackendType.FARCALL` without any. Returns when all workers are there.
+    Raises `AlreadyInitializedError`, `UsageError` for wrong arguments (`BackendError` for backend and options),
+    `RendezvousTimeoutError` (who came and who did not) and `RendezvousError`; then nothing is left running.
     """
     global _agent
-    if backend is not None:
-        raise UsageError(f"there is no backend {backend!r}; leave `backend` out")
     if not isinstance(name, str) or not name:
         raise UsageError(f"a worker's name must be a text that is not empty, not {name!r}")
     if not name.isprintable() or len(name) > 255:
         raise UsageError(f"a worker's name must be printable and at most 255 characters long, not {name!r}")
-    options = rpc_backend_options if rpc_backend_options is not None else RpcBackendOptions()
-    if not isinstance(options, RpcBackendOptions):
-        raise UsageError(f"rpc_backend_options must be farcall.RpcBackendOptions, not {type(options).__name__}")
-    from farcall.rendezvous import rendezvous  # not at the head: see there
-
+    backend, options = choose_backend(backend, rpc_backend_options)
     prepare_last_words(os.environ)
     with _lock:
         if _agent is not None and not _agent.is_forked:
             raise AlreadyInitializedError(
                 f"this process is worker {_agent.info.name!r} already; call shutdown() before init_rpc again"
             )
-        transports = {scheme: transport(scheme) for scheme in options.transports}
-        meeting = rendezvous(
-            options.init_method, name, rank, world_size, options.init_timeout, interface=options.interface
+        agent = init_backend(
+            backend, store=None, name=name, rank=rank, world_size=world_size, rpc_backend_options=options
         )
-        try:
-            agent = Agent(name, meeting, options, transports)
-        except BaseException as error:
-            # If somebody did not come, the others that still wait for them shall hear who came and who did not, too.
-            waited = isinstance(error, RendezvousTimeoutError)
-            meeting.store.close(early=not waited, patience=PATIENCE if waited else 0.0)
-            raise
         _agent = agent
         try:
             agent.start()
@@ -151,7 +140,10 @@ def rpc_async(
     agent = _agent
     if agent is None:
         raise _not_initialized()
-    return agent.call(to, func, args, kwargs, timeout, unattended=True)
+    future = agent.call(to, func, args, kwargs, timeout, unattended=True)
+    if awaited_together:
+        awaited_together.note(future)
+    return future
 
 
 def remote(
@@ -169,7 +161,7 @@ def remote(
     agent = _agent
     if agent is None:
         raise _not_initialized()
-    return RRef.of(agent.calling.remote(to, func, args, kwargs))
+    return RRef.of(agent.remote(to, func, args, kwargs))
 
 
 def references() -> Inventory:
@@ -204,19 +196,35 @@ def get_worker_info(worker_name: To | None = None) -> WorkerInfo:
     return current_agent().get_worker_info(worker_name)
 
 
+def get_worker_infos() -> list[WorkerInfo]:
+    """All workers of the group, by rank. Raises `NotInitializedError`."""
+    return current_agent().get_worker_infos()
+
+
+def get_metrics() -> Mapping[str, Any]:
+    """What this worker has counted, by the names in `farcall.backends.Metrics`. Raises `NotInitializedError`."""
+    return current_agent().get_metrics()
+
+
+def _get_debug_info() -> dict[str, str]:
+    """The counters of references and of the agent, as torch gives them: texts. Raises `NotInitializedError`."""
+    agent = current_agent()
+    return {**agent.book.debug_info(), **agent.get_debug_info()}
+
+
 def get_rpc_timeout() -> float:
     """The default timeout of this worker's calls, in seconds; 0 is without end. Raises `NotInitializedError`."""
-    return current_agent().calling.rpc_timeout
+    return current_agent().rpc_timeout
 
 
 def _set_rpc_timeout(timeout: float) -> None:
     """Sets the default timeout of this worker's calls. Raises `UsageError`, `NotInitializedError`."""
     if not isinstance(timeout, Real) or not timeout >= 0:  # nan too
         raise UsageError(f"a timeout must be 0 (none) or more seconds, not {timeout!r}")
-    current_agent().calling.rpc_timeout = float(timeout)
+    current_agent().rpc_timeout = float(timeout)
 
 
-def current_agent() -> Agent:
+def current_agent() -> RpcAgent:
     """The agent of this process. Raises `NotInitializedError`."""
     agent = _agent
     if agent is None:
@@ -224,11 +232,11 @@ def current_agent() -> Agent:
     return agent
 
 
-def current_book() -> ReferenceBook:
+def current_book() -> Book:
     """The references of this process. Raises `NotInitializedError`; `ForkedProcessError` if they are its parent's."""
     agent = current_agent()
-    if agent.calling.closed is not None:
-        raise agent.calling.closed
+    if agent.closed is not None:
+        raise agent.closed
     return agent.book
 
 

@@ -6,6 +6,8 @@
     │   ├── AlreadyInitializedError      a second init_rpc without a shutdown between
     │   ├── ForkedProcessError           a forked child used its parent's agent
     │   ├── UnknownWorkerError           no worker of that name or rank in the group
+    │   ├── BackendError                 (TypeError) no such backend, or options that are not of it
+    │   ├── DeviceError                  (ValueError) no device, or a device map that cannot be turned round
     │   └── SerializationError           (TypeError) an argument or result cannot be pickled
     ├── ExpelledError                    the group has taken this worker for dead; join it again
     ├── RpcTimeoutError                  (TimeoutError) the time of a call is over
@@ -49,6 +51,14 @@ class ForkedProcessError(UsageError):
 
 class UnknownWorkerError(UsageError):
     """The group has no worker of that name or rank."""
+
+
+class BackendError(UsageError, TypeError):
+    """There is no such backend, or it cannot be used as it was asked for: with options that are not of it, say."""
+
+
+class DeviceError(UsageError, ValueError):
+    """Something is no device, or a device map cannot be turned round."""
 
 
 class SerializationError(UsageError, TypeError):

@@ -1,4 +1,4 @@
-"""Many futures at once: waiting for all of them, or having one future for all.
+"""Many futures at once: waiting for all of them, having one future for all, or waiting for all that a block makes.
 
 Whoever waits for the future of `collect_all` drives each of its members in turn, so that no thread has to be woken.
 """
@@ -6,8 +6,10 @@ Whoever waits for the future of `collect_all` drives each of its members in turn
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterable
-from typing import Any
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from threading import get_ident
+from typing import Any, Final
 
 from farcall.futures import DONE, Callbacks, Followed, Future
 from farcall.sleeping import FOREVER
@@ -71,3 +73,41 @@ def wait_all(futures: Iterable[Future[Any]]) -> list[Any]:
         if future._state != DONE:
             future._load()  # all failures are seen, though only one can be raised
     return [future.value() for future in all_futures]
+
+
+class AwaitedTogether(dict[int, list[Future[Any]]]):
+    """The futures that `_wait_all` blocks have to wait for, by thread. Empty, and so false, while there is no block."""
+
+    def note(self, future: Future[Any]) -> None:
+        """A call was made; in the midst of a block if its thread is in here."""
+        futures = self.get(get_ident())
+        if futures is not None:
+            futures.append(future)
+
+
+awaited_together: Final = AwaitedTogether()
+
+
+@contextmanager
+def _wait_all() -> Iterator[None]:
+    """Around `rpc_async`: at its end, waits for all futures of calls that this thread has made in it.
+
+    Raises the first error of theirs, in the order of the calls, when all are done; what the block itself raises comes
+    first. Blocks may stand in each other, and each waits for its own.
+    """
+    thread = get_ident()
+    outer = awaited_together.get(thread)
+    futures: list[Future[Any]] = []
+    awaited_together[thread] = futures
+    try:
+        yield
+    except Exception:
+        for future in futures:
+            future.exception()  # is seen, though another error is raised
+        raise
+    finally:
+        if outer is None:
+            del awaited_together[thread]
+        else:
+            awaited_together[thread] = outer
+    wait_all(futures)

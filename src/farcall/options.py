@@ -1,15 +1,25 @@
-"""What can be chosen about an agent. Frozen: an agent never sees its options change.
+"""What can be chosen about an agent, and checked when it is chosen.
 
-Defaults are those of `torch.distributed.rpc` where it has the option.
+Options may be changed until an agent takes them: it keeps a copy that nobody can change (`taken`), so an agent never
+sees its options change.
+
+Defaults are those of `torch.distributed.rpc` where it has the option. Device maps say on which device of the callee a
+tensor arrives. Devices are written as torch writes them, but torch is not needed for it: "cpu", "cuda:1", "meta"; a
+number n is "cuda:n"; whatever has a `type` and an `index` (a `torch.device`) is taken for those. They are checked for
+their form only: which devices there are is not known here.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import copy
+import dataclasses
+import re
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, field
 from numbers import Real
-from typing import Final
+from typing import Any, Final, Self, TypeAlias
 
-from farcall.errors import UsageError
+from farcall.errors import DeviceError, UsageError
 
 DEFAULT_RPC_TIMEOUT: Final = 60.0
 UNSET_RPC_TIMEOUT: Final = -1.0
@@ -19,19 +29,47 @@ DEFAULT_INIT_METHOD: Final = "env://"
 DEFAULT_INIT_TIMEOUT: Final = 60.0
 DEFAULT_SHUTDOWN_TIMEOUT: Final = 0.0
 
+Device: TypeAlias = Any
+"""A text, a number, or something with a `type` and an `index`. Kept as a text."""
 
-@dataclass(frozen=True, kw_only=True)
-class RpcBackendOptions:
-    """The options of the default backend."""
+_DEVICE: Final = re.compile(r"([a-z]+)(?::(-?\d+))?")
 
-    num_worker_threads: int = DEFAULT_NUM_WORKER_THREADS
-    """How many functions run here at once for others. Those that wait for a farcall reply do not count."""
+
+@dataclass(kw_only=True)
+class BackendOptions:
+    """What the options of every backend have. Another backend's options are a subclass of it.
+
+    Every value is checked when it is set: raises `UsageError`, and nothing has changed.
+    """
 
     rpc_timeout: float = DEFAULT_RPC_TIMEOUT
     """Seconds that a call may take unless it says otherwise; 0 is without end."""
 
     init_method: str = DEFAULT_INIT_METHOD
     """Where workers find each other: `env://`, `tcp://host:port` or `file://path`."""
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        if self.__dict__.get("_taken"):
+            raise UsageError(f"{name} cannot be set: an agent has taken these options; set it before init_rpc")
+        check = _CHECKS.get(name)
+        super().__setattr__(name, check(name, value) if check is not None else value)
+
+    def taken(self) -> Self:
+        """A copy for an agent to keep, checked once more. Nobody can change it."""
+        mine = copy.deepcopy(self)
+        mine.__dict__.pop("_taken", None)
+        for each in dataclasses.fields(mine):
+            setattr(mine, each.name, getattr(mine, each.name))
+        mine.__dict__["_taken"] = True
+        return mine
+
+
+@dataclass(kw_only=True)
+class RpcBackendOptions(BackendOptions):
+    """The options of the default backend."""
+
+    num_worker_threads: int = DEFAULT_NUM_WORKER_THREADS
+    """How many functions run here at once for others. Those that wait for a farcall reply do not count."""
 
     init_timeout: float = DEFAULT_INIT_TIMEOUT
     """Seconds to wait for all workers at the start."""
@@ -56,25 +94,111 @@ class RpcBackendOptions:
     record_stacks: bool = False
     """Whether references remember the whole stack where they were made, for `references()`; else the line only."""
 
-    def __post_init__(self) -> None:
-        for name in (
-            "num_worker_threads",
-            "rpc_timeout",
-            "init_timeout",
-            "spin",
-            "heartbeat_interval",
-            "heartbeat_patience",
-        ):
-            value = getattr(self, name)
-            if not isinstance(value, Real):
-                raise UsageError(f"{name} must be a number, not {value!r}")
-        if self.num_worker_threads < 1:
-            raise UsageError(f"num_worker_threads must be at least 1, not {self.num_worker_threads}")
-        if not self.rpc_timeout >= 0:  # nan too
-            raise UsageError(f"rpc_timeout must be 0 (no timeout) or more, not {self.rpc_timeout}")
-        if not self.init_timeout > 0:
-            raise UsageError(f"init_timeout must be more than 0, not {self.init_timeout}")
-        if not self.spin >= 0:
-            raise UsageError(f"spin must be 0 (never spin) or more, not {self.spin}")
-        if isinstance(self.transports, str) or not self.transports:
-            raise UsageError(f"transports must be a tuple of names such as ('unix', 'tcp'), not {self.transports!r}")
+    device_maps: dict[str, dict[Device, Device]] = field(default_factory=dict)
+    """For a callee's name: which of its devices stands for which device of this worker."""
+
+    devices: list[Device] = field(default_factory=list)
+    """The CUDA devices of this worker that calls may use; by default those of the device maps."""
+
+    def set_device_map(self, to: str, device_map: Mapping[Device, Device]) -> None:
+        """Adds to the device map for worker `to`: our devices are the keys, its devices the values.
+
+        Raises `DeviceError`, a `ValueError`, for what is no device, for two of ours on one of its, and for one of ours
+        that has another place already. Two of ours on one of its by several calls: `init_rpc` raises it.
+        """
+        if self.__dict__.get("_taken"):
+            raise UsageError("set_device_map came too late: an agent has taken these options; set it before init_rpc")
+        added = _device_map(device_map)
+        known = self.device_maps.get(to, {})
+        for ours, its in added.items():
+            if known.get(ours, its) != its:
+                raise DeviceError(
+                    f"`set_device_map` only supports 1-to-1 mapping, trying to map {ours} to {its} and {known[ours]}"
+                )
+        self.device_maps[to] = {**known, **added}
+
+    def set_devices(self, devices: Iterable[Device]) -> None:
+        """Says which CUDA devices of this worker calls may use. Raises `DeviceError`, a `ValueError`, for any other."""
+        self.devices = list(devices)
+
+
+TensorPipeRpcBackendOptions = RpcBackendOptions
+"""The name that torch gives to the options of its default backend."""
+
+
+# What each option is checked by, and made of: a function of its name and the value.
+
+
+def _number(name: str, value: Any, least: Callable[[Any], bool], rule: str) -> Any:
+    if not isinstance(value, Real):
+        raise UsageError(f"{name} must be a number, not {value!r}")
+    if not least(value):  # nan too
+        raise UsageError(f"{name} must be {rule}, not {value}")
+    return value
+
+
+def _transports(name: str, value: Any) -> Any:
+    if isinstance(value, str) or not value:
+        raise UsageError(f"{name} must be a tuple of names such as ('unix', 'tcp'), not {value!r}")
+    return value
+
+
+def _device(device: Device) -> str:
+    """The device as torch writes it. Raises `DeviceError`."""
+    if isinstance(device, int) and not isinstance(device, bool):
+        text = f"cuda:{device}"
+    elif isinstance(device, str):
+        text = device
+    else:
+        kind, index = getattr(device, "type", None), getattr(device, "index", None)
+        text = f"{kind}:{index}" if index is not None else str(kind)
+    match = _DEVICE.fullmatch(text)
+    if match is None:
+        raise DeviceError(f"{device!r} is no device: write it as 'cpu', 'cuda:1', or 1 for the latter")
+    if match[2] and match[2].startswith("-"):
+        raise DeviceError(f"Device index must not be negative, got {match[2]}")
+    return text
+
+
+def _device_map(device_map: Mapping[Device, Device]) -> dict[Device, Device]:
+    if not isinstance(device_map, Mapping):
+        raise DeviceError(f"a device map must be a dict from our devices to the callee's, not {device_map!r}")
+    checked: dict[Device, Device] = {}
+    of: dict[str, str] = {}  # theirs to ours
+    for ours, its in ((_device(key), _device(value)) for key, value in device_map.items()):
+        if of.setdefault(its, ours) != ours:
+            raise DeviceError(f"`device_map` only supports 1-to-1 mapping, trying to map {ours} and {of[its]} to {its}")
+        checked[ours] = its
+    return checked
+
+
+def _device_maps(name: str, value: Any) -> dict[str, dict[Device, Device]]:
+    if value is None:
+        return {}
+    if not isinstance(value, Mapping) or not all(isinstance(worker, str) for worker in value):
+        raise DeviceError(f"{name} must be a dict with a device map for each worker's name, not {value!r}")
+    return {worker: _device_map(device_map) for worker, device_map in value.items()}
+
+
+def _devices(name: str, value: Any) -> list[Device]:
+    if isinstance(value, str | Mapping) or not isinstance(value, Iterable | None):
+        raise DeviceError(f"{name} must be a list such as ['cuda:0'], not {value!r}")
+    checked = [_device(device) for device in value or ()]
+    for device in checked:
+        kind = device.partition(":")[0]
+        if kind != "cuda":
+            raise DeviceError(f"`set_devices` expect a list of CUDA devices, but got device type {kind}.")
+    return list(checked)
+
+
+_CHECKS: Final[Mapping[str, Callable[[str, Any], Any]]] = {
+    "num_worker_threads": lambda name, value: _number(name, value, lambda number: number >= 1, "at least 1"),
+    "rpc_timeout": lambda name, value: _number(name, value, lambda number: number >= 0, "0 (no timeout) or more"),
+    "init_timeout": lambda name, value: _number(name, value, lambda number: number > 0, "more than 0"),
+    "spin": lambda name, value: _number(name, value, lambda number: number >= 0, "0 (never spin) or more"),
+    "heartbeat_interval": lambda name, value: _number(name, value, lambda number: number > 0, "more than 0"),
+    "heartbeat_patience": lambda name, value: _number(name, value, lambda number: number > 0, "more than 0"),
+    "transports": _transports,
+    "device_maps": _device_maps,
+    "devices": _devices,
+}

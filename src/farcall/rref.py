@@ -4,7 +4,8 @@ Whoever holds one can fetch the value (`to_here`), call its methods where it liv
 it on inside the arguments and results of calls, to anybody. The value goes when the last handle anywhere has gone;
 nothing is freed by hand.
 
-What a handle is, and how its end is noticed, is in `agent.book`; what the workers tell each other about it, in
+What it asks of an agent is in `backends.references`; what farcall's own handles are, and how their end is noticed, is
+in `agent.book`; what the workers tell each other about it, in
 `protocol.references`.
 """
 
@@ -17,6 +18,7 @@ from typing import TYPE_CHECKING, Any, Generic, NoReturn, TypeVar, cast
 
 from farcall.errors import OwnerLost, RpcTimeoutError, UsageError
 from farcall.futures import Future
+from farcall.gathering import awaited_together
 from farcall.options import UNSET_RPC_TIMEOUT
 from farcall.protocol.ids import WorkerInfo
 from farcall.protocol.wire import METHOD, PRESENCE, TYPE, VALUE
@@ -24,9 +26,7 @@ from farcall.serialization import collect, take_offered
 from farcall.sleeping import FOREVER
 
 if TYPE_CHECKING:
-    from farcall.agent.calling import Calling
-    from farcall.agent.handle import Handle
-    from farcall.agent.values import Value
+    from farcall.backends.references import Handle, ReferenceCalls
 
 T = TypeVar("T")
 
@@ -58,7 +58,7 @@ class RRef(Generic[T]):
         return rref
 
     @property
-    def _calling(self) -> Calling:
+    def _calling(self) -> ReferenceCalls:
         return self._handle.book.calling
 
     # Who and where
@@ -107,7 +107,7 @@ class RRef(Generic[T]):
     def __await__(self) -> Generator[Any, None, T]:
         return cast("Future[T]", self._fetch(VALUE, UNSET_RPC_TIMEOUT, unattended=True)).__await__()
 
-    def _value_here(self) -> Value:
+    def _value_here(self) -> Future[Any]:
         handle = self._handle
         handle.check()
         assert handle.value is not None
@@ -232,7 +232,10 @@ def _call(handle: Handle, timeout: float, method: str, /, *args: Any, **kwargs: 
 
 
 def _call_later(handle: Handle, timeout: float, method: str, /, *args: Any, **kwargs: Any) -> Future[Any]:
-    return handle.book.calling.call_on(handle, METHOD, method, args, kwargs, timeout, unattended=True)
+    future = handle.book.calling.call_on(handle, METHOD, method, args, kwargs, timeout, unattended=True)
+    if awaited_together:
+        awaited_together.note(future)
+    return future
 
 
 def _call_remote(handle: Handle, timeout: float, method: str, /, *args: Any, **kwargs: Any) -> RRef[Any]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import gc
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from types import SimpleNamespace
 from typing import Any
 
@@ -12,9 +12,11 @@ import pytest
 from eventually import eventually
 from farcall import RRef, SerializationError, WorkerLost
 from farcall.agent import handle as handle_module
-from farcall.agent.parcels import Letter
+from farcall.agent.parcels import CarriedFrame, Letter, RemoteFrame
 from farcall.agent.post import Post
 from farcall.protocol.control import pack_control
+from farcall.protocol.ids import ForkId, RRefId
+from farcall.protocol.reference_messages import ForkAccepted
 from farcall.protocol.wire import CALL, CALL_CARRYING, CONTROL, REMOTE, RESULT, Decoder
 from farcall.testing import LocalGroup
 from farcall.transports.base import Channel
@@ -244,7 +246,7 @@ class Line:
         self.sent: list[Any] = []
         self.lost = lost
 
-    def send_control(self, message: bytes) -> None:
+    def send_control(self, message: bytes, buffers: Sequence[Any] = ()) -> None:
         self.sent.append(message)
 
     def answer(self, frame: bytes) -> None:
@@ -339,6 +341,29 @@ def test_an_acknowledgement_that_was_lost_is_said_again_with_nothing_else_to_say
     desk.post.try_again()
     desk.post.run()
     assert [frame.endswith(pack_control(3, [])) for frame in line.sent] == ([True] if acknowledged else [])
+
+
+def test_what_is_sent_again_is_counted() -> None:
+    old, new = Line(lost=True), Line()
+    reference, fork = RRefId(1, 0, 1), ForkId(0, 1)
+    call = RemoteFrame(reference, fork, (), old, None)
+    call.frame = b"a call"
+    parcels: list[tuple[int, Any]] = [
+        (1, call),
+        (2, CarriedFrame([], old)),
+        (3, CarriedFrame([], new)),  # under way on a connection that works
+        (4, ForkAccepted(reference, fork)),
+        (5, ForkAccepted(reference, fork)),
+    ]
+    desk = Desk(new, None)
+    desk.post._peer.connect = lambda deadline: new  # type: ignore[assignment, method-assign, return-value]
+    book: Any = desk.post._book
+    book.unacknowledged = lambda to: parcels
+    book.acknowledgement = lambda to: 0
+    desk.post.try_again()
+    desk.post.run()
+    assert desk.post.resends == 4
+    assert len(new.sent) == 3  # the messages go in one
 
 
 def test_the_check_for_what_is_left_bites(warm: LocalGroup) -> None:

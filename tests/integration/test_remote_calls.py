@@ -79,12 +79,12 @@ def test_a_function_may_call_on_as_soon_as_it_can_be_called(workers: StartWorker
     import farcall.api
     def call_on(): return rpc.rpc_sync("w0", int)
     if RANK == 1:
-        make = farcall.api.Agent
-        def make_slowly(*arguments):
-            agent = make(*arguments)
+        make = farcall.api.init_backend
+        def make_slowly(*arguments, **more):
+            agent = make(*arguments, **more)
             time.sleep(0.5)  # as if another process had got the core just now
             return agent
-        farcall.api.Agent = make_slowly
+        farcall.api.init_backend = make_slowly
     start()
     if RANK == 0:
         report(**outcome(rpc.rpc_sync, "w1", call_on))

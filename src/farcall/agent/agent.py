@@ -1,27 +1,29 @@
 """A worker's agent: it owns everything that runs, and takes it down again.
 
-It puts together what the other modules of this layer do: the poller and the serving pool that read and run, the
-supervisor that watches the clock, the listeners, one `Peer` for each worker of the group. It holds no global: several
-agents may live in one process.
+It is the `RpcAgent` of the default backend, and puts together what the other modules of this layer do: the poller and
+the serving pool that read and run, the supervisor that watches the clock, the listeners, one `Peer` for each worker of
+the group. It holds no global: several agents may live in one process.
 """
 
 from __future__ import annotations
 
 import logging
 import threading
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from time import monotonic
-from typing import TYPE_CHECKING, Final
+from typing import TYPE_CHECKING, Any, Final
 
 import msgspec
 
 from farcall.agent.book import ReferenceBook
 from farcall.agent.calling import Calling, To
-from farcall.agent.calls import ChoreJob
+from farcall.agent.calls import ChoreJob, PendingCall
 from farcall.agent.coroutines import EventLoop
-from farcall.agent.departure import say_farewell, wait_for_everybody
+from farcall.agent.counting import Counting
+from farcall.agent.departure import Occasion, meet, say_farewell, wait_for_everybody
 from farcall.agent.execution import Workplace
 from farcall.agent.group import Group, info_of
+from farcall.agent.handle import Handle
 from farcall.agent.incoming import Incoming
 from farcall.agent.outgoing import Outgoing
 from farcall.agent.peers import Peer
@@ -29,9 +31,10 @@ from farcall.agent.poller import READABLE, Poller
 from farcall.agent.serving import Serving
 from farcall.agent.supervisor import Supervisor
 from farcall.agent.under_way import describe_under_way
+from farcall.backends.interface import Metrics, RpcAgent
 from farcall.errors import ExpelledError, ForkedProcessError, NotInitializedError, RpcError, ShutdownError, UsageError
 from farcall.options import RpcBackendOptions
-from farcall.protocol.ids import WorkerInfo
+from farcall.protocol.ids import Worker, WorkerInfo
 from farcall.protocol.membership_messages import Member
 from farcall.rendezvous.store import PATIENCE
 from farcall.serialization import encode_text
@@ -48,8 +51,10 @@ _CLOSE_TIMEOUT: Final = 1.0
 _SHORT_PATIENCE: Final = 1.0
 
 
-class Agent:
+class Agent(RpcAgent):
     """One worker of a group."""
+
+    book: ReferenceBook
 
     def __init__(
         self,
@@ -59,12 +64,16 @@ class Agent:
         transports: Mapping[str, Transport],
     ) -> None:
         """Joins the group; `start` it next. Raises `RendezvousError`; then nothing is left running."""
+        options = options.taken()
         self.options = options
+        self.device_maps = options.device_maps
+        """Stored for those who move tensors; the agent itself does nothing with it."""
         self._rendezvous = rendezvous
         self._transports = transports
         self._incoming: set[Incoming] = set()
         self._connections: dict[Outgoing, None] = {}
-        self._calls_before = 0  # on connections that are gone
+        self._counting = Counting()
+        self._meetings = 0
         self._ended = False
         self._lock = threading.Lock()
         self._poller = Poller()
@@ -87,8 +96,9 @@ class Agent:
             )
             self._place = Workplace(name, self._loop, self._serving, self.book, last_resort)
             self.calling = self.book.calling = Calling(self.info, self.book, self._place, options.rpc_timeout)
-            self.call = self.calling.call
-            """`Calling.call`, within reach of the fast path."""
+            # The methods of these names, one frame shorter: they are the fast path.
+            self.call = self.calling.call  # type: ignore[method-assign]
+            self.remote = self.calling.remote  # type: ignore[method-assign]
             self.group = Group(
                 me,
                 rendezvous.group,
@@ -104,6 +114,7 @@ class Agent:
             )
             self._first_members = members
             self.book.resend = self.group.examine
+            self.group.on_gone = self._member_gone
             self._peers = self.calling.peers
         except BaseException:
             self._close_descriptors()
@@ -116,7 +127,8 @@ class Agent:
         self._supervisor.beat = self.group.tick
 
     @property
-    def _closed(self) -> RpcError | None:
+    def closed(self) -> RpcError | None:  # type: ignore[override]
+        """See `RpcAgent`."""
         return self.calling.closed
 
     # Start
@@ -168,14 +180,16 @@ class Agent:
 
     def _incoming_closed(self, incoming: Incoming) -> None:
         self._incoming.discard(incoming)
-        if self._closed is None:
+        if incoming.has_greeted():
+            self._counting.incoming_gone(incoming.caller(), incoming)
+        if self.closed is None:
             for listener in self._listeners:
                 self._poller.want(listener.fileno(), READABLE, True)
 
     def _new_connection(self, peer: Peer, channel: Channel) -> Outgoing:
         def lost(connection: Outgoing) -> None:
             if connection in self._connections:  # it may be told twice
-                self._calls_before += connection.calls_started
+                self._counting.outgoing_gone(connection)
                 del self._connections[connection]
             peer.forget(connection)
             self.group.examine(peer.number)
@@ -193,22 +207,25 @@ class Agent:
             lost,
         )
         self._connections[connection] = None
-        if self._closed is not None:  # meanwhile
-            connection.close(str(self._closed))
+        if self.closed is not None:  # meanwhile
+            connection.close(str(self.closed))
         return connection
+
+    def _member_gone(self, number: Worker, left: bool) -> None:
+        self._counting.peer_gone(number)
 
     def _expelled(self) -> None:
         """The group has taken this worker for dead: what it does from now on would be believed by nobody."""
         with self._lock:
-            if self._closed is not None:
+            if self.closed is not None:
                 return
             self.calling.closed = ExpelledError(
                 f"worker {self.info.name!r} (this one) was taken for dead by its group, as it did not answer for too "
                 "long; its references are gone. Call shutdown(), and init_rpc() to join again"
             )
-        logger.warning("%s", self._closed)
+        logger.warning("%s", self.closed)
         for connection in list(self._connections):
-            connection.close(str(self._closed))
+            connection.close(str(self.closed))
 
     # The group
 
@@ -224,6 +241,59 @@ class Agent:
     def get_worker_infos(self) -> list[WorkerInfo]:
         """All workers of the group, by rank."""
         return self.calling.worker_infos()
+
+    # Calls
+
+    @property
+    def rpc_timeout(self) -> float:
+        """See `RpcAgent`."""
+        return self.calling.rpc_timeout
+
+    @rpc_timeout.setter
+    def rpc_timeout(self, seconds: float) -> None:
+        self.calling.rpc_timeout = seconds
+
+    def call(
+        self,
+        to: To,
+        function: Callable[..., Any],
+        args: Sequence[Any] | None,
+        kwargs: Mapping[str, Any] | None,
+        timeout: float,
+        unattended: bool = False,
+    ) -> PendingCall:
+        """See `RpcAgent`."""
+        return self.calling.call(to, function, args, kwargs, timeout, unattended)
+
+    def remote(
+        self, to: To, function: Callable[..., Any], args: Sequence[Any] | None, kwargs: Mapping[str, Any] | None
+    ) -> Handle:
+        """See `RpcAgent`."""
+        return self.calling.remote(to, function, args, kwargs)
+
+    # Reports
+
+    def get_metrics(self) -> Metrics:
+        """See `RpcAgent`."""
+        return self._counting.report(list(self._connections), self.group, self._serving.counts())
+
+    # Waiting for the others
+
+    def join(self, shutdown: bool = False, timeout: float = 0.0) -> None:
+        """See `RpcAgent`."""
+        wait_for_everybody(self, self._rendezvous, _deadline(timeout), self._next_meeting("join()"))
+        if shutdown:
+            self.group.is_quiet = True
+
+    def sync(self, timeout: float = 0.0) -> None:
+        """See `RpcAgent`."""
+        meet(self, self._rendezvous, _deadline(timeout), self._next_meeting("sync()"))
+
+    def _next_meeting(self, where: str) -> Occasion:
+        with self._lock:
+            self._meetings += 1
+            number = self._meetings
+        return Occasion(f"meeting/{number}/", where, f"in {where}", f"gave up in {where}", "this worker goes on")
 
     # The end
 
@@ -242,9 +312,9 @@ class Agent:
     def calls_started(self) -> int:
         """How many calls this worker has made so far, and messages about references: a release may lead to others."""
         calls = sum(connection.calls_started for connection in list(self._connections))
-        return self._calls_before + calls + self.book.messages_sent()
+        return self._counting.calls_before() + calls + self.book.messages_sent()
 
-    def shutdown(self, graceful: bool, timeout: float) -> None:
+    def shutdown(self, graceful: bool = False, timeout: float = 0.0) -> None:
         """Leaves the group and frees everything, in any case.
 
         Graceful: first waits until all workers are here and all their calls have ended, at most `timeout` seconds (0:
@@ -252,10 +322,10 @@ class Agent:
         """
         early, patience = True, 0.0
         try:
-            if graceful and isinstance(self._closed, ExpelledError):
-                raise ShutdownError(f"{self._closed}; everything is closed here now")
+            if graceful and isinstance(self.closed, ExpelledError):
+                raise ShutdownError(f"{self.closed}; everything is closed here now")
             if graceful:
-                deadline = monotonic() + timeout if timeout else FOREVER
+                deadline = _deadline(timeout)
                 wait_for_everybody(self, self._rendezvous, deadline)
                 self.group.is_quiet = True
                 self._report_what_is_left()
@@ -277,7 +347,7 @@ class Agent:
             if self._ended:
                 return
             self._ended = True
-            if self._closed is None and early:
+            if self.closed is None and early:
                 self.group.leave()
             self.calling.closed = NotInitializedError(
                 f"worker {self.info.name!r} has shut down; call init_rpc again first"
@@ -305,7 +375,7 @@ class Agent:
     @property
     def is_forked(self) -> bool:
         """Whether this agent belongs to the parent of this process."""
-        return isinstance(self._closed, ForkedProcessError)
+        return isinstance(self.closed, ForkedProcessError)
 
     def abandon(self) -> None:
         """In a forked child: lets go of what belongs to the parent, taking no lock and ending nothing there."""
@@ -322,3 +392,7 @@ class Agent:
             listener.abandon()
         self._poller.abandon()
         self._rendezvous.store.abandon()
+
+
+def _deadline(timeout: float) -> float:
+    return monotonic() + timeout if timeout else FOREVER

@@ -15,7 +15,7 @@ from __future__ import annotations
 import logging
 import threading
 from time import monotonic
-from typing import TYPE_CHECKING, Final, Protocol
+from typing import TYPE_CHECKING, Final, NamedTuple, Protocol
 
 from farcall.errors import RendezvousError, RendezvousTimeoutError, ShutdownError
 from farcall.protocol.ids import WorkerInfo
@@ -31,7 +31,20 @@ SILENCE: Final = 5.0
 _FIRST_PAUSE: Final = 0.5e-3
 _LONGEST_PAUSE: Final = 20e-3
 _A_LONG_TIME: Final = 365 * 86400.0
-_WHY_MISSING: Final = "shutdown() has not been called there, or functions still run there"
+_WHY_MISSING: Final = "%s has not been called there, or functions still run there"
+
+
+class Occasion(NamedTuple):
+    """Why workers wait for each other: where they meet in the store, and the words for errors."""
+
+    prefix: str
+    function: str
+    purpose: str
+    giving_up: str
+    afterwards: str
+
+
+_DEPARTURE: Final = Occasion("departure/", "shutdown()", "to shut down", "shut down", "everything is closed here now")
 
 
 class Leaver(Protocol):
@@ -52,7 +65,9 @@ class Leaver(Protocol):
         """All workers of the group."""
 
 
-def wait_for_everybody(leaver: Leaver, rendezvous: Rendezvous, deadline: float) -> None:
+def wait_for_everybody(
+    leaver: Leaver, rendezvous: Rendezvous, deadline: float, occasion: Occasion = _DEPARTURE
+) -> None:
     """Returns when the whole group is quiet.
 
     Raises `ShutdownError`, saying who was missing, at the deadline.
@@ -60,9 +75,9 @@ def wait_for_everybody(leaver: Leaver, rendezvous: Rendezvous, deadline: float) 
     before = None
     number = 0
     while True:
-        prefix = f"departure/{number}/"
-        _wait_until_idle(leaver, rendezvous, prefix, deadline)
-        total = _hear_all(leaver, rendezvous, prefix, deadline)
+        prefix = f"{occasion.prefix}{number}/"
+        _wait_until_idle(leaver, rendezvous, prefix, deadline, occasion)
+        total = _hear_all(leaver, rendezvous, prefix, deadline, occasion)
         if total == before:
             return
         before = total
@@ -77,7 +92,14 @@ def say_farewell(leaver: Leaver, rendezvous: Rendezvous, deadline: float) -> Non
     _hear_all(leaver, rendezvous, "farewell/", deadline)
 
 
-def _wait_until_idle(leaver: Leaver, rendezvous: Rendezvous, prefix: str, deadline: float) -> None:
+def meet(leaver: Leaver, rendezvous: Rendezvous, deadline: float, occasion: Occasion) -> None:
+    """Returns when all are here for the same occasion, whatever is under way. Raises `ShutdownError` as the others."""
+    _hear_all(leaver, rendezvous, occasion.prefix, deadline, occasion)
+
+
+def _wait_until_idle(
+    leaver: Leaver, rendezvous: Rendezvous, prefix: str, deadline: float, occasion: Occasion = _DEPARTURE
+) -> None:
     pause = _FIRST_PAUSE
     never = threading.Event()
     warn_at = monotonic() + SILENCE
@@ -85,15 +107,15 @@ def _wait_until_idle(leaver: Leaver, rendezvous: Rendezvous, prefix: str, deadli
         now = monotonic()
         if now >= deadline:
             raise ShutdownError(
-                f"worker {leaver.info.name!r} shut down while calls were still under way here: {leaver.under_way()}; "
-                "everything is closed now. A call counts until its function has ended, though its caller may have "
-                "given up. Wait for your futures first, or give shutdown a longer timeout"
+                f"worker {leaver.info.name!r} {occasion.giving_up} while calls were still under way here: "
+                f"{leaver.under_way()}; {occasion.afterwards}. A call counts until its function has ended, though its "
+                "caller may have given up. Wait for your futures first, or give shutdown a longer timeout"
             )
         if now >= warn_at:
             warn_at = now + SILENCE
             if _all_others_wait(rendezvous, prefix):
                 warn_at = FOREVER
-                logger.warning("worker %r waits in shutdown() for: %s", leaver.info.name, leaver.under_way())
+                logger.warning("worker %r waits in %s for: %s", leaver.info.name, occasion.function, leaver.under_way())
         never.wait(pause)
         pause = min(2 * pause, _LONGEST_PAUSE)
 
@@ -106,7 +128,9 @@ def _all_others_wait(rendezvous: Rendezvous, prefix: str) -> bool:
         return False
 
 
-def _hear_all(leaver: Leaver, rendezvous: Rendezvous, prefix: str, deadline: float) -> int:
+def _hear_all(
+    leaver: Leaver, rendezvous: Rendezvous, prefix: str, deadline: float, occasion: Occasion = _DEPARTURE
+) -> int:
     store = rendezvous.store
     try:
         store.set(f"{prefix}{leaver.info.id}", str(leaver.calls_started()).encode())
@@ -117,17 +141,19 @@ def _hear_all(leaver: Leaver, rendezvous: Rendezvous, prefix: str, deadline: flo
             if seconds <= SILENCE:
                 raise
             missing = _missing(leaver, prefix, error)
-            logger.info("worker %r waits in shutdown() for %s: %s", leaver.info.name, missing, _WHY_MISSING)
+            why = _WHY_MISSING % occasion.function
+            logger.info("worker %r waits in %s for %s: %s", leaver.info.name, occasion.function, missing, why)
             heard = store.collect(prefix, rendezvous.world_size, seconds - SILENCE)
     except RendezvousTimeoutError as error:
         raise ShutdownError(
-            f"worker {leaver.info.name!r} waited for the others to shut down, but {_missing(leaver, prefix, error)} "
-            f"did not come in time ({_WHY_MISSING}); everything is closed here now"
+            f"worker {leaver.info.name!r} waited for the others {occasion.purpose}, but "
+            f"{_missing(leaver, prefix, error)} did not come in time "
+            f"({_WHY_MISSING % occasion.function}); {occasion.afterwards}"
         ) from None
     except RendezvousError as error:
         raise ShutdownError(
-            f"worker {leaver.info.name!r} could not wait for the others to shut down: {error}; "
-            "everything is closed here now"
+            f"worker {leaver.info.name!r} could not wait for the others {occasion.purpose}: {error}; "
+            f"{occasion.afterwards}"
         ) from None
     return sum(int(value) for value in heard.values())
 

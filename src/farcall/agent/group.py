@@ -209,6 +209,11 @@ class Group:
         with self._lock:
             return dict(self._membership.members.here)
 
+    def ends(self) -> dict[Worker, tuple[Incoming | None, Post]]:
+        """Of each that is there: its connection to this worker, if there is one, and what is sent to it by."""
+        with self._lock:
+            return {number: (self._incoming.get(number), post) for number, post in self._posts.items()}
+
     def silences(self) -> dict[str, float]:
         """For how many seconds each of those whom this worker watches has said nothing."""
         with self._lock:

@@ -15,7 +15,7 @@ from typing import Final, Protocol
 
 from farcall.agent.execution import CallJob, RemoteJob, Workplace
 from farcall.agent.poller import READABLE, WRITABLE, Poller
-from farcall.agent.sending import Sender
+from farcall.agent.sending import Sender, Traffic
 from farcall.agent.serving import Reply
 from farcall.errors import ProtocolError
 from farcall.protocol.control import unpack_remote, unpack_section
@@ -70,7 +70,10 @@ class Incoming:
         self._greeting = b""
         self._peer: Hello | None = None
         self._closed = False
+        self.calls_served = 0
+        """How many calls have come on it."""
         self._sender = Sender(channel, lambda on: poller.want(self._descriptor, WRITABLE, on))
+        self.traffic = Traffic(self._sender, self._decoder)
         self.queue_answer = self._sender.queue
         poller.add(self._descriptor, self._handle, READABLE)
 
@@ -95,6 +98,7 @@ class Incoming:
             if messages is None:
                 self.close()
                 return
+            self.calls_served += len(messages)
             place = self._place
             ready = place.serving.ready
             for kind, call_id, head, body, buffers in messages:
@@ -114,6 +118,8 @@ class Incoming:
         """What has to do with references: they are counted here, before anything of the message is used."""
         book = self._place.book
         caller = self.caller()
+        if kind != CALL_CARRYING:
+            self.calls_served -= 1
         if kind == REMOTE:
             number, carried, reference, fork, callee = unpack_remote(head)
             taken = book.create_requested(caller, number, reference, fork, carried)

@@ -28,7 +28,7 @@ from farcall.agent.calls import CallbackJob, PendingCall, Reply
 from farcall.agent.handle import Handle
 from farcall.agent.poller import HUNG_UP, READABLE, WRITABLE, Poller
 from farcall.agent.reading import CANNOT_WAIT, Reading
-from farcall.agent.sending import MAX_WAITING, Sender
+from farcall.agent.sending import MAX_WAITING, Sender, Traffic
 from farcall.agent.serving import Serving
 from farcall.agent.spinning import Dozing, Spinning
 from farcall.agent.supervisor import Supervisor
@@ -81,7 +81,7 @@ class Outgoing:
         on_lost: Callable[[Outgoing], None],
     ) -> None:
         self.peer = peer
-        self._number = number
+        self.number = number
         self.pending: dict[int, PendingCall] = {}
         self._channel = channel
         self._descriptor = channel.fileno()
@@ -106,10 +106,11 @@ class Outgoing:
         self._first_deadline = FOREVER
         self._unattended_since = 0.0
         self._calls_at_last_tick = 0
-        self.calls_started = 0
-        """How many calls were sent on it so far."""
+        self.calls_started = self.calls_failed = 0
+        """How many calls were sent on it so far, and how many of those have ended with an error."""
         poller.add(self._descriptor, self._handle, HUNG_UP)  # a peer that dies is noticed though nobody waits for it
         self._sender = Sender(channel, lambda on: poller.want(self._descriptor, WRITABLE, on))
+        self.traffic = Traffic(self._sender, self._decoder)
 
     # Calling
 
@@ -315,6 +316,7 @@ class Outgoing:
                 else:
                     reply = Reply(self.peer.name, future.function, kind, body, buffers, handles)
                     if kind == FAILURE:
+                        self.calls_failed += 1
                         future.report_unseen(reply.describe)
                     callbacks = future.settle(UNLOADED, reply)
                 if callbacks is None:
@@ -351,15 +353,15 @@ class Outgoing:
     def _take(self, kind: int, head: bytes, body: Bytes) -> list[Handle] | None:
         """What has to do with references; the handles of a result that carries some, None for anything else."""
         if kind == CONTROL:
-            self._book.control_received(self._number, body)
+            self._book.control_received(self.number, body)
             return None
         if kind == NEWS:
-            self._on_news(self._number, body)
+            self._on_news(self.number, body)
             return None
         if kind != RESULT_CARRYING:
             raise ProtocolError(f"a call (kind {kind}) came where only replies may")
         number, carried, _ = unpack_section(head)
-        return self._book.take(self._number, number, carried)
+        return self._book.take(self.number, number, carried)
 
     def _dispatch(self, future: Future[Any], callbacks: Callbacks) -> None:
         self._serving.submit(CallbackJob(future, callbacks))
@@ -388,7 +390,7 @@ class Outgoing:
         if self._awaits_control:
             # First unset, then asked: whoever sends something just now sets it after the book knows of that.
             self._awaits_control = False
-            if self._book.awaits(self._number):
+            if self._book.awaits(self.number):
                 self._awaits_control = True
         return self._awaits_control
 
@@ -501,6 +503,7 @@ class Outgoing:
             del self.pending[future.call_id]
         except KeyError:
             return False
+        self.calls_failed += 1
         try:
             future.keeps = None
             future.report_unseen(lambda: f"nobody looked at a call that failed: {error}")

@@ -64,6 +64,8 @@ class Post:
         self.must_run = False
         self.origin: Answerable | None = None
         self.kind: object = "post"
+        self.resends = 0
+        """How many messages were sent once more."""
 
     def send(self) -> None:
         """Sends what is in the outbox. Never raises, never waits."""
@@ -157,13 +159,16 @@ class Post:
             if isinstance(parcel, RemoteFrame):
                 if parcel.via.is_lost():
                     parcel.via = connection
+                    self.resends += 1
                     connection.send_control(parcel.frame, parcel.buffers)
             elif isinstance(parcel, CarriedFrame):
                 if parcel.via.is_lost():
                     parcel.via = connection
+                    self.resends += 1
                     connection.send_control(encode(CARRIED, 0, pack_section(number, parcel.carried), b""))
             else:
                 messages.append((number, parcel))
         acknowledged = self._book.acknowledgement(self._peer.number)
         if messages or acknowledged:
+            self.resends += len(messages)
             connection.send_control(encode(CONTROL, 0, b"", pack_control(acknowledged, messages)))

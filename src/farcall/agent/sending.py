@@ -19,8 +19,9 @@ import threading
 from collections import deque
 from collections.abc import Callable, Sequence
 from time import monotonic
-from typing import Final
+from typing import Final, NamedTuple
 
+from farcall.protocol.wire import Decoder
 from farcall.sleeping import asleep
 from farcall.transports.base import Buffer, Channel
 
@@ -43,6 +44,7 @@ class Sender:
         "_want_writable",
         "busy",
         "queue",
+        "sent",
         "waiting",
     )
 
@@ -60,6 +62,8 @@ class Sender:
         self._broken: BaseException | str | None = None
         self.waiting = 0
         """Bytes that the channel has not taken yet."""
+        self.sent = 0
+        """Bytes that it has taken so far."""
 
     def is_broken(self) -> bool:
         """Whether nothing can be sent any more."""
@@ -81,6 +85,7 @@ class Sender:
                     sent = self._channel.send(data)
                 except BlockingIOError:
                     sent = 0
+                self.sent += sent
                 if sent != len(data):
                     self._keep(memoryview(data)[sent:])
             except BaseException as error:
@@ -117,6 +122,7 @@ class Sender:
                     sent = self._channel.send(data)
                 except BlockingIOError:
                     sent = 0
+                self.sent += sent
                 if sent != len(data):
                     self._keep(memoryview(data)[sent:])
             except BaseException as error:
@@ -187,6 +193,7 @@ class Sender:
             except BlockingIOError:
                 sent = 0
             self.waiting -= sent
+            self.sent += sent
             if sent != size:
                 self._put_back(pieces, sent)
                 self._set_full(True)
@@ -224,6 +231,21 @@ class Sender:
         self._later.clear()
         self.waiting = 0
         self._broken = str(self._broken)  # the error itself would keep the frames that met it, and what they hold
+
+
+class Traffic(NamedTuple):
+    """Both directions of a connection, for those who count bytes."""
+
+    sender: Sender
+    decoder: Decoder
+
+    def counted(self) -> dict[str, int]:
+        """How many bytes went out and came in so far, and how many wait to go out."""
+        return {
+            "bytes_out": self.sender.sent,
+            "bytes_in": self.decoder.received,
+            "bytes_waiting": self.sender.waiting,
+        }
 
 
 def _own(piece: Buffer) -> Buffer:

@@ -153,6 +153,18 @@ class Serving:
         with self._lock:
             return [thread.ident for thread in self._threads]
 
+    def counts(self) -> dict[str, int]:
+        """What the pool is busy with now, by the names in `Metrics`."""
+        with self._lock:
+            leads = self._leader is not None and self._leader.lead.is_running()
+            return {
+                "queue_length": len(self.ready),
+                "threads": len(self._threads),
+                "threads_running": self._running + leads,
+                "threads_waiting": self._sleeping,
+                "threads_idle": len(self._idle),
+            }
+
     def depose_stuck_leader(self) -> None:
         """For the supervisor: if the leader's function has been running since the last look, another thread leads."""
         leader = self._leader

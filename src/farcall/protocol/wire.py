@@ -104,11 +104,13 @@ def _kind_and_count(start: int) -> tuple[int, int]:
 class Decoder:
     """Turns a stream of bytes into messages."""
 
-    __slots__ = ("_large", "_rest", "space")
+    __slots__ = ("_large", "_rest", "received", "space")
 
     def __init__(self) -> None:
         self._rest = b""
         self._large: _LargeMessage | None = None
+        self.received = 0
+        """How many bytes have come so far."""
         self.space: memoryview | None = None
         """Where the next bytes belong while a large message is under way, else None: `feed` them."""
 
@@ -117,6 +119,7 @@ class Decoder:
 
         Raises `ProtocolError` for what cannot be a message.
         """
+        self.received += len(data)
         if self._rest:
             data = self._rest + data
             self._rest = b""
@@ -154,6 +157,7 @@ class Decoder:
         """Says that `count` bytes were put into `space`; gives the large message if that was its end."""
         large = self._large
         assert large is not None
+        self.received += count
         self.space = large.advance(count)
         if self.space is not None:
             return []

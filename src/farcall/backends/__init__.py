@@ -1,0 +1,34 @@
+"""Which agent is made: a backend is a name for a kind of agent, with options of its own.
+
+`interface` is what an agent must do, whoever writes it, and `references` what an `RRef` asks of one; `registry` finds
+backends by name; `default` makes farcall's own agent. Nothing here is on the path of a call.
+"""
+
+from farcall.backends.interface import Metrics, PeerMetrics, RpcAgent
+from farcall.backends.references import Book, Handle, NoReferences, ReferenceCalls
+from farcall.backends.registry import (
+    BackendType,
+    BackendValue,
+    backend_registered,
+    construct_rpc_backend_options,
+    init_backend,
+    register_backend,
+    unregister_backend,
+)
+
+__all__ = [
+    "BackendType",
+    "BackendValue",
+    "Book",
+    "Handle",
+    "Metrics",
+    "NoReferences",
+    "PeerMetrics",
+    "ReferenceCalls",
+    "RpcAgent",
+    "backend_registered",
+    "construct_rpc_backend_options",
+    "init_backend",
+    "register_backend",
+    "unregister_backend",
+]

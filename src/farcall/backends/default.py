@@ -1,0 +1,50 @@
+"""farcall's own agent as a backend: `BackendType.FARCALL`, which also answers to torch's name, `TENSORPIPE`.
+
+What runs the agent is imported when one is made: a process that only looks at the package's names does not need it.
+"""
+
+from __future__ import annotations
+
+from typing import Any, Final
+
+from farcall.backends.interface import RpcAgent
+from farcall.errors import BackendError, RendezvousTimeoutError
+from farcall.options import RpcBackendOptions
+
+NAME: Final = "FARCALL"
+ALIAS: Final = "TENSORPIPE"
+
+
+def construct_options(
+    rpc_timeout: float, init_method: str, _transports: object = None, _channels: object = None, **chosen: Any
+) -> RpcBackendOptions:
+    """Its options. torch's transports and channels have no meaning here, and are passed over.
+
+    Raises `UsageError` for values that cannot be, `TypeError` for names that are none.
+    """
+    return RpcBackendOptions(rpc_timeout=rpc_timeout, init_method=init_method, **chosen)
+
+
+def init_agent(
+    store: None, name: str, rank: int, world_size: int | None, rpc_backend_options: RpcBackendOptions
+) -> RpcAgent:
+    """A new agent, when all workers are there. Raises as `init_rpc`; then nothing is left running."""
+    options = rpc_backend_options
+    if not isinstance(options, RpcBackendOptions):
+        raise BackendError(
+            f"`rpc_backend_options` must be a `TensorPipeRpcBackendOptions`, which is farcall.RpcBackendOptions, for "
+            f"the default backend, not {options!r}; give init_rpc the backend that these options are of"
+        )
+    from farcall.agent import Agent
+    from farcall.rendezvous import PATIENCE, rendezvous
+    from farcall.transports import transport
+
+    transports = {scheme: transport(scheme) for scheme in options.transports}
+    meeting = rendezvous(options.init_method, name, rank, world_size, options.init_timeout, interface=options.interface)
+    try:
+        return Agent(name, meeting, options, transports)
+    except BaseException as error:
+        # If somebody did not come, the others that still wait for them shall hear who came and who did not, too.
+        waited = isinstance(error, RendezvousTimeoutError)
+        meeting.store.close(early=not waited, patience=PATIENCE if waited else 0.0)
+        raise

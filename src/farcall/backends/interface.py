@@ -1,0 +1,171 @@
+"""`RpcAgent`: what an agent must do, so that `rpc_sync` and its like work over it. farcall's own is `farcall.agent`.
+
+An agent is one worker of a group. A backend's `init_backend_handler` makes it, with the group complete as far as the
+backend wants it to be; `init_rpc` then makes it the agent of the process and calls `start`.
+
+Rules
+- Any thread may call any method at any time, functions that the agent runs for others too.
+- Every wait ends: by its timeout, or because it is known that what is waited for cannot come.
+- Errors are those of `farcall.errors`; what a user's function raises arrives with its own type.
+- Five methods must be written. The others do the least that is right, and can be left as they are.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, TypedDict
+
+from farcall.backends.references import Book, Handle, NoReferences
+from farcall.errors import RpcError
+from farcall.futures import Future
+from farcall.options import DEFAULT_RPC_TIMEOUT
+from farcall.protocol.ids import WorkerInfo
+
+To = str | int | WorkerInfo
+"""A worker's name, its rank, or what `get_worker_info` gave for it."""
+
+
+class PeerMetrics(TypedDict):
+    """What an agent has counted between this worker and another, since the agent started."""
+
+    calls_made: int
+    """Calls to it, those on references among them; not what `remote` asks, which nobody waits for."""
+    calls_failed: int
+    """Of those, the ones that ended with an error, whatever it was: raised there, time over, worker lost."""
+    calls_pending: int
+    """Of those, the ones that have not ended yet."""
+    calls_served: int
+    """Calls of it that came here, by the same rule."""
+    bytes_out: int
+    """Sent to it, on all connections."""
+    bytes_in: int
+    """Received from it, on all connections."""
+    bytes_waiting: int
+    """To be sent to it as soon as its connection takes them."""
+    resends: int
+    """Messages about references that were sent to it again after a connection broke."""
+    heartbeat_age: float
+    """Seconds since a sign of life came from it, for those that this worker watches; else 0. In sum it says nothing."""
+
+
+class Metrics(PeerMetrics):
+    """The same in sum over all workers, and what this worker is busy with now."""
+
+    queue_length: int
+    """Functions that others have called and that wait for a thread."""
+    threads: int
+    """Threads that serve."""
+    threads_running: int
+    """Of those, the ones that run a function now."""
+    threads_waiting: int
+    """Of those, the ones whose function waits for a call of its own."""
+    threads_idle: int
+    """Of those, the ones that sleep, with nothing to do."""
+    peers: dict[str, PeerMetrics]
+    """For each worker, by its name; this one is among them, as it may call itself."""
+
+
+class RpcAgent(ABC):
+    """One worker of a group, as `farcall`'s functions see it."""
+
+    info: WorkerInfo
+    """Who this worker is."""
+
+    rpc_timeout: float = DEFAULT_RPC_TIMEOUT
+    """Seconds that a call may take unless it says otherwise; 0 is without end. May be set at any time."""
+
+    book: Book = NoReferences()
+    """This worker's references. By default there are none, and whoever wants one hears so."""
+
+    closed: RpcError | None = None
+    """What every use raises from now on, if anything."""
+
+    _abandoned = False
+
+    # What must be written
+
+    @abstractmethod
+    def call(
+        self,
+        to: To,
+        function: Callable[..., Any],
+        args: Sequence[Any] | None,
+        kwargs: Mapping[str, Any] | None,
+        timeout: float,
+        unattended: bool = False,
+    ) -> Future[Any]:
+        """Has a worker run the function; a future of its outcome, at once.
+
+        `timeout` is in seconds; 0 is without end, `UNSET_RPC_TIMEOUT` means `rpc_timeout`. `unattended` says that the
+        caller is not going to wait for the future at once. The future fails with what the function raised, with
+        `RpcTimeoutError` or with `WorkerLost`. What is wrong with the call itself is raised here: `UnknownWorkerError`,
+        `SerializationError`, `UsageError`; `NotInitializedError` after a shutdown.
+        """
+
+    @abstractmethod
+    def get_worker_info(self, to: To | None = None) -> WorkerInfo:
+        """Of the worker of that name or rank; of this one by default. Raises `UnknownWorkerError`."""
+
+    @abstractmethod
+    def get_worker_infos(self) -> list[WorkerInfo]:
+        """All workers of the group, by rank. Raises nothing."""
+
+    @abstractmethod
+    def join(self, shutdown: bool = False, timeout: float = 0.0) -> None:
+        """Returns when all workers have called it and no call is under way anywhere. The agent goes on serving.
+
+        `shutdown` says that this worker is about to leave, so that connections that end from now on are no loss.
+        Raises `ShutdownError` after `timeout` seconds (0: without limit), saying who or what was missing.
+        """
+
+    @abstractmethod
+    def shutdown(self, graceful: bool = False, timeout: float = 0.0) -> None:
+        """Leaves the group and frees everything, in any case. A second time it does nothing.
+
+        Graceful: after a `join`, whose `ShutdownError` is raised when everything is freed.
+        """
+
+    # What may be left as it is
+
+    def start(self) -> None:  # noqa: B027 (an agent may serve from the beginning)
+        """Begins to serve. Called once, when the functions that it runs can find it by `farcall`'s functions."""
+
+    def sync(self, timeout: float = 0.0) -> None:
+        """Returns when all workers have called it. Raises `ShutdownError` after `timeout` seconds (0: no limit)."""
+        self.join(timeout=timeout)
+
+    def remote(
+        self, to: To, function: Callable[..., Any], args: Sequence[Any] | None, kwargs: Mapping[str, Any] | None
+    ) -> Handle:
+        """Has a worker run the function and keep the result; a handle of it, at once. Raises as `call`.
+
+        Raises `UsageError` if the backend has no references.
+        """
+        return self.book.own(None)  # refused
+
+    def get_metrics(self) -> Mapping[str, Any]:
+        """What the agent has counted, by the names in `Metrics` as far as it counts. Raises nothing."""
+        return {}
+
+    def get_debug_info(self) -> dict[str, str]:
+        """Numbers about the agent as texts, by names that begin with `agent.`, as torch gives them. Raises nothing."""
+        return {
+            f"agent.{name}": str(value)
+            for name, value in self.get_metrics().items()
+            if isinstance(value, int | float | str)
+        }
+
+    # A forked child of the process
+
+    @property
+    def is_forked(self) -> bool:
+        """Whether this agent belongs to the parent of this process."""
+        return self._abandoned
+
+    def abandon(self) -> None:
+        """In a forked child: lets go of what belongs to the parent, taking no lock and ending nothing there.
+
+        Every use raises `ForkedProcessError` from then on.
+        """
+        self._abandoned = True

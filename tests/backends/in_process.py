@@ -1,0 +1,179 @@
+"""A backend written outside the package: one worker that runs its own calls, over a queue in memory.
+
+It shows how little an agent needs. Arguments are not copied, nothing times out, and references are plain objects.
+"""
+
+from __future__ import annotations
+
+import itertools
+import queue
+import threading
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from farcall.agent import Inventory
+from farcall.backends import BackendValue, NoReferences, RpcAgent
+from farcall.errors import NotInitializedError, UnknownWorkerError
+from farcall.futures import Future
+from farcall.options import UNSET_RPC_TIMEOUT, BackendOptions
+from farcall.protocol.ids import RRefId, WorkerInfo
+from farcall.protocol.wire import METHOD, PRESENCE, TYPE
+
+
+@dataclass(kw_only=True)
+class InProcessOptions(BackendOptions):
+    """Its options."""
+
+    with_references: bool = True
+
+
+class InProcessAgent(RpcAgent):
+    """One worker, and one thread that runs what it calls."""
+
+    def __init__(self, name: str, options: InProcessOptions) -> None:
+        self.options = options.taken()
+        self.info = WorkerInfo(name, 0)
+        self.rpc_timeout = options.rpc_timeout
+        self.asked_to_leave: list[tuple[bool, float]] = []
+        self.calls = 0
+        self._jobs: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
+        self._thread = threading.Thread(target=self._serve, name="in-process", daemon=True)
+        self._closed = False
+        if options.with_references:
+            self.book = InProcessBook(self)
+
+    def start(self) -> None:
+        self._thread.start()
+
+    def _serve(self) -> None:
+        while (job := self._jobs.get()) is not None:
+            job()
+
+    def call(
+        self,
+        to: Any,
+        function: Callable[..., Any],
+        args: Sequence[Any] | None,
+        kwargs: Mapping[str, Any] | None,
+        timeout: float,
+        unattended: bool = False,
+    ) -> Future[Any]:
+        if self._closed:
+            raise NotInitializedError("this worker has shut down")
+        self.get_worker_info(to)
+        self.calls += 1
+        future: Future[Any] = Future()
+
+        def job() -> None:
+            try:
+                result = function(*(args or ()), **(kwargs or {}))
+            except BaseException as error:
+                future.set_exception(error)
+            else:
+                future.set_result(result)
+
+        self._jobs.put(job)
+        return future
+
+    def remote(self, to: Any, function: Any, args: Any, kwargs: Any) -> Any:
+        if isinstance(self.book, NoReferences):
+            return super().remote(to, function, args, kwargs)
+        return InProcessHandle(self.book, self.call(to, function, args, kwargs, 0))
+
+    def get_worker_info(self, to: Any = None) -> WorkerInfo:
+        if to not in (None, self.info, self.info.name, self.info.id):
+            raise UnknownWorkerError(f"there is no worker {to!r}: this one is alone")
+        return self.info
+
+    def get_worker_infos(self) -> list[WorkerInfo]:
+        return [self.info]
+
+    def join(self, shutdown: bool = False, timeout: float = 0.0) -> None:
+        self.call(self.info, int, None, None, 0).wait()  # what came before it has been run
+
+    def shutdown(self, graceful: bool = False, timeout: float = 0.0) -> None:
+        self.asked_to_leave.append((graceful, timeout))
+        if graceful and not self._closed:
+            self.join(timeout=timeout)
+        self._closed = True
+        self._jobs.put(None)
+        if self._thread.ident is not None:
+            self._thread.join()
+
+    def get_metrics(self) -> Mapping[str, Any]:
+        return {"calls_made": self.calls, "peers": {}}
+
+
+class InProcessHandle:
+    """A handle of a value that is here, as all are."""
+
+    fork = None
+    confirmed = True
+
+    def __init__(self, book: InProcessBook, value: Future[Any]) -> None:
+        self.book = book
+        self.value = value
+        self.reference = RRefId(0, 0, next(book.numbers))
+
+    def check(self) -> None:
+        """They always lead somewhere."""
+
+
+class InProcessBook:
+    """Book and calls of references in one."""
+
+    def __init__(self, agent: InProcessAgent) -> None:
+        self.calling = self
+        self.agent = agent
+        self.info = agent.info
+        self.peers = {0: agent}
+        self.numbers = itertools.count(1)
+
+    def own(self, value: Any) -> InProcessHandle:
+        there: Future[Any] = Future()
+        there.set_result(value)
+        return InProcessHandle(self, there)
+
+    def call_on(
+        self, handle: Any, what: bytes, method: str, args: Any, kwargs: Any, timeout: float, unattended: bool = False
+    ) -> Future[Any]:
+        def ask() -> Any:
+            value = handle.value.value()
+            if what == METHOD:
+                return getattr(value, method)(*args, **(kwargs or {}))
+            return {PRESENCE: None, TYPE: type(value)}.get(what, value)
+
+        return self.agent.call(0, ask, None, None, timeout)
+
+    def remote_on(self, handle: Any, method: str, args: Any, kwargs: Any) -> InProcessHandle:
+        return InProcessHandle(self, self.call_on(handle, METHOD, method, args, kwargs, 0))
+
+    def resolve_timeout(self, timeout: float) -> float:
+        return self.agent.rpc_timeout if timeout == UNSET_RPC_TIMEOUT else timeout
+
+    def inventory(self) -> Inventory:
+        return Inventory((), ())
+
+    def debug_info(self) -> dict[str, str]:
+        return {"num_owner_rrefs": "0"}
+
+    def give_up_handles(self, reason: str) -> None:
+        """There are none of others'."""
+
+    def forget(self, reason: str) -> None:
+        """Nothing is kept."""
+
+
+def construct_options(rpc_timeout: float, init_method: str, **more: Any) -> InProcessOptions:
+    return InProcessOptions(rpc_timeout=rpc_timeout, init_method=init_method, **more)
+
+
+def init_agent(
+    store: None, name: str, rank: int, world_size: int | None, rpc_backend_options: InProcessOptions
+) -> InProcessAgent:
+    assert store is None
+    return InProcessAgent(name, rpc_backend_options)
+
+
+BACKEND = BackendValue(construct_options, init_agent)

@@ -1,0 +1,275 @@
+"""What all workers do together: the leader's table by itself, and the functions over a worker that is alone."""
+
+from __future__ import annotations
+
+import inspect
+import socket
+import threading
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+
+import farcall as rpc
+from farcall import collectives
+from farcall.collectives import Gathering, Gatherings, Key
+from farcall.errors import RpcTimeoutError, UsageError, WorkerLost
+from farcall.futures import Future
+
+ABC = ("a", "b", "c")
+
+
+def first(members: tuple[str, ...] = ABC) -> Key:
+    return Key(members, 0)
+
+
+# -- the table
+
+
+def test_all_hear_when_the_last_has_come() -> None:
+    table = Gatherings()
+    outcomes = [table.bring(first(), name, name.upper()) for name in ("c", "a")]
+    assert not any(outcome.done() for outcome in outcomes)
+    assert table.missing(first()) == ["b"]
+    outcomes.append(table.bring(first(), "b", None))
+    assert [outcome.value() for outcome in outcomes] == 3 * [{"a": "A", "b": None, "c": "C"}]
+    assert list(outcomes[0].value()) == ["a", "b", "c"]
+    assert table._led == {}
+
+
+def test_gatherings_do_not_mix() -> None:
+    table = Gatherings()
+    keys = [Key(ABC, 0), Key(ABC, 1), Key(("a", "b"), 0)]
+    outcomes = {key: table.bring(key, "a", key.number) for key in keys}
+    table.bring(keys[1], "b", "later")
+    table.bring(keys[2], "b", "two")
+    assert [outcomes[key].done() for key in keys] == [False, False, True]
+    assert outcomes[keys[2]].value() == {"a": 0, "b": "two"}
+    table.bring(keys[1], "c", "later")
+    assert outcomes[keys[1]].value() == {"a": 1, "b": "later", "c": "later"}
+    assert table.missing(keys[0]) == ["b", "c"]
+
+
+def test_nobody_comes_twice() -> None:
+    table = Gatherings()
+    table.bring(first(), "a", 1)
+    with pytest.raises(UsageError, match="worker 'a' came twice to gathering 0 of 'a', 'b', 'c'"):
+        table.bring(first(), "a", 2)
+
+
+def test_numbers_count_the_gatherings_of_the_same_members() -> None:
+    table = Gatherings()
+    assert [table.enter(ABC).number for _ in range(3)] == [0, 1, 2]
+    assert table.enter(("a", "b")).number == 0
+    table.leave(Key(ABC, 2))
+    assert table.enter(ABC).number == 2
+    table.leave(Key(ABC, 1))  # another thread has come to the next meanwhile
+    assert table.enter(ABC).number == 3
+
+
+def test_one_that_is_lost_ends_it_for_all_and_late_ones_hear_it() -> None:
+    table = Gatherings()
+    outcome = table.bring(first(), "a", 1)
+    table.fail(first(), WorkerLost("worker 'b' was lost", "b"), lost="b")
+    with pytest.raises(WorkerLost, match="'b'"):
+        outcome.value()
+    assert table.missing(first()) == ["c"]
+    with pytest.raises(WorkerLost, match="'b'"):
+        table.bring(first(), "c", 3).value()
+    assert table._led == {}
+
+
+def test_it_ends_once() -> None:
+    table = Gatherings()
+    outcome = table.bring(first(), "a", 1)
+    table.fail(first(), RpcTimeoutError("late"))
+    table.fail(first(), WorkerLost("gone", "b"), lost="b")
+    assert isinstance(outcome.exception(), RpcTimeoutError)
+    table.fail(first(("x",)), RpcTimeoutError("late"))  # of which nobody knows
+    complete = table.bring(Key(("a",), 0), "a", 1)
+    table.fail(Key(("a",), 0), RpcTimeoutError("late"))
+    assert complete.value() == {"a": 1}
+
+
+def test_the_missing_are_looked_for_once() -> None:
+    table = Gatherings()
+    assert table.begin_to_look(first()) == []
+    table.bring(first(), "b", 1)
+    assert table.begin_to_look(first()) == ["a", "c"]
+    assert table.begin_to_look(first()) == []
+    assert table.is_awaited(first(), "a")
+    assert not table.is_awaited(first(), "b")
+    table.fail(first(), RpcTimeoutError("late"))
+    assert not table.is_awaited(first(), "a")
+    assert not table.is_awaited(first(("x",)), "x")
+
+
+def test_a_look_is_answered_when_the_worker_comes() -> None:
+    table = Gatherings()
+    looks = [table.look(Key(ABC, number)) for number in (0, 1)]
+    assert [look.done() for look in looks] == [False, False]
+    table.enter(ABC)
+    assert [look.done() for look in looks] == [True, False]
+    table.enter(ABC)
+    assert looks[1].done()
+    assert table.look(Key(ABC, 1)).done()
+    assert table._looks == {}
+
+
+def test_looks_that_nobody_waits_for_do_not_gather() -> None:
+    table = Gatherings()
+    looks = [table.look(first()) for _ in range(100)]
+    assert len(table._looks[first()]) == 8
+    table.enter(ABC)
+    assert looks[-1].done()
+
+
+def test_a_new_gathering_misses_all() -> None:
+    assert Gathering(ABC).missing == {"a", "b", "c"}
+
+
+# -- the functions, over an agent that is made up
+
+
+class Agent:
+    """Worker `b` of three. Its calls are noted, and answered by the test."""
+
+    info = rpc.WorkerInfo("b", 1)
+    rpc_timeout = 60.0
+
+    def __init__(self) -> None:
+        self.calls: list[tuple[str, str, Any, float]] = []
+        self.futures: list[Future[Any]] = []
+        self.refuse_with: rpc.RpcError | None = None
+
+    def call(self, to: str, function: Any, args: Any, kwargs: Any, timeout: float, unattended: bool) -> Future[Any]:
+        if self.refuse_with is not None:
+            raise self.refuse_with
+        self.calls.append((to, function.__name__, args, timeout))
+        self.futures.append(Future())
+        return self.futures[-1]
+
+    def get_worker_info(self, to: str) -> rpc.WorkerInfo:
+        return rpc.WorkerInfo(to, ABC.index(to))
+
+    def get_worker_infos(self) -> list[rpc.WorkerInfo]:
+        return [self.get_worker_info(name) for name in ABC]
+
+
+@pytest.fixture
+def agent() -> Any:
+    return Agent()
+
+
+def test_a_look_is_repeated_while_the_worker_is_waited_for(agent: Any) -> None:
+    table = Gatherings()
+    outcome = table.bring(first(), "b", 1)
+    collectives._look_for(agent, table, first(), "c")
+    assert agent.calls == [("c", "_come", (first(),), collectives._LOOK)]
+    agent.futures[0].set_exception(RpcTimeoutError("not yet"))
+    assert len(agent.calls) == 2
+    table.fail(first(), RpcTimeoutError("late"))
+    agent.futures[1].set_exception(RpcTimeoutError("not yet"))
+    assert len(agent.calls) == 2
+    assert isinstance(outcome.exception(), RpcTimeoutError)
+
+
+@pytest.mark.parametrize("at_once", [True, False])
+def test_a_look_that_finds_a_worker_lost(agent: Any, at_once: bool) -> None:
+    table = Gatherings()
+    outcome = table.bring(first(), "b", 1)
+    lost = WorkerLost("it cannot be reached", "c")
+    agent.refuse_with = lost if at_once else None
+    collectives._look_for(agent, table, first(), "c")
+    if not at_once:
+        agent.futures[0].set_exception(lost)
+    error = outcome.exception(0)
+    assert isinstance(error, WorkerLost)
+    assert error.worker == "c"
+    assert "worker 'c' was lost before it came to where 'a', 'b', 'c' wait for each other: it cannot" in str(error)
+
+
+def test_a_look_that_cannot_be_made_harms_nothing(agent: Any) -> None:
+    table = Gatherings()
+    outcome = table.bring(first(), "b", 1)
+    agent.refuse_with = rpc.NotInitializedError("shut down")
+    collectives._look_for(agent, table, first(), "c")
+    assert not outcome.done()
+
+
+def test_who_is_among_the_members(agent: Any) -> None:
+    assert collectives._members(agent, None) == ABC
+    assert collectives._members(agent, ()) == ABC
+    assert collectives._members(agent, iter(["c", "b", "c"])) == ("b", "c")
+    with pytest.raises(UsageError, match="worker 'b' is not among 'a', 'c', so it cannot wait with them"):
+        collectives._members(agent, ["a", "c"])
+
+
+def test_a_leader_that_does_not_even_say_who_is_missing(agent: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(collectives, "current_agent", lambda: agent)
+    monkeypatch.setattr(collectives, "_ANSWER", 0.01)
+    with pytest.raises(RpcTimeoutError, match=r"worker 'a' did not come: timed out in _all_gather after 0\.02 seconds"):
+        rpc._all_gather(5, timeout=0.02)
+    assert [(to, name) for to, name, _, _ in agent.calls] == [("a", "_bring"), ("a", "_time_is_over")]
+    for future in agent.futures:
+        future.set_result(None)
+
+
+def test_who_could_not_bring_its_part_was_not_there(agent: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(collectives, "current_agent", lambda: agent)
+    agent.refuse_with = rpc.SerializationError("cannot be pickled")
+    with pytest.raises(rpc.SerializationError):
+        rpc._all_gather(threading.Lock())
+    assert collectives.gatherings_of(agent).enter(ABC).number == 0
+
+
+# -- the functions
+
+
+@pytest.fixture
+def alone() -> Iterator[None]:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    options = rpc.RpcBackendOptions(init_method=f"tcp://127.0.0.1:{port}", init_timeout=10)
+    rpc.init_rpc("alone", rank=0, world_size=1, rpc_backend_options=options)
+    yield
+    rpc.shutdown(graceful=False)
+
+
+@pytest.mark.parametrize(
+    ("function", "signature"),
+    [
+        ("_all_gather", "(obj, worker_names=None, timeout=-1.0)"),
+        ("_barrier", "(worker_names)"),
+        ("_wait_all_workers", "(timeout=0.0)"),
+        ("_wait_all", "()"),
+    ],
+)
+def test_signatures(function: str, signature: str) -> None:
+    parameters = inspect.signature(getattr(rpc, function)).parameters.values()
+    bare = [parameter.replace(annotation=inspect.Parameter.empty) for parameter in parameters]
+    assert str(inspect.Signature(bare)) == signature
+
+
+def test_without_a_worker() -> None:
+    for use in (lambda: rpc._all_gather(1), lambda: rpc._barrier(["a"]), rpc._wait_all_workers):
+        with pytest.raises(rpc.NotInitializedError):
+            use()
+
+
+@pytest.mark.usefixtures("alone")
+def test_alone() -> None:
+    lock = threading.Lock()
+    assert rpc._all_gather(lock) == {"alone": lock}
+    assert rpc._all_gather(2, ["alone", "alone"], timeout=1) == {"alone": 2}
+    assert rpc._all_gather(3, []) == {"alone": 3}
+    rpc._barrier({"alone"})
+    rpc._wait_all_workers(5)
+
+
+@pytest.mark.usefixtures("alone")
+def test_wrong_names() -> None:
+    with pytest.raises(rpc.UnknownWorkerError, match="no worker 'nobody'"):
+        rpc._all_gather(1, ["alone", "nobody"])
+    assert rpc._all_gather(1) == {"alone": 1}
