@@ -1,0 +1,111 @@
+"""How a worker comes into its group, and out of it again; and how the way in is kept for those who come later.
+
+In a fixed group everybody meets at the start, and a worker's number is its rank. In an open group the store gives out
+numbers and keeps names apart; who is there is the group's own business from then on. The store lives in one of the
+workers. If that one goes another must host it, or nobody could join any more.
+
+Nothing here is on the path of a call. What asks the store takes a while, so it runs aside, in the serving pool.
+"""
+
+from __future__ import annotations
+
+import threading
+from typing import TYPE_CHECKING, Final
+
+import msgspec
+
+from farcall.agent.calls import ChoreJob
+from farcall.agent.serving import Serving
+from farcall.protocol.ids import Worker
+from farcall.protocol.membership_messages import Member
+from farcall.transports.network import host_identity
+
+if TYPE_CHECKING:
+    from farcall.agent.group import Group
+    from farcall.rendezvous import Rendezvous
+
+_TELLERS: Final = 2
+"""So many of those who are there, the oldest, tell the store who is gone: one of them may be about to go as well."""
+_PAUSE: Final = 0.5
+"""Seconds between attempts to host the store."""
+
+_encode = msgspec.msgpack.Encoder().encode
+_decoder: msgspec.msgpack.Decoder[Member] = msgspec.msgpack.Decoder(Member)
+
+
+class Entrance:
+    """The way of one worker into its group."""
+
+    def __init__(self, rendezvous: Rendezvous, name: str, addresses: tuple[str, ...]) -> None:
+        self._rendezvous = rendezvous
+        self._name = name
+        self._addresses = addresses
+        self._group: Group | None = None
+        self._serving: Serving | None = None
+        self._number: Worker = -1
+        self._over = threading.Event()
+        self._hosting = threading.Lock()
+
+    @property
+    def is_open(self) -> bool:
+        """Whether workers may come and go."""
+        return self._rendezvous.world_size is None
+
+    def join(self, timeout: float) -> tuple[Member, list[Member]]:
+        """Comes in; this worker, and all that are there. Raises `RendezvousError`, `RendezvousTimeoutError`."""
+        from farcall.rendezvous import join, join_open  # not at the head: see `farcall.rendezvous`
+
+        meeting = self._rendezvous
+        if self.is_open:
+            self._number, payloads = join_open(meeting, self._name, lambda number: _encode(self._me(number)), timeout)
+        else:
+            self._number = meeting.rank
+            payloads = join(meeting, self._name, _encode(self._me(meeting.rank)), timeout)
+        members = [_decoder.decode(payload) for payload in payloads.values()]
+        return self._me(self._number), members
+
+    def _me(self, number: Worker) -> Member:
+        return Member(number, self._name, self._rendezvous.rank, host_identity(), self._addresses)
+
+    def keep(self, group: Group, serving: Serving) -> None:
+        """From now on, sees to it that others can come in."""
+        self._group, self._serving = group, serving
+        if self.is_open:
+            from farcall.rendezvous import when_store_lost
+
+            when_store_lost(self._rendezvous, self._store_lost)
+
+    def member_gone(self, number: Worker) -> None:
+        """Somebody is gone. Its name is to be free for the next who wants it."""
+        group, serving = self._group, self._serving
+        if not self.is_open or group is None or serving is None or self._over.is_set():
+            return
+        if self._number in sorted(group.here())[:_TELLERS]:
+            from farcall.rendezvous import mark_gone
+
+            serving.run_aside(ChoreJob(lambda: mark_gone(self._rendezvous, number)))
+
+    def _store_lost(self) -> None:
+        """Its host has gone, most likely."""
+        if self._serving is not None and not self._over.is_set():
+            self._serving.run_aside(ChoreJob(self._host_again))
+
+    def _host_again(self) -> None:
+        from farcall.rendezvous import host_again
+
+        group = self._group
+        with self._hosting:  # one after the other: the second finds that it is done
+            while group is not None and not self._over.is_set():
+                members = group.here()
+                here = {number: (member.name, _encode(member)) for number, member in members.items()}
+                if host_again(self._rendezvous, here, max(here, default=0) + 1):
+                    return
+                self._over.wait(_PAUSE)
+
+    def leave(self) -> None:
+        """Goes out: the name is free. Takes a second at most. Does nothing in a fixed group."""
+        if self.is_open and not self._over.is_set():
+            self._over.set()
+            from farcall.rendezvous import leave_open
+
+            leave_open(self._rendezvous, self._number)
