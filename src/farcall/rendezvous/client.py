@@ -103,6 +103,7 @@ class StoreClient(Store):
         self._close_lock = threading.Lock()
         self._pending: dict[int, _Pending] = {}
         self._ended: str | None = None
+        self._closing = False
         sock.settimeout(ANSWER_TIMEOUT)
         self._reader = threading.Thread(target=self._read_replies, name="farcall store replies", daemon=True)
         self._reader.start()
@@ -135,6 +136,7 @@ class StoreClient(Store):
 
     def close(self, early: bool = False, patience: float = PATIENCE) -> None:
         with self._close_lock:
+            self._closing = True
             if self._hosted is not None:
                 self._hosted.linger = patience
             with self._lock:
@@ -231,9 +233,8 @@ class StoreClient(Store):
         except OSError as error:  # ProtocolError among them
             why = str(error)
         finally:
-            lost = self._ended is None
             self._end(f"{self._where} is gone: {why}")
-            if lost:
+            if not self._closing:
                 self._on_lost()
 
     def _hand_over(self, reply: Reply) -> None:

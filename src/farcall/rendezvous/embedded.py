@@ -65,8 +65,8 @@ class EmbeddedStore:
         values: Mapping[str, bytes] | None = None,
     ) -> None:
         """`world_size` None is an open group; `values` is what the store holds from the beginning."""
-        self.linger = PATIENCE
-        """Seconds that `close` waits for the others to go."""
+        self.linger = PATIENCE if world_size is not None else 0.0
+        """Seconds that `close` waits for the others to go; those of an open group need not."""
         self.port: int = listener.getsockname()[1]
         self._listener = listener
         self._table = StoreTable(group, world_size, host_name, values)

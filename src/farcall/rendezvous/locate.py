@@ -45,7 +45,7 @@ class _Tried:
 
     failure: str = ""
     refusal: str = ""
-    hosting: str | None = None
+    hosting: str | None = None  # why this worker does not host it; None if it is not to
 
 
 def find_store(
@@ -67,7 +67,7 @@ def find_store(
     deadline = time.monotonic() + timeout
     pause, attempt = _FIRST_PAUSE, _FIRST_ATTEMPT
     refused_since: float | None = None
-    tried = _Tried()
+    tried = _Tried(hosting=None if nobody is None else "it did not get to it in time")
     while True:
         refusal: ProtocolError | None = None
         vacant: list[Candidate] = []

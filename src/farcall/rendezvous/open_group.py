@@ -37,12 +37,17 @@ _log = logging.getLogger(__name__)
 
 
 def join_open(
-    meeting: Rendezvous, name: str, payload_of: Callable[[int], bytes], timeout: float
+    meeting: Rendezvous,
+    name: str,
+    payload_of: Callable[[int], bytes],
+    timeout: float,
+    is_dead: Callable[[bytes], bool] = lambda payload: False,
 ) -> tuple[int, dict[int, bytes]]:
     """Takes a number, from 1 on, and the name; gives the number and what all who are there brought, this worker too.
 
     `payload_of` is asked again with another number if the store is lost meanwhile. A name that another worker has is
-    waited for: it may be dead, and the group not know it yet.
+    waited for: it may be dead, and the group not know it yet. `is_dead` may say so, of what that worker brought; it is
+    asked again and again while this one waits.
 
     Raises `RendezvousError` if the name is not free in time, and says who has it; `RendezvousTimeoutError` or
     `RendezvousError` if the store is gone and not to be found again. Then nothing of this worker is left in the store.
@@ -55,7 +60,7 @@ def join_open(
                 number = store.add(NUMBERS, 1)
                 payload = payload_of(number)
                 store.set(_here(number), payload)
-                holder = _claim(store, name, number, deadline)
+                holder = _claim(store, name, number, deadline, is_dead)
                 if holder is None:
                     there = _who_is_there(store)
                 else:
@@ -131,7 +136,7 @@ def when_store_lost(meeting: Rendezvous, call: Callable[[], None]) -> None:
         meeting.store.when_lost = call
 
 
-def _claim(store: Store, name: str, number: int, deadline: float) -> int | None:
+def _claim(store: Store, name: str, number: int, deadline: float, is_dead: Callable[[bytes], bool]) -> int | None:
     """Waits for the name. None if it is ours now, else the number of the worker that has it."""
     key, own = NAME + name, b"%d" % number
     pause = _FIRST_PAUSE
@@ -140,7 +145,9 @@ def _claim(store: Store, name: str, number: int, deadline: float) -> int | None:
         if holder == own:
             return None
         their_entry = HERE + holder.decode()
-        if their_entry not in store.read(their_entry):
+        payload = store.read(their_entry).get(their_entry)
+        if payload is None or is_dead(payload):
+            store.delete(their_entry)
             store.delete(key, expected=holder)
             continue
         left = deadline - time.monotonic()

@@ -245,8 +245,6 @@ class OpenStore(Store):
                 hosted.close()
             raise
         self.peer, self.own = numeric_host(sock.getpeername()), numeric_host(sock.getsockname())
-        if hosted is not None:
-            hosted.server.linger = 0.0
         self._hosted = hosted
         self._client = StoreClient(
             sock,
