@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import errno
 import os
 from pathlib import Path
 
@@ -45,9 +44,8 @@ def test_an_open_store_begins_with_what_it_is_given(free_port: int) -> None:
 
 def test_a_port_that_is_taken_is_not_waited_for(free_port: int) -> None:
     hosted = host(tcp(free_port, 4), "h", None, 1)
-    with pytest.raises(OSError) as caught:
+    with pytest.raises(OSError, match="in use"):
         host_open(tcp(free_port), "h", None, free_port, {}, 1)
-    assert caught.value.errno == errno.EADDRINUSE
     hosted.close()
 
 
