@@ -184,3 +184,31 @@ def test_the_other_end_reads_well() -> None:
         assert peer_text(sock) == f"[::1]:{listener.getsockname()[1]}"
     with socket.socket() as unconnected:
         assert peer_text(unconnected) == "a connection that is gone"
+
+
+# -- listening for an open group
+
+
+def test_listening_at_once_takes_a_free_port_of_this_machine() -> None:
+    with addresses.listen_at_once("127.0.0.1", 0) as listener:
+        port = listener.getsockname()[1]
+        with pytest.raises(OSError, match="in use"):
+            addresses.listen_at_once("127.0.0.1", port)
+
+
+def test_listening_at_once_says_what_is_in_the_way() -> None:
+    with pytest.raises(OSError, match="Cannot assign"):
+        addresses.listen_at_once("192.0.2.1", 0)
+
+
+def test_a_taken_port_counts_for_more_than_an_address_elsewhere(monkeypatch: pytest.MonkeyPatch) -> None:
+    with addresses.listen_at_once("127.0.0.1", 0) as listener:
+        monkeypatch.setattr(addresses, "_look_up", lambda host: ["192.0.2.1", "127.0.0.1"])
+        with pytest.raises(OSError, match="in use"):
+            addresses.listen_at_once("somewhere", listener.getsockname()[1])
+
+
+def test_a_name_that_means_this_machine_is_listened_for_on_all_addresses(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(addresses, "_look_up", lambda host: ["127.0.1.1"])
+    with addresses.listen_at_once("myself", 0) as listener:
+        assert listener.getsockname()[0] in ("0.0.0.0", "::")

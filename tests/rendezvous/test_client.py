@@ -17,7 +17,7 @@ from eventually import eventually
 from farcall.errors import ProtocolError, RendezvousError, RendezvousTimeoutError
 from farcall.protocol.handshake import Welcome
 from farcall.rendezvous import client as client_module
-from farcall.rendezvous.client import StoreClient
+from farcall.rendezvous.client import Limit, StoreClient
 from farcall.rendezvous.store_messages import Number, pack_reply
 
 
@@ -222,3 +222,43 @@ def test_close_of_a_dead_store_is_quiet(stage: Stage) -> None:
     client = stage.client(1)
     stage.server.close(linger=0)
     client.close()
+
+
+def test_a_limit_is_that_of_one_thread(background: ThreadPoolExecutor) -> None:
+    limit = Limit()
+    ours, theirs = socket.socketpair(socket.AF_UNIX)
+    client = StoreClient(ours, Welcome("host", -1), limit=limit, farewell=0)
+    limit.deadline = time.monotonic() + 0.05
+    with theirs:
+        other = background.submit(client.read, "k")
+        with pytest.raises(RendezvousTimeoutError, match="the store in 'host' at a test does not answer"):
+            client.read("k")
+        limit.deadline = 0.0
+        with pytest.raises(RendezvousTimeoutError):
+            client.read("k")
+        assert not other.done()
+        client.close()  # at once, though nobody reads its good-bye
+        with pytest.raises(RendezvousError, match="closed by this worker"):
+            other.result(10)
+
+
+@pytest.mark.parametrize("how", ["reading", "sending"])
+def test_that_the_store_is_lost_is_told_once(how: str) -> None:
+    lost = threading.Semaphore(0)
+    ours, theirs = socket.socketpair(socket.AF_UNIX)
+    client = StoreClient(ours, Welcome("host", -1), on_lost=lost.release, farewell=0)
+    assert not client.is_ended
+    if how == "sending":
+        client._end("a request could not be sent")
+    theirs.close()
+    assert lost.acquire(timeout=10)
+    assert client.is_ended
+    client.close()
+    assert not lost.acquire(blocking=False)
+
+
+def test_that_it_was_closed_here_is_not_told(stage: Stage) -> None:
+    lost = threading.Event()
+    client = StoreClient(stage.hello(0), Welcome("host", 0), on_lost=lost.set)
+    client.close()
+    assert not lost.is_set()

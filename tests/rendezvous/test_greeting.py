@@ -10,7 +10,15 @@ import pytest
 
 from farcall.errors import ConnectionRefusedByPeer, ProtocolError, VersionMismatchError
 from farcall.protocol.handshake import Hello, Purpose, Refused, Welcome, pack
-from farcall.rendezvous.greeting import FinalRefusalError, OtherGroupError, StoreRefused, answer, introduce, take_hello
+from farcall.rendezvous.greeting import (
+    FinalRefusalError,
+    OpenAndFixedError,
+    OtherGroupError,
+    StoreRefused,
+    answer,
+    introduce,
+    take_hello,
+)
 
 HELLO = Hello("group", "worker1", 1, "")
 
@@ -59,6 +67,7 @@ def test_a_welcome_lets_in(pair: tuple[socket.socket, socket.socket]) -> None:
     ("refusal", "error"),
     [
         (StoreRefused("so", other_group=True), OtherGroupError),
+        (StoreRefused("so", other_group=True, open_and_fixed=True), OpenAndFixedError),
         (StoreRefused("so", final=True), FinalRefusalError),
         (StoreRefused("so"), ConnectionRefusedByPeer),
         (Refused("so"), ConnectionRefusedByPeer),

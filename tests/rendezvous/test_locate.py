@@ -160,3 +160,53 @@ def test_is_alive_tells_ours_from_others_and_takes_part_in_nothing(stage: Stage,
     assert not is_alive(at(parrot))
     assert not is_alive(at(free_port))
     assert stage.server._table.members == 0
+
+
+# -- where this worker may host the store itself
+
+
+def test_where_nobody_is_the_store_may_be_opened(stages: Callable[..., Stage], free_port: int) -> None:
+    opened: list[Stage] = []
+    asked: list[list[Candidate]] = []
+
+    def nobody(vacant: Sequence[Candidate]) -> str | None:
+        asked.append(list(vacant))
+        if len(asked) < 3:
+            return "not yet"
+        opened.append(stages())
+        return None
+
+    def candidates() -> list[Candidate]:
+        return [at(opened[0].server.port)] if opened else [at(free_port)]
+
+    with find_store(candidates, True, "somewhere", "w", 1, 10, nobody)[0] as sock:
+        assert sock.getpeername()[1] == opened[0].server.port
+    assert asked == 3 * [[at(free_port)]]
+
+
+def test_where_somebody_is_no_store_is_opened(
+    stage: Stage, parrot: int, occupied: Callable[..., socket.socket], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(locate, "_FIRST_ATTEMPT", 0.1)
+    asked: list[Sequence[Candidate]] = []
+
+    def nobody(vacant: Sequence[Candidate]) -> str:
+        asked.append(vacant)
+        return "of others who are there"
+
+    silent = occupied().getsockname()[1]
+    places = [at(silent), at(parrot), at(stage.server.port, "another group")]
+    with pytest.raises(RendezvousTimeoutError, match="neither does this worker: of others who are there"):
+        find_store(lambda: places, False, "somewhere", "w", -1, 0.5, nobody)
+    assert asked
+    assert not any(asked)
+
+
+def test_a_refusal_is_no_reason_to_open_another_store(stage: Stage, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(locate, "REFUSAL_PATIENCE", 0.05)
+
+    def nobody(vacant: Sequence[Candidate]) -> str | None:
+        raise AssertionError("there is a store")
+
+    with pytest.raises(RendezvousError, match="there is no rank 9"):
+        find_store(lambda: [at(stage.server.port)], False, "somewhere", "w", 9, 10, nobody)

@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 
 from farcall.errors import RendezvousError, RendezvousTimeoutError, UsageError
-from farcall.rendezvous import Rendezvous, addresses, join, locate, meeting, rendezvous
+from farcall.rendezvous import Rendezvous, addresses, hosting, join, locate, meeting, rendezvous
 from farcall.rendezvous.location_file import Location, publish_location, read_location
 from farcall.rendezvous.urls import candidate_ports
 
@@ -110,7 +110,7 @@ def test_other_ways_to_write_loopback(workers: Workers, host: str, free_port: in
 def test_a_store_on_all_addresses_is_reached_at_one_that_others_can_use(
     workers: Workers, free_port: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(meeting, "reachable_addresses", lambda: ["127.0.0.5", "127.0.0.1"])
+    monkeypatch.setattr(hosting, "reachable_addresses", lambda: ["127.0.0.5", "127.0.0.1"])
     workers.url, workers.world_size = f"tcp://0.0.0.0:{free_port}", 1
     found = workers.run([0])
     assert found[0].host == "127.0.0.5"
@@ -327,7 +327,7 @@ def test_a_file_serves_run_after_run(file_workers: Workers) -> None:
 def test_the_file_names_the_addresses_that_others_can_use_first(
     file_workers: Workers, path: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(meeting, "reachable_addresses", lambda: ["127.0.0.5", "127.0.0.1"])
+    monkeypatch.setattr(hosting, "reachable_addresses", lambda: ["127.0.0.5", "127.0.0.1"])
     found = file_workers.run([0, 1, 2])
     location = read_location(path)
     assert location is not None

@@ -32,10 +32,10 @@ from farcall.rendezvous.table import StoreTable
 class Desk:
     """A table whose connection number is the rank plus 100 times the attempt."""
 
-    def __init__(self, world_size: int = 3, present: int = 3) -> None:
+    def __init__(self, world_size: int | None = 3, present: int = 3) -> None:
         self.table = StoreTable("group", world_size, "host")
         for rank in range(present):
-            assert self.hello(rank) == Welcome("host", 0)
+            assert self.hello(rank) == Welcome("host", -1 if world_size is None else 0)
 
     def hello(self, rank: int, name: str | None = None, group: str = "group", connection: int | None = None) -> object:
         hello = Hello(group, name or f"worker{rank}", rank, "")
@@ -69,6 +69,25 @@ def test_a_value_is_set_and_read_and_deleted(desk: Desk) -> None:
     assert desk.ask(0, Read(4, "")) == [(0, Entries(4, {"k": b"w"}))]
     assert desk.ask(0, Delete(5, "k")) == [(0, Number(5, 1))]
     assert desk.ask(0, Delete(6, "k")) == [(0, Number(6, 0))]
+
+
+def test_a_value_may_be_deleted_only_if_it_is_the_expected_one(desk: Desk) -> None:
+    desk.ask(0, Set(1, "k", b"v"))
+    assert desk.ask(0, Delete(2, "k", b"w")) == [(0, Number(2, 0))]
+    assert desk.ask(0, Delete(3, "nothing", b"v")) == [(0, Number(3, 0))]
+    assert desk.ask(0, Get(4, "k", 0)) == [(0, Value(4, b"v"))]
+    assert desk.ask(0, Delete(5, "k", b"v")) == [(0, Number(5, 1))]
+    assert desk.ask(0, Read(6, "")) == [(0, Entries(6, {}))]
+
+
+def test_a_table_may_begin_with_values() -> None:
+    values = {"k": b"v"}
+    table = StoreTable("group", None, "host", values)
+    assert table.introduce(1, Hello("group", "w", -1, "")) == Welcome("host", -1)
+    table.handle(1, Add(1, "n", 1), 0.0)
+    table.handle(1, Read(2, ""), 0.0)
+    assert table.take_replies()[1] == (1, Entries(2, {"k": b"v", "n": b"1"}))
+    assert values == {"k": b"v"}
 
 
 def test_set_new_gives_the_value_that_was_first(desk: Desk) -> None:
@@ -272,3 +291,45 @@ def test_a_good_bye_is_forgotten_when_its_worker_is_back() -> None:
 
 def test_the_end_of_a_stranger_means_nothing(desk: Desk) -> None:
     assert desk.end(77) == []
+
+
+# -- open groups
+
+
+def test_in_an_open_group_ranks_and_names_do_not_matter() -> None:
+    desk = Desk(world_size=None, present=2)
+    for connection, (rank, name) in enumerate([(1, "worker1"), (-1, "worker0"), (7000, "w")], 10):
+        assert desk.hello(rank, name, connection=connection) == Welcome("host", -1)
+    assert desk.table.members == 5
+
+
+@pytest.mark.parametrize("how", ["vanishes", "leaves early", "leaves"])
+def test_in_an_open_group_nobody_breaks_what_others_wait_for(how: str) -> None:
+    desk = Desk(world_size=None)
+    desk.ask(1, Set(1, "j/1", b""))
+    desk.ask(0, Collect(1, "j/", 2, 10))
+    if how == "vanishes":
+        assert desk.end(1) == []
+    else:
+        assert desk.ask(1, GoodBye(early=how == "leaves early")) == []
+    assert desk.hello(1) == Welcome("host", -1)  # and it may come back
+    assert desk.ask(2, Set(1, "j/2", b"")) == [(0, Entries(1, {"j/1": b"", "j/2": b""})), (2, Done(1))]
+
+
+@pytest.mark.parametrize(
+    ("ours", "theirs", "mixed"),
+    [
+        ("here, open", "here, 4 workers", True),
+        ("here, 4 workers", "here, open", True),
+        ("here, 4 workers", "here, 3 workers", False),
+        ("here, open", "there, 4 workers", False),
+        ("here, open", "there, open", False),
+    ],
+)
+def test_a_group_with_a_size_and_one_without_at_one_place_are_told_so(ours: str, theirs: str, mixed: bool) -> None:
+    size = None if ours.endswith("open") else 4
+    refusal = StoreTable(ours, size, "host").introduce(1, Hello(theirs, "w", 1, ""))
+    assert isinstance(refusal, StoreRefused)
+    assert refusal.other_group
+    assert refusal.open_and_fixed == mixed
+    assert refusal.reason.endswith("give all workers the same world_size, or none of them") == mixed

@@ -33,7 +33,7 @@ def test_what_other_launchers_set_is_understood(rank: str, size: str) -> None:
     assert read_plan("env://", -1, None, environment | {"RANK": "0", "WORLD_SIZE": "2"}) == Plan(0, 2, PLACE)
 
 
-@pytest.mark.parametrize("variable", ENVIRONMENT)
+@pytest.mark.parametrize("variable", ["MASTER_ADDR", "MASTER_PORT", "RANK"])
 def test_each_missing_variable_is_named_with_how_to_set_it(variable: str) -> None:
     environment = {name: value for name, value in ENVIRONMENT.items() if name != variable}
     for broken in (environment, environment | {variable: ""}):
@@ -130,10 +130,30 @@ def test_saying_the_same_twice_is_no_contradiction() -> None:
     assert read_plan("env://?rank=2", 2, 4, ENVIRONMENT).rank == 2
 
 
-@pytest.mark.parametrize(("rank", "size", "missing"), [(0, None, "world_size is needed"), (-1, 2, "rank is needed")])
-def test_rank_and_size_must_come_from_somewhere(rank: int, size: int | None, missing: str) -> None:
-    with pytest.raises(UsageError, match=missing):
-        read_plan("tcp://h:1", rank, size, {})
+def test_in_a_group_with_a_size_the_rank_must_come_from_somewhere() -> None:
+    with pytest.raises(UsageError, match="rank is needed"):
+        read_plan("tcp://h:1", -1, 2, {})
+
+
+@pytest.mark.parametrize("empty", [{}, {"WORLD_SIZE": ""}])
+@pytest.mark.parametrize(
+    ("url", "rank", "taken"), [("tcp://h:1", -1, -1), ("tcp://h:1", 7, 7), ("file:///f?rank=3", -1, 3)]
+)
+def test_without_a_size_the_group_is_open_and_ranks_are_not_needed(
+    url: str, rank: int, taken: int, empty: dict[str, str]
+) -> None:
+    plan = read_plan(url, rank, None, empty)
+    assert (plan.rank, plan.world_size) == (taken, None)
+
+
+def test_an_open_group_may_meet_through_the_environment() -> None:
+    plan = read_plan("env://", -1, None, {"MASTER_ADDR": "10.0.0.1", "MASTER_PORT": "29500", "RANK": "2"})
+    assert (plan.rank, plan.world_size, plan.place) == (2, None, PLACE)
+
+
+def test_an_open_group_has_no_negative_ranks() -> None:
+    with pytest.raises(UsageError, match="rank must be 0 or more, not -1; an open group needs none"):
+        read_plan("tcp://h:1?rank=-1", -1, None, {})
 
 
 def test_under_torchrun_the_port_is_another_and_the_run_is_part_of_the_group() -> None:

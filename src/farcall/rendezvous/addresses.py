@@ -91,6 +91,21 @@ def listen(host: str, ports: Sequence[int]) -> socket.socket:
         time.sleep(0.02)
 
 
+def listen_at_once(host: str, port: int) -> socket.socket:
+    """Listens on a port of a host if that is this machine and the port is free. Raises `OSError` if not."""
+    addresses = _look_up(host) if host else [""]
+    if _means_this_machine(host, addresses):
+        addresses = [""]
+    failures: list[OSError] = []
+    for address in addresses:
+        try:
+            return _listen_at(address, port)
+        except OSError as error:
+            failures.append(error)
+    # A taken port says that one of the addresses is ours, which counts for more than those that are not.
+    raise next((error for error in failures if error.errno == errno.EADDRINUSE), failures[0])
+
+
 def connect(host: str, port: int, timeout: float) -> socket.socket:
     """A connection to the first address of the host that takes one. Raises `OSError`."""
     deadline = time.monotonic() + timeout

@@ -10,8 +10,10 @@ the store is there but stuck, the wait ends a little after its time.
 from __future__ import annotations
 
 import itertools
+import math
 import socket
 import threading
+import time
 from collections.abc import Callable, Mapping
 from typing import Final, TypeVar
 
@@ -52,6 +54,12 @@ _CHUNK: Final = 64 * 1024
 _R = TypeVar("_R", Value, Number, Entries, Done)
 
 
+class Limit(threading.local):
+    """Until when what this thread asks must be answered, on the monotonic clock; see `ANSWER_TIMEOUT` otherwise."""
+
+    deadline = math.inf
+
+
 class _Pending:
     def __init__(self) -> None:
         self.arrived = threading.Event()
@@ -63,6 +71,9 @@ class StoreClient(Store):
 
     `after_close` is called once, when the good-bye has been said: the hosting worker ends the store there. `hosted` is
     the store itself at the hosting worker: `close` tells it how long to wait, and `abandon` lets go of it.
+
+    `on_lost` is called once, on the reading thread, if the connection ends and it was not closed here; it must not
+    block. `farewell` is for how long `close` waits for the store to have heard it; 0 hangs up without a word.
     """
 
     def __init__(
@@ -72,8 +83,16 @@ class StoreClient(Store):
         after_close: Callable[[], None] = lambda: None,
         hosted: EmbeddedStore | None = None,
         grace: float = _GRACE,
+        *,
+        limit: Limit | None = None,
+        on_lost: Callable[[], None] = lambda: None,
+        farewell: float = _FAREWELL,
     ) -> None:
-        self._where = f"the store in {welcome.name!r} (rank {welcome.rank}) at {peer_text(sock)}"
+        rank = f" (rank {welcome.rank})" if welcome.rank >= 0 else ""
+        self._where = f"the store in {welcome.name!r}{rank} at {peer_text(sock)}"
+        self._limit = limit or Limit()
+        self._on_lost = on_lost
+        self._farewell = farewell
         self._sock = sock
         self._after_close = after_close
         self._hosted = hosted
@@ -84,9 +103,15 @@ class StoreClient(Store):
         self._close_lock = threading.Lock()
         self._pending: dict[int, _Pending] = {}
         self._ended: str | None = None
+        self._closing = False
         sock.settimeout(ANSWER_TIMEOUT)
         self._reader = threading.Thread(target=self._read_replies, name="farcall store replies", daemon=True)
         self._reader.start()
+
+    @property
+    def is_ended(self) -> bool:
+        """Whether nothing can be asked any more."""
+        return self._ended is not None
 
     def set(self, key: str, value: bytes) -> None:
         self._ask(Set(next(self._ids), key, value), Done)
@@ -100,8 +125,8 @@ class StoreClient(Store):
     def add(self, key: str, amount: int) -> int:
         return self._ask(Add(next(self._ids), key, amount), Number).number
 
-    def delete(self, key: str) -> bool:
-        return self._ask(Delete(next(self._ids), key), Number).number > 0
+    def delete(self, key: str, expected: bytes | None = None) -> bool:
+        return self._ask(Delete(next(self._ids), key, expected), Number).number > 0
 
     def read(self, prefix: str) -> Mapping[str, bytes]:
         return self._ask(Read(next(self._ids), prefix), Entries).entries
@@ -111,12 +136,13 @@ class StoreClient(Store):
 
     def close(self, early: bool = False, patience: float = PATIENCE) -> None:
         with self._close_lock:
+            self._closing = True
             if self._hosted is not None:
                 self._hosted.linger = patience
             with self._lock:
                 alive, self._ended = self._ended is None, self._ended or f"{self._where} was closed by this worker"
             try:
-                if alive:
+                if alive and self._farewell > 0:
                     self._say_good_bye(early)
                 self._hang_up()
             finally:
@@ -136,7 +162,7 @@ class StoreClient(Store):
         try:
             self._send(pack_request(GoodBye(early)))
             # The store closes the connection when it has read it; hanging up before could lose the word on its way.
-            self._reader.join(_FAREWELL)
+            self._reader.join(self._farewell)
         except OSError:
             pass  # the store has gone first
 
@@ -150,6 +176,7 @@ class StoreClient(Store):
 
     def _ask(self, request: Request, expected: type[_R], wait: float = ANSWER_TIMEOUT) -> _R:
         assert not isinstance(request, GoodBye)
+        wait = min(wait, max(0.0, self._limit.deadline - time.monotonic()))
         data = pack_request(request)
         pending = _Pending()
         with self._lock:
@@ -207,6 +234,8 @@ class StoreClient(Store):
             why = str(error)
         finally:
             self._end(f"{self._where} is gone: {why}")
+            if not self._closing:
+                self._on_lost()
 
     def _hand_over(self, reply: Reply) -> None:
         with self._lock:

@@ -1,5 +1,5 @@
-"""The store that lives in the worker with rank 0: one daemon thread that moves bytes from sockets to a `StoreTable` and
-back.
+"""The store inside the worker that hosts it (rank 0, or any in an open group): one daemon thread that moves bytes from
+sockets to a `StoreTable` and back.
 
 It decides nothing about keys or workers (`table` does) and nothing about trust (`greeting` does).
 
@@ -19,6 +19,7 @@ import selectors
 import socket
 import threading
 import time
+from collections.abc import Mapping
 from typing import Final
 
 from farcall.errors import ProtocolError
@@ -58,16 +59,19 @@ class EmbeddedStore:
         self,
         listener: socket.socket,
         group: str,
-        world_size: int,
+        world_size: int | None,
         host_name: str,
         hello_timeout: float = HELLO_TIMEOUT,
+        values: Mapping[str, bytes] | None = None,
     ) -> None:
-        self.linger = PATIENCE
-        """Seconds that `close` waits for the others to go."""
+        """`world_size` None is an open group; `values` is what the store holds from the beginning."""
+        self.linger = PATIENCE if world_size is not None else 0.0
+        """Seconds that `close` waits for the others to go; those of an open group need not."""
         self.port: int = listener.getsockname()[1]
         self._listener = listener
-        self._table = StoreTable(group, world_size, host_name)
+        self._table = StoreTable(group, world_size, host_name, values)
         self._host_name = host_name
+        self._is_open = world_size is None
         self._hello_timeout = hello_timeout
         self._connections: dict[int, _Connection] = {}
         self._numbers = itertools.count(1)
@@ -299,7 +303,8 @@ class EmbeddedStore:
             self._drop(connection, "the store is closing", level=logging.DEBUG)
 
     def _release(self) -> None:
-        self._table.fail_waits(f"the store was closed by {self._host_name!r} (rank 0), which hosts it")
+        rank = "" if self._is_open else " (rank 0)"
+        self._table.fail_waits(f"the store was closed by {self._host_name!r}{rank}, which hosts it")
         self._deliver()
         for connection in list(self._connections.values()):
             _shut(connection.sock)

@@ -31,12 +31,18 @@ class StoreRefused(Refused, tag="refused", frozen=True):
 
     other_group: bool = False
     """This is the store of another group: the right one may be elsewhere, or not be there yet."""
+    open_and_fixed: bool = False
+    """It is the right place, but one of the two has a world size and the other has none."""
     final: bool = False
     """It is of no use to try again."""
 
 
 class OtherGroupError(ConnectionRefusedByPeer):
     """A store answered, but it serves another group."""
+
+
+class OpenAndFixedError(OtherGroupError):
+    """A store answered at the right place, but one of the two groups is open and the other has a world size."""
 
 
 class FinalRefusalError(ConnectionRefusedByPeer):
@@ -49,8 +55,9 @@ _refusals: msgspec.msgpack.Decoder[StoreRefused] = msgspec.msgpack.Decoder(Store
 def introduce(sock: socket.socket, hello: Hello, other: str, timeout: float) -> Welcome:
     """The worker's side: says hello and waits for the answer; the socket's timeout is left at what remained.
 
-    Raises `OtherGroupError`, `FinalRefusalError`, another `ConnectionRefusedByPeer` or `ProtocolError` if it is not
-    welcome; `OSError` (`TimeoutError` among them) if the connection breaks, or no answer comes in time.
+    Raises `OtherGroupError` (`OpenAndFixedError` among them), `FinalRefusalError`, another `ConnectionRefusedByPeer` or
+    `ProtocolError` if it is not welcome; `OSError` (`TimeoutError` among them) if the connection breaks, or no answer
+    comes in time.
     """
     deadline = time.monotonic() + timeout
     sock.settimeout(timeout)
@@ -60,6 +67,8 @@ def introduce(sock: socket.socket, hello: Hello, other: str, timeout: float) -> 
     message = unpack(body, other)
     if isinstance(message, Refused):
         refusal = _refusals.decode(body)
+        if refusal.open_and_fixed:
+            raise OpenAndFixedError(f"{other} refused the connection: {refusal.reason}")
         if refusal.other_group:
             raise OtherGroupError(f"{other} refused the connection: {refusal.reason}")
         if refusal.final:

@@ -10,7 +10,7 @@ from typing import Final
 
 import msgspec
 
-from farcall.errors import RendezvousError, RendezvousTimeoutError
+from farcall.errors import RendezvousError, RendezvousTimeoutError, UsageError
 from farcall.rendezvous.meeting import Rendezvous
 
 _PREFIX: Final = "join/"
@@ -29,18 +29,20 @@ def join(meeting: Rendezvous, name: str, payload: bytes, timeout: float) -> dict
     """Waits until all workers have joined, then gives their payloads by rank.
 
     Raises `RendezvousTimeoutError`, which says who came and who did not; `RendezvousError` if two workers have one
-    name, if a worker is lost meanwhile, or if the store is gone.
+    name, if a worker is lost meanwhile, or if the store is gone; `UsageError` in an open group.
     """
-    store = meeting.store
+    store, world_size = meeting.store, meeting.world_size
+    if world_size is None:
+        raise UsageError("an open group has no size to wait for; use `join_open` to join one")
     store.set(f"{_PREFIX}{meeting.rank}", _encode(_Arrival(name, payload)))
     try:
-        arrivals = _arrivals(store.collect(_PREFIX, meeting.world_size, timeout))
+        arrivals = _arrivals(store.collect(_PREFIX, world_size, timeout))
     except RendezvousTimeoutError as error:
         try:
             came = _arrivals(store.read(_PREFIX))
         except RendezvousError:
             raise error from None  # the store has just gone; what the timeout says is the best there is
-        raise RendezvousTimeoutError(_who_came(came, meeting.world_size, timeout), error.present) from None
+        raise RendezvousTimeoutError(_who_came(came, world_size, timeout), error.present) from None
     _refuse_double_names(arrivals)
     return {rank: arrivals[rank].payload for rank in sorted(arrivals)}
 

@@ -3,7 +3,7 @@
 Nobody there, a broken connection, silence: try again. An answer that is a refusal is tried again for a short while,
 for it may come from the remains of an earlier run that are just going; then it is final, unless the store said so at
 once. A store of another group, or something that speaks another language, is final only where there is no other
-candidate.
+candidate. Where nobody is, and `nobody` is given, it may open the store, which the next round then finds.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from typing import Final, NamedTuple
 from farcall.errors import ConnectionRefusedByPeer, ProtocolError, RendezvousError, RendezvousTimeoutError
 from farcall.protocol.handshake import Hello, Welcome
 from farcall.rendezvous.addresses import connect, host_port
-from farcall.rendezvous.greeting import FinalRefusalError, OtherGroupError, introduce
+from farcall.rendezvous.greeting import FinalRefusalError, OpenAndFixedError, OtherGroupError, introduce
 
 REFUSAL_PATIENCE: Final = 2.0
 """Seconds for which a refusal is not yet believed."""
@@ -45,21 +45,32 @@ class _Tried:
 
     failure: str = ""
     refusal: str = ""
+    hosting: str | None = None  # why this worker does not host it; None if it is not to
 
 
 def find_store(
-    candidates: Callable[[], Sequence[Candidate]], only_one: bool, where: str, name: str, rank: int, timeout: float
+    candidates: Callable[[], Sequence[Candidate]],
+    only_one: bool,
+    where: str,
+    name: str,
+    rank: int,
+    timeout: float,
+    nobody: Callable[[Sequence[Candidate]], str | None] | None = None,
 ) -> tuple[socket.socket, Welcome]:
     """A connection that was welcomed. `candidates` is asked anew for each round; `where` is for messages to people.
+
+    In an open group `nobody` is called when a round has found no store, with the candidates where nobody listens. It
+    opens the store and gives None, or says why this worker does not.
 
     Raises `RendezvousError` if the store refuses this worker; `RendezvousTimeoutError` if no store is found in time.
     """
     deadline = time.monotonic() + timeout
     pause, attempt = _FIRST_PAUSE, _FIRST_ATTEMPT
     refused_since: float | None = None
-    tried = _Tried()
+    tried = _Tried(hosting=None if nobody is None else "it did not get to it in time")
     while True:
         refusal: ProtocolError | None = None
+        vacant: list[Candidate] = []
         try:
             found = candidates()
         except OSError as error:
@@ -70,12 +81,14 @@ def find_store(
                 return try_candidate(candidate, name, rank, limit)
             except ProtocolError as error:
                 tried.refusal = str(error)
-                if only_one or (isinstance(error, ConnectionRefusedByPeer) and not isinstance(error, OtherGroupError)):
+                if only_one or _is_meant_for_us(error):
                     refusal = error
                 if isinstance(error, FinalRefusalError):
                     break
             except OSError as error:
                 tried.failure = f"{candidate}: {error}"
+                if not isinstance(error, TimeoutError | ConnectionResetError):
+                    vacant.append(candidate)
         now = time.monotonic()
         if refusal is None:
             refused_since = None
@@ -83,7 +96,11 @@ def find_store(
             refused_since = refused_since or now
             believed = isinstance(refusal, FinalRefusalError) or now >= refused_since + REFUSAL_PATIENCE
             if believed or now >= deadline:
-                raise RendezvousError(f"worker {name!r} (rank {rank}) cannot join at {where}: {refusal}") from refusal
+                raise RendezvousError(f"worker {_who(name, rank)} cannot join at {where}: {refusal}") from refusal
+        if now < deadline and refusal is None and nobody is not None:
+            tried.hosting = nobody(vacant)
+            if tried.hosting is None:
+                continue
         if now >= deadline:
             raise RendezvousTimeoutError(_not_found(where, name, rank, timeout, tried))
         time.sleep(min(pause, deadline - now))
@@ -107,6 +124,8 @@ def is_alive(candidate: Candidate) -> bool:
     """Whether a store of the candidate's group answers there. It takes part in nothing: no worker has rank -1."""
     try:
         try_candidate(candidate, "is anybody here", -1, _FIRST_ATTEMPT)[0].close()
+    except OpenAndFixedError:
+        return True
     except OtherGroupError:
         return False
     except ConnectionRefusedByPeer:
@@ -116,14 +135,30 @@ def is_alive(candidate: Candidate) -> bool:
     return True
 
 
+def _is_meant_for_us(refusal: ProtocolError) -> bool:
+    """Whether it comes from the store at the right place."""
+    if isinstance(refusal, OpenAndFixedError):
+        return True
+    return isinstance(refusal, ConnectionRefusedByPeer) and not isinstance(refusal, OtherGroupError)
+
+
+def _who(name: str, rank: int) -> str:
+    return f"{name!r} (rank {rank})" if rank >= 0 else repr(name)
+
+
 def _not_found(where: str, name: str, rank: int, timeout: float, tried: _Tried) -> str:
-    missing = (
-        "its store does not answer" if rank == 0 else "the worker with rank 0, which hosts the store, has not come"
-    )
+    if tried.hosting is not None:
+        missing = f"nobody hosts it, and neither does this worker: {tried.hosting}"
+        advice = "Start a worker that can host it"
+    else:
+        missing = (
+            "its store does not answer" if rank == 0 else "the worker with rank 0, which hosts the store, has not come"
+        )
+        advice = "Start rank 0"
     attempts = [f"the last attempt ended with: {tried.failure}"] if tried.failure else []
     attempts += [f"somebody answered: {tried.refusal}"] if tried.refusal else []
     return (
-        f"worker {name!r} (rank {rank}) found no store at {where} in {round(timeout, 2):g} s: {missing} "
+        f"worker {_who(name, rank)} found no store at {where} in {round(timeout, 2):g} s: {missing} "
         f"({'; '.join(attempts) or 'there was nothing to connect to'}). "
-        "Start rank 0, check that all workers use the same address, or allow more time (init_timeout)"
+        f"{advice}, check that all workers use the same address, or allow more time (init_timeout)"
     )

@@ -1,13 +1,14 @@
 """The file behind `file://path`: where the store of this run is.
 
-Rank 0 writes it when its store listens, and removes it when the store is closed. It holds JSON: an id of the run, the
-port, and the addresses to try. A file that an earlier run left behind has another id, and nobody answers for it.
+The worker that hosts the store (rank 0, or any in an open group) writes it when its store listens, and removes it when
+the store is closed and nobody else is to host it. It holds JSON: an id of the run, the port, and the addresses to try.
+A file that an earlier run left behind has another id, and nobody answers for it.
 
 Rules
 - Writers hold the lock (flock) of the file that is at the path *now*; since the file is replaced as a whole, whoever
   got the lock looks again whether it is still that file.
 - Readers take no lock: they see the old file or the new one, never half of one.
-- Rank 0 replaces a file only if no store answers for it, and never one that holds something else.
+- A host replaces a file only if no store answers for it, and never one that holds something else.
 """
 
 from __future__ import annotations
@@ -31,6 +32,10 @@ class Location(msgspec.Struct, frozen=True):
     addresses: tuple[str, ...]
 
 
+class HostedElsewhereError(RendezvousError):
+    """The file leads to another store, which is alive."""
+
+
 def read_location(path: str) -> Location | None:
     """What the file says; None if it is not there, or says nothing sensible (yet). Raises `OSError`."""
     try:
@@ -43,7 +48,8 @@ def read_location(path: str) -> Location | None:
 def publish_location(path: str, location: Location, is_alive: Callable[[Location], bool], timeout: float) -> None:
     """Puts our location into the file, in place of one for which nobody answers.
 
-    Raises `RendezvousError` if another store is alive there, or the file holds something else or cannot be written;
+    Raises `HostedElsewhereError` if another store is alive there; `RendezvousError` if the file holds something else or
+    cannot be written;
     `RendezvousTimeoutError` if another process keeps it locked.
     """
     try:
@@ -55,7 +61,7 @@ def publish_location(path: str, location: Location, is_alive: Callable[[Location
                     "use another file, or remove this one"
                 )
             if earlier is not None and is_alive(earlier):
-                raise RendezvousError(
+                raise HostedElsewhereError(
                     f"another worker with rank 0 hosts a store for the file {path}; end that run first, give this "
                     "worker another rank, or use another file"
                 )

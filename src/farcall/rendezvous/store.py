@@ -37,8 +37,11 @@ class Store(ABC):
         """Adds to a counter (0 at first) and gives the sum. Raises `RendezvousError` if the store is gone."""
 
     @abstractmethod
-    def delete(self, key: str) -> bool:
-        """Whether it was there. Raises `RendezvousError` if the store is gone."""
+    def delete(self, key: str, expected: bytes | None = None) -> bool:
+        """Whether it was there and is gone now; with `expected`, nothing happens if it has another value.
+
+        Raises `RendezvousError` if the store is gone.
+        """
 
     @abstractmethod
     def read(self, prefix: str) -> Mapping[str, bytes]:
@@ -56,7 +59,8 @@ class Store(ABC):
     def close(self, early: bool = False, patience: float = PATIENCE) -> None:
         """Says good-bye. If `early`, those who wait for this worker are told that it has left without them.
 
-        At the worker that hosts the store: waits for the others to say good-bye, `patience` seconds, then ends it.
+        At the worker that hosts the store: waits for the others to say good-bye, `patience` seconds, then ends it. In
+        an open group nobody is waited for: somebody else hosts it from then on.
         """
 
     def abandon(self) -> None:  # noqa: B027 (a store that has no descriptors has nothing to do)

@@ -56,6 +56,8 @@ class Delete(_Numbered, tag="delete", frozen=True):
     """Answered by `Number`: how many keys are gone, 0 or 1."""
 
     key: str
+    expected: bytes | None = None
+    """If given, it is deleted only if this is its value."""
 
 
 class Read(_Numbered, tag="read", frozen=True):

@@ -11,12 +11,15 @@ Rules
   first request it may vanish without harm: it had given up on our answer, and is about to try again.
 - Once all ranks have been here, a rank that said good-bye does not come back to this store: what knocks is its next
   run, too early. It gets no answer (`introduce` gives None) and tries again until the next store is there.
+- In an open group (no world size) none of this holds: whoever belongs to it is let in, and who comes, goes or vanishes
+  breaks nothing. Who is alive is the business of the workers themselves.
 """
 
 from __future__ import annotations
 
 import heapq
 import itertools
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 from farcall.protocol.handshake import Hello, Welcome
@@ -40,6 +43,9 @@ from farcall.rendezvous.store_messages import (
     Value,
 )
 
+OPEN = "open"
+"""What the id of an open group ends with."""
+
 _LARGEST = 2**63 - 1
 
 
@@ -61,13 +67,15 @@ class _Wait:
 
 
 class StoreTable:
-    """The state of one store. Not thread-safe: one thread drives it."""
+    """The state of one store, which begins with `values`. Not thread-safe: one thread drives it."""
 
-    def __init__(self, group: str, world_size: int, host_name: str) -> None:
+    def __init__(
+        self, group: str, world_size: int | None, host_name: str, values: Mapping[str, bytes] | None = None
+    ) -> None:
         self._group = group
         self._world_size = world_size
         self._host_name = host_name
-        self._values: dict[str, bytes] = {}
+        self._values: dict[str, bytes] = dict(values or {})
         self._members: dict[int, _Member] = {}  # by connection
         self._seen: set[int] = set()
         self._departed: set[int] = set()
@@ -91,12 +99,21 @@ class StoreTable:
     def introduce(self, connection: int, hello: Hello) -> Welcome | StoreRefused | None:
         """Lets a worker in, or not; None means to close the connection without a word."""
         if hello.group != self._group:
-            # A group's id ends with the number of its workers: see `meeting`.
-            same_place = hello.group.rpartition(", ")[0] == self._group.rpartition(", ")[0] != ""
+            # A group's id ends with the number of its workers, or says that it is open: see `hosting`.
+            their_place, _, their_size = hello.group.rpartition(", ")
+            place, _, size = self._group.rpartition(", ")
+            same_place = place == their_place != ""
+            open_and_fixed = same_place and OPEN in (size, their_size)
             advice = "; give all workers the same world_size" if same_place else ""
             return StoreRefused(
-                f"this store serves the group {self._group!r}, not {hello.group!r}{advice}", other_group=True
+                f"this store serves the group {self._group!r}, not {hello.group!r}{advice}"
+                + (", or none of them" if open_and_fixed else ""),
+                other_group=True,
+                open_and_fixed=open_and_fixed,
             )
+        if self._world_size is None:
+            self._members[connection] = _Member(hello.name, hello.rank)
+            return Welcome(self._host_name, -1)
         if not 0 <= hello.rank < self._world_size:
             return StoreRefused(
                 f"this group has {self._world_size} workers; there is no rank {hello.rank} in it", final=True
@@ -134,7 +151,10 @@ class StoreTable:
             case Add():
                 self._reply(connection, self._add(request))
             case Delete():
-                gone = self._values.pop(request.key, None) is not None
+                there = self._values.get(request.key)
+                gone = there is not None and request.expected in (None, there)
+                if gone:
+                    del self._values[request.key]
                 self._reply(connection, Number(request.id, int(gone)))
             case Read():
                 self._reply(connection, Entries(request.id, self._under(request.prefix)))
@@ -219,6 +239,8 @@ class StoreTable:
         return {key: value for key, value in self._values.items() if key.startswith(prefix)}
 
     def _break(self, rank: int, why: str) -> None:
+        if self._world_size is None:
+            return
         self._broken[rank] = why
         reason = self._why_broken()
         for waits in list(self._collects.values()):

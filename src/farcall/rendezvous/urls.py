@@ -5,7 +5,8 @@
     file:///path                rank 0 writes into this file where its store is
 
 All take `?rank=1&world_size=4`. An argument counts before the URL, the URL before the environment; an argument and a
-URL that contradict each other are refused. Nothing is opened or resolved here.
+URL that contradict each other are refused. Where nobody says a world size the group is open: then ranks are not
+needed, and whoever finds no store at the place hosts it. Nothing is opened or resolved here.
 """
 
 from __future__ import annotations
@@ -30,7 +31,7 @@ _CANDIDATE_RANGE: Final = 40000
 
 @dataclass(frozen=True)
 class TcpPlace:
-    """The store is at one of these ports of a host: the first that was free for rank 0."""
+    """The store is at one of these ports of a host: the first that was free for the worker that hosts it."""
 
     host: str
     ports: tuple[int, ...]
@@ -58,7 +59,9 @@ class Plan:
     """Who we are, of how many, and where the store is."""
 
     rank: int
-    world_size: int
+    """-1 in an open group if nobody said one."""
+    world_size: int | None
+    """None: the group is open."""
     place: TcpPlace | FilePlace
 
 
@@ -77,10 +80,9 @@ def read_plan(init_method: str, rank: int, world_size: int | None, environ: Mapp
     own_rank = _choose("rank", None if rank == -1 else rank, query, environ, _RANK_VARIABLES)
     size = _choose("world_size", world_size, query, environ, _SIZE_VARIABLES)
     if size is None:
-        raise UsageError(
-            "world_size is needed: how many workers there are. Pass it to init_rpc, add ?world_size=... to "
-            "init_method, or set WORLD_SIZE (`farcall run` sets it)"
-        )
+        if own_rank is not None and own_rank < 0:
+            raise UsageError(f"rank must be 0 or more, not {own_rank}; an open group needs none")
+        return Plan(-1 if own_rank is None else own_rank, None, _place(init_method, url, environ))
     if own_rank is None:
         raise UsageError(
             "rank is needed: the number of this worker, from 0 on. Pass it to init_rpc, add ?rank=... to "

@@ -66,10 +66,14 @@ class MemoryStore(Store):
             self._keys.changed.notify_all()
             return total
 
-    def delete(self, key: str) -> bool:
+    def delete(self, key: str, expected: bytes | None = None) -> bool:
         with self._keys.changed:
             self._check_open()
-            return self._keys.values.pop(key, None) is not None
+            there = self._keys.values.get(key)
+            if there is None or expected not in (None, there):
+                return False
+            del self._keys.values[key]
+            return True
 
     def read(self, prefix: str) -> Mapping[str, bytes]:
         with self._keys.changed:

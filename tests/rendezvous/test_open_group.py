@@ -1,0 +1,366 @@
+"""Joining and leaving an open group, and what becomes of it when the worker that hosts its store is gone."""
+
+from __future__ import annotations
+
+import os
+import socket
+import threading
+import time
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import pytest
+from open_stage import OpenStage, Worker, payload
+
+from eventually import eventually
+from farcall.errors import RendezvousError, UsageError
+from farcall.protocol.handshake import Welcome
+from farcall.rendezvous import Rendezvous, join, join_open, leave_open, mark_gone, when_store_lost
+from farcall.rendezvous.client import StoreClient
+from farcall.rendezvous.open_store import GAP, HERE, NAME
+from farcall.testing.memory_store import MemoryStore
+
+
+@pytest.fixture(params=["tcp", "file"])
+def stage(request: pytest.FixtureRequest, free_port: int, tmp_path: Path) -> Iterator[OpenStage]:
+    url = f"tcp://127.0.0.1:{free_port}" if request.param == "tcp" else f"file://{tmp_path}/location"
+    made = OpenStage(url)
+    yield made
+    made.close()
+    assert [name for name in os.listdir(tmp_path) if name != "location"] == []  # no drafts
+
+
+def hosts(*workers: Worker) -> list[bool]:
+    return [worker.store.hosts for worker in workers]
+
+
+# -- coming
+
+
+def test_the_first_one_hosts_the_store_and_the_next_ones_see_who_is_there(stage: OpenStage) -> None:
+    workers = [stage.join(name) for name in "abc"]
+    assert [worker.number for worker in workers] == [1, 2, 3]
+    assert hosts(*workers) == [True, False, False]
+    assert [list(worker.there) for worker in workers] == [[1], [1, 2], [1, 2, 3]]
+    assert workers[2].there == {1: b"a is 1", 2: b"b is 2", 3: b"c is 3"}
+    assert len({worker.meeting.group for worker in workers}) == 1
+    assert {(worker.meeting.world_size, worker.meeting.rank) for worker in workers} == {(None, -1)}
+    assert {worker.meeting.host for worker in workers} == {"127.0.0.1"}
+
+
+def test_many_that_come_at_once_make_one_group(stage: OpenStage, background: ThreadPoolExecutor) -> None:
+    count = 24
+    together = threading.Barrier(count)
+
+    def come(name: str) -> Worker:
+        together.wait(10)
+        return stage.join(name)
+
+    workers = [future.result(30) for future in [background.submit(come, f"w{n}") for n in range(count)]]
+    assert len({worker.number for worker in workers}) == count
+    assert len({worker.meeting.group for worker in workers}) == 1
+    assert sum(hosts(*workers)) == 1
+    for one in workers:
+        assert one.there[one.number] == payload(one.name, one.number)
+        for other in workers:  # of two, at least one knows of the other
+            assert one.number in other.there or other.number in one.there
+
+
+def test_it_works_over_any_store() -> None:
+    first = MemoryStore()
+    ends = [first, first.another_end()]
+    meetings = [Rendezvous(end, -1, None, "h", "g") for end in ends]
+    assert join_open(meetings[0], "a", lambda number: b"1", 5) == (1, {1: b"1"})
+    assert join_open(meetings[1], "b", lambda number: b"2", 5) == (2, {1: b"1", 2: b"2"})
+    mark_gone(meetings[1], 1)
+    leave_open(meetings[1], 2)
+    assert first.read(HERE) == {}
+    for end in ends:
+        end.close()
+    mark_gone(meetings[0], 1)  # it is closed, and that harms nobody
+
+
+def test_an_open_group_is_not_waited_for(stage: OpenStage) -> None:
+    with pytest.raises(UsageError, match="join_open"):
+        join(stage.meet("a"), "a", b"", 5)
+
+
+# -- names
+
+
+def test_of_many_that_want_one_name_at_once_one_gets_it(stage: OpenStage, background: ThreadPoolExecutor) -> None:
+    meetings = [stage.meet("w") for _ in range(8)]
+    together = threading.Barrier(8)
+
+    def claim(meeting: Rendezvous) -> int | str:
+        together.wait(10)
+        try:
+            return join_open(meeting, "w", lambda number: b"", 0.5)[0]
+        except RendezvousError as error:
+            return str(error)
+
+    outcomes = list(background.map(claim, meetings))
+    [winner] = [outcome for outcome in outcomes if isinstance(outcome, int)]
+    losers = [outcome for outcome in outcomes if isinstance(outcome, str)]
+    assert len(losers) == 7
+    for text in losers:
+        assert f"the name 'w' belongs to the worker with number {winner}" in text
+        assert "Choose another name" in text
+    assert list(meetings[0].store.read(HERE)) == [f"{HERE}{winner}"]  # nothing of the losers is left
+
+
+def test_a_name_of_one_that_is_gone_is_taken_again_at_once(stage: OpenStage) -> None:
+    host, first = stage.join("host"), stage.join("w")
+    first.crash()
+    mark_gone(host.meeting, first.number)
+    second = stage.join("w", timeout=5)
+    assert second.number == 3
+    assert list(second.there) == [1, 3]
+
+
+def test_a_name_is_waited_for_until_its_holder_is_declared_gone(
+    stage: OpenStage, background: ThreadPoolExecutor
+) -> None:
+    host, first = stage.join("host"), stage.join("w")
+    first.crash()
+    second = background.submit(stage.join, "w")
+    eventually(lambda: HERE + "3" in host.store.read(HERE))
+    other = stage.join("other")
+    assert list(other.there) == [1, 2, 4]  # who waits for a name is not there yet
+    assert not second.done()
+    mark_gone(host.meeting, 2)
+    assert second.result(10).number == 3
+    assert list(second.result().there) == [1, 3, 4]
+
+
+def test_who_waits_for_a_name_may_know_by_itself_that_its_holder_is_dead(stage: OpenStage) -> None:
+    stage.join("host")
+    stage.join("w").crash()
+    asked: list[bytes] = []
+
+    def is_dead(payload: bytes) -> bool:
+        asked.append(payload)
+        return len(asked) == 3
+
+    number, there = join_open(stage.meet("w"), "w", lambda number: b"again", 20, is_dead)
+    assert (number, there) == (3, {1: b"host is 1", 3: b"again"})
+    assert asked == 3 * [b"w is 2"]
+
+
+def test_saying_again_that_one_is_gone_takes_nothing_from_the_next(stage: OpenStage) -> None:
+    host, first = stage.join("host"), stage.join("w")
+    leave_open(first.meeting, 2)
+    second = stage.join("w")
+    for _ in range(2):
+        mark_gone(host.meeting, 2)
+        leave_open(first.meeting, 2)
+    with pytest.raises(RendezvousError, match="with number 3, which has neither left nor been found dead in "):
+        stage.join("w", timeout=0.05)
+    assert list(stage.join("x").there) == [1, second.number, 5]
+
+
+def test_who_has_left_is_not_there_and_its_name_does_not_stay(stage: OpenStage) -> None:
+    host = stage.join("host")
+    for name in ("a/b", "a", ""):
+        stage.join(name).leave()
+    last = stage.join("last")
+    assert list(last.there) == [1, 5]
+    assert sorted(host.store.read(NAME)) == [NAME + "host", NAME + "last"]
+
+
+# -- the host is gone
+
+
+def test_of_two_that_host_the_store_again_one_does_and_the_other_uses_it(
+    stage: OpenStage, background: ThreadPoolExecutor
+) -> None:
+    host, a, b = stage.join("host"), stage.join("a"), stage.join("b")
+    host.crash()
+    together = threading.Barrier(2)
+
+    def compete(one: Worker, other: Worker) -> bool:
+        together.wait(10)
+        return one.host_again(other)
+
+    assert list(background.map(compete, (a, b), (b, a))) == [True, True]
+    assert sorted(hosts(a, b)) == [False, True]
+    newcomer = stage.join("c")
+    assert newcomer.number > 3 + GAP
+    assert newcomer.there == {2: b"a is 2", 3: b"b is 3", newcomer.number: payload("c", newcomer.number)}
+    assert newcomer.meeting.group == host.meeting.group
+    with pytest.raises(RendezvousError, match="with number 2"):
+        stage.join("a", timeout=0.05)
+    assert stage.join("host", timeout=5).number > newcomer.number  # its name is free
+
+
+def test_no_number_is_given_twice_though_host_after_host_is_gone(stage: OpenStage) -> None:
+    host = stage.join("w0")
+    numbers = [host.number]
+    for n in range(1, 6):
+        member, late = stage.join(f"w{n}"), stage.join(f"late{n}")
+        numbers += [member.number, late.number]
+        host.crash()
+        late.crash()
+        assert member.host_again()  # and it has not even heard of the late one
+        host = member
+    assert len(set(numbers)) == 11
+    assert numbers == sorted(numbers)
+
+
+def test_a_store_that_answers_is_left_alone(stage: OpenStage) -> None:
+    host, member = stage.join("host"), stage.join("member")
+    connection = member.store._client
+    assert member.host_again(host)
+    assert member.host_again()  # somebody is gone, and it may have been the host
+    assert host.host_again(member)
+    assert hosts(host, member) == [True, False]
+    assert member.store._client is connection
+
+
+def test_who_comes_while_nobody_hosts_the_store_waits_for_the_members(
+    stage: OpenStage, background: ThreadPoolExecutor, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    host, member = stage.join("host"), stage.join("member")
+    host.crash()
+    asked = threading.Semaphore(0)
+    here = "farcall.rendezvous.open_store.is_anybody_here"
+
+    def counted(place: object) -> bool:
+        asked.release()
+        return True
+
+    with monkeypatch.context() as patch:
+        patch.setattr(here, counted)
+        newcomer = background.submit(stage.join, "newcomer")
+        for _ in range(3):
+            assert asked.acquire(timeout=10)
+    assert not newcomer.done()
+    assert member.host_again()
+    assert newcomer.result(10).meeting.group == host.meeting.group
+    assert list(newcomer.result().there) == [2, newcomer.result().number]
+
+
+def test_members_on_this_machine_keep_a_newcomer_from_beginning_anew(stage: OpenStage) -> None:
+    host, member = stage.join("host"), stage.join("member")
+    host.crash()
+    with pytest.raises(RendezvousError, match=r"worker 'n' found no store .*workers of a group that meets here"):
+        stage.meet("n", timeout=0.3)
+    assert member.host_again()
+    assert stage.join("n").meeting.group == member.meeting.group
+
+
+def test_where_nobody_is_left_a_new_group_begins(stage: OpenStage, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("farcall.rendezvous.open_store.FILE_PATIENCE", 0.05)
+    host, member = stage.join("host"), stage.join("member")
+    host.crash()
+    member.crash()
+    fresh = stage.join("host")
+    assert fresh.number == 1
+    assert fresh.meeting.group != host.meeting.group
+
+
+def test_workers_that_do_not_host_their_store_again_are_not_waited_for_without_end(
+    stage: OpenStage, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("farcall.rendezvous.open_store.PRESENCE_PATIENCE", 0.05)
+    monkeypatch.setattr("farcall.rendezvous.open_store.FILE_PATIENCE", 0.05)
+    host, member = stage.join("host"), stage.join("member")
+    host.crash()
+    assert stage.join("fresh").number == 1
+    # For the member this is somebody else's store, which it neither uses nor takes over.
+    assert not member.host_again()
+    mark_gone(member.meeting, 1)
+    assert list(stage.join("another").there) == [1, 2]
+
+
+def test_a_member_that_the_new_host_did_not_know_makes_itself_known(stage: OpenStage) -> None:
+    host, a, b = stage.join("host"), stage.join("a"), stage.join("b")
+    host.crash()
+    assert a.host_again()
+    assert b.host_again(a)
+    assert list(stage.join("c").there)[:2] == [2, 3]
+    with pytest.raises(RendezvousError, match="with number 3"):
+        stage.join("b", timeout=0.05)
+
+
+def test_a_member_finds_the_new_store_by_itself_when_it_has_something_to_say(stage: OpenStage) -> None:
+    host, a, b, c = (stage.join(name) for name in ("host", "a", "b", "c"))
+    host.crash()
+    assert a.host_again(b, c)
+    mark_gone(b.meeting, c.number)
+    leave_open(b.meeting, b.number)
+    assert list(a.store.read(HERE)) == [HERE + "2"]
+
+
+def test_a_member_whose_store_is_silent_finds_the_new_one(
+    stage: OpenStage, occupied: Callable[..., socket.socket]
+) -> None:
+    host, member = stage.join("host"), stage.join("member")
+    client = member.store._client
+    assert client is not None
+    client.close()
+    silent = socket.create_connection(occupied().getsockname())
+    member.store._client = StoreClient(silent, Welcome("frozen", -1), limit=member.store._limit, farewell=0)
+    mark_gone(member.meeting, 2)
+    assert list(host.store.read(HERE)) == [HERE + "1"]
+
+
+def test_who_is_gone_is_said_in_a_second_though_there_is_no_store(stage: OpenStage) -> None:
+    host, member = stage.join("host"), stage.join("member")
+    host.crash()
+    began = time.monotonic()
+    mark_gone(member.meeting, 1)
+    leave_open(member.meeting, 2)
+    assert time.monotonic() - began < 2 * 2
+
+
+def test_the_loss_of_the_store_is_told_and_its_closing_here_is_not(stage: OpenStage) -> None:
+    host, member = stage.join("host"), stage.join("member")
+    lost = {name: threading.Event() for name in ("host", "member")}
+    for worker in (host, member):
+        when_store_lost(worker.meeting, lost[worker.name].set)
+    host.leave()
+    assert lost["member"].wait(10)
+    assert not lost["host"].is_set()
+    assert member.host_again()
+    member.store.close()
+    assert not lost["host"].is_set()
+
+
+def test_a_host_that_leaves_waits_for_nobody_and_the_others_go_on(stage: OpenStage) -> None:
+    host, member = stage.join("host"), stage.join("member")
+    began = time.monotonic()
+    host.leave()
+    host.store.close()
+    assert time.monotonic() - began < 3
+    assert not host.host_again()  # it has left
+    assert member.host_again()
+    assert next(iter(stage.join("host").there)) == member.number
+
+
+def test_the_store_may_be_lost_while_a_worker_joins(stage: OpenStage, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("farcall.rendezvous.open_store.FILE_PATIENCE", 0.05)
+    host = stage.join("host")
+    newcomer = stage.meet("n")
+    before = newcomer.group
+    asked: list[int] = []
+
+    def payload_of(number: int) -> bytes:
+        if not asked:
+            host.crash()
+        asked.append(number)
+        return b"%d" % number
+
+    assert join_open(newcomer, "n", payload_of, 20) == (1, {1: b"1"})  # nobody was left: a group of its own
+    assert asked == [2, 1]
+    assert newcomer.group != before
+    assert stage.join("m").meeting.group == newcomer.group
+
+
+def test_a_store_that_does_not_come_back_ends_the_joining_in_time(stage: OpenStage) -> None:
+    host, _ = stage.join("host"), stage.join("member")
+    newcomer = stage.meet("n")
+    host.crash()
+    with pytest.raises(RendezvousError, match="should host it again soon"):
+        join_open(newcomer, "n", lambda number: b"", 0.3)

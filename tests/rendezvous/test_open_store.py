@@ -1,0 +1,289 @@
+"""Where the store of an open group is hosted, by whom, and what a worker does that is not let in."""
+
+from __future__ import annotations
+
+import errno
+import os
+import socket
+import subprocess
+import sys
+import threading
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import pytest
+from open_stage import OpenStage
+
+from farcall.errors import RendezvousError, RendezvousTimeoutError
+from farcall.rendezvous import hosting, join_open, locate, rendezvous
+from farcall.rendezvous.location_file import Location, publish_location, read_location
+from farcall.rendezvous.open_store import OpenStore
+
+VARIABLES = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT", "TORCHELASTIC_USE_AGENT_STORE")
+
+
+@pytest.fixture(autouse=True)
+def _clean_environment(monkeypatch: pytest.MonkeyPatch) -> None:
+    for variable in VARIABLES:
+        monkeypatch.delenv(variable, raising=False)
+
+
+@pytest.fixture
+def stages() -> Iterator[Callable[[str], OpenStage]]:
+    made: list[OpenStage] = []
+
+    def make(url: str) -> OpenStage:
+        made.append(OpenStage(url))
+        return made[-1]
+
+    yield make
+    for stage in made:
+        stage.close()
+
+
+@pytest.fixture
+def stage(stages: Callable[[str], OpenStage], free_port: int) -> OpenStage:
+    return stages(f"tcp://127.0.0.1:{free_port}")
+
+
+@pytest.fixture
+def path(tmp_path: Path) -> str:
+    return str(tmp_path / "location")
+
+
+@pytest.fixture
+def file_stage(stages: Callable[[str], OpenStage], path: str) -> OpenStage:
+    return stages(f"file://{path}")
+
+
+def not_this_machine(*args: object) -> socket.socket:
+    raise OSError(errno.EADDRNOTAVAIL, os.strerror(errno.EADDRNOTAVAIL))
+
+
+# -- where
+
+
+def test_an_open_group_meets_through_the_environment(free_port: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("MASTER_ADDR", "127.0.0.1")
+    monkeypatch.setenv("MASTER_PORT", str(free_port))
+    monkeypatch.setenv("RANK", "7")
+    found = rendezvous("env://", "w", -1, None, 30)
+    assert (found.rank, found.world_size, found.host) == (7, None, "127.0.0.1")
+    assert join_open(found, "w", lambda number: b"", 5) == (1, {1: b""})
+    found.store.close()
+
+
+def test_who_is_elsewhere_looks_until_somebody_hosts_the_store(
+    stage: OpenStage, background: ThreadPoolExecutor, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tried = threading.Semaphore(0)
+
+    def elsewhere(*args: object) -> socket.socket:
+        tried.release()
+        return not_this_machine()
+
+    with monkeypatch.context() as patch:
+        patch.setattr(hosting, "listen_at_once", elsewhere)
+        early = background.submit(stage.join, "early")
+        for _ in range(3):
+            assert tried.acquire(timeout=10)
+    # What it does now is what a worker on the right machine would do.
+    assert early.result(10).number == 1
+
+
+def test_who_cannot_host_the_store_says_so_in_the_end(stage: OpenStage, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(hosting, "listen_at_once", not_this_machine)
+    with pytest.raises(
+        RendezvousTimeoutError,
+        match=r"worker 'w' found no store at tcp://127.0.0.1:\d+ in 0.05 s: nobody hosts it, and neither does this "
+        r"worker: it cannot listen there .*Cannot assign.*Start a worker that can host it",
+    ):
+        stage.meet("w", timeout=0.05)
+
+
+def test_who_has_no_time_to_host_it_is_not_told_of_ranks(
+    stage: OpenStage, occupied: Callable[..., socket.socket], free_port: int
+) -> None:
+    occupied(free_port)
+    with pytest.raises(RendezvousTimeoutError, match="neither does this worker: it did not get to it in time"):
+        stage.meet("w", timeout=0.05)
+
+
+def test_a_stranger_that_says_nothing_is_no_store_and_no_free_place(
+    stage: OpenStage, occupied: Callable[..., socket.socket], free_port: int
+) -> None:
+    occupied(free_port)
+    with pytest.raises(RendezvousTimeoutError, match="somebody listens there, but does not answer"):
+        stage.meet("w", timeout=0.6)
+
+
+def test_a_member_elsewhere_cannot_host_the_store_again(stage: OpenStage, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("farcall.rendezvous.open_store._SEARCH", 0.1)
+    host, member = stage.join("host"), stage.join("member")
+    host.crash()
+    with monkeypatch.context() as patch:
+        patch.setattr(hosting, "listen_at_once", not_this_machine)
+        assert not member.host_again()
+    assert member.host_again()
+
+
+def test_of_the_ports_of_a_run_the_first_that_nobody_listens_on_is_taken(
+    stages: Callable[[str], OpenStage], occupied: Callable[..., socket.socket], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(locate, "_FIRST_ATTEMPT", 0.1)
+    monkeypatch.setenv("TORCHELASTIC_USE_AGENT_STORE", "True")
+    monkeypatch.setenv("TORCHELASTIC_RUN_ID", "r")
+    monkeypatch.setenv("MASTER_ADDR", "127.0.0.1")
+    monkeypatch.setenv("MASTER_PORT", "29500")
+    silent, free = occupied().getsockname()[1], occupied()
+    monkeypatch.setattr("farcall.rendezvous.urls.candidate_ports", lambda *args: (silent, free_one))
+    free_one = free.getsockname()[1]
+    free.close()
+    stage = stages("env://")
+    host, member = stage.join("host"), stage.join("member")
+    assert host.store._hosted is not None
+    assert host.store._hosted.server.port == free_one
+    assert list(member.there) == [1, 2]
+
+
+# -- open groups and others
+
+
+def test_an_open_and_a_fixed_group_do_not_mix(stage: OpenStage, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(locate, "REFUSAL_PATIENCE", 0.05)
+    stage.join("w")
+    with pytest.raises(
+        RendezvousError, match=r"open', not .*4 workers'; give all workers the same world_size, or none"
+    ):
+        rendezvous(stage.url, "x", 1, 4, 30)
+    with pytest.raises(RendezvousError, match="is taken by another process"):
+        rendezvous(stage.url, "x", 0, 4, 30)
+
+
+def test_a_fixed_and_an_open_group_do_not_mix(stage: OpenStage, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(locate, "REFUSAL_PATIENCE", 0.05)
+    fixed = rendezvous(stage.url, "x", 0, 4, 30)
+    with pytest.raises(RendezvousError, match=r"worker 'w' cannot join .*4 workers', not .*open'; give all workers"):
+        stage.meet("w")
+    fixed.store.close()
+
+
+def test_they_do_not_mix_at_a_file_either(file_stage: OpenStage, path: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(locate, "REFUSAL_PATIENCE", 0.05)
+    file_stage.join("w")
+    before = read_location(path)
+    with pytest.raises(RendezvousError, match=r"open', not .*4 workers'"):
+        rendezvous(file_stage.url, "x", 1, 4, 30, "127.0.0.1")
+    with pytest.raises(RendezvousError, match="hosts a store for the file"):
+        rendezvous(file_stage.url, "x", 0, 4, 30, "127.0.0.1")
+    assert read_location(path) == before
+    file_stage.close()
+    fixed = rendezvous(file_stage.url, "x", 0, 4, 30, "127.0.0.1")
+    before = read_location(path)
+    with pytest.raises(RendezvousError, match=r"4 workers', not .*open'"):
+        file_stage.meet("w")
+    assert read_location(path) == before
+    fixed.store.close()
+
+
+# -- the file
+
+
+def test_the_file_stays_while_others_are_there_and_goes_with_the_last(file_stage: OpenStage, path: str) -> None:
+    host, member = file_stage.join("host"), file_stage.join("member")
+    first = read_location(path)
+    host.leave()
+    assert read_location(path) == first is not None
+    assert member.host_again()
+    assert read_location(path) not in (first, None)
+    member.leave()
+    assert not os.path.exists(path)
+
+
+def test_a_store_that_is_closed_without_a_good_bye_leaves_no_file_either(file_stage: OpenStage, path: str) -> None:
+    file_stage.join("alone").store.close()
+    assert not os.path.exists(path)
+
+
+def test_a_file_that_leads_nowhere_is_replaced_after_a_while(
+    file_stage: OpenStage, path: str, free_port: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    publish_location(path, Location("earlier", free_port, ("127.0.0.1",)), lambda earlier: False, 1)
+    with pytest.raises(RendezvousTimeoutError, match="the file leads to a store that may be hosted again soon"):
+        file_stage.meet("w", timeout=0.05)
+    monkeypatch.setattr("farcall.rendezvous.open_store.FILE_PATIENCE", 0.05)
+    assert file_stage.join("w").number == 1
+
+
+def test_a_file_of_somebody_else_is_refused_at_once(file_stage: OpenStage, path: str) -> None:
+    Path(path).write_text("precious")
+    with pytest.raises(RendezvousError, match="no farcall worker wrote"):
+        file_stage.meet("w")
+    assert Path(path).read_text() == "precious"
+
+
+# -- its life
+
+
+def test_a_store_that_was_closed_is_not_looked_for_any_more(stage: OpenStage, background: ThreadPoolExecutor) -> None:
+    host, member = stage.join("host"), stage.join("member")
+    host.crash()
+    newcomer = OpenStore(member.store._plan, "newcomer", None)
+    entering = background.submit(newcomer.enter, 30)
+    newcomer.close()
+    with pytest.raises(RendezvousError, match="closed by this worker, 'newcomer'"):
+        entering.result(10)
+    member.store.close()
+    assert not member.store.find_again(1)
+    with pytest.raises(RendezvousError, match="is gone, and was not found again yet"):
+        member.store.set("k", b"v")
+
+
+def test_it_is_a_store_like_others(stage: OpenStage) -> None:
+    store = stage.meet("w").store
+    store.set("k/1", b"v")
+    assert store.set_new("k/2", b"w") == b"w"
+    assert (store.get("k/1", 1), store.add("n", 2), dict(store.read("k/2"))) == (b"v", 2, {"k/2": b"w"})
+    assert dict(store.collect("k/", 2, 1)) == {"k/1": b"v", "k/2": b"w"}
+    assert store.delete("k/1")
+    store.close()
+    store.close()
+
+
+def test_a_forked_child_lets_go_and_the_parent_goes_on(free_port: int) -> None:
+    program = """
+import os, signal, sys
+from farcall.errors import RendezvousError
+from farcall.rendezvous import join_open, rendezvous
+
+def held():
+    links = [f"/proc/self/fd/{number}" for number in os.listdir("/proc/self/fd")]
+    found = [os.readlink(link) for link in links if os.path.lexists(link)]
+    return [link for link in found if "socket:" in link or ".open" in link]
+
+url = f"tcp://127.0.0.1:{sys.argv[1]}"
+host, guest = rendezvous(url, "host", -1, None, 30), rendezvous(url, "guest", -1, None, 30)
+join_open(host, "host", lambda number: b"", 5)
+join_open(guest, "guest", lambda number: b"", 5)
+assert any(".open" in one for one in held())
+host.store._lock.acquire()  # as another thread might, just when this one forks
+child = os.fork()
+if child == 0:
+    signal.alarm(20)  # a child that is stuck must not outlive the test
+    for one in (guest, host):
+        one.store.abandon()
+    try:
+        host.store.set("k", b"from the child")
+    except RendezvousError as error:
+        told = "forked from" in str(error)
+    host.store.close()
+    os._exit(0 if told and held() == [] else 1)
+host.store._lock.release()
+assert os.waitpid(child, 0)[1] == 0, "the child kept something, or could use what is not its own"
+guest.store.set("k", b"v")
+assert host.store.get("k", 10) == b"v"
+guest.store.close()
+host.store.close()
+"""
+    subprocess.run([sys.executable, "-W", "ignore", "-c", program, str(free_port)], check=True, timeout=30)
