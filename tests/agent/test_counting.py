@@ -7,7 +7,7 @@ import threading
 from typing import Any
 
 import pytest
-from agent_stage import SOON, add, arrived, call, echo, fail, forward, new_gate, note, start, wait_at
+from agent_stage import add, call, echo, fail, forward, note, start
 
 from eventually import eventually
 from farcall.agent.counting import Counting
@@ -16,6 +16,7 @@ from farcall.errors import RpcTimeoutError, ShutdownError
 from farcall.protocol.ids import WorkerInfo
 from farcall.rref import RRef
 from farcall.testing import LocalGroup
+from gates import SOON, arrived, new_gate, wait_at
 
 PEER = set(PeerMetrics.__annotations__)
 NOTHING = dict.fromkeys(PEER, 0)

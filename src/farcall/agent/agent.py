@@ -13,14 +13,13 @@ from collections.abc import Callable, Mapping, Sequence
 from time import monotonic
 from typing import TYPE_CHECKING, Any, Final
 
-import msgspec
-
 from farcall.agent.book import ReferenceBook
 from farcall.agent.calling import Calling, To
 from farcall.agent.calls import ChoreJob, PendingCall
 from farcall.agent.coroutines import EventLoop
 from farcall.agent.counting import Counting
-from farcall.agent.departure import Occasion, meet, say_farewell, wait_for_everybody
+from farcall.agent.departure import Occasion, meet, say_farewell, wait_for_everybody, wait_until_idle
+from farcall.agent.entrance import Entrance
 from farcall.agent.execution import Workplace
 from farcall.agent.group import Group, info_of
 from farcall.agent.handle import Handle
@@ -35,12 +34,10 @@ from farcall.backends.interface import Metrics, RpcAgent
 from farcall.errors import ExpelledError, ForkedProcessError, NotInitializedError, RpcError, ShutdownError, UsageError
 from farcall.options import RpcBackendOptions
 from farcall.protocol.ids import Worker, WorkerInfo
-from farcall.protocol.membership_messages import Member
 from farcall.rendezvous.store import PATIENCE
 from farcall.serialization import encode_text
 from farcall.sleeping import FOREVER
 from farcall.transports.base import Channel, Listener, Transport
-from farcall.transports.network import host_identity
 
 if TYPE_CHECKING:
     from farcall.rendezvous import Rendezvous
@@ -82,7 +79,9 @@ class Agent(RpcAgent):
         self._serving = Serving(name, self._poller, options.num_worker_threads, options.spin, self._supervisor.quicken)
         self._listeners = self._listen(name)
         try:
-            me, members = self._join(name)
+            addresses = tuple(listener.address for listener in self._listeners)
+            self._entrance = Entrance(rendezvous, name, addresses)
+            me, members = self._entrance.join(options.init_timeout)
             self.info = info_of(me)
             self.book = ReferenceBook(
                 me.number,
@@ -102,7 +101,7 @@ class Agent(RpcAgent):
             self.group = Group(
                 me,
                 rendezvous.group,
-                rendezvous.world_size is None,
+                self._entrance.is_open,
                 transports,
                 self.book,
                 self.calling,
@@ -137,9 +136,10 @@ class Agent(RpcAgent):
         """Begins to serve. Not before whoever holds the agent can find it: the functions it runs may ask for it."""
         for listener in self._listeners:
             self._poller.add(listener.fileno(), lambda _, listener=listener: self._accept(listener), READABLE)  # type: ignore[misc]
-        self.group.start(self._first_members, announce=self._rendezvous.world_size is None)
         self._serving.start()
         self._supervisor.start()
+        self._entrance.keep(self.group, self._serving)
+        self.group.start(self._first_members, announce=self._entrance.is_open)
 
     def _listen(self, name: str) -> list[Listener]:
         listeners: list[Listener] = []
@@ -156,16 +156,6 @@ class Agent(RpcAgent):
             self._poller.close()
             raise UsageError(f"worker {name!r} can listen on no transport ({'; '.join(reasons)})")
         return listeners
-
-    def _join(self, name: str) -> tuple[Member, list[Member]]:
-        """This worker, and all that are there."""
-        from farcall.rendezvous import join  # not at the head: see `farcall.rendezvous`
-
-        addresses = tuple(listener.address for listener in self._listeners)
-        meeting = self._rendezvous
-        me = Member(meeting.rank, name, meeting.rank, host_identity(), addresses)
-        payloads = join(meeting, name, msgspec.msgpack.encode(me), self.options.init_timeout)
-        return me, [msgspec.msgpack.decode(payload, type=Member) for payload in payloads.values()]
 
     def _accept(self, listener: Listener) -> None:
         try:
@@ -213,6 +203,7 @@ class Agent(RpcAgent):
 
     def _member_gone(self, number: Worker, left: bool) -> None:
         self._counting.peer_gone(number)
+        self._entrance.member_gone(number)
 
     def _expelled(self) -> None:
         """The group has taken this worker for dead: what it does from now on would be believed by nobody."""
@@ -281,12 +272,17 @@ class Agent(RpcAgent):
 
     def join(self, shutdown: bool = False, timeout: float = 0.0) -> None:
         """See `RpcAgent`."""
-        wait_for_everybody(self, self._rendezvous, _deadline(timeout), self._next_meeting("join()"))
+        if self._entrance.is_open:
+            wait_until_idle(self, _deadline(timeout))
+        else:
+            wait_for_everybody(self, self._rendezvous, _deadline(timeout), self._next_meeting("join()"))
         if shutdown:
             self.group.is_quiet = True
 
     def sync(self, timeout: float = 0.0) -> None:
         """See `RpcAgent`."""
+        if self._entrance.is_open:
+            raise UsageError("in an open group nobody knows for whom to wait: use _barrier(names) for some workers")
         meet(self, self._rendezvous, _deadline(timeout), self._next_meeting("sync()"))
 
     def _next_meeting(self, where: str) -> Occasion:
@@ -324,7 +320,9 @@ class Agent(RpcAgent):
         try:
             if graceful and isinstance(self.closed, ExpelledError):
                 raise ShutdownError(f"{self.closed}; everything is closed here now")
-            if graceful:
+            if graceful and self._entrance.is_open:
+                self._wind_up(_deadline(timeout))
+            elif graceful:
                 deadline = _deadline(timeout)
                 wait_for_everybody(self, self._rendezvous, deadline)
                 self.group.is_quiet = True
@@ -336,6 +334,13 @@ class Agent(RpcAgent):
             raise
         finally:
             self._close(early, patience)
+
+    def _wind_up(self, deadline: float) -> None:
+        """Leaves an open group in good order: what is under way here ends, and what is held is handed back."""
+        wait_until_idle(self, deadline)
+        self.book.give_up_handles(f"worker {self.info.name!r} (this one) has left the group")
+        wait_until_idle(self, deadline)
+        self._report_what_is_left()
 
     def _report_what_is_left(self) -> None:
         left = self.book.inventory()
@@ -349,6 +354,7 @@ class Agent(RpcAgent):
             self._ended = True
             if self.closed is None and early:
                 self.group.leave()
+                self._entrance.leave()
             self.calling.closed = NotInitializedError(
                 f"worker {self.info.name!r} has shut down; call init_rpc again first"
             )

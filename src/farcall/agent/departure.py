@@ -97,8 +97,13 @@ def meet(leaver: Leaver, rendezvous: Rendezvous, deadline: float, occasion: Occa
     _hear_all(leaver, rendezvous, occasion.prefix, deadline, occasion)
 
 
+def wait_until_idle(leaver: Leaver, deadline: float) -> None:
+    """Returns when nothing is under way at this worker, whatever others do. Raises `ShutdownError` at the deadline."""
+    _wait_until_idle(leaver, None, "", deadline)
+
+
 def _wait_until_idle(
-    leaver: Leaver, rendezvous: Rendezvous, prefix: str, deadline: float, occasion: Occasion = _DEPARTURE
+    leaver: Leaver, rendezvous: Rendezvous | None, prefix: str, deadline: float, occasion: Occasion = _DEPARTURE
 ) -> None:
     pause = _FIRST_PAUSE
     never = threading.Event()
@@ -113,7 +118,7 @@ def _wait_until_idle(
             )
         if now >= warn_at:
             warn_at = now + SILENCE
-            if _all_others_wait(rendezvous, prefix):
+            if rendezvous is None or _all_others_wait(rendezvous, prefix):
                 warn_at = FOREVER
                 logger.warning("worker %r waits in %s for: %s", leaver.info.name, occasion.function, leaver.under_way())
         never.wait(pause)
@@ -121,6 +126,7 @@ def _wait_until_idle(
 
 
 def _all_others_wait(rendezvous: Rendezvous, prefix: str) -> bool:
+    assert rendezvous.world_size is not None  # nobody knows for whom to wait in an open group
     others = rendezvous.world_size - 1
     try:
         return not others or len(rendezvous.store.collect(prefix, others, 0.0)) >= others
@@ -131,6 +137,7 @@ def _all_others_wait(rendezvous: Rendezvous, prefix: str) -> bool:
 def _hear_all(
     leaver: Leaver, rendezvous: Rendezvous, prefix: str, deadline: float, occasion: Occasion = _DEPARTURE
 ) -> int:
+    assert rendezvous.world_size is not None
     store = rendezvous.store
     try:
         store.set(f"{prefix}{leaver.info.id}", str(leaver.calls_started()).encode())
