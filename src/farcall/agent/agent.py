@@ -361,12 +361,10 @@ class Agent(RpcAgent):
             if self._ended:
                 return
             self._ended = True
-            if self.closed is None and early:
-                self.group.leave()
-                self._entrance.leave()
-            self.calling.closed = NotInitializedError(
-                f"worker {self.info.name!r} has shut down; call init_rpc again first"
-            )
+        if self.closed is None and early:
+            self.group.leave()
+            self._entrance.leave()
+        self.calling.closed = NotInitializedError(f"worker {self.info.name!r} has shut down; call init_rpc again first")
         for connection in list(self._connections):
             connection.close(f"worker {self.info.name!r} (this one) shut down before the call ended")
         deadline = monotonic() + _CLOSE_TIMEOUT
