@@ -160,6 +160,23 @@ def test_saying_again_that_one_is_gone_takes_nothing_from_the_next(stage: OpenSt
     assert list(stage.join("x").there) == [1, second.number, 5]
 
 
+def test_a_free_name_that_another_one_takes_first_is_not_taken_from_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    store = MemoryStore()
+    store.set(NAME + "w", b"1")  # of one that is gone
+    delete = store.delete
+
+    def too_late(key: str, expected: bytes | None = None) -> bool:
+        if key == NAME + "w":
+            store.set(HERE + "9", b"")
+            store.set(NAME + "w", b"9")
+        return delete(key, expected)
+
+    monkeypatch.setattr(store, "delete", too_late)
+    with pytest.raises(RendezvousError, match="with number 9"):
+        join_open(Rendezvous(store, -1, None, "h", "g"), "w", lambda number: b"", 0.05)
+    assert store.read("") == {NAME + "w": b"9", HERE + "9": b"", "open/numbers": b"1"}
+
+
 def test_who_has_left_is_not_there_and_its_name_does_not_stay(stage: OpenStage) -> None:
     host = stage.join("host")
     for name in ("a/b", "a", ""):
@@ -206,6 +223,33 @@ def test_no_number_is_given_twice_though_host_after_host_is_gone(stage: OpenStag
         host = member
     assert len(set(numbers)) == 11
     assert numbers == sorted(numbers)
+
+
+def test_numbers_that_a_store_in_between_has_given_are_not_given_again(
+    stage: OpenStage, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("farcall.rendezvous.open_store.random.randrange", lambda stop: 0)
+    host, a, b = stage.join("host"), stage.join("a"), stage.join("b")
+    host.crash()
+    assert a.host_again(b)
+    assert b.host_again(a)
+    late = stage.join("late")
+    assert late.number == 4 + GAP
+    a.crash()
+    assert b.host_again()  # it has not heard of the late one
+    assert stage.join("next").number > late.number
+
+
+def test_the_new_store_knows_those_whom_its_host_knows(stage: OpenStage) -> None:
+    host, a, b = stage.join("host"), stage.join("a"), stage.join("b")
+    host.crash()
+    assert a.host_again(b)
+    assert stage.join("c").there.keys() > {2, 3}
+    with pytest.raises(RendezvousError, match="with number 3"):
+        stage.join("b", timeout=0.05)
+    leave_open(b.meeting, 3)
+    assert b.host_again(a)
+    assert HERE + "3" not in a.store.read(HERE)  # who has left does not come back
 
 
 def test_a_store_that_answers_is_left_alone(stage: OpenStage) -> None:
