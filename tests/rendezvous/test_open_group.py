@@ -162,6 +162,7 @@ def test_saying_again_that_one_is_gone_takes_nothing_from_the_next(stage: OpenSt
 
 def test_a_free_name_that_another_one_takes_first_is_not_taken_from_it(monkeypatch: pytest.MonkeyPatch) -> None:
     store = MemoryStore()
+    store.set("open/numbers", b"9")
     store.set(NAME + "w", b"1")  # of one that is gone
     delete = store.delete
 
@@ -174,7 +175,7 @@ def test_a_free_name_that_another_one_takes_first_is_not_taken_from_it(monkeypat
     monkeypatch.setattr(store, "delete", too_late)
     with pytest.raises(RendezvousError, match="with number 9"):
         join_open(Rendezvous(store, -1, None, "h", "g"), "w", lambda number: b"", 0.05)
-    assert store.read("") == {NAME + "w": b"9", HERE + "9": b"", "open/numbers": b"1"}
+    assert store.read("") == {NAME + "w": b"9", HERE + "9": b"", "open/numbers": b"10"}
 
 
 def test_who_has_left_is_not_there_and_its_name_does_not_stay(stage: OpenStage) -> None:
