@@ -63,6 +63,20 @@ def test_where_no_file_can_be_made_there_is_no_presence(directory: Path, monkeyp
     one.end()
 
 
+def test_of_two_that_end_at_once_the_last_removes_the_file(directory: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    one, two = Presence(PLACE), Presence(PLACE)
+    lock = fcntl.flock
+
+    def lock_late(descriptor: int, operation: int) -> None:
+        monkeypatch.setattr(fcntl, "flock", lock)
+        two.end()
+        lock(descriptor, operation)
+
+    monkeypatch.setattr(fcntl, "flock", lock_late)
+    one.end()
+    assert os.listdir(directory) == []
+
+
 def test_a_lock_that_somebody_keeps_to_himself_is_not_waited_for(
     directory: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -34,14 +34,11 @@ class Presence:
 
     def end(self) -> None:
         """Gives it back. May be called twice; raises nothing."""
-        descriptor, self._descriptor = self._descriptor, None
-        if descriptor is None:
-            return
-        with contextlib.suppress(OSError):
-            # Alone now? Then nobody can be about to share it but one that opens the file and finds it gone.
-            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            os.unlink(self._path)
-        os.close(descriptor)
+        if self._descriptor is not None:
+            # First given back, then tried anew: of two that end at once and still had it, neither would be alone.
+            self.abandon()
+            with contextlib.suppress(OSError):
+                _remove_if_alone(self._path)
 
     def abandon(self) -> None:
         """In a forked child: closes its copy of the descriptor; the lock is the parent's."""
@@ -71,13 +68,28 @@ def _path(place: TcpPlace | FilePlace) -> str:
     return os.path.join(tempfile.gettempdir(), f"farcall-{os.getuid()}-{digest}.open")
 
 
+def _remove_if_alone(path: str) -> None:
+    descriptor = os.open(path, os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW)
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        # Whoever has opened it meanwhile, to share it, finds that it is not at its place any more, and makes another.
+        if _is_still_at(descriptor, path):
+            os.unlink(path)
+    finally:
+        os.close(descriptor)
+
+
+def _is_still_at(descriptor: int, path: str) -> bool:
+    return os.path.samestat(os.fstat(descriptor), os.stat(path))
+
+
 def _share(path: str) -> int | None:
     deadline = time.monotonic() + _SHARE_PATIENCE
     while time.monotonic() < deadline:
         descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
         try:
             fcntl.flock(descriptor, fcntl.LOCK_SH | fcntl.LOCK_NB)
-            if os.path.samestat(os.fstat(descriptor), os.stat(path)):
+            if _is_still_at(descriptor, path):
                 return descriptor
         except (BlockingIOError, FileNotFoundError):
             pass  # somebody looks, or removes the file: done in a moment
