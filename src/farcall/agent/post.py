@@ -23,10 +23,11 @@ from typing import Final
 
 from farcall.agent.book import ReferenceBook
 from farcall.agent.incoming import Incoming
+from farcall.agent.jobs import Answerable
 from farcall.agent.outgoing import Outgoing
 from farcall.agent.parcels import CarriedFrame, RemoteFrame, Way
 from farcall.agent.peers import NobodyThere, Peer
-from farcall.agent.serving import Answerable, Serving
+from farcall.agent.serving import Serving
 from farcall.errors import WorkerLost
 from farcall.protocol.control import pack_control, pack_section
 from farcall.protocol.reference_messages import Message
