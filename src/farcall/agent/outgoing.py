@@ -390,7 +390,7 @@ class Outgoing:
         if self._awaits_control:
             # First unset, then asked: whoever sends something just now sets it after the book knows of that.
             self._awaits_control = False
-            if self._book.awaits(self.number):
+            if self._book.mailboxes.awaits(self.number):
                 self._awaits_control = True
         return self._awaits_control
 
