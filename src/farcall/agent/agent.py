@@ -30,7 +30,7 @@ from farcall.agent.poller import READABLE, Poller
 from farcall.agent.serving import Serving
 from farcall.agent.supervisor import Supervisor
 from farcall.agent.under_way import describe_under_way
-from farcall.backends.interface import Metrics, RpcAgent
+from farcall.backends.interface import MembershipChange, Metrics, RpcAgent
 from farcall.errors import ExpelledError, ForkedProcessError, NotInitializedError, RpcError, ShutdownError, UsageError
 from farcall.options import RpcBackendOptions
 from farcall.protocol.ids import Worker, WorkerInfo
@@ -136,10 +136,11 @@ class Agent(RpcAgent):
         """Begins to serve. Not before whoever holds the agent can find it: the functions it runs may ask for it."""
         for listener in self._listeners:
             self._poller.add(listener.fileno(), lambda _, listener=listener: self._accept(listener), READABLE)  # type: ignore[misc]
+        self._entrance.keep(self.group, self._serving)
+        # First of all: who is not known is not let in.
+        self.group.start(self._first_members, announce=self._entrance.is_open)
         self._serving.start()
         self._supervisor.start()
-        self._entrance.keep(self.group, self._serving)
-        self.group.start(self._first_members, announce=self._entrance.is_open)
 
     def _listen(self, name: str) -> list[Listener]:
         listeners: list[Listener] = []
@@ -261,6 +262,14 @@ class Agent(RpcAgent):
     ) -> Handle:
         """See `RpcAgent`."""
         return self.calling.remote(to, function, args, kwargs)
+
+    def watch_members(self, watcher: Callable[[MembershipChange], object]) -> None:
+        """See `RpcAgent`."""
+        self.group.watch(watcher)
+
+    def unwatch_members(self, watcher: Callable[[MembershipChange], object]) -> None:
+        """See `RpcAgent`."""
+        self.group.unwatch(watcher)
 
     # Reports
 

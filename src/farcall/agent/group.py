@@ -18,7 +18,7 @@ import random
 import threading
 from collections.abc import Callable, Iterable, Mapping
 from time import monotonic
-from typing import Final, NamedTuple
+from typing import Final
 
 from farcall.agent.book import ReferenceBook
 from farcall.agent.calling import Calling
@@ -28,6 +28,7 @@ from farcall.agent.outgoing import Outgoing
 from farcall.agent.peers import Peer
 from farcall.agent.post import Post
 from farcall.agent.serving import Serving
+from farcall.backends.interface import MembershipChange
 from farcall.protocol.handshake import Hello, Refused
 from farcall.protocol.ids import Worker, WorkerInfo
 from farcall.protocol.membership import Membership
@@ -51,14 +52,6 @@ logger = logging.getLogger("farcall")
 
 _REMEMBERED: Final = 1024
 """So many of those who have gone are remembered."""
-
-
-class MembershipChange(NamedTuple):
-    """Somebody has joined the group, has left it, or was lost."""
-
-    kind: str
-    """`joined`, `left` or `lost`."""
-    worker: WorkerInfo
 
 
 class Group:
