@@ -172,7 +172,7 @@ def test_what_is_wrong_with_a_remote_call_takes_nothing(
 def numbers(group: LocalGroup) -> Any:
     """The numbers that worker 0 has given to messages and references for worker 1."""
     book = group[0].book
-    return book._delivery._links[1].last, book._references._numbers.get(1)
+    return book.mailboxes.delivery._links[1].last, book._references._numbers.get(1)
 
 
 @pytest.mark.parametrize("to", [0, 1], ids=["oneself", "another"])

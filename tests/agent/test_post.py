@@ -263,9 +263,9 @@ class Desk:
         self.letters: list[Letter] = []
         self.again: list[Any] = []
         peer: Any = SimpleNamespace(connection=outgoing, number=1, is_lost=False)
-        book: Any = SimpleNamespace(outbox=self._outbox, me=0, resend=lambda to: self.again.append(self.post))
+        mailboxes: Any = SimpleNamespace(outbox=self._outbox)
         serving: Any = SimpleNamespace(run_aside=self.again.append, is_closing=lambda: False)
-        self.post = Post(peer, book, serving, lambda: incoming, lambda: None)  # type: ignore[arg-type, return-value]
+        self.post = Post(peer, mailboxes, serving, lambda: incoming, lambda: None)  # type: ignore[arg-type, return-value]
 
     def _outbox(self, to: int) -> Letter | None:
         assert to == 1
@@ -336,8 +336,8 @@ def test_an_acknowledgement_that_was_lost_is_said_again_with_nothing_else_to_say
     line = Line()
     desk = Desk(line, None)
     desk.post._peer.connect = lambda deadline: line  # type: ignore[assignment, method-assign, return-value]
-    desk.post._book.unacknowledged = lambda to: []  # type: ignore[method-assign]
-    desk.post._book.acknowledgement = lambda to: acknowledged  # type: ignore[method-assign]
+    desk.post._mailboxes.unacknowledged = lambda to: []  # type: ignore[method-assign]
+    desk.post._mailboxes.acknowledgement = lambda to: acknowledged  # type: ignore[method-assign]
     desk.post.try_again()
     desk.post.run()
     assert [frame.endswith(pack_control(3, [])) for frame in line.sent] == ([True] if acknowledged else [])
@@ -357,9 +357,9 @@ def test_what_is_sent_again_is_counted() -> None:
     ]
     desk = Desk(new, None)
     desk.post._peer.connect = lambda deadline: new  # type: ignore[assignment, method-assign, return-value]
-    book: Any = desk.post._book
-    book.unacknowledged = lambda to: parcels
-    book.acknowledgement = lambda to: 0
+    mailboxes: Any = desk.post._mailboxes
+    mailboxes.unacknowledged = lambda to: parcels
+    mailboxes.acknowledgement = lambda to: 0
     desk.post.try_again()
     desk.post.run()
     assert desk.post.resends == 4

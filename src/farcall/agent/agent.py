@@ -317,7 +317,7 @@ class Agent(RpcAgent):
     def calls_started(self) -> int:
         """How many calls this worker has made so far, and messages about references: a release may lead to others."""
         calls = sum(connection.calls_started for connection in list(self._connections))
-        return self._counting.calls_before() + calls + self.book.messages_sent()
+        return self._counting.calls_before() + calls + self.book.mailboxes.messages_sent()
 
     def shutdown(self, graceful: bool = False, timeout: float = 0.0) -> None:
         """Leaves the group and frees everything, in any case.

@@ -123,7 +123,7 @@ class Calling:
                 connection, spent = self._connect(peer, method, timeout)
             mail: bytes | None = b""  # perhaps taken already
             try:
-                mail = self._book.mail(peer.number)
+                mail = self._book.mailboxes.mail(peer.number)
                 future = connection.call(method, head, b"", (), timeout, spent, CALL, mail)
             except BaseException as error:
                 if mail is not None:
@@ -158,7 +158,7 @@ class Calling:
             return connection.call(function, head, body, buffers, timeout, spent)
         try:
             number, carried = self._book.pass_on(list(handles), peer.number, connection)
-            mail = self._book.mail(peer.number)
+            mail = self._book.mailboxes.mail(peer.number)
             full_head = pack_section(number, carried) + head
             future = connection.call(function, full_head, body, buffers, timeout, spent, CALL_CARRYING, mail)
         except RpcError:

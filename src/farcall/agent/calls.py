@@ -20,8 +20,8 @@ logger = logging.getLogger("farcall")
 
 if TYPE_CHECKING:
     from farcall.agent.handle import Handle
+    from farcall.agent.jobs import Answerable
     from farcall.agent.outgoing import Outgoing
-    from farcall.agent.serving import Answerable
 
 
 class PendingCall(Future[Any]):

@@ -283,7 +283,7 @@ class Group:
         self._book.joined(member.number)
         self._posts[member.number] = Post(
             peer,
-            self._book,
+            self._book.mailboxes,
             self._serving,
             lambda: self._incoming.get(member.number),
             lambda: self._unreachable(member.number),

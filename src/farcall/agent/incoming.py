@@ -14,9 +14,9 @@ from collections.abc import Callable, Sequence
 from typing import Final, Protocol
 
 from farcall.agent.execution import CallJob, RemoteJob, Workplace
+from farcall.agent.jobs import Reply
 from farcall.agent.poller import READABLE, WRITABLE, Poller
 from farcall.agent.sending import Sender, Traffic
-from farcall.agent.serving import Reply
 from farcall.errors import ProtocolError
 from farcall.protocol.control import unpack_remote, unpack_section
 from farcall.protocol.handshake import PREAMBLE_SIZE, Hello, Purpose, Refused, Welcome, body_length, pack, unpack

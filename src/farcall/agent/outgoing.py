@@ -19,15 +19,15 @@ import math
 import select
 import threading
 from collections.abc import Callable, Sequence
-from threading import get_ident
 from time import monotonic
 from typing import TYPE_CHECKING, Any, Final
 
+from farcall.agent.attendance import Attendance
 from farcall.agent.book import ReferenceBook
 from farcall.agent.calls import CallbackJob, PendingCall, Reply
 from farcall.agent.handle import Handle
 from farcall.agent.poller import HUNG_UP, READABLE, WRITABLE, Poller
-from farcall.agent.reading import CANNOT_WAIT, Reading
+from farcall.agent.reading import CANNOT_WAIT, LOOK_AGAIN, Reading, first_pause
 from farcall.agent.sending import MAX_WAITING, Sender, Traffic
 from farcall.agent.serving import Serving
 from farcall.agent.spinning import Dozing, Spinning
@@ -55,13 +55,6 @@ from farcall.transports.base import Buffer, Channel
 _CHUNK: Final = 1 << 15
 """Not more: from 128 KiB on, the allocator asks the system for memory anew each time, which costs more than a call."""
 LOST_ADVICE: Final = "is it still running, and does every worker call rpc.shutdown() at its end?"
-_LOOK_AGAIN: Final = 1.0
-_LOOK_AGAIN_SOON: Final = 5e-3
-"""In the main thread, and twice as long each time: a signal handler that waits in the midst of a sleep may read the
-reply that the sleeper waits for, and nothing wakes the sleeper then."""
-_MAIN: Final = threading.main_thread().ident
-_PATIENCE: Final = 5e-3
-_LONGEST_PATIENCE: Final = 100e-3
 
 
 class Outgoing:
@@ -96,6 +89,9 @@ class Outgoing:
         self._ids = itertools.count(1)
         self._decoder = Decoder()
         self._reading = Reading(self)
+        self._attendance = Attendance(self, supervisor, self._reading.look_after)
+        self.unattended = self._attendance.unattended
+        """See `Readable`; also called for a call that nobody waits for yet. One frame less than a method would be."""
         self._spinning = Spinning(spin)
         self._dozing = Dozing()
         self._poll = self._new_poll()
@@ -104,8 +100,6 @@ class Outgoing:
         self._lost: RpcError | None = None
         self._advice = ""
         self._first_deadline = FOREVER
-        self._unattended_since = 0.0
-        self._calls_at_last_tick = 0
         self.calls_started = self.calls_failed = 0
         """How many calls were sent on it so far, and how many of those have ended with an error."""
         poller.add(self._descriptor, self._handle, HUNG_UP)  # a peer that dies is noticed though nobody waits for it
@@ -256,7 +250,7 @@ class Outgoing:
                 return
             if self._sender.busy:
                 self.check_wait()
-            pause = min(2 * pause, _LOOK_AGAIN) if pause else _first_pause()
+            pause = min(2 * pause, LOOK_AGAIN) if pause else first_pause()
             if on_serving_thread() and self._dozing.doze(poll):
                 self._receive(future)
                 continue
@@ -390,42 +384,17 @@ class Outgoing:
         if self._awaits_control:
             # First unset, then asked: whoever sends something just now sets it after the book knows of that.
             self._awaits_control = False
-            if self._book.awaits(self.number):
+            if self._book.mailboxes.awaits(self.number):
                 self._awaits_control = True
         return self._awaits_control
-
-    def unattended(self) -> None:
-        """See `Readable`; also called for a call that nobody waits for yet."""
-        if not self._unattended_since:
-            self._unattended_since = monotonic()
-            try:
-                self._supervisor.attend(self)
-            except BaseException:
-                self._unattended_since = 0.0  # to be told again
-                raise
 
     # The supervisor's view
 
     def tick(self, now: float) -> bool:
-        """Ends calls whose time is over. Has replies read that nobody reads, once no more calls are being sent."""
+        """See `Supervised`: ends calls whose time is over, and has replies read that nobody reads."""
         if now >= self._first_deadline:
             self._expire_all(now)
-        since = self._unattended_since
-        if not since:
-            return False
-        if not self.has_pending() or self._lost is not None:
-            self._unattended_since = 0.0
-            if self.has_pending() and self._lost is None:  # a call that came just now found it attended still
-                self._unattended_since = now
-                return True
-            return False
-        bursting = self.calls_started != self._calls_at_last_tick
-        self._calls_at_last_tick = self.calls_started
-        if now - since < (_LONGEST_PATIENCE if bursting else _PATIENCE):
-            return True
-        self._unattended_since = 0.0
-        self._reading.look_after()
-        return False
+        return self._attendance.tick(now)
 
     def next_deadline(self) -> float:
         """See `Supervised`."""
@@ -514,7 +483,3 @@ class Outgoing:
             self._put_back(future, callbacks, None)
             raise
         return True
-
-
-def _first_pause() -> float:
-    return _LOOK_AGAIN_SOON if get_ident() == _MAIN else _LOOK_AGAIN
