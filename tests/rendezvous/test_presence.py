@@ -56,6 +56,19 @@ def test_a_file_that_was_left_behind_means_nothing(directory: Path) -> None:
     assert os.listdir(directory) == []
 
 
+def test_files_that_others_left_behind_are_swept_away(directory: Path) -> None:
+    living = Presence(TcpPlace("h", (2,), "h:2"))
+    Presence(TcpPlace("h", (3,), "h:3")).abandon()
+    (directory / "other.open").touch()
+    assert len(os.listdir(directory)) == 3
+    one = Presence(PLACE)
+    assert len(os.listdir(directory)) == 3
+    assert is_anybody_here(TcpPlace("h", (2,), "h:2"))
+    one.end()
+    living.end()
+    assert os.listdir(directory) == ["other.open"]
+
+
 def test_where_no_file_can_be_made_there_is_no_presence(directory: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(tempfile, "tempdir", str(directory / "missing"))
     one = Presence(PLACE)

@@ -5,13 +5,15 @@ at the place, and would begin a group of its own beside the one that goes on. Th
 
 The kernel gives a lock back when its process ends, however it ends; so this is never out of date. The file is in the
 directory for temporary files and has a user's id in its name: it says nothing of other machines and other users. The
-last one to go removes it. Where it cannot be opened there is no presence, and nothing else is amiss.
+last one to go removes it; those of groups that were killed as a whole are swept away by the next worker of any. Where
+it cannot be opened there is no presence, and nothing else is amiss.
 """
 
 from __future__ import annotations
 
 import contextlib
 import fcntl
+import glob
 import hashlib
 import os
 import tempfile
@@ -31,6 +33,7 @@ class Presence:
         self._descriptor: int | None = None
         with contextlib.suppress(OSError):
             self._descriptor = _share(self._path)
+        _sweep()
 
     def end(self) -> None:
         """Gives it back. May be called twice; raises nothing."""
@@ -65,7 +68,17 @@ def is_anybody_here(place: TcpPlace | FilePlace) -> bool:
 def _path(place: TcpPlace | FilePlace) -> str:
     what = f"file {os.path.realpath(place.path)}" if isinstance(place, FilePlace) else f"tcp {place.group}"
     digest = hashlib.sha256(what.encode(errors="surrogateescape")).hexdigest()[:16]
+    return _name(digest)
+
+
+def _name(digest: str) -> str:
     return os.path.join(tempfile.gettempdir(), f"farcall-{os.getuid()}-{digest}.open")
+
+
+def _sweep() -> None:
+    for path in glob.iglob(_name("*")):
+        with contextlib.suppress(OSError):
+            _remove_if_alone(path)
 
 
 def _remove_if_alone(path: str) -> None:
