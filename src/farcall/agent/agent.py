@@ -78,9 +78,8 @@ class Agent(RpcAgent):
         self._loop = EventLoop(name)
         self._serving = Serving(name, self._poller, options.num_worker_threads, options.spin, self._supervisor.quicken)
         self._listeners = self._listen(name)
+        self._entrance = Entrance(rendezvous, name, tuple(listener.address for listener in self._listeners))
         try:
-            addresses = tuple(listener.address for listener in self._listeners)
-            self._entrance = Entrance(rendezvous, name, addresses)
             me, members = self._entrance.join(options.init_timeout)
             self.info = info_of(me)
             self.book = ReferenceBook(
@@ -116,6 +115,7 @@ class Agent(RpcAgent):
             self.group.on_gone = self._member_gone
             self._peers = self.calling.peers
         except BaseException:
+            self._entrance.leave()
             self._close_descriptors()
             raise
         self._supervisor.has_chores = self.book.has_work
@@ -361,9 +361,10 @@ class Agent(RpcAgent):
             if self._ended:
                 return
             self._ended = True
-        if self.closed is None and early:
-            self.group.leave()
-            self._entrance.leave()
+        if early:
+            if self.closed is None:
+                self.group.leave()
+            self._entrance.leave()  # also of one that was expelled: it keeps the way in no longer
         self.calling.closed = NotInitializedError(f"worker {self.info.name!r} has shut down; call init_rpc again first")
         for connection in list(self._connections):
             connection.close(f"worker {self.info.name!r} (this one) shut down before the call ended")

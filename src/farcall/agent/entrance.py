@@ -44,6 +44,7 @@ class Entrance:
         self._serving: Serving | None = None
         self._number: Worker = -1
         self._over = threading.Event()
+        self._untold: dict[Worker, None] = {}  # who has gone, and the store does not know it
         self._hosting = threading.Lock()
 
     @property
@@ -81,9 +82,16 @@ class Entrance:
         if not self.is_open or group is None or serving is None or self._over.is_set():
             return
         if self._number in sorted(group.here())[:_TELLERS]:
-            from farcall.rendezvous import mark_gone
+            self._untold[number] = None
+            serving.run_aside(ChoreJob(self._tell_store))
 
-            serving.run_aside(ChoreJob(lambda: mark_gone(self._rendezvous, number)))
+    def _tell_store(self) -> None:
+        """What cannot be told now, as the store has gone too, is told when there is another one."""
+        from farcall.rendezvous import mark_gone
+
+        for number in list(self._untold):
+            if not self._over.is_set() and mark_gone(self._rendezvous, number):
+                self._untold.pop(number, None)
 
     def _store_lost(self) -> None:
         """Its host has gone, most likely."""
@@ -99,12 +107,15 @@ class Entrance:
                 members = group.here()
                 here = {number: (member.name, _encode(member)) for number, member in members.items()}
                 if host_again(self._rendezvous, here, max(here, default=0) + 1):
+                    # Those who went meanwhile are in it, and whoever would have told it did so in vain.
+                    self._untold.update(dict.fromkeys(here.keys() - group.here().keys()))
+                    self._tell_store()
                     return
                 self._over.wait(_PAUSE)
 
     def leave(self) -> None:
-        """Goes out: the name is free. Takes a second at most. Does nothing in a fixed group."""
-        if self.is_open and not self._over.is_set():
+        """Goes out: the name is free. Takes a second at most. Does nothing in a fixed group, or if it never came in."""
+        if self.is_open and self._number >= 0 and not self._over.is_set():
             self._over.set()
             from farcall.rendezvous import leave_open
 

@@ -8,6 +8,7 @@ Rules
 - Nothing here waits. What takes a while, to connect, is left to the posts in the serving pool.
 - Who has closed a connection is examined at once. If nobody listens where it did, its process is gone; anything else
   may be a break of the network, and the heartbeat decides.
+- Watchers are told in the order in which the tables changed, one change after the other, whoever has changed them.
 - Of those who have gone some are remembered, so that who calls them hears what became of them.
 """
 
@@ -16,6 +17,7 @@ from __future__ import annotations
 import logging
 import random
 import threading
+from collections import deque
 from collections.abc import Callable, Iterable, Mapping
 from time import monotonic
 from typing import Final
@@ -94,6 +96,8 @@ class Group:
         self._incoming: dict[Worker, Incoming] = {}  # the connection of each that it made
         self._gone: dict[Worker, Peer] = {}  # oldest first
         self._watchers: list[Callable[[MembershipChange], object]] = []
+        self._untold: deque[tuple[list[Callable[[MembershipChange], object]], MembershipChange]] = deque()
+        self._telling = threading.Lock()
         self._add(me)
 
     # Start, and the clock
@@ -247,8 +251,11 @@ class Group:
         for effect in effects:
             if isinstance(effect, MemberJoined):
                 self._add(effect.member)
+                self._note("joined", effect.member)
             elif isinstance(effect, (MemberLeft, MemberLost)):
-                self._remove(effect.member, left=isinstance(effect, MemberLeft))
+                left = isinstance(effect, MemberLeft)
+                self._remove(effect.member, left)
+                self._note("left" if left else "lost", effect.member)
 
     def _act(self, effects: Iterable[Effect]) -> None:
         """What comes after. Without the lock."""
@@ -257,11 +264,14 @@ class Group:
                 self._send(effect.to, encode_frame(NEWS, 0, b"", encode(effect.message)))
             elif isinstance(effect, Expelled):
                 self._on_expelled()
-            elif isinstance(effect, MemberJoined):
-                self._tell("joined", effect.member)
-            else:
+            elif isinstance(effect, (MemberLeft, MemberLost)):
                 self._finish_off(effect.member.number, isinstance(effect, MemberLeft))
-                self._tell("left" if isinstance(effect, MemberLeft) else "lost", effect.member)
+        if self._untold:
+            self._serving.submit(ChoreJob(self._tell))
+        if len(self._gone) > _REMEMBERED:
+            with self._lock:
+                while len(self._gone) > _REMEMBERED:
+                    self._forget(self._gone.pop(next(iter(self._gone))))
 
     def _send(self, to: Worker, frame: bytes) -> None:
         post = self._posts.get(to)
@@ -272,11 +282,19 @@ class Group:
         if incoming is not None:
             incoming.answer(frame)
 
-    def _tell(self, kind: str, member: Member) -> None:
-        watchers = list(self._watchers)
-        if watchers:
-            change = MembershipChange(kind, info_of(member))
-            self._serving.submit(ChoreJob(lambda: _call_all(watchers, change)))
+    def _note(self, kind: str, member: Member) -> None:
+        """For the watchers of now. Under the lock."""
+        if self._watchers:
+            self._untold.append((list(self._watchers), MembershipChange(kind, info_of(member))))
+
+    def _tell(self) -> None:
+        """Tells the watchers what they have not been told yet, unless another thread is at it: that one goes on."""
+        while self._untold and self._telling.acquire(blocking=False):
+            try:
+                while self._untold:
+                    _call_all(*self._untold.popleft())
+            finally:
+                self._telling.release()
 
     def _add(self, member: Member) -> None:
         peer = Peer(member, self.me, self.run, self._transports, self._new_connection, self._expelled, self._is_over)
@@ -299,8 +317,6 @@ class Group:
         del self._posts[number]
         peer.lose(left)
         self._gone[number] = peer
-        if len(self._gone) > _REMEMBERED:
-            self._forget(self._gone.pop(next(iter(self._gone))))
 
     def _forget(self, peer: Peer) -> None:
         calling = self._calling

@@ -86,8 +86,8 @@ def leave_open(meeting: Rendezvous, number: int) -> None:
     mark_gone(meeting, number)
 
 
-def mark_gone(meeting: Rendezvous, number: int) -> None:
-    """The worker of that number is gone: its name is free. Anyone may say so, and again.
+def mark_gone(meeting: Rendezvous, number: int) -> bool:
+    """The worker of that number is gone: its name is free. Anyone may say so, and again. Whether the store heard it.
 
     Takes a second at most and raises nothing: where there is no store, there is nothing to be freed.
     """
@@ -96,16 +96,18 @@ def mark_gone(meeting: Rendezvous, number: int) -> None:
     try:
         with _within(store, FAREWELL / 2):
             store.delete(_here(number))
-        return
+        return True
     except RendezvousError as error:
         _log.debug("the store was not told at once that number %d is gone: %s", number, error)
     if not isinstance(store, OpenStore) or not store.find_again(FAREWELL / 4):
-        return
+        return False
     try:
         with _within(store, deadline - time.monotonic()):
             store.delete(_here(number))
     except RendezvousError as error:
         _log.info("the store was not told that number %d is gone: %s", number, error)
+        return False
+    return True
 
 
 def host_again(meeting: Rendezvous, here: Mapping[int, tuple[str, bytes]], next_number: int) -> bool:
