@@ -15,6 +15,7 @@ from farcall.agent import handle as handle_module
 from farcall.agent.parcels import CarriedFrame, Letter, RemoteFrame
 from farcall.agent.post import Post
 from farcall.protocol.control import pack_control
+from farcall.protocol.handshake import Refused
 from farcall.protocol.ids import ForkId, RRefId
 from farcall.protocol.reference_messages import ForkAccepted
 from farcall.protocol.wire import CALL, CALL_CARRYING, CONTROL, REMOTE, RESULT, Decoder
@@ -227,11 +228,12 @@ def test_a_caller_of_no_rank_in_the_group_harms_nobody(warm: LocalGroup, caplog:
     from test_incoming import Stranger
 
     stranger = Stranger(warm)
-    stranger.channel.send(stranger.hello(number=99, name="worker99"))
-    stranger.read_greeting()
     before = len(warm[1]._incoming)
+    stranger.channel.send(stranger.hello(number=99, name="worker99"))
+    assert stranger.read_greeting() == Refused("there is no worker 'worker99' with number 99 in this group")
+    assert stranger.read() == b""
     stranger.channel.close()
-    eventually(lambda: len(warm[1]._incoming) < before)
+    eventually(lambda: len(warm[1]._incoming) <= before)
     assert call(warm[0], 1, echo, "unharmed") == "unharmed"
     assert "failed" not in caplog.text, caplog.text
 

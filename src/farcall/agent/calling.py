@@ -264,6 +264,8 @@ class Calling:
         try:
             connection = peer.connect(began + timeout if timeout else FOREVER)
         except WorkerLost as error:
+            if error.is_gone:
+                self._book.resend(peer.number)  # the group will find that out, and tell all
             if timeout and monotonic() >= began + timeout:
                 raise RpcTimeoutError(
                     f"`{callable_name(function)}` was not sent within {timeout:g} s: {error}"

@@ -55,7 +55,7 @@ class PendingCall(Future[Any]):
         if self._state == DONE:
             return self._value
         try:
-            return self.value()
+            return self.value() if self._state else super().wait()
         finally:
             del self  # see `Future.value`
 

@@ -30,10 +30,6 @@ ONE_HOST: Final = frozenset({"unix", "memory"})
 """Transports that can work on one host only."""
 
 
-class NobodyThere(WorkerLost):
-    """Nobody listens any more where the worker did: its process is gone."""
-
-
 class Peer:
     """One worker of the group, as this worker sees it."""
 
@@ -66,7 +62,7 @@ class Peer:
         self._last: Outgoing | None = None
 
     def connect(self, deadline: float) -> Outgoing:
-        """The connection, made if need be. Raises `WorkerLost` if the worker cannot be reached, `NobodyThere`."""
+        """The connection, made if need be. Raises `WorkerLost` if the worker cannot be reached."""
         if self.is_lost:
             raise self.lost_error()
         deadline = min(deadline, monotonic() + CONNECT_TIMEOUT)
@@ -98,7 +94,8 @@ class Peer:
 
     def close_connection(self) -> None:
         """Ends the connection of one who is gone, if there is one, and what waits on it."""
-        for connection in filter(None, (self._last, self.connection)):
+        last, self._last = self._last, None  # it is not kept longer than needed, with all that was met on it
+        for connection in filter(None, (last, self.connection)):
             connection.lose("it has left the group" if self._has_left else "the group cannot reach it", advice="")
 
     def forget(self, connection: Outgoing) -> None:
@@ -131,8 +128,9 @@ class Peer:
             else:
                 return channel
         detail = "; ".join(reasons) or f"no transport of {', '.join(self._transports)} leads to it"
-        kind = WorkerLost if anybody or not reasons else NobodyThere
-        raise kind(f"worker {self.info.name!r} cannot be reached ({detail}); {LOST_ADVICE}", self.info.name)
+        lost = WorkerLost(f"worker {self.info.name!r} cannot be reached ({detail}); {LOST_ADVICE}", self.info.name)
+        lost.is_gone = bool(reasons) and not anybody
+        raise lost
 
     def _ways(self) -> list[tuple[Transport, str]]:
         """The addresses of the worker that may be reached from here, best first."""

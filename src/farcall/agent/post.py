@@ -26,7 +26,7 @@ from farcall.agent.jobs import Answerable
 from farcall.agent.mailboxes import Mailboxes
 from farcall.agent.outgoing import Outgoing
 from farcall.agent.parcels import CarriedFrame, RemoteFrame, Way
-from farcall.agent.peers import NobodyThere, Peer
+from farcall.agent.peers import Peer
 from farcall.agent.serving import Serving
 from farcall.errors import WorkerLost
 from farcall.protocol.control import pack_control, pack_section
@@ -138,10 +138,10 @@ class Post:
                 break
             try:
                 connection = self._peer.connect(monotonic() + _CONNECT_TIMEOUT)
-            except NobodyThere:
-                self._on_unreachable()
-                break
-            except WorkerLost:
+            except WorkerLost as error:
+                if error.is_gone:
+                    self._on_unreachable()
+                    break
                 threading.Event().wait(pause)
             else:
                 self.is_stuck = False
