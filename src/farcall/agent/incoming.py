@@ -224,6 +224,10 @@ class Incoming:
         self._on_closed(self)
         self._reception.closed(self)
 
+    def has_unsent(self) -> bool:
+        """Whether a reply waits until the caller reads."""
+        return not self._closed and self._sender.waiting > 0
+
     def is_lost(self) -> bool:
         """Whether it is closed, and what was sent on it may not have arrived."""
         return self._closed

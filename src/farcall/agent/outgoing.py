@@ -99,6 +99,7 @@ class Outgoing:
         self._receiving = False  # the holder of the reader's role is at it just now
         self._lost: RpcError | None = None
         self._advice = ""
+        self._parting = ""  # why it is about to end, once the peer has left
         self._first_deadline = FOREVER
         self.calls_started = self.calls_failed = 0
         """How many calls were sent on it so far, and how many of those have ended with an error."""
@@ -283,7 +284,7 @@ class Outgoing:
                 count = self._channel.receive_into(decoder.space)
                 messages = decoder.filled(count) if count else None
             if messages is None:
-                self.lose("it closed the connection")
+                self._lose_orderly() if self._parting else self.lose("it closed the connection")
                 return
             for kind, call_id, head, body, buffers in messages:
                 handles: Sequence[Handle] = ()
@@ -351,6 +352,8 @@ class Outgoing:
             return None
         if kind == NEWS:
             self._on_news(self.number, body)
+            if self._parting:  # that was its good-bye, and it answers nothing more
+                self._lose_orderly()
             return None
         if kind != RESULT_CARRYING:
             raise ProtocolError(f"a call (kind {kind}) came where only replies may")
@@ -426,6 +429,15 @@ class Outgoing:
         """Gives the connection up; everything pending fails with `WorkerLost`."""
         self._advice = f"; {advice}" if advice else ""
         self._end(WorkerLost(f"worker {self.peer.name!r} was lost: {reason}", self.peer.name))
+
+    def part(self, reason: str) -> None:
+        """The peer has left. What it has answered before may not have been read yet; after that, this ends."""
+        self._parting = reason
+        if not self.pending:
+            self._lose_orderly()
+
+    def _lose_orderly(self) -> None:
+        self.lose(self._parting, advice="")
 
     def close(self, reason: str) -> None:
         """Closes it from our side; everything pending fails with that reason."""

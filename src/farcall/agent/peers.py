@@ -86,7 +86,7 @@ class Peer:
                     self._lock.release()
 
     def lose(self, left: bool) -> None:
-        """It is gone for good: new calls to it fail at once from now on. `close_connection` ends the others."""
+        """It is gone for good: new calls to it fail at once from now on. `part` and `close_connection` end others."""
         self._has_left = left
         self.is_lost = True
         self._last, self.connection = self.connection, None
@@ -95,6 +95,11 @@ class Peer:
         """What is raised by who wants something of a worker that is gone."""
         fate = "has left the group" if self._has_left else "was lost"
         return WorkerLost(f"worker {self.info.name!r} {fate}", self.info.name)
+
+    def part(self) -> None:
+        """Of one who has left, ends the connection when what it has answered is read, and what waits on it then."""
+        for connection in filter(None, (self._last, self.connection)):
+            connection.part("it has left the group")
 
     def close_connection(self) -> None:
         """Ends the connection of one who is gone, if there is one, and what waits on it."""
