@@ -29,6 +29,7 @@ T = TypeVar("T")
 
 To = str | int | WorkerInfo
 
+_new_rref = RRef.__new__  # as `RRef.of` does, without its frame
 _agent: RpcAgent | None = None
 _lock = threading.Lock()  # held while an agent is made, never during a call or a shutdown
 
@@ -161,7 +162,9 @@ def remote(
     agent = _agent
     if agent is None:
         raise _not_initialized()
-    return RRef.of(agent.remote(to, func, args, kwargs))
+    rref: RRef[T] = _new_rref(RRef)
+    rref._handle = agent.remote(to, func, args, kwargs)
+    return rref
 
 
 def references() -> Inventory:

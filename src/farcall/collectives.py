@@ -281,7 +281,8 @@ def _members(agent: RpcAgent, worker_names: Iterable[str] | None) -> tuple[str, 
     if not names:
         names = {info.name for info in agent.get_worker_infos()}
     if agent.info.name not in names:
-        raise UsageError(f"worker {agent.info.name!r} is not among {_listed(sorted(names))}, so it cannot wait with them")
+        others = _listed(sorted(names))
+        raise UsageError(f"worker {agent.info.name!r} is not among {others}, so it cannot wait with them")
     return tuple(sorted(names))
 
 

@@ -362,13 +362,11 @@ class Agent(RpcAgent):
             if self._ended:
                 return
             self._ended = True
-            if early:
-                if self.closed is None:
-                    self.group.leave()
-                self._entrance.leave()  # also of one that was expelled: it keeps the way in no longer
-            self.calling.closed = NotInitializedError(
-                f"worker {self.info.name!r} has shut down; call init_rpc again first"
-            )
+        if early:
+            if self.closed is None:
+                self.group.leave()
+            self._entrance.leave()  # also of one that was expelled: it keeps the way in no longer
+        self.calling.closed = NotInitializedError(f"worker {self.info.name!r} has shut down; call init_rpc again first")
         for connection in list(self._connections):
             connection.close(f"worker {self.info.name!r} (this one) shut down before the call ended")
         deadline = monotonic() + _CLOSE_TIMEOUT

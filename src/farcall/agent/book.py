@@ -10,7 +10,7 @@ Rules
   may come all the same: under the lock, what was begun is undone; after it, whoever has the number to send gives up the
   connection, and it is sent again.
 - A finalizer only appends to a queue (garbage collection may run anywhere, in the midst of any lock, this one too); the
-  queue is worked off by the next remote call, or by the serving pool a moment later. So are the outboxes.
+  queue is worked off by the serving pool a moment later. So are the outboxes, unless a call takes along what is in them.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from farcall.agent.mailboxes import ANSWERS, Mailboxes
 from farcall.agent.parcels import CarriedFrame, Parcel, RemoteFrame, Way
 from farcall.agent.values import Value
 from farcall.errors import RpcError, UsageError, WorkerLost
-from farcall.protocol.control import pack_remote, unpack_control
+from farcall.protocol.control import HANDLE_SIZE, pack_remote, unpack_control
 from farcall.protocol.ids import ForkId, RRefId, Worker
 from farcall.protocol.reference_messages import (
     Carried,
@@ -133,15 +133,15 @@ class ReferenceBook:
         `passed` are the handles among the arguments, `keeps` is what must live until the message has arrived. Raises
         the error of a handle that leads nowhere, `WorkerLost` if the owner is lost; then nothing was passed.
         """
-        self._refuse_finalizers()
+        if self._lock._is_owned():  # type: ignore[attr-defined]
+            self._refuse_finalizers()
         if passed:
             check_usable(passed)
         made = made_here(self._record_stacks, depth=4)
         boxes = self.mailboxes
         with self._lock:
-            self._check_peer(owner)
-            if self._dropped:
-                self._work_off()
+            if owner not in self._references.peers:
+                self._check_peer(owner)
             before, parcel = self._references.ids_given(owner), None
             try:
                 reference, fork = self._references.call_remote(owner)
@@ -152,11 +152,12 @@ class ReferenceBook:
                     message = encode(CONTROL, 0, b"", boxes.letter(owner) or b"")
                 parcel = RemoteFrame(reference, fork, buffers, via, keeps)
                 number = boxes.delivery.send(owner, parcel)
-                head = pack_remote(number, self._fork_all(passed, owner) if passed else (), reference, fork) + callee
+                front = pack_remote(number, self._fork_all(passed, owner) if passed else (), reference, fork)
+                handle.packed = front[-HANDLE_SIZE:]
                 if buffers:
-                    parcel.frame = encode_start(REMOTE, 0, head, body, buffers)
+                    parcel.frame = encode_start(REMOTE, 0, front + callee, body, buffers)
                 else:
-                    parcel.frame = encode(REMOTE, 0, head, body)
+                    parcel.frame = encode(REMOTE, 0, front + callee, body)
             except BaseException:
                 self._take_back(owner, before, passed, parcel)
                 raise
@@ -316,7 +317,10 @@ class ReferenceBook:
         """
         try:
             with self._lock:
-                if not self._is_new(sender, number):
+                boxes = self.mailboxes
+                if sender in self._references.peers:  # as in `_is_new`, without its frame
+                    boxes.owed[sender] = None
+                if not boxes.delivery.receive(sender, number):
                     return None
                 effects = self._references.create_requested(sender, reference, fork)
                 value = self._values.get(reference)  # there already, if a fork came before

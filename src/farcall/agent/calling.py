@@ -109,21 +109,26 @@ class Calling:
         unattended: bool = False,
     ) -> PendingCall:
         """Calls a method of what a reference stands for, or asks for its value, presence or type (`wire.py`)."""
-        handle.check()
+        if handle.new_error is not None:
+            raise handle.new_error()
         if self.closed is not None:
             raise self.closed
         timeout = self.rpc_timeout if timeout == UNSET_RPC_TIMEOUT else self.resolve_timeout(timeout)
-        peer = self._owner(handle)
-        head = self._head_on(handle, what, method if what == METHOD else "")
+        peer = self.numbered.get(handle.reference.owner) or self._owner(handle)
+        if what == METHOD or handle.packed is None:
+            head = self._head_on(handle, what, method if what == METHOD else "")
+        else:
+            head = what + handle.packed
         if args or kwargs:
             future = self._call_with_arguments(peer, method, head, args, kwargs, timeout)
         else:
             connection, spent = peer.connection, 0.0
             if connection is None:
                 connection, spent = self._connect(peer, method, timeout)
+            boxes = self._book.mailboxes
             mail: bytes | None = b""  # perhaps taken already
             try:
-                mail = self._book.mailboxes.mail(peer.number)
+                mail = boxes.mail(peer.number) if boxes.outboxes else None
                 future = connection.call(method, head, b"", (), timeout, spent, CALL, mail)
             except BaseException as error:
                 if mail is not None:

@@ -55,7 +55,7 @@ class PendingCall(Future[Any]):
         if self._state == DONE:
             return self._value
         try:
-            return super().wait()
+            return self.value()
         finally:
             del self  # see `Future.value`
 
