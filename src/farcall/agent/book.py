@@ -10,7 +10,7 @@ Rules
   may come all the same: under the lock, what was begun is undone; after it, whoever has the number to send gives up the
   connection, and it is sent again.
 - A finalizer only appends to a queue (garbage collection may run anywhere, in the midst of any lock, this one too); the
-  queue is worked off by the serving pool a moment later. So are the outboxes, unless a call takes along what is in them.
+  queue is worked off by the serving pool a moment later. So are the outboxes, unless a call takes along what they hold.
 """
 
 from __future__ import annotations
