@@ -307,6 +307,7 @@ class Agent(RpcAgent):
         return (
             not self._serving.is_busy()
             and not any(connection.pending for connection in list(self._connections))
+            and not any(incoming.has_unsent() for incoming in list(self._incoming))
             and self.book.is_quiet()
         )
 

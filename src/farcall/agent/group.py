@@ -8,6 +8,8 @@ Rules
 - Nothing here waits. What takes a while, to connect, is left to the posts in the serving pool.
 - Who has closed a connection is examined at once. If nobody listens where it did, its process is gone; anything else
   may be a break of the network, and the heartbeat decides.
+- Who leaves has answered before, perhaps on another connection than its good-bye came by, or a friend's word of it. So
+  the connection ends when the answers are read; at the latest at the tick after next.
 - Watchers are told in the order in which the tables changed, one change after the other, whoever has changed them.
 - Of those who have gone some are remembered, so that who calls them hears what became of them.
 """
@@ -95,6 +97,8 @@ class Group:
         self._posts: dict[Worker, Post] = {}
         self._incoming: dict[Worker, Incoming] = {}  # the connection of each that it made
         self._gone: dict[Worker, Peer] = {}  # oldest first
+        self._parting: list[Peer] = []  # those who left since the last tick, and since the one before
+        self._parting_before: list[Peer] = []
         self._watchers: list[Callable[[MembershipChange], object]] = []
         self._untold: deque[tuple[list[Callable[[MembershipChange], object]], MembershipChange]] = deque()
         self._telling = threading.Lock()
@@ -117,7 +121,10 @@ class Group:
             effects = self._membership.ticked(now)
             self._change(effects)
             posts = [post for post in self._posts.values() if post.is_stuck]
+            overdue, self._parting_before, self._parting = self._parting_before, self._parting, []
         self._act(effects)
+        for peer in overdue:
+            peer.close_connection()
         for post in posts:
             post.try_again()
 
@@ -328,7 +335,10 @@ class Group:
     def _finish_off(self, number: Worker, left: bool) -> None:
         """Whatever waits for one who has gone ends now. Without the lock: callbacks may follow from it."""
         peer = self._calling.numbered.get(number)
-        if peer is not None:
+        if peer is not None and left:
+            self._parting.append(peer)
+            peer.part()
+        elif peer is not None:
             peer.close_connection()
         incoming = self._incoming.get(number)
         if incoming is not None:

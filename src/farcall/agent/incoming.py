@@ -11,11 +11,12 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Sequence
-from typing import Final, Protocol
+from typing import Protocol
 
 from farcall.agent.execution import CallJob, RemoteJob, Workplace
 from farcall.agent.jobs import Reply
 from farcall.agent.poller import READABLE, WRITABLE, Poller
+from farcall.agent.reading import CHUNK
 from farcall.agent.sending import Sender, Traffic
 from farcall.errors import ProtocolError
 from farcall.protocol.control import unpack_remote, unpack_section
@@ -26,9 +27,6 @@ from farcall.protocol.wire import CALL, CALL_CARRYING, CARRIED, CONTROL, NEWS, R
 from farcall.transports.base import Channel
 
 logger = logging.getLogger("farcall")
-
-_CHUNK: Final = 1 << 15
-"""Not more: from 128 KiB on, the allocator asks the system for memory anew each time, which costs more than a call."""
 
 
 class Reception(Protocol):
@@ -89,7 +87,7 @@ class Incoming:
                 count = self._channel.receive_into(decoder.space)
                 messages = decoder.filled(count) if count else None
             else:
-                data = self._channel.receive(_CHUNK)
+                data = self._channel.receive(CHUNK)
                 if data and self._peer is None:
                     data = self._greet(data)
                     if not data:
@@ -223,6 +221,10 @@ class Incoming:
         self._channel.close()
         self._on_closed(self)
         self._reception.closed(self)
+
+    def has_unsent(self) -> bool:
+        """Whether a reply waits until the caller reads."""
+        return not self._closed and self._sender.waiting > 0
 
     def is_lost(self) -> bool:
         """Whether it is closed, and what was sent on it may not have arrived."""

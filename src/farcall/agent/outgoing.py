@@ -27,12 +27,12 @@ from farcall.agent.book import ReferenceBook
 from farcall.agent.calls import CallbackJob, PendingCall, Reply
 from farcall.agent.handle import Handle
 from farcall.agent.poller import HUNG_UP, READABLE, WRITABLE, Poller
-from farcall.agent.reading import CANNOT_WAIT, LOOK_AGAIN, Reading, first_pause
+from farcall.agent.reading import CANNOT_WAIT, CHUNK, LOOK_AGAIN, Reading, first_pause
 from farcall.agent.sending import MAX_WAITING, Sender, Traffic
 from farcall.agent.serving import Serving
 from farcall.agent.spinning import Dozing, Spinning
 from farcall.agent.supervisor import Supervisor
-from farcall.errors import ProtocolError, RpcError, RpcTimeoutError, UsageError, WorkerLost
+from farcall.errors import ProtocolError, RpcError, UsageError, WorkerLost
 from farcall.futures import DONE, FAILED, UNLOADED, Callbacks, Future, run_callbacks
 from farcall.protocol.control import unpack_section
 from farcall.protocol.ids import Worker, WorkerInfo
@@ -48,12 +48,9 @@ from farcall.protocol.wire import (
     encode,
     encode_start,
 )
-from farcall.serialization import callable_name
 from farcall.sleeping import FOREVER, asleep, on_serving_thread
 from farcall.transports.base import Buffer, Channel
 
-_CHUNK: Final = 1 << 15
-"""Not more: from 128 KiB on, the allocator asks the system for memory anew each time, which costs more than a call."""
 LOST_ADVICE: Final = "is it still running, and does every worker call rpc.shutdown() at its end?"
 
 
@@ -99,6 +96,7 @@ class Outgoing:
         self._receiving = False  # the holder of the reader's role is at it just now
         self._lost: RpcError | None = None
         self._advice = ""
+        self._parting = ""  # why it is about to end, once the peer has left
         self._first_deadline = FOREVER
         self.calls_started = self.calls_failed = 0
         """How many calls were sent on it so far, and how many of those have ended with an error."""
@@ -148,7 +146,7 @@ class Outgoing:
             if self._sender.waiting > MAX_WAITING:
                 self._sender.hold_back(deadline, self.is_lost)
         except OSError as error:
-            self.lose(f"sending to it failed: {error}")
+            self._sending_failed(error)
         except BaseException as error:
             self.pending.pop(call_id, None)  # nobody gets to know of it
             self._sending_interrupted(error, must_arrive=kind != CALL or mail is not None)
@@ -162,7 +160,7 @@ class Outgoing:
         try:
             self._sender.send(message)
         except OSError as error:
-            self.lose(f"sending to it failed: {error}")
+            self._sending_failed(error)
 
     def send_control(self, message: bytes, buffers: Sequence[Buffer] = (), patience: float = 0.0) -> None:
         """Sends something about references, which the peer will acknowledge. What is lost is sent again later.
@@ -178,7 +176,7 @@ class Outgoing:
             if patience and self._sender.waiting > MAX_WAITING:
                 self._sender.hold_back(monotonic() + patience, self.is_lost)
         except OSError as error:
-            self.lose(f"sending to it failed: {error}")
+            self._sending_failed(error)
         except BaseException as error:
             self._sending_interrupted(error, must_arrive=True)
             raise
@@ -187,6 +185,13 @@ class Outgoing:
     def interrupted(self, error: BaseException) -> None:
         """Gives the connection up: something that must arrive was perhaps not sent, and is sent again then."""
         self.lose(f"sending to it was interrupted by {type(error).__name__}", advice="")
+
+    def _sending_failed(self, error: OSError) -> None:
+        """It has hung up, most likely: what it said before that, perhaps good-bye, is read first."""
+        poll = self._new_poll()
+        while self._lost is None and poll(0) and self._receive_in_background():
+            pass
+        self.lose(f"sending to it failed: {error}")
 
     def _sending_interrupted(self, error: BaseException, must_arrive: bool) -> None:
         if must_arrive or self._sender.is_broken():  # a part of a message may be gone
@@ -277,13 +282,13 @@ class Outgoing:
         self._receiving = True
         try:
             if decoder.space is None:
-                data = self._channel.receive(_CHUNK)
+                data = self._channel.receive(CHUNK)
                 messages = decoder.feed(data) if data else None
             else:
                 count = self._channel.receive_into(decoder.space)
                 messages = decoder.filled(count) if count else None
             if messages is None:
-                self.lose("it closed the connection")
+                self.lose(self._parting or "it closed the connection", "" if self._parting else LOST_ADVICE)
                 return
             for kind, call_id, head, body, buffers in messages:
                 handles: Sequence[Handle] = ()
@@ -351,6 +356,8 @@ class Outgoing:
             return None
         if kind == NEWS:
             self._on_news(self.number, body)
+            if self._parting:  # that was its good-bye, and it answers nothing more
+                self.lose(self._parting, advice="")
             return None
         if kind != RESULT_CARRYING:
             raise ProtocolError(f"a call (kind {kind}) came where only replies may")
@@ -366,12 +373,19 @@ class Outgoing:
             try:
                 self._sender.flush()
             except OSError as error:
-                self.lose(f"sending to it failed: {error}")
-        if events & ~WRITABLE and self._reading.enter_in_background():
-            try:
-                self._receive(None)
-            finally:
-                self._reading.leave()
+                self._sending_failed(error)
+        if events & ~WRITABLE:
+            self._receive_in_background()
+
+    def _receive_in_background(self) -> bool:
+        """Reads what is there, unless somebody else does; whether it did."""
+        if not self._reading.enter_in_background():
+            return False
+        try:
+            self._receive(None)
+        finally:
+            self._reading.leave()
+        return True
 
     def watch_in_background(self, on: bool) -> None:
         """See `Readable`."""
@@ -410,12 +424,8 @@ class Outgoing:
                 self._note_deadline(future.deadline)
 
     def _expire(self, future: PendingCall) -> None:
-        error = RpcTimeoutError(
-            f"worker {self.peer.name!r} did not answer `{callable_name(future.function)}` within {future.timeout:g} s; "
-            "it may still be running there. Give the call a longer timeout, or 0 for none"
-        )
         self._late.add(future.call_id)  # before it is taken: its reply may come just then
-        if self._take_and_fail(future, error):
+        if self._take_and_fail(future, future.too_late()):
             self.unattended()
         else:
             self._late.discard(future.call_id)
@@ -426,6 +436,12 @@ class Outgoing:
         """Gives the connection up; everything pending fails with `WorkerLost`."""
         self._advice = f"; {advice}" if advice else ""
         self._end(WorkerLost(f"worker {self.peer.name!r} was lost: {reason}", self.peer.name))
+
+    def part(self, reason: str) -> None:
+        """The peer has left. What it has answered before may not have been read yet; after that, this ends."""
+        self._parting = reason
+        if not self.pending:
+            self.lose(reason, advice="")
 
     def close(self, reason: str) -> None:
         """Closes it from our side; everything pending fails with that reason."""
@@ -461,9 +477,7 @@ class Outgoing:
     def _fail(self, future: PendingCall) -> None:
         lost = self._lost
         assert lost is not None
-        text = f"{lost} (while `{callable_name(future.function)}` was running there, or on its way){self._advice}"
-        error = WorkerLost(text, self.peer.name) if isinstance(lost, WorkerLost) else RpcError(text)
-        self._take_and_fail(future, error)
+        self._take_and_fail(future, future.cut_off(lost, self._advice))
 
     def _take_and_fail(self, future: PendingCall, error: RpcError) -> bool:
         """Settles it with that error, unless somebody else has taken it from `pending`; whether it was settled here."""

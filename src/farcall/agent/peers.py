@@ -82,7 +82,7 @@ class Peer:
                     self._lock.release()
 
     def lose(self, left: bool) -> None:
-        """It is gone for good: new calls to it fail at once from now on. `close_connection` ends the others."""
+        """It is gone for good: new calls to it fail at once from now on. `part` and `close_connection` end others."""
         self._has_left = left
         self.is_lost = True
         self._last, self.connection = self.connection, None
@@ -92,9 +92,15 @@ class Peer:
         fate = "has left the group" if self._has_left else "was lost"
         return WorkerLost(f"worker {self.info.name!r} {fate}", self.info.name)
 
+    def part(self) -> None:
+        """Of one who has left, ends the connection when what it has answered is read, and what waits on it then."""
+        last, self._last = self._last, None  # it is not kept longer than needed, with all that was met on it
+        for connection in filter(None, (last, self.connection)):
+            connection.part("it has left the group")
+
     def close_connection(self) -> None:
         """Ends the connection of one who is gone, if there is one, and what waits on it."""
-        last, self._last = self._last, None  # it is not kept longer than needed, with all that was met on it
+        last, self._last = self._last, None
         for connection in filter(None, (last, self.connection)):
             connection.lose("it has left the group" if self._has_left else "the group cannot reach it", advice="")
 

@@ -59,6 +59,9 @@ class Readable(Protocol):
 _TRIES: Final = 100
 """Interrupts that a thread may get while it leaves; more than anybody can press Ctrl-C in that time."""
 
+CHUNK: Final = 1 << 15
+"""So much is read at once: from 128 KiB on, the allocator asks the system for memory anew each time, which costs more
+than a call."""
 LOOK_AGAIN: Final = 1.0
 """Seconds for which a reader sleeps at most before it looks again."""
 _LOOK_AGAIN_SOON: Final = 5e-3
