@@ -24,6 +24,8 @@ from farcall.agent import Agent
 from farcall.errors import UsageError
 from farcall.options import RpcBackendOptions
 from farcall.rendezvous import Rendezvous
+from farcall.testing.faulty import FaultyAgent
+from farcall.testing.faulty_options import FaultyRpcBackendOptions
 from farcall.testing.memory_store import MemoryStore
 from farcall.transports.memory import MemoryNetwork, MemoryTransport
 
@@ -34,8 +36,8 @@ _numbers: Final = itertools.count(1)
 class LocalGroup:
     """A group of agents, named `worker0`, `worker1` ... unless `names` are given, in the order of their ranks.
 
-    `options` go for all; what they say of rendezvous and transports is not used. Raises what an agent raises that
-    cannot start; then none is left running.
+    `options` go for all; what they say of rendezvous and transports is not used. With those of the faulty agent, all
+    are faulty agents. Raises what an agent raises that cannot start; then none is left running.
     """
 
     def __init__(
@@ -51,6 +53,7 @@ class LocalGroup:
         _groups[self._number] = self
 
     def _start(self, options: RpcBackendOptions) -> list[Agent]:
+        make_agent = FaultyAgent if isinstance(options, FaultyRpcBackendOptions) else Agent
         group = uuid.uuid4().hex
         store = MemoryStore()
         started: dict[int, Agent] = {}
@@ -59,8 +62,7 @@ class LocalGroup:
         def start(rank: int) -> None:
             meeting = Rendezvous(store.another_end(), rank, len(self.names), "", group)
             try:
-                transports = {"memory": MemoryTransport(self.network)}
-                agent = Agent(self.names[rank], meeting, options, transports)
+                agent = make_agent(self.names[rank], meeting, options, {"memory": MemoryTransport(self.network)})
                 agent.start()
                 started[rank] = agent
             except BaseException as error:
