@@ -52,7 +52,7 @@ def test_a_worker_that_is_cut_off_cannot_be_reached_until_it_is_healed(group: Lo
     future = start(group[0], 1, wait_at, "cut")
     assert arrived["cut"].wait(SOON)
     faults(group[0]).cut("worker1")
-    with pytest.raises(WorkerLost, match="the faulty agent has cut worker 'worker1' off; it can be reached again after"):
+    with pytest.raises(WorkerLost, match="the faulty agent has cut worker 'worker1' off; it can be reached"):
         future.wait()
     gate.set()
     for caller, to in ((group[0], 1), (group[1], 0)):
@@ -100,7 +100,7 @@ def test_nothing_passes_to_and_from_a_frozen_worker_and_nothing_gets_lost(group:
     there, back = start(group[0], 1, echo, 1), start(group[1], 0, echo, 2)
     with pytest.raises(RpcTimeoutError):
         call(group[0], 1, echo, 3, timeout=MOMENT)
-    assert not (answer.done() or there.done() or back.done())
+    assert [future.done() for future in (answer, there, back)] == [False, False, False]
     assert call(group[2], 1, echo, 4) == 4
     faults(group[0]).heal("worker1")
     assert [answer.wait(), there.wait(), back.wait()] == ["answered", 1, 2]
@@ -162,16 +162,6 @@ def test_every_message_to_and_from_a_slow_worker_takes_longer(group: LocalGroup)
     assert monotonic() - began < 2 * MOMENT
 
 
-def test_order_is_kept_on_a_slow_way(group: LocalGroup) -> None:
-    came: list[int] = []
-    faults(group[0]).slow("worker1", 0.05)
-    for future in [start(group[0], 1, echo, number) for number in range(20)]:
-        future.add_done_callback(lambda done: came.append(done.value()))
-    eventually(lambda: len(came) == 20)
-    assert sorted(came) == list(range(20))
-    group.shutdown()
-
-
 # -- changing them
 
 
@@ -198,9 +188,7 @@ def test_the_last_word_counts(group: LocalGroup) -> None:
         (lambda mine: mine.heal("worker7"), "there is no worker 'worker7'"),
     ],
 )
-def test_workers_that_are_not_there_are_refused(
-    group: LocalGroup, change: Callable[[Any], None], message: str
-) -> None:
+def test_workers_that_are_not_there_are_refused(group: LocalGroup, change: Callable[[Any], None], message: str) -> None:
     with pytest.raises(UnknownWorkerError, match=message):
         change(faults(group[0]))
 

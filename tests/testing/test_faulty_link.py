@@ -64,7 +64,7 @@ def all_fail(names: list[str], failure: Failure, sends: int = 1) -> dict[str, An
     return {
         "messages_to_fail": names,
         "num_fail_sends": sends,
-        "failures": {name: failure for name in names},
+        "failures": dict.fromkeys(names, failure),
     }
 
 

@@ -46,7 +46,8 @@ def test_each_message_fails_in_its_way() -> None:
 
 def test_what_failed_is_counted_anew_when_the_rule_is_set() -> None:
     mine = rules(messages_to_fail=["PYTHON_CALL", "SCRIPT_REMOTE_CALL"])
-    assert mine.judge("PYTHON_CALL", 1).failure and mine.judge("PYTHON_REMOTE_CALL", 1).failure
+    assert mine.judge("PYTHON_CALL", 1).failure
+    assert mine.judge("PYTHON_REMOTE_CALL", 1).failure
     mine.fail("PYTHON_CALL", 1, Failure.REPLY_LOST)
     assert mine.judge("PYTHON_CALL", 1) == Verdict(Failure.REPLY_LOST, 1, 1)
     assert mine.judge("PYTHON_REMOTE_CALL", 1) == Verdict()

@@ -36,7 +36,13 @@ def test_the_other_side_greets_too() -> None:
 @pytest.mark.parametrize("chunk", [1, 3, 1000])
 @pytest.mark.parametrize(
     "unknown",
-    [b"GET / HTTP/1.1\r\n", b"farce", b"farcall\0" + b"\xff" * 40, pack(Purpose.STORE, HELLO), GREETING[:16] + b"!" * 99],
+    [
+        b"GET / HTTP/1.1\r\n",
+        b"farce",
+        b"farcall\0" + b"\xff" * 40,
+        pack(Purpose.STORE, HELLO),
+        GREETING[:16] + b"!" * 99,
+    ],
 )
 def test_what_is_unknown_passes_as_it_is(unknown: bytes, chunk: int) -> None:
     assert b"".join(fed(unknown, chunk)) == unknown  # type: ignore[arg-type]

@@ -255,9 +255,7 @@ class Link:
     def _refuse(self, call_id: int, name: str, callee: bytes, verdict: Verdict) -> None:
         """Answers a call in the other worker's place."""
         function = f"`{callee.decode().replace(chr(0), '.')}`" if callee[:1] > b"\4" else "a function or a value"
-        error = WorkerLost(
-            f"worker {self.peer!r} was not asked for {function}: {_explained(name, verdict)}", self.peer
-        )
+        error = WorkerLost(f"worker {self.peer!r} was not asked for {function}: {_explained(name, verdict)}", self.peer)
         body = encode_failure(error, self._faults.name, "the faulty agent")
         self._deliver(self._inbound, [encode(FAILURE, call_id, b"", body)])
 
