@@ -166,8 +166,11 @@ def test_every_message_to_and_from_a_slow_worker_takes_longer(group: LocalGroup)
 
 
 def test_healing_all_is_one_call(group: LocalGroup) -> None:
+    old = group[0]._peers[1].connection
+    assert old is not None
     faults(group[0]).cut("worker1")
     faults(group[0]).freeze("worker2")
+    eventually(old.is_lost)
     faults(group[0]).heal()
     assert call(group[0], 1, echo, 1) == call(group[0], 2, echo, 1) == 1
     faults(group[0]).heal("worker1")

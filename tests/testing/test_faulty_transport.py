@@ -9,6 +9,7 @@ import pytest
 
 from eventually import eventually
 from farcall.protocol.handshake import Hello, Purpose, pack
+from farcall.protocol.wire import RESULT, encode
 from farcall.testing import Faults, FaultyRpcBackendOptions
 from farcall.testing.conformance import PATIENCE, Pair, TransportConformance, accept, open_pair, polls, read, refusal
 from farcall.testing.faulty_transport import FaultyTransport
@@ -121,6 +122,19 @@ def test_a_channel_that_was_broken_on_purpose_says_so(transport: FaultyTransport
     assert theirs.receive(10) == b""
     theirs.close()
     listener.close()
+
+
+def test_order_is_kept_on_a_slow_way(transport: FaultyTransport, faults: Faults) -> None:
+    listener = transport.listen()
+    ours, theirs = open_pair(transport, listener)
+    faults.slow("worker1", 0.02)
+    messages = [HELLO, *(encode(RESULT, number, b"", b"x" * number) for number in range(50))]
+    for message in messages:
+        ours.send(message)
+    expected = b"".join(messages)
+    assert read(theirs, len(expected)) == expected
+    for end in (ours, theirs, listener):
+        end.close()
 
 
 def test_without_descriptors_the_inner_channel_is_closed(
