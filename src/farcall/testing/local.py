@@ -30,6 +30,8 @@ from farcall.agent import Agent
 from farcall.errors import UsageError
 from farcall.options import RpcBackendOptions
 from farcall.rendezvous import Rendezvous
+from farcall.testing.faulty import FaultyAgent
+from farcall.testing.faulty_options import FaultyRpcBackendOptions
 from farcall.testing.memory_store import MemoryStore
 from farcall.transports.memory import MemoryNetwork, MemoryTransport
 
@@ -41,8 +43,8 @@ class LocalGroup:
     """A group of agents, named `worker0`, `worker1` ... unless `names` are given, in the order of their ranks.
 
     In an open group (`is_open`) they have no ranks, and are in the order in which they came. `options` go for all; what
-    they say of rendezvous and transports is not used. Raises what an agent raises that cannot start; then none is left
-    running.
+    they say of rendezvous and transports is not used. With those of the faulty agent, all are faulty agents. Raises
+    what an agent raises that cannot start; then none is left running.
     """
 
     def __init__(
@@ -93,7 +95,8 @@ class LocalGroup:
             store, -1 if self._is_open else rank, None if self._is_open else len(self.names), "", self._run
         )
         try:
-            agent = Agent(name, meeting, self._options, {"memory": MemoryTransport(self.network)})
+            make_agent = FaultyAgent if isinstance(self._options, FaultyRpcBackendOptions) else Agent
+            agent = make_agent(name, meeting, self._options, {"memory": MemoryTransport(self.network)})
             agent.start()
         except BaseException:
             store.close()
