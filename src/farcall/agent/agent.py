@@ -215,8 +215,9 @@ class Agent(RpcAgent):
                 "long; its references are gone. Call shutdown(), and init_rpc() to join again"
             )
         logger.warning("%s", self.closed)
+        self._entrance.expelled()
         for connection in list(self._connections):
-            connection.close(str(self.closed))
+            connection.close(str(self.closed), ExpelledError)
 
     # The group
 
@@ -354,6 +355,7 @@ class Agent(RpcAgent):
             self._ended = True
             if self.closed is None and early:
                 self.group.leave()
+            if early:
                 self._entrance.leave()
             self.calling.closed = NotInitializedError(
                 f"worker {self.info.name!r} has shut down; call init_rpc again first"

@@ -80,10 +80,18 @@ class Entrance:
         group, serving = self._group, self._serving
         if not self.is_open or group is None or serving is None or self._over.is_set():
             return
-        if self._number in sorted(group.here())[:_TELLERS]:
-            from farcall.rendezvous import mark_gone
+        if self._is_teller(group):
+            serving.run_aside(ChoreJob(self._clear_away))
 
-            serving.run_aside(ChoreJob(lambda: mark_gone(self._rendezvous, number)))
+    def _clear_away(self) -> None:
+        """Has the store forget everybody who is gone, not the last one only: it may have missed the others."""
+        from farcall.rendezvous import clear_away
+
+        if self._group is not None and not self._over.is_set():
+            clear_away(self._rendezvous, self._group.is_gone)
+
+    def _is_teller(self, group: Group) -> bool:
+        return self._number in sorted(group.here())[:_TELLERS]
 
     def _store_lost(self) -> None:
         """Its host has gone, most likely."""
@@ -99,8 +107,17 @@ class Entrance:
                 members = group.here()
                 here = {number: (member.name, _encode(member)) for number, member in members.items()}
                 if host_again(self._rendezvous, here, max(here, default=0) + 1):
+                    if self._is_teller(group):
+                        self._clear_away()  # who was lost meanwhile was told to nobody
                     return
                 self._over.wait(_PAUSE)
+
+    def expelled(self) -> None:
+        """This worker was taken for dead: a store that is hosted anew is not to have it again."""
+        if self.is_open:
+            from farcall.rendezvous import settle_no_more
+
+            settle_no_more(self._rendezvous)
 
     def leave(self) -> None:
         """Goes out: the name is free. Takes a second at most. Does nothing in a fixed group."""

@@ -209,6 +209,12 @@ class Group:
         with self._lock:
             return dict(self._membership.members.here)
 
+    def is_gone(self, worker: Worker) -> bool:
+        """Whether that worker was there, and is not any more."""
+        with self._lock:
+            members = self._membership.members
+            return worker in members.gone and worker not in members.here
+
     def ends(self) -> dict[Worker, tuple[Incoming | None, Post]]:
         """Of each that is there: its connection to this worker, if there is one, and what is sent to it by."""
         with self._lock:

@@ -458,9 +458,10 @@ class Outgoing:
         self._advice = f"; {advice}" if advice else ""
         self._end(WorkerLost(f"worker {self.peer.name!r} was lost: {reason}", self.peer.name))
 
-    def close(self, reason: str) -> None:
-        """Closes it from our side; everything pending fails with that reason."""
-        self._end(RpcError(reason))
+    def close(self, reason: str, kind: type[RpcError] = RpcError) -> None:
+        """Closes it from our side; everything pending fails with that reason, as an error of that kind."""
+        self._advice = ""
+        self._end(kind(reason))
 
     def abandon(self, error: RpcError) -> None:
         """In a forked child: the connection is the parent's, and stays as it is there."""
@@ -493,7 +494,7 @@ class Outgoing:
         lost = self._lost
         assert lost is not None
         text = f"{lost} (while `{callable_name(future.function)}` was running there, or on its way){self._advice}"
-        error = WorkerLost(text, self.peer.name) if isinstance(lost, WorkerLost) else RpcError(text)
+        error = WorkerLost(text, self.peer.name) if isinstance(lost, WorkerLost) else type(lost)(text)
         self._take_and_fail(future, error)
 
     def _take_and_fail(self, future: PendingCall, error: RpcError) -> bool:

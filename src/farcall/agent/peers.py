@@ -66,7 +66,14 @@ class Peer:
         self._last: Outgoing | None = None
 
     def connect(self, deadline: float) -> Outgoing:
-        """The connection, made if need be. Raises `WorkerLost` if the worker cannot be reached, `NobodyThere`."""
+        """The connection, made if need be. Raises `WorkerLost` if the worker cannot be reached."""
+        try:
+            return self.reach(deadline)
+        except NobodyThere as error:  # a kind that only the group is to know
+            raise WorkerLost(str(error), self.info.name) from None
+
+    def reach(self, deadline: float) -> Outgoing:
+        """As `connect`. Raises `NobodyThere`, a `WorkerLost`, where its process must be gone."""
         if self.is_lost:
             raise self.lost_error()
         deadline = min(deadline, monotonic() + CONNECT_TIMEOUT)

@@ -136,7 +136,7 @@ class Post:
             if self._peer.is_lost or self._serving.is_closing():
                 break
             try:
-                connection = self._peer.connect(monotonic() + _CONNECT_TIMEOUT)
+                connection = self._peer.reach(monotonic() + _CONNECT_TIMEOUT)
             except NobodyThere:
                 self._on_unreachable()
                 break

@@ -81,9 +81,29 @@ def join_open(
 
 def leave_open(meeting: Rendezvous, number: int) -> None:
     """This worker, of that number, says good-bye: its name is free. Takes a second at most and raises nothing."""
+    settle_no_more(meeting)
+    mark_gone(meeting, number)
+
+
+def settle_no_more(meeting: Rendezvous) -> None:
+    """This worker is out, or about to be: a store that is hosted anew does not get it from here. Asks nobody."""
     if isinstance(meeting.store, OpenStore):
         meeting.store.unsettle()
-    mark_gone(meeting, number)
+
+
+def clear_away(meeting: Rendezvous, is_gone: Callable[[int], bool]) -> None:
+    """All those in the store are gone whom `is_gone` says so of: their names are free. Anyone may say so, and again.
+
+    Takes a second at most and raises nothing: where there is no store, there is nothing to be freed.
+    """
+    store = meeting.store
+    try:
+        with _within(store, FAREWELL):
+            for key in store.read(HERE):
+                if is_gone(int(key.removeprefix(HERE))):
+                    store.delete(key)
+    except RendezvousError as error:
+        _log.info("the store was not told who is gone: %s", error)
 
 
 def mark_gone(meeting: Rendezvous, number: int) -> None:
