@@ -15,6 +15,7 @@ Rules
 
 from __future__ import annotations
 
+import logging
 import threading
 from collections import deque
 from collections.abc import Callable
@@ -31,6 +32,8 @@ from farcall.errors import WorkerLost
 from farcall.protocol.control import pack_control, pack_section
 from farcall.protocol.reference_messages import Message
 from farcall.protocol.wire import CARRIED, CONTROL, encode
+
+logger = logging.getLogger("farcall")
 
 _CONNECT_TIMEOUT: Final = 5.0
 _MOST_NEWS: Final = 64
@@ -137,7 +140,8 @@ class Post:
                 break
             try:
                 connection = self._peer.reach(monotonic() + _CONNECT_TIMEOUT)
-            except NobodyThere:
+            except NobodyThere as error:
+                logger.info("%s", error)
                 self._on_unreachable()
                 break
             except WorkerLost:

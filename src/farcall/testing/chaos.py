@@ -139,6 +139,7 @@ class Chaos:
             if time.monotonic() > deadline:
                 raise Finding(f"{LIMIT:g} s after all came to rest: " + "; ".join(problems))
         for child in living:
+            self._excuse(child)
             child.fate = "leaves"
             child.tell("leave")
         self._until("all to leave", lambda: not self._living())

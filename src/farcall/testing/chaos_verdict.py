@@ -64,7 +64,7 @@ def _count(verdict: Verdict, child: Child, call_id: str, outcome: str, text: str
         verdict.findings.append(f"call {call_id} of {child} got what was not its own: {text}")
         return
     verdict.errors[outcome] += 1
-    fair = FAIR | (EXPELLED if child.fate == "frozen" else FAREWELL if child.fate == "leaves" else frozenset())
+    fair = FAIR | {"frozen": EXPELLED | FAREWELL, "leaves": FAREWELL}.get(child.fate, frozenset())
     if outcome not in fair:
         verdict.findings.append(f"call {call_id} of {child} ended with {outcome}: {text}")
     elif not any(name in names for name in re.findall(r"'(\w+)'", text)):

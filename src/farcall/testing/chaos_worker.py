@@ -14,8 +14,10 @@ What it writes down goes into a file, a line at once, so that it survives a SIGK
 
 from __future__ import annotations
 
+import gc
 import itertools
 import json
+import logging
 import os
 import random
 import select
@@ -67,6 +69,7 @@ class Scene:
         for thread in self._threads:
             thread.join()
         self.kept.clear()
+        gc.collect()  # errors hold the frames that they went through, and those hold what they had in hand
 
     def begin(self) -> str:
         """The id of a call that is about to be made."""
@@ -273,6 +276,7 @@ def main(arguments: list[str]) -> int:
     """The life of one worker. Gives the exit status of its process."""
     global scene
     name, url, token, seed, file, interval, patience = arguments
+    logging.basicConfig(level=logging.INFO, format="%(asctime)s %(message)s")
     scene = Scene(token, file, int(seed))
     options = rpc.RpcBackendOptions(
         init_method=url,
