@@ -45,7 +45,7 @@ FEWEST: Final = 3
 """So many workers are left alone at any time."""
 LIMIT: Final = 40.0
 """Seconds for anything that must come to an end."""
-ACTS: Final = ("kill", "kill", "host", "stop", "stop", "stop", "freeze", "cut", "cut", "cut", "join", "leave")
+ACTS: Final = ("kill", "kill", "kill host", "stop", "stop", "stop", "freeze", "cut", "cut", "cut", "join", "leave")
 
 
 class Finding(Exception):
@@ -67,6 +67,7 @@ class Chaos:
         self._port = _free_port()
         self._tokens = itertools.count(1)
         self._names = itertools.count(1)
+        self._deck: list[str] = []
         self._agenda: list[tuple[float, int, Callable[[], None]]] = []
         self._order = itertools.count()
 
@@ -92,7 +93,7 @@ class Chaos:
         while (now := time.monotonic()) < began + seconds:
             self._look(now)
             if now >= act_at:
-                self._act(self._chance.choice(ACTS))
+                self._act()
                 act_at = now + self._chance.uniform(*PAUSE)
             progress(sum(self.counts.values()), max(now - began, 1e-3))
         self._until("all that was begun to come to its end", self._is_calm)
@@ -161,30 +162,48 @@ class Chaos:
 
     # What happens
 
-    def _act(self, what: str) -> None:
+    def _act(self) -> None:
+        """Does the next thing that is possible now. All have their turn, in an order by chance, before one has another."""
+        if not self._deck:
+            self._deck = self._chance.sample(ACTS, len(ACTS))
+        for what in self._deck:
+            if self._do(what):
+                self._deck.remove(what)
+                return
+
+    def _do(self, what: str) -> bool:
+        """Whether it was possible."""
         alone = [child for child in self._living() if child.is_up and not child.fate]
         if what == "join":
-            if len(self._living()) < self.workers + 3:
-                self.counts["joins"] += 1
-                self._start(f"w{next(self._names)}")
-            return
+            if len(self._living()) >= self.workers + 3:
+                return False
+            self.counts["joins"] += 1
+            self._start(f"w{next(self._names)}")
+            return True
         if what == "cut":
-            victim = self._chance.choice(alone)
             self.counts["cuts"] += 1
-            victim.tell("cut")
-            return
-        if len(alone) <= FEWEST:
-            return
-        victim = self._chance.choice(alone)
-        if what == "host":
-            hosts = [child for child in alone if child.listens_at(self._port)]
-            if not hosts:
-                return
-            victim = hosts[0]
-            self.counts["kills of the store's host"] += 1
-        {"host": self._kill, "kill": self._kill, "stop": self._stop, "freeze": self._freeze, "leave": self._leave}[
-            what
-        ](victim)
+            self._chance.choice(alone).tell("cut")
+            return True
+        if what == "kill host":
+            victims = [child for child in alone if child.listens_at(self._port)]
+        else:
+            victims = alone
+        if len(alone) <= FEWEST or not victims:
+            return False
+        victim = self._chance.choice(victims)
+        match what:
+            case "kill host":
+                self.counts["kills of the store's host"] += 1
+                self._kill(victim)
+            case "kill":
+                self._kill(victim)
+            case "stop":
+                self._stop(victim)
+            case "freeze":
+                self._freeze(victim)
+            case "leave":
+                self._leave(victim)
+        return True
 
     def _kill(self, victim: Child) -> None:
         self.counts["kills"] += 1
