@@ -80,7 +80,7 @@ class Agent(RpcAgent):
         self._listeners = self._listen(name)
         try:
             addresses = tuple(listener.address for listener in self._listeners)
-            self._entrance = Entrance(rendezvous, name, addresses)
+            self._entrance = Entrance(rendezvous, name, addresses, options.heartbeat_patience)
             me, members = self._entrance.join(options.init_timeout)
             self.info = info_of(me)
             self.book = ReferenceBook(
@@ -123,7 +123,7 @@ class Agent(RpcAgent):
         self._supervisor.serving = self._serving
         self._supervisor.connections = lambda: list(self._connections)
         self._supervisor.next_beat = lambda: self.group.next_tick
-        self._supervisor.beat = self.group.tick
+        self._supervisor.beat = self._beat
 
     @property
     def closed(self) -> RpcError | None:  # type: ignore[override]
@@ -140,6 +140,10 @@ class Agent(RpcAgent):
         self._supervisor.start()
         self._entrance.keep(self.group, self._serving)
         self.group.start(self._first_members, announce=self._entrance.is_open)
+
+    def _beat(self, now: float) -> None:
+        self.group.tick(now)
+        self._entrance.tick(now)
 
     def _listen(self, name: str) -> list[Listener]:
         listeners: list[Listener] = []

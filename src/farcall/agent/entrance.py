@@ -36,13 +36,15 @@ _decoder: msgspec.msgpack.Decoder[Member] = msgspec.msgpack.Decoder(Member)
 class Entrance:
     """The way of one worker into its group."""
 
-    def __init__(self, rendezvous: Rendezvous, name: str, addresses: tuple[str, ...]) -> None:
+    def __init__(self, rendezvous: Rendezvous, name: str, addresses: tuple[str, ...], patience: float) -> None:
         self._rendezvous = rendezvous
         self._name = name
         self._addresses = addresses
         self._group: Group | None = None
         self._serving: Serving | None = None
         self._number: Worker = -1
+        self._patience = patience
+        self._next_look = 0.0
         self._over = threading.Event()
         self._hosting = threading.Lock()
 
@@ -74,6 +76,27 @@ class Entrance:
             from farcall.rendezvous import when_store_lost
 
             when_store_lost(self._rendezvous, self._store_lost)
+
+    def tick(self, now: float) -> None:
+        """Has some compare the store with the group once in a while: who died as it came in is known to the store only.
+
+        Its name would be taken for ever. The group, once it knows that worker, finds out whether it lives.
+        """
+        group, serving = self._group, self._serving
+        if now < self._next_look or not self.is_open or group is None or serving is None or self._over.is_set():
+            return
+        self._next_look = now + self._patience
+        if self._is_teller(group):
+            serving.run_aside(ChoreJob(self._compare))
+
+    def _compare(self) -> None:
+        from farcall.rendezvous import who_is_there
+
+        self._clear_away()
+        if self._group is not None:
+            for number, payload in who_is_there(self._rendezvous).items():
+                if not self._over.is_set() and not self._group.is_gone(number):
+                    self._group.met(_decoder.decode(payload))
 
     def member_gone(self, number: Worker) -> None:
         """Somebody is gone. Its name is to be free for the next who wants it."""

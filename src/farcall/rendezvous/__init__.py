@@ -25,6 +25,7 @@ if TYPE_CHECKING:
         mark_gone,
         settle_no_more,
         when_store_lost,
+        who_is_there,
     )
 
 __all__ = [
@@ -40,6 +41,7 @@ __all__ = [
     "rendezvous",
     "settle_no_more",
     "when_store_lost",
+    "who_is_there",
 ]
 
 

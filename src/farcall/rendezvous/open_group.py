@@ -128,6 +128,16 @@ def mark_gone(meeting: Rendezvous, number: int) -> None:
         _log.info("the store was not told that number %d is gone: %s", number, error)
 
 
+def who_is_there(meeting: Rendezvous) -> dict[int, bytes]:
+    """All that the store takes for members, by number: what they brought. Nobody if it does not answer in a second."""
+    try:
+        with _within(meeting.store, FAREWELL):
+            return _who_is_there(meeting.store)
+    except RendezvousError as error:
+        _log.debug("the store was not asked who is there: %s", error)
+        return {}
+
+
 def host_again(meeting: Rendezvous, here: Mapping[int, tuple[str, bytes]], next_number: int) -> bool:
     """Sees to it that the group has its store, after somebody is gone who may have hosted it.
 
