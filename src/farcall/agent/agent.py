@@ -78,7 +78,8 @@ class Agent(RpcAgent):
         self._loop = EventLoop(name)
         self._serving = Serving(name, self._poller, options.num_worker_threads, options.spin, self._supervisor.quicken)
         self._listeners = self._listen(name)
-        self._entrance = Entrance(rendezvous, name, tuple(listener.address for listener in self._listeners))
+        addresses = tuple(listener.address for listener in self._listeners)
+        self._entrance = Entrance(rendezvous, name, addresses, options.heartbeat_patience)
         try:
             me, members = self._entrance.join(options.init_timeout)
             self.info = info_of(me)
@@ -123,7 +124,7 @@ class Agent(RpcAgent):
         self._supervisor.serving = self._serving
         self._supervisor.connections = lambda: list(self._connections)
         self._supervisor.next_beat = lambda: self.group.next_tick
-        self._supervisor.beat = self.group.tick
+        self._supervisor.beat = self._beat
 
     @property
     def closed(self) -> RpcError | None:  # type: ignore[override]
@@ -141,6 +142,10 @@ class Agent(RpcAgent):
         self.group.start(self._first_members, announce=self._entrance.is_open)
         self._serving.start()
         self._supervisor.start()
+
+    def _beat(self, now: float) -> None:
+        self.group.tick(now)
+        self._entrance.tick(now)
 
     def _listen(self, name: str) -> list[Listener]:
         listeners: list[Listener] = []
@@ -216,8 +221,9 @@ class Agent(RpcAgent):
                 "long; its references are gone. Call shutdown(), and init_rpc() to join again"
             )
         logger.warning("%s", self.closed)
+        self._entrance.expelled()
         for connection in list(self._connections):
-            connection.close(str(self.closed))
+            connection.close(str(self.closed), ExpelledError)
 
     # The group
 

@@ -77,7 +77,7 @@ class PendingCall(Future[Any]):
     def cut_off(self, lost: RpcError, advice: str) -> RpcError:
         """What it fails with when its connection has ended for that reason."""
         text = f"{lost} (while `{callable_name(self.function)}` was running there, or on its way){advice}"
-        return WorkerLost(text, lost.worker) if isinstance(lost, WorkerLost) else RpcError(text)
+        return WorkerLost(text, lost.worker) if isinstance(lost, WorkerLost) else type(lost)(text)
 
     def __repr__(self) -> str:
         return f"{super().__repr__()[:-1]} of `{callable_name(self.function)}`>"

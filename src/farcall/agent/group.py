@@ -117,6 +117,8 @@ class Group:
     def tick(self, now: float) -> None:
         """Pings some, and declares lost who has not answered for too long. For the supervisor."""
         self.next_tick = now + self._interval
+        if self._calling.closed is not None:  # expelled, say: nobody wants to hear from this worker
+            return
         with self._lock:
             effects = self._membership.ticked(now)
             self._change(effects)
@@ -148,12 +150,7 @@ class Group:
     def greeted(self, incoming: Incoming, hello: Hello) -> None:
         """See `Reception`: it may be somebody of whom nobody has told us yet."""
         self._incoming[hello.number] = incoming
-        if hello.number not in self._membership.members.here:
-            member = Member(hello.number, hello.name, hello.rank, hello.host, hello.addresses)
-            with self._lock:
-                effects = self._membership.message_received(hello.number, News((member,)))
-                self._change(effects)
-            self._act(effects)
+        self.met(Member(hello.number, hello.name, hello.rank, hello.host, hello.addresses))
 
     def closed(self, incoming: Incoming) -> None:
         """See `Reception`."""
@@ -212,6 +209,20 @@ class Group:
         """Those who are there, this one included."""
         with self._lock:
             return dict(self._membership.members.here)
+
+    def met(self, member: Member) -> None:
+        """That worker is in the group, though nobody may have heard of it yet."""
+        if member.number not in self._membership.members.here:
+            with self._lock:
+                effects = self._membership.message_received(member.number, News((member,)))
+                self._change(effects)
+            self._act(effects)
+
+    def is_gone(self, worker: Worker) -> bool:
+        """Whether that worker was there, and is not any more."""
+        with self._lock:
+            members = self._membership.members
+            return worker in members.gone and worker not in members.here
 
     def ends(self) -> dict[Worker, tuple[Incoming | None, Post]]:
         """Of each that is there: its connection to this worker, if there is one, and what is sent to it by."""

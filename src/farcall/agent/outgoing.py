@@ -443,9 +443,10 @@ class Outgoing:
         if not self.pending:
             self.lose(reason, advice="")
 
-    def close(self, reason: str) -> None:
-        """Closes it from our side; everything pending fails with that reason."""
-        self._end(RpcError(reason))
+    def close(self, reason: str, kind: type[RpcError] = RpcError) -> None:
+        """Closes it from our side; everything pending fails with that reason, as an error of that kind."""
+        self._advice = ""
+        self._end(kind(reason))
 
     def abandon(self, error: RpcError) -> None:
         """In a forked child: the connection is the parent's, and stays as it is there."""

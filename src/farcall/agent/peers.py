@@ -52,7 +52,8 @@ class Peer:
         self._transports = transports
         self._new_connection = new_connection
         self._on_expelled = on_expelled  # the worker says that this one was taken for dead
-        self._is_over = is_over  # nobody is to be connected to any more
+        self.is_over = is_over
+        """Whether nobody is to be connected to any more."""
         self._lock = threading.RLock()
         self._has_left = False
         self.is_lost = False
@@ -174,7 +175,7 @@ class Peer:
         data = b""
         while len(data) < size:
             left = deadline - monotonic()
-            if left <= 0 or self.is_lost or self._is_over():
+            if left <= 0 or self.is_lost or self.is_over():
                 raise TimeoutError(f"worker {self.info.name!r} did not answer the greeting in time")
             if not poll.poll(min(left, _LOOK_AGAIN) * 1000):
                 continue

@@ -15,6 +15,7 @@ Rules
 
 from __future__ import annotations
 
+import logging
 import threading
 from collections import deque
 from collections.abc import Callable
@@ -32,6 +33,8 @@ from farcall.errors import WorkerLost
 from farcall.protocol.control import pack_control, pack_section
 from farcall.protocol.reference_messages import Message
 from farcall.protocol.wire import CARRIED, CONTROL, encode
+
+logger = logging.getLogger("farcall")
 
 _CONNECT_TIMEOUT: Final = 5.0
 _MOST_NEWS: Final = 64
@@ -134,12 +137,13 @@ class Post:
     def _connect(self) -> Outgoing | None:
         """The connection, made if need be. None if the peer is gone or cannot be reached."""
         for pause in _PAUSES:
-            if self._peer.is_lost or self._serving.is_closing():
+            if self._peer.is_lost or self._peer.is_over() or self._serving.is_closing():
                 break
             try:
                 connection = self._peer.connect(monotonic() + _CONNECT_TIMEOUT)
             except WorkerLost as error:
                 if error.is_gone:
+                    logger.info("%s", error)
                     self._on_unreachable()
                     break
                 threading.Event().wait(pause)

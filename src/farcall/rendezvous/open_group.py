@@ -81,9 +81,29 @@ def join_open(
 
 def leave_open(meeting: Rendezvous, number: int) -> None:
     """This worker, of that number, says good-bye: its name is free. Takes a second at most and raises nothing."""
+    settle_no_more(meeting)
+    mark_gone(meeting, number)
+
+
+def settle_no_more(meeting: Rendezvous) -> None:
+    """This worker is out, or about to be: a store that is hosted anew does not get it from here. Asks nobody."""
     if isinstance(meeting.store, OpenStore):
         meeting.store.unsettle()
-    mark_gone(meeting, number)
+
+
+def clear_away(meeting: Rendezvous, is_gone: Callable[[int], bool]) -> None:
+    """All those in the store are gone whom `is_gone` says so of: their names are free. Anyone may say so, and again.
+
+    Takes a second at most and raises nothing: where there is no store, there is nothing to be freed.
+    """
+    store = meeting.store
+    try:
+        with _within(store, FAREWELL):
+            for key in store.read(HERE):
+                if is_gone(int(key.removeprefix(HERE))):
+                    store.delete(key)
+    except RendezvousError as error:
+        _log.info("the store was not told who is gone: %s", error)
 
 
 def mark_gone(meeting: Rendezvous, number: int) -> bool:
@@ -108,6 +128,16 @@ def mark_gone(meeting: Rendezvous, number: int) -> bool:
         _log.info("the store was not told that number %d is gone: %s", number, error)
         return False
     return True
+
+
+def who_is_there(meeting: Rendezvous) -> dict[int, bytes]:
+    """All that the store takes for members, by number: what they brought. Nobody if it does not answer in a second."""
+    try:
+        with _within(meeting.store, FAREWELL):
+            return _who_is_there(meeting.store)
+    except RendezvousError as error:
+        _log.debug("the store was not asked who is there: %s", error)
+        return {}
 
 
 def host_again(meeting: Rendezvous, here: Mapping[int, tuple[str, bytes]], next_number: int) -> bool:

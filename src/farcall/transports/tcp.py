@@ -69,7 +69,10 @@ class TcpTransport:
                     failure = TimeoutError(errno.ETIMEDOUT, f"no connection within {timeout:g} s", address)
                 except OSError as error:
                     failure = OSError(error.errno, error.strerror, address)
-        raise failure
+        try:
+            raise failure
+        finally:
+            del failure  # else it and this frame keep each other, and all that the caller has, until the next collection
 
 
 def _dial(sock: socket.socket, sockaddr: Any, seconds: float) -> None:
