@@ -264,7 +264,7 @@ class Desk:
     def __init__(self, outgoing: Line | None, incoming: Line | None) -> None:
         self.letters: list[Letter] = []
         self.again: list[Any] = []
-        peer: Any = SimpleNamespace(connection=outgoing, number=1, is_lost=False)
+        peer: Any = SimpleNamespace(connection=outgoing, number=1, is_lost=False, is_over=lambda: False)
         mailboxes: Any = SimpleNamespace(outbox=self._outbox)
         serving: Any = SimpleNamespace(run_aside=self.again.append, is_closing=lambda: False)
         self.post = Post(peer, mailboxes, serving, lambda: incoming, lambda: None)  # type: ignore[arg-type, return-value]
