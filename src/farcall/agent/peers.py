@@ -95,13 +95,12 @@ class Peer:
 
     def part(self) -> None:
         """Of one who has left, ends the connection when what it has answered is read, and what waits on it then."""
-        last, self._last = self._last, None  # it is not kept longer than needed, with all that was met on it
-        for connection in filter(None, (last, self.connection)):
+        for connection in filter(None, (self._last, self.connection)):
             connection.part("it has left the group")
 
     def close_connection(self) -> None:
         """Ends the connection of one who is gone, if there is one, and what waits on it."""
-        last, self._last = self._last, None
+        last, self._last = self._last, None  # it is not kept longer than needed, with all that was met on it
         for connection in filter(None, (last, self.connection)):
             connection.lose("it has left the group" if self._has_left else "the group cannot reach it", advice="")
 
