@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
 
@@ -41,7 +42,7 @@ def names_at(group: LocalGroup) -> set[str]:
 
 def test_in_a_fixed_group_the_number_is_the_rank() -> None:
     store = MemoryStore()
-    entrances = [Entrance(Rendezvous(store, rank, 2, "", "run"), f"w{rank}", ADDRESSES) for rank in range(2)]
+    entrances = [Entrance(Rendezvous(store, rank, 2, "", "run"), f"w{rank}", ADDRESSES, 8.0) for rank in range(2)]
     joined: dict[int, tuple[Member, list[Member]]] = {}
     threads = [
         threading.Thread(target=lambda rank=rank: joined.update({rank: entrances[rank].join(5)})) for rank in (0, 1)
@@ -58,7 +59,7 @@ def test_in_a_fixed_group_the_number_is_the_rank() -> None:
 
 def test_in_an_open_group_the_store_gives_the_number() -> None:
     store = MemoryStore()
-    entrances = [Entrance(Rendezvous(store, -1, None, "", "run"), name, ADDRESSES) for name in ("a", "b")]
+    entrances = [Entrance(Rendezvous(store, -1, None, "", "run"), name, ADDRESSES, 8.0) for name in ("a", "b")]
     assert entrances[0].join(5)[0].number == 1
     me, members = entrances[1].join(5)
     assert (me.number, me.rank, me.name) == (2, -1, "b")
@@ -107,7 +108,7 @@ def test_who_was_expelled_gives_its_name_back_too_and_its_entrance_is_over() -> 
 def test_leaving_twice_or_never_having_come_in_does_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     left: list[int] = []
     monkeypatch.setattr(farcall.rendezvous, "leave_open", lambda meeting, number: left.append(number))
-    entrance = Entrance(Rendezvous(MemoryStore(), -1, None, "", "run"), "a", ADDRESSES)
+    entrance = Entrance(Rendezvous(MemoryStore(), -1, None, "", "run"), "a", ADDRESSES, 8.0)
     entrance.leave()
     assert left == []
     entrance.join(5)
@@ -127,34 +128,38 @@ class Porch:
     ) -> None:
         self.here = {number: Member(number, f"w{number}", -1, "host", ADDRESSES) for number in here}
         self.marked: list[int] = []
+        self.in_store = set(here)
         self.store_is_there = True
         self.hosted: list[tuple[set[int], int]] = []
         self.meanwhile: list[int] = []  # who goes while the store is being hosted
         self.jobs: list[Any] = []
         self.lost: Any = None
-        monkeypatch.setattr(farcall.rendezvous, "mark_gone", self._mark_gone)
+        monkeypatch.setattr(farcall.rendezvous, "clear_away", self._clear_away)
         monkeypatch.setattr(farcall.rendezvous, "host_again", self._host_again)
+        monkeypatch.setattr(farcall.rendezvous, "who_is_there", lambda meeting: {})
         monkeypatch.setattr(farcall.rendezvous, "when_store_lost", self._when_store_lost)
         monkeypatch.setattr(entrance_module, "_PAUSE", 0.0)
         store = MemoryStore()
         meeting = Rendezvous(store, -1 if is_open else 2, None if is_open else 3, "", "run")
         if is_open:
             join_open(meeting, "first", lambda number: b"", 5)
-        self.entrance = Entrance(meeting, "w2", ADDRESSES)
+        self.entrance = Entrance(meeting, "w2", ADDRESSES, 8.0)
         if is_open:
             store.delete("open/name/first")
             assert self.entrance.join(5)[0].number == 2
-        group: Any = SimpleNamespace(here=lambda: dict(self.here))
+        group: Any = SimpleNamespace(here=lambda: dict(self.here), is_gone=lambda number: number not in self.here)
         serving: Any = SimpleNamespace(run_aside=self.jobs.append)
         self.entrance.keep(group, serving)
 
-    def _mark_gone(self, meeting: Rendezvous, number: int) -> bool:
+    def _clear_away(self, meeting: Rendezvous, is_gone: Callable[[int], bool]) -> None:
         if self.store_is_there:
-            self.marked.append(number)
-        return self.store_is_there
+            gone = sorted(filter(is_gone, self.in_store))
+            self.in_store.difference_update(gone)
+            self.marked += gone
 
     def _host_again(self, meeting: Rendezvous, here: dict[int, Any], next_number: int) -> bool:
         self.hosted.append((set(here), next_number))
+        self.in_store = set(here) if self.store_is_there else self.in_store
         for number in self.meanwhile:
             self.goes(number)
         self.meanwhile = []
@@ -186,7 +191,7 @@ def test_those_who_came_later_leave_it_to_them(monkeypatch: pytest.MonkeyPatch) 
     assert porch.jobs == []
     porch.goes(0)
     porch.work()
-    assert porch.marked == [0], "now it is one of the oldest itself"
+    assert porch.marked == [0, 3], "now it is one of the oldest itself"
 
 
 def test_in_a_fixed_group_nobody_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -235,7 +240,8 @@ def test_who_goes_while_the_store_is_away_loses_its_name_when_it_is_back(monkeyp
     porch.work()
     assert porch.marked == []
     porch.store_is_there = True
-    porch.lost()
+    porch.in_store = {1, 2, 3}
+    porch.entrance.tick(1000.0)
     porch.work()
     assert porch.marked == [1]
 

@@ -131,8 +131,7 @@ class Entrance:
                 members = group.here()
                 here = {number: (member.name, _encode(member)) for number, member in members.items()}
                 if host_again(self._rendezvous, here, max(here, default=0) + 1):
-                    if self._is_teller(group):
-                        self._clear_away()  # who was lost meanwhile was told to nobody
+                    self._clear_away()  # who was lost meanwhile was told to nobody
                     return
                 self._over.wait(_PAUSE)
 
