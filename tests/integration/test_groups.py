@@ -169,6 +169,7 @@ def test_a_name_is_taken_again_while_its_old_worker_is_frozen(workers: StartWork
         report(told=wait_for(is_told, 20))
     wait_for(lambda: os.path.exists("over"), 20)
     report(names=names())
+    wait_for(lambda: os.path.exists("end"), 20)
     rpc.shutdown(graceful=False)
     """
     group = workers(script, n=3, order=(0,))
@@ -181,6 +182,9 @@ def test_a_name_is_taken_again_while_its_old_worker_is_frozen(workers: StartWork
     group.send_signal(1, signal.SIGCONT)
     assert group.wait_for(1, "told") is True
     finish(group)
+    for rank in range(3):
+        group.wait_for(rank, "names")
+    (group.directory / "end").touch()
     reports = group.finish(quiet=False)
     assert reports[0]["names"] == reports[2]["names"] == ["w0", "w1"]
     assert reports[2]["number"] > reports[1]["number"]

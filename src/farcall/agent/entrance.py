@@ -94,10 +94,11 @@ class Entrance:
         from farcall.rendezvous import who_is_there
 
         self._clear_away()
-        if self._group is not None:
-            for number, payload in who_is_there(self._rendezvous).items():
-                if not self._over.is_set() and not self._group.is_gone(number):
-                    self._group.met(_decoder.decode(payload))
+        group = self._group
+        if group is not None:
+            for number, payload in who_is_there(self._rendezvous, _names(group)).items():
+                if not self._over.is_set() and not group.is_gone(number):
+                    group.met(_decoder.decode(payload))
 
     def member_gone(self, number: Worker) -> None:
         """Somebody is gone. Its name is to be free for the next who wants it."""
@@ -111,8 +112,9 @@ class Entrance:
         """Has the store forget everybody who is gone, not the last one only: it may have missed the others."""
         from farcall.rendezvous import clear_away
 
-        if self._group is not None and not self._over.is_set():
-            clear_away(self._rendezvous, self._group.is_gone)
+        group = self._group
+        if group is not None and not self._over.is_set():
+            clear_away(self._rendezvous, group.is_gone, _names(group))
 
     def _is_teller(self, group: Group) -> bool:
         return self._number in sorted(group.here())[:_TELLERS]
@@ -149,3 +151,7 @@ class Entrance:
             from farcall.rendezvous import leave_open
 
             leave_open(self._rendezvous, self._number)
+
+
+def _names(group: Group) -> set[str]:
+    return {member.name for member in group.here().values()}

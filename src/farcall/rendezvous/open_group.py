@@ -18,7 +18,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from typing import Final
 
@@ -91,12 +91,16 @@ def settle_no_more(meeting: Rendezvous) -> None:
         meeting.store.unsettle()
 
 
-def clear_away(meeting: Rendezvous, is_gone: Callable[[int], bool]) -> None:
+def clear_away(meeting: Rendezvous, is_gone: Callable[[int], bool], names: Collection[str]) -> None:
     """All those in the store are gone whom `is_gone` says so of: their names are free. Anyone may say so, and again.
 
+    `names` are those who are here. If the store's host is not among them nothing happens: after a partition, those whom
+    this side takes for dead go on with their store, and who has joined there is not ours to remove.
     Takes a second at most and raises nothing: where there is no store, there is nothing to be freed.
     """
     store = meeting.store
+    if isinstance(store, OpenStore) and not store.is_hosted_by(names):
+        return
     try:
         with _within(store, FAREWELL):
             for key in store.read(HERE):
@@ -130,8 +134,14 @@ def mark_gone(meeting: Rendezvous, number: int) -> bool:
     return True
 
 
-def who_is_there(meeting: Rendezvous) -> dict[int, bytes]:
-    """All that the store takes for members, by number: what they brought. Nobody if it does not answer in a second."""
+def who_is_there(meeting: Rendezvous, names: Collection[str]) -> dict[int, bytes]:
+    """All that the store takes for members, by number: what they brought.
+
+    Nobody if it does not answer in a second, or if its host is not one of those who are here, `names`.
+    """
+    store = meeting.store
+    if isinstance(store, OpenStore) and not store.is_hosted_by(names):
+        return {}
     try:
         with _within(meeting.store, FAREWELL):
             return _who_is_there(meeting.store)
