@@ -120,12 +120,34 @@ def test_who_leaves_an_open_group_is_known_to_have_left_at_once_by_all(
     connect_all(group)
 
 
-def test_who_leaves_tells_those_too_with_whom_it_has_only_their_connection(new_open_group: NewGroup) -> None:
-    group = new_open_group(2)
+def test_who_leaves_tells_those_too_with_whom_it_has_only_their_connection(new_group: NewGroup) -> None:
+    group = new_group(2, **SLOW_HEART)
     assert call(group[0], "worker1", echo, 1) == 1
+    assert not group[1]._connections
     seen = watched(group[0])
-    group.leave("worker1")
+    group[1].shutdown()
     eventually(lambda: seen == [("left", "worker1")])
+
+
+def test_who_dies_is_noticed_too_by_whom_it_only_called(new_group: NewGroup, monkeypatch: pytest.MonkeyPatch) -> None:
+    group = new_group(2, **SLOW_HEART)
+    assert call(group[1], "worker0", echo, 1) == 1
+    assert not group[0]._connections
+    seen = watched(group[0])
+    monkeypatch.setattr(group[1].group, "leave", lambda: None)
+    group[1].shutdown()
+    eventually(lambda: seen == [("lost", "worker1")])
+
+
+def test_a_good_bye_ends_the_calls_that_it_comes_behind_at_once(new_group: NewGroup) -> None:
+    """Though the connection stays: who leaves may have much to do before it hangs up."""
+    group = new_group(2, **SLOW_HEART)
+    gate = new_gate("good-bye")
+    future = start(group[0], "worker1", wait_at, "good-bye")
+    eventually(lambda: group[1]._serving.is_busy())
+    group[1].group.leave()
+    assert str(future.exception(SOON)).startswith("worker 'worker1' was lost: it has left the group")
+    gate.set()
 
 
 def test_whose_listeners_and_connections_are_gone_is_lost_at_once_for_all(
@@ -400,9 +422,9 @@ def test_a_slow_watcher_is_told_one_thing_after_the_other(new_open_group: NewGro
     seen: list[str] = []
 
     def slow(change: MembershipChange) -> None:
-        if not seen:
-            wait_at("slow watcher")
         seen.append(change.worker.name)
+        if len(seen) == 1:
+            wait_at("slow watcher")
 
     group[0].watch_members(slow)
     names = ["a", "b", "c"]
@@ -412,7 +434,7 @@ def test_a_slow_watcher_is_told_one_thing_after_the_other(new_open_group: NewGro
     for name in names:
         assert call(group[0], name, echo, 1) == 1
         assert call(group[name], "worker0", echo, 1) == 1  # in the order of what is ready
-    assert seen == []
+    assert seen == ["a"]
     gate.set()
     eventually(lambda: seen == names)
 
