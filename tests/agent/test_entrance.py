@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from types import SimpleNamespace
 from typing import Any
 
@@ -151,7 +151,7 @@ class Porch:
         serving: Any = SimpleNamespace(run_aside=self.jobs.append)
         self.entrance.keep(group, serving)
 
-    def _clear_away(self, meeting: Rendezvous, is_gone: Callable[[int], bool]) -> None:
+    def _clear_away(self, meeting: Rendezvous, is_gone: Callable[[int], bool], names: Collection[str]) -> None:
         if self.store_is_there:
             gone = sorted(filter(is_gone, self.in_store))
             self.in_store.difference_update(gone)
