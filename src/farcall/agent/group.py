@@ -195,7 +195,7 @@ class Group:
     def post(self, worker: Worker) -> None:
         """Sends what the reference protocol has to say to that worker."""
         post = self._posts.get(worker)
-        if post is not None:
+        if post is not None and self._calling.closed is None:
             post.send()
 
     # Who is there

@@ -76,7 +76,8 @@ class Post:
         connection = self._peer.connection
         incoming = self._incoming()
         if connection is None and incoming is None:
-            self.try_again()
+            if not self.is_stuck:  # else the group's next tick tries again, not each of the clock's
+                self.try_again()
             return
         letter = self._mailboxes.outbox(self._peer.number)
         if letter is None:
