@@ -116,14 +116,17 @@ CALLING = """
     wait_for(lambda: len(names()) == SIZE)
     other = f"w{1 - RANK}" if RANK < 2 else "w0"
     made = 0
+    slowest = 0.0
     while not os.path.exists("over") and len(failures) < 3:
         made += 1
+        began = time.monotonic()
         try:
             assert rpc.rpc_sync(other, bump, args=(made,), timeout=20) == made + 1
             assert rpc.remote(other, make, args=(made,)).to_here(20) == [made]
         except rpc.RpcError as error:
             failures.append([type(error).__name__, str(error), time.monotonic()])
             time.sleep(0.1)
+        slowest = max(slowest, time.monotonic() - began)
         if made == 10:
             report(busy=True)
         time.sleep(0.01)
@@ -134,7 +137,7 @@ def test_a_short_partition_is_no_loss(hosts: TwoHosts, tmp_path: Path) -> None:
     script = (
         CALLING.replace("PATIENCE", "8.0")
         + """
-    report(made=made, failures=failures)
+    report(made=made, failures=failures, slowest=slowest)
     wait_for(lambda: os.path.exists("end"), 20)
     report(ran=ran, lost=lost, names=names())
     report(empty=wait_for(lambda: not rpc.references().owned and not rpc.references().held))
@@ -164,6 +167,7 @@ def test_a_short_partition_is_no_loss(hosts: TwoHosts, tmp_path: Path) -> None:
     for rank in (0, 1):
         facts, other = reports[rank], reports[1 - rank]
         assert facts["failures"] == []
+        assert facts["slowest"] > 1.5  # so the cable was pulled
         assert facts["lost"] == []
         assert facts["names"] == ["w0", "w1"]
         assert facts["empty"] is True

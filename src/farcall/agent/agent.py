@@ -135,13 +135,13 @@ class Agent(RpcAgent):
 
     def start(self) -> None:
         """Begins to serve. Not before whoever holds the agent can find it: the functions it runs may ask for it."""
-        for listener in self._listeners:
-            self._poller.add(listener.fileno(), lambda _, listener=listener: self._accept(listener), READABLE)  # type: ignore[misc]
         self._entrance.keep(self.group, self._serving)
-        # First of all: who is not known is not let in.
         self.group.start(self._first_members, announce=self._entrance.is_open)
         self._serving.start()
         self._supervisor.start()
+        # Only now: who came before the group is known would be refused, and take this worker for another one.
+        for listener in self._listeners:
+            self._poller.add(listener.fileno(), lambda _, listener=listener: self._accept(listener), READABLE)  # type: ignore[misc]
 
     def _beat(self, now: float) -> None:
         self.group.tick(now)
