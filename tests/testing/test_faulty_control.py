@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable, Iterator
 from time import monotonic
 from typing import Any
@@ -10,7 +11,7 @@ import pytest
 
 from eventually import eventually
 from farcall import RpcTimeoutError, UnknownWorkerError, UsageError, WorkerLost
-from farcall.testing import FaultyRpcBackendOptions, LocalGroup, faults
+from farcall.testing import FaultyRpcBackendOptions, LocalGroup, faults, faulty_relay
 from gates import SOON, arrived, new_gate, wait_at
 from reference_stage import call, echo, expect_confirmed, expect_nothing_left, remote, start
 
@@ -131,7 +132,18 @@ def test_much_may_wait_for_a_frozen_worker(group: LocalGroup) -> None:
     assert [future.wait() for future in futures] == [1_000_000] * 5
 
 
-def test_a_shutdown_ends_though_somebody_is_frozen(group: LocalGroup) -> None:
+def test_what_was_delayed_waits_too(group: LocalGroup) -> None:
+    faults(group[0]).delay("PYTHON_CALL", 0.05)
+    future = start(group[0], 1, echo, 1)
+    faults(group[0]).freeze("worker1")
+    assert not threading.Event().wait(0.1)
+    assert not future.done()
+    faults(group[0]).heal()
+    assert future.wait() == 1
+
+
+def test_a_shutdown_ends_though_somebody_is_frozen(group: LocalGroup, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(faulty_relay, "_LAST_WORDS", 2 * SOON)
     faults(group[0]).freeze("worker1")
     future = start(group[0], 1, echo, 1, timeout=0)
     began = monotonic()
