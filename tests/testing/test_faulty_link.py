@@ -12,7 +12,16 @@ import pytest
 
 from eventually import eventually
 from farcall import RpcTimeoutError, RRef, WorkerLost
-from farcall.testing import Failure, FaultyRpcBackendOptions, LocalGroup, faults
+from farcall.protocol.control import pack_control
+from farcall.protocol.handshake import Hello, Purpose, Welcome, pack
+from farcall.protocol.ids import ForkId, RRefId
+from farcall.protocol.reference_messages import UserDeleted
+from farcall.protocol.wire import CONTROL, encode
+from farcall.testing import Failure, Faults, FaultyRpcBackendOptions, LocalGroup, faults, faulty_link
+from farcall.testing.conformance import open_pair, polls, read
+from farcall.testing.faulty_transport import FaultyTransport
+from farcall.transports.base import Channel
+from farcall.transports.memory import MemoryNetwork, MemoryTransport
 from gates import SOON, arrived, new_gate, wait_at
 from reference_stage import (
     Shelf,
@@ -33,6 +42,13 @@ MOMENT = 0.3
 """Seconds for a call that is to end by its timeout."""
 
 runs: list[Any] = []
+
+
+@pytest.fixture(autouse=True)
+def _no_way_out(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What ends after some seconds in any case is to end for its own reason here."""
+    monkeypatch.setattr(faulty_link, "_LATEST", 1000.0)
+    monkeypatch.setattr(faulty_link, "_LONGEST_WAIT", 1000.0)
 
 
 @pytest.fixture(autouse=True)
@@ -193,7 +209,122 @@ def test_a_delayed_call_is_overtaken(new_group: NewGroup) -> None:
     expect_nothing_left(group)
 
 
+def test_what_is_late_arrives_in_the_end_though_nothing_is_sent_again(
+    new_group: NewGroup, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(faulty_link, "_LATEST", 0.05)
+    group = new_group(2, **all_fail(["PYTHON_CALL"], Failure.LATE))
+    assert call(group[0], 1, run, "late") == "late"
+    group.shutdown()
+    assert runs == ["late"]
+
+
 # -- what must arrive
+
+
+class Ends:
+    """Connections with a worker of whom there is nothing but the ends of its connections."""
+
+    def __init__(self, failure: Failure) -> None:
+        self.faults = Faults("worker0", FaultyRpcBackendOptions(**all_fail(["RREF_USER_DELETE"], failure)))
+        network = MemoryNetwork()
+        self._transport = FaultyTransport(MemoryTransport(network), self.faults)
+        self._listener = network.listen()
+        self._channels: list[Channel] = []
+
+    def connect(self) -> tuple[Channel, Channel]:
+        """The agent's end, which has greeted, and the other worker's, which has heard it."""
+        ours, theirs = open_pair(self._transport, self._listener)
+        self._channels += [ours, theirs]
+        greeting = pack(Purpose.CALLS, Hello("group", "worker0", 0, "worker1", wanted_number=1))
+        ours.send(greeting)
+        assert read(theirs, len(greeting)) == greeting
+        return ours, theirs
+
+    def close(self) -> None:
+        for channel in self._channels:
+            channel.close()
+        self._listener.close()
+        self.faults.relay.close()
+
+
+@pytest.fixture
+def new_ends() -> Iterator[Callable[[Failure], Ends]]:
+    made: list[Ends] = []
+
+    def new_ends(failure: Failure) -> Ends:
+        made.append(Ends(failure))
+        return made[-1]
+
+    yield new_ends
+    for ends in made:
+        ends.close()
+
+
+def delete(acknowledged: int, *numbers: int) -> bytes:
+    entries = [(number, UserDeleted(RRefId(1, 0, number), ForkId(0, number))) for number in numbers]
+    return encode(CONTROL, 0, b"", pack_control(acknowledged, entries))
+
+
+def ends(channel: Channel) -> bool:
+    """Whether the stream ends, with nothing more in it."""
+    assert polls(channel, 1)
+    try:
+        return channel.receive(1000) == b""
+    except ConnectionResetError as error:
+        return "the faulty agent let this RREF_USER_DELETE fail" in str(error)
+
+
+@pytest.mark.parametrize("failure", [Failure.ERROR, Failure.REQUEST_LOST])
+def test_what_is_lost_does_not_arrive_and_its_connection_ends(
+    new_ends: Callable[[Failure], Ends], failure: Failure
+) -> None:
+    lost = new_ends(failure)
+    ours, theirs = lost.connect()
+    ours.send(delete(3, 1))
+    assert read(theirs, len(delete(3))) == delete(3)  # the acknowledgement does
+    assert ends(ours)
+    assert ends(theirs)
+    ours, theirs = lost.connect()
+    ours.send(delete(0, 1))
+    assert read(theirs, len(delete(0, 1))) == delete(0, 1)
+
+
+def test_what_is_not_acknowledged_arrives_each_time(new_ends: Callable[[Failure], Ends]) -> None:
+    deaf = new_ends(Failure.REPLY_LOST)
+    ours, theirs = deaf.connect()
+    second, other = deaf.connect()
+    ours.send(delete(0, 7))
+    assert read(theirs, len(delete(0, 7))) == delete(0, 7)
+    for end, heard in ((theirs, ours), (other, second)):  # whatever connection it comes on
+        end.send(WELCOME + delete(8))
+        assert read(heard, len(WELCOME + delete(8))) == WELCOME + delete(6)
+    assert ends(ours)
+    assert ends(theirs)
+    second.send(delete(0, 7))
+    assert read(other, len(delete(0, 7))) == delete(0, 7)
+    other.send(delete(8))
+    assert read(second, len(delete(8))) == delete(8)
+
+
+WELCOME = pack(Purpose.CALLS, Welcome("worker1", 1, 1))
+
+
+def test_what_is_late_arrives_on_its_own_connection_after_it_was_sent_again(
+    new_ends: Callable[[Failure], Ends],
+) -> None:
+    late = new_ends(Failure.LATE)
+    ours, theirs = late.connect()
+    ours.send(delete(0, 7))
+    assert ends(ours)
+    assert not polls(theirs, 1, 0.05)
+    again, there = late.connect()
+    again.send(delete(0, 7))
+    assert read(there, len(delete(0, 7))) == delete(0, 7)
+    assert read(theirs, len(delete(0, 7))) == delete(0, 7)
+    assert ends(theirs)
+    again.send(delete(0, 7))
+    assert read(there, len(delete(0, 7))) == delete(0, 7)
 
 
 @pytest.mark.parametrize("failure", Failure)

@@ -8,8 +8,8 @@ a schedule: with losses, duplicates, partitions and crashes.
 imported by its own name for that reason.
 """
 
-from farcall.testing.faults import Faults
 from farcall.testing.faulty import FaultyAgent, faults
+from farcall.testing.faulty_control import Faults
 from farcall.testing.faulty_options import Failure, FaultyRpcBackendOptions, FaultyTensorPipeRpcBackendOptions
 from farcall.testing.local import LocalGroup
 from farcall.testing.memory_store import MemoryStore

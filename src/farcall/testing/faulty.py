@@ -2,7 +2,7 @@
 
 It is a backend, `BackendType.FAULTY_TENSORPIPE`, which is registered when `farcall.testing` is imported. The agent does
 not know of it: it is the real one, and only its transports differ. What can go wrong is in `faulty_options` and
-`faults`; how it is done, in `faulty_link`.
+`faulty_control`; how it is done, in `faulty_link`.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from farcall.backends.interface import RpcAgent
 from farcall.backends.registry import register_backend
 from farcall.errors import BackendError, UsageError
 from farcall.options import RpcBackendOptions
-from farcall.testing.faults import Faults
+from farcall.testing.faulty_control import Faults
 from farcall.testing.faulty_options import FaultyRpcBackendOptions
 from farcall.testing.faulty_transport import FaultyTransport
 from farcall.transports.base import Transport

@@ -44,7 +44,7 @@ from farcall.testing.faulty_stream import Item, Stream, encode_message
 from farcall.transports.base import Buffer, Channel
 
 if TYPE_CHECKING:
-    from farcall.testing.faults import Conditions, Correspondence, Faults
+    from farcall.testing.faulty_control import Conditions, Correspondence, Faults
 
 _CHUNK: Final = 1 << 16
 _MOST_QUEUED: Final = 1 << 18
@@ -296,7 +296,6 @@ class Link:
             self._last_call = monotonic()
             self._pending.discard(call_id)
             if call_id in self._unanswered:
-                self._unanswered.remove(call_id)
                 if kind == RESULT_CARRYING:  # of no call: its references are taken and given back
                     self._deliver(self._inbound, [encode(kind, 0, head, b"")])
                 return

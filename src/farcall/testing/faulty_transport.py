@@ -11,7 +11,7 @@ import socket
 from collections.abc import Callable
 from typing import TypeVar
 
-from farcall.testing.faults import Faults
+from farcall.testing.faulty_control import Faults
 from farcall.testing.faulty_link import Link
 from farcall.transports.base import Channel, Listener, Transport
 from farcall.transports.sockets import SocketChannel
