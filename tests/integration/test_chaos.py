@@ -1,4 +1,4 @@
-"""The chaos test, in short: what it finds if all is well, and that it finds what is not. `make chaos` is the long one."""
+"""The chaos test, in short: what it says if all is well, and that it finds what is not. `make chaos` is the long one."""
 
 from __future__ import annotations
 
@@ -112,6 +112,4 @@ def test_what_is_not(tmp_path: Path, notes: str, finding: str) -> None:
 
 def test_a_traceback_is_told(tmp_path: Path) -> None:
     children = [Wrote(tmp_path, "a", "", errors="Traceback (most recent call last)")]
-    assert chaos_verdict.judge(children, set()).findings == [
-        "a wrote a traceback: Traceback (most recent call last)"
-    ]
+    assert chaos_verdict.judge(children, set()).findings == ["a wrote a traceback: Traceback (most recent call last)"]

@@ -237,7 +237,8 @@ def test_a_leaver_hands_back_what_it_holds(workers: StartWorkers) -> None:
         report(before=[one.holders for one in rpc.references().owned])
         open("go", "w").close()
         wait_for(lambda: ["left", "w1"] in changes, 20)
-        report(names=names(), empty=wait_for(lambda: not rpc.references().owned, 5), after=str(rpc.references()), changes=changes)
+        empty = wait_for(lambda: not rpc.references().owned, 5)
+        report(names=names(), empty=empty, after=str(rpc.references()), changes=changes)
     else:
         wait_for(lambda: os.path.exists("go"), 20)
     report(shutdown=outcome(rpc.shutdown, timeout=10))

@@ -32,9 +32,7 @@ class Files(NamedTuple):
 class Child:
     """One process. It is told things, and says things; both are lines."""
 
-    def __init__(
-        self, name: str, token: str, arguments: tuple[str, ...], more: tuple[str, ...], files: Files
-    ) -> None:
+    def __init__(self, name: str, token: str, arguments: tuple[str, ...], more: tuple[str, ...], files: Files) -> None:
         self.name = name
         self.token = token
         """Its own, unlike the name."""

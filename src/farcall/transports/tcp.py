@@ -72,7 +72,9 @@ class TcpTransport:
         try:
             raise failure
         finally:
-            del failure  # else it and this frame keep each other, and all that the caller has, until the next collection
+            del (
+                failure
+            )  # else it and this frame keep each other, and all that the caller has, until the next collection
 
 
 def _dial(sock: socket.socket, sockaddr: Any, seconds: float) -> None:
