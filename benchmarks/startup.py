@@ -182,9 +182,8 @@ def main(arguments: list[str] | None = None) -> int:
     if len(medians) < 2:
         return 0
     share = medians["farcall"] / medians["torch"]
-    print(
-        f"farcall takes {share:.2f} of torch's time; wanted: at most {WANTED:g}, {'met' if share <= WANTED else 'missed'}"
-    )
+    verdict = "met" if share <= WANTED else "missed"
+    print(f"farcall takes {share:.2f} of torch's time; wanted: at most {WANTED:g}, {verdict}")
     return 1 if options.strict and share > WANTED else 0
 
 

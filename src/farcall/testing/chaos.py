@@ -163,7 +163,7 @@ class Chaos:
     # What happens
 
     def _act(self) -> None:
-        """Does the next thing that is possible now. All have their turn, in an order by chance, before one has another."""
+        """Does the next thing that is possible now. All have their turn, by chance, before one has another."""
         if not self._deck:
             self._deck = self._chance.sample(ACTS, len(ACTS))
         for what in self._deck:
