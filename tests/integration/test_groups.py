@@ -281,7 +281,6 @@ def test_a_shutdown_without_a_frozen_member_ends_in_time_and_names_it(workers: S
             assert facts[again]["seconds"] < 0.5
 
 
-@pytest.mark.xfail(strict=True, reason="in a fixed group, only who hangs up on the store is missed at once")
 def test_a_shutdown_that_may_wait_for_ever_ends_when_a_member_is_lost(workers: StartWorkers) -> None:
     script = f"""
     start({QUICK})
@@ -290,7 +289,7 @@ def test_a_shutdown_that_may_wait_for_ever_ends_when_a_member_is_lost(workers: S
         time.sleep(60)
     report(shutdown=outcome(rpc.shutdown))
     """
-    group = workers(script, n=3, limit=12)
+    group = workers(script, n=3, limit=30)
     for rank in range(3):
         group.wait_for(rank, "ready")
     group.send_signal(1, signal.SIGSTOP)
@@ -301,7 +300,7 @@ def test_a_shutdown_that_may_wait_for_ever_ends_when_a_member_is_lost(workers: S
     for facts in (reports[0], reports[2]):
         assert facts["shutdown"]["error"] == "ShutdownError"
         assert "w1" in facts["shutdown"]["text"]
-        assert facts["shutdown"]["seconds"] < 8
+        assert facts["shutdown"]["seconds"] < 12
 
 
 def test_one_leaves_in_good_order_while_others_call_it(workers: StartWorkers) -> None:
