@@ -104,7 +104,7 @@ def _noise(values: list[float]) -> float:
     if len(values) < 2:
         return 0.0
     lower, _, upper = statistics.quantiles(values, n=4)
-    return 2.5 * (upper - lower) / 1.35 / len(values) ** 0.5
+    return float(2.5 * (upper - lower) / 1.35 / len(values) ** 0.5)
 
 
 @dataclass(frozen=True)
