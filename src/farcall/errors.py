@@ -21,6 +21,7 @@
     └── ProtocolError                    (ConnectionError) the other end does not speak our protocol
         ├── VersionMismatchError         ... or speaks another version of it
         └── ConnectionRefusedByPeer      ... or does not want to talk to us, and said why
+            └── AuthenticationError      ... as one of the two does not know the group's secret
 
 Rules: a message says who (the worker's name), what (the function, the argument) and what to do next. An error raised
 by a *user's* function is none of these: it arrives with its own type.
@@ -130,3 +131,7 @@ class VersionMismatchError(ProtocolError):
 
 class ConnectionRefusedByPeer(ProtocolError):
     """The other end does not want this connection, and said why."""
+
+
+class AuthenticationError(ConnectionRefusedByPeer):
+    """One end of a connection does not know the secret of the other's group."""

@@ -91,6 +91,25 @@ class RpcBackendOptions(BackendOptions):
     """Seconds of silence after which a worker is taken for dead. It should be longer than any call into C that keeps
     the interpreter to itself; a worker whose process has ended is noticed at once all the same."""
 
+    secret: str | None = field(default=None, repr=False)
+    """What the workers of the group know each other by, the same at all; by default FARCALL_SECRET of the environment,
+    which `farcall run` sets, else what the file of this user holds, which is made on first use."""
+
+    max_strangers: int = 256
+    """How many connections may be there at once whose other end has not proved yet that it knows the secret."""
+
+    proof_timeout: float = 10.0
+    """Seconds that the other end of a connection has to prove it."""
+
+    max_greeting_size: int = 64 * 1024
+    """Bytes that one message may have before that is proved."""
+
+    max_head_size: int = 4 * 1024**2
+    """Bytes that the head of a message between workers may have: the function's name, and references."""
+
+    max_message_size: int = 1024**4
+    """Bytes that a message between workers may have. Memory is taken as they come, not as they are announced."""
+
     record_stacks: bool = False
     """Whether references remember the whole stack where they were made, for `references()`; else the line only."""
 
@@ -140,6 +159,12 @@ def _number(name: str, value: Any, least: Callable[[Any], bool], rule: str) -> A
 def _transports(name: str, value: Any) -> Any:
     if isinstance(value, str) or not value:
         raise UsageError(f"{name} must be a tuple of names such as ('unix', 'tcp'), not {value!r}")
+    return value
+
+
+def _secret(name: str, value: Any) -> Any:
+    if value is not None and not isinstance(value, str):  # it is not shown
+        raise UsageError(f"{name} must be a text, the same at all workers, not a {type(value).__name__}")
     return value
 
 
@@ -198,6 +223,12 @@ _CHECKS: Final[Mapping[str, Callable[[str, Any], Any]]] = {
     "spin": lambda name, value: _number(name, value, lambda number: number >= 0, "0 (never spin) or more"),
     "heartbeat_interval": lambda name, value: _number(name, value, lambda number: number > 0, "more than 0"),
     "heartbeat_patience": lambda name, value: _number(name, value, lambda number: number > 0, "more than 0"),
+    "secret": _secret,
+    "max_strangers": lambda name, value: _number(name, value, lambda number: number >= 1, "at least 1"),
+    "proof_timeout": lambda name, value: _number(name, value, lambda number: number > 0, "more than 0"),
+    "max_greeting_size": lambda name, value: _number(name, value, lambda number: number >= 1024, "at least 1024"),
+    "max_head_size": lambda name, value: _number(name, value, lambda number: number >= 1024, "at least 1024"),
+    "max_message_size": lambda name, value: _number(name, value, lambda number: number >= 65536, "at least 65536"),
     "transports": _transports,
     "device_maps": _device_maps,
     "devices": _devices,

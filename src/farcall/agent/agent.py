@@ -28,13 +28,16 @@ from farcall.agent.outgoing import Outgoing
 from farcall.agent.peers import Peer
 from farcall.agent.poller import READABLE, Poller
 from farcall.agent.serving import Serving
+from farcall.agent.strangers import Strangers
 from farcall.agent.supervisor import Supervisor
 from farcall.agent.under_way import describe_under_way
 from farcall.backends.interface import Metrics, RpcAgent
 from farcall.errors import ExpelledError, ForkedProcessError, NotInitializedError, RpcError, ShutdownError, UsageError
 from farcall.options import RpcBackendOptions
 from farcall.protocol.ids import Worker, WorkerInfo
+from farcall.protocol.wire import Sizes
 from farcall.rendezvous.store import PATIENCE
+from farcall.security import Credentials, find_secret, limits_of
 from farcall.serialization import encode_text
 from farcall.sleeping import FOREVER
 from farcall.transports.base import Channel, Listener, Transport
@@ -59,9 +62,16 @@ class Agent(RpcAgent):
         rendezvous: Rendezvous,
         options: RpcBackendOptions,
         transports: Mapping[str, Transport],
+        credentials: Credentials | None = None,
     ) -> None:
-        """Joins the group; `start` it next. Raises `RendezvousError`; then nothing is left running."""
+        """Joins the group; `start` it next. Raises `RendezvousError`; then nothing is left running.
+
+        `credentials` are by default what the options say of them, without encryption.
+        """
         options = options.taken()
+        self._credentials = credentials or Credentials(find_secret(options.secret), limits=limits_of(options))
+        self._strangers = Strangers(self._credentials.limits)
+        self._sizes = Sizes(options.max_head_size, options.max_message_size)
         self.options = options
         self.device_maps = options.device_maps
         """Stored for those who move tensors; the agent itself does nothing with it."""
@@ -110,6 +120,7 @@ class Agent(RpcAgent):
                 self._expelled,
                 options.heartbeat_interval,
                 options.heartbeat_patience,
+                self._credentials,
             )
             self._first_members = members
             self.book.resend = self.group.examine
@@ -123,7 +134,7 @@ class Agent(RpcAgent):
         self._supervisor.serving = self._serving
         self._supervisor.connections = lambda: list(self._connections)
         self._supervisor.next_beat = lambda: self.group.next_tick
-        self._supervisor.beat = self.group.tick
+        self._supervisor.beat = self._beat
 
     @property
     def closed(self) -> RpcError | None:  # type: ignore[override]
@@ -140,6 +151,10 @@ class Agent(RpcAgent):
         self._supervisor.start()
         self._entrance.keep(self.group, self._serving)
         self.group.start(self._first_members, announce=self._entrance.is_open)
+
+    def _beat(self, now: float) -> None:
+        self.group.tick(now)
+        self._strangers.expire(now)
 
     def _listen(self, name: str) -> list[Listener]:
         listeners: list[Listener] = []
@@ -166,10 +181,22 @@ class Agent(RpcAgent):
             self._poller.want(listener.fileno(), READABLE, False)
             return
         if channel is not None:
-            self._incoming.add(Incoming(self.group, channel, self._poller, self._place, self._incoming_closed))
+            incoming = Incoming(
+                self.group,
+                channel,
+                self._poller,
+                self._place,
+                self._incoming_closed,
+                self._credentials,
+                listener.address,
+            )
+            incoming.traffic.decoder.limits = self._sizes
+            self._incoming.add(incoming)
+            self._strangers.came(incoming, monotonic())
 
     def _incoming_closed(self, incoming: Incoming) -> None:
         self._incoming.discard(incoming)
+        self._strangers.gone(incoming)
         if incoming.has_greeted():
             self._counting.incoming_gone(incoming.caller(), incoming)
         if self.closed is None:
@@ -196,6 +223,7 @@ class Agent(RpcAgent):
             self.group.told,
             lost,
         )
+        connection.traffic.decoder.limits = self._sizes
         self._connections[connection] = None
         if self.closed is not None:  # meanwhile
             connection.close(str(self.closed))

@@ -37,12 +37,16 @@ def init_agent(
         )
     from farcall.agent import Agent
     from farcall.rendezvous import PATIENCE, rendezvous
+    from farcall.security import Credentials, find_secret, limits_of
     from farcall.transports import transport
 
+    credentials = Credentials(find_secret(options.secret), limits=limits_of(options))
     transports = {scheme: transport(scheme) for scheme in options.transports}
-    meeting = rendezvous(options.init_method, name, rank, world_size, options.init_timeout, interface=options.interface)
+    meeting = rendezvous(
+        options.init_method, name, rank, world_size, options.init_timeout, options.interface, credentials
+    )
     try:
-        return Agent(name, meeting, options, transports)
+        return Agent(name, meeting, options, transports, credentials)
     except BaseException as error:
         # If somebody did not come, the others that still wait for them shall hear who came and who did not, too.
         waited = isinstance(error, RendezvousTimeoutError)

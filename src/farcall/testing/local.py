@@ -13,6 +13,7 @@ process). All agents share the interpreter, so this is for right and wrong, not 
 from __future__ import annotations
 
 import itertools
+import secrets
 import threading
 import uuid
 import weakref
@@ -24,6 +25,7 @@ from farcall.agent import Agent
 from farcall.errors import UsageError
 from farcall.options import RpcBackendOptions
 from farcall.rendezvous import Rendezvous
+from farcall.security import Credentials, Secret, limits_of
 from farcall.testing.memory_store import MemoryStore
 from farcall.transports.memory import MemoryNetwork, MemoryTransport
 
@@ -53,6 +55,8 @@ class LocalGroup:
     def _start(self, options: RpcBackendOptions) -> list[Agent]:
         group = uuid.uuid4().hex
         store = MemoryStore()
+        # A secret of their own: the file of whoever runs the tests is neither needed nor made.
+        credentials = Credentials(Secret(secrets.token_hex(32)), limits=limits_of(options))
         started: dict[int, Agent] = {}
         failures: list[BaseException] = []
 
@@ -60,7 +64,7 @@ class LocalGroup:
             meeting = Rendezvous(store.another_end(), rank, len(self.names), "", group)
             try:
                 transports = {"memory": MemoryTransport(self.network)}
-                agent = Agent(self.names[rank], meeting, options, transports)
+                agent = Agent(self.names[rank], meeting, options, transports, credentials)
                 agent.start()
                 started[rank] = agent
             except BaseException as error:
