@@ -9,8 +9,10 @@ Each side begins with a *preamble*, before anything else:
     12      4     length of the message that follows, little-endian, at most MAX_MESSAGE
 
 followed by one message. `Hello` comes from the side that connected, `Challenge` from the side that listens, `Proof`
-from the one and then the other, and behind it `Welcome` or `Refused`, which may come at any time: see `security.proof`.
-Each stands behind a preamble. The preamble's layout never changes, so that any version can tell any other what is wrong.
+from the one and then the other, and behind it `Welcome` or `Refused`, which may come at any time (`security.proof` is
+the theory of it). Each stands behind a preamble. The preamble's layout never changes, so that any version can tell any
+other what is wrong.
+
 Messages are a tagged union in msgpack; nothing here is ever unpickled.
 
 Pure: bytes in, messages out. No socket, no clock.

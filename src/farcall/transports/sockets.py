@@ -19,7 +19,7 @@ import socket
 from collections.abc import Callable, Sequence
 from typing import Any, Final, NoReturn
 
-from farcall.transports.base import Buffer
+from farcall.transports.base import Buffer, Channel
 
 BACKLOG: Final = 4096
 """Connections that wait to be accepted; the kernel takes less if it is set up so. Big groups start all at once."""
@@ -101,13 +101,14 @@ class SocketChannel:
 class SocketListener:
     """A `Listener` over a listening stream socket, which belongs to it from now on.
 
-    `channel` makes the channel out of an accepted socket and what `accept` said of the peer's address.
+    `channel` makes the channel out of an accepted socket and what `accept` said of the peer's address; None if it has
+    turned the peer away, and closed the socket.
     """
 
     __slots__ = ("__weakref__", "_channel", "_socket", "address")
 
     def __init__(
-        self, sock: socket.socket, address: str, channel: Callable[[socket.socket, Any], SocketChannel]
+        self, sock: socket.socket, address: str, channel: Callable[[socket.socket, Any], Channel | None]
     ) -> None:
         self.address = address
         self._channel = channel
@@ -117,7 +118,7 @@ class SocketListener:
         """A descriptor that polls readable when `accept` has a channel. Raises `OSError` after `close`."""
         return self._open().fileno()
 
-    def accept(self) -> SocketChannel | None:
+    def accept(self) -> Channel | None:
         """The next channel, or None. Raises `OSError` after `close`, or if this process is out of descriptors."""
         try:
             sock, peer = self._open().accept()
