@@ -59,6 +59,9 @@ NOT_IN_PROTOCOL = {"asyncio", "logging", "os", "pickle", "random", "select", "se
 OPTIONAL_PACKAGES = {
     "torch": {"pytorch": "anywhere"},
     "numpy": {"pytorch": "anywhere", "serialization": "lazily"},
+    # not optional, but half of the time of an import, and of no use on one host
+    "cryptography": {"security": "lazily"},
+    "ssl": {"security": "lazily", "transports": "lazily"},
 }
 
 # What may be imported inside a function or for type checking only: the other way round it is imported at the head.

@@ -95,6 +95,17 @@ class RpcBackendOptions(BackendOptions):
     """What the workers of the group know each other by, the same at all; by default FARCALL_SECRET of the environment,
     which `farcall run` sets, else what the file of this user holds, which is made on first use."""
 
+    encrypt_between_hosts: bool = True
+    """Whether what goes to other hosts is encrypted (TLS 1.3). It must be the same at all workers. On one host, by unix
+    sockets and loopback, everything goes in the clear; the secret is asked for everywhere."""
+
+    tls_certificate: str | None = None
+    """The PEM file with this worker's certificate, if it is not to make one for itself; `tls_key` has its key, and
+    `tls_authority` the certificate of who has signed those of all workers. All three or none."""
+
+    tls_key: str | None = None
+    tls_authority: str | None = None
+
     max_strangers: int = 256
     """How many connections may be there at once whose other end has not proved yet that it knows the secret."""
 
@@ -168,6 +179,12 @@ def _secret(name: str, value: Any) -> Any:
     return value
 
 
+def _truth(name: str, value: Any) -> Any:
+    if not isinstance(value, bool):
+        raise UsageError(f"{name} must be True or False, not {value!r}")
+    return value
+
+
 def _device(device: Device) -> str:
     """The device as torch writes it. Raises `DeviceError`."""
     if isinstance(device, int) and not isinstance(device, bool):
@@ -224,6 +241,7 @@ _CHECKS: Final[Mapping[str, Callable[[str, Any], Any]]] = {
     "heartbeat_interval": lambda name, value: _number(name, value, lambda number: number > 0, "more than 0"),
     "heartbeat_patience": lambda name, value: _number(name, value, lambda number: number > 0, "more than 0"),
     "secret": _secret,
+    "encrypt_between_hosts": _truth,
     "max_strangers": lambda name, value: _number(name, value, lambda number: number >= 1, "at least 1"),
     "proof_timeout": lambda name, value: _number(name, value, lambda number: number > 0, "more than 0"),
     "max_greeting_size": lambda name, value: _number(name, value, lambda number: number >= 1024, "at least 1024"),

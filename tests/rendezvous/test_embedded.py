@@ -19,6 +19,7 @@ from rendezvous_stage import GROUP, Stage
 from eventually import eventually
 from farcall.errors import AuthenticationError, ConnectionRefusedByPeer, RendezvousError, VersionMismatchError
 from farcall.protocol.handshake import Hello, Purpose, Welcome, body_length, pack
+from farcall.rendezvous import embedded, locate
 from farcall.rendezvous.addresses import listen
 from farcall.rendezvous.client import StoreClient
 from farcall.rendezvous.embedded import EmbeddedStore
@@ -26,6 +27,8 @@ from farcall.rendezvous.greeting import OtherGroupError
 from farcall.rendezvous.locate import Candidate, try_candidate
 from farcall.rendezvous.store_messages import Get, Set, pack_request
 from farcall.security import Credentials, Secret
+from farcall.security.encryption import Encryption
+from farcall.transports.tls import TlsSocket
 
 
 def wait_for_end(sock: socket.socket) -> bytes:
@@ -329,3 +332,58 @@ def test_a_reply_of_the_greeting_is_not_a_hello(stage: Stage) -> None:
         stranger.sendall(pack(Purpose.STORE, Welcome("w", 0)))
         assert b"Welcome where a hello was due" in wait_for_end(stranger)
     assert isinstance(stage.client(0), StoreClient)
+
+
+# -- between hosts
+
+
+@pytest.fixture
+def far_away(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As if loopback were another host."""
+    for module in (embedded, locate):
+        monkeypatch.setattr(module, "is_loopback", lambda host: False)
+
+
+@pytest.mark.usefixtures("far_away")
+def test_between_hosts_the_store_is_encrypted(background: ThreadPoolExecutor) -> None:
+    ours, theirs = (Credentials(encryption=Encryption()) for _ in range(2))
+    server = EmbeddedStore(listen("127.0.0.1", [0]), GROUP, 2, "host", credentials=theirs)
+    place = Candidate("127.0.0.1", server.port, GROUP)
+    clients = [StoreClient(*try_candidate(place, f"worker{rank}", rank, 10, ours)) for rank in range(2)]
+    waiting = background.submit(clients[0].get, "large", 10)
+    clients[1].set("large", bytes(3 << 20))
+    assert waiting.result() == bytes(3 << 20)
+    with socket.create_connection(("127.0.0.1", server.port), timeout=10) as stranger:
+        stranger.sendall(pack(Purpose.STORE, Hello(GROUP, "worker1", 1, "", nonce=bytes(32))))
+        assert wait_for_end(stranger) == b"", "who does not encrypt is not answered"
+    for client in clients:
+        client.close()
+    server.close()
+
+
+@pytest.mark.usefixtures("far_away")
+def test_who_stands_between_a_worker_and_its_store_is_found() -> None:
+    """It has no secret, but a certificate of its own: it decrypts, and encrypts anew."""
+    honest, between = Credentials(encryption=Encryption()), Encryption()
+    server = EmbeddedStore(listen("127.0.0.1", [0]), GROUP, 2, "host", credentials=honest)
+    with listen("127.0.0.1", [0]) as door, ThreadPoolExecutor(1) as pool:
+
+        def hand_through() -> None:
+            victim = TlsSocket(door.accept()[0], between, listens=True)
+            store = TlsSocket(socket.create_connection(("127.0.0.1", server.port)), between, listens=False)
+            victim.settimeout(10)
+            with victim, store:
+                hello = victim.recv(4096)
+                store.shake_hands(10)
+                store.settimeout(10)
+                store.sendall(hello)
+                victim.sendall(store.recv(4096))  # the challenge
+                store.sendall(victim.recv(4096))  # the proof
+                victim.sendall(store.recv(4096))
+
+        handing = pool.submit(hand_through)
+        place = Candidate("127.0.0.1", door.getsockname()[1], GROUP)
+        with pytest.raises(AuthenticationError):
+            try_candidate(place, "worker1", 1, 10, honest)
+        handing.result()
+    server.close()

@@ -37,7 +37,7 @@ from farcall.options import RpcBackendOptions
 from farcall.protocol.ids import Worker, WorkerInfo
 from farcall.protocol.wire import Sizes
 from farcall.rendezvous.store import PATIENCE
-from farcall.security import Credentials, find_secret, limits_of
+from farcall.security import Credentials, credentials_of
 from farcall.serialization import encode_text
 from farcall.sleeping import FOREVER
 from farcall.transports.base import Channel, Listener, Transport
@@ -66,10 +66,10 @@ class Agent(RpcAgent):
     ) -> None:
         """Joins the group; `start` it next. Raises `RendezvousError`; then nothing is left running.
 
-        `credentials` are by default what the options say of them, without encryption.
+        `credentials` are by default what the options say of them.
         """
         options = options.taken()
-        self._credentials = credentials or Credentials(find_secret(options.secret), limits=limits_of(options))
+        self._credentials = credentials or credentials_of(options)
         self._strangers = Strangers(self._credentials.limits)
         self._sizes = Sizes(options.max_head_size, options.max_message_size)
         self.options = options

@@ -37,11 +37,14 @@ def init_agent(
         )
     from farcall.agent import Agent
     from farcall.rendezvous import PATIENCE, rendezvous
-    from farcall.security import Credentials, find_secret, limits_of
-    from farcall.transports import transport
+    from farcall.security import credentials_of
+    from farcall.transports import TcpTransport, transport
 
-    credentials = Credentials(find_secret(options.secret), limits=limits_of(options))
+    credentials = credentials_of(options)
     transports = {scheme: transport(scheme) for scheme in options.transports}
+    for each in transports.values():
+        if isinstance(each, TcpTransport):
+            each.encryption = credentials.encryption
     meeting = rendezvous(
         options.init_method, name, rank, world_size, options.init_timeout, options.interface, credentials
     )

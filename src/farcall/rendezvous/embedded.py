@@ -32,6 +32,7 @@ from farcall.rendezvous.store import PATIENCE
 from farcall.rendezvous.store_messages import GoodBye, pack_reply, take_frame, unpack_request
 from farcall.rendezvous.table import StoreTable
 from farcall.security import Credentials, Doorkeeper
+from farcall.transports.network import is_loopback, numeric_host
 
 _CHUNK: Final = 64 * 1024
 _ACCEPT_PAUSE: Final = 0.1
@@ -83,6 +84,8 @@ class EmbeddedStore:
         self._accept_from = 0.0
         self._close_by: float | None = None
         self._last_refusal = ""
+        if self._credentials.encryption is not None and not is_loopback(numeric_host(listener.getsockname())):
+            self._credentials.encryption.listening()  # now, so that the first who connects holds up nobody
         self._selector = selectors.DefaultSelector()
         self._wake_read, self._wake_write = socket.socketpair()
         for sock in (listener, self._wake_read, self._wake_write):
@@ -180,8 +183,20 @@ class EmbeddedStore:
             why = f"more than {self._limits.most} connections have not proved themselves yet"
             self._drop(strangers[0], why, kind="too many")
         sock.setblocking(False)
-        keep_alive(sock)
-        door = self._credentials.doorkeeper(Purpose.STORE, "", b"")
+        binding = b""
+        try:
+            keep_alive(sock)
+            encryption = self._credentials.encryption
+            if encryption is not None and not is_loopback(numeric_host(sock.getpeername())):
+                from farcall.transports.tls import TlsSocket  # late: it needs ssl
+
+                sock = encrypted = TlsSocket(sock, encryption, listens=True)
+                binding = encrypted.binding
+        except OSError as error:
+            _log.debug("the store on port %d: who knocked is gone again: %s", self.port, error)
+            sock.close()
+            return
+        door = self._credentials.doorkeeper(Purpose.STORE, "", binding)
         connection = _Connection(next(self._numbers), sock, time.monotonic() + self._limits.patience, door)
         self._connections[connection.number] = connection
         self._selector.register(sock, selectors.EVENT_READ, connection)

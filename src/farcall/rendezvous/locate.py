@@ -26,6 +26,7 @@ from farcall.protocol.handshake import Hello, Welcome
 from farcall.rendezvous.addresses import connect, host_port
 from farcall.rendezvous.greeting import FinalRefusalError, OpenAndFixedError, OtherGroupError, introduce
 from farcall.security import Credentials
+from farcall.transports.network import is_loopback, numeric_host
 
 REFUSAL_PATIENCE: Final = 2.0
 """Seconds for which a refusal is not yet believed."""
@@ -128,9 +129,16 @@ def try_candidate(
     deadline = time.monotonic() + timeout
     sock = connect(candidate.host, candidate.port, timeout)
     try:
+        binding = b""
+        if credentials.encryption is not None and not is_loopback(numeric_host(sock.getpeername())):
+            from farcall.transports.tls import TlsSocket  # late: it needs ssl
+
+            sock = encrypted = TlsSocket(sock, credentials.encryption, listens=False)
+            encrypted.shake_hands(max(0.001, deadline - time.monotonic()))
+            binding = encrypted.binding
         hello = Hello(candidate.group, name, rank, wanted="")
         remaining = max(0.001, deadline - time.monotonic())
-        return sock, introduce(sock, hello, f"the store at {candidate}", remaining, credentials)
+        return sock, introduce(sock, hello, f"the store at {candidate}", remaining, credentials, binding)
     except BaseException:
         sock.close()
         raise

@@ -14,7 +14,6 @@ from contextlib import ExitStack
 from dataclasses import dataclass
 from typing import Final
 
-from farcall.rendezvous.addresses import is_loopback
 from farcall.rendezvous.client import StoreClient
 from farcall.rendezvous.embedded import EmbeddedStore
 from farcall.rendezvous.hosting import candidates_of, host
@@ -23,7 +22,7 @@ from farcall.rendezvous.open_store import OpenStore
 from farcall.rendezvous.store import Store
 from farcall.rendezvous.urls import Plan, read_plan
 from farcall.security import Credentials
-from farcall.transports.network import interface_address, numeric_host
+from farcall.transports.network import interface_address, is_loopback, numeric_host
 
 _RUN_KEY: Final = "rendezvous/run"
 

@@ -1,4 +1,4 @@
-"""What a worker needs to know others by, and to be known: the secret, and what strangers may.
+"""What a worker knows others by, and is known by: the secret, how connections are encrypted, what strangers may do.
 
 One object for an agent and its end of the store. Chance comes in here: the nonces of both sides.
 """
@@ -7,13 +7,37 @@ from __future__ import annotations
 
 import secrets
 from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Protocol
 
 import msgspec
 
 from farcall.protocol.handshake import Hello, Purpose
 from farcall.security.proof import NONCE_SIZE, Applicant, Doorkeeper
 from farcall.security.secret import Secret, find_secret
-from farcall.security.strangers import Limits, Notebook
+from farcall.security.strangers import Limited, Limits, Notebook, limits_of
+
+if TYPE_CHECKING:
+    from farcall.security.encryption import Encryption
+
+
+class Chosen(Limited, Protocol):
+    """Options that say how this worker is known to others."""
+
+    secret: str | None
+    encrypt_between_hosts: bool
+    tls_certificate: str | None
+    tls_key: str | None
+    tls_authority: str | None
+
+
+def credentials_of(options: Chosen) -> Credentials:
+    """What the options say. Raises `UsageError` if there is no secret to be had, or a file cannot be used."""
+    encryption = None
+    if options.encrypt_between_hosts:
+        from farcall.security.encryption import Encryption  # late: only where it is wanted
+
+        encryption = Encryption(options.tls_certificate, options.tls_key, options.tls_authority)
+    return Credentials(find_secret(options.secret), encryption, limits_of(options))
 
 
 @dataclass(frozen=True)
@@ -22,6 +46,8 @@ class Credentials:
 
     secret: Secret = field(default_factory=find_secret)
     """By default the one of the environment, or of this user's file."""
+    encryption: Encryption | None = None
+    """None: nothing is encrypted, wherever it goes."""
     limits: Limits = field(default_factory=Limits)
     notebook: Notebook = field(default_factory=Notebook)
     """Of which strangers a line was logged."""
