@@ -32,7 +32,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "protocol": {"errors"},
     "serialization": {"errors", "protocol"},
     "transports": {"errors"},
-    "security": {"errors", "protocol"},
+    "security": {"errors", "functions", "protocol"},
     "rendezvous": {"errors", "protocol", "security", "transports"},
     "sleeping": set(),
     "futures": {"errors", "sleeping"},

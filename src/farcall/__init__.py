@@ -40,10 +40,12 @@ from farcall.backends.registry import (
 from farcall.collectives import _all_gather, _barrier, _wait_all_workers
 from farcall.errors import (
     AlreadyInitializedError,
+    AuthenticationError,
     BackendError,
     ConnectionRefusedByPeer,
     DeviceError,
     ForkedProcessError,
+    NotAllowedError,
     NotInitializedError,
     OwnerLost,
     ProtocolError,
@@ -60,6 +62,7 @@ from farcall.errors import (
     VersionMismatchError,
     WorkerLost,
 )
+from farcall.functions import exposed
 from farcall.futures import Future, UnseenFailureWarning
 from farcall.gathering import _wait_all, collect_all, wait_all
 from farcall.options import BackendOptions, RpcBackendOptions, TensorPipeRpcBackendOptions
@@ -70,6 +73,7 @@ __version__ = "0.1.0"
 
 __all__ = [
     "AlreadyInitializedError",
+    "AuthenticationError",
     "BackendError",
     "BackendOptions",
     "BackendType",
@@ -77,6 +81,7 @@ __all__ = [
     "DeviceError",
     "ForkedProcessError",
     "Future",
+    "NotAllowedError",
     "NotInitializedError",
     "OwnerLost",
     "ProtocolError",
@@ -112,6 +117,7 @@ __all__ = [
     "collect_all",
     "construct_rpc_backend_options",
     "errors",
+    "exposed",
     "functions",
     "get_metrics",
     "get_rpc_timeout",

@@ -14,6 +14,7 @@
     ├── WorkerLost                       (ConnectionError) the other worker died or cannot be reached
     │   └── OwnerLost                    ... and a reference whose value it had was used
     ├── ReferenceRefused                 a reference was used whose value is gone, as who passed it on has died
+    ├── NotAllowedError                  the callee does not let others call that, or load that
     ├── RemoteError                      the callee raised something that cannot be rebuilt here
     ├── RendezvousError                  the workers did not find each other
     │   └── RendezvousTimeoutError       (TimeoutError) ... in time
@@ -89,6 +90,10 @@ class OwnerLost(WorkerLost):
 
 class ReferenceRefused(RpcError):
     """The value of a reference is gone: the worker that passed it on died before the owner could count it."""
+
+
+class NotAllowedError(RpcError):
+    """A worker restricts what others may call there, or load (the option `allow`), and this is not on its list."""
 
 
 class RemoteError(RpcError):

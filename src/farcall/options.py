@@ -17,6 +17,7 @@ import re
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from numbers import Real
+from types import ModuleType
 from typing import Any, Final, Self, TypeAlias
 
 from farcall.errors import DeviceError, UsageError
@@ -94,6 +95,11 @@ class RpcBackendOptions(BackendOptions):
     secret: str | None = field(default=None, repr=False)
     """What the workers of the group know each other by, the same at all; by default FARCALL_SECRET of the environment,
     which `farcall run` sets, else what the file of this user holds, which is made on first use."""
+
+    allow: tuple[str, ...] | None = None
+    """What others may call on this worker, and what may be loaded from what they send: modules, functions and classes,
+    or their names, or patterns of names ("service.*"). Besides, what is marked by `farcall.exposed`, and plain data.
+    None allows everything; an empty list only what is marked."""
 
     encrypt_between_hosts: bool = True
     """Whether what goes to other hosts is encrypted (TLS 1.3). It must be the same at all workers. On one host, by unix
@@ -179,6 +185,30 @@ def _secret(name: str, value: Any) -> Any:
     return value
 
 
+def _allow(name: str, value: Any) -> Any:
+    """As names, which can be copied and compared before anything is loaded."""
+    if value is None:
+        return None
+    if isinstance(value, str) or not isinstance(value, Iterable):
+        raise UsageError(f"{name} must be a list of names, functions, classes or modules, not {value!r}")
+    return tuple(_name_of(name, each) for each in value)
+
+
+def _name_of(option: str, target: Any) -> str:
+    if isinstance(target, ModuleType):
+        return target.__name__
+    if isinstance(target, str):
+        text = target
+    else:
+        module, qualname = getattr(target, "__module__", None), getattr(target, "__qualname__", None)
+        if not isinstance(module, str) or not isinstance(qualname, str) or "<" in qualname:
+            raise UsageError(f"{option} cannot name {target!r}: give a module, or a function or class of a module")
+        text = f"{module}.{qualname}"
+    if not text.strip(".") or text != text.strip():
+        raise UsageError(f"{option} has {target!r}, which is no name: write 'module', 'module.function' or 'module.*'")
+    return text
+
+
 def _truth(name: str, value: Any) -> Any:
     if not isinstance(value, bool):
         raise UsageError(f"{name} must be True or False, not {value!r}")
@@ -242,6 +272,7 @@ _CHECKS: Final[Mapping[str, Callable[[str, Any], Any]]] = {
     "heartbeat_patience": lambda name, value: _number(name, value, lambda number: number > 0, "more than 0"),
     "secret": _secret,
     "encrypt_between_hosts": _truth,
+    "allow": _allow,
     "max_strangers": lambda name, value: _number(name, value, lambda number: number >= 1, "at least 1"),
     "proof_timeout": lambda name, value: _number(name, value, lambda number: number > 0, "more than 0"),
     "max_greeting_size": lambda name, value: _number(name, value, lambda number: number >= 1024, "at least 1024"),

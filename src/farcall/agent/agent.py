@@ -22,6 +22,7 @@ from farcall.agent.departure import Occasion, meet, say_farewell, wait_for_every
 from farcall.agent.entrance import Entrance
 from farcall.agent.execution import Workplace
 from farcall.agent.group import Group, info_of
+from farcall.agent.guarding import jobs_for, reply_for
 from farcall.agent.handle import Handle
 from farcall.agent.incoming import Incoming
 from farcall.agent.outgoing import Outgoing
@@ -103,7 +104,8 @@ class Agent(RpcAgent):
             last_resort = encode_text(
                 "MemoryError", "there was not even memory to tell what is wrong", name, "a function"
             )
-            self._place = Workplace(name, self._loop, self._serving, self.book, last_resort)
+            jobs = jobs_for(options.allow)
+            self._place = Workplace(name, self._loop, self._serving, self.book, last_resort, *jobs)
             self.calling = self.book.calling = Calling(self.info, self.book, self._place, options.rpc_timeout)
             # The methods of these names, one frame shorter: they are the fast path.
             self.call = self.calling.call  # type: ignore[method-assign]
@@ -224,6 +226,7 @@ class Agent(RpcAgent):
             lost,
         )
         connection.traffic.decoder.limits = self._sizes
+        connection.new_reply = reply_for(self.options.allow)
         self._connections[connection] = None
         if self.closed is not None:  # meanwhile
             connection.close(str(self.closed))

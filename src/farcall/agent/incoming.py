@@ -15,7 +15,7 @@ import logging
 from collections.abc import Callable, Sequence
 from typing import Final, Protocol
 
-from farcall.agent.execution import CallJob, RemoteJob, Workplace
+from farcall.agent.execution import Workplace
 from farcall.agent.poller import READABLE, WRITABLE, Poller
 from farcall.agent.sending import Sender, Traffic
 from farcall.agent.serving import Reply
@@ -113,9 +113,10 @@ class Incoming:
             self.calls_served += len(messages)
             place = self._place
             ready = place.serving.ready
+            call_job = place.call_job
             for kind, call_id, head, body, buffers in messages:
                 if kind == CALL:
-                    ready.append(CallJob(place, self, call_id, head, body, buffers))
+                    ready.append(call_job(place, self, call_id, head, body, buffers))
                 else:
                     self._take(kind, call_id, head, body, buffers)
         except BlockingIOError:
@@ -152,7 +153,8 @@ class Incoming:
             taken = book.create_requested(caller, number, reference, fork, carried)
             if taken is not None:
                 value, handles = taken
-                self._place.serving.ready.append(RemoteJob(self._place, value, callee, body, buffers, handles))
+                job = self._place.remote_job(self._place, value, callee, body, buffers, handles)
+                self._place.serving.ready.append(job)
             return
         if kind == CONTROL:
             book.control_received(caller, body)
@@ -165,7 +167,8 @@ class Incoming:
         number, carried, callee = unpack_section(head)
         taken_handles = book.take(caller, number, carried)
         if kind == CALL_CARRYING and taken_handles is not None:
-            self._place.serving.ready.append(CallJob(self._place, self, call_id, callee, body, buffers, taken_handles))
+            call = self._place.call_job(self._place, self, call_id, callee, body, buffers, taken_handles)
+            self._place.serving.ready.append(call)
 
     def _greet(self, data: bytes) -> bytes:
         """Goes on with the greeting; what is behind it, once the other side is let in.

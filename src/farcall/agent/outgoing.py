@@ -93,6 +93,8 @@ class Outgoing:
         self._awaits_control = False  # what was sent about references is not acknowledged yet
         self._on_news = on_news
         self._on_lost = on_lost
+        self.new_reply: Callable[..., Reply] = Reply
+        """What is made of a reply; the agent sets another one if not all may be loaded."""
         self._ids = itertools.count(1)
         self._decoder = Decoder()
         self._reading = Reading(self)
@@ -314,7 +316,7 @@ class Outgoing:
                 if kind == RESULT and not body:
                     callbacks = future.settle(DONE, None)
                 else:
-                    reply = Reply(self.peer.name, future.function, kind, body, buffers, handles)
+                    reply = self.new_reply(self.peer.name, future.function, kind, body, buffers, handles)
                     if kind == FAILURE:
                         self.calls_failed += 1
                         future.report_unseen(reply.describe)
