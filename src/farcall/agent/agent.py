@@ -19,6 +19,7 @@ from farcall.agent.calls import ChoreJob, PendingCall
 from farcall.agent.coroutines import EventLoop
 from farcall.agent.counting import Counting
 from farcall.agent.departure import Occasion, meet, say_farewell, wait_for_everybody, wait_until_idle
+from farcall.agent.doorstep import Strangers
 from farcall.agent.entrance import Entrance
 from farcall.agent.execution import Workplace
 from farcall.agent.group import Group, info_of
@@ -29,7 +30,6 @@ from farcall.agent.outgoing import Outgoing
 from farcall.agent.peers import Peer
 from farcall.agent.poller import READABLE, Poller
 from farcall.agent.serving import Serving
-from farcall.agent.strangers import Strangers
 from farcall.agent.supervisor import Supervisor
 from farcall.agent.under_way import describe_under_way
 from farcall.backends.interface import Metrics, RpcAgent

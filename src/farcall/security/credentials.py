@@ -12,9 +12,9 @@ from typing import TYPE_CHECKING, Protocol
 import msgspec
 
 from farcall.protocol.handshake import Hello, Purpose
+from farcall.security.limits import Limited, Limits, Notebook, limits_of
 from farcall.security.proof import NONCE_SIZE, Applicant, Doorkeeper
 from farcall.security.secret import Secret, find_secret
-from farcall.security.strangers import Limited, Limits, Notebook, limits_of
 
 if TYPE_CHECKING:
     from farcall.security.encryption import Encryption

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from farcall.options import RpcBackendOptions
-from farcall.security.strangers import Limits, Notebook, limits_of
+from farcall.security.limits import Limits, Notebook, limits_of
 
 
 def test_each_kind_from_each_address_is_new_once() -> None:

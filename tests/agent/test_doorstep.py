@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from farcall.agent.strangers import Strangers
+from farcall.agent.doorstep import Strangers
 from farcall.security import Limits
 
 
