@@ -10,7 +10,7 @@ PIP := python -m pip --disable-pip-version-check -qq
 SOURCES = $(wildcard src tests benchmarks examples)
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test check bench simulate simulate-group explore format clean
+.PHONY: help demo test check bench simulate simulate-group chaos explore format clean
 
 help:  ## say what there is (this)
 	@echo "make TARGET, where TARGET is one of"
@@ -36,6 +36,9 @@ simulate: $(VENV)/.installed  ## run random schedules of the reference protocol:
 
 simulate-group: $(VENV)/.installed  ## groups of up to 1,000 workers join, churn and agree, in virtual time
 	$(VENV)/bin/python -m farcall.testing.group $(ARGS)
+
+chaos: $(VENV)/.installed  ## kill, stop, cut off, add and remove real workers under load: ARGS="--seconds 3600"
+	$(VENV)/bin/python -m farcall.testing.chaos $(ARGS)
 
 explore: $(VENV)/.installed  ## visit every state of a small group of the reference protocol
 	$(VENV)/bin/python -m farcall.testing.explore $(ARGS)

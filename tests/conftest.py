@@ -31,6 +31,8 @@ from typing import Any
 
 import pytest
 
+pytest.register_assert_rewrite("farcall.testing.conformance")
+
 GRACE = 2.0
 """Seconds that a leftover has to be gone."""
 

@@ -52,9 +52,9 @@ def tables(agent: Agent) -> dict[str, int]:
         "origins": len(book._origins),
         "handles": len(book._handles),
         "dropped": len(book._dropped),
-        "outboxes": len(book._outboxes),
-        "unacknowledged": sum(len(link.unacknowledged) for link in book._delivery._links.values()),
-        "received out of turn": sum(len(link.received.beyond) for link in book._delivery._links.values()),
+        "outboxes": len(book.mailboxes.outboxes),
+        "unacknowledged": sum(len(link.unacknowledged) for link in book.mailboxes.delivery._links.values()),
+        "received out of turn": sum(len(link.received.beyond) for link in book.mailboxes.delivery._links.values()),
     }
     return {name: size for name, size in sizes.items() if size}
 

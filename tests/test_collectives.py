@@ -17,10 +17,11 @@ from farcall.errors import RpcTimeoutError, UsageError, WorkerLost
 from farcall.futures import Future
 
 ABC = ("a", "b", "c")
+IDS = (0, 1, 2)
 
 
 def first(members: tuple[str, ...] = ABC) -> Key:
-    return Key(members, 0)
+    return Key(members, IDS, 0)
 
 
 # -- the table
@@ -39,7 +40,7 @@ def test_all_hear_when_the_last_has_come() -> None:
 
 def test_gatherings_do_not_mix() -> None:
     table = Gatherings()
-    keys = [Key(ABC, 0), Key(ABC, 1), Key(("a", "b"), 0)]
+    keys = [Key(ABC, IDS, 0), Key(ABC, IDS, 1), Key(("a", "b"), IDS, 0)]
     outcomes = {key: table.bring(key, "a", key.number) for key in keys}
     table.bring(keys[1], "b", "later")
     table.bring(keys[2], "b", "two")
@@ -59,12 +60,13 @@ def test_nobody_comes_twice() -> None:
 
 def test_numbers_count_the_gatherings_of_the_same_members() -> None:
     table = Gatherings()
-    assert [table.enter(ABC).number for _ in range(3)] == [0, 1, 2]
-    assert table.enter(("a", "b")).number == 0
-    table.leave(Key(ABC, 2))
-    assert table.enter(ABC).number == 2
-    table.leave(Key(ABC, 1))  # another thread has come to the next meanwhile
-    assert table.enter(ABC).number == 3
+    assert [table.enter(ABC, IDS).number for _ in range(3)] == [0, 1, 2]
+    assert table.enter(ABC, (0, 1, 7)).number == 0, "one of them was started again"
+    assert table.enter(("a", "b"), IDS).number == 0
+    table.leave(Key(ABC, IDS, 2))
+    assert table.enter(ABC, IDS).number == 2
+    table.leave(Key(ABC, IDS, 1))  # another thread has come to the next meanwhile
+    assert table.enter(ABC, IDS).number == 3
 
 
 def test_one_that_is_lost_ends_it_for_all_and_late_ones_hear_it() -> None:
@@ -86,8 +88,8 @@ def test_it_ends_once() -> None:
     table.fail(first(), WorkerLost("gone", "b"), lost="b")
     assert isinstance(outcome.exception(), RpcTimeoutError)
     table.fail(first(("x",)), RpcTimeoutError("late"))  # of which nobody knows
-    complete = table.bring(Key(("a",), 0), "a", 1)
-    table.fail(Key(("a",), 0), RpcTimeoutError("late"))
+    complete = table.bring(Key(("a",), IDS, 0), "a", 1)
+    table.fail(Key(("a",), IDS, 0), RpcTimeoutError("late"))
     assert complete.value() == {"a": 1}
 
 
@@ -106,13 +108,13 @@ def test_the_missing_are_looked_for_once() -> None:
 
 def test_a_look_is_answered_when_the_worker_comes() -> None:
     table = Gatherings()
-    looks = [table.look(Key(ABC, number)) for number in (0, 1)]
+    looks = [table.look(Key(ABC, IDS, number)) for number in (0, 1)]
     assert [look.done() for look in looks] == [False, False]
-    table.enter(ABC)
+    table.enter(ABC, IDS)
     assert [look.done() for look in looks] == [True, False]
-    table.enter(ABC)
+    table.enter(ABC, IDS)
     assert looks[1].done()
-    assert table.look(Key(ABC, 1)).done()
+    assert table.look(Key(ABC, IDS, 1)).done()
     assert table._looks == {}
 
 
@@ -120,7 +122,7 @@ def test_looks_that_nobody_waits_for_do_not_gather() -> None:
     table = Gatherings()
     looks = [table.look(first()) for _ in range(100)]
     assert len(table._looks[first()]) == 8
-    table.enter(ABC)
+    table.enter(ABC, IDS)
     assert looks[-1].done()
 
 
@@ -220,7 +222,7 @@ def test_who_could_not_bring_its_part_was_not_there(agent: Any, monkeypatch: pyt
     agent.refuse_with = rpc.SerializationError("cannot be pickled")
     with pytest.raises(rpc.SerializationError):
         rpc._all_gather(threading.Lock())
-    assert collectives.gatherings_of(agent).enter(ABC).number == 0
+    assert collectives.gatherings_of(agent).enter(ABC, IDS).number == 0
 
 
 # -- the functions

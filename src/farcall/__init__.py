@@ -16,6 +16,7 @@ from farcall.api import (
     _get_debug_info,
     _rref_context_get_debug_info,
     _set_rpc_timeout,
+    add_membership_callback,
     get_metrics,
     get_rpc_timeout,
     get_worker_info,
@@ -24,12 +25,13 @@ from farcall.api import (
     is_available,
     references,
     remote,
+    remove_membership_callback,
     rpc_async,
     rpc_sync,
     shutdown,
 )
 from farcall.backends import registry as backend_registry
-from farcall.backends.interface import RpcAgent
+from farcall.backends.interface import MembershipChange, RpcAgent
 from farcall.backends.registry import (
     BackendType,
     backend_registered,
@@ -44,6 +46,7 @@ from farcall.errors import (
     BackendError,
     ConnectionRefusedByPeer,
     DeviceError,
+    ExpelledError,
     ForkedProcessError,
     NotAllowedError,
     NotInitializedError,
@@ -79,8 +82,10 @@ __all__ = [
     "BackendType",
     "ConnectionRefusedByPeer",
     "DeviceError",
+    "ExpelledError",
     "ForkedProcessError",
     "Future",
+    "MembershipChange",
     "NotAllowedError",
     "NotInitializedError",
     "OwnerLost",
@@ -112,6 +117,7 @@ __all__ = [
     "_set_rpc_timeout",
     "_wait_all",
     "_wait_all_workers",
+    "add_membership_callback",
     "backend_registered",
     "backend_registry",
     "collect_all",
@@ -129,6 +135,7 @@ __all__ = [
     "references",
     "register_backend",
     "remote",
+    "remove_membership_callback",
     "rpc_async",
     "rpc_sync",
     "shutdown",

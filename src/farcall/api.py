@@ -13,7 +13,7 @@ from numbers import Real
 from typing import Any, TypeVar
 
 from farcall.agent import Inventory
-from farcall.backends.interface import RpcAgent
+from farcall.backends.interface import MembershipChange, RpcAgent
 from farcall.backends.references import Book
 from farcall.backends.registry import BackendType, choose_backend, init_backend
 from farcall.errors import AlreadyInitializedError, NotInitializedError, UsageError
@@ -29,6 +29,7 @@ T = TypeVar("T")
 
 To = str | int | WorkerInfo
 
+_new_rref = RRef.__new__  # as `RRef.of` does, without its frame
 _agent: RpcAgent | None = None
 _lock = threading.Lock()  # held while an agent is made, never during a call or a shutdown
 
@@ -161,7 +162,9 @@ def remote(
     agent = _agent
     if agent is None:
         raise _not_initialized()
-    return RRef.of(agent.remote(to, func, args, kwargs))
+    rref: RRef[T] = _new_rref(RRef)
+    rref._handle = agent.remote(to, func, args, kwargs)
+    return rref
 
 
 def references() -> Inventory:
@@ -210,6 +213,20 @@ def _get_debug_info() -> dict[str, str]:
     """The counters of references and of the agent, as torch gives them: texts. Raises `NotInitializedError`."""
     agent = current_agent()
     return {**agent.book.debug_info(), **agent.get_debug_info()}
+
+
+def add_membership_callback(callback: Callable[[MembershipChange], object]) -> None:
+    """Has `callback(change)` called whenever a worker joins the group, leaves it or is lost, until the shutdown.
+
+    It runs in the serving pool, one change after the other, and may make calls. What it raises is logged.
+    Raises `NotInitializedError`.
+    """
+    current_agent().watch_members(callback)
+
+
+def remove_membership_callback(callback: Callable[[MembershipChange], object]) -> None:
+    """Takes back what `add_membership_callback` was given; nothing happens if it was not. `NotInitializedError`."""
+    current_agent().unwatch_members(callback)
 
 
 def get_rpc_timeout() -> float:

@@ -44,6 +44,8 @@ class Key(NamedTuple):
     """Which gathering: of whom, and the how many of those."""
 
     members: tuple[str, ...]
+    ids: tuple[int, ...]
+    """Of the members: one that was started again in an open group is another one, and has been to none before."""
     number: int
 
 
@@ -62,15 +64,15 @@ class Gatherings:
 
     def __init__(self) -> None:
         self._lock = threading.RLock()  # a signal handler may come in its midst
-        self._numbers: dict[tuple[str, ...], int] = {}
+        self._numbers: dict[tuple[tuple[str, ...], tuple[int, ...]], int] = {}
         self._led: dict[Key, Gathering] = {}
         self._looks: dict[Key, list[Future[None]]] = {}  # answered when this worker comes to that gathering
 
-    def enter(self, members: tuple[str, ...]) -> Key:
+    def enter(self, members: tuple[str, ...], ids: tuple[int, ...]) -> Key:
         """This worker comes to the next gathering of these members."""
         with self._lock:
-            key = Key(members, self._numbers.get(members, 0))
-            self._numbers[members] = key.number + 1
+            key = Key(members, ids, self._numbers.get((members, ids), 0))
+            self._numbers[members, ids] = key.number + 1
             looks = self._looks.pop(key, [])
         for look in looks:
             look.set_result(None)
@@ -79,14 +81,14 @@ class Gatherings:
     def leave(self, key: Key) -> None:
         """It was never known to the leader that this worker came: the next gathering has that number."""
         with self._lock:
-            if self._numbers[key.members] == key.number + 1:
-                self._numbers[key.members] = key.number
+            if self._numbers[key.members, key.ids] == key.number + 1:
+                self._numbers[key.members, key.ids] = key.number
 
     def look(self, key: Key) -> Future[None]:
         """Done when this worker has come to that gathering."""
         future: Future[None] = Future()
         with self._lock:
-            if self._numbers.get(key.members, 0) <= key.number:
+            if self._numbers.get((key.members, key.ids), 0) <= key.number:
                 self._looks.setdefault(key, []).append(future)
                 del self._looks[key][:-8]  # those before are answered to nobody any more
                 return future
@@ -227,7 +229,7 @@ def _all_gather(
     seconds = agent.rpc_timeout if timeout == UNSET_RPC_TIMEOUT else timeout
     deadline = monotonic() + seconds if seconds else _FOREVER
     gatherings = gatherings_of(agent)
-    key = gatherings.enter(members)
+    key = gatherings.enter(members, tuple(agent.get_worker_info(member).id for member in members))
     if leader == name:
         outcome = gatherings.bring(key, name, obj)
     else:
@@ -279,7 +281,8 @@ def _members(agent: RpcAgent, worker_names: Iterable[str] | None) -> tuple[str, 
     if not names:
         names = {info.name for info in agent.get_worker_infos()}
     if agent.info.name not in names:
-        raise UsageError(f"worker {agent.info.name!r} is not among {_listed(names)}, so it cannot wait with them")
+        others = _listed(sorted(names))
+        raise UsageError(f"worker {agent.info.name!r} is not among {others}, so it cannot wait with them")
     return tuple(sorted(names))
 
 

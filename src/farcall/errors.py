@@ -82,6 +82,8 @@ class WorkerLost(RpcError, ConnectionError):
         super().__init__(message)
         self.worker = worker
         """The name of the worker that was lost, if it is known."""
+        self.is_gone = False
+        """Nobody listens any more where it did: its process has ended."""
 
 
 class OwnerLost(WorkerLost):

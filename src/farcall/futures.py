@@ -122,7 +122,7 @@ class Future(Generic[T]):
     def value(self) -> T:
         """The result of a future that is done. Raises what the call raised; `RuntimeError` if it is not done."""
         if self._state == DONE:
-            return cast(T, self._value)
+            return self._value  # type: ignore[no-any-return]  # not cast(): a call, on the path of every result
         if not self._state:
             raise RuntimeError("the future is not done: call wait(), or ask done() first")
         if self._load() == FAILED:
@@ -132,7 +132,7 @@ class Future(Generic[T]):
                 # The error's traceback holds this frame and those that called it. Would they hold the future, which
                 # holds the error, then all that was met on the way, references too, stayed until garbage collection.
                 del self
-        return cast(T, self._value)
+        return self._value  # type: ignore[no-any-return]
 
     def done(self) -> bool:
         """Whether there is a result or an error."""

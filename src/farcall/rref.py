@@ -92,7 +92,7 @@ class RRef(Generic[T]):
         """
         handle = self._handle
         if handle.fork is not None:  # with fewer frames, as most fetches are of what others own
-            return cast(T, handle.book.calling.call_on(handle, VALUE, "to_here", (), None, timeout).wait())
+            return handle.book.calling.call_on(handle, VALUE, "to_here", (), None, timeout).wait()  # type: ignore[no-any-return]
         return cast(T, self._fetch(VALUE, timeout).wait())
 
     def local_value(self) -> T:

@@ -57,7 +57,7 @@ class Books:
             for sender, book in enumerate(self.books):
                 book.work_off()
                 for to in range(len(self.books)):
-                    letter = book.outbox(to)
+                    letter = book.mailboxes.outbox(to)
                     if letter is not None:
                         letters += 1
                         self[to].control_received(sender, letter.body)

@@ -27,7 +27,7 @@ def test_nothing_is_kept_of_a_lost_worker(books: Books) -> None:
     books[0].work_off()
     assert books[0].is_quiet()
     assert books[0].take(1, 9, []) is None
-    assert books[0].outbox(1) is None
+    assert books[0].mailboxes.outbox(1) is None
     assert passed
 
 
@@ -36,12 +36,12 @@ def test_a_handle_whose_creators_request_never_comes_is_refused(books: Books) ->
     handle, _ = books.remote(0, 1, deliver=False)
     (child,) = books.pass_on(0, 2, handle)
     books[2].work_off()
-    letter = books[2].outbox(1)
+    letter = books[2].mailboxes.outbox(1)
     assert letter is not None
     books[1].control_received(2, letter.body)
     for rank in (1, 2):
         books[rank].lost(0)
-    letter = books[1].outbox(2)
+    letter = books[1].mailboxes.outbox(2)
     assert letter is not None
     books[2].control_received(1, letter.body)
     with pytest.raises(ReferenceRefused, match="passed on by a worker that died"):
@@ -56,7 +56,7 @@ def test_a_value_that_is_not_yet_created_is_waited_for(books: Books) -> None:
     handle, _ = books.remote(0, 1, deliver=False)
     passed = books.pass_on(0, 2, handle)
     books[2].work_off()
-    letter = books[2].outbox(1)
+    letter = books[2].mailboxes.outbox(1)
     assert letter is not None
     books[1].control_received(2, letter.body)
     waited_for = books[1].value(handle.reference)
@@ -102,7 +102,7 @@ def test_the_owners_own_handle_of_what_never_comes_meets_an_error(books: Books) 
     del own, later
     gc.collect()
     books[2].work_off()
-    books[1].control_received(2, only(books[2].outbox(1)).body)
+    books[1].control_received(2, only(books[2].mailboxes.outbox(1)).body)
     books[1].work_off()
     assert books[1]._references.is_empty()
     assert books[1]._values == {}

@@ -47,9 +47,9 @@ def snapshot(book: ReferenceBook) -> Any:
         {fork: (held.dropped, dict(held.children)) for fork, held in references.held.items()},
         dict(references._numbers),
         references._forks,
-        {peer: (link.last, dict(link.unacknowledged)) for peer, link in book._delivery._links.items()},
-        dict(book._outboxes),
-        dict(book._unacknowledged),
+        {peer: (link.last, dict(link.unacknowledged)) for peer, link in book.mailboxes.delivery._links.items()},
+        dict(book.mailboxes.outboxes),
+        dict(book.mailboxes.owed),
         dict(book._values),
         len(book._handles),
     )

@@ -172,7 +172,7 @@ def test_what_is_wrong_with_a_remote_call_takes_nothing(
 def numbers(group: LocalGroup) -> Any:
     """The numbers that worker 0 has given to messages and references for worker 1."""
     book = group[0].book
-    return book._delivery._links[1].last, book._references._numbers.get(1)
+    return book.mailboxes.delivery._links[1].last, book._references._numbers.get(1)
 
 
 @pytest.mark.parametrize("to", [0, 1], ids=["oneself", "another"])
@@ -279,13 +279,15 @@ def keep_and_fetch(rref: RRef[Any]) -> Any:
     return rref.to_here(timeout=SOON)
 
 
-def test_a_remote_call_takes_along_what_was_dropped(group: LocalGroup) -> None:
+def test_a_remote_call_takes_along_what_is_to_be_said(group: LocalGroup) -> None:
     dropped = remote(group[0], 1, echo, "tea")
     expect_confirmed(dropped)
     eventually(lambda: not group[0].book.has_work())
     group[0]._supervisor.has_chores = lambda: False
     del dropped
     gc.collect()
+    with group[0].book._lock:
+        group[0].book._work_off()
     assert len(group[1].book._references.owned) == 1
     there = remote(group[0], 1, echo, "milk")
     assert there.to_here() == "milk"

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import threading
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -13,7 +14,6 @@ from eventually import eventually
 from farcall.agent.counting import Counting
 from farcall.backends.interface import Metrics, PeerMetrics
 from farcall.errors import RpcTimeoutError, ShutdownError
-from farcall.protocol.ids import WorkerInfo
 from farcall.rref import RRef
 from farcall.testing import LocalGroup
 from gates import SOON, arrived, new_gate, wait_at
@@ -131,7 +131,7 @@ def test_counts_outlive_connections(group: LocalGroup) -> None:
 def test_resends_are_counted(group: LocalGroup) -> None:
     handle = group[0].remote("worker1", echo, (1,), None)
     assert group[0].get_metrics()["resends"] == 0
-    group[0]._posts[1].resends += 2
+    group[0].group._posts[1].resends += 2
     metrics = group[0].get_metrics()
     assert (metrics["resends"], metrics["peers"]["worker1"]["resends"], metrics["calls_made"]) == (2, 2, 0)
     del handle
@@ -145,8 +145,11 @@ def test_debug_info_is_text(group: LocalGroup) -> None:
 
 
 def test_a_report_of_nothing() -> None:
-    metrics = Counting().report([WorkerInfo("a", 0)], [], {}, {}, {"queue_length": 4})
-    assert metrics == {**NOTHING, "queue_length": 4, "peers": {"a": NOTHING}}
+    group: Any = SimpleNamespace(
+        ends=lambda: {0: (None, SimpleNamespace(resends=0))}, name_of=lambda number: "a", silences=lambda: {"a": 1.5}
+    )
+    metrics = Counting().report([], group, {"queue_length": 4})
+    assert metrics == {**NOTHING, "queue_length": 4, "peers": {"a": {**NOTHING, "heartbeat_age": 1.5}}}
 
 
 # -- waiting for the others
@@ -192,13 +195,13 @@ def test_who_has_joined_to_leave_takes_nobody_for_lost(new_group: Any, monkeypat
     (agent,) = new_group(1)
     submitted: list[Any] = []
     agent.join(timeout=SOON)
-    monkeypatch.setattr(agent._serving, "submit", submitted.append)
-    agent._examine(0)
+    monkeypatch.setattr(agent._serving, "run_aside", submitted.append)
+    agent.group.examine(0)
     assert len(submitted) == 1
     monkeypatch.undo()
     agent.join(shutdown=True, timeout=SOON)
-    monkeypatch.setattr(agent._serving, "submit", submitted.append)
-    agent._examine(0)
+    monkeypatch.setattr(agent._serving, "run_aside", submitted.append)
+    agent.group.examine(0)
     assert len(submitted) == 1
 
 

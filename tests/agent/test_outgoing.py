@@ -274,7 +274,8 @@ def test_ctrl_c_behind_another_reader(group: LocalGroup, background: ThreadPoolE
 
 # -- an interrupt at any point of a call
 
-CALLING = ("agent/outgoing.py", "agent/reading.py", "agent/sending.py", "agent/poller.py", "farcall/futures.py")
+CALLING = tuple(f"agent/{name}.py" for name in ("outgoing", "attendance", "reading", "sending", "poller"))
+CALLING += ("farcall/futures.py",)
 
 
 class Scene:
@@ -331,7 +332,7 @@ def test_an_interrupt_at_any_point_of_a_call_leaves_no_call_that_nobody_knows_of
         if future is not None:
             assert future.wait() == 1
         for one in list(scene.group[0]._connections):
-            assert not one.pending or at.places[0].startswith("Outgoing.unattended"), at.places
+            assert not one.pending or at.places[0].startswith("Attendance.unattended"), at.places
         assert call(scene.group[0], 1, echo, "after") == "after", at.places
         if not at.has_acted:
             assert point > 5
@@ -407,10 +408,10 @@ def test_a_reply_whose_waiter_was_interrupted_before_it_read_is_looked_after(
 
     with monkeypatch.context() as patch:
         patch.setattr(one, "_reading", SimpleNamespace(wait=interrupted))
-        patch.setattr(one, "_unattended_since", 0.0)
+        patch.setattr(one._attendance, "since", 0.0)
         with pytest.raises(Interrupt):
             future.wait()
-        assert one._unattended_since
+        assert one._attendance.since
     assert future.wait() == 1
 
 

@@ -15,6 +15,7 @@ from farcall.agent import handle as handle_module
 from farcall.agent.parcels import CarriedFrame, Letter, RemoteFrame
 from farcall.agent.post import Post
 from farcall.protocol.control import pack_control
+from farcall.protocol.handshake import Refused
 from farcall.protocol.ids import ForkId, RRefId
 from farcall.protocol.reference_messages import ForkAccepted
 from farcall.protocol.wire import CALL, CALL_CARRYING, CONTROL, REMOTE, RESULT, Decoder
@@ -227,11 +228,12 @@ def test_a_caller_of_no_rank_in_the_group_harms_nobody(warm: LocalGroup, caplog:
     from test_incoming import Stranger
 
     stranger = Stranger(warm)
-    stranger.channel.send(stranger.hello(number=99, name="worker99"))
-    stranger.read_greeting()
     before = len(warm[1]._incoming)
+    stranger.channel.send(stranger.hello(number=99, name="worker99"))
+    assert stranger.read_greeting() == Refused("there is no worker 'worker99' with number 99 in this group")
+    assert stranger.read() == b""
     stranger.channel.close()
-    eventually(lambda: len(warm[1]._incoming) < before)
+    eventually(lambda: len(warm[1]._incoming) <= before)
     assert call(warm[0], 1, echo, "unharmed") == "unharmed"
     assert "failed" not in caplog.text, caplog.text
 
@@ -262,10 +264,10 @@ class Desk:
     def __init__(self, outgoing: Line | None, incoming: Line | None) -> None:
         self.letters: list[Letter] = []
         self.again: list[Any] = []
-        peer: Any = SimpleNamespace(connection=outgoing, number=1, is_lost=False)
-        book: Any = SimpleNamespace(outbox=self._outbox, me=0, resend=lambda to: self.again.append(self.post))
+        peer: Any = SimpleNamespace(connection=outgoing, number=1, is_lost=False, is_over=lambda: False)
+        mailboxes: Any = SimpleNamespace(outbox=self._outbox)
         serving: Any = SimpleNamespace(run_aside=self.again.append, is_closing=lambda: False)
-        self.post = Post(peer, book, serving, lambda: incoming, lambda: None)  # type: ignore[arg-type, return-value]
+        self.post = Post(peer, mailboxes, serving, lambda: incoming, lambda: None)  # type: ignore[arg-type, return-value]
 
     def _outbox(self, to: int) -> Letter | None:
         assert to == 1
@@ -336,8 +338,8 @@ def test_an_acknowledgement_that_was_lost_is_said_again_with_nothing_else_to_say
     line = Line()
     desk = Desk(line, None)
     desk.post._peer.connect = lambda deadline: line  # type: ignore[assignment, method-assign, return-value]
-    desk.post._book.unacknowledged = lambda to: []  # type: ignore[method-assign]
-    desk.post._book.acknowledgement = lambda to: acknowledged  # type: ignore[method-assign]
+    desk.post._mailboxes.unacknowledged = lambda to: []  # type: ignore[method-assign]
+    desk.post._mailboxes.acknowledgement = lambda to: acknowledged  # type: ignore[method-assign]
     desk.post.try_again()
     desk.post.run()
     assert [frame.endswith(pack_control(3, [])) for frame in line.sent] == ([True] if acknowledged else [])
@@ -357,9 +359,9 @@ def test_what_is_sent_again_is_counted() -> None:
     ]
     desk = Desk(new, None)
     desk.post._peer.connect = lambda deadline: new  # type: ignore[assignment, method-assign, return-value]
-    book: Any = desk.post._book
-    book.unacknowledged = lambda to: parcels
-    book.acknowledgement = lambda to: 0
+    mailboxes: Any = desk.post._mailboxes
+    mailboxes.unacknowledged = lambda to: parcels
+    mailboxes.acknowledgement = lambda to: 0
     desk.post.try_again()
     desk.post.run()
     assert desk.post.resends == 4

@@ -127,7 +127,8 @@ class InProcessBook:
         self.calling = self
         self.agent = agent
         self.info = agent.info
-        self.peers = {0: agent}
+        self.numbered = {0: agent}
+        self.me = 0
         self.numbers = itertools.count(1)
 
     def own(self, value: Any) -> InProcessHandle:

@@ -46,13 +46,17 @@ class Workers:
         }
         with open(self._file(rank, "output"), "wb") as output, open(self._file(rank, "errors"), "wb") as errors:
             self.processes[rank] = subprocess.Popen(
-                [sys.executable, "script.py"],
+                self.command(rank),
                 cwd=self.directory,
                 env=environment,
                 stdin=subprocess.DEVNULL,
                 stdout=output,
                 stderr=errors,
             )
+
+    def command(self, rank: int) -> list[str]:
+        """What is run for the worker of that rank."""
+        return [sys.executable, "script.py"]
 
     def reports(self, rank: int) -> dict[str, Any]:
         """All that a worker has reported so far."""

@@ -19,7 +19,22 @@ from typing import Any
 
 import farcall as rpc
 
-__all__ = ["RANK", "SIZE", "options", "os", "outcome", "report", "rpc", "start", "sys", "threading", "time", "wait_for"]
+__all__ = [
+    "RANK",
+    "SIZE",
+    "join",
+    "names",
+    "options",
+    "os",
+    "outcome",
+    "report",
+    "rpc",
+    "start",
+    "sys",
+    "threading",
+    "time",
+    "wait_for",
+]
 
 RANK = int(os.environ["RANK"])
 SIZE = int(os.environ["WORLD_SIZE"])
@@ -40,6 +55,18 @@ def start(**changes: Any) -> None:
         rpc.init_rpc(f"w{RANK}", rpc_backend_options=options(**changes))
     else:
         rpc.init_rpc(f"w{RANK}", rank=RANK, world_size=SIZE, rpc_backend_options=options(**changes))
+
+
+def join(name: str | None = None, **changes: Any) -> None:
+    """Makes this process worker w0, w1 ... of an open group, or the one of that name."""
+    for variable in ("RANK", "WORLD_SIZE"):
+        os.environ.pop(variable, None)
+    rpc.init_rpc(name or f"w{RANK}", rpc_backend_options=options(**changes))
+
+
+def names() -> list[str]:
+    """Those who are in the group, as this worker sees it."""
+    return sorted(info.name for info in rpc.get_worker_infos())
 
 
 def report(**facts: Any) -> None:

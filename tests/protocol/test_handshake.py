@@ -60,9 +60,8 @@ def test_the_layout_that_never_changes() -> None:
     assert packed[12:16] == (len(packed) - 16).to_bytes(4, "little")
     assert PREAMBLE_SIZE == 16
     assert [int(purpose) for purpose in (Purpose.CALLS, Purpose.STORE)] == [1, 2]
-    content = msgspec.msgpack.decode(packed[16:])
-    expected = {"type": "hello", "group": "g", "name": "a", "rank": 0, "wanted": "b"}
-    assert {key: content[key] for key in expected} == expected
+    hello = {"type": "hello", "group": "g", "name": "a", "rank": 0, "wanted": "b"}
+    assert hello.items() <= msgspec.msgpack.decode(packed[16:]).items()
 
 
 def test_a_stranger_is_told_from_us_by_the_first_bytes() -> None:

@@ -70,7 +70,7 @@ def test_other_bytes_are_refused(body: bytes) -> None:
     "content",
     [
         [99, 1],  # no such kind
-        [6, 0],  # numbers begin at 1
+        [6, -1],  # numbers begin at 0
         [6, LARGEST + 1],
         [5, [[2, 1]]],
         [4, [], [[7, 3]]],

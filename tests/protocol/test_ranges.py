@@ -56,7 +56,7 @@ def test_memory_is_for_gaps_only() -> None:
     assert ranges != Ranges([(1, 9999)])
 
 
-@pytest.mark.parametrize("pair", [(0, 1), (2, 1), (1, LARGEST + 1), (-3, -1)])
+@pytest.mark.parametrize("pair", [(-1, 1), (2, 1), (1, LARGEST + 1), (-3, -1)])
 def test_what_is_no_range_is_refused_with_nothing_changed(pair: Range) -> None:
     ranges = Ranges([(4, 6)])
     with pytest.raises(ProtocolError, match="is no range of workers' numbers"):

@@ -237,7 +237,8 @@ def test_a_limit_is_that_of_one_thread(background: ThreadPoolExecutor) -> None:
         with pytest.raises(RendezvousTimeoutError):
             client.read("k")
         assert not other.done()
-        client.close()  # at once, though nobody reads its good-bye
+        client.close()  # at once, and without a word
+        assert b"good_bye" not in theirs.recv(4096)
         with pytest.raises(RendezvousError, match="closed by this worker"):
             other.result(10)
 

@@ -39,6 +39,7 @@ def test_an_open_store_begins_with_what_it_is_given(free_port: int) -> None:
     hosted = host_open(tcp(free_port), "h", None, free_port, {"k": b"v"}, 1)
     assert [(found.host, found.port) for found in hosted.reached_at] == [("127.0.0.1", free_port)]
     assert ask(hosted, "k") == {"k": b"v"}
+    assert hosted.server.linger == 0  # its end is not the end of the group
     hosted.close()
 
 

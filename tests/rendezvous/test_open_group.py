@@ -96,7 +96,7 @@ def test_of_many_that_want_one_name_at_once_one_gets_it(stage: OpenStage, backgr
     def claim(meeting: Rendezvous) -> int | str:
         together.wait(10)
         try:
-            return join_open(meeting, "w", lambda number: b"", 0.5)[0]
+            return join_open(meeting, "w", lambda number: b"", 1.0)[0]
         except RendezvousError as error:
             return str(error)
 
@@ -156,8 +156,26 @@ def test_saying_again_that_one_is_gone_takes_nothing_from_the_next(stage: OpenSt
         mark_gone(host.meeting, 2)
         leave_open(first.meeting, 2)
     with pytest.raises(RendezvousError, match="with number 3, which has neither left nor been found dead in "):
-        stage.join("w", timeout=0.05)
+        stage.join("w", timeout=0.4)
     assert list(stage.join("x").there) == [1, second.number, 5]
+
+
+def test_a_free_name_that_another_one_takes_first_is_not_taken_from_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    store = MemoryStore()
+    store.set("open/numbers", b"9")
+    store.set(NAME + "w", b"1")  # of one that is gone
+    delete = store.delete
+
+    def too_late(key: str, expected: bytes | None = None) -> bool:
+        if key == NAME + "w":
+            store.set(HERE + "9", b"")
+            store.set(NAME + "w", b"9")
+        return delete(key, expected)
+
+    monkeypatch.setattr(store, "delete", too_late)
+    with pytest.raises(RendezvousError, match="with number 9"):
+        join_open(Rendezvous(store, -1, None, "h", "g"), "w", lambda number: b"", 0.05)
+    assert store.read("") == {NAME + "w": b"9", HERE + "9": b"", "open/numbers": b"10"}
 
 
 def test_who_has_left_is_not_there_and_its_name_does_not_stay(stage: OpenStage) -> None:
@@ -190,7 +208,7 @@ def test_of_two_that_host_the_store_again_one_does_and_the_other_uses_it(
     assert newcomer.there == {2: b"a is 2", 3: b"b is 3", newcomer.number: payload("c", newcomer.number)}
     assert newcomer.meeting.group == host.meeting.group
     with pytest.raises(RendezvousError, match="with number 2"):
-        stage.join("a", timeout=0.05)
+        stage.join("a", timeout=0.4)
     assert stage.join("host", timeout=5).number > newcomer.number  # its name is free
 
 
@@ -206,6 +224,34 @@ def test_no_number_is_given_twice_though_host_after_host_is_gone(stage: OpenStag
         host = member
     assert len(set(numbers)) == 11
     assert numbers == sorted(numbers)
+
+
+def test_numbers_that_a_store_in_between_has_given_are_not_given_again(
+    stage: OpenStage, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("farcall.rendezvous.open_store.random.randrange", lambda stop: 0)
+    host, a, b = stage.join("host"), stage.join("a"), stage.join("b")
+    host.crash()
+    assert a.host_again(b)
+    assert b.host_again(a)
+    late = stage.join("late")
+    assert late.number == 4 + GAP
+    a.crash()
+    assert b.host_again()  # it has not heard of the late one
+    assert stage.join("next").number > late.number
+
+
+def test_the_new_store_knows_those_whom_its_host_knows(stage: OpenStage) -> None:
+    host, a, b = stage.join("host"), stage.join("a"), stage.join("b")
+    host.crash()
+    assert a.host_again(b)
+    assert stage.join("c").there.keys() > {2, 3}
+    with pytest.raises(RendezvousError, match="with number 3"):
+        stage.join("b", timeout=0.4)
+    leave_open(b.meeting, 3)
+    b.store._let_go()  # as if its connection had been lost just then
+    assert b.host_again(a)
+    assert HERE + "3" not in a.store.read(HERE)  # who has left does not come back
 
 
 def test_a_store_that_answers_is_left_alone(stage: OpenStage) -> None:
@@ -281,7 +327,7 @@ def test_a_member_that_the_new_host_did_not_know_makes_itself_known(stage: OpenS
     assert b.host_again(a)
     assert list(stage.join("c").there)[:2] == [2, 3]
     with pytest.raises(RendezvousError, match="with number 3"):
-        stage.join("b", timeout=0.05)
+        stage.join("b", timeout=0.4)
 
 
 def test_a_member_finds_the_new_store_by_itself_when_it_has_something_to_say(stage: OpenStage) -> None:

@@ -96,10 +96,10 @@ def test_who_cannot_host_the_store_says_so_in_the_end(stage: OpenStage, monkeypa
     monkeypatch.setattr(hosting, "listen_at_once", not_this_machine)
     with pytest.raises(
         RendezvousTimeoutError,
-        match=r"worker 'w' found no store at tcp://127.0.0.1:\d+ in 0.05 s: nobody hosts it, and neither does this "
+        match=r"worker 'w' found no store at tcp://127.0.0.1:\d+ in 0.3 s: nobody hosts it, and neither does this "
         r"worker: it cannot listen there .*Cannot assign.*Start a worker that can host it",
     ):
-        stage.meet("w", timeout=0.05)
+        stage.meet("w", timeout=0.3)
 
 
 def test_who_has_no_time_to_host_it_is_not_told_of_ranks(
@@ -119,10 +119,10 @@ def test_a_stranger_that_says_nothing_is_no_store_and_no_free_place(
 
 
 def test_a_member_elsewhere_cannot_host_the_store_again(stage: OpenStage, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("farcall.rendezvous.open_store._SEARCH", 0.1)
     host, member = stage.join("host"), stage.join("member")
     host.crash()
     with monkeypatch.context() as patch:
+        patch.setattr("farcall.rendezvous.open_store._SEARCH", 0.1)
         patch.setattr(hosting, "listen_at_once", not_this_machine)
         assert not member.host_again()
     assert member.host_again()
@@ -211,7 +211,7 @@ def test_a_file_that_leads_nowhere_is_replaced_after_a_while(
 ) -> None:
     publish_location(path, Location("earlier", free_port, ("127.0.0.1",)), lambda earlier: False, 1)
     with pytest.raises(RendezvousTimeoutError, match="the file leads to a store that may be hosted again soon"):
-        file_stage.meet("w", timeout=0.05)
+        file_stage.meet("w", timeout=0.3)
     monkeypatch.setattr("farcall.rendezvous.open_store.FILE_PATIENCE", 0.05)
     assert file_stage.join("w").number == 1
 

@@ -56,11 +56,38 @@ def test_a_file_that_was_left_behind_means_nothing(directory: Path) -> None:
     assert os.listdir(directory) == []
 
 
+def test_files_that_others_left_behind_are_swept_away(directory: Path) -> None:
+    living = Presence(TcpPlace("h", (2,), "h:2"))
+    Presence(TcpPlace("h", (3,), "h:3")).abandon()
+    (directory / "other.open").touch()
+    assert len(os.listdir(directory)) == 3
+    one = Presence(PLACE)
+    assert len(os.listdir(directory)) == 3
+    assert is_anybody_here(TcpPlace("h", (2,), "h:2"))
+    one.end()
+    living.end()
+    assert os.listdir(directory) == ["other.open"]
+
+
 def test_where_no_file_can_be_made_there_is_no_presence(directory: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(tempfile, "tempdir", str(directory / "missing"))
     one = Presence(PLACE)
     assert not is_anybody_here(PLACE)
     one.end()
+
+
+def test_of_two_that_end_at_once_the_last_removes_the_file(directory: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    one, two = Presence(PLACE), Presence(PLACE)
+    lock = fcntl.flock
+
+    def lock_late(descriptor: int, operation: int) -> None:
+        monkeypatch.setattr(fcntl, "flock", lock)
+        two.end()
+        lock(descriptor, operation)
+
+    monkeypatch.setattr(fcntl, "flock", lock_late)
+    one.end()
+    assert os.listdir(directory) == []
 
 
 def test_a_lock_that_somebody_keeps_to_himself_is_not_waited_for(

@@ -1,6 +1,8 @@
 from __future__ import annotations
 
+import gc
 import socket
+import weakref
 from collections.abc import Iterator
 
 import pytest
@@ -202,3 +204,24 @@ def test_a_connection_of_a_port_with_itself_is_refused(monkeypatch: pytest.Monke
     monkeypatch.setattr(socket, "socket", FromThatPort)
     with pytest.raises(ConnectionRefusedError):
         TcpTransport().connect(f"tcp:127.0.0.1:{port}", PATIENCE)
+
+
+def test_who_could_not_connect_keeps_nothing_that_it_had_in_hand() -> None:
+    class InHand:
+        pass
+
+    def attempt() -> weakref.ref[InHand]:
+        in_hand = InHand()
+        with socket.create_server(("127.0.0.1", 0)) as server:
+            address = f"tcp:127.0.0.1:{server.getsockname()[1]}"
+        try:
+            TcpTransport().connect(address, PATIENCE)
+        except ConnectionRefusedError:
+            return weakref.ref(in_hand)
+        pytest.fail("somebody listens there")
+
+    gc.disable()
+    try:
+        assert attempt()() is None
+    finally:
+        gc.enable()

@@ -32,7 +32,7 @@ from farcall.agent.poller import READABLE, Poller
 from farcall.agent.serving import Serving
 from farcall.agent.supervisor import Supervisor
 from farcall.agent.under_way import describe_under_way
-from farcall.backends.interface import Metrics, RpcAgent
+from farcall.backends.interface import MembershipChange, Metrics, RpcAgent
 from farcall.errors import ExpelledError, ForkedProcessError, NotInitializedError, RpcError, ShutdownError, UsageError
 from farcall.options import RpcBackendOptions
 from farcall.protocol.ids import Worker, WorkerInfo
@@ -89,9 +89,9 @@ class Agent(RpcAgent):
         self._loop = EventLoop(name)
         self._serving = Serving(name, self._poller, options.num_worker_threads, options.spin, self._supervisor.quicken)
         self._listeners = self._listen(name)
+        addresses = tuple(listener.address for listener in self._listeners)
+        self._entrance = Entrance(rendezvous, name, addresses, options.heartbeat_patience)
         try:
-            addresses = tuple(listener.address for listener in self._listeners)
-            self._entrance = Entrance(rendezvous, name, addresses)
             me, members = self._entrance.join(options.init_timeout)
             self.info = info_of(me)
             self.book = ReferenceBook(
@@ -129,6 +129,7 @@ class Agent(RpcAgent):
             self.group.on_gone = self._member_gone
             self._peers = self.calling.peers
         except BaseException:
+            self._entrance.leave()
             self._close_descriptors()
             raise
         self._supervisor.has_chores = self.book.has_work
@@ -147,15 +148,17 @@ class Agent(RpcAgent):
 
     def start(self) -> None:
         """Begins to serve. Not before whoever holds the agent can find it: the functions it runs may ask for it."""
-        for listener in self._listeners:
-            self._poller.add(listener.fileno(), lambda _, listener=listener: self._accept(listener), READABLE)  # type: ignore[misc]
-        self._serving.start()
-        self._supervisor.start()
         self._entrance.keep(self.group, self._serving)
         self.group.start(self._first_members, announce=self._entrance.is_open)
+        self._serving.start()
+        self._supervisor.start()
+        # Only now: who came before the group is known would be refused, and take this worker for another one.
+        for listener in self._listeners:
+            self._poller.add(listener.fileno(), lambda _, listener=listener: self._accept(listener), READABLE)  # type: ignore[misc]
 
     def _beat(self, now: float) -> None:
         self.group.tick(now)
+        self._entrance.tick(now)
         self._strangers.expire(now)
 
     def _listen(self, name: str) -> list[Listener]:
@@ -246,8 +249,9 @@ class Agent(RpcAgent):
                 "long; its references are gone. Call shutdown(), and init_rpc() to join again"
             )
         logger.warning("%s", self.closed)
+        self._entrance.expelled()
         for connection in list(self._connections):
-            connection.close(str(self.closed))
+            connection.close(str(self.closed), ExpelledError)
 
     # The group
 
@@ -293,6 +297,14 @@ class Agent(RpcAgent):
         """See `RpcAgent`."""
         return self.calling.remote(to, function, args, kwargs)
 
+    def watch_members(self, watcher: Callable[[MembershipChange], object]) -> None:
+        """See `RpcAgent`."""
+        self.group.watch(watcher)
+
+    def unwatch_members(self, watcher: Callable[[MembershipChange], object]) -> None:
+        """See `RpcAgent`."""
+        self.group.unwatch(watcher)
+
     # Reports
 
     def get_metrics(self) -> Metrics:
@@ -329,6 +341,7 @@ class Agent(RpcAgent):
         return (
             not self._serving.is_busy()
             and not any(connection.pending for connection in list(self._connections))
+            and not any(incoming.has_unsent() for incoming in list(self._incoming))
             and self.book.is_quiet()
         )
 
@@ -339,7 +352,7 @@ class Agent(RpcAgent):
     def calls_started(self) -> int:
         """How many calls this worker has made so far, and messages about references: a release may lead to others."""
         calls = sum(connection.calls_started for connection in list(self._connections))
-        return self._counting.calls_before() + calls + self.book.messages_sent()
+        return self._counting.calls_before() + calls + self.book.mailboxes.messages_sent()
 
     def shutdown(self, graceful: bool = False, timeout: float = 0.0) -> None:
         """Leaves the group and frees everything, in any case.
@@ -383,12 +396,11 @@ class Agent(RpcAgent):
             if self._ended:
                 return
             self._ended = True
-            if self.closed is None and early:
+        if early:
+            if self.closed is None:
                 self.group.leave()
-                self._entrance.leave()
-            self.calling.closed = NotInitializedError(
-                f"worker {self.info.name!r} has shut down; call init_rpc again first"
-            )
+            self._entrance.leave()  # also of one that was expelled: it keeps the way in no longer
+        self.calling.closed = NotInitializedError(f"worker {self.info.name!r} has shut down; call init_rpc again first")
         for connection in list(self._connections):
             connection.close(f"worker {self.info.name!r} (this one) shut down before the call ended")
         deadline = monotonic() + _CLOSE_TIMEOUT

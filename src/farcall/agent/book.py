@@ -10,7 +10,7 @@ Rules
   may come all the same: under the lock, what was begun is undone; after it, whoever has the number to send gives up the
   connection, and it is sent again.
 - A finalizer only appends to a queue (garbage collection may run anywhere, in the midst of any lock, this one too); the
-  queue is worked off by the next remote call, or by the serving pool a moment later. So are the outboxes.
+  queue is worked off by the serving pool a moment later. So are the outboxes, unless a call takes them along.
 """
 
 from __future__ import annotations
@@ -20,24 +20,21 @@ import weakref
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from functools import partial
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Any
 
 from farcall.agent.handle import Handle, Made, check_usable, made_here, owner_lost, refused, released
 from farcall.agent.inventory import Inventory, count_references, take_inventory
-from farcall.agent.parcels import CarriedFrame, Letter, Parcel, RemoteFrame, Way
+from farcall.agent.mailboxes import ANSWERS, Mailboxes
+from farcall.agent.parcels import CarriedFrame, Parcel, RemoteFrame, Way
 from farcall.agent.values import Value
 from farcall.errors import RpcError, UsageError, WorkerLost
-from farcall.protocol.control import pack_control, pack_remote, unpack_control
-from farcall.protocol.delivery import Delivery
+from farcall.protocol.control import HANDLE_SIZE, pack_remote, unpack_control
 from farcall.protocol.ids import ForkId, RRefId, Worker
 from farcall.protocol.reference_messages import (
     Carried,
     ConfirmHandle,
     Effect,
-    ForkAccepted,
-    ForkRefused,
     ForkRequest,
-    Message,
     OrphanHandle,
     ReleaseValue,
     SendMessage,
@@ -47,9 +44,6 @@ from farcall.protocol.wire import CONTROL, REMOTE, encode, encode_start
 
 if TYPE_CHECKING:
     from farcall.agent.calling import Calling
-
-_ANSWERS: Final = (ForkAccepted, ForkRefused)
-"""What an owner answers to a `ForkRequest`, once each."""
 
 
 class ReferenceBook:
@@ -73,10 +67,8 @@ class ReferenceBook:
         self._record_stacks = record_stacks
         self._lock = threading.RLock()  # so that a finalizer that comes in its midst is refused, not stuck
         self._references = References(me)
-        self._delivery: Delivery[Parcel] = Delivery()
-        self._outboxes: dict[Worker, list[tuple[int, Message]]] = {}
-        self._unacknowledged: dict[Worker, None] = {}  # peers that do not know yet what of theirs has come
-        self._asked: dict[Worker, int] = {}  # how many of our forks each owner has still to answer for
+        self.mailboxes = Mailboxes(self._lock)
+        """What is to be said to each peer."""
         self._values: dict[RRefId, Value] = {}
         self._handles: dict[ForkId, weakref.ref[Handle]] = {}  # until a drop is worked off
         self._dropped: deque[tuple[RRefId, ForkId | None]] = deque()
@@ -93,17 +85,14 @@ class ReferenceBook:
         """A worker is there."""
         with self._lock:
             self._references.peer_joined(worker)
-            self._delivery.joined(worker)
+            self.mailboxes.delivery.joined(worker)
 
     def lost(self, worker: Worker) -> None:
         """A worker is gone for good. Does nothing if it was known to be."""
         with self._lock:
             if worker not in self._references.peers:
                 return
-            self._delivery.lost(worker)
-            self._outboxes.pop(worker, None)
-            self._unacknowledged.pop(worker, None)
-            self._asked.pop(worker, None)
+            self.mailboxes.lost(worker)
             self._decide(self._references.peer_lost(worker))
             # Awaited by uses that overtook creations, which never come now.
             awaited = [each for each in self._values if each.creator == worker and each not in self._references.owned]
@@ -144,33 +133,35 @@ class ReferenceBook:
         `passed` are the handles among the arguments, `keeps` is what must live until the message has arrived. Raises
         the error of a handle that leads nowhere, `WorkerLost` if the owner is lost; then nothing was passed.
         """
-        self._refuse_finalizers()
+        if self._lock._is_owned():  # type: ignore[attr-defined]
+            self._refuse_finalizers()
         if passed:
             check_usable(passed)
         made = made_here(self._record_stacks, depth=4)
+        boxes = self.mailboxes
         with self._lock:
-            self._check_peer(owner)
-            if self._dropped:
-                self._work_off()
+            if owner not in self._references.peers:
+                self._check_peer(owner)
             before, parcel = self._references.ids_given(owner), None
             try:
                 reference, fork = self._references.call_remote(owner)
                 handle = Handle(self, reference, fork, None, made)
                 self._handles[fork] = weakref.ref(handle)
                 message = b""
-                if owner in self._outboxes or owner in self._unacknowledged:
-                    message = encode(CONTROL, 0, b"", self._letter(owner) or b"")
+                if owner in boxes.outboxes or owner in boxes.owed:
+                    message = encode(CONTROL, 0, b"", boxes.letter(owner) or b"")
                 parcel = RemoteFrame(reference, fork, buffers, via, keeps)
-                number = self._delivery.send(owner, parcel)
-                head = pack_remote(number, self._fork_all(passed, owner) if passed else (), reference, fork) + callee
+                number = boxes.delivery.send(owner, parcel)
+                front = pack_remote(number, self._fork_all(passed, owner) if passed else (), reference, fork)
+                handle.packed = front[-HANDLE_SIZE:]
                 if buffers:
-                    parcel.frame = encode_start(REMOTE, 0, head, body, buffers)
+                    parcel.frame = encode_start(REMOTE, 0, front + callee, body, buffers)
                 else:
-                    parcel.frame = encode(REMOTE, 0, head, body)
+                    parcel.frame = encode(REMOTE, 0, front + callee, body)
             except BaseException:
                 self._take_back(owner, before, passed, parcel)
                 raise
-        if self._outboxes or self._unacknowledged or self._released or self._refused:
+        if boxes.outboxes or boxes.owed or self._released or self._refused:
             self._act()
         if via.is_lost():
             self.resend(owner)
@@ -189,7 +180,7 @@ class ReferenceBook:
             try:
                 carried = self._fork_all(handles, to)
                 parcel = CarriedFrame(carried, via)
-                number = self._delivery.send(to, parcel)
+                number = self.mailboxes.delivery.send(to, parcel)
             except BaseException:
                 self._take_back(to, before, handles, parcel)
                 raise
@@ -222,7 +213,7 @@ class ReferenceBook:
     def _take_back(self, to: Worker, before: tuple[int, int], passed: Sequence[Handle], parcel: Parcel | None) -> None:
         """Ctrl-C has come in the midst of a change to the tables. What was begun is undone: nobody was told of it."""
         if parcel is not None:
-            self._delivery.take_back(to, parcel)
+            self.mailboxes.delivery.take_back(to, parcel)
         handles = [(handle.reference, handle.fork) for handle in passed]
         self._decide(self._references.take_back(to, before, handles))
 
@@ -238,9 +229,10 @@ class ReferenceBook:
 
     def _is_new(self, sender: Worker, number: int) -> bool:
         """Whether a message is to be taken. Acknowledged in any case: of what comes twice, its sender did not know."""
+        boxes = self.mailboxes
         if sender in self._references.peers:
-            self._unacknowledged[sender] = None
-        return self._delivery.receive(sender, number)
+            boxes.owed[sender] = None
+        return boxes.delivery.receive(sender, number)
 
     def _receive_all(self, sender: Worker, carried: Sequence[Carried]) -> list[Handle]:
         handles = []
@@ -269,17 +261,17 @@ class ReferenceBook:
 
     def has_work(self) -> bool:
         """Whether finalizers have left something to do, or a peer is to be told something."""
-        return bool(self._dropped or self._outboxes or self._unacknowledged or self._released)
+        return bool(self._dropped or self.mailboxes.outboxes or self.mailboxes.owed or self._released)
 
     def work_off(self) -> None:
         """Handles what finalizers left, sends all that is to be said, and lets go of the values that may go."""
         while True:
             with self._lock:
                 self._work_off()
-                mail = [*self._outboxes, *(worker for worker in self._unacknowledged if worker not in self._outboxes)]
+                addressees = self.mailboxes.addressees()
                 values, self._released = self._released, []
             self._act()
-            for worker in mail:
+            for worker in addressees:
                 self._post(worker)
             if not values:
                 return
@@ -325,7 +317,10 @@ class ReferenceBook:
         """
         try:
             with self._lock:
-                if not self._is_new(sender, number):
+                boxes = self.mailboxes
+                if sender in self._references.peers:  # as in `_is_new`, without its frame
+                    boxes.owed[sender] = None
+                if not boxes.delivery.receive(sender, number):
                     return None
                 effects = self._references.create_requested(sender, reference, fork)
                 value = self._values.get(reference)  # there already, if a fork came before
@@ -337,62 +332,22 @@ class ReferenceBook:
         finally:
             self._act()
 
-    def awaits(self, worker: Worker) -> bool:
-        """Whether a worker has something to acknowledge or to answer."""
-        with self._lock:
-            return self._delivery.awaits(worker) or bool(self._asked.get(worker))
-
     def control_received(self, sender: Worker, body: bytes | bytearray | memoryview) -> None:
         """Handles a control message. Raises `ProtocolError`."""
         acknowledged, messages = unpack_control(body)
+        boxes = self.mailboxes
         try:
             with self._lock:
-                for parcel in self._delivery.acknowledged(sender, acknowledged):
+                for parcel in boxes.delivery.acknowledged(sender, acknowledged):
                     if type(parcel) is RemoteFrame:
                         self._decide(self._references.create_delivered(parcel.reference, parcel.fork))
                 for number, message in messages:
                     if self._is_new(sender, number):
                         self._decide(self._references.message_received(sender, message))
-                        if type(message) in _ANSWERS:
-                            self._asked[sender] = max(0, self._asked.get(sender, 0) - 1)
+                        if type(message) in ANSWERS:
+                            boxes.asked[sender] = max(0, boxes.asked.get(sender, 0) - 1)
         finally:
             self._act()
-
-    def mail(self, to: Worker) -> bytes | None:
-        """As `outbox`, for what is sent along with a call; None also if there is nothing but an acknowledgement."""
-        if to not in self._outboxes:
-            return None
-        with self._lock:
-            return self._letter(to)
-
-    def outbox(self, to: Worker) -> Letter | None:
-        """The control message for a peer: what it has not been sent yet, and an acknowledgement. None if nothing."""
-        with self._lock:
-            messages = self._outboxes.get(to, ())
-            only_answers = all(type(message) in _ANSWERS for _, message in messages)
-            body = self._letter(to)
-        return Letter(body, only_answers) if body is not None else None
-
-    def _letter(self, to: Worker) -> bytes | None:
-        messages = self._outboxes.pop(to, None)
-        if messages is None:
-            if to not in self._unacknowledged:
-                return None
-            messages = []
-        self._unacknowledged.pop(to, None)
-        return pack_control(self._delivery.acknowledgement(to), messages)
-
-    def acknowledgement(self, to: Worker) -> int:
-        """Up to which number the messages of a peer have come."""
-        with self._lock:
-            self._unacknowledged.pop(to, None)
-            return self._delivery.acknowledgement(to)
-
-    def unacknowledged(self, to: Worker) -> list[tuple[int, Parcel]]:
-        """What is to be sent again after a reconnect. What waited in the outbox is among it, and no longer there."""
-        with self._lock:
-            self._outboxes.pop(to, None)
-            return self._delivery.unacknowledged(to)
 
     # Reports
 
@@ -410,12 +365,7 @@ class ReferenceBook:
     def is_quiet(self) -> bool:
         """Whether nothing about references is to be done, said or acknowledged, and every value is there."""
         with self._lock:
-            return not self.has_work() and self._delivery.is_quiet() and not self._values_to_come()
-
-    def messages_sent(self) -> int:
-        """How many messages about references have been sent so far."""
-        with self._lock:
-            return self._delivery.sent()
+            return not self.has_work() and self.mailboxes.delivery.is_quiet() and not self._values_to_come()
 
     def _values_to_come(self) -> int:
         return sum(not value.done() for value in self._values.values())
@@ -453,10 +403,7 @@ class ReferenceBook:
             values, self._values = self._values, {}
             going, self._released = self._released, []
             self._references = References(self.me)
-            parcels, self._delivery = self._delivery, Delivery()
-            self._outboxes.clear()
-            self._unacknowledged.clear()
-            self._asked.clear()
+            parcels = self.mailboxes.clear()
             self._origins.clear()
             self._handles.clear()
         values.clear()
@@ -471,9 +418,10 @@ class ReferenceBook:
             if isinstance(effect, SendMessage):
                 to, message = effect
                 if to in self._references.peers:
-                    self._outboxes.setdefault(to, []).append((self._delivery.send(to, message), message))
+                    boxes = self.mailboxes
+                    boxes.outboxes.setdefault(to, []).append((boxes.delivery.send(to, message), message))
                     if type(message) is ForkRequest:
-                        self._asked[to] = self._asked.get(to, 0) + 1
+                        boxes.asked[to] = boxes.asked.get(to, 0) + 1
             elif isinstance(effect, ReleaseValue):
                 self._released.append(self._values.pop(effect.reference, None))
                 self._origins.pop(effect.reference, None)
@@ -503,7 +451,7 @@ class ReferenceBook:
 
     def _act(self) -> None:
         """Does what was decided, by this thread or another. Without the lock, but for a moment."""
-        if self._outboxes or self._unacknowledged or self._released:
+        if self.mailboxes.outboxes or self.mailboxes.owed or self._released:
             self._work_soon()
         if self._refused:
             with self._lock:

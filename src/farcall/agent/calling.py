@@ -109,21 +109,26 @@ class Calling:
         unattended: bool = False,
     ) -> PendingCall:
         """Calls a method of what a reference stands for, or asks for its value, presence or type (`wire.py`)."""
-        handle.check()
+        if handle.new_error is not None:
+            raise handle.new_error()
         if self.closed is not None:
             raise self.closed
         timeout = self.rpc_timeout if timeout == UNSET_RPC_TIMEOUT else self.resolve_timeout(timeout)
-        peer = self._owner(handle)
-        head = self._head_on(handle, what, method if what == METHOD else "")
+        peer = self.numbered.get(handle.reference.owner) or self._owner(handle)
+        if what == METHOD or handle.packed is None:
+            head = self._head_on(handle, what, method if what == METHOD else "")
+        else:
+            head = what + handle.packed
         if args or kwargs:
             future = self._call_with_arguments(peer, method, head, args, kwargs, timeout)
         else:
             connection, spent = peer.connection, 0.0
             if connection is None:
                 connection, spent = self._connect(peer, method, timeout)
+            boxes = self._book.mailboxes
             mail: bytes | None = b""  # perhaps taken already
             try:
-                mail = self._book.mail(peer.number)
+                mail = boxes.mail(peer.number) if boxes.outboxes else None
                 future = connection.call(method, head, b"", (), timeout, spent, CALL, mail)
             except BaseException as error:
                 if mail is not None:
@@ -158,7 +163,7 @@ class Calling:
             return connection.call(function, head, body, buffers, timeout, spent)
         try:
             number, carried = self._book.pass_on(list(handles), peer.number, connection)
-            mail = self._book.mail(peer.number)
+            mail = self._book.mailboxes.mail(peer.number)
             full_head = pack_section(number, carried) + head
             future = connection.call(function, full_head, body, buffers, timeout, spent, CALL_CARRYING, mail)
         except RpcError:
@@ -259,6 +264,8 @@ class Calling:
         try:
             connection = peer.connect(began + timeout if timeout else FOREVER)
         except WorkerLost as error:
+            if error.is_gone:
+                self._book.resend(peer.number)  # the group will find that out, and tell all
             if timeout and monotonic() >= began + timeout:
                 raise RpcTimeoutError(
                     f"`{callable_name(function)}` was not sent within {timeout:g} s: {error}"

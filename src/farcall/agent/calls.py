@@ -10,7 +10,7 @@ import threading
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
-from farcall.errors import SerializationError
+from farcall.errors import RpcError, RpcTimeoutError, SerializationError, WorkerLost
 from farcall.futures import DONE, FAILED, PENDING, Callbacks, Future, run_callbacks
 from farcall.protocol.wire import FAILURE, Bytes
 from farcall.serialization import callable_name, decode_failure, describe_failure, loads, not_rebuilt, offering
@@ -20,8 +20,8 @@ logger = logging.getLogger("farcall")
 
 if TYPE_CHECKING:
     from farcall.agent.handle import Handle
+    from farcall.agent.jobs import Answerable
     from farcall.agent.outgoing import Outgoing
-    from farcall.agent.serving import Answerable
 
 
 class PendingCall(Future[Any]):
@@ -55,7 +55,7 @@ class PendingCall(Future[Any]):
         if self._state == DONE:
             return self._value
         try:
-            return super().wait()
+            return self.value() if self._state else super().wait()  # unsettled: its connection is just being lost
         finally:
             del self  # see `Future.value`
 
@@ -66,6 +66,18 @@ class PendingCall(Future[Any]):
         """Who waited for it was interrupted (Ctrl-C), and may never look: should it fail, that is not reported."""
         if self._report is not None:
             self._report.seen = True
+
+    def too_late(self) -> RpcTimeoutError:
+        """What it fails with when its time is over."""
+        return RpcTimeoutError(
+            f"worker {self.connection.peer.name!r} did not answer `{callable_name(self.function)}` within "
+            f"{self.timeout:g} s; it may still be running there. Give the call a longer timeout, or 0 for none"
+        )
+
+    def cut_off(self, lost: RpcError, advice: str) -> RpcError:
+        """What it fails with when its connection has ended for that reason."""
+        text = f"{lost} (while `{callable_name(self.function)}` was running there, or on its way){advice}"
+        return WorkerLost(text, lost.worker) if isinstance(lost, WorkerLost) else type(lost)(text)
 
     def __repr__(self) -> str:
         return f"{super().__repr__()[:-1]} of `{callable_name(self.function)}`>"

@@ -36,14 +36,17 @@ _decoder: msgspec.msgpack.Decoder[Member] = msgspec.msgpack.Decoder(Member)
 class Entrance:
     """The way of one worker into its group."""
 
-    def __init__(self, rendezvous: Rendezvous, name: str, addresses: tuple[str, ...]) -> None:
+    def __init__(self, rendezvous: Rendezvous, name: str, addresses: tuple[str, ...], patience: float) -> None:
         self._rendezvous = rendezvous
         self._name = name
         self._addresses = addresses
         self._group: Group | None = None
         self._serving: Serving | None = None
         self._number: Worker = -1
+        self._patience = patience
+        self._next_look = 0.0
         self._over = threading.Event()
+        self._untold: dict[Worker, None] = {}  # who has gone, and the store does not know it
         self._hosting = threading.Lock()
 
     @property
@@ -75,15 +78,46 @@ class Entrance:
 
             when_store_lost(self._rendezvous, self._store_lost)
 
+    def tick(self, now: float) -> None:
+        """Has some compare the store with the group once in a while: who died as it came in is known to the store only.
+
+        Its name would be taken for ever. The group, once it knows that worker, finds out whether it lives.
+        """
+        group, serving = self._group, self._serving
+        if now < self._next_look or not self.is_open or group is None or serving is None or self._over.is_set():
+            return
+        self._next_look = now + self._patience
+        if self._is_teller(group):
+            serving.run_aside(ChoreJob(self._compare))
+
+    def _compare(self) -> None:
+        from farcall.rendezvous import who_is_there
+
+        self._clear_away()
+        group = self._group
+        if group is not None:
+            for number, payload in who_is_there(self._rendezvous, _names(group)).items():
+                if not self._over.is_set() and not group.is_gone(number):
+                    group.met(_decoder.decode(payload))
+
     def member_gone(self, number: Worker) -> None:
         """Somebody is gone. Its name is to be free for the next who wants it."""
         group, serving = self._group, self._serving
         if not self.is_open or group is None or serving is None or self._over.is_set():
             return
-        if self._number in sorted(group.here())[:_TELLERS]:
-            from farcall.rendezvous import mark_gone
+        if self._is_teller(group):
+            serving.run_aside(ChoreJob(self._clear_away))
 
-            serving.run_aside(ChoreJob(lambda: mark_gone(self._rendezvous, number)))
+    def _clear_away(self) -> None:
+        """Has the store forget everybody who is gone, not the last one only: it may have missed the others."""
+        from farcall.rendezvous import clear_away
+
+        group = self._group
+        if group is not None and not self._over.is_set():
+            clear_away(self._rendezvous, group.is_gone, _names(group))
+
+    def _is_teller(self, group: Group) -> bool:
+        return self._number in sorted(group.here())[:_TELLERS]
 
     def _store_lost(self) -> None:
         """Its host has gone, most likely."""
@@ -99,13 +133,25 @@ class Entrance:
                 members = group.here()
                 here = {number: (member.name, _encode(member)) for number, member in members.items()}
                 if host_again(self._rendezvous, here, max(here, default=0) + 1):
+                    self._clear_away()  # who was lost meanwhile was told to nobody
                     return
                 self._over.wait(_PAUSE)
 
+    def expelled(self) -> None:
+        """This worker was taken for dead: a store that is hosted anew is not to have it again."""
+        if self.is_open:
+            from farcall.rendezvous import settle_no_more
+
+            settle_no_more(self._rendezvous)
+
     def leave(self) -> None:
-        """Goes out: the name is free. Takes a second at most. Does nothing in a fixed group."""
-        if self.is_open and not self._over.is_set():
+        """Goes out: the name is free. Takes a second at most. Does nothing in a fixed group, or if it never came in."""
+        if self.is_open and self._number >= 0 and not self._over.is_set():
             self._over.set()
             from farcall.rendezvous import leave_open
 
             leave_open(self._rendezvous, self._number)
+
+
+def _names(group: Group) -> set[str]:
+    return {member.name for member in group.here().values()}

@@ -20,7 +20,8 @@ from typing import Any, Final, NamedTuple, Protocol
 from farcall.agent.book import ReferenceBook
 from farcall.agent.coroutines import EventLoop
 from farcall.agent.handle import Handle
-from farcall.agent.serving import Answerable, Reply, Serving
+from farcall.agent.jobs import Answerable, Reply
+from farcall.agent.serving import Serving
 from farcall.agent.values import Value
 from farcall.errors import ProtocolError, SerializationError
 from farcall.functions import is_async_execution

@@ -8,7 +8,7 @@ from farcall.agent.leading import Lead
 from farcall.sleeping import Gate
 
 if TYPE_CHECKING:
-    from farcall.agent.serving import Job
+    from farcall.agent.jobs import Job
 
 
 class Order:

@@ -8,6 +8,9 @@ Rules
 - Nothing here waits. What takes a while, to connect, is left to the posts in the serving pool.
 - Who has closed a connection is examined at once. If nobody listens where it did, its process is gone; anything else
   may be a break of the network, and the heartbeat decides.
+- Who leaves has answered before, perhaps on another connection than its good-bye came by, or a friend's word of it. So
+  the connection ends when the answers are read; at the latest at the tick after next.
+- Watchers are told in the order in which the tables changed, one change after the other, whoever has changed them.
 - Of those who have gone some are remembered, so that who calls them hears what became of them.
 """
 
@@ -16,9 +19,10 @@ from __future__ import annotations
 import logging
 import random
 import threading
+from collections import deque
 from collections.abc import Callable, Iterable, Mapping
 from time import monotonic
-from typing import Final, NamedTuple
+from typing import Final
 
 from farcall.agent.book import ReferenceBook
 from farcall.agent.calling import Calling
@@ -28,6 +32,7 @@ from farcall.agent.outgoing import Outgoing
 from farcall.agent.peers import Peer
 from farcall.agent.post import Post
 from farcall.agent.serving import Serving
+from farcall.backends.interface import MembershipChange
 from farcall.protocol.handshake import Hello, Refused
 from farcall.protocol.ids import Worker, WorkerInfo
 from farcall.protocol.membership import Membership
@@ -52,14 +57,6 @@ logger = logging.getLogger("farcall")
 
 _REMEMBERED: Final = 1024
 """So many of those who have gone are remembered."""
-
-
-class MembershipChange(NamedTuple):
-    """Somebody has joined the group, has left it, or was lost."""
-
-    kind: str
-    """`joined`, `left` or `lost`."""
-    worker: WorkerInfo
 
 
 class Group:
@@ -103,7 +100,11 @@ class Group:
         self._posts: dict[Worker, Post] = {}
         self._incoming: dict[Worker, Incoming] = {}  # the connection of each that it made
         self._gone: dict[Worker, Peer] = {}  # oldest first
+        self._parting: list[Peer] = []  # those who left since the last tick, and since the one before
+        self._parting_before: list[Peer] = []
         self._watchers: list[Callable[[MembershipChange], object]] = []
+        self._untold: deque[tuple[list[Callable[[MembershipChange], object]], MembershipChange]] = deque()
+        self._telling = threading.Lock()
         self._add(me)
 
     # Start, and the clock
@@ -119,11 +120,16 @@ class Group:
     def tick(self, now: float) -> None:
         """Pings some, and declares lost who has not answered for too long. For the supervisor."""
         self.next_tick = now + self._interval
+        if self._calling.closed is not None:  # expelled, say: nobody wants to hear from this worker
+            return
         with self._lock:
             effects = self._membership.ticked(now)
             self._change(effects)
             posts = [post for post in self._posts.values() if post.is_stuck]
+            overdue, self._parting_before, self._parting = self._parting_before, self._parting, []
         self._act(effects)
+        for peer in overdue:
+            peer.close_connection()
         for post in posts:
             post.try_again()
 
@@ -147,12 +153,7 @@ class Group:
     def greeted(self, incoming: Incoming, hello: Hello) -> None:
         """See `Reception`: it may be somebody of whom nobody has told us yet."""
         self._incoming[hello.number] = incoming
-        if hello.number not in self._membership.members.here:
-            member = Member(hello.number, hello.name, hello.rank, hello.host, hello.addresses)
-            with self._lock:
-                effects = self._membership.message_received(hello.number, News((member,)))
-                self._change(effects)
-            self._act(effects)
+        self.met(Member(hello.number, hello.name, hello.rank, hello.host, hello.addresses))
 
     def closed(self, incoming: Incoming) -> None:
         """See `Reception`."""
@@ -197,7 +198,7 @@ class Group:
     def post(self, worker: Worker) -> None:
         """Sends what the reference protocol has to say to that worker."""
         post = self._posts.get(worker)
-        if post is not None:
+        if post is not None and self._calling.closed is None:
             post.send()
 
     # Who is there
@@ -211,6 +212,20 @@ class Group:
         """Those who are there, this one included."""
         with self._lock:
             return dict(self._membership.members.here)
+
+    def met(self, member: Member) -> None:
+        """That worker is in the group, though nobody may have heard of it yet."""
+        if member.number not in self._membership.members.here:
+            with self._lock:
+                effects = self._membership.message_received(member.number, News((member,)))
+                self._change(effects)
+            self._act(effects)
+
+    def is_gone(self, worker: Worker) -> bool:
+        """Whether that worker was there, and is not any more."""
+        with self._lock:
+            members = self._membership.members
+            return worker in members.gone and worker not in members.here
 
     def ends(self) -> dict[Worker, tuple[Incoming | None, Post]]:
         """Of each that is there: its connection to this worker, if there is one, and what is sent to it by."""
@@ -257,8 +272,11 @@ class Group:
         for effect in effects:
             if isinstance(effect, MemberJoined):
                 self._add(effect.member)
+                self._note("joined", effect.member)
             elif isinstance(effect, (MemberLeft, MemberLost)):
-                self._remove(effect.member, left=isinstance(effect, MemberLeft))
+                left = isinstance(effect, MemberLeft)
+                self._remove(effect.member, left)
+                self._note("left" if left else "lost", effect.member)
 
     def _act(self, effects: Iterable[Effect]) -> None:
         """What comes after. Without the lock."""
@@ -267,11 +285,14 @@ class Group:
                 self._send(effect.to, encode_frame(NEWS, 0, b"", encode(effect.message)))
             elif isinstance(effect, Expelled):
                 self._on_expelled()
-            elif isinstance(effect, MemberJoined):
-                self._tell("joined", effect.member)
-            else:
+            elif isinstance(effect, (MemberLeft, MemberLost)):
                 self._finish_off(effect.member.number, isinstance(effect, MemberLeft))
-                self._tell("left" if isinstance(effect, MemberLeft) else "lost", effect.member)
+        if self._untold:
+            self._serving.submit(ChoreJob(self._tell))
+        if len(self._gone) > _REMEMBERED:
+            with self._lock:
+                while len(self._gone) > _REMEMBERED:
+                    self._forget(self._gone.pop(next(iter(self._gone))))
 
     def _send(self, to: Worker, frame: bytes) -> None:
         post = self._posts.get(to)
@@ -282,11 +303,19 @@ class Group:
         if incoming is not None:
             incoming.answer(frame)
 
-    def _tell(self, kind: str, member: Member) -> None:
-        watchers = list(self._watchers)
-        if watchers:
-            change = MembershipChange(kind, info_of(member))
-            self._serving.submit(ChoreJob(lambda: _call_all(watchers, change)))
+    def _note(self, kind: str, member: Member) -> None:
+        """For the watchers of now. Under the lock."""
+        if self._watchers:
+            self._untold.append((list(self._watchers), MembershipChange(kind, info_of(member))))
+
+    def _tell(self) -> None:
+        """Tells the watchers what they have not been told yet, unless another thread is at it: that one goes on."""
+        while self._untold and self._telling.acquire(blocking=False):
+            try:
+                while self._untold:
+                    _call_all(*self._untold.popleft())
+            finally:
+                self._telling.release()
 
     def _add(self, member: Member) -> None:
         peer = Peer(
@@ -302,7 +331,7 @@ class Group:
         self._book.joined(member.number)
         self._posts[member.number] = Post(
             peer,
-            self._book,
+            self._book.mailboxes,
             self._serving,
             lambda: self._incoming.get(member.number),
             lambda: self._unreachable(member.number),
@@ -318,8 +347,6 @@ class Group:
         del self._posts[number]
         peer.lose(left)
         self._gone[number] = peer
-        if len(self._gone) > _REMEMBERED:
-            self._forget(self._gone.pop(next(iter(self._gone))))
 
     def _forget(self, peer: Peer) -> None:
         calling = self._calling
@@ -331,7 +358,10 @@ class Group:
     def _finish_off(self, number: Worker, left: bool) -> None:
         """Whatever waits for one who has gone ends now. Without the lock: callbacks may follow from it."""
         peer = self._calling.numbered.get(number)
-        if peer is not None:
+        if peer is not None and left:
+            self._parting.append(peer)
+            peer.part()
+        elif peer is not None:
             peer.close_connection()
         incoming = self._incoming.get(number)
         if incoming is not None:

@@ -19,7 +19,7 @@ from typing import Any
 
 from farcall.agent.calls import Reply
 from farcall.agent.execution import CallJob, FunctionJob, RemoteJob
-from farcall.agent.serving import Reply as Answer
+from farcall.agent.jobs import Reply as Answer
 from farcall.errors import NotAllowedError, SerializationError
 from farcall.futures import DONE, FAILED
 from farcall.protocol.wire import FAILURE, METHOD

@@ -13,12 +13,13 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Sequence
-from typing import Final, Protocol
+from typing import Protocol
 
 from farcall.agent.execution import Workplace
+from farcall.agent.jobs import Reply
 from farcall.agent.poller import READABLE, WRITABLE, Poller
+from farcall.agent.reading import CHUNK
 from farcall.agent.sending import Sender, Traffic
-from farcall.agent.serving import Reply
 from farcall.errors import AuthenticationError, ProtocolError
 from farcall.protocol.control import unpack_remote, unpack_section
 from farcall.protocol.handshake import Hello, Purpose, Refused, Welcome, pack, take
@@ -29,9 +30,6 @@ from farcall.security import Credentials, Doorkeeper
 from farcall.transports.base import Channel
 
 logger = logging.getLogger("farcall")
-
-_CHUNK: Final = 1 << 15
-"""Not more: from 128 KiB on, the allocator asks the system for memory anew each time, which costs more than a call."""
 
 
 class Reception(Protocol):
@@ -98,7 +96,7 @@ class Incoming:
                 count = self._channel.receive_into(decoder.space)
                 messages = decoder.filled(count) if count else None
             else:
-                data = self._channel.receive(_CHUNK)
+                data = self._channel.receive(CHUNK)
                 if self._peer is None:
                     if not data:
                         self.dismiss("left", "left before it had proved that it knows the secret")
@@ -264,6 +262,10 @@ class Incoming:
         self._channel.close()
         self._on_closed(self)
         self._reception.closed(self)
+
+    def has_unsent(self) -> bool:
+        """Whether a reply waits until the caller reads."""
+        return not self._closed and self._sender.waiting > 0
 
     def is_lost(self) -> bool:
         """Whether it is closed, and what was sent on it may not have arrived."""

@@ -19,20 +19,20 @@ import math
 import select
 import threading
 from collections.abc import Callable, Sequence
-from threading import get_ident
 from time import monotonic
 from typing import TYPE_CHECKING, Any, Final
 
+from farcall.agent.attendance import Attendance
 from farcall.agent.book import ReferenceBook
 from farcall.agent.calls import CallbackJob, PendingCall, Reply
 from farcall.agent.handle import Handle
 from farcall.agent.poller import HUNG_UP, READABLE, WRITABLE, Poller
-from farcall.agent.reading import CANNOT_WAIT, Reading
+from farcall.agent.reading import CANNOT_WAIT, CHUNK, LOOK_AGAIN, Reading, first_pause
 from farcall.agent.sending import MAX_WAITING, Sender, Traffic
 from farcall.agent.serving import Serving
 from farcall.agent.spinning import Dozing, Spinning
 from farcall.agent.supervisor import Supervisor
-from farcall.errors import ProtocolError, RpcError, RpcTimeoutError, UsageError, WorkerLost
+from farcall.errors import ProtocolError, RpcError, UsageError, WorkerLost
 from farcall.futures import DONE, FAILED, UNLOADED, Callbacks, Future, run_callbacks
 from farcall.protocol.control import unpack_section
 from farcall.protocol.ids import Worker, WorkerInfo
@@ -48,20 +48,10 @@ from farcall.protocol.wire import (
     encode,
     encode_start,
 )
-from farcall.serialization import callable_name
 from farcall.sleeping import FOREVER, asleep, on_serving_thread
 from farcall.transports.base import Buffer, Channel
 
-_CHUNK: Final = 1 << 15
-"""Not more: from 128 KiB on, the allocator asks the system for memory anew each time, which costs more than a call."""
 LOST_ADVICE: Final = "is it still running, and does every worker call rpc.shutdown() at its end?"
-_LOOK_AGAIN: Final = 1.0
-_LOOK_AGAIN_SOON: Final = 5e-3
-"""In the main thread, and twice as long each time: a signal handler that waits in the midst of a sleep may read the
-reply that the sleeper waits for, and nothing wakes the sleeper then."""
-_MAIN: Final = threading.main_thread().ident
-_PATIENCE: Final = 5e-3
-_LONGEST_PATIENCE: Final = 100e-3
 
 
 class Outgoing:
@@ -98,6 +88,9 @@ class Outgoing:
         self._ids = itertools.count(1)
         self._decoder = Decoder()
         self._reading = Reading(self)
+        self._attendance = Attendance(self, supervisor, self._reading.look_after)
+        self.unattended = self._attendance.unattended
+        """See `Readable`; also called for a call that nobody waits for yet. One frame less than a method would be."""
         self._spinning = Spinning(spin)
         self._dozing = Dozing()
         self._poll = self._new_poll()
@@ -105,9 +98,8 @@ class Outgoing:
         self._receiving = False  # the holder of the reader's role is at it just now
         self._lost: RpcError | None = None
         self._advice = ""
+        self._parting = ""  # why it is about to end, once the peer has left
         self._first_deadline = FOREVER
-        self._unattended_since = 0.0
-        self._calls_at_last_tick = 0
         self.calls_started = self.calls_failed = 0
         """How many calls were sent on it so far, and how many of those have ended with an error."""
         poller.add(self._descriptor, self._handle, HUNG_UP)  # a peer that dies is noticed though nobody waits for it
@@ -156,7 +148,7 @@ class Outgoing:
             if self._sender.waiting > MAX_WAITING:
                 self._sender.hold_back(deadline, self.is_lost)
         except OSError as error:
-            self.lose(f"sending to it failed: {error}")
+            self._sending_failed(error)
         except BaseException as error:
             self.pending.pop(call_id, None)  # nobody gets to know of it
             self._sending_interrupted(error, must_arrive=kind != CALL or mail is not None)
@@ -170,7 +162,7 @@ class Outgoing:
         try:
             self._sender.send(message)
         except OSError as error:
-            self.lose(f"sending to it failed: {error}")
+            self._sending_failed(error)
 
     def send_control(self, message: bytes, buffers: Sequence[Buffer] = (), patience: float = 0.0) -> None:
         """Sends something about references, which the peer will acknowledge. What is lost is sent again later.
@@ -186,7 +178,7 @@ class Outgoing:
             if patience and self._sender.waiting > MAX_WAITING:
                 self._sender.hold_back(monotonic() + patience, self.is_lost)
         except OSError as error:
-            self.lose(f"sending to it failed: {error}")
+            self._sending_failed(error)
         except BaseException as error:
             self._sending_interrupted(error, must_arrive=True)
             raise
@@ -195,6 +187,13 @@ class Outgoing:
     def interrupted(self, error: BaseException) -> None:
         """Gives the connection up: something that must arrive was perhaps not sent, and is sent again then."""
         self.lose(f"sending to it was interrupted by {type(error).__name__}", advice="")
+
+    def _sending_failed(self, error: OSError) -> None:
+        """It has hung up, most likely: what it said before that, perhaps good-bye, is read first."""
+        poll = self._new_poll()
+        while self._lost is None and poll(0) and self._receive_in_background():
+            pass
+        self.lose(f"sending to it failed: {error}")
 
     def _sending_interrupted(self, error: BaseException, must_arrive: bool) -> None:
         if must_arrive or self._sender.is_broken():  # a part of a message may be gone
@@ -258,7 +257,7 @@ class Outgoing:
                 return
             if self._sender.busy:
                 self.check_wait()
-            pause = min(2 * pause, _LOOK_AGAIN) if pause else _first_pause()
+            pause = min(2 * pause, LOOK_AGAIN) if pause else first_pause()
             if on_serving_thread() and self._dozing.doze(poll):
                 self._receive(future)
                 continue
@@ -285,13 +284,13 @@ class Outgoing:
         self._receiving = True
         try:
             if decoder.space is None:
-                data = self._channel.receive(_CHUNK)
+                data = self._channel.receive(CHUNK)
                 messages = decoder.feed(data) if data else None
             else:
                 count = self._channel.receive_into(decoder.space)
                 messages = decoder.filled(count) if count else None
             if messages is None:
-                self.lose("it closed the connection")
+                self.lose(self._parting or "it closed the connection", "" if self._parting else LOST_ADVICE)
                 return
             for kind, call_id, head, body, buffers in messages:
                 handles: Sequence[Handle] = ()
@@ -359,6 +358,8 @@ class Outgoing:
             return None
         if kind == NEWS:
             self._on_news(self.number, body)
+            if self._parting:  # that was its good-bye, and it answers nothing more
+                self.lose(self._parting, advice="")
             return None
         if kind != RESULT_CARRYING:
             raise ProtocolError(f"a call (kind {kind}) came where only replies may")
@@ -374,12 +375,19 @@ class Outgoing:
             try:
                 self._sender.flush()
             except OSError as error:
-                self.lose(f"sending to it failed: {error}")
-        if events & ~WRITABLE and self._reading.enter_in_background():
-            try:
-                self._receive(None)
-            finally:
-                self._reading.leave()
+                self._sending_failed(error)
+        if events & ~WRITABLE:
+            self._receive_in_background()
+
+    def _receive_in_background(self) -> bool:
+        """Reads what is there, unless somebody else does; whether it did."""
+        if not self._reading.enter_in_background():
+            return False
+        try:
+            self._receive(None)
+        finally:
+            self._reading.leave()
+        return True
 
     def watch_in_background(self, on: bool) -> None:
         """See `Readable`."""
@@ -392,42 +400,17 @@ class Outgoing:
         if self._awaits_control:
             # First unset, then asked: whoever sends something just now sets it after the book knows of that.
             self._awaits_control = False
-            if self._book.awaits(self.number):
+            if self._book.mailboxes.awaits(self.number):
                 self._awaits_control = True
         return self._awaits_control
-
-    def unattended(self) -> None:
-        """See `Readable`; also called for a call that nobody waits for yet."""
-        if not self._unattended_since:
-            self._unattended_since = monotonic()
-            try:
-                self._supervisor.attend(self)
-            except BaseException:
-                self._unattended_since = 0.0  # to be told again
-                raise
 
     # The supervisor's view
 
     def tick(self, now: float) -> bool:
-        """Ends calls whose time is over. Has replies read that nobody reads, once no more calls are being sent."""
+        """See `Supervised`: ends calls whose time is over, and has replies read that nobody reads."""
         if now >= self._first_deadline:
             self._expire_all(now)
-        since = self._unattended_since
-        if not since:
-            return False
-        if not self.has_pending() or self._lost is not None:
-            self._unattended_since = 0.0
-            if self.has_pending() and self._lost is None:  # a call that came just now found it attended still
-                self._unattended_since = now
-                return True
-            return False
-        bursting = self.calls_started != self._calls_at_last_tick
-        self._calls_at_last_tick = self.calls_started
-        if now - since < (_LONGEST_PATIENCE if bursting else _PATIENCE):
-            return True
-        self._unattended_since = 0.0
-        self._reading.look_after()
-        return False
+        return self._attendance.tick(now)
 
     def next_deadline(self) -> float:
         """See `Supervised`."""
@@ -443,12 +426,8 @@ class Outgoing:
                 self._note_deadline(future.deadline)
 
     def _expire(self, future: PendingCall) -> None:
-        error = RpcTimeoutError(
-            f"worker {self.peer.name!r} did not answer `{callable_name(future.function)}` within {future.timeout:g} s; "
-            "it may still be running there. Give the call a longer timeout, or 0 for none"
-        )
         self._late.add(future.call_id)  # before it is taken: its reply may come just then
-        if self._take_and_fail(future, error):
+        if self._take_and_fail(future, future.too_late()):
             self.unattended()
         else:
             self._late.discard(future.call_id)
@@ -460,9 +439,16 @@ class Outgoing:
         self._advice = f"; {advice}" if advice else ""
         self._end(WorkerLost(f"worker {self.peer.name!r} was lost: {reason}", self.peer.name))
 
-    def close(self, reason: str) -> None:
-        """Closes it from our side; everything pending fails with that reason."""
-        self._end(RpcError(reason))
+    def part(self, reason: str) -> None:
+        """The peer has left. What it has answered before may not have been read yet; after that, this ends."""
+        self._parting = reason
+        if not self.pending:
+            self.lose(reason, advice="")
+
+    def close(self, reason: str, kind: type[RpcError] = RpcError) -> None:
+        """Closes it from our side; everything pending fails with that reason, as an error of that kind."""
+        self._advice = ""
+        self._end(kind(reason))
 
     def abandon(self, error: RpcError) -> None:
         """In a forked child: the connection is the parent's, and stays as it is there."""
@@ -494,9 +480,7 @@ class Outgoing:
     def _fail(self, future: PendingCall) -> None:
         lost = self._lost
         assert lost is not None
-        text = f"{lost} (while `{callable_name(future.function)}` was running there, or on its way){self._advice}"
-        error = WorkerLost(text, self.peer.name) if isinstance(lost, WorkerLost) else RpcError(text)
-        self._take_and_fail(future, error)
+        self._take_and_fail(future, future.cut_off(lost, self._advice))
 
     def _take_and_fail(self, future: PendingCall, error: RpcError) -> bool:
         """Settles it with that error, unless somebody else has taken it from `pending`; whether it was settled here."""
@@ -516,7 +500,3 @@ class Outgoing:
             self._put_back(future, callbacks, None)
             raise
         return True
-
-
-def _first_pause() -> float:
-    return _LOOK_AGAIN_SOON if get_ident() == _MAIN else _LOOK_AGAIN

@@ -32,10 +32,6 @@ ONE_HOST: Final = frozenset({"unix", "memory"})
 """Transports that can work on one host only."""
 
 
-class NobodyThere(WorkerLost):
-    """Nobody listens any more where the worker did: its process is gone."""
-
-
 class Peer:
     """One worker of the group, as this worker sees it."""
 
@@ -60,7 +56,8 @@ class Peer:
         self._new_connection = new_connection
         self._on_expelled = on_expelled  # the worker says that this one was taken for dead
         self._credentials = credentials
-        self._is_over = is_over  # nobody is to be connected to any more
+        self.is_over = is_over
+        """Whether nobody is to be connected to any more."""
         self._lock = threading.RLock()
         self._has_left = False
         self.is_lost = False
@@ -70,7 +67,7 @@ class Peer:
         self._last: Outgoing | None = None
 
     def connect(self, deadline: float) -> Outgoing:
-        """The connection, made if need be. Raises `WorkerLost` if the worker cannot be reached, `NobodyThere`."""
+        """The connection, made if need be. Raises `WorkerLost` if the worker cannot be reached."""
         if self.is_lost:
             raise self.lost_error()
         deadline = min(deadline, monotonic() + CONNECT_TIMEOUT)
@@ -90,7 +87,7 @@ class Peer:
                     self._lock.release()
 
     def lose(self, left: bool) -> None:
-        """It is gone for good: new calls to it fail at once from now on. `close_connection` ends the others."""
+        """It is gone for good: new calls to it fail at once from now on. `part` and `close_connection` end others."""
         self._has_left = left
         self.is_lost = True
         self._last, self.connection = self.connection, None
@@ -100,9 +97,15 @@ class Peer:
         fate = "has left the group" if self._has_left else "was lost"
         return WorkerLost(f"worker {self.info.name!r} {fate}", self.info.name)
 
+    def part(self) -> None:
+        """Of one who has left, ends the connection when what it has answered is read, and what waits on it then."""
+        for connection in filter(None, (self._last, self.connection)):
+            connection.part("it has left the group")
+
     def close_connection(self) -> None:
         """Ends the connection of one who is gone, if there is one, and what waits on it."""
-        for connection in filter(None, (self._last, self.connection)):
+        last, self._last = self._last, None  # it is not kept longer than needed, with all that was met on it
+        for connection in filter(None, (last, self.connection)):
             connection.lose("it has left the group" if self._has_left else "the group cannot reach it", advice="")
 
     def forget(self, connection: Outgoing) -> None:
@@ -135,8 +138,9 @@ class Peer:
             else:
                 return channel
         detail = "; ".join(reasons) or f"no transport of {', '.join(self._transports)} leads to it"
-        kind = WorkerLost if anybody or not reasons else NobodyThere
-        raise kind(f"worker {self.info.name!r} cannot be reached ({detail}); {LOST_ADVICE}", self.info.name)
+        lost = WorkerLost(f"worker {self.info.name!r} cannot be reached ({detail}); {LOST_ADVICE}", self.info.name)
+        lost.is_gone = bool(reasons) and not anybody
+        raise lost
 
     def _ways(self) -> list[tuple[Transport, str]]:
         """The addresses of the worker that may be reached from here, best first."""
@@ -190,7 +194,7 @@ class Peer:
         data = b""
         while len(data) < size:
             left = deadline - monotonic()
-            if left <= 0 or self.is_lost or self._is_over():
+            if left <= 0 or self.is_lost or self.is_over():
                 raise TimeoutError(f"worker {self.info.name!r} did not answer the greeting in time")
             if not poll.poll(min(left, _LOOK_AGAIN) * 1000):
                 continue

@@ -1,13 +1,13 @@
 """Sends what the protocols have to say to a peer: control messages of references, and news of the group.
 
 Nothing in that protocol is urgent: it decides when values go, and nobody waits for it. So messages for one peer gather
-in the book's outbox. They go along with the next call or remote call to it that has to do with references
+in its outbox (`mailboxes.py`). They go along with the next call or remote call to it that has to do with references
 (`calling.py`), or all together after a moment, by the supervisor's clock.
 
 Rules
 - Answers go back on the connection on which they were asked for, where the peer waits for them. All else goes out on
   our own connection, which the peer's serving pool reads at once.
-- What cannot be sent stays with the book, which keeps it until it is acknowledged or the peer is lost.
+- What cannot be sent stays in the mailboxes until it is acknowledged or the peer is lost.
 - News need not arrive: what cannot be sent is dropped.
 - Connecting may take a while, so it is done in the serving pool, by one thread for each peer. If nobody listens there
   any more the group is told; if it fails for another reason it is tried again, at the group's next tick.
@@ -15,22 +15,26 @@ Rules
 
 from __future__ import annotations
 
+import logging
 import threading
 from collections import deque
 from collections.abc import Callable
 from time import monotonic
 from typing import Final
 
-from farcall.agent.book import ReferenceBook
 from farcall.agent.incoming import Incoming
+from farcall.agent.jobs import Answerable
+from farcall.agent.mailboxes import Mailboxes
 from farcall.agent.outgoing import Outgoing
 from farcall.agent.parcels import CarriedFrame, RemoteFrame, Way
-from farcall.agent.peers import NobodyThere, Peer
-from farcall.agent.serving import Answerable, Serving
+from farcall.agent.peers import Peer
+from farcall.agent.serving import Serving
 from farcall.errors import WorkerLost
 from farcall.protocol.control import pack_control, pack_section
 from farcall.protocol.reference_messages import Message
 from farcall.protocol.wire import CARRIED, CONTROL, encode
+
+logger = logging.getLogger("farcall")
 
 _CONNECT_TIMEOUT: Final = 5.0
 _MOST_NEWS: Final = 64
@@ -45,13 +49,13 @@ class Post:
     def __init__(
         self,
         peer: Peer,
-        book: ReferenceBook,
+        mailboxes: Mailboxes,
         serving: Serving,
         incoming: Callable[[], Incoming | None],
         on_unreachable: Callable[[], None],
     ) -> None:
         self._peer = peer
-        self._book = book
+        self._mailboxes = mailboxes
         self._serving = serving
         self._incoming = incoming  # the peer's connection to us, if there is one
         self._on_unreachable = on_unreachable
@@ -72,9 +76,10 @@ class Post:
         connection = self._peer.connection
         incoming = self._incoming()
         if connection is None and incoming is None:
-            self.try_again()
+            if not self.is_stuck:  # else the group's next tick tries again, not each of the clock's
+                self.try_again()
             return
-        letter = self._book.outbox(self._peer.number)
+        letter = self._mailboxes.outbox(self._peer.number)
         if letter is None:
             return
         frame = encode(CONTROL, 0, b"", letter.body)
@@ -133,14 +138,15 @@ class Post:
     def _connect(self) -> Outgoing | None:
         """The connection, made if need be. None if the peer is gone or cannot be reached."""
         for pause in _PAUSES:
-            if self._peer.is_lost or self._serving.is_closing():
+            if self._peer.is_lost or self._peer.is_over() or self._serving.is_closing():
                 break
             try:
                 connection = self._peer.connect(monotonic() + _CONNECT_TIMEOUT)
-            except NobodyThere:
-                self._on_unreachable()
-                break
-            except WorkerLost:
+            except WorkerLost as error:
+                if error.is_gone:
+                    logger.info("%s", error)
+                    self._on_unreachable()
+                    break
                 threading.Event().wait(pause)
             else:
                 self.is_stuck = False
@@ -155,7 +161,7 @@ class Post:
         And an acknowledgement: the last one may have been lost.
         """
         messages: list[tuple[int, Message]] = []
-        for number, parcel in self._book.unacknowledged(self._peer.number):
+        for number, parcel in self._mailboxes.unacknowledged(self._peer.number):
             if isinstance(parcel, RemoteFrame):
                 if parcel.via.is_lost():
                     parcel.via = connection
@@ -168,7 +174,7 @@ class Post:
                     connection.send_control(encode(CARRIED, 0, pack_section(number, parcel.carried), b""))
             else:
                 messages.append((number, parcel))
-        acknowledged = self._book.acknowledgement(self._peer.number)
+        acknowledged = self._mailboxes.acknowledgement(self._peer.number)
         if messages or acknowledged:
             self.resends += len(messages)
             connection.send_control(encode(CONTROL, 0, b"", pack_control(acknowledged, messages)))

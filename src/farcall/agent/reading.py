@@ -59,6 +59,16 @@ class Readable(Protocol):
 _TRIES: Final = 100
 """Interrupts that a thread may get while it leaves; more than anybody can press Ctrl-C in that time."""
 
+CHUNK: Final = 1 << 15
+"""So much is read at once: from 128 KiB on, the allocator asks the system for memory anew each time, which costs more
+than a call."""
+LOOK_AGAIN: Final = 1.0
+"""Seconds for which a reader sleeps at most before it looks again."""
+_LOOK_AGAIN_SOON: Final = 5e-3
+"""In the main thread, and twice as long each time: a signal handler that waits in the midst of a sleep may read the
+reply that the sleeper waits for, and nothing wakes the sleeper then."""
+_MAIN: Final = threading.main_thread().ident
+
 CANNOT_WAIT: Final = (
     "a signal handler or finalizer cannot wait for a call here: it interrupts its own thread in the midst of {}, which "
     "must go on first; use rpc_async in it"
@@ -220,3 +230,8 @@ class Reading:
         if not self._holder and not self._watched:
             self._connection.watch_in_background(True)
             self._watched = True
+
+
+def first_pause() -> float:
+    """For how many seconds this thread may sleep when it begins to read."""
+    return _LOOK_AGAIN_SOON if get_ident() == _MAIN else LOOK_AGAIN

@@ -23,16 +23,16 @@ from __future__ import annotations
 import logging
 import threading
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from time import monotonic, perf_counter, sleep
-from typing import Final, Protocol, TypeAlias, runtime_checkable
+from typing import Final
 
 from farcall.agent.follower import EXIT, LEAD, Follower, Order
+from farcall.agent.jobs import Answerable, Awaited, Job, Reply
 from farcall.agent.poller import Poller
 from farcall.agent.spinning import Spinning
 from farcall.errors import UsageError
 from farcall.sleeping import blocking_thread
-from farcall.transports.base import Buffer
 
 logger = logging.getLogger("farcall")
 
@@ -42,50 +42,6 @@ _BURST: Final = 64
 _IDLE_LIFE: Final = 10.0
 _PAUSE: Final = 0.01
 """Before a leader that failed goes on: what made it fail may be there still."""
-
-Reply: TypeAlias = bytes | Sequence[Buffer]
-"""A small one in one piece, or the pieces of a large one."""
-
-
-class Answerable(Protocol):
-    """Where a reply goes."""
-
-    @property
-    def queue_answer(self) -> Callable[[bytes], None]:
-        """Queues a small one for `flush_answers`. Never raises."""
-
-    def answer(self, reply: Reply) -> None:
-        """Sends it now. Never raises."""
-
-    def flush_answers(self) -> None:
-        """Sends what is queued. Never raises."""
-
-
-class Job(Protocol):
-    """Something to run."""
-
-    @property
-    def kind(self) -> object:
-        """Jobs of one kind take about the same time: the name of the function."""
-
-    @property
-    def origin(self) -> Answerable | None:
-        """Whom to answer."""
-
-    @property
-    def must_run(self) -> bool:
-        """Whether it is to be run though the pool closes."""
-
-    def run(self) -> Reply | None:
-        """Runs it; the reply to send to `origin`, if there is one yet. Never raises, unless memory runs out or so."""
-
-
-@runtime_checkable
-class Awaited(Protocol):
-    """A job whose outcome somebody waits for."""
-
-    def failed(self, error: BaseException) -> Reply | None:
-        """It raised after all; the reply that says so, if there is one."""
 
 
 class Serving:

@@ -5,11 +5,15 @@ What runs the agent is imported when one is made: a process that only looks at t
 
 from __future__ import annotations
 
-from typing import Any, Final
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any, Final
 
 from farcall.backends.interface import RpcAgent
 from farcall.errors import BackendError, RendezvousTimeoutError
 from farcall.options import RpcBackendOptions
+
+if TYPE_CHECKING:
+    from farcall.agent import Agent
 
 NAME: Final = "FARCALL"
 ALIAS: Final = "TENSORPIPE"
@@ -36,6 +40,14 @@ def init_agent(
             f"the default backend, not {options!r}; give init_rpc the backend that these options are of"
         )
     from farcall.agent import Agent
+
+    return join_group(Agent, name, rank, world_size, options)
+
+
+def join_group(
+    make_agent: Callable[..., Agent], name: str, rank: int, world_size: int | None, options: RpcBackendOptions
+) -> Agent:
+    """A new agent of that kind, in its group. `make_agent` takes what `Agent` does. Raises as `init_agent`."""
     from farcall.rendezvous import PATIENCE, rendezvous
     from farcall.security import credentials_of
     from farcall.transports import TcpTransport, transport
@@ -49,7 +61,7 @@ def init_agent(
         options.init_method, name, rank, world_size, options.init_timeout, options.interface, credentials
     )
     try:
-        return Agent(name, meeting, options, transports, credentials)
+        return make_agent(name, meeting, options, transports, credentials)
     except BaseException as error:
         # If somebody did not come, the others that still wait for them shall hear who came and who did not, too.
         waited = isinstance(error, RendezvousTimeoutError)

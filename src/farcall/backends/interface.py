@@ -14,7 +14,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, TypedDict
+from typing import Any, NamedTuple, TypedDict
 
 from farcall.backends.references import Book, Handle, NoReferences
 from farcall.errors import RpcError
@@ -64,6 +64,14 @@ class Metrics(PeerMetrics):
     """Of those, the ones that sleep, with nothing to do."""
     peers: dict[str, PeerMetrics]
     """For each worker, by its name; this one is among them, as it may call itself."""
+
+
+class MembershipChange(NamedTuple):
+    """Somebody has joined the group, has left it, or was lost."""
+
+    kind: str
+    """`joined`, `left` (it said good-bye) or `lost` (it died, or was taken for dead)."""
+    worker: WorkerInfo
 
 
 class RpcAgent(ABC):
@@ -143,6 +151,15 @@ class RpcAgent(ABC):
         Raises `UsageError` if the backend has no references.
         """
         return self.book.own(None)  # refused
+
+    def watch_members(self, watcher: Callable[[MembershipChange], object]) -> None:  # noqa: B027
+        """Has the watcher called with every change of the group from now on, one after the other.
+
+        What it raises is logged. Raises nothing itself. In a group that never changes there is nothing to do.
+        """
+
+    def unwatch_members(self, watcher: Callable[[MembershipChange], object]) -> None:  # noqa: B027
+        """Takes back what `watch_members` was given. Raises nothing, also if that was nothing."""
 
     def get_metrics(self) -> Mapping[str, Any]:
         """What the agent has counted, by the names in `Metrics` as far as it counts. Raises nothing."""

@@ -81,6 +81,7 @@ class Membership:
         """Raises `UsageError` if interval and patience do not go together."""
         self.me = me
         self.members = Members()
+        self.members.learn(News((me,)))  # others may say something before this worker has even started
         self.watching = Watching(interval, patience)
         self.is_out = False
         """Whether this worker has left or was expelled."""

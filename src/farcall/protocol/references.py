@@ -182,8 +182,10 @@ class References:
         return effects
 
     def call_remote(self, owner: Worker) -> tuple[RRefId, ForkId]:
-        """New ids, and `remote_called` with them, for an owner that is there."""
-        reference, fork = self.new_reference(owner), self.new_fork()
+        """New ids, and `remote_called` with them, for an owner that is there. In one frame, for speed."""
+        number = self._numbers[owner] = self._numbers.get(owner, 0) + 1
+        self._forks += 1
+        reference, fork = RRefId(owner, self.me, number), ForkId(self.me, self._forks)
         self.held[fork] = Held(reference, Standing.UNCONFIRMED, None)
         return reference, fork
 

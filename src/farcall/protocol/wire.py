@@ -19,6 +19,7 @@
     6 remote            section, reference, callee      pickled arguments       of the body
     7 carried           section                         empty                   none
     8 control           empty                           reference messages      none
+    9 news              empty                           news of the group       none
 
 A message that carries references has a *section* in front of its head (`control.py`). `carried` brings the references
 of a call or reply that was lost with its connection. The *callee* is

@@ -18,7 +18,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from typing import Final
 
@@ -81,13 +81,37 @@ def join_open(
 
 def leave_open(meeting: Rendezvous, number: int) -> None:
     """This worker, of that number, says good-bye: its name is free. Takes a second at most and raises nothing."""
-    if isinstance(meeting.store, OpenStore):
-        meeting.store.unsettle()
+    settle_no_more(meeting)
     mark_gone(meeting, number)
 
 
-def mark_gone(meeting: Rendezvous, number: int) -> None:
-    """The worker of that number is gone: its name is free. Anyone may say so, and again.
+def settle_no_more(meeting: Rendezvous) -> None:
+    """This worker is out, or about to be: a store that is hosted anew does not get it from here. Asks nobody."""
+    if isinstance(meeting.store, OpenStore):
+        meeting.store.unsettle()
+
+
+def clear_away(meeting: Rendezvous, is_gone: Callable[[int], bool], names: Collection[str]) -> None:
+    """All those in the store are gone whom `is_gone` says so of: their names are free. Anyone may say so, and again.
+
+    `names` are those who are here. If the store's host is not among them nothing happens: after a partition, those whom
+    this side takes for dead go on with their store, and who has joined there is not ours to remove.
+    Takes a second at most and raises nothing: where there is no store, there is nothing to be freed.
+    """
+    store = meeting.store
+    if isinstance(store, OpenStore) and not store.is_hosted_by(names):
+        return
+    try:
+        with _within(store, FAREWELL):
+            for key in store.read(HERE):
+                if is_gone(int(key.removeprefix(HERE))):
+                    store.delete(key)
+    except RendezvousError as error:
+        _log.info("the store was not told who is gone: %s", error)
+
+
+def mark_gone(meeting: Rendezvous, number: int) -> bool:
+    """The worker of that number is gone: its name is free. Anyone may say so, and again. Whether the store heard it.
 
     Takes a second at most and raises nothing: where there is no store, there is nothing to be freed.
     """
@@ -96,16 +120,34 @@ def mark_gone(meeting: Rendezvous, number: int) -> None:
     try:
         with _within(store, FAREWELL / 2):
             store.delete(_here(number))
-        return
+        return True
     except RendezvousError as error:
         _log.debug("the store was not told at once that number %d is gone: %s", number, error)
     if not isinstance(store, OpenStore) or not store.find_again(FAREWELL / 4):
-        return
+        return False
     try:
         with _within(store, deadline - time.monotonic()):
             store.delete(_here(number))
     except RendezvousError as error:
         _log.info("the store was not told that number %d is gone: %s", number, error)
+        return False
+    return True
+
+
+def who_is_there(meeting: Rendezvous, names: Collection[str]) -> dict[int, bytes]:
+    """All that the store takes for members, by number: what they brought.
+
+    Nobody if it does not answer in a second, or if its host is not one of those who are here, `names`.
+    """
+    store = meeting.store
+    if isinstance(store, OpenStore) and not store.is_hosted_by(names):
+        return {}
+    try:
+        with _within(meeting.store, FAREWELL):
+            return _who_is_there(meeting.store)
+    except RendezvousError as error:
+        _log.debug("the store was not asked who is there: %s", error)
+        return {}
 
 
 def host_again(meeting: Rendezvous, here: Mapping[int, tuple[str, bytes]], next_number: int) -> bool:

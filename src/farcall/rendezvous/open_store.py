@@ -125,6 +125,10 @@ class OpenStore(Store):
         """Whether the store is in this worker."""
         return self._hosted is not None
 
+    def is_hosted_by(self, names: Collection[str]) -> bool:
+        """Whether the store is in this worker, or in one of those of these names."""
+        return self._hosted is not None or self._host_name in names
+
     @contextmanager
     def within(self, seconds: float) -> Iterator[None]:
         """What this thread asks inside is answered in so many seconds, or fails with `RendezvousTimeoutError`."""

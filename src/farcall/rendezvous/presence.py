@@ -5,13 +5,15 @@ at the place, and would begin a group of its own beside the one that goes on. Th
 
 The kernel gives a lock back when its process ends, however it ends; so this is never out of date. The file is in the
 directory for temporary files and has a user's id in its name: it says nothing of other machines and other users. The
-last one to go removes it. Where it cannot be opened there is no presence, and nothing else is amiss.
+last one to go removes it; those of groups that were killed as a whole are swept away by the next worker of any. Where
+it cannot be opened there is no presence, and nothing else is amiss.
 """
 
 from __future__ import annotations
 
 import contextlib
 import fcntl
+import glob
 import hashlib
 import os
 import tempfile
@@ -31,17 +33,15 @@ class Presence:
         self._descriptor: int | None = None
         with contextlib.suppress(OSError):
             self._descriptor = _share(self._path)
+        _sweep()
 
     def end(self) -> None:
         """Gives it back. May be called twice; raises nothing."""
-        descriptor, self._descriptor = self._descriptor, None
-        if descriptor is None:
-            return
-        with contextlib.suppress(OSError):
-            # Alone now? Then nobody can be about to share it but one that opens the file and finds it gone.
-            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            os.unlink(self._path)
-        os.close(descriptor)
+        if self._descriptor is not None:
+            # First given back, then tried anew: of two that end at once and still had it, neither would be alone.
+            self.abandon()
+            with contextlib.suppress(OSError):
+                _remove_if_alone(self._path)
 
     def abandon(self) -> None:
         """In a forked child: closes its copy of the descriptor; the lock is the parent's."""
@@ -68,7 +68,32 @@ def is_anybody_here(place: TcpPlace | FilePlace) -> bool:
 def _path(place: TcpPlace | FilePlace) -> str:
     what = f"file {os.path.realpath(place.path)}" if isinstance(place, FilePlace) else f"tcp {place.group}"
     digest = hashlib.sha256(what.encode(errors="surrogateescape")).hexdigest()[:16]
+    return _name(digest)
+
+
+def _name(digest: str) -> str:
     return os.path.join(tempfile.gettempdir(), f"farcall-{os.getuid()}-{digest}.open")
+
+
+def _sweep() -> None:
+    for path in glob.iglob(_name("*")):
+        with contextlib.suppress(OSError):
+            _remove_if_alone(path)
+
+
+def _remove_if_alone(path: str) -> None:
+    descriptor = os.open(path, os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW)
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        # Whoever has opened it meanwhile, to share it, finds that it is not at its place any more, and makes another.
+        if _is_still_at(descriptor, path):
+            os.unlink(path)
+    finally:
+        os.close(descriptor)
+
+
+def _is_still_at(descriptor: int, path: str) -> bool:
+    return os.path.samestat(os.fstat(descriptor), os.stat(path))
 
 
 def _share(path: str) -> int | None:
@@ -77,7 +102,7 @@ def _share(path: str) -> int | None:
         descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
         try:
             fcntl.flock(descriptor, fcntl.LOCK_SH | fcntl.LOCK_NB)
-            if os.path.samestat(os.fstat(descriptor), os.stat(path)):
+            if _is_still_at(descriptor, path):
                 return descriptor
         except (BlockingIOError, FileNotFoundError):
             pass  # somebody looks, or removes the file: done in a moment

@@ -1,14 +1,28 @@
 """What farcall lends to the tests of its users. Nothing else in the package imports it.
 
-`LocalGroup` is a group of agents in one process. `SimulatedNetwork` runs the reference protocol of many workers under a
-schedule: with losses, duplicates, partitions and crashes.
+`LocalGroup` is a group of agents in one process. The faulty agent, `BackendType.FAULTY_TENSORPIPE`, fails, delays and
+loses messages and cuts workers off, as it is told. `SimulatedNetwork` runs the reference protocol of many workers under
+a schedule: with losses, duplicates, partitions and crashes.
 
 `farcall.testing.conformance` checks a transport against the rules of `farcall.transports.base`; it needs pytest, and is
 imported by its own name for that reason.
 """
 
+from farcall.testing.faulty import FaultyAgent, faults
+from farcall.testing.faulty_control import Faults
+from farcall.testing.faulty_options import Failure, FaultyRpcBackendOptions, FaultyTensorPipeRpcBackendOptions
 from farcall.testing.local import LocalGroup
 from farcall.testing.memory_store import MemoryStore
 from farcall.testing.simulation import SimulatedNetwork
 
-__all__ = ["LocalGroup", "MemoryStore", "SimulatedNetwork"]
+__all__ = [
+    "Failure",
+    "Faults",
+    "FaultyAgent",
+    "FaultyRpcBackendOptions",
+    "FaultyTensorPipeRpcBackendOptions",
+    "LocalGroup",
+    "MemoryStore",
+    "SimulatedNetwork",
+    "faults",
+]

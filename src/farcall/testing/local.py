@@ -6,6 +6,12 @@
 A function that a worker runs and that wants to call on needs that worker's agent. Hand it the group as an argument: a
 group is not copied when it is sent, it arrives as itself, and `group["worker1"]` is the agent.
 
+An open group begins with so many workers, and others come and go:
+
+    with LocalGroup(1, is_open=True) as group:
+        group.join("worker1").call("worker0", max, (1, 2), None, timeout=5).wait()
+        group.leave("worker1")
+
 Not here: processes, signals, sockets of a network, the functions of `farcall` itself (they hold one agent for a
 process). All agents share the interpreter, so this is for right and wrong, not for fast and slow.
 """
@@ -26,6 +32,8 @@ from farcall.errors import UsageError
 from farcall.options import RpcBackendOptions
 from farcall.rendezvous import Rendezvous
 from farcall.security import Credentials, Secret, limits_of
+from farcall.testing.faulty import FaultyAgent
+from farcall.testing.faulty_options import FaultyRpcBackendOptions
 from farcall.testing.memory_store import MemoryStore
 from farcall.transports.memory import MemoryNetwork, MemoryTransport
 
@@ -36,12 +44,18 @@ _numbers: Final = itertools.count(1)
 class LocalGroup:
     """A group of agents, named `worker0`, `worker1` ... unless `names` are given, in the order of their ranks.
 
-    `options` go for all; what they say of rendezvous and transports is not used. Raises what an agent raises that
-    cannot start; then none is left running.
+    In an open group (`is_open`) they have no ranks, and are in the order in which they came. `options` go for all; what
+    they say of rendezvous and transports is not used. With those of the faulty agent, all are faulty agents. Raises
+    what an agent raises that cannot start; then none is left running.
     """
 
     def __init__(
-        self, size: int, options: RpcBackendOptions | None = None, *, names: Sequence[str] | None = None
+        self,
+        size: int,
+        options: RpcBackendOptions | None = None,
+        *,
+        names: Sequence[str] | None = None,
+        is_open: bool = False,
     ) -> None:
         self.names = tuple(names) if names is not None else tuple(f"worker{rank}" for rank in range(size))
         if size < 1 or len(self.names) != size:
@@ -49,34 +63,67 @@ class LocalGroup:
         self.network = MemoryNetwork()
         """Where the agents listen; a test may connect to them by itself."""
         self._number = next(_numbers)
-        self._agents: list[Agent] = self._start(options or RpcBackendOptions())
+        self._options = options or RpcBackendOptions()
+        self._is_open = is_open
+        self._store = MemoryStore()
+        self._run = uuid.uuid4().hex
+        # A secret of their own: the file of whoever runs the tests is neither needed nor made.
+        self._credentials = Credentials(Secret(secrets.token_hex(32)), limits=limits_of(self._options))
+        self._agents: list[Agent] = self._start()
         _groups[self._number] = self
 
-    def _start(self, options: RpcBackendOptions) -> list[Agent]:
-        group = uuid.uuid4().hex
-        store = MemoryStore()
-        # A secret of their own: the file of whoever runs the tests is neither needed nor made.
-        credentials = Credentials(Secret(secrets.token_hex(32)), limits=limits_of(options))
+    def _start(self) -> list[Agent]:
         started: dict[int, Agent] = {}
         failures: list[BaseException] = []
 
         def start(rank: int) -> None:
-            meeting = Rendezvous(store.another_end(), rank, len(self.names), "", group)
             try:
-                transports = {"memory": MemoryTransport(self.network)}
-                agent = Agent(self.names[rank], meeting, options, transports, credentials)
-                agent.start()
-                started[rank] = agent
+                started[rank] = self._new_agent(rank, self.names[rank])
             except BaseException as error:
                 failures.append(error)
-                meeting.store.close()
 
-        _in_threads([(start, (rank,)) for rank in range(len(self.names))])
+        if self._is_open:
+            for place in range(len(self.names)):
+                start(place)  # one after the other: their numbers follow the names
+        else:
+            _in_threads([(start, (rank,)) for rank in range(len(self.names))])
         if failures:
             for agent in started.values():
                 agent.shutdown(graceful=False, timeout=0)
             raise failures[0]
         return [started[rank] for rank in range(len(self.names))]
+
+    def _new_agent(self, rank: int, name: str) -> Agent:
+        store = self._store.another_end()
+        meeting = Rendezvous(
+            store, -1 if self._is_open else rank, None if self._is_open else len(self.names), "", self._run
+        )
+        try:
+            make_agent = FaultyAgent if isinstance(self._options, FaultyRpcBackendOptions) else Agent
+            transports = {"memory": MemoryTransport(self.network)}
+            agent = make_agent(name, meeting, self._options, transports, self._credentials)
+            agent.start()
+        except BaseException:
+            store.close()
+            raise
+        return agent
+
+    def join(self, name: str) -> Agent:
+        """Another worker comes into an open group. Raises `UsageError` if it is fixed, `RendezvousError`."""
+        if not self._is_open:
+            raise UsageError(f"worker {name!r} cannot join: this group is fixed; make it with is_open=True")
+        agent = self._new_agent(-1, name)
+        self.names = (*self.names, name)
+        self._agents.append(agent)
+        return agent
+
+    def leave(self, which: int | str, graceful: bool = False, timeout: float = 10.0) -> None:
+        """One worker goes, and is not found here any more. Raises `UsageError` if there is none, `ShutdownError`."""
+        agent = self[which]
+        place = self._agents.index(agent)
+        self._agents.remove(agent)
+        self.names = self.names[:place] + self.names[place + 1 :]
+        agent.shutdown(graceful, timeout)
 
     def __getitem__(self, which: int | str) -> Agent:
         """The agent of that rank or name. Raises `UsageError` if there is none."""

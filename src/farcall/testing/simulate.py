@@ -128,7 +128,7 @@ def _chunks(chunk: Callable[[int], tuple[int, int] | None], workers: int, steps:
 
 @contextmanager
 def shown_progress(
-    total: int | None, seconds: float | None, unit: str = "schedules"
+    total: int | None, seconds: float | None, unit: str = "schedules", title: str = "simulating"
 ) -> Iterator[Callable[[int, float], None]]:
     """A progress bar where there is a terminal and rich, else a line every ten seconds."""
     try:
@@ -142,7 +142,7 @@ def shown_progress(
     from rich.console import Console
 
     with Progress(*columns, console=Console(stderr=True)) as bar:
-        task = bar.add_task("simulating", total=total or seconds, rate="")
+        task = bar.add_task(title, total=total or seconds, rate="")
 
         def show_bar(done: int, elapsed: float) -> None:
             rate = f"{done:,} {unit}, {done / elapsed:,.0f}/s"

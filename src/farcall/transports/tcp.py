@@ -95,7 +95,12 @@ class TcpTransport:
                     failure = TimeoutError(errno.ETIMEDOUT, f"no connection within {timeout:g} s", address)
                 except OSError as error:
                     failure = OSError(error.errno or errno.ECONNABORTED, error.strerror or str(error), address)
-        raise failure
+        try:
+            raise failure
+        finally:
+            del (
+                failure
+            )  # else it and this frame keep each other, and all that the caller has, until the next collection
 
 
 def _encrypted(sock: socket.socket, encryption: Encryption, seconds: float, address: str) -> Channel:

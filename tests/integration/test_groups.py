@@ -1,0 +1,376 @@
+"""Open groups and failures with real processes: who is lost and when, who is not, and how everybody gets out."""
+
+from __future__ import annotations
+
+import os
+import signal
+from pathlib import Path
+
+import pytest
+from worker_processes import StartWorkers, Workers
+
+pytestmark = pytest.mark.timeout(60)
+
+KILLED = -signal.SIGKILL
+
+QUICK = "heartbeat_interval=0.2, heartbeat_patience=2.0"
+"""Options for tests in which a worker is to be lost soon."""
+
+
+def finish(group: Workers) -> None:
+    """Tells the workers that wait for it that the test is over."""
+    (group.directory / "over").touch()
+
+
+# -- who is lost
+
+
+@pytest.mark.slow
+def test_a_frozen_worker_is_lost_within_ten_seconds_and_hears_of_it(workers: StartWorkers) -> None:
+    script = """
+    def hang():
+        report(hangs=True)
+        time.sleep(30)
+    join()
+    wait_for(lambda: len(names()) == 3)
+    if RANK == 0:
+        one = outcome(rpc.rpc_sync, "w2", hang, timeout=0)
+        report(call=one, at=time.monotonic(), later=outcome(rpc.rpc_sync, "w2", int))
+    if RANK < 2:
+        wait_for(lambda: names() == ["w0", "w1"], 20)
+        report(gone=time.monotonic())
+        wait_for(lambda: names() == ["w0", "w1", "w2"], 20)
+        report(back=rpc.rpc_sync("w2", int))
+        wait_for(lambda: os.path.exists("over"), 20)
+    else:
+        def is_told():
+            try:
+                rpc.rpc_sync("w0", int)
+            except rpc.errors.ExpelledError as error:
+                report(told=str(error))
+                return True
+            except rpc.WorkerLost:
+                return False
+        before = rpc.get_worker_info().id
+        wait_for(is_told, 30)
+        report(graceful=outcome(rpc.shutdown))
+        join()
+        report(again=rpc.get_worker_info().id != before)
+        wait_for(lambda: os.path.exists("over"), 20)
+    rpc.shutdown(graceful=False)
+    """
+    group = workers(script, n=3, limit=50)
+    group.wait_for(2, "hangs")
+    stopped = group.send_signal(2, signal.SIGSTOP)
+    heard = [group.wait_for(0, "at"), group.wait_for(0, "gone"), group.wait_for(1, "gone")]
+    assert all(4 < at - stopped < 10 for at in heard), [at - stopped for at in heard]
+    group.send_signal(2, signal.SIGCONT)
+    for rank in (0, 1):
+        assert group.wait_for(rank, "back") == 0
+    finish(group)
+    facts, _, frozen = group.finish(quiet=False)
+    assert facts["call"]["error"] == facts["later"]["error"] == "WorkerLost"
+    assert "'w2'" in facts["call"]["text"]
+    assert facts["later"]["seconds"] < 1
+    assert frozen["told"].startswith("worker 'w2' (this one) was taken for dead by its group")
+    assert frozen["graceful"]["error"] == "ShutdownError"
+    assert "taken for dead" in frozen["graceful"]["text"]
+    assert frozen["again"] is True
+
+
+@pytest.mark.slow
+def test_a_worker_that_keeps_the_interpreter_to_itself_for_five_seconds_is_not_lost(workers: StartWorkers) -> None:
+    script = """
+    import ctypes
+    from farcall.api import current_agent
+    def hold(seconds):
+        ctypes.PyDLL(None).usleep(int(seconds * 1e6))  # unlike CDLL, it does not let the interpreter go
+        return "held"
+    join()
+    changes = []
+    current_agent().group.watch(lambda change: changes.append([change.kind, change.worker.name]))
+    wait_for(lambda: len(names()) == 3)
+    if RANK == 0:
+        report(one=outcome(rpc.rpc_sync, "w1", hold, args=(5,)), next=rpc.rpc_sync("w1", int))
+        open("over", "w").close()
+    wait_for(lambda: os.path.exists("over"), 20)
+    report(lost=[name for kind, name in changes if kind == "lost"], names=names())
+    _ = wait_for(lambda: os.path.exists("end"), 20)
+    rpc.shutdown()
+    """
+    group = workers(script, n=3)
+    for rank in range(3):
+        group.wait_for(rank, "names")
+    (group.directory / "end").touch()
+    reports = group.finish()
+    assert reports[0]["one"]["result"] == "held"
+    assert reports[0]["one"]["seconds"] >= 5
+    for facts in reports:
+        assert facts["lost"] == []
+        assert facts["names"] == ["w0", "w1", "w2"]
+
+
+def test_a_killed_worker_is_gone_for_all_at_once_and_its_name_is_taken_again(workers: StartWorkers) -> None:
+    script = """
+    def pid(): return os.getpid()
+    def make(): return [1]
+    def hang(): time.sleep(60)
+    join("w2" if RANK == 3 else None)
+    report(number=rpc.get_worker_info().id)
+    if RANK < 2:
+        wait_for(lambda: names() == ["w0", "w1", "w2"])
+        old = rpc.rpc_sync("w2", pid)
+        reference = rpc.remote("w2", make)
+        reference.to_here()
+        hanging = rpc.rpc_async("w2", hang)
+        report(ready=True)
+        report(hanging=outcome(hanging.wait), at=time.monotonic())
+        wait_for(lambda: names() == ["w0", "w1"])
+        report(gone=time.monotonic())
+        wait_for(lambda: names() == ["w0", "w1", "w2"], 20)
+        report(back=rpc.rpc_sync("w2", pid), old=old, reference=outcome(reference.to_here))
+        open(f"done{RANK}", "w").close()
+        rpc.shutdown(timeout=10)
+    else:
+        wait_for(lambda: os.path.exists("done0") and os.path.exists("done1"), 20)
+        rpc.shutdown(timeout=10)
+    """
+    group = workers(script, n=4, order=(0, 1, 2))
+    for rank in (0, 1):
+        group.wait_for(rank, "ready")
+    killed = group.send_signal(2, signal.SIGKILL)
+    for rank in (0, 1):
+        assert group.wait_for(rank, "at") - killed < 1
+        assert group.wait_for(rank, "gone") - killed < 1.5
+    group.start(3)
+    reports = group.finish({2: KILLED})
+    assert reports[3]["number"] > reports[2]["number"]
+    for facts in reports[:2]:
+        assert facts["hanging"]["error"] == "WorkerLost"
+        assert "'w2'" in facts["hanging"]["text"]
+        assert facts["old"] == group.processes[2].pid
+        assert facts["back"] == group.processes[3].pid
+        assert facts["reference"]["error"] == "OwnerLost"
+        assert "'w2'" in facts["reference"]["text"]
+
+
+def test_a_name_is_taken_again_while_its_old_worker_is_frozen(workers: StartWorkers) -> None:
+    script = f"""
+    join("w1" if RANK == 2 else None, {QUICK})
+    report(number=rpc.get_worker_info().id)
+    def is_told():
+        try:
+            rpc.rpc_sync("w0", int)
+        except rpc.errors.ExpelledError as error:
+            return True
+        except rpc.RpcError:
+            return False
+    if RANK == 1:
+        report(told=wait_for(is_told, 20))
+    wait_for(lambda: os.path.exists("over"), 20)
+    report(names=names())
+    wait_for(lambda: os.path.exists("end"), 20)
+    rpc.shutdown(graceful=False)
+    """
+    group = workers(script, n=3, order=(0,))
+    group.wait_for(0, "number")  # so it hosts the store: a host that is frozen has its port, and nobody can join
+    group.start(1)
+    group.wait_for(1, "number")
+    group.send_signal(1, signal.SIGSTOP)
+    group.start(2)
+    group.wait_for(2, "number")  # it has waited until the old one was lost
+    group.send_signal(1, signal.SIGCONT)
+    assert group.wait_for(1, "told") is True
+    finish(group)
+    for rank in range(3):
+        group.wait_for(rank, "names")
+    (group.directory / "end").touch()
+    reports = group.finish(quiet=False)
+    assert reports[0]["names"] == reports[2]["names"] == ["w0", "w1"]
+    assert reports[2]["number"] > reports[1]["number"]
+
+
+def test_the_store_outlives_its_host(workers: StartWorkers) -> None:
+    script = """
+    join()
+    report(up=True)
+    wait_for(lambda: os.path.exists("over") and len(names()) == 4, 20)
+    report(names=names())
+    wait_for(lambda: os.path.exists("end"), 20)
+    rpc.shutdown(timeout=10)
+    """
+    group = workers(script, n=5, order=(0,))
+    group.wait_for(0, "up")  # so it hosts the store
+    for rank in (1, 2):
+        group.start(rank)
+        group.wait_for(rank, "up")
+    group.send_signal(0, signal.SIGKILL)
+    for rank in (3, 4):
+        group.start(rank)
+        group.wait_for(rank, "up")
+    finish(group)
+    for rank in range(1, 5):
+        group.wait_for(rank, "names")
+    (group.directory / "end").touch()
+    reports = group.finish({0: KILLED})
+    assert [facts.get("names") for facts in reports[1:]] == [["w1", "w2", "w3", "w4"]] * 4
+
+
+# -- how one leaves
+
+
+def test_a_leaver_hands_back_what_it_holds(workers: StartWorkers) -> None:
+    script = """
+    from farcall.api import current_agent
+    held = []
+    def hold(reference):
+        held.append(reference)
+        return reference.to_here()
+    join()
+    changes = []
+    current_agent().group.watch(lambda change: changes.append([change.kind, change.worker.name]))
+    wait_for(lambda: len(names()) == 2)
+    if RANK == 0:
+        reference = rpc.RRef(["value"])
+        report(got=rpc.rpc_sync("w1", hold, args=(reference,)))
+        del reference
+        report(before=[one.holders for one in rpc.references().owned])
+        open("go", "w").close()
+        wait_for(lambda: ["left", "w1"] in changes, 20)
+        report(names=names(), empty=wait_for(lambda: not rpc.references().owned, 5), after=str(rpc.references()), changes=changes)
+    else:
+        wait_for(lambda: os.path.exists("go"), 20)
+    report(shutdown=outcome(rpc.shutdown, timeout=10))
+    """
+    group = workers(script)
+    facts, leaver = group.finish()
+    assert facts["got"] == ["value"]
+    assert facts["before"] == [["w1"]]
+    assert facts["empty"] is True, facts["after"]
+    assert facts["names"] == ["w0"]
+    assert ["lost", "w1"] not in facts["changes"]
+    assert leaver["shutdown"].get("error") is None
+    assert leaver["shutdown"]["seconds"] < 3
+
+
+def test_a_shutdown_without_a_frozen_member_ends_in_time_and_names_it(workers: StartWorkers) -> None:
+    script = """
+    start()
+    report(ready=True)
+    if RANK == 1:
+        time.sleep(60)
+    wait_for(lambda: os.path.exists("go"), 20)
+    report(first=outcome(rpc.shutdown, timeout=2), second=outcome(rpc.shutdown), third=outcome(rpc.shutdown, False))
+    """
+    group = workers(script, n=3)
+    for rank in range(3):
+        group.wait_for(rank, "ready")
+    group.send_signal(1, signal.SIGSTOP)
+    (group.directory / "go").touch()
+    for rank in (0, 2):
+        group.wait(rank)
+    group.send_signal(1, signal.SIGKILL)
+    reports = group.finish({1: KILLED}, quiet=False)
+    for facts in (reports[0], reports[2]):
+        assert facts["first"]["error"] == "ShutdownError"
+        assert "w1" in facts["first"]["text"]
+        assert facts["first"]["seconds"] < 5
+        for again in ("second", "third"):
+            assert facts[again].get("error") is None
+            assert facts[again]["seconds"] < 0.5
+
+
+def test_a_shutdown_that_may_wait_for_ever_ends_when_a_member_is_lost(workers: StartWorkers) -> None:
+    script = f"""
+    start({QUICK})
+    report(ready=True)
+    if RANK == 1:
+        time.sleep(60)
+    report(shutdown=outcome(rpc.shutdown))
+    """
+    group = workers(script, n=3)
+    for rank in range(3):
+        group.wait_for(rank, "ready")
+    group.send_signal(1, signal.SIGSTOP)
+    for rank in (0, 2):
+        group.wait(rank)
+    group.send_signal(1, signal.SIGKILL)
+    reports = group.finish({1: KILLED}, quiet=False)
+    for facts in (reports[0], reports[2]):
+        assert facts["shutdown"]["error"] == "ShutdownError"
+        assert "w1" in facts["shutdown"]["text"]
+        assert facts["shutdown"]["seconds"] < 8
+
+
+def test_one_leaves_in_good_order_while_others_call_it(workers: StartWorkers) -> None:
+    script = """
+    join()
+    wait_for(lambda: len(names()) == 3)
+    if RANK == 0:
+        wait_for(lambda: os.path.exists("busy1") and os.path.exists("busy2"), 20)
+        report(shutdown=outcome(rpc.shutdown, timeout=10))
+    else:
+        calls, error = 0, None
+        while error is None:
+            try:
+                rpc.rpc_sync("w0", int)
+            except rpc.RpcError as lost:
+                error = f"{type(lost).__name__}: {lost}"
+            calls += 1
+            if calls == 50:
+                open(f"busy{RANK}", "w").close()
+        report(calls=calls, error=error)
+        wait_for(lambda: len(names()) == 2)
+        report(names=names())
+        wait_for(lambda: os.path.exists("over"), 20)
+        rpc.shutdown(timeout=10)
+    """
+    group = workers(script, n=3)
+    for rank in (1, 2):
+        group.wait_for(rank, "names")
+    finish(group)
+    reports = group.finish()
+    assert reports[0]["shutdown"].get("error") is None
+    for facts in reports[1:]:
+        assert facts["error"].startswith("WorkerLost: worker 'w0'")
+        assert facts["names"] == ["w1", "w2"]
+
+
+@pytest.mark.parametrize("way", ["return", "raise", "exit in a thread of its own"])
+def test_who_forgets_to_shut_down_still_ends(workers: StartWorkers, tmp_path: Path, way: str) -> None:
+    script = """
+    join()
+    wait_for(lambda: len(names()) == 2)
+    if RANK == 0:
+        report(answer=rpc.rpc_sync("w1", int))
+        if os.environ["WAY"] == "raise":
+            raise ValueError("on purpose")
+        if os.environ["WAY"] != "return":
+            thread = threading.Thread(target=rpc.rpc_sync, args=("w1", int))
+            thread.start()
+            sys.exit(0)
+    else:
+        report(gone=wait_for(lambda: names() == ["w1"], 20), lost=outcome(rpc.rpc_sync, "w0", int))
+        rpc.shutdown(timeout=10)
+    """
+    group = workers(script, environment={"WAY": way})
+    reports = group.finish({0: 1} if way == "raise" else None)
+    assert reports[0]["answer"] == 0
+    assert reports[1]["gone"] is True
+    assert reports[1]["lost"]["error"] == "WorkerLost"
+
+
+def test_no_socket_is_left_by_workers_that_left(workers: StartWorkers, tmp_path: Path) -> None:
+    script = """
+    join()
+    wait_for(lambda: len(names()) == 3)
+    report(answers=[rpc.rpc_sync(name, int) for name in ("w0", "w1", "w2")])
+    wait_for(lambda: all(os.path.exists(f"done{rank}") or not open(f"done{RANK}", "w").close() and False
+                         for rank in range(3)), 20)
+    rpc.shutdown(timeout=10)
+    """
+    directory = tmp_path / "sockets"
+    directory.mkdir()
+    group = workers(script, n=3, environment={"TMPDIR": str(directory)})
+    assert [facts["answers"] for facts in group.finish()] == [[0, 0, 0]] * 3
+    assert [name for _, _, files in os.walk(directory) for name in files] == []

@@ -1,0 +1,67 @@
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator
+
+import pytest
+
+from eventually import eventually
+from farcall.testing import Faults, FaultyRpcBackendOptions
+from farcall.testing.faulty_relay import Relay
+from farcall.testing.faulty_transport import FaultyTransport
+from farcall.transports.memory import MemoryNetwork, MemoryTransport
+from gates import SOON
+
+
+@pytest.fixture
+def faults() -> Iterator[Faults]:
+    faults = Faults("worker0", FaultyRpcBackendOptions())
+    yield faults
+    faults.relay.close()
+
+
+def start(faults: Faults) -> Relay:
+    """With a link, whose agent closes its end at once."""
+    transport = FaultyTransport(MemoryTransport(MemoryNetwork()), faults)
+    listener = transport.listen()
+    try:
+        transport.connect(listener.address, SOON).close()
+    finally:
+        listener.close()
+    return faults.relay
+
+
+def test_what_is_to_come_comes_in_its_order(faults: Faults) -> None:
+    relay = start(faults)
+    came: list[str] = []
+    done = threading.Event()
+    with relay.lock:
+        relay.later(0.02, done.set)
+        relay.later(0.01, lambda: came.append("second"))
+        relay.later(0.0, lambda: came.append("first"))
+        relay.later(0.01, lambda: came.append("third"))
+    assert done.wait(SOON)
+    assert came == ["first", "second", "third"]
+
+
+def test_a_link_that_was_closed_is_forgotten(faults: Faults) -> None:
+    relay = start(faults)
+    eventually(lambda: not relay.links)
+
+
+def test_the_end_drops_what_was_to_come(faults: Faults) -> None:
+    relay = start(faults)
+    came: list[int] = []
+    with relay.lock:
+        relay.later(0.05, lambda: came.append(1))
+    relay.close()
+    relay.close()
+    assert relay.is_closing
+    assert not came
+    assert "farcall-faults" not in [thread.name for thread in threading.enumerate()]
+
+
+def test_nothing_is_connected_after_the_end(faults: Faults) -> None:
+    faults.relay.close()
+    with pytest.raises(OSError, match="the faulty agent has ended"):
+        start(faults)

@@ -1,0 +1,79 @@
+from __future__ import annotations
+
+from farcall.protocol.control import pack_section
+from farcall.protocol.ids import ForkId, RRefId
+from farcall.protocol.reference_messages import (
+    Carried,
+    ChildAccepted,
+    CreateRequest,
+    ForkAccepted,
+    ForkRefused,
+    ForkRequest,
+    UserDeleted,
+)
+from farcall.protocol.wire import CALL, CALL_CARRYING, METHOD, PRESENCE, VALUE
+from farcall.testing import Failure, FaultyRpcBackendOptions
+from farcall.testing.faulty_rules import Rules, Verdict, callee_of, name_of_call, name_of_reference_message
+
+REFERENCE, FORK = RRefId(1, 0, 1), ForkId(0, 1)
+
+
+def rules(**options: object) -> Rules:
+    return Rules(FaultyRpcBackendOptions(**options))  # type: ignore[arg-type]
+
+
+def test_so_many_sends_of_each_message_fail() -> None:
+    judge = rules(messages_to_fail=["PYTHON_CALL"], num_fail_sends=2).judge
+    failures = [judge("PYTHON_CALL", "a"), judge("PYTHON_CALL", "b"), judge("PYTHON_CALL", "a")]
+    assert failures == [Verdict(Failure.ERROR, 1, 2), Verdict(Failure.ERROR, 1, 2), Verdict(Failure.ERROR, 2, 2)]
+    assert judge("PYTHON_CALL", "a") == Verdict()
+    assert judge("PYTHON_CALL", "b").failure is Failure.ERROR
+    assert judge("PYTHON_CALL", "b") == Verdict()
+    assert judge("PYTHON_REMOTE_CALL", "c") == Verdict()
+
+
+def test_no_sends_fail_if_none_shall() -> None:
+    assert rules(messages_to_fail=["PYTHON_CALL"], num_fail_sends=0).judge("PYTHON_CALL", "a") == Verdict()
+
+
+def test_each_message_fails_in_its_way() -> None:
+    judge = rules(
+        messages_to_fail=["PYTHON_CALL", "RREF_USER_DELETE"], failures={"RREF_USER_DELETE": Failure.LATE}
+    ).judge
+    assert judge("PYTHON_CALL", 1).failure is Failure.ERROR
+    assert judge("RREF_USER_DELETE", 1).failure is Failure.LATE
+
+
+def test_what_failed_is_counted_anew_when_the_rule_is_set() -> None:
+    mine = rules(messages_to_fail=["PYTHON_CALL", "SCRIPT_REMOTE_CALL"])
+    assert mine.judge("PYTHON_CALL", 1).failure
+    assert mine.judge("PYTHON_REMOTE_CALL", 1).failure
+    mine.fail("PYTHON_CALL", 1, Failure.REPLY_LOST)
+    assert mine.judge("PYTHON_CALL", 1) == Verdict(Failure.REPLY_LOST, 1, 1)
+    assert mine.judge("PYTHON_REMOTE_CALL", 1) == Verdict()
+
+
+def test_what_goes_through_is_delayed() -> None:
+    mine = rules(messages_to_fail=["PYTHON_CALL"], messages_to_delay={"PYTHON_CALL": 1.5, "SCRIPT_CALL": 1})
+    assert mine.judge("PYTHON_CALL", 1).delay == 0
+    assert mine.judge("PYTHON_CALL", 1) == Verdict(delay=1.5)
+    mine.delay("SCRIPT_CALL", 0.25)
+    assert mine.judge("PYTHON_CALL", 1) == Verdict(delay=0.25)
+
+
+def test_calls_have_the_names_that_torch_gives_them() -> None:
+    section = pack_section(3, [Carried(REFERENCE, FORK)])
+    assert name_of_call(CALL, b"builtins\0max") == "PYTHON_CALL"
+    assert name_of_call(CALL, b"") == "PYTHON_CALL"
+    assert name_of_call(CALL, VALUE + b"x" * 28) == "PYTHON_RREF_FETCH_CALL"
+    assert name_of_call(CALL, METHOD + b"x" * 28 + b"put") == "PYTHON_CALL"
+    assert name_of_call(CALL, PRESENCE + b"x" * 28) == "PYTHON_CALL"
+    assert name_of_call(CALL_CARRYING, section + b"builtins\0max") == "PYTHON_CALL"
+    assert callee_of(CALL_CARRYING, section + b"builtins\0max") == b"builtins\0max"
+
+
+def test_reference_messages_have_them_too() -> None:
+    kinds = (ForkRequest, ChildAccepted, UserDeleted, ForkAccepted, ForkRefused, CreateRequest)
+    assert [name_of_reference_message(kind(REFERENCE, FORK)) for kind in kinds] == [
+        "RREF_FORK_REQUEST", "RREF_CHILD_ACCEPT", "RREF_USER_DELETE", "", "", "",
+    ]  # fmt: skip
