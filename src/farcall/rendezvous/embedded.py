@@ -286,9 +286,9 @@ class EmbeddedStore:
         is_new = (
             self._credentials.notebook.is_new(connection.other, kind) if kind else refusal.reason != self._last_refusal
         )
-        if is_new:  # whoever was refused tries again for a while
-            self._last_refusal = refusal.reason
-            _log.warning("the store on port %d refused %s: %s", self.port, connection.other, refusal.reason)
+        level = logging.WARNING if is_new else logging.DEBUG  # whoever was refused tries again for a while
+        self._last_refusal = refusal.reason
+        _log.log(level, "the store on port %d refused %s: %s", self.port, connection.other, refusal.reason)
         connection.ending = True
         connection.incoming.clear()
         self._send(connection, answer(refusal))
