@@ -304,6 +304,8 @@ def table_rows(document: Path) -> dict[str, list[str]]:
 
 def as_shown(value: Any) -> str:
     """How a default stands in a table."""
+    if type(value) is int:
+        return str(value)
     return f"{value:g}" if isinstance(value, int | float) else f"`{value}`".replace("'", '"')
 
 

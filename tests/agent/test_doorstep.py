@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from farcall.agent.doorstep import Strangers
+from farcall.agent.doorstep import Doorstep
 from farcall.security import Limits
 
 
@@ -26,7 +26,7 @@ class Knocking:
 
 @pytest.fixture
 def strangers() -> Any:
-    return Strangers(Limits(most=2, patience=10.0))
+    return Doorstep(Limits(most=2, patience=10.0))
 
 
 def test_each_has_its_time(strangers: Any) -> None:

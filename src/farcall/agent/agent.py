@@ -19,7 +19,7 @@ from farcall.agent.calls import ChoreJob, PendingCall
 from farcall.agent.coroutines import EventLoop
 from farcall.agent.counting import Counting
 from farcall.agent.departure import Occasion, meet, say_farewell, wait_for_everybody, wait_until_idle
-from farcall.agent.doorstep import Strangers
+from farcall.agent.doorstep import Doorstep
 from farcall.agent.entrance import Entrance
 from farcall.agent.execution import Workplace
 from farcall.agent.group import Group, info_of
@@ -71,7 +71,7 @@ class Agent(RpcAgent):
         """
         options = options.taken()
         self._credentials = credentials or credentials_of(options)
-        self._strangers = Strangers(self._credentials.limits)
+        self._strangers = Doorstep(self._credentials.limits)
         self._sizes = Sizes(options.max_head_size, options.max_message_size)
         self.options = options
         self.device_maps = options.device_maps

@@ -13,7 +13,7 @@ from farcall.agent.incoming import Incoming
 from farcall.security import Limits
 
 
-class Strangers:
+class Doorstep:
     """Those of one agent. The serving pool and the supervisor's thread use it."""
 
     def __init__(self, limits: Limits) -> None:
