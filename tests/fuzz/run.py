@@ -22,7 +22,9 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as directory:
         for number, data in enumerate(CORPUS[name]):
             Path(directory, str(number)).write_bytes(data)
-        atheris.Setup([sys.argv[0], *options, "-timeout=10", "-rss_limit_mb=2048", directory], TARGETS[name])
+        atheris.Setup(
+            [sys.argv[0], *options, "-timeout=10", "-rss_limit_mb=2048", "-max_len=4096", directory], TARGETS[name]
+        )
         atheris.Fuzz()
 
 
