@@ -70,8 +70,7 @@ class Outgoing:
         on_news: Callable[[Worker, Bytes], None],
         on_lost: Callable[[Outgoing], None],
     ) -> None:
-        self.peer = peer
-        self.number = number
+        self.peer, self.number = peer, number
         self.pending: dict[int, PendingCall] = {}
         self._channel = channel
         self._descriptor = channel.fileno()
@@ -83,8 +82,7 @@ class Outgoing:
         self._awaits_control = False  # what was sent about references is not acknowledged yet
         self._on_news = on_news
         self._on_lost = on_lost
-        self.new_reply: Callable[..., Reply] = Reply
-        """What is made of a reply; the agent sets another one if not all may be loaded."""
+        self.new_reply: Callable[..., Reply] = Reply  # the agent sets another one if not all may be loaded
         self._ids = itertools.count(1)
         self._decoder = Decoder()
         self._reading = Reading(self)
