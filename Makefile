@@ -10,7 +10,7 @@ PIP := python -m pip --disable-pip-version-check -qq
 SOURCES = $(wildcard src tests benchmarks examples)
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test check bench simulate simulate-group chaos explore format clean
+.PHONY: help demo test check bench simulate simulate-group chaos many bench-startup explore format clean
 
 help:  ## say what there is (this)
 	@echo "make TARGET, where TARGET is one of"
@@ -39,6 +39,12 @@ simulate-group: $(VENV)/.installed  ## groups of up to 1,000 workers join, churn
 
 chaos: $(VENV)/.installed  ## kill, stop, cut off, add and remove real workers under load: ARGS="--seconds 3600"
 	$(VENV)/bin/python -m farcall.testing.chaos $(ARGS)
+
+many: $(VENV)/.installed  ## 64 workers on this machine start, call everyone, and shut down
+	FARCALL_MANY_WORKERS=64 $(VENV)/bin/python -m pytest -q tests/integration/test_many_workers.py $(ARGS)
+
+bench-startup: $(BENCH_VENV)/.installed  ## how long 32 workers take to start, beside torch's RPC
+	$(BENCH_VENV)/bin/python benchmarks/startup.py $(ARGS)
 
 explore: $(VENV)/.installed  ## visit every state of a small group of the reference protocol
 	$(VENV)/bin/python -m farcall.testing.explore $(ARGS)

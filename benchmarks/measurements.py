@@ -40,7 +40,7 @@ class Effort:
     references: int = 10_000
     imports: int = 5
     idle_seconds: float = 5.0
-    busy_seconds: float = 5.0
+    busy_seconds: float = 8.0
     """Of each of the two groups."""
 
 

@@ -33,6 +33,7 @@ class Worker:
         self._world_size = world_size
         self.calls = 0
         self.busy = 0  # functions that run here
+        self.gone: set[int] = set()
 
     def is_idle(self) -> bool:
         return not self.busy
@@ -43,8 +44,8 @@ class Worker:
     def calls_started(self) -> int:
         return self.calls
 
-    def get_worker_infos(self) -> list[WorkerInfo]:
-        return [WorkerInfo(NAMES[rank], rank) for rank in range(self._world_size)]
+    def everybody(self) -> list[tuple[WorkerInfo, bool]]:
+        return [(WorkerInfo(NAMES[rank], rank), rank in self.gone) for rank in range(self._world_size)]
 
 
 class Board:
@@ -174,12 +175,16 @@ class Unmoved:
     def __init__(self, error: RendezvousError) -> None:
         self.error = error
         self.timeouts: list[float] = []
+        self.now = 0.0
+        self.after = lambda: None
 
     def set(self, key: str, value: bytes) -> None:
         pass
 
     def collect(self, prefix: str, count: int, timeout: float) -> Mapping[str, bytes]:
         self.timeouts.append(timeout)
+        self.now += timeout
+        self.after()
         raise self.error
 
 
@@ -196,19 +201,33 @@ def test_those_who_did_not_come_are_named() -> None:
     assert 0 < timeout <= 5
 
 
-@pytest.mark.parametrize(("timeout", "rest"), [(12.0, 7.0), (0.0, departure._A_LONG_TIME - departure.SILENCE)])
 def test_who_does_not_come_for_long_is_named_once_in_the_log(
-    timeout: float, rest: float, caplog: pytest.LogCaptureFixture
+    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     store = Unmoved(RendezvousTimeoutError("late", ("departure/0/0",)))
+    monkeypatch.setattr(departure, "monotonic", lambda: store.now)
     caplog.set_level("INFO", "farcall")
-    with pytest.raises(ShutdownError):
-        wait_for_everybody(Worker(0, 2), way_in(store, 0, 2), monotonic() + timeout if timeout else FOREVER)
+    with pytest.raises(ShutdownError, match="'bob' did not come in time"):
+        wait_for_everybody(Worker(0, 2), way_in(store, 0, 2), 12.0)
     assert [record.levelname for record in caplog.records] == ["INFO"], "a server waits for hours, and all is well"
     assert caplog.messages == [
         "worker 'ann' waits in shutdown() for 'bob': shutdown() has not been called there, or functions still run there"
     ]
-    assert store.timeouts == [departure.SILENCE, pytest.approx(rest, abs=1)]
+    assert store.timeouts == [departure.SILENCE, departure.SILENCE, 12.0 - 2 * departure.SILENCE]
+
+
+def test_who_is_lost_is_not_waited_for() -> None:
+    """A frozen one does not hang up on the store: only the group knows."""
+    store = Unmoved(RendezvousTimeoutError("late", ("departure/0/0",)))
+    worker = Worker(0, 3)
+    store.after = lambda: worker.gone.add(2) if len(store.timeouts) == 3 else None
+    with pytest.raises(ShutdownError) as lost:
+        wait_for_everybody(worker, way_in(store, 0, 3), FOREVER)
+    assert str(lost.value) == (
+        f"worker 'ann' waited for the others to shut down, but {NAMES[2]!r} was lost before it came; "
+        "everything is closed here now"
+    )
+    assert len(store.timeouts) == 3
 
 
 def test_those_who_come_late_are_heard_all_the_same() -> None:
@@ -222,8 +241,7 @@ def test_those_who_come_late_are_heard_all_the_same() -> None:
     board = Late()
     leave_alone(Worker(0, 1), board)
     assert len(board.rounds) == 2
-    assert board.timeouts[0] == board.timeouts[2] == departure.SILENCE
-    assert board.timeouts[1] > 86400, "0 is without limit"
+    assert board.timeouts == [departure.SILENCE] * 3, "it looks up now and then, and goes on"
 
 
 def test_a_store_that_is_gone_is_said_to_be() -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import os
+import threading
 
 import pytest
 from serving_stage import FakeJob, Origin, Stage, come_in, depose, run
@@ -125,3 +126,23 @@ def test_a_finalizer_that_waits_in_the_midst_of_reading_is_refused(stage: Stage)
     pool._poller.remove(reading)
     os.close(reading)
     os.close(writing)
+
+
+def test_the_supervisor_is_woken_for_jobs_and_not_for_what_merely_comes(stage: Stage) -> None:
+    pool = stage.serving()
+    handled = threading.Event()
+    bell = os.eventfd(0)
+    try:
+        pool._poller.add(bell, lambda _: (os.eventfd_read(bell), handled.set()), READABLE)  # type: ignore[arg-type, return-value]
+        before = stage.woken
+        os.eventfd_write(bell, 1)
+        assert handled.wait(PATIENCE)
+        eventually(lambda: pool.asleep)
+        assert stage.woken == before, "a heartbeat is nothing that could prove slow"
+        job = stage.blocking("slow")
+        pool.submit(job)
+        eventually(lambda: stage.woken == before + 1)
+        job.release()
+    finally:
+        pool._poller.remove(bell)
+        os.close(bell)

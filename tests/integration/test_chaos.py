@@ -1,4 +1,4 @@
-"""The chaos test, in short: what it finds if all is well, and that it finds what is not. `make chaos` is the long one."""
+"""The chaos test, in short: what it says if all is well, and that it finds what is not. `make chaos` is longer."""
 
 from __future__ import annotations
 

@@ -264,6 +264,11 @@ class Agent(RpcAgent):
             raise self.calling.refusal(to)
         return peer.info
 
+    def everybody(self) -> list[tuple[WorkerInfo, bool]]:
+        """See `Leaver`."""
+        peers = sorted(self.calling.numbered.values(), key=lambda peer: peer.info.id)
+        return [(peer.info, peer.is_lost) for peer in peers]
+
     def get_worker_infos(self) -> list[WorkerInfo]:
         """All workers of the group, by rank."""
         return self.calling.worker_infos()

@@ -284,7 +284,8 @@ class Calling:
 
     def worker_infos(self) -> list[WorkerInfo]:
         """All workers that are there, by rank."""
-        return sorted({peer.info for peer in self.numbered.values() if not peer.is_lost}, key=lambda info: info.id)
+        peers = list(self.numbered.values())  # at one stroke: others may come meanwhile
+        return sorted({peer.info for peer in peers if not peer.is_lost}, key=lambda info: info.id)
 
 
 def _checked(function: Callable[..., Any]) -> Callable[..., Any]:

@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import logging
 import threading
+from collections.abc import Mapping
 from time import monotonic
 from typing import TYPE_CHECKING, Final, NamedTuple, Protocol
 
@@ -30,7 +31,6 @@ SILENCE: Final = 5.0
 """Seconds of waiting after which the log says for what."""
 _FIRST_PAUSE: Final = 0.5e-3
 _LONGEST_PAUSE: Final = 20e-3
-_A_LONG_TIME: Final = 365 * 86400.0
 _WHY_MISSING: Final = "%s has not been called there, or functions still run there"
 
 
@@ -61,8 +61,8 @@ class Leaver(Protocol):
     def calls_started(self) -> int:
         """How many calls this worker has made so far."""
 
-    def get_worker_infos(self) -> list[WorkerInfo]:
-        """All workers of the group."""
+    def everybody(self) -> list[tuple[WorkerInfo, bool]]:
+        """All workers of the group, by rank, and whether each is gone."""
 
 
 def wait_for_everybody(
@@ -141,16 +141,7 @@ def _hear_all(
     store = rendezvous.store
     try:
         store.set(f"{prefix}{leaver.info.id}", str(leaver.calls_started()).encode())
-        seconds = min(max(0.0, deadline - monotonic()), _A_LONG_TIME)
-        try:
-            heard = store.collect(prefix, rendezvous.world_size, min(seconds, SILENCE))
-        except RendezvousTimeoutError as error:
-            if seconds <= SILENCE:
-                raise
-            missing = _missing(leaver, prefix, error)
-            why = _WHY_MISSING % occasion.function
-            logger.info("worker %r waits in %s for %s: %s", leaver.info.name, occasion.function, missing, why)
-            heard = store.collect(prefix, rendezvous.world_size, seconds - SILENCE)
+        heard = _collect(leaver, rendezvous, prefix, deadline, occasion)
     except RendezvousTimeoutError as error:
         raise ShutdownError(
             f"worker {leaver.info.name!r} waited for the others {occasion.purpose}, but "
@@ -165,6 +156,32 @@ def _hear_all(
     return sum(int(value) for value in heard.values())
 
 
-def _missing(leaver: Leaver, prefix: str, error: RendezvousTimeoutError) -> str:
+def _collect(
+    leaver: Leaver, rendezvous: Rendezvous, prefix: str, deadline: float, occasion: Occasion
+) -> Mapping[str, bytes]:
+    """What all have said. Looks up now and then: of one who is frozen, only the group knows that it is lost."""
+    assert rendezvous.world_size is not None
+    has_said_so = False
+    while True:
+        seconds = max(0.0, deadline - monotonic())
+        try:
+            return rendezvous.store.collect(prefix, rendezvous.world_size, min(seconds, SILENCE))
+        except RendezvousTimeoutError as error:
+            lost = _missing(leaver, prefix, error, only_lost=True)
+            if lost:
+                raise ShutdownError(
+                    f"worker {leaver.info.name!r} waited for the others {occasion.purpose}, but {lost} was lost before "
+                    f"it came; {occasion.afterwards}"
+                ) from None
+            if seconds <= SILENCE:
+                raise
+            if not has_said_so:
+                has_said_so = True
+                missing, why = _missing(leaver, prefix, error), _WHY_MISSING % occasion.function
+                logger.info("worker %r waits in %s for %s: %s", leaver.info.name, occasion.function, missing, why)
+
+
+def _missing(leaver: Leaver, prefix: str, error: RendezvousTimeoutError, only_lost: bool = False) -> str:
     came = {int(key.removeprefix(prefix)) for key in error.present if key.startswith(prefix)}
-    return ", ".join(f"{info.name!r}" for info in leaver.get_worker_infos() if info.id not in came)
+    everybody = leaver.everybody()
+    return ", ".join(f"{info.name!r}" for info, gone in everybody if info.id not in came and gone >= only_lost)

@@ -64,6 +64,7 @@ class Serving:
         self._closed = False
         self._sleeping = 0  # functions that sleep in a wait of ours
         self._leader: Follower | None = None
+        self._supervised = False  # the supervisor was woken since the leader slept last
         self._lacks_threads = False  # the last one could not be started
         self.ready: deque[Job] = deque()
         """What is to be run. The leader appends what it reads; others use `submit`."""
@@ -223,7 +224,7 @@ class Serving:
             self.asleep = True
             events = poll(-1)
             self.asleep = False
-            self._wake_supervisor()
+            self._supervised = False
         handlers = self._poller.handlers
         for descriptor, what in events:
             handler = handlers.get(descriptor)
@@ -232,6 +233,10 @@ class Serving:
                     handler(what)
                 except BaseException:  # a handler deals with its own errors; one that does not must not end the service
                     logger.exception("worker %r: reading from a connection failed", self._name)
+        if not self._supervised and self.ready:
+            # Not for each heartbeat that comes: only functions may prove slow.
+            self._supervised = True
+            self._wake_supervisor()
 
     def _flush(self) -> None:
         unflushed = self._unflushed

@@ -163,7 +163,7 @@ class Chaos:
     # What happens
 
     def _act(self) -> None:
-        """Does the next thing that is possible now. All have their turn, in an order by chance, before one has another."""
+        """Does the next thing that is possible now. All have their turn, by chance, before one has another."""
         if not self._deck:
             self._deck = self._chance.sample(ACTS, len(ACTS))
         for what in self._deck:
@@ -184,10 +184,7 @@ class Chaos:
             self.counts["cuts"] += 1
             self._chance.choice(alone).tell("cut")
             return True
-        if what == "kill host":
-            victims = [child for child in alone if child.listens_at(self._port)]
-        else:
-            victims = alone
+        victims = [child for child in alone if child.listens_at(self._port)] if what == "kill host" else alone
         if len(alone) <= FEWEST or not victims:
             return False
         victim = self._chance.choice(victims)
@@ -295,8 +292,8 @@ def main(arguments: list[str] | None = None) -> int:
         shown = ", ".join(f"{what} {count:,}" for what, count in sorted(counts.items()))
         print(f"{title}: {shown or 'none'}")
     print(f"{time.perf_counter() - began:,.1f} s, seed {seed}, {len(chaos.children)} processes")
-    for finding in findings[:20]:
-        print(f"BROKEN: {finding}")
+    for what in findings[:20]:
+        print(f"BROKEN: {what}")
     if findings:
         print(f"{len(findings)} findings; what the workers wrote is in {directory}")
         return 1
