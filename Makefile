@@ -49,6 +49,11 @@ bench-startup: $(BENCH_VENV)/.installed  ## how long 32 workers take to start, b
 explore: $(VENV)/.installed  ## visit every state of a small group of the reference protocol
 	$(VENV)/bin/python -m farcall.testing.explore $(ARGS)
 
+fuzz: $(VENV)/.installed  ## throw bytes at everything that strangers reach (atheris): ARGS="-runs=2000000"
+	@$(VENV)/bin/python -c 'import atheris' 2>/dev/null || $(VENV)/bin/$(PIP) install atheris
+	for target in frames heads greeting store pickles; do \
+	  $(VENV)/bin/python tests/fuzz/run.py $$target $(or $(ARGS),-runs=200000) || exit 1; done
+
 format: $(VENV)/.installed  ## format the code and fix what can be fixed
 	$(VENV)/bin/ruff format $(SOURCES)
 	$(VENV)/bin/ruff check --fix $(SOURCES)

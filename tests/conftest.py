@@ -43,6 +43,8 @@ Leftover = tuple[Any, ...]
 
 
 def pytest_configure() -> None:
+    # The secret of whoever runs the tests is theirs: nothing here makes or reads the file of a user by accident.
+    os.environ.setdefault("FARCALL_SECRET", "the secret of all tests")
     # Who runs the tests in the background (`&` in a script, nohup) has them ignore some signals, and all processes that
     # they start too. What is tested here is what a program does that a person started.
     for number, usual in (

@@ -20,7 +20,8 @@ ROOT = Path(__file__).parents[1]
 PACKAGE = ROOT / "src" / "farcall"
 
 BELOW_AGENT = {
-    "errors", "options", "protocol", "serialization", "transports", "rendezvous", "sleeping", "futures", "functions",
+    "errors", "options", "protocol", "serialization", "transports", "rendezvous", "security", "sleeping", "futures",
+    "functions",
 }  # fmt: skip
 BELOW_API = BELOW_AGENT | {"backends", "agent"}
 
@@ -31,13 +32,14 @@ MAY_IMPORT: dict[str, set[str]] = {
     "protocol": {"errors"},
     "serialization": {"errors", "protocol"},
     "transports": {"errors"},
-    "rendezvous": {"errors", "protocol", "transports"},
+    "security": {"errors", "functions", "protocol"},
+    "rendezvous": {"errors", "protocol", "security", "transports"},
     "sleeping": set(),
     "futures": {"errors", "sleeping"},
     "gathering": {"futures", "sleeping"},
     "functions": {"errors", "futures"},
     "last_words": {"errors"},
-    "backends": {"errors", "options", "protocol", "futures", "transports", "rendezvous", "agent"},
+    "backends": {"errors", "options", "protocol", "futures", "transports", "rendezvous", "security", "agent"},
     "agent": BELOW_AGENT | {"backends"},
     "rref": {"errors", "futures", "gathering", "sleeping", "options", "protocol", "serialization", "backends", "api"},
     "api": BELOW_API | {"gathering", "rref", "last_words"},
@@ -57,10 +59,13 @@ NOT_IN_PROTOCOL = {"asyncio", "logging", "os", "pickle", "random", "select", "se
 OPTIONAL_PACKAGES = {
     "torch": {"pytorch": "anywhere"},
     "numpy": {"pytorch": "anywhere", "serialization": "lazily"},
+    # not optional, but half of the time of an import, and of no use on one host
+    "cryptography": {"security": "lazily"},
+    "ssl": {"security": "lazily", "transports": "lazily"},
 }
 
 # What may be imported inside a function or for type checking only: the other way round it is imported at the head.
-LAZILY = {"rref": {"backends", "api"}, "backends": {"agent", "rendezvous", "transports"}}
+LAZILY = {"rref": {"backends", "api"}, "backends": {"agent", "rendezvous", "security", "transports"}}
 
 LONGEST_MODULE = 500
 

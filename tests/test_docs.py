@@ -247,7 +247,7 @@ def test_the_readme_has_a_place_for_the_figures_and_says_the_version() -> None:
 
 
 def test_every_public_name_is_documented() -> None:
-    names = ("calls.md", "starting.md", "backends.md", "groups.md")
+    names = ("calls.md", "starting.md", "backends.md", "groups.md", "security.md")
     text = "".join((ROOT / "docs" / name).read_text(encoding="utf-8") for name in names)
     assert [name for name in farcall.__all__ if not re.search(rf"\b{name}\b", text)] == []
 
@@ -304,6 +304,8 @@ def table_rows(document: Path) -> dict[str, list[str]]:
 
 def as_shown(value: Any) -> str:
     """How a default stands in a table."""
+    if type(value) is int:
+        return str(value)
     return f"{value:g}" if isinstance(value, int | float) else f"`{value}`".replace("'", '"')
 
 

@@ -42,11 +42,13 @@ from farcall.backends.registry import (
 from farcall.collectives import _all_gather, _barrier, _wait_all_workers
 from farcall.errors import (
     AlreadyInitializedError,
+    AuthenticationError,
     BackendError,
     ConnectionRefusedByPeer,
     DeviceError,
     ExpelledError,
     ForkedProcessError,
+    NotAllowedError,
     NotInitializedError,
     OwnerLost,
     ProtocolError,
@@ -63,6 +65,7 @@ from farcall.errors import (
     VersionMismatchError,
     WorkerLost,
 )
+from farcall.functions import exposed
 from farcall.futures import Future, UnseenFailureWarning
 from farcall.gathering import _wait_all, collect_all, wait_all
 from farcall.options import BackendOptions, RpcBackendOptions, TensorPipeRpcBackendOptions
@@ -73,6 +76,7 @@ __version__ = "0.1.0"
 
 __all__ = [
     "AlreadyInitializedError",
+    "AuthenticationError",
     "BackendError",
     "BackendOptions",
     "BackendType",
@@ -82,6 +86,7 @@ __all__ = [
     "ForkedProcessError",
     "Future",
     "MembershipChange",
+    "NotAllowedError",
     "NotInitializedError",
     "OwnerLost",
     "ProtocolError",
@@ -118,6 +123,7 @@ __all__ = [
     "collect_all",
     "construct_rpc_backend_options",
     "errors",
+    "exposed",
     "functions",
     "get_metrics",
     "get_rpc_timeout",

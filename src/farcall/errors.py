@@ -14,6 +14,7 @@
     ├── WorkerLost                       (ConnectionError) the other worker died or cannot be reached
     │   └── OwnerLost                    ... and a reference whose value it had was used
     ├── ReferenceRefused                 a reference was used whose value is gone, as who passed it on has died
+    ├── NotAllowedError                  the callee does not let others call that, or load that
     ├── RemoteError                      the callee raised something that cannot be rebuilt here
     ├── RendezvousError                  the workers did not find each other
     │   └── RendezvousTimeoutError       (TimeoutError) ... in time
@@ -21,6 +22,7 @@
     └── ProtocolError                    (ConnectionError) the other end does not speak our protocol
         ├── VersionMismatchError         ... or speaks another version of it
         └── ConnectionRefusedByPeer      ... or does not want to talk to us, and said why
+            └── AuthenticationError      ... as one of the two does not know the group's secret
 
 Rules: a message says who (the worker's name), what (the function, the argument) and what to do next. An error raised
 by a *user's* function is none of these: it arrives with its own type.
@@ -92,6 +94,10 @@ class ReferenceRefused(RpcError):
     """The value of a reference is gone: the worker that passed it on died before the owner could count it."""
 
 
+class NotAllowedError(RpcError):
+    """A worker restricts what others may call there, or load (the option `allow`), and this is not on its list."""
+
+
 class RemoteError(RpcError):
     """The callee raised something that cannot be rebuilt here.
 
@@ -132,3 +138,7 @@ class VersionMismatchError(ProtocolError):
 
 class ConnectionRefusedByPeer(ProtocolError):
     """The other end does not want this connection, and said why."""
+
+
+class AuthenticationError(ConnectionRefusedByPeer):
+    """One end of a connection does not know the secret of the other's group."""

@@ -11,7 +11,10 @@ from farcall.futures import Future
 
 P = ParamSpec("P")
 T = TypeVar("T")
+E = TypeVar("E", bound=Callable[..., Any])
 
+EXPOSED = "_farcall_exposed"
+"""The attribute by which `exposed` marks."""
 _MARK = "_wrapped_async_rpc_function"  # torch's name, which some programs look at
 
 
@@ -50,3 +53,23 @@ def is_async_execution(function: Callable[..., Any]) -> bool:
         if hasattr(function, _MARK):
             return True
     return False
+
+
+def exposed(target: E) -> E:
+    """Marks a function, a method or a class as one that others may call, where the option `allow` restricts that.
+
+        @farcall.exposed
+        def predict(batch): ...
+
+    A worker with `allow=[]` lets others call what is marked, and nothing else. A class that is marked may be made, and
+    its public methods called. Goes beneath `staticmethod` and `classmethod`. Without `allow` it changes nothing.
+    Raises `TypeError` for what cannot carry the mark.
+    """
+    try:
+        setattr(target, EXPOSED, True)
+    except (AttributeError, TypeError):
+        raise TypeError(
+            f"{target!r} cannot be marked as exposed: mark a function or class of your own, beneath staticmethod and "
+            "classmethod, or name it in the option allow"
+        ) from None
+    return target

@@ -17,6 +17,7 @@ import re
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from numbers import Real
+from types import ModuleType
 from typing import Any, Final, Self, TypeAlias
 
 from farcall.errors import DeviceError, UsageError
@@ -91,6 +92,41 @@ class RpcBackendOptions(BackendOptions):
     """Seconds of silence after which a worker is taken for dead. It should be longer than any call into C that keeps
     the interpreter to itself; a worker whose process has ended is noticed at once all the same."""
 
+    secret: str | None = field(default=None, repr=False)
+    """What the workers of the group know each other by, the same at all; by default FARCALL_SECRET of the environment,
+    which `farcall run` sets, else what the file of this user holds, which is made on first use."""
+
+    allow: tuple[str, ...] | None = None
+    """What others may call on this worker, and what may be loaded from what they send: modules, functions and classes,
+    or their names, or patterns of names ("service.*"). Besides, what is marked by `farcall.exposed`, and plain data.
+    None allows everything; an empty list only what is marked."""
+
+    encrypt_between_hosts: bool = True
+    """Whether what goes to other hosts is encrypted (TLS 1.3). It must be the same at all workers. On one host, by unix
+    sockets and loopback, everything goes in the clear; the secret is asked for everywhere."""
+
+    tls_certificate: str | None = None
+    """The PEM file with this worker's certificate, if it is not to make one for itself; `tls_key` has its key, and
+    `tls_authority` the certificate of who has signed those of all workers. All three or none."""
+
+    tls_key: str | None = None
+    tls_authority: str | None = None
+
+    max_strangers: int = 256
+    """How many connections may be there at once whose other end has not proved yet that it knows the secret."""
+
+    proof_timeout: float = 10.0
+    """Seconds that the other end of a connection has to prove it."""
+
+    max_greeting_size: int = 64 * 1024
+    """Bytes that one message may have before that is proved."""
+
+    max_head_size: int = 4 * 1024**2
+    """Bytes that the head of a message between workers may have: the function's name, and references."""
+
+    max_message_size: int = 1024**4
+    """Bytes that a message between workers may have. Memory is taken as they come, not as they are announced."""
+
     record_stacks: bool = False
     """Whether references remember the whole stack where they were made, for `references()`; else the line only."""
 
@@ -140,6 +176,42 @@ def _number(name: str, value: Any, least: Callable[[Any], bool], rule: str) -> A
 def _transports(name: str, value: Any) -> Any:
     if isinstance(value, str) or not value:
         raise UsageError(f"{name} must be a tuple of names such as ('unix', 'tcp'), not {value!r}")
+    return value
+
+
+def _secret(name: str, value: Any) -> Any:
+    if value is not None and not isinstance(value, str):  # it is not shown
+        raise UsageError(f"{name} must be a text, the same at all workers, not a {type(value).__name__}")
+    return value
+
+
+def _allow(name: str, value: Any) -> Any:
+    """As names, which can be copied and compared before anything is loaded."""
+    if value is None:
+        return None
+    if isinstance(value, str) or not isinstance(value, Iterable):
+        raise UsageError(f"{name} must be a list of names, functions, classes or modules, not {value!r}")
+    return tuple(_name_of(name, each) for each in value)
+
+
+def _name_of(option: str, target: Any) -> str:
+    if isinstance(target, ModuleType):
+        return target.__name__
+    if isinstance(target, str):
+        text = target
+    else:
+        module, qualname = getattr(target, "__module__", None), getattr(target, "__qualname__", None)
+        if not isinstance(module, str) or not isinstance(qualname, str) or "<" in qualname:
+            raise UsageError(f"{option} cannot name {target!r}: give a module, or a function or class of a module")
+        text = f"{module}.{qualname}"
+    if not text.strip(".") or text != text.strip():
+        raise UsageError(f"{option} has {target!r}, which is no name: write 'module', 'module.function' or 'module.*'")
+    return text
+
+
+def _truth(name: str, value: Any) -> Any:
+    if not isinstance(value, bool):
+        raise UsageError(f"{name} must be True or False, not {value!r}")
     return value
 
 
@@ -198,6 +270,14 @@ _CHECKS: Final[Mapping[str, Callable[[str, Any], Any]]] = {
     "spin": lambda name, value: _number(name, value, lambda number: number >= 0, "0 (never spin) or more"),
     "heartbeat_interval": lambda name, value: _number(name, value, lambda number: number > 0, "more than 0"),
     "heartbeat_patience": lambda name, value: _number(name, value, lambda number: number > 0, "more than 0"),
+    "secret": _secret,
+    "encrypt_between_hosts": _truth,
+    "allow": _allow,
+    "max_strangers": lambda name, value: _number(name, value, lambda number: number >= 1, "at least 1"),
+    "proof_timeout": lambda name, value: _number(name, value, lambda number: number > 0, "more than 0"),
+    "max_greeting_size": lambda name, value: _number(name, value, lambda number: number >= 1024, "at least 1024"),
+    "max_head_size": lambda name, value: _number(name, value, lambda number: number >= 1024, "at least 1024"),
+    "max_message_size": lambda name, value: _number(name, value, lambda number: number >= 65536, "at least 65536"),
     "transports": _transports,
     "device_maps": _device_maps,
     "devices": _devices,

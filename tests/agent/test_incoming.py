@@ -14,7 +14,19 @@ from agent_stage import call, echo, start
 
 from farcall import WorkerLost
 from farcall.agent.sending import Sender
-from farcall.protocol.handshake import PREAMBLE_SIZE, Hello, Purpose, Refused, Welcome, body_length, pack, unpack
+from farcall.protocol.handshake import (
+    PREAMBLE_SIZE,
+    Challenge,
+    Greeting,
+    Hello,
+    Proof,
+    Purpose,
+    Refused,
+    Welcome,
+    body_length,
+    pack,
+    unpack,
+)
 from farcall.protocol.wire import CALL, RESULT, Decoder, encode
 from farcall.testing import LocalGroup
 from farcall.transports.base import Channel
@@ -29,12 +41,28 @@ class Stranger:
     def __init__(self, group: LocalGroup) -> None:
         (self.address,) = group[1]._peers["worker1"]._member.addresses
         self.group = group[1]._rendezvous.group
+        self.credentials = group[1]._credentials
         self.channel: Channel = group.network.connect(self.address, SOON)
 
     def hello(self, **changes: object) -> bytes:
+        """The hello, ready to be sent; `applicant` goes on with the greeting."""
         fields: dict[str, object] = {"group": self.group, "name": "worker0", "rank": 0, "wanted": "worker1"}
-        fields["wanted_number"] = 1
-        return pack(Purpose.CALLS, Hello(**{**fields, **changes}))  # type: ignore[arg-type]
+        fields |= {"wanted_number": 1, "dialed": self.address}
+        hello = Hello(**{**fields, **changes})  # type: ignore[arg-type]
+        self.applicant, hello = self.credentials.applicant(Purpose.CALLS, hello, "it", b"")
+        return pack(Purpose.CALLS, hello)
+
+    def prove(self) -> bytes:
+        """The answer to the challenge that comes next."""
+        proof = self.applicant.take(self.read_greeting())
+        assert proof is not None
+        return pack(Purpose.CALLS, proof)
+
+    def outcome(self) -> Welcome | Refused:
+        """What comes behind the proof of the other side."""
+        while self.applicant.outcome is None:
+            self.applicant.take(self.read_greeting())
+        return self.applicant.outcome
 
     def read(self, most: int = 1 << 16) -> bytes:
         """What comes next; nothing if the other end has closed."""
@@ -50,7 +78,7 @@ class Stranger:
             data += chunk
         return data
 
-    def read_greeting(self) -> object:
+    def read_greeting(self) -> Greeting:
         preamble = self.read_exactly(PREAMBLE_SIZE)
         return unpack(self.read_exactly(body_length(preamble, Purpose.CALLS, "it")), "it")
 
@@ -64,7 +92,9 @@ class Stranger:
 
     def greet(self, **changes: object) -> Stranger:
         self.channel.send(self.hello(**changes))
-        assert self.read_greeting() == Welcome("worker1", 1, 1)
+        self.channel.send(self.prove())
+        assert self.outcome() == Welcome("worker1", 1, 1)
+        assert self.applicant.is_proven
         return self
 
 
@@ -84,10 +114,13 @@ def test_a_proper_hello_is_welcomed_and_calls_are_answered(stranger: Stranger) -
 
 
 def test_a_greeting_may_come_byte_by_byte_with_a_call_behind_it(stranger: Stranger) -> None:
-    data = stranger.hello() + encode(CALL, 1, b"builtins\0int", b"")
+    hello = stranger.hello()
+    for at in range(len(hello)):
+        stranger.channel.send(hello[at : at + 1])
+    data = stranger.prove() + encode(CALL, 1, b"builtins\0int", b"")
     for at in range(len(data)):
         stranger.channel.send(data[at : at + 1])
-    assert isinstance(stranger.read_greeting(), Welcome)
+    assert isinstance(stranger.outcome(), Welcome)
     assert Decoder().feed(stranger.read())[0][:2] == (RESULT, 1)
 
 
@@ -100,11 +133,47 @@ def test_who_wants_somebody_else_is_refused_with_the_reason(
 ) -> None:
     with caplog.at_level(logging.WARNING, "farcall"):
         stranger.channel.send(stranger.hello(**changes))
-        refusal = stranger.read_greeting()
+        stranger.channel.send(stranger.prove())
+        refusal = stranger.outcome()
         assert isinstance(refusal, Refused)
         assert reason in refusal.reason
         assert stranger.read_all() == b""
     assert reason in caplog.text
+
+
+def test_who_does_not_know_the_secret_is_refused_and_logged_once(
+    group: LocalGroup, caplog: pytest.LogCaptureFixture
+) -> None:
+    with caplog.at_level(logging.WARNING, "farcall"):
+        for _ in range(3):
+            stranger = Stranger(group)
+            stranger.channel.send(stranger.hello())
+            stranger.read_greeting()
+            stranger.channel.send(pack(Purpose.CALLS, Proof(bytes(32))) + encode(CALL, 1, b"agent_stage\0note", b""))
+            refusal = stranger.read_greeting()
+            assert isinstance(refusal, Refused)
+            assert refusal.stranger
+            assert stranger.read_all() == b""
+            stranger.channel.close()
+    assert caplog.text.count("does not know the secret of this group") == 1
+    assert call(group[0], 1, echo, "unharmed") == "unharmed"
+
+
+def test_a_hello_alone_is_welcomed_by_nobody(group: LocalGroup, stranger: Stranger) -> None:
+    stranger.channel.send(stranger.hello() + encode(CALL, 1, b"builtins\0int", b""))
+    assert isinstance(stranger.read_greeting(), Challenge)
+    refusal = stranger.read_greeting()
+    assert isinstance(refusal, Refused)
+    assert "does not speak farcall" in refusal.reason
+    assert stranger.read_all() == b""
+
+
+def test_who_was_led_here_by_somebody_else_is_refused(stranger: Stranger) -> None:
+    stranger.channel.send(stranger.hello(dialed="tcp:10.6.6.6:1"))
+    stranger.channel.send(stranger.prove())
+    refusal = stranger.read_greeting()
+    assert isinstance(refusal, Refused)
+    assert "was led to memory:" in refusal.reason
 
 
 @pytest.mark.parametrize(
@@ -126,7 +195,7 @@ def test_what_is_no_greeting_closes_the_connection_and_harms_nobody(
     "message",
     [
         encode(RESULT, 1, b"", b""),
-        encode(9, 1, b"", b""),
+        encode(10, 1, b"", b""),
         b"\x55\x55\x02\x00" + b"\x55" * 60,
         encode(CALL, 1, b"", b"")[:4] + (1 << 30).to_bytes(4, "little") + bytes(16),
     ],
@@ -215,7 +284,7 @@ def test_a_late_answer_to_a_caller_that_is_gone_harms_no_newer_caller(group: Loc
 def _with_the_same_descriptor(group: LocalGroup, descriptor: int, stack: ExitStack) -> Stranger:
     """Connects until worker1's end of a connection has that number, which is free again."""
     for _ in range(20):
-        stranger = Stranger(group).greet(number=2, name="worker2")
+        stranger = Stranger(group).greet(number=2, name="worker2", rank=2)
         stack.callback(stranger.channel.close)
         if any(incoming._descriptor == descriptor for incoming in group[1]._incoming):
             return stranger

@@ -10,6 +10,7 @@ from concurrent.futures import ThreadPoolExecutor
 from time import monotonic
 from typing import Any
 
+import msgspec
 import pytest
 
 from eventually import eventually
@@ -20,8 +21,10 @@ from farcall.protocol.handshake import (
     MAGIC,
     PREAMBLE_SIZE,
     VERSION,
+    Challenge,
     Greeting,
     Hello,
+    Proof,
     Purpose,
     Refused,
     Welcome,
@@ -31,6 +34,8 @@ from farcall.protocol.handshake import (
 )
 from farcall.protocol.ids import WorkerInfo
 from farcall.protocol.membership_messages import Member
+from farcall.security import Applicant, Credentials, Secret
+from farcall.security.proof import proof_of
 from farcall.sleeping import FOREVER, blocking_thread
 from farcall.transports.sockets import SocketChannel
 
@@ -38,7 +43,30 @@ UNIX, TCP, TCP6 = "unix:/run/b.sock", "tcp:10.0.0.2:4000", "tcp:[fd00::2]:4000"
 WELCOME = pack(Purpose.CALLS, Welcome("b", 1, 1))
 
 Answer = bytes | OSError
-"""What the other side has already sent when we connect, or what connecting raises."""
+"""What the other side has already sent when we connect, behind its proof of the secret, or what connecting raises."""
+
+SECRET = Secret("the secret of the group")
+US = Member(0, "a", 0, "here", ("unix:a",))
+
+
+class Predictable(Credentials):
+    """Credentials whose nonce is known beforehand, so that the other side's proof is, too."""
+
+    def applicant(self, purpose: Purpose, hello: Hello, other: str, binding: bytes) -> tuple[Applicant, Hello]:
+        hello = msgspec.structs.replace(hello, nonce=bytes(32))
+        return Applicant(self.secret, purpose, hello, other, binding), hello
+
+
+def hello_to(address: str) -> Hello:
+    """What `a` says to `b` there."""
+    return Hello("group", "a", 0, "b", 0, "here", ("unix:a",), wanted_number=1, dialed=address, nonce=bytes(32))
+
+
+def challenge_and_proof(address: str, secret: Secret) -> bytes:
+    """What somebody at that address says who knows that secret."""
+    body, nonce = pack(Purpose.CALLS, hello_to(address))[PREAMBLE_SIZE:], b"n" * 32
+    mac = proof_of(secret, b"the side that listens", Purpose.CALLS, body, nonce, b"")
+    return pack(Purpose.CALLS, Challenge(nonce)) + pack(Purpose.CALLS, Proof(mac))
 
 
 class World:
@@ -50,6 +78,7 @@ class World:
         self.other_ends: list[socket.socket] = []
         self.channels: list[SocketChannel] = []
         self.hangs_up = False
+        self.secret: Secret | None = SECRET  # what the other side knows
         self.lost: list[str] = []
         self.is_over = False
 
@@ -60,6 +89,8 @@ class World:
             raise answer
         ours, theirs = socket.socketpair()
         self.other_ends.append(theirs)
+        if self.secret is not None:
+            theirs.sendall(challenge_and_proof(address, self.secret))
         theirs.sendall(answer)
         if self.hangs_up:
             theirs.shutdown(socket.SHUT_WR)
@@ -114,12 +145,13 @@ def peer_in(
 ) -> Peer:
     return Peer(
         Member(1, "b", 1, host, addresses),
-        Member(0, "a", 0, "here", ("unix:a",)),
+        US,
         "group",
         {scheme: FakeTransport(scheme, world) for scheme in schemes},
         Connection,  # type: ignore[arg-type]
         lambda: world.lost.append("this one"),
         lambda: world.is_over,
+        Predictable(SECRET),
     )
 
 
@@ -161,7 +193,7 @@ def test_the_best_transport_that_works_is_taken(world: World) -> None:
 def test_the_greeting_says_who_we_are_and_whom_we_want(world: World) -> None:
     world.answers = {UNIX: WELCOME}
     connect(peer_in(world))
-    assert world.heard() == Hello("group", "a", 0, "b", 0, "here", ("unix:a",), wanted_number=1)
+    assert world.heard() == hello_to(UNIX)
 
 
 def test_what_comes_behind_the_greeting_is_left_in_the_channel(world: World) -> None:
@@ -240,7 +272,7 @@ def test_no_way_at_all(world: World) -> None:
     [
         (pack(Purpose.CALLS, Refused("this is worker 'c', not 'b'")), "refused the connection: this is worker 'c'"),
         (pack(Purpose.CALLS, Welcome("c", 2)), "this is worker 'c', not 'b'"),
-        (pack(Purpose.CALLS, Hello("g", "b", 1, "a")), "answered a hello with a Hello"),
+        (pack(Purpose.CALLS, Hello("g", "b", 1, "a")), "answered the proof of the secret with a Hello"),
         (pack(Purpose.STORE, Welcome("b", 1)), "of another kind (2, not 1)"),
         (
             struct.pack("<8sHHI", MAGIC, VERSION + 1, 9, 9),
@@ -257,6 +289,35 @@ def test_an_answer_that_is_not_the_one_we_want(world: World, answer: bytes, reas
     assert reason in text
     assert text.count(TCP) == 1
     assert world.is_closed(0)
+
+
+def test_nobody_is_told_anything_who_does_not_know_the_secret(world: World) -> None:
+    world.secret = Secret("quite another secret")
+    world.answers = {TCP: pack(Purpose.CALLS, Refused("you are dead", gone=True))}
+    assert "does not know this group's secret" in refusal(peer_in(world, addresses=(TCP,)))
+    assert world.lost == []
+    assert world.is_closed(0)
+
+
+@pytest.mark.parametrize(
+    ("answer", "reason"),
+    [
+        (WELCOME, "worker 'b' answered a hello with a Welcome"),
+        (pack(Purpose.CALLS, Refused("no", gone=True)), "worker 'b' refused the connection: no"),
+        (pack(Purpose.CALLS, Refused("no", stranger=True)), "this worker's secret (from the option secret) is not the"),
+    ],
+)
+def test_what_is_said_before_the_proof_is_not_believed(world: World, answer: bytes, reason: str) -> None:
+    world.secret = None
+    world.answers = {TCP: answer}
+    assert reason in refusal(peer_in(world, addresses=(TCP,)))
+    assert world.lost == []
+
+
+def test_who_has_proved_itself_and_says_that_we_are_dead_is_believed(world: World) -> None:
+    world.answers = {TCP: pack(Purpose.CALLS, Refused("you are dead", gone=True))}
+    assert "refused the connection: you are dead" in refusal(peer_in(world, addresses=(TCP,)))
+    assert world.lost == ["this one"]
 
 
 @pytest.mark.parametrize("answer", [b"", WELCOME[:5], WELCOME[:-1]])

@@ -9,20 +9,22 @@ import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from farcall.errors import ConnectionRefusedByPeer, ProtocolError, VersionMismatchError
+from farcall.errors import ProtocolError, VersionMismatchError
 from farcall.protocol.handshake import (
     MAGIC,
     MAX_MESSAGE,
     PREAMBLE_SIZE,
     VERSION,
+    Challenge,
     Greeting,
     Hello,
+    Proof,
     Purpose,
     Refused,
     Welcome,
     body_length,
-    expect_welcome,
     pack,
+    take,
     unpack,
 )
 
@@ -32,6 +34,8 @@ greetings: st.SearchStrategy[Greeting] = st.one_of(
     st.builds(Hello, group=names, name=names, rank=ranks, wanted=names),
     st.builds(Welcome, name=names, rank=ranks),
     st.builds(Refused, reason=names),
+    st.builds(Challenge, nonce=st.binary(max_size=40)),
+    st.builds(Proof, mac=st.binary(max_size=40)),
 )
 HELLO = Hello(group="g", name="a", rank=0, wanted="b")
 
@@ -131,10 +135,37 @@ def test_a_later_member_of_a_message_is_passed_over() -> None:
     assert unpack(body, "it") == Welcome("a", 1)
 
 
-def test_the_answer_to_a_hello() -> None:
-    welcome = Welcome("b", 1)
-    assert expect_welcome(welcome, "it") is welcome
-    with pytest.raises(ConnectionRefusedByPeer, match=r"^it refused the connection: another group$"):
-        expect_welcome(Refused("another group"), "it")
-    with pytest.raises(ProtocolError, match=r"^it answered a hello with a Hello$"):
-        expect_welcome(HELLO, "it")
+def test_a_message_is_taken_piece_by_piece() -> None:
+    stream = pack(Purpose.STORE, HELLO) + b"more"
+    buffer = bytearray()
+    for position, byte in enumerate(stream[:-5]):
+        buffer.append(byte)
+        assert take(buffer, Purpose.STORE, "it") is None, position
+    buffer += stream[-5:]
+    assert take(buffer, Purpose.STORE, "it") == (HELLO, stream[PREAMBLE_SIZE:-4])
+    assert buffer == b"more"
+
+
+@pytest.mark.parametrize(
+    ("data", "error", "text"),
+    [
+        (b"GET / HTTP/1.1\r\n\r\n", ProtocolError, "does not speak farcall"),
+        (b"G", ProtocolError, "does not speak farcall: its first bytes were b'G'"),
+        (struct.pack("<8sHHI", b"farcall\0", 9, 2, 0), VersionMismatchError, "version 9"),
+        (pack(Purpose.CALLS, HELLO), ProtocolError, "another kind"),
+        (struct.pack("<8sHHI", b"farcall\0", VERSION, 2, 101), ProtocolError, "101 bytes; at most 100 are"),
+    ],
+)
+def test_what_is_no_message_is_refused_as_soon_as_it_can_be(data: bytes, error: type[Exception], text: str) -> None:
+    with pytest.raises(error, match=text):
+        take(bytearray(data), Purpose.STORE, "it", limit=100)
+
+
+@given(st.binary(max_size=200), st.booleans())
+def test_no_bytes_raise_anything_but_our_error(data: bytes, framed: bool) -> None:
+    buffer = bytearray(preamble(length=len(data)) + data if framed else data)
+    try:
+        taken = take(buffer, Purpose.CALLS, "it")
+    except ProtocolError:
+        return
+    assert taken is None or taken[1] == data

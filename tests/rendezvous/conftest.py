@@ -14,8 +14,8 @@ def stages() -> Iterator[Callable[..., Stage]]:
     """Makes stages; they are closed at the end."""
     made: list[Stage] = []
 
-    def make(world_size: int = 4, hello_timeout: float = 10.0) -> Stage:
-        made.append(Stage(world_size, hello_timeout))
+    def make(world_size: int = 4, patience: float = 10.0, most: int = 256) -> Stage:
+        made.append(Stage(world_size, patience, most))
         return made[-1]
 
     yield make

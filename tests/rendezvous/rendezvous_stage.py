@@ -8,6 +8,7 @@ from farcall.rendezvous.addresses import listen
 from farcall.rendezvous.client import StoreClient
 from farcall.rendezvous.embedded import EmbeddedStore
 from farcall.rendezvous.locate import Candidate, try_candidate
+from farcall.security import Credentials, Limits
 
 GROUP = "the group"
 
@@ -15,8 +16,9 @@ GROUP = "the group"
 class Stage:
     """One store and clients of it."""
 
-    def __init__(self, world_size: int = 4, hello_timeout: float = 10.0) -> None:
-        self.server = EmbeddedStore(listen("127.0.0.1", [0]), GROUP, world_size, "host", hello_timeout)
+    def __init__(self, world_size: int = 4, patience: float = 10.0, most: int = 256) -> None:
+        self.credentials = Credentials(limits=Limits(most, patience))
+        self.server = EmbeddedStore(listen("127.0.0.1", [0]), GROUP, world_size, "host", credentials=self.credentials)
         self.clients: list[StoreClient] = []
 
     def raw(self) -> socket.socket:
@@ -24,11 +26,12 @@ class Stage:
 
     def hello(self, rank: int, name: str | None = None, group: str = GROUP) -> socket.socket:
         """A connection that was welcomed. Raises what the greeting raises."""
-        return try_candidate(Candidate("127.0.0.1", self.server.port, group), name or f"worker{rank}", rank, 10)[0]
+        candidate = Candidate("127.0.0.1", self.server.port, group)
+        return try_candidate(candidate, name or f"worker{rank}", rank, 10, self.credentials)[0]
 
     def client(self, rank: int, name: str | None = None, grace: float = 5.0) -> StoreClient:
         candidate = Candidate("127.0.0.1", self.server.port, GROUP)
-        sock, welcome = try_candidate(candidate, name or f"worker{rank}", rank, 10)
+        sock, welcome = try_candidate(candidate, name or f"worker{rank}", rank, 10, self.credentials)
         self.clients.append(StoreClient(sock, welcome, grace=grace))
         return self.clients[-1]
 

@@ -17,15 +17,18 @@ import pytest
 from rendezvous_stage import GROUP, Stage
 
 from eventually import eventually
-from farcall.errors import ConnectionRefusedByPeer, RendezvousError, VersionMismatchError
-from farcall.protocol.handshake import Purpose, Welcome, body_length, pack
-from farcall.rendezvous import embedded
+from farcall.errors import AuthenticationError, ConnectionRefusedByPeer, RendezvousError, VersionMismatchError
+from farcall.protocol.handshake import Hello, Purpose, Welcome, body_length, pack
+from farcall.rendezvous import embedded, locate
 from farcall.rendezvous.addresses import listen
 from farcall.rendezvous.client import StoreClient
 from farcall.rendezvous.embedded import EmbeddedStore
 from farcall.rendezvous.greeting import OtherGroupError
 from farcall.rendezvous.locate import Candidate, try_candidate
 from farcall.rendezvous.store_messages import Get, Set, pack_request
+from farcall.security import Credentials, Secret
+from farcall.security.encryption import Encryption
+from farcall.transports.tls import TlsSocket
 
 
 def wait_for_end(sock: socket.socket) -> bytes:
@@ -91,7 +94,7 @@ def test_garbage_after_the_hello_closes_the_connection_too(
 
 
 def test_another_version_is_told_ours_and_closed_at_once(stages: Callable[..., Stage]) -> None:
-    with stages(hello_timeout=60).raw() as stranger:
+    with stages(patience=60).raw() as stranger:
         stranger.sendall(struct.pack("<8sHHI", b"farcall\0", 99, 2, 5))
         answer = wait_for_end(stranger)
     assert b"speaks version 99" in answer
@@ -100,22 +103,45 @@ def test_another_version_is_told_ours_and_closed_at_once(stages: Callable[..., S
 
 
 def test_silence_is_closed_after_a_while(stages: Callable[..., Stage], caplog: pytest.LogCaptureFixture) -> None:
-    stage = stages(hello_timeout=0.05)
+    stage = stages(patience=0.05)
     client = stage.client(0)
     with stage.raw() as silent, stage.raw() as slow:
         slow.sendall(b"farcall\0")
         assert wait_for_end(silent) == b""
         assert wait_for_end(slow) == b""
-    assert caplog.text.count("said no hello within 0.05 s") == 2
-    client.set("k", b"v")  # who has said hello may be silent for as long as it likes
+    assert caplog.text.count("did not prove within 0.05 s that it knows the secret") == 1, "once for one address"
+    client.set("k", b"v")  # who has proved itself may be silent for as long as it likes
 
 
-def test_too_many_strangers_are_closed_at_once(stage: Stage, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(embedded, "_MAX_STRANGERS", 1)
-    with stage.raw():
-        eventually(lambda: stage.server._connections)
-        with stage.raw() as second:
-            assert wait_for_end(second) == b""
+def test_when_there_are_too_many_strangers_the_oldest_goes(
+    stages: Callable[..., Stage], caplog: pytest.LogCaptureFixture
+) -> None:
+    stage = stages(most=2)
+    with stage.raw() as first, stage.raw(), stage.raw():
+        assert wait_for_end(first) == b""
+        stage.client(0).set("k", b"v")
+    assert caplog.text.count("more than 2 connections have not proved themselves yet") == 1
+
+
+def test_who_does_not_know_the_secret_is_refused_and_logged_once(
+    stage: Stage, caplog: pytest.LogCaptureFixture
+) -> None:
+    place = Candidate("127.0.0.1", stage.server.port, GROUP)
+    for _ in range(3):
+        with pytest.raises(AuthenticationError, match=r"secret \(from the option secret\) is not the group's"):
+            try_candidate(place, "worker1", 1, 10, Credentials(Secret("not the secret at all")))
+    assert caplog.text.count("'worker1', but does not know the secret") == 1
+    assert "127.0.0.1" in caplog.text
+    assert stage.server._table.members == 0
+
+
+def test_a_request_before_the_proof_is_not_read(stage: Stage) -> None:
+    client = stage.client(0)
+    hello = Hello(GROUP, "worker1", 1, "", nonce=bytes(32))
+    with stage.raw() as stranger:
+        stranger.sendall(pack(Purpose.STORE, hello) + pack_request(Set(1, "k", b"theirs")))
+        wait_for_end(stranger)
+    assert client.read("k") == {}
 
 
 def test_running_out_of_descriptors_is_survived(caplog: pytest.LogCaptureFixture) -> None:
@@ -306,3 +332,58 @@ def test_a_reply_of_the_greeting_is_not_a_hello(stage: Stage) -> None:
         stranger.sendall(pack(Purpose.STORE, Welcome("w", 0)))
         assert b"Welcome where a hello was due" in wait_for_end(stranger)
     assert isinstance(stage.client(0), StoreClient)
+
+
+# -- between hosts
+
+
+@pytest.fixture
+def far_away(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As if loopback were another host."""
+    for module in (embedded, locate):
+        monkeypatch.setattr(module, "is_loopback", lambda host: False)
+
+
+@pytest.mark.usefixtures("far_away")
+def test_between_hosts_the_store_is_encrypted(background: ThreadPoolExecutor) -> None:
+    ours, theirs = (Credentials(encryption=Encryption()) for _ in range(2))
+    server = EmbeddedStore(listen("127.0.0.1", [0]), GROUP, 2, "host", credentials=theirs)
+    place = Candidate("127.0.0.1", server.port, GROUP)
+    clients = [StoreClient(*try_candidate(place, f"worker{rank}", rank, 10, ours)) for rank in range(2)]
+    waiting = background.submit(clients[0].get, "large", 10)
+    clients[1].set("large", bytes(3 << 20))
+    assert waiting.result() == bytes(3 << 20)
+    with socket.create_connection(("127.0.0.1", server.port), timeout=10) as stranger:
+        stranger.sendall(pack(Purpose.STORE, Hello(GROUP, "worker1", 1, "", nonce=bytes(32))))
+        assert wait_for_end(stranger) == b"", "who does not encrypt is not answered"
+    for client in clients:
+        client.close()
+    server.close()
+
+
+@pytest.mark.usefixtures("far_away")
+def test_who_stands_between_a_worker_and_its_store_is_found() -> None:
+    """It has no secret, but a certificate of its own: it decrypts, and encrypts anew."""
+    honest, between = Credentials(encryption=Encryption()), Encryption()
+    server = EmbeddedStore(listen("127.0.0.1", [0]), GROUP, 2, "host", credentials=honest)
+    with listen("127.0.0.1", [0]) as door, ThreadPoolExecutor(1) as pool:
+
+        def hand_through() -> None:
+            victim = TlsSocket(door.accept()[0], between, listens=True)
+            store = TlsSocket(socket.create_connection(("127.0.0.1", server.port)), between, listens=False)
+            victim.settimeout(10)
+            with victim, store:
+                hello = victim.recv(4096)
+                store.shake_hands(10)
+                store.settimeout(10)
+                store.sendall(hello)
+                victim.sendall(store.recv(4096))  # the challenge
+                store.sendall(victim.recv(4096))  # the proof
+                victim.sendall(store.recv(4096))
+
+        handing = pool.submit(hand_through)
+        place = Candidate("127.0.0.1", door.getsockname()[1], GROUP)
+        with pytest.raises(AuthenticationError):
+            try_candidate(place, "worker1", 1, 10, honest)
+        handing.result()
+    server.close()

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import socket
-import struct
+import threading
 from collections.abc import Iterator
 
+import msgspec
 import pytest
 
-from farcall.errors import ConnectionRefusedByPeer, ProtocolError, VersionMismatchError
-from farcall.protocol.handshake import Hello, Purpose, Refused, Welcome, pack
+from farcall.errors import AuthenticationError, ConnectionRefusedByPeer, ProtocolError
+from farcall.protocol.handshake import Hello, Purpose, Refused, Welcome, take
 from farcall.rendezvous.greeting import (
     FinalRefusalError,
     OpenAndFixedError,
@@ -17,10 +18,12 @@ from farcall.rendezvous.greeting import (
     StoreRefused,
     answer,
     introduce,
-    take_hello,
 )
+from farcall.security import Credentials, Secret
 
 HELLO = Hello("group", "worker1", 1, "")
+SECRET = "the secret of the group"
+OURS = Credentials(Secret(SECRET))
 
 
 @pytest.fixture
@@ -30,37 +33,39 @@ def pair() -> Iterator[tuple[socket.socket, socket.socket]]:
         yield ours, theirs
 
 
-def test_a_hello_is_read_piece_by_piece() -> None:
-    stream = pack(Purpose.STORE, HELLO) + b"more"
+def store_side(sock: socket.socket, secret: str, last: Welcome | Refused, seen: list[Hello]) -> None:
+    """A store that says `last` to whoever knows the secret."""
+    door = Credentials(Secret(secret)).doorkeeper(Purpose.STORE, "", b"")
     buffer = bytearray()
-    for position, byte in enumerate(stream[:-5]):
-        buffer.append(byte)
-        assert take_hello(buffer, "it") is None, position
-    buffer += stream[-5:]
-    assert take_hello(buffer, "it") == HELLO
-    assert buffer == b"more"
+    try:
+        while not door.is_proven:
+            while (taken := take(buffer, Purpose.STORE, "it")) is None:
+                if not (data := sock.recv(4096)):
+                    return
+                buffer += data
+            sock.sendall(answer(door.take(*taken)))
+        assert door.hello is not None
+        seen.append(door.hello)
+        sock.sendall(answer(last))
+    except AuthenticationError as error:
+        sock.sendall(answer(Refused(str(error), stranger=True)))
 
 
-@pytest.mark.parametrize(
-    ("data", "error", "text"),
-    [
-        (b"GET / HTTP/1.1\r\n\r\n", ProtocolError, "does not speak farcall"),
-        (struct.pack("<8sHHI", b"farcall\0", 9, 2, 0), VersionMismatchError, "version 9"),
-        (pack(Purpose.CALLS, HELLO), ProtocolError, "another kind"),
-        (struct.pack("<8sHHI", b"farcall\0", 1, 2, 2**31), ProtocolError, "2147483648 bytes"),
-        (pack(Purpose.STORE, Welcome("w", 0)), ProtocolError, "Welcome where a hello was due"),
-    ],
-)
-def test_what_is_no_hello_is_refused(data: bytes, error: type[Exception], text: str) -> None:
-    with pytest.raises(error, match=text):
-        take_hello(bytearray(data), "it")
+def greet(pair: tuple[socket.socket, socket.socket], last: Welcome | Refused, secret: str = SECRET) -> Welcome:
+    """Greets a store that knows that secret."""
+    seen: list[Hello] = []
+    thread = threading.Thread(target=store_side, args=(pair[1], secret, last, seen))
+    thread.start()
+    try:
+        welcome = introduce(pair[0], HELLO, "the store", 10, OURS)
+    finally:
+        thread.join()
+    assert [msgspec.structs.replace(hello, nonce=b"") for hello in seen] == [HELLO]
+    return welcome
 
 
 def test_a_welcome_lets_in(pair: tuple[socket.socket, socket.socket]) -> None:
-    ours, theirs = pair
-    theirs.sendall(answer(Welcome("host", 0)))
-    assert introduce(ours, HELLO, "the store", 10) == Welcome("host", 0)
-    assert take_hello(bytearray(theirs.recv(4096)), "it") == HELLO
+    assert greet(pair, Welcome("host", 0)) == Welcome("host", 0)
 
 
 @pytest.mark.parametrize(
@@ -76,27 +81,45 @@ def test_a_welcome_lets_in(pair: tuple[socket.socket, socket.socket]) -> None:
 def test_a_refusal_says_why_and_of_what_kind(
     pair: tuple[socket.socket, socket.socket], refusal: Refused, error: type[Exception]
 ) -> None:
-    ours, theirs = pair
-    theirs.sendall(answer(refusal))
     with pytest.raises(ConnectionRefusedByPeer, match="the store refused the connection: so") as caught:
-        introduce(ours, HELLO, "the store", 10)
+        greet(pair, refusal)
     assert type(caught.value) is error
+
+
+def test_a_refusal_without_a_proof_is_a_text_and_nothing_more(pair: tuple[socket.socket, socket.socket]) -> None:
+    pair[1].sendall(answer(StoreRefused("so", other_group=True, final=True)))
+    with pytest.raises(ConnectionRefusedByPeer, match="the store refused the connection: so") as caught:
+        introduce(pair[0], HELLO, "the store", 10, OURS)
+    assert type(caught.value) is ConnectionRefusedByPeer
+
+
+def test_a_welcome_without_a_proof_is_not_believed(pair: tuple[socket.socket, socket.socket]) -> None:
+    pair[1].sendall(answer(Welcome("host", 0)))
+    with pytest.raises(ProtocolError, match="the store answered a hello with a Welcome"):
+        introduce(pair[0], HELLO, "the store", 10, OURS)
+
+
+def test_another_secret_is_said_at_both_ends(pair: tuple[socket.socket, socket.socket]) -> None:
+    with pytest.raises(
+        AuthenticationError, match=r"this worker's secret \(from the option secret\) is not the group's"
+    ):
+        greet(pair, Welcome("host", 0), secret="quite another secret")
 
 
 def test_silence_ends_in_time(pair: tuple[socket.socket, socket.socket]) -> None:
     with pytest.raises(TimeoutError, match="did not answer in time"):
-        introduce(pair[0], HELLO, "the store", 0.01)
+        introduce(pair[0], HELLO, "the store", 0.01, OURS)
 
 
 def test_an_end_without_an_answer_is_no_refusal(pair: tuple[socket.socket, socket.socket]) -> None:
     ours, theirs = pair
     theirs.shutdown(socket.SHUT_WR)
     with pytest.raises(ConnectionResetError, match="without an answer"):
-        introduce(ours, HELLO, "the store", 10)
+        introduce(ours, HELLO, "the store", 10, OURS)
 
 
 def test_another_program_is_told_apart(pair: tuple[socket.socket, socket.socket]) -> None:
     ours, theirs = pair
     theirs.sendall(b"SSH-2.0-OpenSSH_9.6\r\n")
     with pytest.raises(ProtocolError, match="does not speak farcall"):
-        introduce(ours, HELLO, "the store", 10)
+        introduce(ours, HELLO, "the store", 10, OURS)

@@ -212,7 +212,7 @@ def test_without_rank_0_the_others_give_up_in_time(workers: Workers) -> None:
 
 
 def test_rank_0_that_is_refused_by_its_own_store_closes_it(workers: Workers, monkeypatch: pytest.MonkeyPatch) -> None:
-    def refuse(*args: object) -> None:
+    def refuse(*args: object, **_: object) -> None:
         raise RendezvousError("no")
 
     with monkeypatch.context() as patch:

@@ -13,7 +13,7 @@ import pytest
 from eventually import eventually
 from farcall import RpcTimeoutError, RRef, WorkerLost
 from farcall.protocol.control import pack_control
-from farcall.protocol.handshake import Hello, Purpose, Welcome, pack
+from farcall.protocol.handshake import Hello, Proof, Purpose, Welcome, pack
 from farcall.protocol.ids import ForkId, RRefId
 from farcall.protocol.reference_messages import UserDeleted
 from farcall.protocol.wire import CONTROL, encode
@@ -236,7 +236,8 @@ class Ends:
         """The agent's end, which has greeted, and the other worker's, which has heard it."""
         ours, theirs = open_pair(self._transport, self._listener)
         self._channels += [ours, theirs]
-        greeting = pack(Purpose.CALLS, Hello("group", "worker0", 0, "worker1", wanted_number=1))
+        hello = Hello("group", "worker0", 0, "worker1", wanted_number=1)
+        greeting = pack(Purpose.CALLS, hello) + pack(Purpose.CALLS, Proof(b"mac"))
         ours.send(greeting)
         assert read(theirs, len(greeting)) == greeting
         return ours, theirs

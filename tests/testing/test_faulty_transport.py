@@ -8,7 +8,7 @@ from collections.abc import Iterator
 import pytest
 
 from eventually import eventually
-from farcall.protocol.handshake import Hello, Purpose, pack
+from farcall.protocol.handshake import Hello, Proof, Purpose, pack
 from farcall.protocol.wire import RESULT, encode
 from farcall.testing import Faults, FaultyRpcBackendOptions
 from farcall.testing.conformance import PATIENCE, Pair, TransportConformance, accept, open_pair, polls, read, refusal
@@ -18,7 +18,9 @@ from farcall.transports.memory import MemoryNetwork, MemoryTransport
 from farcall.transports.tcp import TcpTransport
 from farcall.transports.unix import UnixTransport
 
-HELLO = pack(Purpose.CALLS, Hello("group", "worker0", 0, "worker1", wanted_number=1))
+HELLO = pack(Purpose.CALLS, Hello("group", "worker0", 0, "worker1", wanted_number=1)) + pack(
+    Purpose.CALLS, Proof(b"mac")
+)
 
 
 @pytest.fixture

@@ -311,3 +311,26 @@ def test_a_failed_listen_leaves_nothing(transport: UnixTransport, root: Path, mo
     assert len(os.listdir("/proc/self/fd")) == before
     shared(root).unlink()
     assert files(root) == []
+
+
+def test_another_user_is_turned_away_on_both_sides(
+    transport: UnixTransport, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    listener = transport.listen()
+    us = os.geteuid()
+    channels = [transport.connect(listener.address, PATIENCE) for _ in range(2)]
+    monkeypatch.setattr(unix, "_peer_credentials", lambda sock: (1, us + 1, 1))
+    assert [listener.accept() for _ in channels] == [None, None]
+    for channel in channels:
+        assert channel.receive(1) == b""
+        channel.close()
+    with pytest.raises(PermissionError, match=f"user {us + 1} listens there, not {us}"):
+        transport.connect(listener.address, PATIENCE)
+    assert caplog.text.count(f"a connection of user {us + 1} to {listener.address} was closed") == 1
+    listener.close()
+
+
+def test_the_kernel_says_who_is_at_the_other_end() -> None:
+    ours, theirs = socket.socketpair()
+    with ours, theirs:
+        assert unix._peer_credentials(ours) == (os.getpid(), os.geteuid(), os.getegid())

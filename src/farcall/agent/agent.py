@@ -19,9 +19,11 @@ from farcall.agent.calls import ChoreJob, PendingCall
 from farcall.agent.coroutines import EventLoop
 from farcall.agent.counting import Counting
 from farcall.agent.departure import Occasion, meet, say_farewell, wait_for_everybody, wait_until_idle
+from farcall.agent.doorstep import Doorstep
 from farcall.agent.entrance import Entrance
 from farcall.agent.execution import Workplace
 from farcall.agent.group import Group, info_of
+from farcall.agent.guarding import jobs_for, reply_for
 from farcall.agent.handle import Handle
 from farcall.agent.incoming import Incoming
 from farcall.agent.outgoing import Outgoing
@@ -34,7 +36,9 @@ from farcall.backends.interface import MembershipChange, Metrics, RpcAgent
 from farcall.errors import ExpelledError, ForkedProcessError, NotInitializedError, RpcError, ShutdownError, UsageError
 from farcall.options import RpcBackendOptions
 from farcall.protocol.ids import Worker, WorkerInfo
+from farcall.protocol.wire import Sizes
 from farcall.rendezvous.store import PATIENCE
+from farcall.security import Credentials, credentials_of
 from farcall.serialization import encode_text
 from farcall.sleeping import FOREVER
 from farcall.transports.base import Channel, Listener, Transport
@@ -59,9 +63,16 @@ class Agent(RpcAgent):
         rendezvous: Rendezvous,
         options: RpcBackendOptions,
         transports: Mapping[str, Transport],
+        credentials: Credentials | None = None,
     ) -> None:
-        """Joins the group; `start` it next. Raises `RendezvousError`; then nothing is left running."""
+        """Joins the group; `start` it next. Raises `RendezvousError`; then nothing is left running.
+
+        `credentials` are by default what the options say of them.
+        """
         options = options.taken()
+        self._credentials = credentials or credentials_of(options)
+        self._strangers = Doorstep(self._credentials.limits)
+        self._sizes = Sizes(options.max_head_size, options.max_message_size)
         self.options = options
         self.device_maps = options.device_maps
         """Stored for those who move tensors; the agent itself does nothing with it."""
@@ -93,7 +104,8 @@ class Agent(RpcAgent):
             last_resort = encode_text(
                 "MemoryError", "there was not even memory to tell what is wrong", name, "a function"
             )
-            self._place = Workplace(name, self._loop, self._serving, self.book, last_resort)
+            jobs = jobs_for(options.allow)
+            self._place = Workplace(name, self._loop, self._serving, self.book, last_resort, *jobs)
             self.calling = self.book.calling = Calling(self.info, self.book, self._place, options.rpc_timeout)
             # The methods of these names, one frame shorter: they are the fast path.
             self.call = self.calling.call  # type: ignore[method-assign]
@@ -110,6 +122,7 @@ class Agent(RpcAgent):
                 self._expelled,
                 options.heartbeat_interval,
                 options.heartbeat_patience,
+                self._credentials,
             )
             self._first_members = members
             self.book.resend = self.group.examine
@@ -146,6 +159,7 @@ class Agent(RpcAgent):
     def _beat(self, now: float) -> None:
         self.group.tick(now)
         self._entrance.tick(now)
+        self._strangers.expire(now)
 
     def _listen(self, name: str) -> list[Listener]:
         listeners: list[Listener] = []
@@ -172,10 +186,22 @@ class Agent(RpcAgent):
             self._poller.want(listener.fileno(), READABLE, False)
             return
         if channel is not None:
-            self._incoming.add(Incoming(self.group, channel, self._poller, self._place, self._incoming_closed))
+            incoming = Incoming(
+                self.group,
+                channel,
+                self._poller,
+                self._place,
+                self._incoming_closed,
+                self._credentials,
+                listener.address,
+            )
+            incoming.traffic.decoder.limits = self._sizes
+            self._incoming.add(incoming)
+            self._strangers.came(incoming, monotonic())
 
     def _incoming_closed(self, incoming: Incoming) -> None:
         self._incoming.discard(incoming)
+        self._strangers.gone(incoming)
         if incoming.has_greeted():
             self._counting.incoming_gone(incoming.caller(), incoming)
         if self.closed is None:
@@ -202,6 +228,8 @@ class Agent(RpcAgent):
             self.group.told,
             lost,
         )
+        connection.traffic.decoder.limits = self._sizes
+        connection.new_reply = reply_for(self.options.allow)
         self._connections[connection] = None
         if self.closed is not None:  # meanwhile
             connection.close(str(self.closed))

@@ -61,6 +61,9 @@ class Workplace(NamedTuple):
     book: ReferenceBook
     last_resort: bytes
     """The failure that is told if there is not even the memory to make one."""
+    call_job: type[CallJob]
+    """What is made of a call from another worker, and of a remote call: others than these if not all is allowed."""
+    remote_job: type[RemoteJob]
 
 
 class Caller(Answerable, Protocol):

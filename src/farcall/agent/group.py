@@ -50,6 +50,7 @@ from farcall.protocol.membership_messages import (
 )
 from farcall.protocol.wire import NEWS, Bytes
 from farcall.protocol.wire import encode as encode_frame
+from farcall.security import Credentials
 from farcall.transports.base import Channel, Transport
 
 logger = logging.getLogger("farcall")
@@ -74,6 +75,7 @@ class Group:
         on_expelled: Callable[[], None],
         interval: float,
         patience: float,
+        credentials: Credentials,
     ) -> None:
         """Raises `UsageError` if interval and patience do not go together."""
         self.me = me
@@ -91,6 +93,7 @@ class Group:
         self._serving = serving
         self._new_connection = new_connection
         self._on_expelled = on_expelled
+        self._credentials = credentials
         self._interval = interval
         self._lock = threading.RLock()
         self._membership = Membership(me, random.randrange, interval=interval, patience=patience)
@@ -315,7 +318,16 @@ class Group:
                 self._telling.release()
 
     def _add(self, member: Member) -> None:
-        peer = Peer(member, self.me, self.run, self._transports, self._new_connection, self._expelled, self._is_over)
+        peer = Peer(
+            member,
+            self.me,
+            self.run,
+            self._transports,
+            self._new_connection,
+            self._expelled,
+            self._is_over,
+            self._credentials,
+        )
         self._book.joined(member.number)
         self._posts[member.number] = Post(
             peer,

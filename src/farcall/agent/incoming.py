@@ -1,8 +1,10 @@
 """A connection from a peer: its calls come in, our replies go out.
 
 Rules
-- First the greeting, then calls. Nothing is unpickled before the greeting is done, and nothing here at all: that is
-  done where the function runs.
+- First the greeting, in which the other side proves that it knows the group's secret (`security.proof`), then calls.
+  Before that nothing it sends is more than a greeting, and there is no more of it than a greeting may have. Nothing is
+  unpickled here at all: that is done where the function runs.
+- Of a stranger one line is logged, however often it comes.
 - What cannot be a message closes the connection with a line in the log, and harms nothing else.
 - It never blocks: it is read by the leader of the serving pool.
 """
@@ -13,17 +15,18 @@ import logging
 from collections.abc import Callable, Sequence
 from typing import Protocol
 
-from farcall.agent.execution import CallJob, RemoteJob, Workplace
+from farcall.agent.execution import Workplace
 from farcall.agent.jobs import Reply
 from farcall.agent.poller import READABLE, WRITABLE, Poller
 from farcall.agent.reading import CHUNK
 from farcall.agent.sending import Sender, Traffic
-from farcall.errors import ProtocolError
+from farcall.errors import AuthenticationError, ProtocolError
 from farcall.protocol.control import unpack_remote, unpack_section
-from farcall.protocol.handshake import PREAMBLE_SIZE, Hello, Purpose, Refused, Welcome, body_length, pack, unpack
+from farcall.protocol.handshake import Hello, Purpose, Refused, Welcome, pack, take
 from farcall.protocol.ids import Worker
 from farcall.protocol.membership_messages import Member
 from farcall.protocol.wire import CALL, CALL_CARRYING, CARRIED, CONTROL, NEWS, REMOTE, Bytes, Decoder
+from farcall.security import Credentials, Doorkeeper
 from farcall.transports.base import Channel
 
 logger = logging.getLogger("farcall")
@@ -57,15 +60,21 @@ class Incoming:
         poller: Poller,
         place: Workplace,
         on_closed: Callable[[Incoming], None],
+        credentials: Credentials,
+        address: str,
     ) -> None:
+        """`address`: where it came in."""
         self._reception = reception
+        self._credentials = credentials
+        self._address = address
+        self._doorkeeper: Doorkeeper | None = None
         self._channel = channel
         self._descriptor = channel.fileno()
         self._poller = poller
         self._place = place
         self._on_closed = on_closed
         self._decoder = Decoder()
-        self._greeting = b""
+        self._greeting = bytearray()
         self._peer: Hello | None = None
         self._closed = False
         self.calls_served = 0
@@ -88,7 +97,10 @@ class Incoming:
                 messages = decoder.filled(count) if count else None
             else:
                 data = self._channel.receive(CHUNK)
-                if data and self._peer is None:
+                if self._peer is None:
+                    if not data:
+                        self.dismiss("left", "left before it had proved that it knows the secret")
+                        return
                     data = self._greet(data)
                     if not data:
                         return
@@ -99,18 +111,34 @@ class Incoming:
             self.calls_served += len(messages)
             place = self._place
             ready = place.serving.ready
+            call_job = place.call_job
             for kind, call_id, head, body, buffers in messages:
                 if kind == CALL:
-                    ready.append(CallJob(place, self, call_id, head, body, buffers))
+                    ready.append(call_job(place, self, call_id, head, body, buffers))
                 else:
                     self._take(kind, call_id, head, body, buffers)
         except BlockingIOError:
             pass
         except (ProtocolError, MemoryError) as error:
+            if self._peer is None:
+                self.dismiss("wrong secret" if isinstance(error, AuthenticationError) else "no greeting", str(error))
+                return
             logger.warning("worker %r: connection from %s closed: %s", self._reception.me.name, self._who(), error)
             self.close()
-        except OSError:
+        except OSError as error:
+            if self._peer is None:
+                self.dismiss("left", f"the connection broke before it had proved that it knows the secret: {error}")
             self.close()
+
+    def dismiss(self, kind: str, why: str) -> None:
+        """Closes the connection of one who is not let in, with a line in the log for the first of this kind."""
+        # Who goes again may be a worker of ours whose time was over; no need to wake anybody.
+        level = logging.INFO if kind == "left" else logging.WARNING
+        if not self._credentials.notebook.is_new(self._channel.address, kind):
+            level = logging.DEBUG
+        name = self._reception.me.name
+        logger.log(level, "worker %r: connection from %s closed: %s", name, self._channel.address, why)
+        self.close()
 
     def _take(self, kind: int, call_id: int, head: bytes, body: Bytes, buffers: Sequence[Bytes]) -> None:
         """What has to do with references: they are counted here, before anything of the message is used."""
@@ -123,7 +151,8 @@ class Incoming:
             taken = book.create_requested(caller, number, reference, fork, carried)
             if taken is not None:
                 value, handles = taken
-                self._place.serving.ready.append(RemoteJob(self._place, value, callee, body, buffers, handles))
+                job = self._place.remote_job(self._place, value, callee, body, buffers, handles)
+                self._place.serving.ready.append(job)
             return
         if kind == CONTROL:
             book.control_received(caller, body)
@@ -136,34 +165,46 @@ class Incoming:
         number, carried, callee = unpack_section(head)
         taken_handles = book.take(caller, number, carried)
         if kind == CALL_CARRYING and taken_handles is not None:
-            self._place.serving.ready.append(CallJob(self._place, self, call_id, callee, body, buffers, taken_handles))
+            call = self._place.call_job(self._place, self, call_id, callee, body, buffers, taken_handles)
+            self._place.serving.ready.append(call)
 
     def _greet(self, data: bytes) -> bytes:
-        """Takes the greeting out of what came; what is behind it. Raises `ProtocolError` if it is none."""
-        self._greeting += data
-        if len(self._greeting) < PREAMBLE_SIZE:
-            return b""
-        try:
-            end = PREAMBLE_SIZE + body_length(self._greeting[:PREAMBLE_SIZE], Purpose.CALLS, self._who())
-            if len(self._greeting) < end:
-                return b""
-            hello = unpack(self._greeting[PREAMBLE_SIZE:end], self._who())
-            if not isinstance(hello, Hello):
-                raise ProtocolError(f"expected a hello, got a {type(hello).__name__}")
-        except ProtocolError as error:
-            # Told in the one form that every version understands, so that the other side can say what is wrong.
-            self._sender.send(pack(Purpose.CALLS, Refused(str(error))))
-            raise
+        """Goes on with the greeting; what is behind it, once the other side is let in.
+
+        Raises `ProtocolError` if it is not, and `AuthenticationError` if it does not know the secret.
+        """
+        door = self._doorkeeper
+        if door is None:
+            # Not before something came: by then an encrypted channel knows what it is bound to.
+            binding = getattr(self._channel, "binding", b"")
+            door = self._doorkeeper = self._credentials.doorkeeper(Purpose.CALLS, self._address, binding)
+        buffer = self._greeting
+        buffer += data
+        limit = self._credentials.limits.greeting
+        while not door.is_proven:
+            try:
+                taken = take(buffer, Purpose.CALLS, self._channel.address, limit)
+                if taken is None:
+                    return b""
+                answer = pack(Purpose.CALLS, door.take(*taken))
+            except ProtocolError as error:
+                # Told in the one form that every version understands, so that the other side can say what is wrong.
+                stranger = isinstance(error, AuthenticationError)
+                self._sender.send(pack(Purpose.CALLS, Refused(str(error), stranger=stranger)))
+                raise
+            self._sender.send(answer)
+        hello = door.hello
+        assert hello is not None
         refusal = self._reception.refusal(hello)
         if refusal is not None:
             self._sender.send(pack(Purpose.CALLS, refusal))
             raise ProtocolError(refusal.reason)
         us = self._reception.me
         self._sender.send(pack(Purpose.CALLS, Welcome(us.name, us.rank, us.number)))
-        rest, self._greeting = self._greeting[end:], b""
+        self._doorkeeper, self._greeting = None, bytearray()
         self._peer = hello
         self._reception.greeted(self, hello)
-        return rest
+        return bytes(buffer)
 
     def caller(self) -> Worker:
         """Who is at the other end, once it has greeted."""

@@ -70,8 +70,7 @@ class Outgoing:
         on_news: Callable[[Worker, Bytes], None],
         on_lost: Callable[[Outgoing], None],
     ) -> None:
-        self.peer = peer
-        self.number = number
+        self.peer, self.number = peer, number
         self.pending: dict[int, PendingCall] = {}
         self._channel = channel
         self._descriptor = channel.fileno()
@@ -83,6 +82,7 @@ class Outgoing:
         self._awaits_control = False  # what was sent about references is not acknowledged yet
         self._on_news = on_news
         self._on_lost = on_lost
+        self.new_reply: Callable[..., Reply] = Reply  # the agent sets another one if not all may be loaded
         self._ids = itertools.count(1)
         self._decoder = Decoder()
         self._reading = Reading(self)
@@ -313,7 +313,7 @@ class Outgoing:
                 if kind == RESULT and not body:
                     callbacks = future.settle(DONE, None)
                 else:
-                    reply = Reply(self.peer.name, future.function, kind, body, buffers, handles)
+                    reply = self.new_reply(self.peer.name, future.function, kind, body, buffers, handles)
                     if kind == FAILURE:
                         self.calls_failed += 1
                         future.report_unseen(reply.describe)

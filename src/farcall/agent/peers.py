@@ -4,7 +4,8 @@ Rules
 - A connection is made by the first call, and made anew by the next call after it was lost.
 - The best transport that works is taken: unix sockets only on the same host, and whatever fails (a container without
   the socket's directory, say) is passed over for the next.
-- The greeting makes sure that the one who answers is the worker we want.
+- The greeting makes sure that the one who answers knows the group's secret, and is the worker we want. Until it has
+  proved that, nothing it says is believed.
 """
 
 from __future__ import annotations
@@ -16,10 +17,11 @@ from time import monotonic
 from typing import Final
 
 from farcall.agent.outgoing import LOST_ADVICE, Outgoing
-from farcall.errors import ConnectionRefusedByPeer, ProtocolError, WorkerLost
-from farcall.protocol.handshake import PREAMBLE_SIZE, Hello, Purpose, Refused, body_length, expect_welcome, pack, unpack
+from farcall.errors import AuthenticationError, ConnectionRefusedByPeer, ProtocolError, WorkerLost
+from farcall.protocol.handshake import PREAMBLE_SIZE, Greeting, Hello, Purpose, Refused, body_length, pack, unpack
 from farcall.protocol.ids import WorkerInfo
 from farcall.protocol.membership_messages import Member
+from farcall.security import Credentials
 from farcall.sleeping import asleep
 from farcall.transports.base import Channel, Transport
 
@@ -42,6 +44,7 @@ class Peer:
         new_connection: Callable[[Peer, Channel], Outgoing],
         on_expelled: Callable[[], None],
         is_over: Callable[[], bool],
+        credentials: Credentials,
     ) -> None:
         self.info = WorkerInfo(member.name, member.rank if member.rank >= 0 else member.number)
         self.number = member.number
@@ -52,6 +55,7 @@ class Peer:
         self._transports = transports
         self._new_connection = new_connection
         self._on_expelled = on_expelled  # the worker says that this one was taken for dead
+        self._credentials = credentials
         self.is_over = is_over
         """Whether nobody is to be connected to any more."""
         self._lock = threading.RLock()
@@ -126,7 +130,7 @@ class Peer:
                 self._greet(channel, until)
             except (OSError, ProtocolError) as error:
                 channel.close()
-                anybody |= not isinstance(error, _AnotherWorker)
+                anybody |= not isinstance(error, (_AnotherWorker, AuthenticationError))  # ours would know the secret
                 reasons.append(f"{address}: {error.strerror or error}")
             except BaseException:
                 channel.close()
@@ -151,22 +155,38 @@ class Peer:
     def _greet(self, channel: Channel, deadline: float) -> None:
         us = self._us
         hello = Hello(
-            self._group, us.name, us.rank, self.info.name, us.number, us.host, us.addresses, wanted_number=self.number
+            self._group,
+            us.name,
+            us.rank,
+            self.info.name,
+            us.number,
+            us.host,
+            us.addresses,
+            wanted_number=self.number,
+            dialed=channel.address,
         )
-        greeting = pack(Purpose.CALLS, hello)
-        if channel.send(greeting) != len(greeting):  # it fits into any socket's empty buffer
-            raise ProtocolError(f"it does not take a greeting of {len(greeting)} bytes")
         other = f"worker {self.info.name!r}"
-        preamble = self._receive_exactly(channel, PREAMBLE_SIZE, deadline)
-        body = self._receive_exactly(channel, body_length(preamble, Purpose.CALLS, other), deadline)
-        answer = unpack(body, other)
-        if isinstance(answer, Refused):
-            if answer.gone:
+        applicant, hello = self._credentials.applicant(Purpose.CALLS, hello, other, getattr(channel, "binding", b""))
+        self._say(channel, hello)
+        while applicant.outcome is None:
+            preamble = self._receive_exactly(channel, PREAMBLE_SIZE, deadline)
+            size = body_length(preamble, Purpose.CALLS, other, self._credentials.limits.greeting)
+            answer = applicant.take(unpack(self._receive_exactly(channel, size, deadline), other))
+            if answer is not None:
+                self._say(channel, answer)
+        refusal = applicant.outcome
+        if isinstance(refusal, Refused) and applicant.is_proven:
+            if refusal.gone:
                 self._on_expelled()
-            raise _AnotherWorker(f"{other} refused the connection: {answer.reason}")
-        welcome = expect_welcome(answer, other)
+            raise _AnotherWorker(f"{other} refused the connection: {refusal.reason}")
+        welcome = applicant.welcome()
         if welcome.name != self.info.name or welcome.number != self.number:
             raise _AnotherWorker(f"this is worker {welcome.name!r}, not {self.info.name!r}")
+
+    def _say(self, channel: Channel, message: Greeting) -> None:
+        greeting = pack(Purpose.CALLS, message)
+        if channel.send(greeting) != len(greeting):  # it fits into any socket's empty buffer
+            raise ProtocolError(f"it does not take a greeting of {len(greeting)} bytes")
 
     def _receive_exactly(self, channel: Channel, size: int, deadline: float) -> bytes:
         poll = select.poll()

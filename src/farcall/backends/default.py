@@ -49,12 +49,19 @@ def join_group(
 ) -> Agent:
     """A new agent of that kind, in its group. `make_agent` takes what `Agent` does. Raises as `init_agent`."""
     from farcall.rendezvous import PATIENCE, rendezvous
-    from farcall.transports import transport
+    from farcall.security import credentials_of
+    from farcall.transports import TcpTransport, transport
 
+    credentials = credentials_of(options)
     transports = {scheme: transport(scheme) for scheme in options.transports}
-    meeting = rendezvous(options.init_method, name, rank, world_size, options.init_timeout, interface=options.interface)
+    for each in transports.values():
+        if isinstance(each, TcpTransport):
+            each.encryption = credentials.encryption
+    meeting = rendezvous(
+        options.init_method, name, rank, world_size, options.init_timeout, options.interface, credentials
+    )
     try:
-        return make_agent(name, meeting, options, transports)
+        return make_agent(name, meeting, options, transports, credentials)
     except BaseException as error:
         # If somebody did not come, the others that still wait for them shall hear who came and who did not, too.
         waited = isinstance(error, RendezvousTimeoutError)

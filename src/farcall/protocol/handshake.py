@@ -8,10 +8,12 @@ Each side begins with a *preamble*, before anything else:
     10      2     purpose: 1 calls (worker to worker), 2 store (worker to rendezvous store)
     12      4     length of the message that follows, little-endian, at most MAX_MESSAGE
 
-followed by one message: `Hello` from the side that connected, `Welcome` or `Refused` from the side that listens.
-The preamble's layout never changes, so that any version can tell any other what is wrong. Messages are a tagged union
-in msgpack: proofs of a shared secret go between `Hello` and `Welcome` as further members of it, each behind the same
-preamble. Nothing here is ever unpickled.
+followed by one message. `Hello` comes from the side that connected, `Challenge` from the side that listens, `Proof`
+from the one and then the other, and behind it `Welcome` or `Refused`, which may come at any time (`security.proof` is
+the theory of it). Each stands behind a preamble. The preamble's layout never changes, so that any version can tell any
+other what is wrong.
+
+Messages are a tagged union in msgpack; nothing here is ever unpickled.
 
 Pure: bytes in, messages out. No socket, no clock.
 """
@@ -24,7 +26,7 @@ from typing import Final, TypeAlias
 
 import msgspec
 
-from farcall.errors import ConnectionRefusedByPeer, ProtocolError, VersionMismatchError
+from farcall.errors import ProtocolError, VersionMismatchError
 
 MAGIC: Final = b"farcall\0"
 VERSION: Final = 1
@@ -57,6 +59,22 @@ class Hello(msgspec.Struct, tag="hello", frozen=True):
     addresses: tuple[str, ...] = ()
     wanted_number: int = 0
     """The worker of that name may have been started again, and is another one then."""
+    dialed: str = ""
+    """The address at which it looks for the other side; empty for a store."""
+    nonce: bytes = b""
+    """Never used before."""
+
+
+class Challenge(msgspec.Struct, tag="challenge", frozen=True):
+    """The side that listens wants a proof that the other knows the secret."""
+
+    nonce: bytes
+
+
+class Proof(msgspec.Struct, tag="proof", frozen=True):
+    """One side knows the secret."""
+
+    mac: bytes
 
 
 class Welcome(msgspec.Struct, tag="welcome", frozen=True):
@@ -73,24 +91,26 @@ class Refused(msgspec.Struct, tag="refused", frozen=True):
     reason: str
     gone: bool = False
     """The group has taken the one who connected for dead, or has heard it say good-bye."""
+    stranger: bool = False
+    """The one who connected does not know the secret."""
 
 
-Greeting: TypeAlias = Hello | Welcome | Refused
+Greeting: TypeAlias = Hello | Challenge | Proof | Welcome | Refused
 
-_encode = msgspec.msgpack.Encoder().encode
+encode = msgspec.msgpack.Encoder().encode
 _decoder: msgspec.msgpack.Decoder[Greeting] = msgspec.msgpack.Decoder(Greeting)
 
 
 def pack(purpose: Purpose, message: Greeting) -> bytes:
     """The preamble and the message, ready to be sent."""
-    body = _encode(message)
+    body = encode(message)
     if len(body) > MAX_MESSAGE:
         raise ProtocolError(f"a greeting of {len(body)} bytes is longer than {MAX_MESSAGE}; use shorter names")
     return _PREAMBLE.pack(MAGIC, VERSION, purpose, len(body)) + body
 
 
-def body_length(preamble: bytes, purpose: Purpose, other: str) -> int:
-    """How many bytes follow this preamble. `other` names the other end in errors.
+def body_length(preamble: bytes, purpose: Purpose, other: str, limit: int = MAX_MESSAGE) -> int:
+    """How many bytes follow this preamble, at most `limit`. `other` names the other end in errors.
 
     Raises `ProtocolError` for anything but our protocol, `VersionMismatchError` for another version of it.
     """
@@ -107,8 +127,8 @@ def body_length(preamble: bytes, purpose: Purpose, other: str) -> int:
             f"{other} is a farcall connection of another kind ({got_purpose}, not {int(purpose)}); "
             "is this the address of the store, or of a worker?"
         )
-    if length > MAX_MESSAGE:
-        raise ProtocolError(f"{other} announced a greeting of {length} bytes; at most {MAX_MESSAGE} are allowed")
+    if length > limit:
+        raise ProtocolError(f"{other} announced a greeting of {length} bytes; at most {limit} are allowed")
     return int(length)
 
 
@@ -116,14 +136,24 @@ def unpack(body: bytes, other: str) -> Greeting:
     """The message behind a preamble. Raises `ProtocolError` if it is none of ours."""
     try:
         return _decoder.decode(body)
-    except (msgspec.DecodeError, UnicodeDecodeError) as error:
+    except (ValueError, RecursionError) as error:
         raise ProtocolError(f"{other} sent a greeting that cannot be read: {error}") from None
 
 
-def expect_welcome(message: Greeting, other: str) -> Welcome:
-    """Raises `ConnectionRefusedByPeer` with the other side's reason, or `ProtocolError`."""
-    if isinstance(message, Welcome):
-        return message
-    if isinstance(message, Refused):
-        raise ConnectionRefusedByPeer(f"{other} refused the connection: {message.reason}")
-    raise ProtocolError(f"{other} answered a hello with a {type(message).__name__}")
+def take(buffer: bytearray, purpose: Purpose, other: str, limit: int = MAX_MESSAGE) -> tuple[Greeting, bytes] | None:
+    """The first whole message of a greeting and its body, taken out of the buffer; None if more bytes must come first.
+
+    Raises as `body_length` and `unpack`.
+    """
+    if len(buffer) < PREAMBLE_SIZE:
+        # What does not begin as ours never will be.
+        if not MAGIC.startswith(buffer[: len(MAGIC)]):
+            raise ProtocolError(f"{other} does not speak farcall: its first bytes were {bytes(buffer[:8])!r}")
+        return None
+    end = PREAMBLE_SIZE + body_length(bytes(buffer[:PREAMBLE_SIZE]), purpose, other, limit)
+    if len(buffer) < end:
+        return None
+    body = bytes(buffer[PREAMBLE_SIZE:end])
+    message = unpack(body, other)
+    del buffer[:end]
+    return message, body

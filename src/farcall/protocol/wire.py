@@ -36,15 +36,18 @@ This module knows nothing of what heads and bodies mean. Pure: bytes in, message
 Rules
 - `Decoder` is fed whatever came, in any chunking, and gives whole messages. A large message is received straight into
   its final place: while one is under way, `space` is where its next bytes belong.
+- Memory is not taken at once on the other side's word: parts of a message get theirs one after the other, as bytes
+  come, and large ones get address space that becomes memory only as it is filled.
 - Anything that cannot be a message raises `ProtocolError`; the connection is of no more use then.
 - A message is a plain tuple, because it is made for every call and every reply.
 """
 
 from __future__ import annotations
 
+import mmap
 import struct
 from collections.abc import Sequence
-from typing import Final, TypeAlias
+from typing import Final, NamedTuple, TypeAlias
 
 from farcall.errors import ProtocolError
 
@@ -69,6 +72,17 @@ MAX_MESSAGE: Final = 1 << 40
 MAX_BUFFERS: Final = 0xFFFF
 LARGE: Final = 1 << 16
 """From this size on, a message that has not come whole is received into its final place."""
+
+_HUGE: Final = 1 << 25
+"""From this size on a part gets address space only. Below it, memory that is used again costs less."""
+
+
+class Sizes(NamedTuple):
+    """How large a message may be."""
+
+    head: int = MAX_HEAD
+    message: int = MAX_MESSAGE
+
 
 Bytes: TypeAlias = bytes | bytearray | memoryview
 Message: TypeAlias = tuple[int, int, bytes, Bytes, Sequence[Bytes]]
@@ -105,11 +119,12 @@ def _kind_and_count(start: int) -> tuple[int, int]:
 class Decoder:
     """Turns a stream of bytes into messages."""
 
-    __slots__ = ("_large", "_rest", "received", "space")
+    __slots__ = ("_large", "_rest", "limits", "received", "space")
 
     def __init__(self) -> None:
         self._rest = b""
         self._large: _LargeMessage | None = None
+        self.limits = Sizes()
         self.received = 0
         """How many bytes have come so far."""
         self.space: memoryview | None = None
@@ -135,6 +150,12 @@ class Decoder:
                 if end - table < 8 * count:
                     break
                 sizes = struct.unpack_from(f"<{count}Q", data, table)
+                total = head_size + body_size + sum(sizes)
+                if head_size > self.limits.head or total > self.limits.message:
+                    raise ProtocolError(
+                        f"a message of {total} bytes with a head of {head_size} bytes was announced; at most "
+                        f"{self.limits.message} and {self.limits.head} are allowed (max_message_size, max_head_size)"
+                    )
                 large = _LargeMessage(kind, call_id, head_size, body_size, sizes)
                 table += 8 * count
                 at = table + large.take(data, table)
@@ -169,28 +190,30 @@ class Decoder:
 class _LargeMessage:
     """A message that is received into its final place, each out-of-band buffer into memory of its own."""
 
-    __slots__ = ("_call_id", "_front", "_head_size", "_kind", "_parts", "_waiting", "space")
+    __slots__ = ("_call_id", "_head_size", "_kind", "_parts", "_sizes", "space")
 
     def __init__(self, kind: int, call_id: int, head_size: int, body_size: int, sizes: Sequence[int]) -> None:
-        total = head_size + body_size + sum(sizes)
-        if head_size > MAX_HEAD or total > MAX_MESSAGE:
-            raise ProtocolError(f"a message of {total} bytes with a head of {head_size} bytes was announced")
         self._kind = kind
         self._call_id = call_id
         self._head_size = head_size
-        self._front = bytearray(head_size + body_size)
-        self._parts = [bytearray(size) for size in sizes]
-        self._waiting = [memoryview(part) for part in (self._front, *self._parts) if part]
-        self._waiting.reverse()
-        self.space: memoryview | None = self._waiting.pop() if self._waiting else None
+        self._sizes = (head_size + body_size, *sizes)
+        self._parts: list[bytearray | memoryview] = []
+        self.space: memoryview | None = self._next()
+
+    def _next(self) -> memoryview | None:
+        """Memory for the next part that is not empty."""
+        while len(self._parts) < len(self._sizes):
+            size = self._sizes[len(self._parts)]
+            part = bytearray(size) if size < _HUGE else _address_space(size)
+            self._parts.append(part)
+            if size:
+                return memoryview(part)
+        return None
 
     def advance(self, count: int) -> memoryview | None:
         space = self.space
         assert space is not None
-        if count < space.nbytes:
-            self.space = space[count:]
-        else:
-            self.space = self._waiting.pop() if self._waiting else None
+        self.space = space[count:] if count < space.nbytes else self._next()
         return self.space
 
     def take(self, data: bytes, at: int) -> int:
@@ -205,6 +228,14 @@ class _LargeMessage:
         return taken
 
     def message(self) -> Message:
-        front = memoryview(self._front)
+        front = memoryview(self._parts[0])
         head = bytes(front[: self._head_size])
-        return (self._kind, self._call_id, head, front[self._head_size :], self._parts)
+        return (self._kind, self._call_id, head, front[self._head_size :], self._parts[1:])
+
+
+def _address_space(size: int) -> memoryview:
+    """Memory that is taken only where it is written to. A `bytearray` would be zeroed, and so taken, at once."""
+    try:
+        return memoryview(mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS))
+    except OSError as error:
+        raise MemoryError(f"there is not the memory for {size} bytes that were announced: {error}") from None

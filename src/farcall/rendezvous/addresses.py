@@ -15,7 +15,7 @@ from collections.abc import Sequence
 from typing import Final
 
 from farcall.errors import RendezvousError
-from farcall.transports.network import local_address_towards, local_addresses, numeric_host
+from farcall.transports.network import is_loopback, local_address_towards, local_addresses, numeric_host
 
 BIND_PATIENCE: Final = 0.5
 """Seconds that a port may still be taken: by whoever is just closing it."""
@@ -35,13 +35,6 @@ def peer_text(sock: socket.socket) -> str:
     except OSError:
         return "a connection that is gone"
     return host_port(numeric_host(peer), peer[1])
-
-
-def is_loopback(host: str) -> bool:
-    """Whether a numeric address leads back to this machine only."""
-    address = ipaddress.ip_address(host)
-    mapped = getattr(address, "ipv4_mapped", None)
-    return bool((mapped or address).is_loopback)
 
 
 def reachable_addresses() -> list[str]:

@@ -1,12 +1,14 @@
 """The store inside the worker that hosts it (rank 0, or any in an open group): one daemon thread that moves bytes from
 sockets to a `StoreTable` and back.
 
-It decides nothing about keys or workers (`table` does) and nothing about trust (`greeting` does).
+It decides nothing about keys or workers (`table` does) and nothing about trust (`security.proof` does).
 
 Rules
 - A connection that says nothing sensible, or nothing for too long, is closed with a log line and harms nobody else.
-- No memory is reserved on anybody's word: buffers grow with the bytes that came, and before the hello was read they
-  hold no more than a hello may.
+- No request is read before its sender has proved that it knows the group's secret.
+- No memory is reserved on anybody's word: buffers grow with the bytes that came, and before the proof they hold no more
+  than a greeting may. If there are too many who have not proved themselves, the oldest of them goes.
+- Of a stranger one line is logged, however often it comes.
 - A connection with unsent replies is not read from until they are gone, so that nobody can pile them up.
 - `close` closes the listening socket first: whoever comes now belongs to the next store on this port.
 """
@@ -22,19 +24,17 @@ import time
 from collections.abc import Mapping
 from typing import Final
 
-from farcall.errors import ProtocolError
-from farcall.protocol.handshake import MAGIC, MAX_MESSAGE, PREAMBLE_SIZE, Welcome
+from farcall.errors import AuthenticationError, ProtocolError
+from farcall.protocol.handshake import MAGIC, PREAMBLE_SIZE, Purpose, Welcome, take
 from farcall.rendezvous.addresses import keep_alive, peer_text
-from farcall.rendezvous.greeting import StoreRefused, answer, take_hello
+from farcall.rendezvous.greeting import StoreRefused, answer
 from farcall.rendezvous.store import PATIENCE
 from farcall.rendezvous.store_messages import GoodBye, pack_reply, take_frame, unpack_request
 from farcall.rendezvous.table import StoreTable
-
-HELLO_TIMEOUT: Final = 10.0
-"""Seconds that `close` waits for the others by default."""
+from farcall.security import Credentials, Doorkeeper
+from farcall.transports.network import is_loopback, numeric_host
 
 _CHUNK: Final = 64 * 1024
-_MAX_STRANGERS: Final = 512
 _ACCEPT_PAUSE: Final = 0.1
 _LONGEST_SLEEP: Final = 3600.0
 
@@ -42,13 +42,14 @@ _log = logging.getLogger(__name__)
 
 
 class _Connection:
-    def __init__(self, number: int, sock: socket.socket, hello_by: float) -> None:
+    def __init__(self, number: int, sock: socket.socket, hello_by: float, door: Doorkeeper) -> None:
         self.number = number
         self.sock = sock
         self.other = peer_text(sock)
         self.hello_by: float | None = hello_by
         self.incoming = bytearray()
         self.outgoing = bytearray()
+        self.door = door
         self.ending = False  # closed as soon as all is sent
 
 
@@ -61,10 +62,13 @@ class EmbeddedStore:
         group: str,
         world_size: int | None,
         host_name: str,
-        hello_timeout: float = HELLO_TIMEOUT,
         values: Mapping[str, bytes] | None = None,
+        credentials: Credentials | None = None,
     ) -> None:
-        """`world_size` None is an open group; `values` is what the store holds from the beginning."""
+        """`world_size` None is an open group; `values` is what the store holds from the beginning.
+
+        The `credentials` are by default those of this user.
+        """
         self.linger = PATIENCE if world_size is not None else 0.0
         """Seconds that `close` waits for the others to go; those of an open group need not."""
         self.port: int = listener.getsockname()[1]
@@ -72,13 +76,16 @@ class EmbeddedStore:
         self._table = StoreTable(group, world_size, host_name, values)
         self._host_name = host_name
         self._is_open = world_size is None
-        self._hello_timeout = hello_timeout
+        self._credentials = credentials or Credentials()
+        self._limits = self._credentials.limits
         self._connections: dict[int, _Connection] = {}
         self._numbers = itertools.count(1)
         self._accepting = False
         self._accept_from = 0.0
         self._close_by: float | None = None
         self._last_refusal = ""
+        if self._credentials.encryption is not None and not is_loopback(numeric_host(listener.getsockname())):
+            self._credentials.encryption.listening()  # now, so that the first who connects holds up nobody
         self._selector = selectors.DefaultSelector()
         self._wake_read, self._wake_write = socket.socketpair()
         for sock in (listener, self._wake_read, self._wake_write):
@@ -143,7 +150,8 @@ class EmbeddedStore:
         for connection in self._strangers():
             if connection.hello_by is not None and connection.hello_by <= now:
                 level = logging.DEBUG if connection.ending else logging.WARNING
-                self._drop(connection, f"said no hello within {self._hello_timeout:g} s", level)
+                why = f"did not prove within {self._limits.patience:g} s that it knows the secret"
+                self._drop(connection, why, level, "silent")
 
     def _next_time(self, now: float) -> float:
         times = [now + _LONGEST_SLEEP]
@@ -171,13 +179,25 @@ class EmbeddedStore:
             self._accepting = False
             self._accept_from = time.monotonic() + _ACCEPT_PAUSE
             return
-        if len(self._strangers()) >= _MAX_STRANGERS:
-            _log.warning("the store on port %d has too many connections without a hello; one was closed", self.port)
+        if len(strangers := self._strangers()) >= self._limits.most:
+            why = f"more than {self._limits.most} connections have not proved themselves yet"
+            self._drop(strangers[0], why, kind="too many")
+        sock.setblocking(False)
+        binding = b""
+        try:
+            keep_alive(sock)
+            encryption = self._credentials.encryption
+            if encryption is not None and not is_loopback(numeric_host(sock.getpeername())):
+                from farcall.transports.tls import TlsSocket  # late: it needs ssl
+
+                sock = encrypted = TlsSocket(sock, encryption, listens=True)
+                binding = encrypted.binding
+        except OSError as error:
+            _log.debug("the store on port %d: who knocked is gone again: %s", self.port, error)
             sock.close()
             return
-        sock.setblocking(False)
-        keep_alive(sock)
-        connection = _Connection(next(self._numbers), sock, time.monotonic() + self._hello_timeout)
+        door = self._credentials.doorkeeper(Purpose.STORE, "", binding)
+        connection = _Connection(next(self._numbers), sock, time.monotonic() + self._limits.patience, door)
         self._connections[connection.number] = connection
         self._selector.register(sock, selectors.EVENT_READ, connection)
 
@@ -190,7 +210,7 @@ class EmbeddedStore:
             if events & selectors.EVENT_WRITE:
                 self._flush(connection)
         except ProtocolError as error:
-            self._drop(connection, str(error))
+            self._drop(connection, str(error), kind="no greeting")
         except OSError as error:
             self._drop(connection, f"the connection broke: {error}")
         except Exception:
@@ -199,13 +219,16 @@ class EmbeddedStore:
             self._drop(connection, "what it sent could not be served")
 
     def _receive(self, connection: _Connection) -> None:
-        room = _CHUNK if connection.hello_by is None else PREAMBLE_SIZE + MAX_MESSAGE - len(connection.incoming)
+        is_known = connection.hello_by is None
+        room = _CHUNK if is_known else PREAMBLE_SIZE + self._limits.greeting - len(connection.incoming)
         try:
             data = connection.sock.recv(room)
         except BlockingIOError:
             return
         if not data:
-            self._drop(connection, "the connection ended", level=logging.DEBUG)
+            known = is_known or connection.door.is_proven or connection.ending
+            why = "the connection ended" if known else "left before it had proved that it knows the secret"
+            self._drop(connection, why, logging.DEBUG if known else logging.INFO, "left")
             return
         if connection.ending:
             return  # it has said good-bye, or was refused: nothing it adds counts
@@ -222,15 +245,26 @@ class EmbeddedStore:
 
     def _greet(self, connection: _Connection) -> bool:
         """Whether the worker is in now."""
-        try:
-            hello = take_hello(connection.incoming, connection.other)
-        except ProtocolError as error:
-            if connection.incoming.startswith(MAGIC):  # another version of ours: it can read why
-                self._refuse(connection, StoreRefused(str(error)))
-            else:
-                self._drop(connection, str(error))
-            return False
-        if hello is None:
+        door = connection.door
+        while not door.is_proven:
+            is_ours = connection.incoming.startswith(MAGIC)
+            try:
+                taken = take(connection.incoming, Purpose.STORE, connection.other, self._limits.greeting)
+                if taken is None:
+                    return False
+                reply = door.take(*taken)
+            except AuthenticationError as error:
+                self._refuse(connection, StoreRefused(str(error), stranger=True), "wrong secret")
+                return False
+            except ProtocolError as error:
+                if is_ours:  # another version of ours: it can read why
+                    self._refuse(connection, StoreRefused(str(error)), "no greeting")
+                else:
+                    self._drop(connection, str(error), kind="no greeting")
+                return False
+            self._send(connection, answer(reply))
+        hello = door.hello
+        if hello is None or connection.number not in self._connections:
             return False
         verdict = self._table.introduce(connection.number, hello)
         self._deliver()
@@ -247,10 +281,14 @@ class EmbeddedStore:
         self._send(connection, answer(verdict))
         return connection.number in self._connections
 
-    def _refuse(self, connection: _Connection, refusal: StoreRefused) -> None:
-        if refusal.reason != self._last_refusal:  # whoever was refused tries again for a while
-            self._last_refusal = refusal.reason
-            _log.warning("the store on port %d refused %s: %s", self.port, connection.other, refusal.reason)
+    def _refuse(self, connection: _Connection, refusal: StoreRefused, kind: str = "") -> None:
+        """`kind`: what sort of stranger it is, if it is one."""
+        is_new = (
+            self._credentials.notebook.is_new(connection.other, kind) if kind else refusal.reason != self._last_refusal
+        )
+        level = logging.WARNING if is_new else logging.DEBUG  # whoever was refused tries again for a while
+        self._last_refusal = refusal.reason
+        _log.log(level, "the store on port %d refused %s: %s", self.port, connection.other, refusal.reason)
         connection.ending = True
         connection.incoming.clear()
         self._send(connection, answer(refusal))
@@ -285,9 +323,12 @@ class EmbeddedStore:
         if self._selector.get_key(connection.sock).events != wanted:
             self._selector.modify(connection.sock, wanted, connection)
 
-    def _drop(self, connection: _Connection, why: str, level: int = logging.WARNING) -> None:
+    def _drop(self, connection: _Connection, why: str, level: int = logging.WARNING, kind: str = "broken") -> None:
         if self._connections.pop(connection.number, None) is None:
             return
+        is_stranger = connection.hello_by is not None and level >= logging.INFO
+        if is_stranger and not self._credentials.notebook.is_new(connection.other, kind):
+            level = logging.DEBUG
         _log.log(level, "the store on port %d closes the connection of %s: %s", self.port, connection.other, why)
         self._selector.unregister(connection.sock)
         _shut(connection.sock)

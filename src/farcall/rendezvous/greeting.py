@@ -1,8 +1,8 @@
 """The first words between a worker and a store: the only place where either side lets the other in.
 
-A worker says `Hello` (`introduce`); the store reads it piece by piece (`take_hello`) and answers `Welcome` or `Refused`
-(`answer`). What must be proved before a store trusts a worker, or a worker a store, belongs here, between the two.
-The format is that of `protocol.handshake`; nothing is unpickled.
+A worker introduces itself (`introduce`); the store asks for a proof that it knows the group's secret, proves the same,
+and answers `Welcome` or `Refused`: see `security.proof`. Nobody reads or writes the store without it, and no worker
+believes a store without it. The format is that of `protocol.handshake`; nothing is unpickled.
 """
 
 from __future__ import annotations
@@ -15,15 +15,16 @@ import msgspec
 from farcall.errors import ConnectionRefusedByPeer, ProtocolError
 from farcall.protocol.handshake import (
     PREAMBLE_SIZE,
+    Greeting,
     Hello,
     Purpose,
     Refused,
     Welcome,
     body_length,
-    expect_welcome,
     pack,
     unpack,
 )
+from farcall.security import Credentials
 
 
 class StoreRefused(Refused, tag="refused", frozen=True):
@@ -52,49 +53,47 @@ class FinalRefusalError(ConnectionRefusedByPeer):
 _refusals: msgspec.msgpack.Decoder[StoreRefused] = msgspec.msgpack.Decoder(StoreRefused)
 
 
-def introduce(sock: socket.socket, hello: Hello, other: str, timeout: float) -> Welcome:
-    """The worker's side: says hello and waits for the answer; the socket's timeout is left at what remained.
+def introduce(
+    sock: socket.socket, hello: Hello, other: str, timeout: float, credentials: Credentials, binding: bytes = b""
+) -> Welcome:
+    """The worker's side: the whole greeting; the socket's timeout is left at what remained.
 
-    Raises `OtherGroupError` (`OpenAndFixedError` among them), `FinalRefusalError`, another `ConnectionRefusedByPeer` or
-    `ProtocolError` if it is not welcome; `OSError` (`TimeoutError` among them) if the connection breaks, or no answer
-    comes in time.
+    Raises `AuthenticationError` if one of the two does not know the other's secret; `OtherGroupError`
+    (`OpenAndFixedError` among them), `FinalRefusalError`, another `ConnectionRefusedByPeer` or `ProtocolError` if it is
+    not welcome; `OSError` (`TimeoutError` among them) if the connection breaks, or no answer comes in time.
     """
     deadline = time.monotonic() + timeout
     sock.settimeout(timeout)
-    sock.sendall(pack(Purpose.STORE, hello))
-    preamble = _receive_exactly(sock, PREAMBLE_SIZE, other, deadline)
-    body = _receive_exactly(sock, body_length(preamble, Purpose.STORE, other), other, deadline)
-    message = unpack(body, other)
-    if isinstance(message, Refused):
+    applicant, hello = credentials.applicant(Purpose.STORE, hello, other, binding)
+    sock.sendall(answer(hello))
+    while applicant.outcome is None:
+        preamble = _receive_exactly(sock, PREAMBLE_SIZE, other, deadline)
+        size = body_length(preamble, Purpose.STORE, other, credentials.limits.greeting)
+        body = _receive_exactly(sock, size, other, deadline)
+        reply = applicant.take(unpack(body, other))
+        if reply is not None:
+            sock.sendall(answer(reply))
+    if isinstance(applicant.outcome, Refused) and applicant.is_proven:
+        _raise_refusal(body, other)
+    return applicant.welcome()
+
+
+def _raise_refusal(body: bytes, other: str) -> None:
+    """Raises what the store's refusal means, if it means something in particular."""
+    try:
         refusal = _refusals.decode(body)
-        if refusal.open_and_fixed:
-            raise OpenAndFixedError(f"{other} refused the connection: {refusal.reason}")
-        if refusal.other_group:
-            raise OtherGroupError(f"{other} refused the connection: {refusal.reason}")
-        if refusal.final:
-            raise FinalRefusalError(f"{other} refused the connection: {refusal.reason}")
-    return expect_welcome(message, other)
+    except ValueError as error:
+        raise ProtocolError(f"{other} sent a refusal that cannot be read: {error}") from None
+    if refusal.open_and_fixed:
+        raise OpenAndFixedError(f"{other} refused the connection: {refusal.reason}")
+    if refusal.other_group:
+        raise OtherGroupError(f"{other} refused the connection: {refusal.reason}")
+    if refusal.final:
+        raise FinalRefusalError(f"{other} refused the connection: {refusal.reason}")
 
 
-def take_hello(buffer: bytearray, other: str) -> Hello | None:
-    """The store's side: the hello, taken out of the buffer; None if more bytes must come first.
-
-    Raises `ProtocolError` if it is none, or of another version.
-    """
-    if len(buffer) < PREAMBLE_SIZE:
-        return None
-    end = PREAMBLE_SIZE + body_length(bytes(buffer[:PREAMBLE_SIZE]), Purpose.STORE, other)
-    if len(buffer) < end:
-        return None
-    message = unpack(bytes(buffer[PREAMBLE_SIZE:end]), other)
-    if not isinstance(message, Hello):
-        raise ProtocolError(f"{other} began with a {type(message).__name__} where a hello was due")
-    del buffer[:end]
-    return message
-
-
-def answer(message: Welcome | Refused) -> bytes:
-    """The store's side: what to send back."""
+def answer(message: Greeting) -> bytes:
+    """A message of either side, ready to be sent."""
     return pack(Purpose.STORE, message)
 
 

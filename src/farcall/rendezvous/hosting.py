@@ -18,6 +18,7 @@ from farcall.rendezvous.locate import Candidate, is_alive
 from farcall.rendezvous.location_file import Location, publish_location, read_location, remove_location
 from farcall.rendezvous.table import OPEN
 from farcall.rendezvous.urls import FilePlace, Plan, TcpPlace
+from farcall.security import Credentials
 from farcall.transports.network import numeric_host
 
 _EVERYWHERE: Final = ("0.0.0.0", "::")
@@ -59,19 +60,27 @@ def candidates_of(plan: Plan) -> tuple[Callable[[], Sequence[Candidate]], bool]:
     return in_file, False
 
 
-def host(plan: Plan, name: str, chosen: str | None, timeout: float) -> Hosted:
+def host(plan: Plan, name: str, chosen: str | None, timeout: float, credentials: Credentials | None = None) -> Hosted:
     """Hosts the store of a fixed group; `chosen` is the address of the interface that was asked for.
+
+    The `credentials` are by default those of this user, here and below.
 
     Raises `RendezvousError` if that cannot be here.
     """
     place = plan.place
     if isinstance(place, FilePlace):
-        return _host_for_file(place, plan, name, chosen, timeout, None)
-    return _serve(listen(place.host, place.ports), place, plan, name, None)
+        return _host_for_file(place, plan, name, chosen, timeout, None, credentials)
+    return _serve(listen(place.host, place.ports), place, plan, name, None, credentials)
 
 
 def host_open(
-    plan: Plan, name: str, chosen: str | None, port: int, values: Mapping[str, bytes], timeout: float
+    plan: Plan,
+    name: str,
+    chosen: str | None,
+    port: int,
+    values: Mapping[str, bytes],
+    timeout: float,
+    credentials: Credentials | None = None,
 ) -> Hosted:
     """Hosts the store of an open group, which begins with `values`; `port` counts at a tcp place only.
 
@@ -80,16 +89,21 @@ def host_open(
     """
     place = plan.place
     if isinstance(place, FilePlace):
-        return _host_for_file(place, plan, name, chosen, timeout, values)
-    return _serve(listen_at_once(place.host, port), place, plan, name, values)
+        return _host_for_file(place, plan, name, chosen, timeout, values, credentials)
+    return _serve(listen_at_once(place.host, port), place, plan, name, values, credentials)
 
 
 def _serve(
-    listener: socket.socket, place: TcpPlace, plan: Plan, name: str, values: Mapping[str, bytes] | None
+    listener: socket.socket,
+    place: TcpPlace,
+    plan: Plan,
+    name: str,
+    values: Mapping[str, bytes] | None,
+    credentials: Credentials | None,
 ) -> Hosted:
     bound = numeric_host(listener.getsockname())
     group = _group(place.group, plan)
-    server = EmbeddedStore(listener, group, plan.world_size, name, values=values)
+    server = EmbeddedStore(listener, group, plan.world_size, name, values, credentials)
     addresses = reachable_addresses() if bound in _EVERYWHERE else [bound]
     return Hosted(server, [Candidate(address, server.port, group) for address in addresses])
 
@@ -101,16 +115,17 @@ def _host_for_file(
     chosen: str | None,
     timeout: float,
     values: Mapping[str, bytes] | None,
+    credentials: Credentials | None,
 ) -> Hosted:
     listener = listen(chosen or "", [0]) if plan.world_size is not None else listen_at_once(chosen or "", 0)
     addresses = (chosen,) if chosen else tuple(reachable_addresses())
     location = Location(uuid.uuid4().hex, listener.getsockname()[1], addresses)
-    server = EmbeddedStore(listener, _group(location.run, plan), plan.world_size, name, values=values)
+    server = EmbeddedStore(listener, _group(location.run, plan), plan.world_size, name, values, credentials)
     try:
         publish_location(
             place.path,
             location,
-            lambda earlier: any(is_alive(candidate) for candidate in _located(earlier, plan)),
+            lambda earlier: any(is_alive(candidate, credentials) for candidate in _located(earlier, plan)),
             timeout,
         )
     except BaseException:

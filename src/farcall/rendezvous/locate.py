@@ -3,7 +3,8 @@
 Nobody there, a broken connection, silence: try again. An answer that is a refusal is tried again for a short while,
 for it may come from the remains of an earlier run that are just going; then it is final, unless the store said so at
 once. A store of another group, or something that speaks another language, is final only where there is no other
-candidate. Where nobody is, and `nobody` is given, it may open the store, which the next round then finds.
+candidate; so is one that knows another secret, unless all candidates have one port. Where nobody is, and `nobody` is
+given, it may open the store, which the next round then finds.
 """
 
 from __future__ import annotations
@@ -14,10 +15,18 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Final, NamedTuple
 
-from farcall.errors import ConnectionRefusedByPeer, ProtocolError, RendezvousError, RendezvousTimeoutError
+from farcall.errors import (
+    AuthenticationError,
+    ConnectionRefusedByPeer,
+    ProtocolError,
+    RendezvousError,
+    RendezvousTimeoutError,
+)
 from farcall.protocol.handshake import Hello, Welcome
 from farcall.rendezvous.addresses import connect, host_port
 from farcall.rendezvous.greeting import FinalRefusalError, OpenAndFixedError, OtherGroupError, introduce
+from farcall.security import Credentials
+from farcall.transports.network import is_loopback, numeric_host
 
 REFUSAL_PATIENCE: Final = 2.0
 """Seconds for which a refusal is not yet believed."""
@@ -56,6 +65,7 @@ def find_store(
     rank: int,
     timeout: float,
     nobody: Callable[[Sequence[Candidate]], str | None] | None = None,
+    credentials: Credentials | None = None,
 ) -> tuple[socket.socket, Welcome]:
     """A connection that was welcomed. `candidates` is asked anew for each round; `where` is for messages to people.
 
@@ -64,6 +74,7 @@ def find_store(
 
     Raises `RendezvousError` if the store refuses this worker; `RendezvousTimeoutError` if no store is found in time.
     """
+    credentials = credentials or Credentials()
     deadline = time.monotonic() + timeout
     pause, attempt = _FIRST_PAUSE, _FIRST_ATTEMPT
     refused_since: float | None = None
@@ -78,10 +89,10 @@ def find_store(
         for candidate in found:
             limit = max(0.001, min(attempt, deadline - time.monotonic()))
             try:
-                return try_candidate(candidate, name, rank, limit)
+                return try_candidate(candidate, name, rank, limit, credentials)
             except ProtocolError as error:
                 tried.refusal = str(error)
-                if only_one or _is_meant_for_us(error):
+                if only_one or _is_meant_for_us(error, found):
                     refusal = error
                 if isinstance(error, FinalRefusalError):
                     break
@@ -107,23 +118,36 @@ def find_store(
         pause, attempt = min(2 * pause, _LONGEST_PAUSE), min(2 * attempt, _LONGEST_ATTEMPT)
 
 
-def try_candidate(candidate: Candidate, name: str, rank: int, timeout: float) -> tuple[socket.socket, Welcome]:
-    """One attempt. Raises `ProtocolError` if it is not welcome; `OSError` if nobody answers."""
+def try_candidate(
+    candidate: Candidate, name: str, rank: int, timeout: float, credentials: Credentials | None = None
+) -> tuple[socket.socket, Welcome]:
+    """One attempt. Raises `ProtocolError` if it is not welcome; `OSError` if nobody answers.
+
+    The `credentials` are by default those of this user.
+    """
+    credentials = credentials or Credentials()
     deadline = time.monotonic() + timeout
     sock = connect(candidate.host, candidate.port, timeout)
     try:
+        binding = b""
+        if credentials.encryption is not None and not is_loopback(numeric_host(sock.getpeername())):
+            from farcall.transports.tls import TlsSocket  # late: it needs ssl
+
+            sock = encrypted = TlsSocket(sock, credentials.encryption, listens=False)
+            encrypted.shake_hands(max(0.001, deadline - time.monotonic()))
+            binding = encrypted.binding
         hello = Hello(candidate.group, name, rank, wanted="")
         remaining = max(0.001, deadline - time.monotonic())
-        return sock, introduce(sock, hello, f"the store at {candidate}", remaining)
+        return sock, introduce(sock, hello, f"the store at {candidate}", remaining, credentials, binding)
     except BaseException:
         sock.close()
         raise
 
 
-def is_alive(candidate: Candidate) -> bool:
+def is_alive(candidate: Candidate, credentials: Credentials | None = None) -> bool:
     """Whether a store of the candidate's group answers there. It takes part in nothing: no worker has rank -1."""
     try:
-        try_candidate(candidate, "is anybody here", -1, _FIRST_ATTEMPT)[0].close()
+        try_candidate(candidate, "is anybody here", -1, _FIRST_ATTEMPT, credentials)[0].close()
     except OpenAndFixedError:
         return True
     except OtherGroupError:
@@ -135,8 +159,10 @@ def is_alive(candidate: Candidate) -> bool:
     return True
 
 
-def _is_meant_for_us(refusal: ProtocolError) -> bool:
+def _is_meant_for_us(refusal: ProtocolError, found: Sequence[Candidate]) -> bool:
     """Whether it comes from the store at the right place."""
+    if isinstance(refusal, AuthenticationError):
+        return len({candidate.port for candidate in found}) == 1
     if isinstance(refusal, OpenAndFixedError):
         return True
     return isinstance(refusal, ConnectionRefusedByPeer) and not isinstance(refusal, OtherGroupError)

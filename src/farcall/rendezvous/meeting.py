@@ -14,7 +14,6 @@ from contextlib import ExitStack
 from dataclasses import dataclass
 from typing import Final
 
-from farcall.rendezvous.addresses import is_loopback
 from farcall.rendezvous.client import StoreClient
 from farcall.rendezvous.embedded import EmbeddedStore
 from farcall.rendezvous.hosting import candidates_of, host
@@ -22,7 +21,8 @@ from farcall.rendezvous.locate import find_store
 from farcall.rendezvous.open_store import OpenStore
 from farcall.rendezvous.store import Store
 from farcall.rendezvous.urls import Plan, read_plan
-from farcall.transports.network import interface_address, numeric_host
+from farcall.security import Credentials
+from farcall.transports.network import interface_address, is_loopback, numeric_host
 
 _RUN_KEY: Final = "rendezvous/run"
 
@@ -47,29 +47,39 @@ class Rendezvous:
 
 
 def rendezvous(
-    init_method: str, name: str, rank: int, world_size: int | None, timeout: float, interface: str | None = None
+    init_method: str,
+    name: str,
+    rank: int,
+    world_size: int | None,
+    timeout: float,
+    interface: str | None = None,
+    credentials: Credentials | None = None,
 ) -> Rendezvous:
     """Meets the other workers' store; does not wait for the other workers, only for the one that hosts it.
 
     `rank` -1 and `world_size` None are taken from the URL or the environment; without any world size the group is open.
+    The `credentials` are by default those of this user.
     Raises `UsageError` if what was said is wrong or not enough; `RendezvousTimeoutError` if rank 0 does not come, or
     nobody can host the store of an open group; `RendezvousError` if the store cannot be hosted here, or refuses this
     worker.
     """
+    credentials = credentials or Credentials()
     deadline = time.monotonic() + timeout
     plan = read_plan(init_method, rank, world_size, os.environ)
     chosen = None if interface is None else interface_address(interface)
     if plan.world_size is None:
-        return _meet_openly(plan, name, chosen, timeout)
+        return _meet_openly(plan, name, chosen, timeout, credentials)
     with ExitStack() as undo:
         candidates, only_one = candidates_of(plan)
         server: EmbeddedStore | None = None
         if plan.rank == 0:
-            hosted = host(plan, name, chosen, timeout)
+            hosted = host(plan, name, chosen, timeout, credentials)
             undo.callback(hosted.close)
             server, candidates, only_one = hosted.server, (lambda: hosted.reached_at), False
         left = deadline - time.monotonic()
-        sock, welcome = find_store(candidates, only_one, str(plan.place), name, plan.rank, max(0.0, left))
+        sock, welcome = find_store(
+            candidates, only_one, str(plan.place), name, plan.rank, max(0.0, left), credentials=credentials
+        )
         peer, own = numeric_host(sock.getpeername()), numeric_host(sock.getsockname())
         # Closing the store closes what was opened for it here.
         store = StoreClient(sock, welcome, undo.pop_all().close, server)
@@ -81,8 +91,8 @@ def rendezvous(
     return Rendezvous(store, plan.rank, plan.world_size, chosen or _good_for_others(peer, own), run)
 
 
-def _meet_openly(plan: Plan, name: str, chosen: str | None, timeout: float) -> Rendezvous:
-    store = OpenStore(plan, name, chosen)
+def _meet_openly(plan: Plan, name: str, chosen: str | None, timeout: float, credentials: Credentials) -> Rendezvous:
+    store = OpenStore(plan, name, chosen, credentials)
     try:
         group = store.enter(timeout)
     except BaseException:

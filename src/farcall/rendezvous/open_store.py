@@ -32,6 +32,7 @@ from farcall.rendezvous.location_file import HostedElsewhereError, read_location
 from farcall.rendezvous.presence import Presence, is_anybody_here
 from farcall.rendezvous.store import Store
 from farcall.rendezvous.urls import FilePlace, Plan
+from farcall.security import Credentials
 from farcall.transports.network import numeric_host
 
 RUN: Final = "open/run"
@@ -56,7 +57,9 @@ _log = logging.getLogger(__name__)
 class OpenStore(Store):
     """The store of the open group of a plan, at this worker. `enter` it first."""
 
-    def __init__(self, plan: Plan, name: str, chosen: str | None) -> None:
+    def __init__(self, plan: Plan, name: str, chosen: str | None, credentials: Credentials | None = None) -> None:
+        """The `credentials` are by default those of this user."""
+        self._credentials = credentials or Credentials()
         self.peer = self.own = ""
         """The two addresses of the last connection to the store."""
         self.when_lost: Callable[[], None] = lambda: None
@@ -235,7 +238,7 @@ class OpenStore(Store):
                 return reason
             port = vacant[0].port if vacant else 0
             try:
-                hosted = host_open(plan, self._name, self._chosen, port, seed(), _PUBLISH)
+                hosted = host_open(plan, self._name, self._chosen, port, seed(), _PUBLISH, self._credentials)
             except HostedElsewhereError:
                 return "another worker has just begun to host it"
             except OSError as error:
@@ -243,7 +246,9 @@ class OpenStore(Store):
             return None
 
         try:
-            sock, welcome = find_store(where, only_one, str(plan.place), self._name, plan.rank, timeout, nobody)
+            sock, welcome = find_store(
+                where, only_one, str(plan.place), self._name, plan.rank, timeout, nobody, self._credentials
+            )
         except BaseException:
             if hosted is not None:
                 hosted.close()

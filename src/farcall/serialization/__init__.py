@@ -1,11 +1,12 @@
 """How objects become buffers, and how functions and exceptions travel.
 
-`pickler` for values and arguments, `callables` for functions that have a name, `failures` for exceptions. No sockets,
-no threads, no agent: bytes in and out.
+`pickler` for values and arguments, `callables` for functions that have a name, `failures` for exceptions, `guarded` for
+workers that restrict what may be loaded. No sockets, no threads, no agent: bytes in and out.
 """
 
 from farcall.serialization.callables import callable_name, encode_function, resolve_function
 from farcall.serialization.failures import decode_failure, describe_failure, encode_failure, encode_text
+from farcall.serialization.guarded import Guard, loads_arguments_guarded, loads_guarded
 from farcall.serialization.handles import collect, collecting, offering, take_offered
 from farcall.serialization.pickler import (
     OUT_OF_BAND_SIZE,
@@ -21,6 +22,7 @@ from farcall.serialization.pickler import (
 
 __all__ = [
     "OUT_OF_BAND_SIZE",
+    "Guard",
     "Pickled",
     "callable_name",
     "collect",
@@ -36,6 +38,8 @@ __all__ = [
     "encode_text",
     "loads",
     "loads_arguments",
+    "loads_arguments_guarded",
+    "loads_guarded",
     "not_rebuilt",
     "offering",
     "resolve_function",

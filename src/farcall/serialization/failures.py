@@ -24,12 +24,13 @@ import copyreg
 import pickle
 import reprlib
 import signal
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from types import GetSetDescriptorType, MemberDescriptorType
 from typing import Any, Final, NamedTuple, TypeAlias
 
 from farcall.errors import RemoteError
-from farcall.serialization.pickler import dumps_inline, loads
+from farcall.serialization.guarded import loads_plain
+from farcall.serialization.pickler import Buffer, dumps_inline, loads
 from farcall.serialization.remote_traceback import format_frames
 from farcall.serialization.unpicklable import class_name
 
@@ -59,6 +60,7 @@ _EXCEPTION: Final = 2  # (_EXCEPTION, its place in the payload)
 _PLAIN_TYPES: Final = {type(None), bool, int, float, complex, str, bytes}
 
 Value: TypeAlias = tuple[Any, ...]
+Loader: TypeAlias = Callable[[Buffer], Any]
 
 _repr: Final = reprlib.Repr()  # looks at the first few elements only, however long a list is
 _repr.maxstring = _repr.maxother = 300
@@ -101,21 +103,24 @@ def encode_text(type_name: str, message: str, worker: str, function: str) -> byt
     return pickle.dumps((worker, function, [tuple(_Node(type_name, message, [], None, None, None, False))]), 5)
 
 
-def decode_failure(payload: bytes | bytearray | memoryview) -> BaseException:
-    """The exception again, or a `RemoteError` in its place. Raises nothing but what signal handlers raise."""
+def decode_failure(payload: Buffer, load: Loader | None = None) -> BaseException:
+    """The exception again, or a `RemoteError` in its place. Raises nothing but what signal handlers raise.
+
+    What only classes of users can rebuild is given to `load`, if there is one.
+    """
     try:
-        worker, function, fields = pickle.loads(payload)
-        return _rebuild(worker, function, [_Node(*field) for field in fields])
+        worker, function, fields = loads_plain(payload)
+        return _rebuild(worker, function, [_Node(*field) for field in fields], load or loads)
     except BaseException as error:
         if _came_by_signal(error):
             raise
         return RemoteError(f"a function raised an exception that cannot be read here: {_described(error)}")
 
 
-def describe_failure(payload: bytes | bytearray | memoryview) -> str:
+def describe_failure(payload: Buffer) -> str:
     """Its type and message as text, without rebuilding it: runs no code of anybody. Never raises."""
     try:
-        _, _, fields = pickle.loads(payload)
+        _, _, fields = loads_plain(payload)
         node = _Node(*fields[0])
         return f"{node.type_name}: {node.message}"
     except Exception:
@@ -223,13 +228,13 @@ class _Encoder:
         return _PICKLED, payload, text
 
 
-def _rebuild(worker: str, function: str, nodes: list[_Node]) -> BaseException:
+def _rebuild(worker: str, function: str, nodes: list[_Node], load: Loader) -> BaseException:
     built: dict[int, BaseException] = {}
     unfilled: set[int] = set()
     for place in _members_first(nodes):
         node = nodes[place]
         try:
-            built[place] = _create(node, built)
+            built[place] = _create(node, built, load)
             if node.recipe is not None and node.recipe[0] != "whole":
                 unfilled.add(place)
         except BaseException as reason:
@@ -240,7 +245,7 @@ def _rebuild(worker: str, function: str, nodes: list[_Node]) -> BaseException:
     for place, node in enumerate(nodes):
         error = built[place]
         if node.recipe is not None and place in unfilled:
-            _fill(error, node.recipe[0], _State(*node.recipe[2]), built)
+            _fill(error, node.recipe[0], _State(*node.recipe[2]), built, load)
         if node.cause is not None:
             _CAUSE.__set__(error, built[node.cause])
         if node.context is not None:
@@ -270,11 +275,11 @@ def _members_first(nodes: list[_Node]) -> Iterator[int]:
                     yield place
 
 
-def _create(node: _Node, built: dict[int, BaseException]) -> BaseException:
+def _create(node: _Node, built: dict[int, BaseException], load: Loader) -> BaseException:
     if node.recipe is None:
         raise TypeError("it could not be pickled")
     kind, payload = node.recipe[:2]
-    rebuilt = loads(payload)
+    rebuilt = load(payload)
     if kind == "bare":
         rebuilt = _new(rebuilt)
     elif kind == "group":
@@ -291,27 +296,27 @@ def _new(cls: type) -> Any:
     return base.__new__(cls)
 
 
-def _fill(error: BaseException, kind: str, state: _State, built: dict[int, BaseException]) -> None:
+def _fill(error: BaseException, kind: str, state: _State, built: dict[int, BaseException], load: Loader) -> None:
     if kind == "bare":
-        _ARGS.__set__(error, tuple(_unpack(value, built) for value in state.args))
-    _DICT.__get__(error).update((name, _unpack(value, built)) for name, value in state.attributes.items())
+        _ARGS.__set__(error, tuple(_unpack(value, built, load) for value in state.args))
+    _DICT.__get__(error).update((name, _unpack(value, built, load)) for name, value in state.attributes.items())
     for name, value in state.slots.items():
         for cls in type(error).__mro__:
             if type(vars(cls).get(name)) in (MemberDescriptorType, GetSetDescriptorType):
                 try:
-                    vars(cls)[name].__set__(error, _unpack(value, built))
+                    vars(cls)[name].__set__(error, _unpack(value, built, load))
                 except (AttributeError, TypeError):  # it can be read only, or was replaced by a text that does not fit
                     pass
                 break
 
 
-def _unpack(value: Value, built: dict[int, BaseException]) -> Any:
+def _unpack(value: Value, built: dict[int, BaseException], load: Loader) -> Any:
     if value[0] == _PLAIN:
         return value[1]
     if value[0] == _EXCEPTION:
         return built[value[1]]
     try:
-        return loads(value[1])
+        return load(value[1])
     except BaseException as error:
         if _came_by_signal(error):
             raise

@@ -150,6 +150,13 @@ def loads_arguments(payload: Buffer, buffers: Sequence[Buffer] = ()) -> tuple[tu
     sent = loads(payload, buffers)
     if type(sent) is tuple:
         return sent, {}
+    return as_arguments(sent)
+
+
+def as_arguments(sent: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """The arguments of a call, of what `dumps_arguments` has sent. Raises `TypeError`, `ValueError` if it is not."""
+    if type(sent) is tuple:
+        return sent, {}
     args, kwargs = sent  # a list: the mark of a call with keywords
     return args, kwargs
 

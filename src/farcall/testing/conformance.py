@@ -90,10 +90,15 @@ class TransportConformance:
     def test_a_listener_polls_readable_until_everybody_is_accepted(
         self, transport: Transport, listener: Listener
     ) -> None:
-        ours = [transport.connect(listener.address, PATIENCE) for _ in range(3)]
-        theirs = [accept(listener) for _ in ours]
+        ours: list[Channel] = []
+        joins = [in_thread(lambda: ours.append(transport.connect(listener.address, PATIENCE))) for _ in range(3)]
+        theirs = [accept(listener) for _ in joins]
         assert not polls(listener, select.POLLIN, 0)
         assert listener.accept() is None
+        for number, end in enumerate(theirs):
+            settle(end, lambda number=number: len(ours) > number)  # type: ignore[misc]
+        for join in joins:
+            join()
         for channel in ours + theirs:
             channel.close()
 
@@ -143,14 +148,22 @@ class TransportConformance:
     def test_who_was_never_accepted_sees_the_end_when_the_listener_closes(
         self, transport: Transport, listener: Listener
     ) -> None:
-        ours = transport.connect(listener.address, PATIENCE)
+        def connect_and_read() -> None:
+            try:
+                ours = transport.connect(listener.address, PATIENCE)
+            except ConnectionError:
+                return
+            assert polls(ours, select.POLLIN)
+            try:
+                assert ours.receive(1) == b""
+            except ConnectionError:
+                pass
+            ours.close()
+
+        join = in_thread(connect_and_read)
+        assert polls(listener, select.POLLIN)
         listener.close()
-        assert polls(ours, select.POLLIN)
-        try:
-            assert ours.receive(1) == b""
-        except ConnectionError:
-            pass
-        ours.close()
+        join()
 
     # Bytes
 
@@ -217,8 +230,9 @@ class TransportConformance:
         assert not polls(ours, select.POLLOUT, 0)
         assert read(theirs, total) == large[:total]
         assert polls(ours, select.POLLOUT)
-        assert ours.send(b"more") == 4
-        assert read(theirs, 4) == b"more"
+        more = large[total : total + 4]  # what comes next in the stream
+        assert ours.send(more) == 4
+        assert read(theirs, 4) == more
 
     def test_both_ends_send_and_receive_at_once(self, pair: Pair) -> None:
         size = 32 << 20
@@ -349,8 +363,22 @@ def accept(listener: Listener) -> Channel:
 
 def open_pair(transport: Transport, listener: Listener) -> Pair:
     """The connecting end and the accepted end of a new channel."""
-    ours = transport.connect(listener.address, PATIENCE)
-    return ours, accept(listener)
+    ours: list[Channel] = []
+    join = in_thread(lambda: ours.append(transport.connect(listener.address, PATIENCE)))
+    theirs = accept(listener)
+    settle(theirs, lambda: bool(ours))
+    join()
+    return ours[0], theirs
+
+
+def settle(theirs: Channel, is_done: Callable[[], bool]) -> None:
+    """Reads at the accepted end, where nothing was sent yet, until the other end has connected."""
+    deadline = time.monotonic() + PATIENCE
+    while not is_done() or polls(theirs, select.POLLIN, 0):
+        polls(theirs, select.POLLIN, 0.001)
+        with pytest.raises(BlockingIOError):
+            theirs.receive(1)
+        assert time.monotonic() < deadline, "the two ends do not come together"
 
 
 def polls(end: Channel | Listener, events: int, timeout: float = PATIENCE) -> bool:

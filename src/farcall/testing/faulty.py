@@ -17,6 +17,7 @@ from farcall.backends.interface import RpcAgent
 from farcall.backends.registry import register_backend
 from farcall.errors import BackendError, UsageError
 from farcall.options import RpcBackendOptions
+from farcall.security import Credentials
 from farcall.testing.faulty_control import Faults
 from farcall.testing.faulty_options import FaultyRpcBackendOptions
 from farcall.testing.faulty_transport import FaultyTransport
@@ -32,7 +33,12 @@ class FaultyAgent(Agent):
     """An agent with faults. Its `options` are `FaultyRpcBackendOptions`; with others nothing fails until it is told."""
 
     def __init__(
-        self, name: str, rendezvous: Rendezvous, options: RpcBackendOptions, transports: Mapping[str, Transport]
+        self,
+        name: str,
+        rendezvous: Rendezvous,
+        options: RpcBackendOptions,
+        transports: Mapping[str, Transport],
+        credentials: Credentials | None = None,
     ) -> None:
         """Joins the group; `start` it next. Raises as `Agent`; then nothing is left running."""
         faulty = options if isinstance(options, FaultyRpcBackendOptions) else FaultyRpcBackendOptions()
@@ -40,7 +46,7 @@ class FaultyAgent(Agent):
         """What goes wrong."""
         try:
             wrapped = {scheme: FaultyTransport(each, self.faults) for scheme, each in transports.items()}
-            super().__init__(name, rendezvous, options, wrapped)
+            super().__init__(name, rendezvous, options, wrapped, credentials)
         except BaseException:
             self.faults.relay.close()
             raise

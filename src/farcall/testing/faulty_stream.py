@@ -8,7 +8,18 @@ from __future__ import annotations
 from typing import TypeAlias
 
 from farcall.errors import ProtocolError
-from farcall.protocol.handshake import MAGIC, PREAMBLE_SIZE, Greeting, Purpose, body_length, unpack
+from farcall.protocol.handshake import (
+    MAGIC,
+    PREAMBLE_SIZE,
+    Greeting,
+    Hello,
+    Proof,
+    Purpose,
+    Refused,
+    Welcome,
+    body_length,
+    unpack,
+)
 from farcall.protocol.wire import Decoder, Message, encode, encode_start
 from farcall.transports.base import Buffer
 
@@ -21,6 +32,7 @@ class Stream:
 
     def __init__(self) -> None:
         self._start = b""
+        self._begun_with: type[Greeting] | None = None  # which side's it is, and so how its greeting ends
         self._decoder: Decoder | None = None
         self._unknown = False
 
@@ -34,19 +46,30 @@ class Stream:
         if self._decoder is not None:
             return list(_decode(self._decoder, data))
         self._start += data
-        try:
-            greeting = self._greeting()
-        except ProtocolError:
-            self._unknown = True
-            return [self._start]
-        if greeting is None:
-            return []
-        said, end = greeting
-        self._decoder = Decoder()
-        return [said, self._start[:end], *_decode(self._decoder, self._start[end:])]
+        items: list[Item] = []
+        while True:
+            try:
+                greeting = self._greeting()
+            except ProtocolError:
+                self._unknown = True
+                return [*items, self._start]
+            if greeting is None:
+                return items
+            said, end = greeting
+            items += [said, self._start[:end]]
+            self._start = self._start[end:]
+            if self._is_last(said):
+                self._decoder = Decoder()
+                return [*items, *_decode(self._decoder, self._start)]
+
+    def _is_last(self, said: Greeting) -> bool:
+        """Whether messages follow: behind the proof of the side that connects, and the other's last word."""
+        if self._begun_with is None:
+            self._begun_with = type(said)
+        return isinstance(said, Proof if self._begun_with is Hello else (Welcome, Refused))
 
     def _greeting(self) -> tuple[Greeting, int] | None:
-        """The greeting and how long it is, once it is whole. Raises `ProtocolError` if it is none."""
+        """The next message of the greeting and its length, once it is whole. Raises `ProtocolError` if it is none."""
         start = self._start
         if start[: len(MAGIC)] != MAGIC[: len(start)]:
             raise ProtocolError("not between workers")

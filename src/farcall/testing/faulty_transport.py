@@ -56,17 +56,23 @@ class FaultyListener:
 class FaultyChannel(SocketChannel):
     """The agent's end of a link."""
 
-    __slots__ = ("link",)
+    __slots__ = ("_inner", "link")
 
     link: Link | None
 
-    def __init__(self, sock: socket.socket, address: str) -> None:
-        super().__init__(sock, address)
+    def __init__(self, sock: socket.socket, inner: Channel) -> None:
+        super().__init__(sock, inner.address)
+        self._inner = inner
         self.link = None
         self.receive = self._explaining(self.receive)
         self.receive_into = self._explaining(self.receive_into)
         self.send = self._explaining(self.send)
         self.send_gather = self._explaining(self.send_gather)
+
+    @property
+    def binding(self) -> bytes:
+        """That of the real channel."""
+        return getattr(self._inner, "binding", b"")
 
     def _explaining(self, plain: Callable[..., T]) -> Callable[..., T]:
         def method(argument: object) -> T:
@@ -94,7 +100,7 @@ def _link(inner: Channel, faults: Faults) -> FaultyChannel:
     except OSError:
         inner.close()
         raise
-    channel = FaultyChannel(agents, inner.address)
+    channel = FaultyChannel(agents, inner)
     ours = SocketChannel(links, inner.address)
     channel.link = faults.connect(inner, ours)
     if channel.link is None:

@@ -19,6 +19,7 @@ process). All agents share the interpreter, so this is for right and wrong, not 
 from __future__ import annotations
 
 import itertools
+import secrets
 import threading
 import uuid
 import weakref
@@ -30,6 +31,7 @@ from farcall.agent import Agent
 from farcall.errors import UsageError
 from farcall.options import RpcBackendOptions
 from farcall.rendezvous import Rendezvous
+from farcall.security import Credentials, Secret, limits_of
 from farcall.testing.faulty import FaultyAgent
 from farcall.testing.faulty_options import FaultyRpcBackendOptions
 from farcall.testing.memory_store import MemoryStore
@@ -65,6 +67,8 @@ class LocalGroup:
         self._is_open = is_open
         self._store = MemoryStore()
         self._run = uuid.uuid4().hex
+        # A secret of their own: the file of whoever runs the tests is neither needed nor made.
+        self._credentials = Credentials(Secret(secrets.token_hex(32)), limits=limits_of(self._options))
         self._agents: list[Agent] = self._start()
         _groups[self._number] = self
 
@@ -96,7 +100,8 @@ class LocalGroup:
         )
         try:
             make_agent = FaultyAgent if isinstance(self._options, FaultyRpcBackendOptions) else Agent
-            agent = make_agent(name, meeting, self._options, {"memory": MemoryTransport(self.network)})
+            transports = {"memory": MemoryTransport(self.network)}
+            agent = make_agent(name, meeting, self._options, transports, self._credentials)
             agent.start()
         except BaseException:
             store.close()

@@ -7,7 +7,13 @@ non-blocking but `Transport.connect`; whoever wants to wait polls `fileno()`. An
 Rules for an implementation
 - `receive` and `receive_into` raise `BlockingIOError` when nothing is there, and give `b""` or 0 at the end of
   the stream. Once the stream has ended or failed, `fileno()` stays readable.
-- `send` and `send_gather` take what fits now and say how many bytes that was; `BlockingIOError` when nothing fits.
+- `send` and `send_gather` take what fits now and say how many bytes that was; `BlockingIOError` when nothing fits. Who
+  was told that not all was taken sends the rest next, as a stream demands anyway: an encrypted channel may have begun
+  with it.
+- `connect` may need the other end to accept, and to try to `receive`, before it returns: an encrypted channel does.
+  Meanwhile `receive` raises `BlockingIOError`.
+- A channel that is encrypted has an attribute `binding`: bytes that both of its ends have alike, and that no two
+  channels through somebody in between have.
 - A broken channel raises another `OSError` (`ConnectionError`, mostly) from any of them, never anything else.
 - `close` may be called twice and from another thread; after it every method raises `OSError`, `fileno` too. A thread
   that waits on `fileno()` must be told by other means: closing need not wake a poll.

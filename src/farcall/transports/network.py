@@ -39,6 +39,13 @@ def numeric_host(sockaddr: tuple[Any, ...]) -> str:
         return f"{host}%{scope}"
 
 
+def is_loopback(host: str) -> bool:
+    """Whether a numeric address leads back to this machine only."""
+    address = ipaddress.ip_address(host)
+    mapped = getattr(address, "ipv4_mapped", None)
+    return bool((mapped or address).is_loopback)
+
+
 def resolve(host: str, port: int, kind: socket.SocketKind) -> list[tuple[Any, ...]]:
     """All that `getaddrinfo` says, and `OSError` with the host's name if it says nothing."""
     try:

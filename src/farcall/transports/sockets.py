@@ -19,13 +19,13 @@ import socket
 from collections.abc import Callable, Sequence
 from typing import Any, Final, NoReturn
 
-from farcall.transports.base import Buffer
+from farcall.transports.base import Buffer, Channel
 
 BACKLOG: Final = 4096
 """Connections that wait to be accepted; the kernel takes less if it is set up so. Big groups start all at once."""
 
 
-class _Socket(socket.socket):
+class OwnSocket(socket.socket):
     """A socket that closes itself when nobody holds it any more, and complains only if nobody had said so."""
 
     __slots__ = ("released",)
@@ -67,14 +67,19 @@ class SocketChannel:
     send_gather: Callable[[Sequence[Buffer]], int]
 
     def __init__(self, sock: socket.socket, address: str) -> None:
-        own = _Socket(sock)
+        own = sock if isinstance(sock, OwnSocket) else OwnSocket(sock)
         self.address = address
-        self._socket: _Socket | None = own
+        self._socket: OwnSocket | None = own
         self.fileno = own.fileno
         self.receive = own.recv
         self.receive_into = own.recv_into
         self.send = own.send
         self.send_gather = own.sendmsg
+
+    @property
+    def binding(self) -> bytes:
+        """What an encrypted channel is bound to; empty for any other."""
+        return getattr(self._socket, "binding", b"")
 
     def close(self) -> None:
         """Ends the stream in both directions. Any thread may call it, more than once; it raises nothing."""
@@ -88,7 +93,7 @@ class SocketChannel:
         if sock is not None:
             sock.abandon()
 
-    def _take(self) -> _Socket | None:
+    def _take(self) -> OwnSocket | None:
         sock, self._socket = self._socket, None
         closed = _refusal(f"the channel to {self.address} is closed")
         self.fileno = self.receive = self.receive_into = self.send = self.send_gather = closed
@@ -101,23 +106,24 @@ class SocketChannel:
 class SocketListener:
     """A `Listener` over a listening stream socket, which belongs to it from now on.
 
-    `channel` makes the channel out of an accepted socket and what `accept` said of the peer's address.
+    `channel` makes the channel out of an accepted socket and what `accept` said of the peer's address; None if it has
+    turned the peer away, and closed the socket.
     """
 
     __slots__ = ("__weakref__", "_channel", "_socket", "address")
 
     def __init__(
-        self, sock: socket.socket, address: str, channel: Callable[[socket.socket, Any], SocketChannel]
+        self, sock: socket.socket, address: str, channel: Callable[[socket.socket, Any], Channel | None]
     ) -> None:
         self.address = address
         self._channel = channel
-        self._socket: _Socket | None = _Socket(sock)
+        self._socket: OwnSocket | None = OwnSocket(sock)
 
     def fileno(self) -> int:
         """A descriptor that polls readable when `accept` has a channel. Raises `OSError` after `close`."""
         return self._open().fileno()
 
-    def accept(self) -> SocketChannel | None:
+    def accept(self) -> Channel | None:
         """The next channel, or None. Raises `OSError` after `close`, or if this process is out of descriptors."""
         try:
             sock, peer = self._open().accept()
@@ -137,7 +143,7 @@ class SocketListener:
         if sock is not None:
             sock.abandon()
 
-    def _open(self) -> _Socket:
+    def _open(self) -> OwnSocket:
         sock = self._socket
         if sock is None:
             raise OSError(errno.EBADF, f"the listener at {self.address} is closed")

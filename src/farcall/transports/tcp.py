@@ -1,4 +1,7 @@
-"""TCP, over IPv4 and IPv6: the transport between hosts. It encrypts nothing.
+"""TCP, over IPv4 and IPv6: the transport between hosts, encrypted if it is told how.
+
+Given an `Encryption`, every channel is encrypted (`tls`) but those on loopback. Both ends see from the address which it
+is: that of a listener is loopback or it is not.
 
 Addresses: `tcp:192.0.2.7:4000`, `tcp:[fd00::7]:4000`, `tcp:[fe80::7%eth0]:4000`, `tcp:some.host:4000`. The interface in
 a link-local address is the *connecting* machine's, so such an address only travels between machines that name their
@@ -14,10 +17,15 @@ import errno
 import ipaddress
 import socket
 import time
-from typing import Any, Final
+from functools import partial
+from typing import TYPE_CHECKING, Any, Final
 
-from farcall.transports.network import numeric_host, resolve
+from farcall.transports.base import Channel
+from farcall.transports.network import is_loopback, numeric_host, resolve
 from farcall.transports.sockets import BACKLOG, SocketChannel, SocketListener
+
+if TYPE_CHECKING:
+    from farcall.transports.tls import Encryption
 
 _LONGEST_WAIT: Final = 3600.0
 """Seconds; the kernel gives up on a connection long before, and `settimeout` refuses infinity."""
@@ -27,6 +35,16 @@ class TcpTransport:
     """The `Transport` whose scheme is `tcp`."""
 
     scheme = "tcp"
+
+    def __init__(self, encryption: Encryption | None = None, even_on_loopback: bool = False) -> None:
+        """`even_on_loopback` is for tests that have no second host."""
+        self.encryption = encryption
+        """May be set until the first use."""
+        self._even_on_loopback = even_on_loopback
+
+    def _encryption_for(self, host: str) -> Encryption | None:
+        """What to encrypt a connection with of which a numeric address is the listening end."""
+        return self.encryption if self._even_on_loopback or not is_loopback(host) else None
 
     def listen(self, host: str | None = None) -> SocketListener:
         """A listener on a free port of that address of this machine; of 127.0.0.1 if none is given.
@@ -43,12 +61,16 @@ class TcpTransport:
                 try:
                     sock.bind(sockaddr)
                     sock.listen(BACKLOG)
-                    return SocketListener(sock, _address(sock.getsockname()), _accepted)
+                    encryption = self._encryption_for(sockaddr[0])
+                    if encryption is not None:
+                        encryption.listening()  # now, so that the first who connects holds up nobody
+                    accepted = _accepted if encryption is None else partial(_accepted_encrypted, encryption)
+                    return SocketListener(sock, _address(sock.getsockname()), accepted)
                 except OSError as error:
                     failure = OSError(error.errno, error.strerror, host)
         raise failure
 
-    def connect(self, address: str, timeout: float) -> SocketChannel:
+    def connect(self, address: str, timeout: float) -> Channel:
         """A channel to the listener at that address; a name's addresses are tried one by one, within the timeout.
 
         Raises `OSError` if nobody listens there, `TimeoutError` if nobody answers in time. A host that is a name has
@@ -61,20 +83,44 @@ class TcpTransport:
         for tried, (family, kind, protocol, _, sockaddr) in enumerate(candidates):
             # A fair share of the time for each, so that one that swallows packets leaves some for the next.
             share = (deadline - time.monotonic()) / (len(candidates) - tried)
+            until = time.monotonic() + share
             with socket.socket(family, kind, protocol) as sock:  # closed unless the channel has taken it over
                 try:
                     _dial(sock, sockaddr, share)
-                    return SocketChannel(_tune(sock), address)
+                    encryption = self._encryption_for(sockaddr[0])
+                    if encryption is None:
+                        return SocketChannel(_tune(sock), address)
+                    return _encrypted(_tune(sock), encryption, until - time.monotonic(), address)
                 except TimeoutError:
                     failure = TimeoutError(errno.ETIMEDOUT, f"no connection within {timeout:g} s", address)
                 except OSError as error:
-                    failure = OSError(error.errno, error.strerror, address)
+                    failure = OSError(error.errno or errno.ECONNABORTED, error.strerror or str(error), address)
         try:
             raise failure
         finally:
             del (
                 failure
             )  # else it and this frame keep each other, and all that the caller has, until the next collection
+
+
+def _encrypted(sock: socket.socket, encryption: Encryption, seconds: float, address: str) -> Channel:
+    from farcall.transports.tls import TlsSocket  # late: it needs ssl
+
+    sock.setblocking(False)
+    encrypted = TlsSocket(sock, encryption, listens=False)
+    try:
+        encrypted.shake_hands(seconds)
+    except BaseException:
+        encrypted.release()
+        raise
+    return SocketChannel(encrypted, address)
+
+
+def _accepted_encrypted(encryption: Encryption, sock: socket.socket, peer: Any) -> Channel:
+    from farcall.transports.tls import TlsSocket
+
+    sock.setblocking(False)
+    return SocketChannel(TlsSocket(_tune(sock), encryption, listens=True), _address(peer))
 
 
 def _dial(sock: socket.socket, sockaddr: Any, seconds: float) -> None:

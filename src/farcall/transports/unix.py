@@ -7,6 +7,8 @@ Rules
 - Sockets live in one directory for each user, `<temporary directory>/farcall-<uid>`. Only a real directory that is ours
   and closed to others will do; if somebody else holds the name, a fresh directory stands in for it and goes with its
   listener.
+- The permissions keep other users out: the directory's and the socket's own. Who is at the other end is asked of the
+  kernel all the same, on both sides, and it must be the same user: a directory may be misjudged, the kernel not.
 - A killed process cannot unlink its socket, so `listen` clears away what has no listener. Nobody is disturbed by that:
   a datagram socket that connects is refused where nobody is, and told that it is of the wrong type where somebody is.
 - A name without `.new` has been bound for sure. A socket's file is there a moment before the socket is, so it is made
@@ -17,6 +19,7 @@ from __future__ import annotations
 
 import errno
 import glob
+import logging
 import os
 import secrets
 import socket
@@ -31,9 +34,12 @@ from farcall.transports.sockets import BACKLOG, SocketChannel, SocketListener
 
 _LONGEST_PATH: Final = 107  # unix(7): 108 bytes with the null byte
 _GRACE: Final = 60.0  # seconds between making a directory or a file and putting it to use, generously
+_REMEMBERED: Final = 64
 _SEND_BUFFER: Final = 2 << 20
 """Bytes, bookkeeping included, that may wait for the reader: some 5,000 small messages, where the default stops a
 burst of calls after 280. The kernel may grant less, and uses it only as needed."""
+
+_log = logging.getLogger(__name__)
 
 
 class UnixTransport:
@@ -86,6 +92,7 @@ class UnixTransport:
             while True:
                 try:
                     sock.connect(path)
+                    _check_user(sock, address)
                     return SocketChannel(_tune(sock), address)
                 except BlockingIOError:
                     left = deadline - time.monotonic()
@@ -98,13 +105,25 @@ class UnixTransport:
 
 
 class _UnixListener(SocketListener):
-    __slots__ = ("_directory", "_path")
+    __slots__ = ("_directory", "_path", "_turned_away")
 
     def __init__(self, sock: socket.socket, path: str, directory: str | None) -> None:
-        super().__init__(sock, f"unix:{path}", _accepted)
+        super().__init__(sock, f"unix:{path}", self._admit)
         self._path = path
+        self._turned_away: set[int] = set()
         self._directory = directory
         """To be removed too, as it was made for this listener."""
+
+    def _admit(self, sock: socket.socket, _: Any) -> SocketChannel | None:
+        pid, user, _ = _peer_credentials(sock)
+        if user == os.geteuid():
+            # The connecting side has no name; its process id is of more use to a person than nothing.
+            return SocketChannel(_tune(sock), f"unix:process {pid}")
+        sock.close()
+        if user not in self._turned_away and len(self._turned_away) < _REMEMBERED:
+            self._turned_away.add(user)
+            _log.warning("a connection of user %d to %s was closed: it is for one user only", user, self.address)
+        return None
 
     def close(self) -> None:
         """No more channels, and no file. Any thread may call it, more than once; it raises nothing."""
@@ -124,11 +143,19 @@ def _parse(address: str) -> bytes:
     return encoded
 
 
-def _accepted(sock: socket.socket, _: Any) -> SocketChannel:
-    # The connecting side has no name; its process id is of more use to a person than nothing.
-    size = struct.calcsize("3i")
-    pid, _, _ = struct.unpack("3i", sock.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, size))
-    return SocketChannel(_tune(sock), f"unix:process {pid}")
+def _peer_credentials(sock: socket.socket) -> tuple[int, int, int]:
+    """Process, user and group at the other end, as the kernel has them. Raises `OSError`."""
+    found = sock.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, struct.calcsize("3i"))
+    pid, user, group = struct.unpack("3i", found)
+    return pid, user, group
+
+
+def _check_user(sock: socket.socket, address: str) -> None:
+    """Raises `PermissionError` if somebody else listens there: the name may have been taken over."""
+    user = _peer_credentials(sock)[1]
+    if user != os.geteuid():
+        message = f"user {user} listens there, not {os.geteuid()}; workers of several users reach each other by tcp"
+        raise PermissionError(errno.EACCES, message, address)
 
 
 def _tune(sock: socket.socket) -> socket.socket:

@@ -1,0 +1,139 @@
+"""Which names are on a list, and which are not though they look like it."""
+
+from __future__ import annotations
+
+import os
+import sys
+
+import pytest
+
+import farcall
+import service_stage
+from farcall.errors import NotAllowedError, UsageError
+from farcall.functions import exposed
+from farcall.options import RpcBackendOptions
+from farcall.security.allowed import Allowed
+
+HERE = service_stage.__name__
+
+
+def may_call(allowed: Allowed, name: str, module: str = HERE) -> bool:
+    try:
+        allowed.check_function(module, name)
+    except NotAllowedError:
+        return False
+    return True
+
+
+def may_use(allowed: Allowed, name: str, found: object, module: str = HERE) -> bool:
+    try:
+        allowed.check_name(module, name)
+        allowed.check_found(module, name, found)
+    except NotAllowedError:
+        return False
+    return True
+
+
+@pytest.mark.parametrize(
+    ("entry", "name", "yes"),
+    [
+        (HERE, "predict", True),
+        (HERE, "Model.step", True),
+        (HERE, "_private", False),
+        (HERE, "Model.__init__", False),
+        (f"{HERE}._private", "_private", True),
+        (f"{HERE}.predict", "predict", True),
+        (f"{HERE}.predict", "predicted", False),
+        (f"{HERE}.pre*", "predict", True),
+        (f"{HERE}.pre*", "system", False),
+        (f"{HERE}.predic?", "predict", True),
+        (f"{HERE}.[mp]*", "predict", True),
+        ("*", "predict", True),
+        (HERE[:-1], "predict", False),
+        ("os", "predict", False),
+    ],
+)
+def test_names_and_patterns(entry: str, name: str, yes: bool) -> None:
+    assert may_call(Allowed([entry]), name) is yes
+
+
+def test_what_is_marked_is_allowed_and_nothing_is_imported_to_look() -> None:
+    nothing = Allowed([])
+    assert may_call(nothing, "marked")
+    assert may_call(nothing, "Marked")
+    assert may_call(nothing, "Marked.step")
+    assert may_call(nothing, "Partly.open")
+    assert not may_call(nothing, "Partly.closed")
+    assert not may_call(nothing, "predict")
+    assert not may_call(nothing, "Marked.__init__")
+    assert not may_call(nothing, "marked.__globals__")
+    sys.modules.pop("antigravity", None)
+    assert not may_call(nothing, "fly", module="antigravity")
+    assert "antigravity" not in sys.modules
+
+
+def test_what_a_module_has_from_elsewhere_is_not_its_own() -> None:
+    whole = Allowed([HERE])
+    assert may_use(whole, "predict", service_stage.predict)
+    assert not may_use(whole, "system", service_stage.system)
+    assert not may_use(whole, "run", service_stage.run)
+    assert not may_use(whole, "os", os)
+    assert may_use(Allowed([f"{HERE}.run"]), "run", service_stage.run), "unless it is on the list by that very name"
+    assert not may_use(Allowed([f"{HERE}.os"]), "os", os), "but a module is nothing to be sent"
+
+
+def test_plain_data_may_be_loaded_and_is_no_function() -> None:
+    nothing = Allowed([])
+    assert may_use(nothing, "set", set, module="builtins")
+    assert may_use(nothing, "ValueError", ValueError, module="builtins")
+    assert not may_call(nothing, "set", module="builtins")
+    for name in ("eval", "exec", "getattr", "__import__", "open", "compile"):
+        assert not may_use(nothing, name, None, module="builtins")
+
+
+@pytest.mark.parametrize(
+    ("entries", "value", "name", "yes"),
+    [
+        ([HERE], service_stage.Model(), "step", True),
+        ([f"{HERE}.Model"], service_stage.Model(), "step", True),
+        ([f"{HERE}.Model.step"], service_stage.Model(), "step", True),
+        ([f"{HERE}.Model.step"], service_stage.Model(), "helper", False),
+        ([HERE], service_stage.Model(), "_tune", False),
+        ([HERE], service_stage.Model(), "__reduce_ex__", False),
+        ([f"{HERE}.Model._tune"], service_stage.Model(), "_tune", True),
+        ([], service_stage.Marked(), "step", True),
+        ([], service_stage.Partly(), "open", True),
+        ([], service_stage.Partly(), "closed", False),
+        ([], [], "append", False),
+        (["builtins.list"], [], "append", True),
+    ],
+)
+def test_methods_by_the_class_of_their_value(entries: list[str], value: object, name: str, yes: bool) -> None:
+    allowed = Allowed(entries)
+    if yes:
+        allowed.check_method(value, name)
+        return
+    with pytest.raises(NotAllowedError, match=rf"\.{name}`.*farcall\.exposed"):
+        allowed.check_method(value, name)
+
+
+def test_the_option_takes_things_and_names() -> None:
+    options = RpcBackendOptions(allow=[service_stage, service_stage.predict, service_stage.Model, "service.*"])  # type: ignore[arg-type]
+    assert options.allow == (HERE, f"{HERE}.predict", f"{HERE}.Model", "service.*")
+    assert options.taken().allow == options.allow
+    assert RpcBackendOptions().allow is None
+
+
+@pytest.mark.parametrize("wrong", ["service", 3, [lambda: 0], [3], [""], [" service"]])
+def test_the_option_refuses_what_is_no_name(wrong: object) -> None:
+    with pytest.raises(UsageError, match="allow"):
+        RpcBackendOptions(allow=wrong)  # type: ignore[arg-type]
+
+
+def test_only_what_can_carry_the_mark_is_marked() -> None:
+    def own() -> None: ...
+
+    assert exposed(own) is own
+    assert farcall.exposed is exposed
+    with pytest.raises(TypeError, match="cannot be marked"):
+        exposed(len)

@@ -1,0 +1,145 @@
+"""Certificates: one that a worker makes for itself, and those of the user's own."""
+
+from __future__ import annotations
+
+import datetime
+import hashlib
+import os
+import select
+import ssl
+from pathlib import Path
+
+import pytest
+from cryptography import x509
+from cryptography.hazmat.primitives.asymmetric import ec
+from cryptography.hazmat.primitives.hashes import SHA256
+from cryptography.hazmat.primitives.serialization import Encoding, NoEncryption, PrivateFormat
+
+from farcall.errors import UsageError
+from farcall.options import RpcBackendOptions
+from farcall.security import credentials_of
+from farcall.security.encryption import LIFETIME, Encryption, _self_signed
+from farcall.testing.conformance import PATIENCE, in_thread, polls, read, write
+from farcall.transports.base import Channel
+from farcall.transports.tcp import TcpTransport
+
+
+def make(
+    path: Path, name: str, issuer: tuple[x509.Name, ec.EllipticCurvePrivateKey] | None = None
+) -> tuple[x509.Name, ec.EllipticCurvePrivateKey]:
+    """Writes `name.pem` and `name.key`, signed by the issuer or by itself."""
+    key = ec.generate_private_key(ec.SECP256R1())
+    subject = x509.Name([x509.NameAttribute(x509.NameOID.COMMON_NAME, name)])
+    signer, signing = issuer or (subject, key)
+    now = datetime.datetime.now(datetime.UTC)
+    certificate = (
+        x509.CertificateBuilder()
+        .subject_name(subject)
+        .issuer_name(signer)
+        .public_key(key.public_key())
+        .serial_number(x509.random_serial_number())
+        .not_valid_before(now - datetime.timedelta(hours=1))
+        .not_valid_after(now + datetime.timedelta(hours=1))
+        .add_extension(x509.BasicConstraints(ca=issuer is None, path_length=None), critical=True)
+        .sign(signing, SHA256())
+    )
+    (path / f"{name}.pem").write_bytes(certificate.public_bytes(Encoding.PEM))
+    (path / f"{name}.key").write_bytes(key.private_bytes(Encoding.PEM, PrivateFormat.PKCS8, NoEncryption()))
+    return subject, key
+
+
+def own(path: Path, name: str, authority: str = "ca") -> Encryption:
+    return Encryption(str(path / f"{name}.pem"), str(path / f"{name}.key"), str(path / f"{authority}.pem"))
+
+
+def connect(ours: Encryption, theirs: Encryption) -> str:
+    """Connects the one to the other, and says a word; gives what went wrong."""
+    listener = TcpTransport(theirs, even_on_loopback=True).listen()
+
+    def answer() -> None:
+        assert polls(listener, select.POLLIN)
+        channel = listener.accept()
+        assert channel is not None
+        try:
+            write(channel, read(channel, 1))
+        except OSError:
+            pass
+        finally:
+            channel.close()
+
+    join = in_thread(answer)
+    channel: Channel | None = None
+    try:
+        channel = TcpTransport(ours, even_on_loopback=True).connect(listener.address, PATIENCE)
+        channel.send(b"?")
+        assert read(channel, 1) == b"?"
+    except (OSError, AssertionError) as error:
+        return str(error)
+    finally:
+        if channel is not None:
+            channel.close()
+        join()
+        listener.close()
+    return ""
+
+
+def test_a_worker_makes_one_for_itself_that_lives_shortly() -> None:
+    pem, der = _self_signed()
+    certificate = x509.load_der_x509_certificate(der)
+    assert certificate.not_valid_after_utc - certificate.not_valid_before_utc <= LIFETIME + datetime.timedelta(hours=1)
+    assert pem.count(b"BEGIN") == 2
+
+
+def test_only_the_newest_tls_is_spoken_and_nothing_is_left_open() -> None:
+    before = sorted(os.listdir("/proc/self/fd"))
+    encryption = Encryption()
+    for context in (encryption.listening(), encryption.connecting()):
+        assert context.minimum_version == ssl.TLSVersion.TLSv1_3
+        assert not context.check_hostname
+    assert encryption.listening() is encryption.listening()
+    assert sorted(os.listdir("/proc/self/fd")) == before
+
+
+def test_own_certificates_are_used_and_bound(tmp_path: Path) -> None:
+    authority = make(tmp_path, "ca")
+    make(tmp_path, "a", authority)
+    der = ssl.PEM_cert_to_DER_cert((tmp_path / "a.pem").read_text())
+    assert own(tmp_path, "a").fingerprint() == hashlib.sha256(der).digest()
+    assert connect(own(tmp_path, "a"), own(tmp_path, "a")) == ""
+
+
+def test_a_certificate_of_another_authority_is_refused_by_either_side(tmp_path: Path) -> None:
+    authority, other = make(tmp_path, "ca"), make(tmp_path, "other")
+    make(tmp_path, "a", authority)
+    make(tmp_path, "b", other)
+    assert connect(own(tmp_path, "a"), own(tmp_path, "b", "other")) != ""
+    assert connect(own(tmp_path, "b", "ca"), own(tmp_path, "a")) != ""
+    assert connect(Encryption(), own(tmp_path, "a")) != ""
+
+
+@pytest.mark.parametrize("left_out", ["tls_certificate", "tls_key", "tls_authority"])
+def test_own_certificates_need_all_three(tmp_path: Path, left_out: str) -> None:
+    make(tmp_path, "ca")
+    files = {
+        "tls_certificate": str(tmp_path / "ca.pem"),
+        "tls_key": str(tmp_path / "ca.key"),
+        "tls_authority": str(tmp_path / "ca.pem"),
+    }
+    del files[left_out]
+    with pytest.raises(UsageError, match="need all three: tls_certificate, tls_key and tls_authority"):
+        credentials_of(RpcBackendOptions(**files))  # type: ignore[arg-type]
+
+
+def test_files_that_cannot_be_used_are_named(tmp_path: Path) -> None:
+    make(tmp_path, "ca")
+    with pytest.raises(UsageError, match=r"the file .*nowhere.pem .* cannot be read"):
+        own(tmp_path, "nowhere")
+    (tmp_path / "bad.pem").write_text("no certificate")
+    (tmp_path / "bad.key").write_text("no key")
+    with pytest.raises(UsageError, match=r"the certificate .*bad.pem and its key .* cannot be used"):
+        own(tmp_path, "bad").listening()
+
+
+def test_the_option_turns_it_off() -> None:
+    assert credentials_of(RpcBackendOptions(encrypt_between_hosts=False)).encryption is None
+    assert credentials_of(RpcBackendOptions()).encryption is not None
