@@ -10,7 +10,7 @@ PIP := python -m pip --disable-pip-version-check -qq
 SOURCES = $(wildcard src tests benchmarks examples)
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test check bench simulate simulate-group chaos many bench-startup explore format clean
+.PHONY: help demo test check bench simulate simulate-group chaos many bench-startup bench-encryption explore format clean
 
 help:  ## say what there is (this)
 	@echo "make TARGET, where TARGET is one of"
@@ -45,6 +45,9 @@ many: $(VENV)/.installed  ## 64 workers on this machine start, call everyone, an
 
 bench-startup: $(BENCH_VENV)/.installed  ## how long 32 workers take to start, beside torch's RPC
 	$(BENCH_VENV)/bin/python benchmarks/startup.py $(ARGS)
+
+bench-encryption: $(VENV)/.installed  ## measure what encryption between hosts costs
+	$(VENV)/bin/python benchmarks/encryption.py $(ARGS)
 
 explore: $(VENV)/.installed  ## visit every state of a small group of the reference protocol
 	$(VENV)/bin/python -m farcall.testing.explore $(ARGS)

@@ -98,9 +98,7 @@ class TcpTransport:
         try:
             raise failure
         finally:
-            del (
-                failure
-            )  # else it and this frame keep each other, and all that the caller has, until the next collection
+            del failure  # else it and this frame would keep each other, and all that the caller has
 
 
 def _encrypted(sock: socket.socket, encryption: Encryption, seconds: float, address: str) -> Channel:
