@@ -230,7 +230,8 @@ def test_a_caller_of_no_rank_in_the_group_harms_nobody(warm: LocalGroup, caplog:
     stranger = Stranger(warm)
     before = len(warm[1]._incoming)
     stranger.channel.send(stranger.hello(number=99, name="worker99"))
-    assert stranger.read_greeting() == Refused("there is no worker 'worker99' with number 99 in this group")
+    stranger.channel.send(stranger.prove())
+    assert stranger.outcome() == Refused("there is no worker 'worker99' with number 99 in this group")
     assert stranger.read() == b""
     stranger.channel.close()
     eventually(lambda: len(warm[1]._incoming) <= before)

@@ -149,9 +149,10 @@ def _hear_all(
             f"({_WHY_MISSING % occasion.function}); {occasion.afterwards}"
         ) from None
     except RendezvousError as error:
+        lost = ", ".join(repr(info.name) for info, gone in leaver.everybody() if gone)
         raise ShutdownError(
             f"worker {leaver.info.name!r} could not wait for the others {occasion.purpose}: {error}; "
-            f"{occasion.afterwards}"
+            f"{f'lost: {lost}; ' if lost else ''}{occasion.afterwards}"
         ) from None
     return sum(int(value) for value in heard.values())
 
