@@ -342,6 +342,26 @@ def test_a_signal_handler_may_shut_down_while_a_shutdown_waits(port: int) -> Non
     assert "left" in done.stdout
 
 
+def test_a_signal_handler_may_shut_down_while_init_rpc_waits(port: int) -> None:
+    """There is nothing to shut down yet; it must not wait for the one that it interrupts."""
+    script = """
+    import signal, sys, farcall as rpc
+    def leave(*_):
+        rpc.shutdown()
+        print("left", flush=True)
+        sys.exit(0)
+    signal.signal(signal.SIGALRM, leave)
+    signal.setitimer(signal.ITIMER_REAL, 0.3)
+    options = rpc.RpcBackendOptions(init_method=f"tcp://127.0.0.1:{sys.argv[1]}")
+    rpc.init_rpc("early", rank=0, world_size=2, rpc_backend_options=options)
+    """
+    done = subprocess.run(
+        [sys.executable, "-c", textwrap.dedent(script), str(port)], capture_output=True, text=True, timeout=5
+    )
+    assert "left" in done.stdout
+    assert done.returncode == 0, done.stderr
+
+
 # -- in a process of its own
 
 
