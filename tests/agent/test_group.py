@@ -345,7 +345,7 @@ def test_who_is_gone_is_refused_and_hears_that_it_is(new_open_group: NewGroup) -
     agent.group.told(1, encode(News(lost=((7, 7),))))
     reason, gone = refusal(agent, hello(agent, 7))
     assert gone
-    assert reason == "worker 'stranger' is not in the group any more: it was taken for dead"
+    assert reason == "worker 'stranger' is not in the group any more: it has left, or was taken for dead"
 
 
 @pytest.mark.parametrize(
@@ -396,11 +396,14 @@ def test_watchers_are_told_of_all_in_order(new_open_group: NewGroup) -> None:
     assert seen[2:] == [("left", "a"), ("lost", "b")]
 
 
-def test_a_watcher_that_raises_harms_nobody(new_open_group: NewGroup, caplog: pytest.LogCaptureFixture) -> None:
+@pytest.mark.parametrize("error", [ValueError, SystemExit])
+def test_a_watcher_that_raises_harms_nobody(
+    new_open_group: NewGroup, caplog: pytest.LogCaptureFixture, error: type[BaseException]
+) -> None:
     group = new_open_group(1)
 
     def fails(change: MembershipChange) -> None:
-        raise ValueError(change.kind)
+        raise error(change.kind)
 
     group[0].watch_members(fails)
     seen = watched(group[0])
