@@ -21,6 +21,8 @@ from farcall.rendezvous.urls import FilePlace, Plan, TcpPlace
 from farcall.transports.network import numeric_host
 
 _EVERYWHERE: Final = ("0.0.0.0", "::")
+_ANSWER: Final = 1.0
+"""Seconds for a store to answer at its addresses."""
 
 
 @dataclass(frozen=True)
@@ -110,13 +112,18 @@ def _host_for_file(
         publish_location(
             place.path,
             location,
-            lambda earlier: any(is_alive(candidate) for candidate in _located(earlier, plan)),
+            lambda earlier: _is_any_alive(_located(earlier, plan)),
             timeout,
         )
     except BaseException:
         server.close()
         raise
     return Hosted(server, _located(location, plan), place.path, location)
+
+
+def _is_any_alive(candidates: Sequence[Candidate]) -> bool:
+    """Whether the one store to which all of these lead answers. The file is locked meanwhile."""
+    return any(is_alive(candidate, _ANSWER / len(candidates)) for candidate in candidates)
 
 
 def _located(location: Location, plan: Plan) -> list[Candidate]:

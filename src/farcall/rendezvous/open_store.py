@@ -39,14 +39,14 @@ NUMBERS: Final = "open/numbers"
 HERE: Final = "open/here/"
 NAME: Final = "open/name/"
 
-PRESENCE_PATIENCE: Final = 12.0
+PRESENCE_PATIENCE: Final = 14.0
 """Seconds that workers on this machine have to host their store again: a little more than finding a dead host takes."""
 FILE_PATIENCE: Final = 2.0
 """Seconds for which nobody replaces a file whose store does not answer, if it is not a member."""
 GAP: Final = 1000
 """So many numbers are left out when a store begins again: for those that its forerunner gave shortly before it died."""
 
-_SEARCH: Final = 2.0
+_SEARCH: Final = 4.0
 _PROBE: Final = 0.5
 _PUBLISH: Final = 1.0
 
