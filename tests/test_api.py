@@ -299,6 +299,13 @@ def test_wrong_arguments_of_init(port: int, arguments: dict[str, Any], text: str
         rpc.get_worker_info()
 
 
+def test_heartbeats_that_leave_no_time_are_refused_before_anybody_is_met(port: int) -> None:
+    hasty = options(port, heartbeat_interval=1.0, heartbeat_patience=2.0)
+    hasty.init_timeout = 1.0
+    with pytest.raises(rpc.UsageError, match="a patience of at least 3 intervals"):
+        rpc.init_rpc("early", rank=0, world_size=2, rpc_backend_options=hasty)
+
+
 def test_an_unknown_transport_is_named(port: int) -> None:
     with pytest.raises(rpc.UsageError, match="no transport named 'pigeon'"):
         rpc.init_rpc("alone", rank=0, world_size=1, rpc_backend_options=options(port, transports=("pigeon",)))
