@@ -311,7 +311,7 @@ class Group:
         while self._untold and self._telling.acquire(blocking=False):
             try:
                 while self._untold:
-                    _call_all(*self._untold.popleft())
+                    call_watchers(*self._untold.popleft())
             finally:
                 self._telling.release()
 
@@ -364,7 +364,8 @@ def info_of(member: Member) -> WorkerInfo:
     return WorkerInfo(member.name, member.rank if member.rank >= 0 else member.number)
 
 
-def _call_all(watchers: Iterable[Callable[[MembershipChange], object]], change: MembershipChange) -> None:
+def call_watchers(watchers: Iterable[Callable[[MembershipChange], object]], change: MembershipChange) -> None:
+    """Tells each of them. What one raises is logged."""
     for watcher in watchers:
         try:
             watcher(change)
