@@ -141,6 +141,18 @@ def test_a_member_hosts_again_what_many_addresses_lead_to_where_nobody_answers(
     assert read_location(path) != frozen
 
 
+def test_that_another_group_is_at_the_place_is_said_once(
+    stage: OpenStage, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    host, member = stage.join("host"), stage.join("member")
+    host.crash()
+    monkeypatch.setattr("farcall.rendezvous.open_store.PRESENCE_PATIENCE", 0.0)
+    stage.join("stranger")
+    for _ in range(2):
+        assert not member.host_again()
+    assert [record.levelname for record in caplog.records if "another open group" in record.message] == ["WARNING"]
+
+
 def test_of_the_ports_of_a_run_the_first_that_nobody_listens_on_is_taken(
     stages: Callable[[str], OpenStage], occupied: Callable[..., socket.socket], monkeypatch: pytest.MonkeyPatch
 ) -> None:

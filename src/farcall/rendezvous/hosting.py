@@ -21,7 +21,7 @@ from farcall.rendezvous.urls import FilePlace, Plan, TcpPlace
 from farcall.transports.network import numeric_host
 
 _EVERYWHERE: Final = ("0.0.0.0", "::")
-_ANSWER: Final = 1.0
+_ANSWER: Final = 0.75
 """Seconds for a store to answer at its addresses."""
 
 

@@ -46,7 +46,7 @@ FILE_PATIENCE: Final = 2.0
 GAP: Final = 1000
 """So many numbers are left out when a store begins again: for those that its forerunner gave shortly before it died."""
 
-_SEARCH: Final = 4.0
+_SEARCH: Final = 2.0
 _PROBE: Final = 0.5
 _PUBLISH: Final = 1.0
 
@@ -74,6 +74,7 @@ class OpenStore(Store):
         self._mine: dict[str, bytes] = {}  # our own entries, once we are a member
         self._presence: Presence | None = None
         self._closed = False
+        self._has_warned = False  # that another group is at our place
 
     # What every store does
 
@@ -280,7 +281,9 @@ class OpenStore(Store):
         """Whether the store is that of our run; if not, it is let go of."""
         run = self._current().read(RUN).get(RUN, b"").decode()
         if run != self._run:
-            _log.warning(
+            level, self._has_warned = logging.INFO if self._has_warned else logging.WARNING, True  # it is asked again
+            _log.log(
+                level,
                 "worker %r: another open group has begun at %s, while this one goes on; nobody can join this one any "
                 "more. Shut one of them down",
                 self._name,
