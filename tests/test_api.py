@@ -299,6 +299,13 @@ def test_wrong_arguments_of_init(port: int, arguments: dict[str, Any], text: str
         rpc.get_worker_info()
 
 
+def test_heartbeats_that_leave_no_time_are_refused_before_anybody_is_met(port: int) -> None:
+    hasty = options(port, heartbeat_interval=1.0, heartbeat_patience=2.0)
+    hasty.init_timeout = 1.0
+    with pytest.raises(rpc.UsageError, match="a patience of at least 3 intervals"):
+        rpc.init_rpc("early", rank=0, world_size=2, rpc_backend_options=hasty)
+
+
 def test_an_unknown_transport_is_named(port: int) -> None:
     with pytest.raises(rpc.UsageError, match="no transport named 'pigeon'"):
         rpc.init_rpc("alone", rank=0, world_size=1, rpc_backend_options=options(port, transports=("pigeon",)))
@@ -340,6 +347,26 @@ def test_a_signal_handler_may_shut_down_while_a_shutdown_waits(port: int) -> Non
         [sys.executable, "-c", textwrap.dedent(script), str(port)], capture_output=True, text=True, timeout=5
     )
     assert "left" in done.stdout
+
+
+def test_a_signal_handler_may_shut_down_while_init_rpc_waits(port: int) -> None:
+    """There is nothing to shut down yet; it must not wait for the one that it interrupts."""
+    script = """
+    import signal, sys, farcall as rpc
+    def leave(*_):
+        rpc.shutdown()
+        print("left", flush=True)
+        sys.exit(0)
+    signal.signal(signal.SIGALRM, leave)
+    signal.setitimer(signal.ITIMER_REAL, 0.3)
+    options = rpc.RpcBackendOptions(init_method=f"tcp://127.0.0.1:{sys.argv[1]}")
+    rpc.init_rpc("early", rank=0, world_size=2, rpc_backend_options=options)
+    """
+    done = subprocess.run(
+        [sys.executable, "-c", textwrap.dedent(script), str(port)], capture_output=True, text=True, timeout=5
+    )
+    assert "left" in done.stdout
+    assert done.returncode == 0, done.stderr
 
 
 # -- in a process of its own

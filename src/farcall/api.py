@@ -31,7 +31,7 @@ To = str | int | WorkerInfo
 
 _new_rref = RRef.__new__  # as `RRef.of` does, without its frame
 _agent: RpcAgent | None = None
-_lock = threading.Lock()  # held while an agent is made, never during a call or a shutdown
+_lock = threading.RLock()  # held while an agent is made, in the midst of which a signal handler may shut down
 
 
 def is_available() -> bool:
@@ -263,7 +263,7 @@ def _not_initialized() -> NotInitializedError:
 
 def _abandon_in_child() -> None:
     global _lock
-    _lock = threading.Lock()  # another thread of the parent may have held it
+    _lock = threading.RLock()  # another thread of the parent may have held it
     blocking_thread.before = blocking_thread.after = None  # the pool that this thread belonged to is the parent's
     if _agent is not None:
         _agent.abandon()

@@ -152,6 +152,11 @@ def test_a_report_of_nothing() -> None:
     assert metrics == {**NOTHING, "queue_length": 4, "peers": {"a": {**NOTHING, "heartbeat_age": 1.5}}}
 
 
+def test_who_joins_between_two_looks_is_in_the_next_report() -> None:
+    group: Any = SimpleNamespace(ends=dict, name_of=str, silences=lambda: {"newcomer": 0.0})
+    assert Counting().report([], group, {})["peers"] == {}
+
+
 # -- waiting for the others
 
 

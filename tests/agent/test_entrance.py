@@ -132,10 +132,12 @@ class Porch:
         self.store_is_there = True
         self.hosted: list[tuple[set[int], int]] = []
         self.meanwhile: list[int] = []  # who goes while the store is being hosted
+        self.host = "w1"
         self.jobs: list[Any] = []
         self.lost: Any = None
         monkeypatch.setattr(farcall.rendezvous, "clear_away", self._clear_away)
         monkeypatch.setattr(farcall.rendezvous, "host_again", self._host_again)
+        monkeypatch.setattr(farcall.rendezvous, "is_hosted_by", lambda meeting, names: self.host in names)
         monkeypatch.setattr(farcall.rendezvous, "who_is_there", lambda meeting, names: {})
         monkeypatch.setattr(farcall.rendezvous, "when_store_lost", self._when_store_lost)
         monkeypatch.setattr(entrance_module, "_PAUSE", 0.0)
@@ -147,7 +149,9 @@ class Porch:
         if is_open:
             store.delete("open/name/first")
             assert self.entrance.join(5)[0].number == 2
-        group: Any = SimpleNamespace(here=lambda: dict(self.here), is_gone=lambda number: number not in self.here)
+        group: Any = SimpleNamespace(
+            here=lambda: dict(self.here), is_gone=lambda number: number not in self.here, name_of=lambda n: f"w{n}"
+        )
         serving: Any = SimpleNamespace(run_aside=self.jobs.append)
         self.entrance.keep(group, serving)
 
@@ -209,6 +213,20 @@ def test_the_store_is_hosted_again_by_who_sees_it_lost(monkeypatch: pytest.Monke
     assert porch.hosted == [({1, 2, 3}, 4)]
 
 
+def test_the_store_of_a_host_that_is_lost_is_hosted_again_though_its_connection_is_open(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """It may be frozen. Nobody else would hear of it, and who comes would begin a group of its own."""
+    porch = Porch(monkeypatch, here=(0, 1, 2, 3))
+    porch.goes(3)
+    porch.work()
+    assert porch.hosted == [], "it hosted nothing"
+    porch.goes(1)
+    assert porch.hosted == [], "it takes a while, and so it is left to the pool"
+    porch.work()
+    assert porch.hosted == [({0, 2}, 3)]
+
+
 def test_hosting_is_tried_until_there_is_a_store_again(monkeypatch: pytest.MonkeyPatch) -> None:
     porch = Porch(monkeypatch)
     porch.store_is_there = False
@@ -235,8 +253,9 @@ def test_hosting_is_given_up_by_who_leaves(monkeypatch: pytest.MonkeyPatch) -> N
 
 def test_who_goes_while_the_store_is_away_loses_its_name_when_it_is_back(monkeypatch: pytest.MonkeyPatch) -> None:
     porch = Porch(monkeypatch)
+    porch.host = "w3"
     porch.store_is_there = False
-    porch.goes(1)  # the host, most likely
+    porch.goes(1)
     porch.work()
     assert porch.marked == []
     porch.store_is_there = True

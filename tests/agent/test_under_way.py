@@ -3,6 +3,7 @@ from __future__ import annotations
 import pytest
 from agent_stage import call, echo, start
 
+from farcall.backends.interface import MembershipChange
 from farcall.errors import RpcTimeoutError
 from farcall.testing import LocalGroup
 from gates import SOON, arrived, new_gate, wait_at
@@ -43,3 +44,18 @@ def test_only_some_of_many_are_named(group: LocalGroup) -> None:
     gate.set()
     for future in futures:
         future.wait()
+
+
+def test_a_membership_callback_is_named() -> None:
+    gate = new_gate("watching")
+
+    def look(change: MembershipChange) -> None:
+        wait_at("watching")
+
+    with LocalGroup(2, is_open=True) as group:
+        group[0].watch_members(look)
+        group.leave("worker1")
+        assert arrived["watching"].wait(SOON)
+        assert "the membership callback `" in group[0].under_way()
+        assert "look`" in group[0].under_way()
+        gate.set()

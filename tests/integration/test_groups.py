@@ -216,6 +216,33 @@ def test_the_store_outlives_its_host(workers: StartWorkers) -> None:
     assert [facts.get("names") for facts in reports[1:]] == [["w1", "w2", "w3", "w4"]] * 4
 
 
+def test_the_store_at_a_file_outlives_a_host_that_is_frozen(workers: StartWorkers) -> None:
+    """Its connections stay open and its port takes new ones: who comes must still come to this group."""
+    script = f"""
+    join(init_method=f"file://{{os.path.abspath('meeting')}}", {QUICK})
+    report(up=True)
+    wait_for(lambda: os.path.exists("over") and len(names()) == 3, 20)
+    report(names=names())
+    wait_for(lambda: os.path.exists("end"), 20)
+    rpc.shutdown(timeout=10)
+    """
+    group = workers(script, n=4, order=(0,))
+    group.wait_for(0, "up")  # so it hosts the store
+    for rank in (1, 2):
+        group.start(rank)
+        group.wait_for(rank, "up")
+    group.send_signal(0, signal.SIGSTOP)
+    group.start(3)
+    group.wait_for(3, "up")
+    finish(group)
+    for rank in range(1, 4):
+        group.wait_for(rank, "names")
+    (group.directory / "end").touch()
+    group.send_signal(0, signal.SIGKILL)
+    reports = group.finish({0: KILLED})
+    assert [facts.get("names") for facts in reports[1:]] == [["w1", "w2", "w3"]] * 3
+
+
 # -- how one leaves
 
 

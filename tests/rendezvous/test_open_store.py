@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
+import msgspec
 import pytest
 from open_stage import OpenStage
 
@@ -126,6 +127,30 @@ def test_a_member_elsewhere_cannot_host_the_store_again(stage: OpenStage, monkey
         patch.setattr(hosting, "listen_at_once", not_this_machine)
         assert not member.host_again()
     assert member.host_again()
+
+
+def test_a_member_hosts_again_what_many_addresses_lead_to_where_nobody_answers(
+    file_stage: OpenStage, path: str, occupied: Callable[..., socket.socket]
+) -> None:
+    """The host is frozen: each of its addresses takes connections, and is given up after a while."""
+    host, member = file_stage.join("host"), file_stage.join("member")
+    host.crash()
+    frozen = Location("frozen", occupied().getsockname()[1], ("127.0.0.1",) * 8)
+    Path(path).write_bytes(msgspec.json.encode(frozen))
+    assert member.host_again()
+    assert read_location(path) != frozen
+
+
+def test_that_another_group_is_at_the_place_is_said_once(
+    stage: OpenStage, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    host, member = stage.join("host"), stage.join("member")
+    host.crash()
+    monkeypatch.setattr("farcall.rendezvous.open_store.PRESENCE_PATIENCE", 0.0)
+    stage.join("stranger")
+    for _ in range(2):
+        assert not member.host_again()
+    assert [record.levelname for record in caplog.records if "another open group" in record.message] == ["WARNING"]
 
 
 def test_of_the_ports_of_a_run_the_first_that_nobody_listens_on_is_taken(

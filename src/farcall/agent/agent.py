@@ -246,7 +246,7 @@ class Agent(RpcAgent):
                 return
             self.calling.closed = ExpelledError(
                 f"worker {self.info.name!r} (this one) was taken for dead by its group, as it did not answer for too "
-                "long; its references are gone. Call shutdown(), and init_rpc() to join again"
+                "long; its references are gone. Call shutdown(graceful=False), and init_rpc() to join again"
             )
         logger.warning("%s", self.closed)
         self._entrance.expelled()
@@ -368,7 +368,10 @@ class Agent(RpcAgent):
         early, patience = True, 0.0
         try:
             if graceful and isinstance(self.closed, ExpelledError):
-                raise ShutdownError(f"{self.closed}; everything is closed here now")
+                raise ShutdownError(
+                    f"worker {self.info.name!r} was taken for dead by its group, and had nobody to wait for; "
+                    "everything is closed here now, and init_rpc() joins again"
+                )
             if graceful and self._entrance.is_open:
                 self._wind_up(_deadline(timeout))
             elif graceful:

@@ -79,7 +79,8 @@ class Counting:
             total.update(each)
         peers = {group.name_of(peer): _as_metrics(counts.get(peer, Counter())) for peer in ends}
         for name, seconds in group.silences().items():
-            peers[name]["heartbeat_age"] = seconds
+            if name in peers:  # else it has joined since the first look
+                peers[name]["heartbeat_age"] = seconds
         return cast(Metrics, {**_as_metrics(total), **serving, "peers": peers})
 
 

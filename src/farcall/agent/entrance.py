@@ -101,10 +101,19 @@ class Entrance:
                     group.met(_decoder.decode(payload))
 
     def member_gone(self, number: Worker) -> None:
-        """Somebody is gone. Its name is to be free for the next who wants it."""
+        """Somebody is gone. Its name is to be free for the next who wants it.
+
+        If it hosted the store another one must, though the connection to it may still be open: it may be frozen.
+        """
         group, serving = self._group, self._serving
         if not self.is_open or group is None or serving is None or self._over.is_set():
             return
+        from farcall.rendezvous import is_hosted_by
+
+        if is_hosted_by(self._rendezvous, {group.name_of(number)}) and not is_hosted_by(
+            self._rendezvous, _names(group)
+        ):
+            serving.run_aside(ChoreJob(self._host_again))
         if self._is_teller(group):
             serving.run_aside(ChoreJob(self._clear_away))
 

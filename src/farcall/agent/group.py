@@ -145,7 +145,8 @@ class Group:
             return Refused(f"worker {self.me.name!r} was started again, and is not the one that was wanted")
         members = self._membership.members
         if hello.number in members.gone and hello.number != self.me.number:
-            return Refused(f"worker {hello.name!r} is not in the group any more: it was taken for dead", gone=True)
+            reason = f"worker {hello.name!r} is not in the group any more: it has left, or was taken for dead"
+            return Refused(reason, gone=True)
         if hello.number not in members.here and not self._is_open:
             return Refused(f"there is no worker {hello.name!r} with number {hello.number} in this group")
         return None
@@ -313,7 +314,7 @@ class Group:
         while self._untold and self._telling.acquire(blocking=False):
             try:
                 while self._untold:
-                    _call_all(*self._untold.popleft())
+                    call_watchers(*self._untold.popleft())
             finally:
                 self._telling.release()
 
@@ -375,9 +376,10 @@ def info_of(member: Member) -> WorkerInfo:
     return WorkerInfo(member.name, member.rank if member.rank >= 0 else member.number)
 
 
-def _call_all(watchers: Iterable[Callable[[MembershipChange], object]], change: MembershipChange) -> None:
+def call_watchers(watchers: Iterable[Callable[[MembershipChange], object]], change: MembershipChange) -> None:
+    """Tells each of them. What one raises is logged."""
     for watcher in watchers:
         try:
             watcher(change)
-        except Exception:
+        except BaseException:  # a sys.exit() too ends neither the thread nor the others' turns
             logger.exception("a callback for changes of the group failed")

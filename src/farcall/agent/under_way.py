@@ -12,6 +12,7 @@ from types import FrameType
 from typing import Final
 
 from farcall.agent.execution import FunctionJob
+from farcall.agent.group import call_watchers
 from farcall.agent.outgoing import Outgoing
 from farcall.serialization import callable_name
 
@@ -37,4 +38,6 @@ def _functions_in(frame: FrameType | None) -> Iterator[str]:
             job, function = frame.f_locals["self"], frame.f_locals.get("function")
             name = "a function" if function is None else f"`{callable_name(function)}`"
             yield f"{name}, called by {job.origin}" if job.origin is not None else f"{name}, for a reference"
+        elif frame.f_code is call_watchers.__code__ and "watcher" in frame.f_locals:
+            yield f"the membership callback `{callable_name(frame.f_locals['watcher'])}`"
         frame = frame.f_back

@@ -48,10 +48,12 @@ def join_group(
     make_agent: Callable[..., Agent], name: str, rank: int, world_size: int | None, options: RpcBackendOptions
 ) -> Agent:
     """A new agent of that kind, in its group. `make_agent` takes what `Agent` does. Raises as `init_agent`."""
+    from farcall.protocol.watching import check_heartbeat
     from farcall.rendezvous import PATIENCE, rendezvous
     from farcall.security import credentials_of
     from farcall.transports import TcpTransport, transport
 
+    check_heartbeat(options.heartbeat_interval, options.heartbeat_patience)  # before anybody has met this worker
     credentials = credentials_of(options)
     transports = {scheme: transport(scheme) for scheme in options.transports}
     for each in transports.values():

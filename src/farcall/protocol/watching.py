@@ -24,17 +24,22 @@ PROBE_ROUNDS: Final = 2
 LONELY_ROUNDS: Final = 1
 
 
+def check_heartbeat(interval: float, patience: float) -> None:
+    """Raises `UsageError` if the patience is too short to ask others within it."""
+    if not 0 < interval * (PROBE_ROUNDS + 1) <= patience:
+        raise UsageError(
+            f"a heartbeat interval of {interval:g} s with a patience of {patience:g} s leaves no time to ask "
+            f"others about a silent worker; give an interval above 0 and a patience of at least "
+            f"{PROBE_ROUNDS + 1} intervals"
+        )
+
+
 class Watching:
     """The neighbours that one worker watches."""
 
     def __init__(self, interval: float, patience: float) -> None:
-        """Raises `UsageError` if the patience is too short to ask others within it."""
-        if not 0 < interval * (PROBE_ROUNDS + 1) <= patience:
-            raise UsageError(
-                f"a heartbeat interval of {interval:g} s with a patience of {patience:g} s leaves no time to ask "
-                f"others about a silent worker; give an interval above 0 and a patience of at least "
-                f"{PROBE_ROUNDS + 1} intervals"
-            )
+        """Raises `UsageError` as `check_heartbeat`."""
+        check_heartbeat(interval, patience)
         self.interval = interval
         self.patience = patience
         self.watched: dict[Worker, float] = {}

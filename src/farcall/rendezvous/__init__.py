@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from farcall.rendezvous.open_group import (
         clear_away,
         host_again,
+        is_hosted_by,
         join_open,
         leave_open,
         mark_gone,
@@ -34,6 +35,7 @@ __all__ = [
     "Store",
     "clear_away",
     "host_again",
+    "is_hosted_by",
     "join",
     "join_open",
     "leave_open",

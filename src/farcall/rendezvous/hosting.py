@@ -22,6 +22,8 @@ from farcall.security import Credentials
 from farcall.transports.network import numeric_host
 
 _EVERYWHERE: Final = ("0.0.0.0", "::")
+_ANSWER: Final = 0.75
+"""Seconds for a store to answer at its addresses."""
 
 
 @dataclass(frozen=True)
@@ -125,13 +127,18 @@ def _host_for_file(
         publish_location(
             place.path,
             location,
-            lambda earlier: any(is_alive(candidate, credentials) for candidate in _located(earlier, plan)),
+            lambda earlier: _is_any_alive(_located(earlier, plan), credentials),
             timeout,
         )
     except BaseException:
         server.close()
         raise
     return Hosted(server, _located(location, plan), place.path, location)
+
+
+def _is_any_alive(candidates: Sequence[Candidate], credentials: Credentials | None) -> bool:
+    """Whether the one store to which all of these lead answers. The file is locked meanwhile."""
+    return any(is_alive(candidate, credentials, _ANSWER / len(candidates)) for candidate in candidates)
 
 
 def _located(location: Location, plan: Plan) -> list[Candidate]:

@@ -86,8 +86,10 @@ def find_store(
             found = candidates()
         except OSError as error:
             found, tried.failure = [], str(error)
+        # In an open group all of them lead to one store: if that is frozen, somebody is to host it before the deadline.
+        share = attempt if nobody is None else attempt / max(1, len(found))
         for candidate in found:
-            limit = max(0.001, min(attempt, deadline - time.monotonic()))
+            limit = max(0.001, min(share, deadline - time.monotonic()))
             try:
                 return try_candidate(candidate, name, rank, limit, credentials)
             except ProtocolError as error:
@@ -144,10 +146,10 @@ def try_candidate(
         raise
 
 
-def is_alive(candidate: Candidate, credentials: Credentials | None = None) -> bool:
+def is_alive(candidate: Candidate, credentials: Credentials | None = None, timeout: float = _FIRST_ATTEMPT) -> bool:
     """Whether a store of the candidate's group answers there. It takes part in nothing: no worker has rank -1."""
     try:
-        try_candidate(candidate, "is anybody here", -1, _FIRST_ATTEMPT, credentials)[0].close()
+        try_candidate(candidate, "is anybody here", -1, timeout, credentials)[0].close()
     except OpenAndFixedError:
         return True
     except OtherGroupError:

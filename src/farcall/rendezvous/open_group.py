@@ -99,7 +99,7 @@ def clear_away(meeting: Rendezvous, is_gone: Callable[[int], bool], names: Colle
     Takes a second at most and raises nothing: where there is no store, there is nothing to be freed.
     """
     store = meeting.store
-    if isinstance(store, OpenStore) and not store.is_hosted_by(names):
+    if not is_hosted_by(meeting, names):
         return
     try:
         with _within(store, FAREWELL):
@@ -139,8 +139,7 @@ def who_is_there(meeting: Rendezvous, names: Collection[str]) -> dict[int, bytes
 
     Nobody if it does not answer in a second, or if its host is not one of those who are here, `names`.
     """
-    store = meeting.store
-    if isinstance(store, OpenStore) and not store.is_hosted_by(names):
+    if not is_hosted_by(meeting, names):
         return {}
     try:
         with _within(meeting.store, FAREWELL):
@@ -148,6 +147,12 @@ def who_is_there(meeting: Rendezvous, names: Collection[str]) -> dict[int, bytes
     except RendezvousError as error:
         _log.debug("the store was not asked who is there: %s", error)
         return {}
+
+
+def is_hosted_by(meeting: Rendezvous, names: Collection[str]) -> bool:
+    """Whether the store is in this worker, or in one of those of these names; True of one that no worker hosts."""
+    store = meeting.store
+    return not isinstance(store, OpenStore) or store.is_hosted_by(names)
 
 
 def host_again(meeting: Rendezvous, here: Mapping[int, tuple[str, bytes]], next_number: int) -> bool:

@@ -40,7 +40,7 @@ NUMBERS: Final = "open/numbers"
 HERE: Final = "open/here/"
 NAME: Final = "open/name/"
 
-PRESENCE_PATIENCE: Final = 12.0
+PRESENCE_PATIENCE: Final = 14.0
 """Seconds that workers on this machine have to host their store again: a little more than finding a dead host takes."""
 FILE_PATIENCE: Final = 2.0
 """Seconds for which nobody replaces a file whose store does not answer, if it is not a member."""
@@ -77,6 +77,7 @@ class OpenStore(Store):
         self._mine: dict[str, bytes] = {}  # our own entries, once we are a member
         self._presence: Presence | None = None
         self._closed = False
+        self._has_warned = False  # that another group is at our place
 
     # What every store does
 
@@ -285,7 +286,9 @@ class OpenStore(Store):
         """Whether the store is that of our run; if not, it is let go of."""
         run = self._current().read(RUN).get(RUN, b"").decode()
         if run != self._run:
-            _log.warning(
+            level, self._has_warned = logging.INFO if self._has_warned else logging.WARNING, True  # it is asked again
+            _log.log(
+                level,
                 "worker %r: another open group has begun at %s, while this one goes on; nobody can join this one any "
                 "more. Shut one of them down",
                 self._name,
