@@ -60,7 +60,7 @@ class Hello(msgspec.Struct, tag="hello", frozen=True):
     wanted_number: int = 0
     """The worker of that name may have been started again, and is another one then."""
     dialed: str = ""
-    """The address at which it looks for the other side; empty for a store."""
+    """The address at which it looks for the other side; empty for a store that is not on loopback."""
     nonce: bytes = b""
     """Never used before."""
 

@@ -26,7 +26,7 @@ from typing import Final
 
 from farcall.errors import AuthenticationError, ProtocolError
 from farcall.protocol.handshake import MAGIC, PREAMBLE_SIZE, Purpose, Welcome, take
-from farcall.rendezvous.addresses import keep_alive, peer_text
+from farcall.rendezvous.addresses import keep_alive, loopback_text, peer_text
 from farcall.rendezvous.greeting import StoreRefused, answer
 from farcall.rendezvous.store import PATIENCE
 from farcall.rendezvous.store_messages import GoodBye, pack_reply, take_frame, unpack_request
@@ -186,6 +186,9 @@ class EmbeddedStore:
         binding = b""
         try:
             keep_alive(sock)
+            # Loopback is not encrypted: any user of this host might listen on another address of it, say [::1] while
+            # this is 127.0.0.1, and hand through what `localhost` led there.
+            address = loopback_text(sock.getsockname())
             encryption = self._credentials.encryption
             if encryption is not None and not is_loopback(numeric_host(sock.getpeername())):
                 from farcall.transports.tls import TlsSocket  # late: it needs ssl
@@ -196,7 +199,7 @@ class EmbeddedStore:
             _log.debug("the store on port %d: who knocked is gone again: %s", self.port, error)
             sock.close()
             return
-        door = self._credentials.doorkeeper(Purpose.STORE, "", binding)
+        door = self._credentials.doorkeeper(Purpose.STORE, address, binding)
         connection = _Connection(next(self._numbers), sock, time.monotonic() + self._limits.patience, door)
         self._connections[connection.number] = connection
         self._selector.register(sock, selectors.EVENT_READ, connection)
