@@ -8,6 +8,7 @@ Rules
 - A name that leads through anything but classes is refused: from a function or an object one gets everywhere.
 - What a name led to is not changed: pickles can set attributes of whatever they got hold of, classes and functions too,
   and with that the mark by which one is allowed. Only what was made by the pickle itself may be given a state.
+- The types of numpy's arrays are made anew, never set (`array_types`).
 - What is refused raises `NotAllowedError`, and nothing of it has run.
 - `loads_plain` is for what is plain data by its nature: there is nothing to ask about.
 """
@@ -22,6 +23,7 @@ from types import BuiltinFunctionType
 from typing import Any, ClassVar, Final, Protocol
 
 from farcall.errors import NotAllowedError, SerializationError
+from farcall.serialization.array_types import Pending, is_made
 from farcall.serialization.pickler import Buffer, as_arguments, not_rebuilt
 
 _IMMUTABLE: Final = 1 << 8
@@ -63,6 +65,8 @@ class _Unpickler(pickle.Unpickler):
 
     def find_class(self, module: str, name: str) -> Any:
         found = find(module, name, self._guard)
+        if module.partition(".")[0] == "numpy":
+            raise _Changeable
         if isinstance(found, type):
             if not found.__flags__ & _IMMUTABLE:
                 raise _Changeable
@@ -79,6 +83,7 @@ class _CarefulUnpickler(pickle._Unpickler):
 
     dispatch: ClassVar[dict[int, Callable[[Any], None]]] = dict(pickle._Unpickler.dispatch)
     stack: list[Any]
+    memo: dict[int, Any]
 
     def __init__(self, payload: Buffer, buffers: Sequence[Buffer], guard: Guard) -> None:
         super().__init__(io.BytesIO(payload), buffers=buffers or None)
@@ -87,6 +92,8 @@ class _CarefulUnpickler(pickle._Unpickler):
 
     def find_class(self, module: str, name: str) -> Any:
         found = find(module, name, self._guard)
+        if (module, name) == ("numpy", "dtype"):
+            return Pending
         self._found[id(found)] = found
         return found
 
@@ -96,7 +103,11 @@ class _CarefulUnpickler(pickle._Unpickler):
     def load_build(self) -> None:
         """Gives a state to what is below it on the stack."""
         target = self.stack[-2]
-        if isinstance(target, type) or id(target) in self._found:
+        if type(target) is Pending:
+            self.stack[-2:] = [made := target.made(self.stack[-1])]
+            self.memo.update((place, made) for place, value in self.memo.items() if value is target)
+            return
+        if isinstance(target, type) or id(target) in self._found or is_made(target):
             raise NotAllowedError(f"a pickle wanted to change {target!r}, which is not allowed")
         super().load_build()  # type: ignore[misc]
 
