@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import gc
 import warnings
 from collections.abc import Callable
@@ -16,6 +17,8 @@ from agent_stage import add, bounce, call, echo, forward, note, seen, start, thr
 from farcall import UnknownWorkerError, UsageError, WorkerInfo
 from farcall.gathering import collect_all, wait_all
 from farcall.testing import LocalGroup
+from farcall.transports.base import Channel
+from farcall.transports.memory import MemoryListener
 from gates import SOON
 
 pytestmark = pytest.mark.timeout(30)
@@ -207,3 +210,21 @@ def test_wait_all_has_seen_all_the_failures(group: LocalGroup) -> None:
             error.__traceback__ = None  # it holds the futures
         gc.collect()
     assert caught == []
+
+
+def test_who_was_out_of_descriptors_listens_again_though_no_connection_was_closed(
+    new_group: Callable[..., LocalGroup], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    accept = MemoryListener.accept
+    failed: set[str] = set()
+
+    def accept_later(listener: MemoryListener) -> Channel | None:
+        if listener.address not in failed:
+            failed.add(listener.address)
+            raise OSError(errno.EMFILE, "Too many open files")
+        return accept(listener)
+
+    monkeypatch.setattr(MemoryListener, "accept", accept_later)
+    group = new_group(2, heartbeat_interval=0.05)
+    assert call(group[0], 1, add, 1, 2) == 3
+    assert failed

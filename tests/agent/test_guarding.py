@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import logging
 import operator
+import sys
 from collections.abc import Iterator
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -14,9 +16,12 @@ import service_stage
 from farcall.agent.calls import Reply
 from farcall.agent.execution import CallJob, RemoteJob
 from farcall.agent.guarding import jobs_for, reply_for
+from farcall.agent.values import Value
 from farcall.errors import NotAllowedError, SerializationError
 from farcall.options import RpcBackendOptions
+from farcall.protocol.wire import METHOD
 from farcall.rref import RRef
+from farcall.security.allowed import Allowed
 from farcall.testing import LocalGroup
 
 pytestmark = pytest.mark.timeout(30)
@@ -85,3 +90,45 @@ def test_replies_are_looked_at_too(guarded: LocalGroup, monkeypatch: pytest.Monk
 def test_an_error_of_ours_or_of_the_language_arrives_as_itself(guarded: LocalGroup) -> None:
     with pytest.raises(TypeError, match="predict"):
         call(guarded[0], 1, service_stage.predict)
+
+
+def job_of(callee: bytes, resubmitted: list[Any]) -> Any:
+    """A call of that callee at a worker that exposes nothing but the service's model."""
+    place: Any = SimpleNamespace(worker="guarded", serving=SimpleNamespace(submit=resubmitted.append))
+    origin: Any = SimpleNamespace()
+    return jobs_for(["service_stage.Model"])[0](place, origin, 1, callee, b"", ())
+
+
+@pytest.mark.parametrize("callee", [b"this", b"antigravity", b"this\0", b"\xffthis\0s"])
+def test_nothing_is_imported_for_a_callee_of_another_form(callee: bytes) -> None:
+    assert b"NotAllowedError" in job_of(callee, []).run()
+    assert "this" not in sys.modules
+    assert "antigravity" not in sys.modules
+
+
+def test_what_cannot_be_judged_does_not_run(monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(*_: object) -> None:
+        raise RuntimeError("no verdict")
+
+    monkeypatch.setattr(Allowed, "check_found", fail)
+    reply = job_of(b"service_stage\0Model.helper", []).run()
+    assert b"no verdict" in reply
+    assert b"helped" not in reply
+
+
+def test_a_value_that_comes_between_two_looks_is_judged_all_the_same() -> None:
+    class JustGiven(Value):
+        def done(self) -> bool:
+            was_done = super().done()
+            if not was_done:
+                self.give(service_stage.Model())
+            return was_done
+
+    resubmitted: list[Any] = []
+    job = job_of(b"service_stage\0Model", resubmitted)
+    job._callee, job.kind, job._subject = METHOD, METHOD + b"_tune", JustGiven()
+    assert job.run() is None
+    assert resubmitted == [job]
+    reply = job.run()
+    assert b"NotAllowedError" in reply
+    assert b"tuned" not in reply

@@ -114,7 +114,7 @@ class Group:
             return sock
 
         tcp_port = int(addresses["tcp"].rpartition(":")[2])
-        store = Hello(f"127.0.0.1:{self.port}, 2 workers", "w1", 1, "")
+        store = Hello(f"127.0.0.1:{self.port}, 2 workers", "w1", 1, "", dialed=f"127.0.0.1:{self.port}")
         return {
             "store": Door(
                 "store", Purpose.STORE, lambda: socket.create_connection(("127.0.0.1", self.port), 10), store

@@ -24,6 +24,7 @@ from farcall.protocol.handshake import (
     Welcome,
     body_length,
     pack,
+    quoted,
     take,
     unpack,
 )
@@ -169,3 +170,13 @@ def test_no_bytes_raise_anything_but_our_error(data: bytes, framed: bool) -> Non
     except ProtocolError:
         return
     assert taken is None or taken[1] == data
+
+
+def test_what_a_stranger_says_stays_one_line_of_a_log() -> None:
+    forged = msgspec.msgpack.encode({"type": "x\nworker 'a': all is well \x1b[2J" * 2000})
+    with pytest.raises(ProtocolError) as refused:
+        unpack(forged, "it")
+    assert str(refused.value).isprintable()
+    assert "\\nworker" in str(refused.value)
+    assert len(str(refused.value)) < 5000
+    assert quoted("plain: 'ü'") == "plain: 'ü'"

@@ -15,6 +15,7 @@ from farcall.rendezvous.addresses import (
     is_loopback,
     keep_alive,
     listen,
+    loopback_text,
     peer_text,
     reachable_addresses,
     resolve,
@@ -212,3 +213,17 @@ def test_a_name_that_means_this_machine_is_listened_for_on_all_addresses(monkeyp
     monkeypatch.setattr(addresses, "_look_up", lambda host: ["127.0.1.1"])
     with addresses.listen_at_once("myself", 0) as listener:
         assert listener.getsockname()[0] in ("0.0.0.0", "::")
+
+
+@pytest.mark.parametrize(
+    ("sockaddr", "text"),
+    [
+        (("127.0.0.1", 4), "127.0.0.1:4"),
+        (("::ffff:127.0.0.1", 4, 0, 0), "127.0.0.1:4"),
+        (("::1", 4, 0, 0), "[::1]:4"),
+        (("192.0.2.7", 4), ""),
+        (("fe80::7", 4, 0, 999999), ""),
+    ],
+)
+def test_both_ends_of_loopback_write_it_alike(sockaddr: tuple[object, ...], text: str) -> None:
+    assert loopback_text(sockaddr) == text

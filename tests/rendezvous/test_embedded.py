@@ -387,3 +387,23 @@ def test_who_stands_between_a_worker_and_its_store_is_found() -> None:
             try_candidate(place, "worker1", 1, 10, honest)
         handing.result()
     server.close()
+
+
+def test_who_hands_a_greeting_through_from_another_address_of_loopback_gets_nothing(
+    stage: Stage, caplog: pytest.LogCaptureFixture
+) -> None:
+    with socket.create_server(("127.0.0.2", stage.server.port)) as between, ThreadPoolExecutor() as pool:
+
+        def hand_through() -> None:
+            near, _ = between.accept()
+            with near, stage.raw() as far:
+                for _ in range(2):  # the hello and the challenge, the proof and the verdict
+                    far.sendall(near.recv(65536))
+                    near.sendall(far.recv(65536))
+
+        handed = pool.submit(hand_through)
+        with pytest.raises(AuthenticationError):
+            try_candidate(Candidate("127.0.0.2", stage.server.port, GROUP), "worker1", 1, 10, stage.credentials)
+        handed.result()
+    assert "somebody stands in between" in caplog.text
+    assert stage.server._table.members == 0

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from farcall.errors import AuthenticationError, ConnectionRefusedByPeer, ProtocolError
 from farcall.protocol.handshake import Challenge, Greeting, Hello, Proof, Purpose, Refused, Welcome, encode
-from farcall.security import Applicant, Credentials, Doorkeeper, Secret
+from farcall.security import Applicant, Credentials, Doorkeeper, Secret, refusal_of
 
 OURS, THEIRS = Secret("the secret of the group"), Secret("a secret of somebody else")
 ADDRESS = "tcp:10.0.0.2:4000"
@@ -178,3 +178,21 @@ def test_no_order_of_messages_gets_a_stranger_in(messages: list[Greeting]) -> No
     assert not us.is_proven
     assert not them.is_proven
     assert not isinstance(us.outcome, Welcome)
+
+
+def test_a_stranger_is_not_told_where_the_secret_is_from_nor_fills_the_log() -> None:
+    hello = msgspec.structs.replace(HELLO, name="a" * 60_000)
+    with pytest.raises(AuthenticationError, match="here it is from") as wrong:
+        meet(applicant(THEIRS, hello=hello), doorkeeper(), hello)
+    assert len(str(wrong.value)) < 1000
+    refusal = refusal_of(wrong.value)
+    assert refusal.stranger
+    assert "from" not in refusal.reason
+
+
+def test_a_refusal_before_the_proof_is_quoted() -> None:
+    us = applicant()
+    us.take(Refused("no\nTraceback: \x1b[2J"))
+    with pytest.raises(ConnectionRefusedByPeer) as refused:
+        us.welcome()
+    assert str(refused.value).isprintable()

@@ -149,3 +149,7 @@ def test_it_is_not_shown_and_does_not_travel() -> None:
     assert repr(secret) == "<Secret from the option secret>"
     with pytest.raises(TypeError, match="does not travel"):
         pickle.dumps(secret)
+
+
+def test_a_secret_may_be_any_bytes_of_the_environment() -> None:
+    assert find_secret(environ={"FARCALL_SECRET": b"\xff".decode(errors="surrogateescape") * 16}).key == b"\xff" * 16

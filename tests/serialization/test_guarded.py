@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import datetime
 import os
+import pathlib
 import pickle
 import sys
 from collections import OrderedDict
+from fractions import Fraction
 from typing import Any
 
 import numpy as np
@@ -20,6 +22,12 @@ from farcall.serialization.guarded import loads_arguments_guarded, loads_guarded
 from farcall.serialization.pickler import dumps, dumps_arguments
 
 NOTHING = Allowed([])
+table: dict[str, int] = {}
+
+
+class Stateful:
+    def __init__(self, *parts: object) -> None:
+        self.parts = list(parts)
 
 
 class System:
@@ -116,3 +124,32 @@ def test_no_bytes_raise_anything_but_our_errors(data: bytes) -> None:
         loads_guarded(data, (), NOTHING)
     except (NotAllowedError, SerializationError):
         pass
+
+
+def changing(module: str, name: str) -> bytes:
+    """Sets `_farcall_exposed` of what that name leads to."""
+    return b"\x80\x04" + named(module, name)[2:-1] + b"N}\x8c\x10_farcall_exposed\x88s\x86b."
+
+
+@pytest.mark.parametrize(
+    ("module", "name"), [("pathlib", "PosixPath"), ("fractions", "Fraction"), ("farcall.rref", "_receive")]
+)
+def test_a_pickle_cannot_change_what_it_names(module: str, name: str) -> None:
+    with pytest.raises(NotAllowedError, match="wanted to change"):
+        loads_guarded(changing(module, name), (), NOTHING)
+    assert not hasattr(getattr(sys.modules[module], name), "_farcall_exposed")
+
+
+def test_what_a_pickle_has_made_gets_its_state() -> None:
+    made = Stateful(pathlib.PosixPath("/x"), [Fraction(1, 2)])
+    payload, buffers = dumps([made, made, np.arange(30_000)])
+    first, second, array = loads_guarded(payload, buffers, Allowed([f"{__name__}.Stateful"]))
+    assert first is second
+    assert vars(first) == vars(made)
+    assert array.sum() == np.arange(30_000).sum()
+
+
+def test_a_table_of_a_module_is_not_handed_out() -> None:
+    with pytest.raises(NotAllowedError, match="no function and no class"):
+        loads_guarded(named(__name__, "table"), (), Allowed([__name__]))
+    assert loads_guarded(named(__name__, "table"), (), Allowed([f"{__name__}.table"])) is table

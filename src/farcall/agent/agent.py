@@ -160,6 +160,7 @@ class Agent(RpcAgent):
         self.group.tick(now)
         self._entrance.tick(now)
         self._strangers.expire(now)
+        self._listen_again()  # what took the last descriptor may not have been a connection of ours
 
     def _listen(self, name: str) -> list[Listener]:
         listeners: list[Listener] = []
@@ -181,7 +182,8 @@ class Agent(RpcAgent):
         try:
             channel = listener.accept()
         except OSError as error:
-            # Most likely out of descriptors. Who waits in the queue goes on waiting until a connection is closed.
+            # Most likely out of descriptors. Who waits in the queue goes on waiting until a connection is closed, or
+            # until the next heartbeat.
             logger.warning("worker %r cannot accept connections at %s: %s", self.info.name, listener.address, error)
             self._poller.want(listener.fileno(), READABLE, False)
             return
@@ -204,9 +206,16 @@ class Agent(RpcAgent):
         self._strangers.gone(incoming)
         if incoming.has_greeted():
             self._counting.incoming_gone(incoming.caller(), incoming)
+        self._listen_again()
+
+    def _listen_again(self) -> None:
+        """Goes on accepting, should that have been stopped for want of descriptors."""
         if self.closed is None:
-            for listener in self._listeners:
-                self._poller.want(listener.fileno(), READABLE, True)
+            try:
+                for listener in self._listeners:
+                    self._poller.want(listener.fileno(), READABLE, True)
+            except OSError:
+                pass  # they have just been closed
 
     def _new_connection(self, peer: Peer, channel: Channel) -> Outgoing:
         def lost(connection: Outgoing) -> None:

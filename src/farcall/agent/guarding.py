@@ -5,8 +5,8 @@ nothing of them: which classes its requests are made of is decided once, when th
 
 Rules
 - A function is judged by its name before it is looked up or its arguments are unpickled; a method by the class of its
-  value; a function that comes by value is refused. What is unpickled, arguments and results, may name only what is
-  allowed.
+  value, once that is there; a function that comes by value is refused. What cannot be judged does not run. What is
+  unpickled, arguments and results, may name only what is allowed.
 - Who was refused hears what; a line in the log says who wanted it.
 """
 
@@ -68,33 +68,37 @@ class _Guarded(FunctionJob):
 
     def run(self) -> Answer | None:
         """See `Job`."""
+        subject = self._subject
+        if subject is not None and not subject.done():
+            # Not left to the job: the value might come after the look at the list, and before the job's own.
+            subject.watch(lambda _: self._place.serving.submit(self), waker=True, attended=True)
+            return None
         try:
             self._check()
-            return super().run()
-        except NotAllowedError as error:
+        except Exception as error:  # what could not be judged does not run
             return self._failed(None, error)
+        return super().run()
 
     def _check(self) -> None:
-        """Raises `NotAllowedError`."""
+        """Raises `NotAllowedError`; `SerializationError` if there is no such function."""
         callee, subject = self._callee, self._subject
         try:
             if not callee:
                 self.guard.check_by_value()
             elif subject is None:
-                self._check_function(*callee.decode(errors="replace").split("\0", 1))
-            elif callee[:1] == METHOD and subject.done() and not subject.failure:
+                module, _, name = callee.decode(errors="replace").partition("\0")
+                self._check_function(module, name)
+            elif callee[:1] == METHOD and not subject.failure:
                 self.guard.check_method(subject.value(), self.kind[1:].decode(errors="replace"))
         except NotAllowedError as error:
             self._log(error)
             raise
-        except Exception:
-            pass  # there is no such function, or no such value: the job itself says so
 
     def _check_function(self, module: str, name: str) -> None:
         self.guard.check_function(module, name)
         outer, _, _ = name.rpartition(".")
         while outer:
-            if not isinstance(resolve_function(f"{module}\0{outer}".encode()), type):
+            if not isinstance(resolve_function(f"{module}\0{outer}".encode(), self._place.worker), type):
                 raise NotAllowedError(f"`{module}.{name}` is not allowed: it leads through something that is no class")
             outer, _, _ = outer.rpartition(".")
         self.guard.check_found(module, name, resolve_function(self._callee, self._place.worker))

@@ -26,7 +26,7 @@ from farcall.protocol.handshake import Hello, Purpose, Refused, Welcome, pack, t
 from farcall.protocol.ids import Worker
 from farcall.protocol.membership_messages import Member
 from farcall.protocol.wire import CALL, CALL_CARRYING, CARRIED, CONTROL, NEWS, REMOTE, Bytes, Decoder
-from farcall.security import Credentials, Doorkeeper
+from farcall.security import Credentials, Doorkeeper, refusal_of
 from farcall.transports.base import Channel
 
 logger = logging.getLogger("farcall")
@@ -189,8 +189,7 @@ class Incoming:
                 answer = pack(Purpose.CALLS, door.take(*taken))
             except ProtocolError as error:
                 # Told in the one form that every version understands, so that the other side can say what is wrong.
-                stranger = isinstance(error, AuthenticationError)
-                self._sender.send(pack(Purpose.CALLS, Refused(str(error), stranger=stranger)))
+                self._sender.send(pack(Purpose.CALLS, refusal_of(error)))
                 raise
             self._sender.send(answer)
         hello = door.hello

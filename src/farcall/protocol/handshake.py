@@ -32,6 +32,8 @@ MAGIC: Final = b"farcall\0"
 VERSION: Final = 1
 MAX_MESSAGE: Final = 64 * 1024
 
+_LONGEST_QUOTE: Final = 1000
+
 _PREAMBLE: Final = struct.Struct("<8sHHI")
 PREAMBLE_SIZE: Final = _PREAMBLE.size
 
@@ -60,7 +62,7 @@ class Hello(msgspec.Struct, tag="hello", frozen=True):
     wanted_number: int = 0
     """The worker of that name may have been started again, and is another one then."""
     dialed: str = ""
-    """The address at which it looks for the other side; empty for a store."""
+    """The address at which it looks for the other side; empty for a store that is not on loopback."""
     nonce: bytes = b""
     """Never used before."""
 
@@ -132,12 +134,18 @@ def body_length(preamble: bytes, purpose: Purpose, other: str, limit: int = MAX_
     return int(length)
 
 
+def quoted(text: str) -> str:
+    """What a stranger says, fit for a line of a log: not too long, and nothing in it ends a line or moves a cursor."""
+    clipped = text if len(text) <= _LONGEST_QUOTE else f"{text[:_LONGEST_QUOTE]}..."
+    return "".join(each if each.isprintable() else ascii(each)[1:-1] for each in clipped)
+
+
 def unpack(body: bytes, other: str) -> Greeting:
     """The message behind a preamble. Raises `ProtocolError` if it is none of ours."""
     try:
         return _decoder.decode(body)
     except (ValueError, RecursionError) as error:
-        raise ProtocolError(f"{other} sent a greeting that cannot be read: {error}") from None
+        raise ProtocolError(f"{other} sent a greeting that cannot be read: {quoted(str(error))}") from None
 
 
 def take(buffer: bytearray, purpose: Purpose, other: str, limit: int = MAX_MESSAGE) -> tuple[Greeting, bytes] | None:

@@ -12,7 +12,7 @@ import ipaddress
 import socket
 import time
 from collections.abc import Sequence
-from typing import Final
+from typing import Any, Final
 
 from farcall.errors import RendezvousError
 from farcall.transports.network import is_loopback, local_address_towards, local_addresses, numeric_host
@@ -35,6 +35,16 @@ def peer_text(sock: socket.socket) -> str:
     except OSError:
         return "a connection that is gone"
     return host_port(numeric_host(peer), peer[1])
+
+
+def loopback_text(sockaddr: tuple[Any, ...]) -> str:
+    """An address on loopback as both ends of a connection to it write it; empty for any other, which may be translated
+    on its way."""
+    host = numeric_host(sockaddr)
+    if not is_loopback(host):
+        return ""
+    address = ipaddress.ip_address(host)
+    return host_port(str(getattr(address, "ipv4_mapped", None) or address), sockaddr[1])
 
 
 def reachable_addresses() -> list[str]:

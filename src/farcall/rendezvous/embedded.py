@@ -25,13 +25,13 @@ from collections.abc import Mapping
 from typing import Final
 
 from farcall.errors import AuthenticationError, ProtocolError
-from farcall.protocol.handshake import MAGIC, PREAMBLE_SIZE, Purpose, Welcome, take
-from farcall.rendezvous.addresses import keep_alive, peer_text
-from farcall.rendezvous.greeting import StoreRefused, answer
+from farcall.protocol.handshake import MAGIC, PREAMBLE_SIZE, Purpose, Refused, Welcome, take
+from farcall.rendezvous.addresses import keep_alive, loopback_text, peer_text
+from farcall.rendezvous.greeting import answer
 from farcall.rendezvous.store import PATIENCE
 from farcall.rendezvous.store_messages import GoodBye, pack_reply, take_frame, unpack_request
 from farcall.rendezvous.table import StoreTable
-from farcall.security import Credentials, Doorkeeper
+from farcall.security import Credentials, Doorkeeper, refusal_of
 from farcall.transports.network import is_loopback, numeric_host
 
 _CHUNK: Final = 64 * 1024
@@ -186,6 +186,9 @@ class EmbeddedStore:
         binding = b""
         try:
             keep_alive(sock)
+            # Loopback is not encrypted: any user of this host might listen on another address of it, say [::1] while
+            # this is 127.0.0.1, and hand through what `localhost` led there.
+            address = loopback_text(sock.getsockname())
             encryption = self._credentials.encryption
             if encryption is not None and not is_loopback(numeric_host(sock.getpeername())):
                 from farcall.transports.tls import TlsSocket  # late: it needs ssl
@@ -196,7 +199,7 @@ class EmbeddedStore:
             _log.debug("the store on port %d: who knocked is gone again: %s", self.port, error)
             sock.close()
             return
-        door = self._credentials.doorkeeper(Purpose.STORE, "", binding)
+        door = self._credentials.doorkeeper(Purpose.STORE, address, binding)
         connection = _Connection(next(self._numbers), sock, time.monotonic() + self._limits.patience, door)
         self._connections[connection.number] = connection
         self._selector.register(sock, selectors.EVENT_READ, connection)
@@ -254,11 +257,11 @@ class EmbeddedStore:
                     return False
                 reply = door.take(*taken)
             except AuthenticationError as error:
-                self._refuse(connection, StoreRefused(str(error), stranger=True), "wrong secret")
+                self._refuse(connection, refusal_of(error), "wrong secret", str(error))
                 return False
             except ProtocolError as error:
                 if is_ours:  # another version of ours: it can read why
-                    self._refuse(connection, StoreRefused(str(error)), "no greeting")
+                    self._refuse(connection, refusal_of(error), "no greeting")
                 else:
                     self._drop(connection, str(error), kind="no greeting")
                 return False
@@ -281,14 +284,14 @@ class EmbeddedStore:
         self._send(connection, answer(verdict))
         return connection.number in self._connections
 
-    def _refuse(self, connection: _Connection, refusal: StoreRefused, kind: str = "") -> None:
-        """`kind`: what sort of stranger it is, if it is one."""
+    def _refuse(self, connection: _Connection, refusal: Refused, kind: str = "", why: str = "") -> None:
+        """`kind`: what sort of stranger it is, if it is one; `why`: for the log, if that is to know more."""
         is_new = (
             self._credentials.notebook.is_new(connection.other, kind) if kind else refusal.reason != self._last_refusal
         )
         level = logging.WARNING if is_new else logging.DEBUG  # whoever was refused tries again for a while
         self._last_refusal = refusal.reason
-        _log.log(level, "the store on port %d refused %s: %s", self.port, connection.other, refusal.reason)
+        _log.log(level, "the store on port %d refused %s: %s", self.port, connection.other, why or refusal.reason)
         connection.ending = True
         connection.incoming.clear()
         self._send(connection, answer(refusal))

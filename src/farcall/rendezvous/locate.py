@@ -23,7 +23,7 @@ from farcall.errors import (
     RendezvousTimeoutError,
 )
 from farcall.protocol.handshake import Hello, Welcome
-from farcall.rendezvous.addresses import connect, host_port
+from farcall.rendezvous.addresses import connect, host_port, loopback_text
 from farcall.rendezvous.greeting import FinalRefusalError, OpenAndFixedError, OtherGroupError, introduce
 from farcall.security import Credentials
 from farcall.transports.network import is_loopback, numeric_host
@@ -138,7 +138,7 @@ def try_candidate(
             sock = encrypted = TlsSocket(sock, credentials.encryption, listens=False)
             encrypted.shake_hands(max(0.001, deadline - time.monotonic()))
             binding = encrypted.binding
-        hello = Hello(candidate.group, name, rank, wanted="")
+        hello = Hello(candidate.group, name, rank, wanted="", dialed=loopback_text(sock.getpeername()))
         remaining = max(0.001, deadline - time.monotonic())
         return sock, introduce(sock, hello, f"the store at {candidate}", remaining, credentials, binding)
     except BaseException:

@@ -7,7 +7,7 @@ connection and has no thread.
 
 from farcall.security.credentials import Credentials, credentials_of
 from farcall.security.limits import Limits, Notebook, limits_of
-from farcall.security.proof import NONCE_SIZE, Applicant, Doorkeeper
+from farcall.security.proof import NONCE_SIZE, Applicant, Doorkeeper, refusal_of
 from farcall.security.secret import Secret, find_secret, secret_path
 
 __all__ = [
@@ -21,5 +21,6 @@ __all__ = [
     "credentials_of",
     "find_secret",
     "limits_of",
+    "refusal_of",
     "secret_path",
 ]

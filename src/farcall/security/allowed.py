@@ -9,7 +9,7 @@ Rules
 - A name is judged before it is looked up, so that nothing is imported for one who may not have it. A mark is looked for
   only in what is loaded already, without running any code.
 - A module has more than its own: what it has imported can be reached through it. So unless that very name is on the
-  list, what was found must be allowed by the name of where it is defined, too.
+  list, what was found must be allowed by the name of where it is defined, too, and be a function or a class.
 - Private names (with an underscore in front) are allowed only if they are on the list by themselves.
 """
 
@@ -112,6 +112,9 @@ class Allowed:
             raise NotAllowedError(_refusal(f"to use the module `{full}`"))
         if full in self._names or full in _PLAIN or full in _OWN:
             return
+        if not callable(found):
+            # A pickle names classes and functions. A table of the module's would be its to change: there are opcodes.
+            raise NotAllowedError(_refusal(f"to use `{full}`, which is no function and no class,"))
         home = f"{getattr(found, '__module__', None) or module}.{getattr(found, '__qualname__', None) or name}"
         if not (self._is_listed(home) or _is_marked(found)):
             raise NotAllowedError(_refusal(f"to use `{home}` by the name of `{full}`"))

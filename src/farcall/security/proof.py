@@ -30,7 +30,7 @@ import struct
 from typing import Final
 
 from farcall.errors import AuthenticationError, ConnectionRefusedByPeer, ProtocolError
-from farcall.protocol.handshake import Challenge, Greeting, Hello, Proof, Purpose, Refused, Welcome, encode
+from farcall.protocol.handshake import Challenge, Greeting, Hello, Proof, Purpose, Refused, Welcome, encode, quoted
 from farcall.security.secret import Secret
 
 NONCE_SIZE: Final = 32
@@ -50,6 +50,13 @@ def proof_of(secret: Secret, side: bytes, purpose: Purpose, hello: bytes, challe
     parts = (_SCHEME, side, bytes([purpose]), hello, challenge, binding)
     # With their lengths, so that no byte can pass from one part to the next.
     return hmac.digest(secret.key, b"".join(struct.pack("<Q", len(part)) + part for part in parts), "sha256")
+
+
+def refusal_of(error: ProtocolError) -> Refused:
+    """What a stranger is told. Not where this side has its secret from: that is for our own log."""
+    if isinstance(error, AuthenticationError):
+        return Refused("who connects must know the secret of this group", stranger=True)
+    return Refused(str(error))
 
 
 class Applicant:
@@ -101,7 +108,7 @@ class Applicant:
         if isinstance(self.outcome, Welcome):
             return self.outcome
         assert self.outcome is not None
-        raise ConnectionRefusedByPeer(f"{self._other} refused the connection: {self.outcome.reason}")
+        raise ConnectionRefusedByPeer(f"{self._other} refused the connection: {quoted(self.outcome.reason)}")
 
     def _proof(self, side: bytes, challenge: bytes) -> bytes:
         return proof_of(self._secret, side, self._purpose, self._hello, challenge, self._binding)
@@ -137,8 +144,8 @@ class Doorkeeper:
             case Proof(mac) if self.hello is not None and not self.is_proven:
                 if not hmac.compare_digest(mac, self._proof(_CONNECTS)):
                     raise AuthenticationError(
-                        f"it says that it is {self.hello.name!r}, but does not know the secret of this group (here it "
-                        f"is from {self._secret.source})"
+                        f"it says that it is {self.hello.name[:100]!r}, but does not know the secret of this group "
+                        f"(here it is from {self._secret.source})"
                     )
                 if self._address and self.hello.dialed != self._address:
                     raise AuthenticationError(

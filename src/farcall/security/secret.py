@@ -39,7 +39,7 @@ class Secret:
         """Raises `UsageError` for a text that could be guessed."""
         if not isinstance(text, str) or len(text.strip()) < SHORTEST:
             raise UsageError(f"{source} is too short for a secret: it needs at least {SHORTEST} characters. {_ADVICE}")
-        self.key: Final = text.strip().encode()
+        self.key: Final = text.strip().encode(errors="surrogateescape")  # an environment may hold any bytes
         self.source: Final = source
 
     def __repr__(self) -> str:
