@@ -74,7 +74,8 @@ def test_a_letter_of_answers_only_says_so(books: Books) -> None:
     handle, _ = books.remote(0, 1)
     (child,) = books.pass_on(0, 2, handle)
     letter = only(books[1].mailboxes.outbox(0))
-    assert letter.only_answers, "an acknowledgement alone"
+    assert letter.is_bare, "an acknowledgement alone"
+    assert not letter.only_answers
     assert books[1].mailboxes.outbox(0) is None
     letter = only(books[2].mailboxes.outbox(1))
     assert not letter.only_answers, "a request"
@@ -108,7 +109,7 @@ def test_an_acknowledgement_alone_is_no_mail(books: Books) -> None:
     handle, _ = books.remote(0, 1)
     assert books[1].mailboxes.mail(0) is None
     assert books[1].has_work()
-    assert only(books[1].mailboxes.outbox(0)).only_answers
+    assert only(books[1].mailboxes.outbox(0)).is_bare
     assert not books[1].has_work()
     assert handle.fork is not None
 

@@ -255,6 +255,8 @@ class Line:
     def answer(self, frame: bytes) -> None:
         self.sent.append(frame)
 
+    send_news = answer
+
     def is_lost(self) -> bool:
         return self.lost
 
@@ -276,10 +278,13 @@ class Desk:
 
 
 ANSWERS, REQUESTS = Letter(pack_control(1, []), True), Letter(pack_control(2, []), False)
+BARE = Letter(pack_control(3, []), False, is_bare=True)
 
 
 @pytest.mark.parametrize(
-    ("letter", "way"), [(ANSWERS, "incoming"), (REQUESTS, "outgoing")], ids=["answers", "requests"]
+    ("letter", "way"),
+    [(ANSWERS, "incoming"), (REQUESTS, "outgoing"), (BARE, "outgoing")],
+    ids=["answers", "requests", "an acknowledgement, perhaps of answers"],
 )
 def test_answers_go_where_they_were_asked_for_and_all_else_where_it_is_read_at_once(letter: Letter, way: str) -> None:
     lines = {"outgoing": Line(), "incoming": Line()}
@@ -288,6 +293,15 @@ def test_answers_go_where_they_were_asked_for_and_all_else_where_it_is_read_at_o
     desk.post.send()
     assert {name: len(line.sent) for name, line in lines.items() if line.sent} == {way: 1}
     assert lines[way].sent[0].endswith(letter.body)
+    assert desk.again == []
+
+
+def test_an_acknowledgement_goes_by_the_peers_connection_if_there_is_no_other() -> None:
+    line = Line()
+    desk = Desk(None, line)
+    desk.letters.append(BARE)
+    desk.post.send()
+    assert len(line.sent) == 1
     assert desk.again == []
 
 

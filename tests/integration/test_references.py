@@ -147,8 +147,12 @@ again = [rpc.remote(rank, make, args=(2,)).rpc_sync().count(2) for rank in sorte
 report(again=again == [MEGABYTES << 20] * len(alive), alive=sorted(alive))
 wait_for_file("measure", 60)  # when all others have done that too
 settled()
-wait_for(lambda: not objects() - objects_before, 5)
-more = objects() - objects_before
+more = {}
+def grown():  # not by what is made for a moment, for a heartbeat, say
+    global more
+    more = objects() - objects_before
+    return more
+wait_for(lambda: not grown(), 5)
 report(inventory=str(rpc.references()), left=left(), more=more, before=before, after=megabytes())
 wait_for_file("end", 40)
 rpc.shutdown(graceful=False)

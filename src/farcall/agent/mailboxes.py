@@ -81,9 +81,9 @@ class Mailboxes:
         """The control message for a peer: what it has not been sent yet, and an acknowledgement. None if nothing."""
         with self._lock:
             messages = self.outboxes.get(to, ())
-            only_answers = all(type(message) in ANSWERS for _, message in messages)
+            only_answers = bool(messages) and all(type(message) in ANSWERS for _, message in messages)
             body = self.letter(to)
-        return Letter(body, only_answers) if body is not None else None
+        return Letter(body, only_answers, not messages) if body is not None else None
 
     def acknowledgement(self, to: Worker) -> int:
         """Up to which number the messages of a peer have come."""

@@ -156,7 +156,7 @@ class Outgoing:
         return future
 
     def send_news(self, message: bytes) -> None:
-        """Sends something that need not arrive, and is not answered here."""
+        """Sends something that is not answered here, and that need not arrive, or is said again if it did not."""
         try:
             self._sender.send(message)
         except OSError as error:

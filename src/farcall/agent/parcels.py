@@ -52,4 +52,6 @@ class Letter(NamedTuple):
 
     body: bytes
     only_answers: bool
-    """The receiver waits for what is in it (answers, an acknowledgement) on the connection where it asked."""
+    """The receiver waits for what is in it on the connection where it asked."""
+    is_bare: bool = False
+    """There is nothing in it but an acknowledgement."""

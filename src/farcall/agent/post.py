@@ -6,7 +6,8 @@ in its outbox (`mailboxes.py`). They go along with the next call or remote call 
 
 Rules
 - Answers go back on the connection on which they were asked for, where the peer waits for them. All else goes out on
-  our own connection, which the peer's serving pool reads at once.
+  our own connection, which the peer's serving pool reads at once; a bare acknowledgement too, if there is one: what it
+  acknowledges may be an answer, and who has answered does not wait. If there is none, nobody can have answered us.
 - What cannot be sent stays in the mailboxes until it is acknowledged or the peer is lost.
 - News need not arrive: what cannot be sent is dropped.
 - Connecting may take a while, so it is done in the serving pool, by one thread for each peer. If nobody listens there
@@ -84,9 +85,11 @@ class Post:
             return
         frame = encode(CONTROL, 0, b"", letter.body)
         way: Way | None = connection
-        if incoming is not None and letter.only_answers:
+        if incoming is not None and (letter.only_answers or (letter.is_bare and connection is None)):
             incoming.answer(frame)
             way = incoming
+        elif connection is not None and letter.is_bare:
+            connection.send_news(frame)
         elif connection is not None:
             connection.send_control(frame)
         if way is None or way.is_lost():
