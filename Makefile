@@ -30,6 +30,7 @@ check: $(VENV)/.installed  ## formatting, lint, types, and who imports whom
 
 bench: $(BENCH_VENV)/.installed  ## measure against torch, RPyC and raw sockets (large download, once)
 	$(BENCH_VENV)/bin/python benchmarks/run.py $(ARGS)
+	$(BENCH_VENV)/bin/python benchmarks/encryption.py
 
 simulate: $(VENV)/.installed  ## run random schedules of the reference protocol: ARGS="--schedules 1000000"
 	$(VENV)/bin/python -m farcall.testing.simulate --jobs 2 $(ARGS)
