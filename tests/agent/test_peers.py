@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
+import gc
 import socket
 import struct
 import threading
+import weakref
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from time import monotonic
@@ -447,3 +450,25 @@ def test_a_peer_that_is_gone_cannot_be_connected_to(world: World, left: bool, fa
     with pytest.raises(WorkerLost, match=f"worker 'b' {fate}"):
         peer.connect(FOREVER)
     assert world.tried == []
+
+
+def test_what_is_raised_keeps_nothing(world: World) -> None:
+    """Not even until the garbage collector comes by: the frames that it went through hold what is the caller's."""
+
+    class Held:
+        """Something of the caller's."""
+
+    def call(held: Held) -> None:
+        with contextlib.suppress(WorkerLost):
+            peer_in(world).connect(FOREVER)
+
+    held = Held()
+    here = weakref.ref(held)
+    gc.collect()
+    gc.disable()
+    try:
+        call(held)
+        del held
+        assert here() is None
+    finally:
+        gc.enable()

@@ -3,6 +3,7 @@ from __future__ import annotations
 import pytest
 from agent_stage import call, echo, start
 
+from eventually import eventually
 from farcall.backends.interface import MembershipChange
 from farcall.errors import RpcTimeoutError
 from farcall.testing import LocalGroup
@@ -53,6 +54,7 @@ def test_a_membership_callback_is_named() -> None:
         wait_at("watching")
 
     with LocalGroup(2, is_open=True) as group:
+        eventually(lambda: len(group[0].get_worker_infos()) == 2)
         group[0].watch_members(look)
         group.leave("worker1")
         assert arrived["watching"].wait(SOON)

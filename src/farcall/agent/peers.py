@@ -140,7 +140,10 @@ class Peer:
         detail = "; ".join(reasons) or f"no transport of {', '.join(self._transports)} leads to it"
         lost = WorkerLost(f"worker {self.info.name!r} cannot be reached ({detail}); {LOST_ADVICE}", self.info.name)
         lost.is_gone = bool(reasons) and not anybody
-        raise lost
+        try:
+            raise lost
+        finally:
+            del lost  # else it and this frame would keep each other, and all that the caller has
 
     def _ways(self) -> list[tuple[Transport, str]]:
         """The addresses of the worker that may be reached from here, best first."""
