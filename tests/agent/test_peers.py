@@ -458,6 +458,11 @@ def test_what_is_raised_keeps_nothing(world: World) -> None:
     class Held:
         """Something of the caller's."""
 
+    def refuse(address: str, timeout: float) -> SocketChannel:
+        raise ConnectionRefusedError("nobody listens there")
+
+    world.connect = refuse  # type: ignore[method-assign]
+
     def call(held: Held) -> None:
         with contextlib.suppress(WorkerLost):
             peer_in(world).connect(FOREVER)
