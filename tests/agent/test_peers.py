@@ -91,12 +91,12 @@ class World:
         if isinstance(answer, OSError):
             raise answer
         ours, theirs = socket.socketpair()
-        self.other_ends.append(theirs)
         if self.secret is not None:
             theirs.sendall(challenge_and_proof(address, self.secret))
         theirs.sendall(answer)
         if self.hangs_up:
             theirs.shutdown(socket.SHUT_WR)
+        self.other_ends.append(theirs)  # last: who sees it may send more
         self.channels.append(SocketChannel(ours, address))
         return self.channels[-1]
 
