@@ -292,7 +292,7 @@ def test_a_thousand_silent_strangers_hold_up_nobody(group: Group, name: str) -> 
         resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
     assert grown < 16 << 20
     slowest.sort()
-    assert slowest[len(slowest) // 2] < 0.25, "nothing waits for strangers; how fast it is, is not for a test to say"
+    assert slowest[len(slowest) // 2] < 0.02, "the middle call, on a machine that may be busy"
     assert group.call(-2) == 2
     eventually(lambda: len(target._strangers) == 0)
 
