@@ -61,8 +61,19 @@ def test_the_layout_that_never_changes() -> None:
     assert packed[12:16] == (len(packed) - 16).to_bytes(4, "little")
     assert PREAMBLE_SIZE == 16
     assert [int(purpose) for purpose in (Purpose.CALLS, Purpose.STORE)] == [1, 2]
-    hello = {"type": "hello", "group": "g", "name": "a", "rank": 0, "wanted": "b"}
-    assert hello.items() <= msgspec.msgpack.decode(packed[16:]).items()
+    assert msgspec.msgpack.decode(packed[16:]) == {
+        "type": "hello",
+        "group": "g",
+        "name": "a",
+        "rank": 0,
+        "wanted": "b",
+        "number": 0,
+        "host": "",
+        "addresses": [],
+        "wanted_number": 0,
+        "dialed": "",
+        "nonce": b"",
+    }
 
 
 def test_a_stranger_is_told_from_us_by_the_first_bytes() -> None:
