@@ -358,6 +358,30 @@ def test_an_interrupt_at_any_point_of_a_loss_is_seen_through(scene: Scene) -> No
             return
 
 
+def test_a_call_that_is_told_of_a_loss_is_not_told_of_it_twice(
+    group: LocalGroup, background: ThreadPoolExecutor, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Even while the thread that has found the loss is still at it."""
+    assert call(group[0], 1, echo, 0) == 0
+    lost = connection(group)
+    closing, go_on = threading.Event(), threading.Event()
+    close = lost._channel.close
+
+    def slow_close() -> None:
+        closing.set()
+        go_on.wait(SOON)
+        close()
+
+    monkeypatch.setattr(lost, "_channel", SimpleNamespace(close=slow_close))
+    losing = background.submit(lost.lose, "a test says so")
+    assert closing.wait(SOON)
+    with pytest.raises(WorkerLost, match="a test says so"):
+        call(group[0], 1, echo, 1)
+    assert call(group[0], 1, echo, 2) == 2
+    go_on.set()
+    losing.result(SOON)
+
+
 def test_an_interrupt_at_any_point_of_an_expiry_settles_the_call(scene: Scene) -> None:
     gate = new_gate("expiry")
     for point in itertools.count():

@@ -80,8 +80,7 @@ class Outgoing:
         self._book = book
         self._late: set[int] = set()  # calls whose time was over: their replies may bring references to be given back
         self._awaits_control = False  # what was sent about references is not acknowledged yet
-        self._on_news = on_news
-        self._on_lost = on_lost
+        self._on_news, self._on_lost = on_news, on_lost
         self.new_reply: Callable[..., Reply] = Reply  # the agent sets another one if not all may be loaded
         self._ids = itertools.count(1)
         self._decoder = Decoder()
@@ -152,6 +151,7 @@ class Outgoing:
             self._sending_interrupted(error, must_arrive=kind != CALL or mail is not None)
             raise
         if self._lost is not None:
+            self._on_lost(self)  # whoever loses it may not have come to that yet, and the next call must not come here
             self._fail(future)
         return future
 
