@@ -138,7 +138,7 @@ class Porch:
         monkeypatch.setattr(farcall.rendezvous, "clear_away", self._clear_away)
         monkeypatch.setattr(farcall.rendezvous, "host_again", self._host_again)
         monkeypatch.setattr(farcall.rendezvous, "is_hosted_by", lambda meeting, names: self.host in names)
-        monkeypatch.setattr(farcall.rendezvous, "who_is_there", lambda meeting, names: {})
+        monkeypatch.setattr(farcall.rendezvous, "who_is_there", lambda meeting: {})
         monkeypatch.setattr(farcall.rendezvous, "when_store_lost", self._when_store_lost)
         monkeypatch.setattr(entrance_module, "_PAUSE", 0.0)
         store = MemoryStore()

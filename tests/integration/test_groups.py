@@ -243,6 +243,42 @@ def test_the_store_at_a_file_outlives_a_host_that_is_frozen(workers: StartWorker
     assert [facts.get("names") for facts in reports[1:]] == [["w1", "w2", "w3"]] * 3
 
 
+def test_who_wakes_among_strangers_hears_that_it_was_taken_for_dead(workers: StartWorkers) -> None:
+    """All whom it knew are gone meanwhile, and those who are there now do not know it."""
+    script = f"""
+    from farcall.api import current_agent
+    join({QUICK})
+    report(up=True)
+    if RANK == 1:
+        report(told=wait_for(lambda: current_agent().closed is not None, 20), why=str(current_agent().closed))
+    if RANK == 2:
+        wait_for(lambda: names() == ["w0", "w2"], 20)
+        report(alone=True)
+        wait_for(lambda: names() == ["w2"], 20)
+        report(hosts=wait_for(lambda: current_agent()._rendezvous.store.hosts, 20))
+        wait_for(lambda: os.path.exists("over"), 20)
+        report(names=names())
+    if RANK == 0:
+        time.sleep(60)
+    rpc.shutdown(graceful=False)
+    """
+    group = workers(script, n=3, order=(0,))
+    group.wait_for(0, "up")  # so it hosts the store
+    group.start(1)
+    group.wait_for(1, "up")
+    group.send_signal(1, signal.SIGSTOP)
+    group.start(2)
+    group.wait_for(2, "alone")
+    group.send_signal(0, signal.SIGKILL)
+    assert group.wait_for(2, "hosts") is True
+    group.send_signal(1, signal.SIGCONT)
+    assert group.wait_for(1, "told") is True
+    finish(group)
+    group.finish({0: KILLED}, quiet=False)
+    assert group.reports(2)["names"] == ["w2"]
+    assert "taken for dead" in group.reports(1)["why"]
+
+
 # -- how one leaves
 
 

@@ -79,9 +79,11 @@ class Entrance:
             when_store_lost(self._rendezvous, self._store_lost)
 
     def tick(self, now: float) -> None:
-        """Has some compare the store with the group once in a while: who died as it came in is known to the store only.
+        """Has some compare the store with the group once in a while, and meet those whom only the store knows.
 
-        Its name would be taken for ever. The group, once it knows that worker, finds out whether it lives.
+        One of them may have died as it came in, and its name would be taken for ever: the group, once it knows that
+        worker, finds out whether it lives. Or this worker was frozen for so long that all it knew are gone, and nobody
+        is left to tell it that it was taken for dead: those who came meanwhile can.
         """
         group, serving = self._group, self._serving
         if now < self._next_look or not self.is_open or group is None or serving is None or self._over.is_set():
@@ -96,7 +98,7 @@ class Entrance:
         self._clear_away()
         group = self._group
         if group is not None:
-            for number, payload in who_is_there(self._rendezvous, _names(group)).items():
+            for number, payload in who_is_there(self._rendezvous).items():
                 if not self._over.is_set() and not group.is_gone(number):
                     group.met(_decoder.decode(payload))
 

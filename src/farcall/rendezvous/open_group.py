@@ -134,13 +134,8 @@ def mark_gone(meeting: Rendezvous, number: int) -> bool:
     return True
 
 
-def who_is_there(meeting: Rendezvous, names: Collection[str]) -> dict[int, bytes]:
-    """All that the store takes for members, by number: what they brought.
-
-    Nobody if it does not answer in a second, or if its host is not one of those who are here, `names`.
-    """
-    if not is_hosted_by(meeting, names):
-        return {}
+def who_is_there(meeting: Rendezvous) -> dict[int, bytes]:
+    """All that the store takes for members, by number: what they brought. Nobody if it does not answer in a second."""
     try:
         with _within(meeting.store, FAREWELL):
             return _who_is_there(meeting.store)
