@@ -8,9 +8,10 @@ import socket
 import subprocess
 import sys
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import NoReturn
 
 import msgspec
 import pytest
@@ -18,6 +19,7 @@ from open_stage import OpenStage
 
 from farcall.errors import RendezvousError, RendezvousTimeoutError
 from farcall.rendezvous import hosting, join_open, locate, rendezvous
+from farcall.rendezvous.client import StoreClient
 from farcall.rendezvous.location_file import Location, publish_location, read_location
 from farcall.rendezvous.open_store import OpenStore
 
@@ -139,6 +141,30 @@ def test_a_member_hosts_again_what_many_addresses_lead_to_where_nobody_answers(
     Path(path).write_bytes(msgspec.json.encode(frozen))
     assert member.host_again()
     assert read_location(path) != frozen
+
+
+def test_who_finds_a_store_that_dies_at_once_looks_again(stage: OpenStage, monkeypatch: pytest.MonkeyPatch) -> None:
+    stage.join("host")
+    read, asked = StoreClient.read, 0
+
+    def gone_at_first(self: StoreClient, prefix: str) -> Mapping[str, bytes]:
+        nonlocal asked
+        asked += 1
+        if asked == 1:
+            always_gone()
+        return read(self, prefix)
+
+    monkeypatch.setattr(StoreClient, "read", gone_at_first)
+    found = rendezvous(stage.url, "late", -1, None, 20)
+    assert join_open(found, "late", lambda number: b"", 5)[0] == 2
+    found.store.close()
+    monkeypatch.setattr(StoreClient, "read", lambda self, prefix: always_gone())
+    with pytest.raises(RendezvousError, match="it closed the connection"):
+        rendezvous(stage.url, "too late", -1, None, 0.2)
+
+
+def always_gone() -> NoReturn:
+    raise RendezvousError("the store is gone: it closed the connection")
 
 
 def test_that_another_group_is_at_the_place_is_said_once(

@@ -50,6 +50,7 @@ GAP: Final = 1000
 _SEARCH: Final = 2.0
 _PROBE: Final = 0.5
 _PUBLISH: Final = 1.0
+_AGAIN: Final = 0.05
 
 _log = logging.getLogger(__name__)
 
@@ -147,13 +148,21 @@ class OpenStore(Store):
         it refuses this worker, or was closed here.
         """
         deadline = time.monotonic() + timeout
+        begin = {RUN: uuid.uuid4().hex.encode()}
+        why_not = self._why_not_begin()
         with self._lock:
-            self._let_go()
-            begin = {RUN: uuid.uuid4().hex.encode()}
-            client = self._look(timeout, lambda: begin, self._why_not_begin())
-            with self.within(max(0.0, deadline - time.monotonic())):
-                self._run = client.read(RUN)[RUN].decode()
-            return self._run
+            while True:
+                self._let_go()
+                client = self._look(max(0.0, deadline - time.monotonic()), lambda: begin, why_not)
+                try:
+                    with self.within(max(0.0, deadline - time.monotonic())):
+                        self._run = client.read(RUN)[RUN].decode()
+                    return self._run
+                except RendezvousError as error:  # its host has just died: another one will host it
+                    if time.monotonic() + _AGAIN > deadline:
+                        raise
+                    _log.info("worker %r has found the store, and lost it again: %s", self._name, error)
+                    time.sleep(_AGAIN)
 
     def settle(self, mine: Mapping[str, bytes], number: int) -> None:
         """This worker is a member now, by these entries; they are made again when somebody else hosts the store."""

@@ -9,8 +9,8 @@ from typing import Final, NamedTuple
 
 from farcall.testing.chaos_child import Child
 
-FAIR: Final = frozenset({"WorkerLost", "OwnerLost", "ReferenceRefused"})
-"""Errors that any call may end with."""
+FAIR: Final = frozenset({"WorkerLost", "OwnerLost", "ReferenceRefused", "UnknownWorkerError"})
+"""Errors that any call may end with. The last one if it led through a worker that had not heard of the next one yet."""
 FAREWELL: Final = frozenset({"NotInitializedError", "RpcError"})
 """... and one that a worker makes which is about to be gone: it left while a function still ran there for others."""
 EXPELLED: Final = frozenset({"ExpelledError"})
@@ -29,6 +29,7 @@ def judge(children: Iterable[Child], excused: set[tuple[str, int]]) -> Verdict:
     children = list(children)
     verdict = Verdict(Counter(), Counter(), [])
     names = {child.name for child in children}
+    frozen = {child.name for child in children if child.fate == "frozen"}
     ran: Counter[str] = Counter()
     for child in children:
         open_calls: set[str] = set()
@@ -38,7 +39,7 @@ def judge(children: Iterable[Child], excused: set[tuple[str, int]]) -> Verdict:
                     open_calls.add(call_id)
                 case ["end", call_id, outcome, *text]:
                     open_calls.discard(call_id)
-                    _count(verdict, child, call_id, outcome, " ".join(text), names)
+                    _count(verdict, child, call_id, outcome, " ".join(text), names, frozen - {child.name})
                 case ["ran", call_id]:
                     ran[call_id] += 1
                 case ["lost", name, number]:
@@ -55,7 +56,10 @@ def judge(children: Iterable[Child], excused: set[tuple[str, int]]) -> Verdict:
     return verdict
 
 
-def _count(verdict: Verdict, child: Child, call_id: str, outcome: str, text: str, names: set[str]) -> None:
+def _count(
+    verdict: Verdict, child: Child, call_id: str, outcome: str, text: str, names: set[str], frozen: set[str]
+) -> None:
+    """`frozen`: the names of other workers that were stopped for long."""
     verdict.calls["ended"] += 1
     if outcome == "right":
         verdict.calls["with their own result"] += 1
@@ -65,6 +69,8 @@ def _count(verdict: Verdict, child: Child, call_id: str, outcome: str, text: str
         return
     verdict.errors[outcome] += 1
     fair = FAIR | {"frozen": EXPELLED | FAREWELL, "leaves": FAREWELL}.get(child.fate, frozenset())
+    if any(f"worker {name!r} (this one) was taken for dead" in text for name in frozen):
+        fair |= EXPELLED  # the call led through one that woke up, and tells what it ran into itself
     if outcome not in fair:
         verdict.findings.append(f"call {call_id} of {child} ended with {outcome}: {text}")
     elif not any(name in names for name in re.findall(r"'(\w+)'", text)):
