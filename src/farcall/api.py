@@ -269,7 +269,12 @@ def _abandon_in_child() -> None:
         _agent.abandon()
 
 
-os.register_at_fork(after_in_child=_abandon_in_child)
+def _tell_before_fork() -> None:
+    if _agent is not None:
+        _agent.about_to_fork()
+
+
+os.register_at_fork(before=_tell_before_fork, after_in_child=_abandon_in_child)
 
 
 @atexit.register

@@ -127,6 +127,10 @@ class RpcBackendOptions(BackendOptions):
     max_message_size: int = 1024**4
     """Bytes that a message between workers may have. Memory is taken as they come, not as they are announced."""
 
+    shared_memory: int | None = None
+    """Bytes of shared memory at most in which this worker hands large data to others on its host; 0 turns that off,
+    and everything goes through sockets. By default a quarter of the machine's memory, 4 GiB at most."""
+
     record_stacks: bool = False
     """Whether references remember the whole stack where they were made, for `references()`; else the line only."""
 
@@ -278,6 +282,9 @@ _CHECKS: Final[Mapping[str, Callable[[str, Any], Any]]] = {
     "max_greeting_size": lambda name, value: _number(name, value, lambda number: number >= 1024, "at least 1024"),
     "max_head_size": lambda name, value: _number(name, value, lambda number: number >= 1024, "at least 1024"),
     "max_message_size": lambda name, value: _number(name, value, lambda number: number >= 65536, "at least 65536"),
+    "shared_memory": lambda name, value: (
+        None if value is None else _number(name, value, lambda number: number >= 0, "0 (none) or more")
+    ),
     "transports": _transports,
     "device_maps": _device_maps,
     "devices": _devices,

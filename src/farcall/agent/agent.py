@@ -26,6 +26,7 @@ from farcall.agent.group import Group, info_of
 from farcall.agent.guarding import jobs_for, reply_for
 from farcall.agent.handle import Handle
 from farcall.agent.incoming import Incoming
+from farcall.agent.lanes import Lane, pool_for
 from farcall.agent.outgoing import Outgoing
 from farcall.agent.peers import Peer
 from farcall.agent.poller import READABLE, Poller
@@ -73,6 +74,7 @@ class Agent(RpcAgent):
         self._credentials = credentials or credentials_of(options)
         self._strangers = Doorstep(self._credentials.limits)
         self._sizes = Sizes(options.max_head_size, options.max_message_size)
+        self._pool = pool_for(name, options.shared_memory)
         self.options = options
         self.device_maps = options.device_maps
         """Stored for those who move tensors; the agent itself does nothing with it."""
@@ -123,6 +125,7 @@ class Agent(RpcAgent):
                 options.heartbeat_interval,
                 options.heartbeat_patience,
                 self._credentials,
+                self._pool,
             )
             self._first_members = members
             self.book.resend = self.group.examine
@@ -160,6 +163,8 @@ class Agent(RpcAgent):
         self.group.tick(now)
         self._entrance.tick(now)
         self._strangers.expire(now)
+        for lane in self._lanes():
+            lane.sweep(now)
         self._listen_again()  # what took the last descriptor may not have been a connection of ours
 
     def _listen(self, name: str) -> list[Listener]:
@@ -196,6 +201,7 @@ class Agent(RpcAgent):
                 self._incoming_closed,
                 self._credentials,
                 listener.address,
+                self._pool,
             )
             incoming.traffic.decoder.limits = self._sizes
             self._incoming.add(incoming)
@@ -217,7 +223,7 @@ class Agent(RpcAgent):
             except OSError:
                 pass  # they have just been closed
 
-    def _new_connection(self, peer: Peer, channel: Channel) -> Outgoing:
+    def _new_connection(self, peer: Peer, channel: Channel, lane: Lane) -> Outgoing:
         def lost(connection: Outgoing) -> None:
             if connection in self._connections:  # it may be told twice
                 self._counting.outgoing_gone(connection)
@@ -229,6 +235,7 @@ class Agent(RpcAgent):
             peer.info,
             peer.number,
             channel,
+            lane,
             self._poller,
             self._serving,
             self._supervisor,
@@ -436,12 +443,22 @@ class Agent(RpcAgent):
             listener.close()
         for incoming in list(self._incoming):
             incoming.close()
+        self._pool.close()
         self._poller.close()
 
     @property
     def is_forked(self) -> bool:
         """Whether this agent belongs to the parent of this process."""
         return isinstance(self.closed, ForkedProcessError)
+
+    def _lanes(self) -> list[Lane]:
+        connections, incoming = list(self._connections), list(self._incoming)
+        return [*[each.lane for each in connections], *[each.lane for each in incoming]]
+
+    def about_to_fork(self) -> None:
+        """See `RpcAgent`."""
+        for lane in self._lanes():
+            lane.pin()
 
     def abandon(self) -> None:
         """In a forked child: lets go of what belongs to the parent, taking no lock and ending nothing there."""
@@ -456,6 +473,7 @@ class Agent(RpcAgent):
             incoming.abandon()
         for listener in self._listeners:
             listener.abandon()
+        self._pool.close()
         self._poller.abandon()
         self._rendezvous.store.abandon()
 

@@ -38,7 +38,6 @@ from farcall.protocol.wire import (
     VALUE,
     Bytes,
     encode,
-    encode_start,
 )
 from farcall.serialization import (
     callable_name,
@@ -50,6 +49,7 @@ from farcall.serialization import (
     offering,
     resolve_function,
 )
+from farcall.transports.base import Buffer
 
 
 class Workplace(NamedTuple):
@@ -74,6 +74,11 @@ class Caller(Answerable, Protocol):
 
     def is_lost(self) -> bool:
         """Whether what was sent on it may not have arrived."""
+
+    def pieces(
+        self, kind: int, call_id: int, head: bytes, body: bytes, buffers: Sequence[memoryview]
+    ) -> Sequence[Buffer]:
+        """A reply with large buffers, for `answer`."""
 
 
 class FunctionJob(ABC):
@@ -263,7 +268,7 @@ class CallJob(FunctionJob):
             else:
                 kind, head = RESULT, b""
             if buffers:
-                return [encode_start(kind, self._call_id, head, body, buffers), *buffers]
+                return self.origin.pieces(kind, self._call_id, head, body, buffers)
             return encode(kind, self._call_id, head, body)
         except BaseException as error:
             return self._failed(function, error)

@@ -28,6 +28,7 @@ from farcall.agent.book import ReferenceBook
 from farcall.agent.calling import Calling
 from farcall.agent.calls import ChoreJob
 from farcall.agent.incoming import Incoming
+from farcall.agent.lanes import Lane
 from farcall.agent.outgoing import Outgoing
 from farcall.agent.peers import Peer
 from farcall.agent.post import Post
@@ -52,6 +53,7 @@ from farcall.protocol.wire import NEWS, Bytes
 from farcall.protocol.wire import encode as encode_frame
 from farcall.security import Credentials
 from farcall.transports.base import Channel, Transport
+from farcall.transports.shared_memory import Pool
 
 logger = logging.getLogger("farcall")
 
@@ -71,11 +73,12 @@ class Group:
         book: ReferenceBook,
         calling: Calling,
         serving: Serving,
-        new_connection: Callable[[Peer, Channel], Outgoing],
+        new_connection: Callable[[Peer, Channel, Lane], Outgoing],
         on_expelled: Callable[[], None],
         interval: float,
         patience: float,
         credentials: Credentials,
+        pool: Pool,
     ) -> None:
         """Raises `UsageError` if interval and patience do not go together."""
         self.me = me
@@ -94,6 +97,7 @@ class Group:
         self._new_connection = new_connection
         self._on_expelled = on_expelled
         self._credentials = credentials
+        self._pool = pool
         self._interval = interval
         self._lock = threading.RLock()
         self._membership = Membership(me, random.randrange, interval=interval, patience=patience)
@@ -328,6 +332,7 @@ class Group:
             self._expelled,
             self._is_over,
             self._credentials,
+            self._pool,
         )
         self._book.joined(member.number)
         self._posts[member.number] = Post(

@@ -17,6 +17,7 @@ from typing import Protocol
 
 from farcall.agent.execution import Workplace
 from farcall.agent.jobs import Reply
+from farcall.agent.lanes import Lane
 from farcall.agent.poller import READABLE, WRITABLE, Poller
 from farcall.agent.reading import CHUNK
 from farcall.agent.sending import Sender, Traffic
@@ -25,9 +26,10 @@ from farcall.protocol.control import unpack_remote, unpack_section
 from farcall.protocol.handshake import Hello, Purpose, Refused, Welcome, pack, take
 from farcall.protocol.ids import Worker
 from farcall.protocol.membership_messages import Member
-from farcall.protocol.wire import CALL, CALL_CARRYING, CARRIED, CONTROL, NEWS, REMOTE, Bytes, Decoder
+from farcall.protocol.wire import CALL, CALL_CARRYING, CARRIED, CONTROL, NEWS, REMOTE, SHARES, Bytes, Decoder
 from farcall.security import Credentials, Doorkeeper, refusal_of
-from farcall.transports.base import Channel
+from farcall.transports.base import Buffer, Channel
+from farcall.transports.shared_memory import Pool
 
 logger = logging.getLogger("farcall")
 
@@ -62,6 +64,7 @@ class Incoming:
         on_closed: Callable[[Incoming], None],
         credentials: Credentials,
         address: str,
+        pool: Pool,
     ) -> None:
         """`address`: where it came in."""
         self._reception = reception
@@ -73,7 +76,9 @@ class Incoming:
         self._poller = poller
         self._place = place
         self._on_closed = on_closed
+        self.lane = Lane(pool, channel)
         self._decoder = Decoder()
+        self._decoder.shared = self.lane.take
         self._greeting = bytearray()
         self._peer: Hello | None = None
         self._closed = False
@@ -160,6 +165,9 @@ class Incoming:
         if kind == NEWS:
             self._reception.told(caller, body)
             return
+        if kind == SHARES:
+            self.lane.open()
+            return
         if kind not in (CALL_CARRYING, CARRIED):
             raise ProtocolError(f"a reply (kind {kind}) came where only calls may")
         number, carried, callee = unpack_section(head)
@@ -199,7 +207,9 @@ class Incoming:
             self._sender.send(pack(Purpose.CALLS, refusal))
             raise ProtocolError(refusal.reason)
         us = self._reception.me
-        self._sender.send(pack(Purpose.CALLS, Welcome(us.name, us.rank, us.number)))
+        shares = self.lane.accept(hello.lends, hello.token)
+        welcome = Welcome(us.name, us.rank, us.number, shares, *self.lane.offer())
+        self._sender.send(pack(Purpose.CALLS, welcome))
         self._doorkeeper, self._greeting = None, bytearray()
         self._peer = hello
         self._reception.greeted(self, hello)
@@ -221,6 +231,12 @@ class Incoming:
         return f"worker {self._peer.name!r}" if self._peer is not None else self._channel.address
 
     # Replies
+
+    def pieces(
+        self, kind: int, call_id: int, head: bytes, body: bytes, buffers: Sequence[memoryview]
+    ) -> Sequence[Buffer]:
+        """See `Caller`."""
+        return self.lane.pieces(kind, call_id, head, body, buffers)
 
     def answer(self, reply: Reply) -> None:
         """See `Answerable`."""
@@ -259,12 +275,13 @@ class Incoming:
         self._closed = True
         self._poller.remove(self._descriptor)
         self._channel.close()
+        self.lane.close()
         self._on_closed(self)
         self._reception.closed(self)
 
     def has_unsent(self) -> bool:
         """Whether a reply waits until the caller reads."""
-        return not self._closed and self._sender.waiting > 0
+        return not self._closed and (self._sender.waiting > 0 or self.lane.has_unseen())
 
     def is_lost(self) -> bool:
         """Whether it is closed, and what was sent on it may not have arrived."""
@@ -273,3 +290,4 @@ class Incoming:
     def abandon(self) -> None:
         """In a forked child: the connection is the parent's, and stays as it is there."""
         self._channel.abandon()
+        self.lane.abandon()

@@ -26,6 +26,7 @@ from farcall.agent.attendance import Attendance
 from farcall.agent.book import ReferenceBook
 from farcall.agent.calls import CallbackJob, PendingCall, Reply
 from farcall.agent.handle import Handle
+from farcall.agent.lanes import Lane
 from farcall.agent.poller import HUNG_UP, READABLE, WRITABLE, Poller
 from farcall.agent.reading import CANNOT_WAIT, CHUNK, LOOK_AGAIN, Reading, first_pause
 from farcall.agent.sending import MAX_WAITING, Sender, Traffic
@@ -46,7 +47,6 @@ from farcall.protocol.wire import (
     Bytes,
     Decoder,
     encode,
-    encode_start,
 )
 from farcall.sleeping import FOREVER, asleep, on_serving_thread
 from farcall.transports.base import Buffer, Channel
@@ -62,6 +62,7 @@ class Outgoing:
         peer: WorkerInfo,
         number: Worker,
         channel: Channel,
+        lane: Lane,
         poller: Poller,
         serving: Serving,
         supervisor: Supervisor,
@@ -72,24 +73,21 @@ class Outgoing:
     ) -> None:
         self.peer, self.number = peer, number
         self.pending: dict[int, PendingCall] = {}
-        self._channel = channel
+        self._channel, self.lane = channel, lane
         self._descriptor = channel.fileno()
-        self._poller = poller
-        self._serving = serving
-        self._supervisor = supervisor
-        self._book = book
+        self._poller, self._serving, self._supervisor, self._book = poller, serving, supervisor, book
         self._late: set[int] = set()  # calls whose time was over: their replies may bring references to be given back
         self._awaits_control = False  # what was sent about references is not acknowledged yet
         self._on_news, self._on_lost = on_news, on_lost
         self.new_reply: Callable[..., Reply] = Reply  # the agent sets another one if not all may be loaded
         self._ids = itertools.count(1)
         self._decoder = Decoder()
+        self._decoder.shared = lane.take
         self._reading = Reading(self)
         self._attendance = Attendance(self, supervisor, self._reading.look_after)
         self.unattended = self._attendance.unattended
         """See `Readable`; also called for a call that nobody waits for yet. One frame less than a method would be."""
-        self._spinning = Spinning(spin)
-        self._dozing = Dozing()
+        self._spinning, self._dozing = Spinning(spin), Dozing()
         self._poll = self._new_poll()
         self._lock = threading.RLock()
         self._receiving = False  # the holder of the reader's role is at it just now
@@ -137,7 +135,7 @@ class Outgoing:
                 if mail is not None:
                     before = encode(CONTROL, 0, b"", mail)
             if buffers:
-                self._sender.send_all([before, encode_start(kind, call_id, head, body, buffers), *buffers])
+                self._sender.send_all([before, *self.lane.pieces(kind, call_id, head, body, buffers)])
             elif before:
                 self._sender.send(before + encode(kind, call_id, head, body))
             else:
@@ -452,6 +450,7 @@ class Outgoing:
         """In a forked child: the connection is the parent's, and stays as it is there."""
         self._lost = error
         self._channel.abandon()
+        self.lane.abandon()
         while self.pending:
             _, future = self.pending.popitem()
             future.settle(FAILED, error)
@@ -471,6 +470,7 @@ class Outgoing:
     def _finish(self) -> None:
         self._poller.remove(self._descriptor)
         self._channel.close()
+        self.lane.close()
         self._on_lost(self)
         for future in list(self.pending.values()):
             self._fail(future)

@@ -16,14 +16,17 @@ from collections.abc import Callable, Mapping
 from time import monotonic
 from typing import Final
 
+from farcall.agent.lanes import Lane
 from farcall.agent.outgoing import LOST_ADVICE, Outgoing
 from farcall.errors import AuthenticationError, ConnectionRefusedByPeer, ProtocolError, WorkerLost
 from farcall.protocol.handshake import PREAMBLE_SIZE, Greeting, Hello, Purpose, Refused, body_length, pack, unpack
 from farcall.protocol.ids import WorkerInfo
 from farcall.protocol.membership_messages import Member
+from farcall.protocol.wire import SHARES, encode
 from farcall.security import Credentials
 from farcall.sleeping import asleep
 from farcall.transports.base import Channel, Transport
+from farcall.transports.shared_memory import Pool
 
 CONNECT_TIMEOUT: Final = 10.0
 _LOOK_AGAIN: Final = 0.05
@@ -41,10 +44,11 @@ class Peer:
         us: Member,
         group: str,
         transports: Mapping[str, Transport],
-        new_connection: Callable[[Peer, Channel], Outgoing],
+        new_connection: Callable[[Peer, Channel, Lane], Outgoing],
         on_expelled: Callable[[], None],
         is_over: Callable[[], bool],
         credentials: Credentials,
+        pool: Pool,
     ) -> None:
         self.info = WorkerInfo(member.name, member.rank if member.rank >= 0 else member.number)
         self.number = member.number
@@ -56,6 +60,7 @@ class Peer:
         self._new_connection = new_connection
         self._on_expelled = on_expelled  # the worker says that this one was taken for dead
         self._credentials = credentials
+        self._pool = pool
         self.is_over = is_over
         """Whether nobody is to be connected to any more."""
         self._lock = threading.RLock()
@@ -77,7 +82,7 @@ class Peer:
                 if not self._lock.acquire(timeout=max(0.0, deadline - monotonic())):
                     raise WorkerLost(f"worker {self.info.name!r} could not be connected to in time", self.info.name)
                 if self.connection is None:
-                    self.connection = self._new_connection(self, self._open(deadline))
+                    self.connection = self._new_connection(self, *self._open(deadline))
                     if self.is_lost:  # meanwhile
                         self.close_connection()
                         raise self.lost_error()
@@ -113,7 +118,7 @@ class Peer:
         if self.connection is connection:
             self.connection = None
 
-    def _open(self, deadline: float) -> Channel:
+    def _open(self, deadline: float) -> tuple[Channel, Lane]:
         reasons = []
         anybody = False
         ways = self._ways()
@@ -127,7 +132,7 @@ class Peer:
                 reasons.append(f"{address}: {error.strerror or error}")  # some name the address once more
                 continue
             try:
-                self._greet(channel, until)
+                lane = self._greet(channel, until)
             except (OSError, ProtocolError) as error:
                 channel.close()
                 anybody |= not isinstance(error, (_AnotherWorker, AuthenticationError))  # ours would know the secret
@@ -136,7 +141,7 @@ class Peer:
                 channel.close()
                 raise
             else:
-                return channel
+                return channel, lane
         detail = "; ".join(reasons) or f"no transport of {', '.join(self._transports)} leads to it"
         lost = WorkerLost(f"worker {self.info.name!r} cannot be reached ({detail}); {LOST_ADVICE}", self.info.name)
         lost.is_gone = bool(reasons) and not anybody
@@ -155,8 +160,10 @@ class Peer:
             if address.partition(":")[0] == transport.scheme and (same_host or transport.scheme not in ONE_HOST)
         ]
 
-    def _greet(self, channel: Channel, deadline: float) -> None:
+    def _greet(self, channel: Channel, deadline: float) -> Lane:
         us = self._us
+        lane = Lane(self._pool, channel)
+        descriptor, token = lane.offer()
         hello = Hello(
             self._group,
             us.name,
@@ -167,6 +174,8 @@ class Peer:
             us.addresses,
             wanted_number=self.number,
             dialed=channel.address,
+            lends=descriptor,
+            token=token,
         )
         other = f"worker {self.info.name!r}"
         applicant, hello = self._credentials.applicant(Purpose.CALLS, hello, other, getattr(channel, "binding", b""))
@@ -185,9 +194,16 @@ class Peer:
         welcome = applicant.welcome()
         if welcome.name != self.info.name or welcome.number != self.number:
             raise _AnotherWorker(f"this is worker {welcome.name!r}, not {self.info.name!r}")
+        if welcome.shares:
+            lane.open()
+        if lane.accept(welcome.lends, welcome.token):
+            self._send(channel, encode(SHARES, 0, b"", b""))
+        return lane
 
     def _say(self, channel: Channel, message: Greeting) -> None:
-        greeting = pack(Purpose.CALLS, message)
+        self._send(channel, pack(Purpose.CALLS, message))
+
+    def _send(self, channel: Channel, greeting: bytes) -> None:
         if channel.send(greeting) != len(greeting):  # it fits into any socket's empty buffer
             raise ProtocolError(f"it does not take a greeting of {len(greeting)} bytes")
 

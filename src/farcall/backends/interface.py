@@ -180,6 +180,9 @@ class RpcAgent(ABC):
         """Whether this agent belongs to the parent of this process."""
         return self._abandoned
 
+    def about_to_fork(self) -> None:  # noqa: B027 (most have nothing to do)
+        """This process forks next. Takes no lock that another thread may hold for long."""
+
     def abandon(self) -> None:
         """In a forked child: lets go of what belongs to the parent, taking no lock and ending nothing there.
 

@@ -2,13 +2,14 @@
 
     offset  size  what (little-endian)
     0       1     kind, see below
-    1       1     flags, 0 for now
+    1       1     flags: 1 if the buffers are in shared memory
     2       2     number of out-of-band buffers
     4       4     length of the head
     8       8     length of the body
     16      8     call id: a reply carries the id of its call
     24      8×n   length of each out-of-band buffer
-            ...   head, body, buffers, one after the other
+            8     with flag 1: in which segment they are, its descriptor at the sender's and its number
+            ...   head, body, buffers, one after the other; with flag 1 no buffers
 
                         head                            body                    buffers
     1 call              the callee, see below           pickled arguments       of the body
@@ -20,9 +21,11 @@
     7 carried           section                         empty                   none
     8 control           empty                           reference messages      none
     9 news              empty                           news of the group       none
+    10 shares           empty                           empty                   none
 
 A message that carries references has a *section* in front of its head (`control.py`). `carried` brings the references
-of a call or reply that was lost with its connection. The *callee* is
+of a call or reply that was lost with its connection. `shares` says that the other side may put buffers into shared
+memory from now on. The *callee* is
 
     empty                              a function by value: it is the first of the arguments
     module, 0, name                    a function by name
@@ -46,8 +49,8 @@ from __future__ import annotations
 
 import mmap
 import struct
-from collections.abc import Sequence
-from typing import Final, NamedTuple, TypeAlias
+from collections.abc import Callable, Sequence
+from typing import Final, NamedTuple, NoReturn, TypeAlias
 
 from farcall.errors import ProtocolError
 
@@ -60,6 +63,8 @@ REMOTE: Final = 6
 CARRIED: Final = 7
 CONTROL: Final = 8
 NEWS: Final = 9
+SHARES: Final = 10
+_LAST: Final = SHARES
 
 METHOD: Final = b"\1"
 VALUE: Final = b"\2"
@@ -89,6 +94,8 @@ Message: TypeAlias = tuple[int, int, bytes, Bytes, Sequence[Bytes]]
 """kind, call id, head, body, buffers"""
 
 _SIZE = HEADER.size
+_PLACE: Final = struct.Struct("<II")
+_SHARED: Final = 1
 _pack = HEADER.pack
 _unpack_from = struct.Struct("<IIQQ").unpack_from
 """Kind, flags and number of buffers as one number, which is the kind if there are no flags and no buffers."""
@@ -108,20 +115,35 @@ def encode_start(kind: int, call_id: int, head: bytes, body: bytes, buffers: Seq
     return _pack(kind, 0, count, len(head), len(body), call_id) + sizes + head + body
 
 
-def _kind_and_count(start: int) -> tuple[int, int]:
-    """The kind and the number of out-of-band buffers, out of a message's first four bytes."""
+def encode_shared(
+    kind: int, call_id: int, head: bytes, body: bytes, sizes: Sequence[int], descriptor: int, number: int
+) -> bytes:
+    """A message whose buffers, of these sizes, are in that segment of shared memory."""
+    count = len(sizes)
+    table = struct.pack(f"<{count}QII", *sizes, descriptor, number)
+    return _pack(kind, _SHARED, count, len(head), len(body), call_id) + table + head + body
+
+
+def _start(start: int) -> tuple[int, bool, int]:
+    """The kind, whether buffers are shared, and their number, out of a message's first four bytes."""
     kind, flags, count = start & 0xFF, start >> 8 & 0xFF, start >> 16
-    if not CALL <= kind <= NEWS or flags:
+    if not CALL <= kind <= _LAST or flags > _SHARED or (flags and not count):
         raise ProtocolError(f"a message of unknown kind {kind} (flags {flags}) came")
-    return kind, count
+    return kind, flags == _SHARED, count
+
+
+def _no_shared_memory(descriptor: int, number: int, sizes: Sequence[int]) -> NoReturn:
+    raise ProtocolError("a message came whose buffers are in shared memory, of which there is none here")
 
 
 class Decoder:
     """Turns a stream of bytes into messages."""
 
-    __slots__ = ("_large", "_rest", "limits", "received", "space")
+    __slots__ = ("_large", "_rest", "limits", "received", "shared", "space")
 
     def __init__(self) -> None:
+        self.shared: Callable[[int, int, Sequence[int]], Sequence[Bytes]] = _no_shared_memory
+        """Finds the buffers of a message in shared memory: by the segment's descriptor and number, and their sizes."""
         self._rest = b""
         self._large: _LargeMessage | None = None
         self.limits = Sizes()
@@ -144,10 +166,10 @@ class Decoder:
         end = len(data)
         while end - at >= _SIZE:
             kind, head_size, body_size, call_id = _unpack_from(data, at)
-            if not CALL <= kind <= NEWS or head_size + body_size > LARGE:
-                kind, count = _kind_and_count(kind)
+            if not CALL <= kind <= _LAST or head_size + body_size > LARGE:
+                kind, is_shared, count = _start(kind)
                 table = at + _SIZE
-                if end - table < 8 * count:
+                if end - table < 8 * (count + is_shared):
                     break
                 sizes = struct.unpack_from(f"<{count}Q", data, table)
                 total = head_size + body_size + sum(sizes)
@@ -156,8 +178,14 @@ class Decoder:
                         f"a message of {total} bytes with a head of {head_size} bytes was announced; at most "
                         f"{self.limits.message} and {self.limits.head} are allowed (max_message_size, max_head_size)"
                     )
-                large = _LargeMessage(kind, call_id, head_size, body_size, sizes)
                 table += 8 * count
+                shared = None
+                if is_shared:
+                    descriptor, number = _PLACE.unpack_from(data, table)
+                    shared = self.shared(descriptor, number, sizes)
+                    table += _PLACE.size
+                    sizes = ()
+                large = _LargeMessage(kind, call_id, head_size, body_size, sizes, shared)
                 at = table + large.take(data, table)
                 if large.space is not None:
                     self._large = large
@@ -188,12 +216,24 @@ class Decoder:
 
 
 class _LargeMessage:
-    """A message that is received into its final place, each out-of-band buffer into memory of its own."""
+    """A message that is received into its final place, each out-of-band buffer into memory of its own.
 
-    __slots__ = ("_call_id", "_head_size", "_kind", "_parts", "_sizes", "space")
+    Those that are `shared` are there already.
+    """
 
-    def __init__(self, kind: int, call_id: int, head_size: int, body_size: int, sizes: Sequence[int]) -> None:
+    __slots__ = ("_call_id", "_head_size", "_kind", "_parts", "_shared", "_sizes", "space")
+
+    def __init__(
+        self,
+        kind: int,
+        call_id: int,
+        head_size: int,
+        body_size: int,
+        sizes: Sequence[int],
+        shared: Sequence[Bytes] | None,
+    ) -> None:
         self._kind = kind
+        self._shared = shared
         self._call_id = call_id
         self._head_size = head_size
         self._sizes = (head_size + body_size, *sizes)
@@ -230,7 +270,8 @@ class _LargeMessage:
     def message(self) -> Message:
         front = memoryview(self._parts[0])
         head = bytes(front[: self._head_size])
-        return (self._kind, self._call_id, head, front[self._head_size :], self._parts[1:])
+        buffers = self._parts[1:] if self._shared is None else self._shared
+        return (self._kind, self._call_id, head, front[self._head_size :], buffers)
 
 
 def _address_space(size: int) -> memoryview:

@@ -57,6 +57,7 @@ _PLAIN: Final = (
     | {"collections.OrderedDict", "collections.deque", "collections.Counter", "decimal.Decimal", "fractions.Fraction"}
     | {"uuid.UUID", "pathlib.PosixPath", "pathlib.PurePosixPath"}
     | {"farcall.rref._receive", "farcall.serialization.handles.take_offered"}
+    | {f"farcall.serialization.raw.{name}" for name in ("bytes_of", "bytearray_of", "view_of", "array_of")}
     | {"farcall.protocol.ids.WorkerInfo", "farcall.collectives.Key"}
 )
 """What plain data is made of, and what a failure may be; references too."""

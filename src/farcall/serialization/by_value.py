@@ -1,9 +1,9 @@
 """Pickles by value what pickle itself cannot name: lambdas, closures, local classes, all of an interactive `__main__`.
 
-cloudpickle does it, with two differences. It sends everything of `__main__` by value, which is right for a notebook and
-wrong for a script that all workers run, whose functions must see the globals of the worker they run on. And it sends
+cloudpickle does it, with three differences. It sends everything of `__main__` by value, which is right for a notebook
+and wrong for a script that all workers run, whose functions must see the globals of the worker they run on. It sends
 an open text file as a copy of its text, into which one could write for ever without a word reaching the file: here, as
-in pickle, a file cannot be sent.
+in pickle, a file cannot be sent. And it cannot send a memoryview.
 
 A module of its own as the `pickler` imports it only when there is something to do by value: cloudpickle would be a
 good part of the time that `import farcall` takes.
@@ -21,6 +21,7 @@ from typing import Any
 import cloudpickle
 
 from farcall.serialization.callables import is_interactive, leads_to
+from farcall.serialization.raw import reduce_raw
 
 
 def dumps_by_value(value: Any, buffer_callback: Callable[[PickleBuffer], bool] | None) -> bytes:
@@ -39,4 +40,6 @@ class _Pickler(cloudpickle.Pickler):  # type: ignore[misc]  # cloudpickle has no
             return NotImplemented
         if isinstance(obj, io.TextIOWrapper) and obj not in (sys.stdout, sys.stderr):
             raise TypeError("an open file belongs to its process")
+        if type(obj) is memoryview:
+            return reduce_raw(obj)
         return super().reducer_override(obj)

@@ -7,6 +7,7 @@ goes a second time, by value, through cloudpickle.
 Rules
 - An empty payload is None, or a call without arguments: what is sent most costs nothing.
 - A buffer of less than `OUT_OF_BAND_SIZE` bytes stays in the payload: one more piece to send costs more than its copy.
+- Plain memory (`bytes`, a `memoryview` ...) that is an argument or a result itself is such a buffer, too (`raw`).
 - Functions and classes of a script's `__main__` go by name, as those of any module do: all workers run that script,
   and a function must see the globals of the worker that runs it. An interactive `__main__` (a notebook, a prompt,
   `python -c`) exists in one process only, so what it defines goes by value.
@@ -30,6 +31,7 @@ from typing import Any, Final, TypeAlias
 
 from farcall.errors import SerializationError, UsageError
 from farcall.serialization.callables import IN_THE_SCRIPT, callable_name
+from farcall.serialization.raw import RAW, has_raw, lifted
 from farcall.serialization.unpicklable import find_unpicklable, type_name
 
 OUT_OF_BAND_SIZE: Final = 16 * 1024
@@ -131,7 +133,10 @@ def dumps_arguments(
     else:
         return b"", []
     if kwargs:
-        sent = [sent, kwargs if type(kwargs) is dict else _as_dict(kwargs)]
+        named = kwargs if type(kwargs) is dict else _as_dict(kwargs)
+        sent = lifted([sent, named]) if has_raw(sent) or has_raw(named.values()) else [sent, named]
+    elif has_raw(sent):
+        sent, _ = lifted([sent, {}])
     buffers = _OutOfBand()
     try:
         return _payload(sent, buffers), buffers
@@ -168,6 +173,8 @@ def dumps_result(function: Callable[..., Any] | str, value: Any, worker: str = "
     """
     if value is None:
         return b"", []
+    if type(value) in RAW:
+        ((value,), _) = lifted([(value,), {}])
     buffers = _OutOfBand()
     try:
         return _payload(value, buffers), buffers

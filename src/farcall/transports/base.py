@@ -14,6 +14,8 @@ Rules for an implementation
   Meanwhile `receive` raises `BlockingIOError`.
 - A channel that is encrypted has an attribute `binding`: bytes that both of its ends have alike, and that no two
   channels through somebody in between have.
+- A channel may have an attribute `process`: the id of the process at its other end, if the kernel vouches for it. Both
+  can then share memory (`shared_memory`).
 - A broken channel raises another `OSError` (`ConnectionError`, mostly) from any of them, never anything else.
 - `close` may be called twice and from another thread; after it every method raises `OSError`, `fileno` too. A thread
   that waits on `fileno()` must be told by other means: closing need not wake a poll.

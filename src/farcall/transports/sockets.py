@@ -58,7 +58,17 @@ class OwnSocket(socket.socket):
 class SocketChannel:
     """A `Channel` over a connected stream socket, which belongs to it from now on."""
 
-    __slots__ = ("__weakref__", "_socket", "address", "fileno", "receive", "receive_into", "send", "send_gather")
+    __slots__ = (
+        "__weakref__",
+        "_socket",
+        "address",
+        "fileno",
+        "process",
+        "receive",
+        "receive_into",
+        "send",
+        "send_gather",
+    )
 
     fileno: Callable[[], int]
     receive: Callable[[int], bytes]
@@ -66,9 +76,13 @@ class SocketChannel:
     send: Callable[[Buffer], int]
     send_gather: Callable[[Sequence[Buffer]], int]
 
-    def __init__(self, sock: socket.socket, address: str) -> None:
+    process: int | None
+    """The id of the process at the other end, if that is on this host, and the kernel says so."""
+
+    def __init__(self, sock: socket.socket, address: str, process: int | None = None) -> None:
         own = sock if isinstance(sock, OwnSocket) else OwnSocket(sock)
         self.address = address
+        self.process = process
         self._socket: OwnSocket | None = own
         self.fileno = own.fileno
         self.receive = own.recv

@@ -92,8 +92,8 @@ class UnixTransport:
             while True:
                 try:
                     sock.connect(path)
-                    _check_user(sock, address)
-                    return SocketChannel(_tune(sock), address)
+                    process = _checked_process(sock, address)
+                    return SocketChannel(_tune(sock), address, process)
                 except BlockingIOError:
                     left = deadline - time.monotonic()
                 except OSError as error:
@@ -118,7 +118,7 @@ class _UnixListener(SocketListener):
         pid, user, _ = _peer_credentials(sock)
         if user == os.geteuid():
             # The connecting side has no name; its process id is of more use to a person than nothing.
-            return SocketChannel(_tune(sock), f"unix:process {pid}")
+            return SocketChannel(_tune(sock), f"unix:process {pid}", pid or None)
         sock.close()
         if user not in self._turned_away and len(self._turned_away) < _REMEMBERED:
             self._turned_away.add(user)
@@ -150,12 +150,16 @@ def _peer_credentials(sock: socket.socket) -> tuple[int, int, int]:
     return pid, user, group
 
 
-def _check_user(sock: socket.socket, address: str) -> None:
-    """Raises `PermissionError` if somebody else listens there: the name may have been taken over."""
-    user = _peer_credentials(sock)[1]
+def _checked_process(sock: socket.socket, address: str) -> int | None:
+    """Who listens there; None if it cannot be seen from here.
+
+    Raises `PermissionError` if it is another user: the name may have been taken over.
+    """
+    process, user, _ = _peer_credentials(sock)
     if user != os.geteuid():
         message = f"user {user} listens there, not {os.geteuid()}; workers of several users reach each other by tcp"
         raise PermissionError(errno.EACCES, message, address)
+    return process or None
 
 
 def _tune(sock: socket.socket) -> socket.socket:

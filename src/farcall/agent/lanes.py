@@ -1,0 +1,127 @@
+"""How the large buffers of a connection travel: in shared memory where both ends can, else on the channel itself.
+
+Each end offers a segment of its own in the greeting, and tries to open the other's (`transports.shared_memory`). Who
+could says so, and only then does the other put anything there. So two workers of one host that cannot share memory
+(another container, no `/proc`) just do not.
+
+Rules
+- Of an end that has not proved itself nothing is opened.
+- What is in no segment, as it is small or all of them are lent, goes on the channel. Nobody waits for shared memory.
+- A lane ends with its connection; what was received is its receiver's, and stays.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+from collections.abc import Sequence
+from typing import Final
+
+from farcall.protocol.wire import Bytes, encode_shared, encode_start
+from farcall.transports.base import Buffer, Channel
+from farcall.transports.shared_memory import Borrower, Lender, Place, Pool
+
+logger = logging.getLogger("farcall")
+
+LEAST: Final = 1 << 16
+"""Bytes from which on the buffers of a message go into shared memory. Less is faster through a socket."""
+_USUAL: Final = 4 << 30
+_MOST_SEGMENTS: Final = 128
+"""At one worker: each has a descriptor."""
+IDLE: Final = 10.0
+"""Seconds after which memory that nobody uses is given back."""
+
+
+def pool_for(name: str, limit: int | None) -> Pool:
+    """What worker `name` may lend: so many bytes; None leaves the choice to us."""
+    if limit is None:
+        limit = min(_USUAL, os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // 4)
+
+    def trouble(what: str) -> None:
+        logger.warning("worker %r: %s; large data goes through sockets instead, and slower", name, what)
+
+    return Pool(limit, _MOST_SEGMENTS, trouble)
+
+
+class Lane:
+    """That of one connection. It carries nothing until both ends have agreed."""
+
+    __slots__ = ("_borrower", "_lender", "_pool", "_process")
+
+    def __init__(self, pool: Pool, channel: Channel) -> None:
+        self._pool = pool
+        self._process: int | None = getattr(channel, "process", None)  # at the other end, if that is on this host
+        self._lender: Lender | None = None
+        self._borrower: Borrower | None = None
+
+    # The greeting
+
+    def offer(self) -> tuple[int, bytes]:
+        """The descriptor and the token for the other side to try; -1 if this side lends nothing to it."""
+        descriptor = self._pool.probe() if self._process is not None else -1
+        return descriptor, self._pool.token if descriptor >= 0 else b""
+
+    def accept(self, descriptor: int, token: bytes) -> bool:
+        """Tries what the other side has offered; whether its buffers may come in shared memory."""
+        if self._process is None or descriptor < 0:
+            return False
+        borrower = Borrower(self._process, token)
+        try:
+            borrower.check(descriptor)
+        except (OSError, ValueError) as error:
+            logger.info("process %d cannot share its memory with this one: %s", self._process, error)
+            return False
+        self._borrower = borrower
+        return True
+
+    def open(self) -> None:
+        """The other side could open what was offered to it."""
+        self._lender = self._lender or Lender(self._pool)
+
+    # Messages
+
+    def pieces(
+        self, kind: int, call_id: int, head: bytes, body: bytes, buffers: Sequence[memoryview]
+    ) -> Sequence[Buffer]:
+        """A message with its buffers, as it goes on the channel. Raises `ProtocolError` if there are too many."""
+        lender = self._lender
+        if lender is not None:
+            sizes = [buffer.nbytes for buffer in buffers]
+            place = lender.lend(buffers) if sum(sizes) >= LEAST else None
+            if place is not None:
+                return (encode_shared(kind, call_id, head, body, sizes, *place),)
+        return (encode_start(kind, call_id, head, body, buffers), *buffers)
+
+    def take(self, descriptor: int, number: int, sizes: Sequence[int]) -> Sequence[Bytes]:
+        """The buffers of a message that the other side has put into a segment. Raises `OSError`."""
+        if self._borrower is None:
+            raise OSError("a message came in shared memory, which this side has not agreed to")
+        return self._borrower.take(Place(descriptor, number), sizes)
+
+    # Time, and the end
+
+    def has_unseen(self) -> bool:
+        """Whether the other side has not yet opened something that it can open only while this lane lasts."""
+        return self._lender is not None and self._lender.has_unseen()
+
+    def sweep(self, now: float) -> None:
+        """Gives memory back that has not been used for a while."""
+        if self._lender is not None:
+            self._lender.sweep(now - IDLE)
+        if self._borrower is not None:
+            self._borrower.sweep(now - 2 * IDLE)  # later than the lender: it would only have to be opened again
+
+    def pin(self) -> None:
+        """This process is about to fork."""
+        if self._borrower is not None:
+            self._borrower.pin()
+
+    def close(self) -> None:
+        """Lends no more. May be called twice."""
+        if self._lender is not None:
+            self._lender.close()
+
+    def abandon(self) -> None:
+        """In a forked child: what was lent is the parent's business."""
+        if self._lender is not None:
+            self._lender.abandon()

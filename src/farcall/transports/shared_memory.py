@@ -1,0 +1,364 @@
+"""Memory that two processes on one host share: large data is copied in by its sender, and never out again.
+
+A *lender* copies the buffers of a message into a segment of its own and tells the other side which one it is. The
+*borrower* there opens the segment through the lender's process (`/proc/<process>/fd/<descriptor>`), maps it once, and
+hands out views. When the last view of a message is gone, it says so by a byte in the segment itself, and the lender
+uses the segment again: handing memory to and fro takes no message, and no page is ever new twice.
+
+    offset  size  what
+    0       16    the lender's token: who opens another file by mistake sees that
+    16      4     the segment's number, little-endian
+    20      1     1 while it is lent
+    21      1     1 once the borrower has mapped it
+    4096    ...   the buffers, each at a multiple of `ALIGNMENT`
+
+Rules
+- A segment is a sealed memfd: it has no name, so a process that is killed leaves nothing behind; it cannot shrink, so
+  nobody who has mapped it can be hurt by the other side.
+- A segment is for one borrower, and holds one message at a time, which is the borrower's own until it lets go of it.
+- Where a segment cannot be made, or what may be lent is lent, `lend` gives None, and the data takes another way.
+- Nothing here waits. Any thread may call anything; views are let go of in any thread, even inside the collector.
+- Not Linux, another user, another container: `Borrower.check` finds out, before anything is lent.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import mmap
+import os
+import secrets
+import stat
+import struct
+import sys
+import threading
+import weakref
+from collections.abc import Callable, Sequence
+from time import monotonic
+from typing import Any, Final, NamedTuple
+
+ALIGNMENT: Final = 64
+TOKEN_SIZE: Final = 16
+MOST_SEGMENTS: Final = 16
+"""So many has one lender at most."""
+
+_DATA: Final = mmap.PAGESIZE
+_NUMBER: Final = struct.Struct("<I")
+_NUMBER_AT: Final = TOKEN_SIZE
+_LENT_AT: Final = 20
+_MAPPED_AT: Final = 21
+_LEAST: Final = 1 << 18
+_STEPS: Final = 8
+"""Sizes of segments per doubling: the more there are the less is wasted, and the less often one fits again."""
+_SEALS: Final = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL
+_WITHOUT_THE_LOCK: Final = 1 << 20
+"""From this size on a copy is made with the interpreter let go of, if numpy is there to do it."""
+
+
+class Place(NamedTuple):
+    """Where the buffers of a message are."""
+
+    descriptor: int
+    """The segment's, in the lender's process."""
+    number: int
+    """The segment's own: descriptors are used again, numbers are not."""
+
+
+class Pool:
+    """What one worker lends, to all its peers together."""
+
+    def __init__(self, limit: int, most: int, on_trouble: Callable[[str], object]) -> None:
+        """At most `limit` bytes in `most` segments. `on_trouble` is told, once, why there are none."""
+        self.token = secrets.token_bytes(TOKEN_SIZE)
+        """Every segment of this worker begins with it."""
+        self._left = limit
+        self._segments_left = most
+        self._on_trouble = on_trouble
+        self._lock = threading.Lock()
+        self._numbers = 0
+        self._probe: _Segment | None = None
+        self._is_broken = limit <= 0 or not hasattr(os, "memfd_create")
+
+    def probe(self) -> int:
+        """The descriptor of a segment for the other side to try; -1 if nothing can be lent."""
+        if self._probe is None and not self._is_broken:
+            self._probe = self.make(0)
+        return self._probe.descriptor if self._probe is not None else -1
+
+    def make(self, capacity: int) -> _Segment | None:
+        """A new segment for that many bytes, or None."""
+        with self._lock:
+            if self._is_broken or self._left < capacity or not self._segments_left:
+                return None
+            self._left -= capacity
+            self._segments_left -= 1
+            self._numbers += 1
+            number = self._numbers
+        try:
+            return _Segment(capacity, self.token, number)
+        except (OSError, ValueError) as error:
+            self.give_back(capacity)
+            self._is_broken = True
+            self._on_trouble(f"no shared memory can be had ({error})")
+            return None
+
+    def give_back(self, capacity: int) -> None:
+        """A segment of that many bytes is no more."""
+        with self._lock:
+            self._left += capacity
+            self._segments_left += 1
+
+    def close(self) -> None:
+        """Lends no more. Its lenders are closed by those who have them. May be called twice."""
+        self._is_broken = True
+        probe, self._probe = self._probe, None
+        if probe is not None:
+            probe.close()
+
+
+class Lender:
+    """The segments that are lent to one peer."""
+
+    def __init__(self, pool: Pool) -> None:
+        self._pool = pool
+        self._segments: list[_Segment] = []
+        self._lock = threading.Lock()
+        self._closed = False
+        self.lent = 0
+        """Bytes that were lent so far."""
+
+    def lend(self, buffers: Sequence[memoryview]) -> Place | None:
+        """Copies the buffers into a segment; None if there is none for them."""
+        total = _ends(tuple(buffer.nbytes for buffer in buffers))[-1]
+        with self._lock:
+            segment = None if self._closed else self._free(total) or self._new(total)
+            if segment is None:
+                return None
+            segment.lend(monotonic())
+        try:
+            segment.fill(buffers)
+        except BaseException:
+            segment.take_back()
+            raise
+        self.lent += total
+        return Place(segment.descriptor, segment.number)
+
+    def _free(self, total: int) -> _Segment | None:
+        fitting = (each for each in self._segments if each.capacity >= total and not each.is_lent())
+        return min(fitting, key=lambda segment: segment.capacity, default=None)
+
+    def _new(self, total: int) -> _Segment | None:
+        if len(self._segments) == MOST_SEGMENTS and not self._drop_one():
+            return None
+        capacity = _rounded(total)
+        segment = self._pool.make(capacity)
+        while segment is None and self._drop_one():
+            segment = self._pool.make(capacity)
+        if segment is not None:
+            self._segments.append(segment)
+        return segment
+
+    def _drop_one(self) -> bool:
+        """Gives up a segment that is free; whether there was one."""
+        free = (each for each in self._segments if not each.is_lent())
+        oldest = min(free, key=lambda segment: segment.used, default=None)
+        if oldest is None:
+            return False
+        self._drop(oldest)
+        return True
+
+    def _drop(self, segment: _Segment) -> None:
+        self._segments.remove(segment)
+        segment.close()
+        self._pool.give_back(segment.capacity)
+
+    def has_unseen(self) -> bool:
+        """Whether the other side has not even opened some of what was lent: it could not any more after `close`."""
+        with self._lock:
+            return any(each.is_lent() and not each.is_mapped() for each in self._segments)
+
+    def sweep(self, before: float) -> None:
+        """Gives up the segments that are free and were last used before that moment."""
+        with self._lock:
+            for segment in [each for each in self._segments if each.used < before and not each.is_lent()]:
+                self._drop(segment)
+
+    def close(self) -> None:
+        """Lends no more. What the other side has of it stays its own. May be called twice."""
+        with self._lock:
+            self._closed = True
+            for segment in list(self._segments):
+                self._drop(segment)
+
+    def abandon(self) -> None:
+        """In a forked child: gives the descriptors back; the segments are the parent's."""
+        self._closed = True
+        for segment in self._segments:
+            segment.close()
+        self._segments = []
+
+
+class _Segment:
+    """One piece of shared memory, at the lender's."""
+
+    def __init__(self, capacity: int, token: bytes, number: int) -> None:
+        """Raises `OSError` if it cannot be had."""
+        self.capacity = capacity
+        self.number = number
+        self.used = 0.0
+        self.descriptor = os.memfd_create("farcall", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
+        try:
+            os.ftruncate(self.descriptor, _DATA + capacity)
+            fcntl.fcntl(self.descriptor, fcntl.F_ADD_SEALS, _SEALS)
+            # Kept by its views alone: it is unmapped when the last of them is gone, a copy that is under way too.
+            self._bytes = memoryview(mmap.mmap(self.descriptor, _DATA + capacity))
+        except BaseException:
+            os.close(self.descriptor)
+            raise
+        self._bytes[:_NUMBER_AT] = token
+        _NUMBER.pack_into(self._bytes, _NUMBER_AT, number)
+
+    def lend(self, now: float) -> None:
+        self.used = now
+        self._bytes[_LENT_AT] = 1
+
+    def take_back(self) -> None:
+        self._bytes[_LENT_AT] = 0
+
+    def is_lent(self) -> bool:
+        return self._bytes[_LENT_AT] != 0
+
+    def is_mapped(self) -> bool:
+        return self._bytes[_MAPPED_AT] != 0
+
+    def fill(self, buffers: Sequence[memoryview]) -> None:
+        data = self._bytes[_DATA:]
+        begin = 0
+        for buffer, end in zip(buffers, _ends(tuple(buffer.nbytes for buffer in buffers)), strict=True):
+            _copy(data[begin : begin + buffer.nbytes], buffer)
+            begin = end
+
+    def close(self) -> None:
+        os.close(self.descriptor)
+
+
+class Borrower:
+    """What was lent by one peer."""
+
+    def __init__(self, process: int, token: bytes) -> None:
+        self._process = process
+        self._token = token
+        self._mappings: dict[int, _Mapping] = {}
+
+    def check(self, descriptor: int) -> None:
+        """Tries to open the segment of that descriptor. Raises `OSError` if the peer can lend nothing to us."""
+        self._open(descriptor)
+
+    def take(self, place: Place, sizes: Sequence[int]) -> list[memoryview]:
+        """The buffers of a message, ours from now on. Raises `OSError` if they are not there."""
+        mapping = self._mappings.get(place.number)
+        if mapping is None:
+            mapping = _Mapping(self._open(place.descriptor))
+            if mapping.number() != place.number:
+                raise OSError(f"shared memory {place.descriptor} is number {mapping.number()}, not {place.number}")
+            self._mappings[place.number] = mapping
+        return mapping.views(sizes)
+
+    def _open(self, descriptor: int) -> mmap.mmap:
+        path = f"/proc/{self._process}/fd/{descriptor}"
+        opened = os.open(path, os.O_RDWR | os.O_CLOEXEC | os.O_NONBLOCK | os.O_NOCTTY)
+        try:
+            found = os.fstat(opened)
+            # What is no memfd has no seals, and raises; what could still shrink would end this process one day.
+            seals = fcntl.fcntl(opened, fcntl.F_GET_SEALS) if stat.S_ISREG(found.st_mode) else 0
+            if not seals & fcntl.F_SEAL_SHRINK or found.st_size < _DATA:
+                raise OSError(f"{path} is no segment")
+            memory = mmap.mmap(opened, found.st_size)
+        finally:
+            os.close(opened)
+        if memory[:TOKEN_SIZE] != self._token:
+            raise OSError(f"{path} is not the peer's segment")
+        return memory
+
+    def sweep(self, before: float) -> None:
+        """Gives up what is not in use and was last used before that moment. It may be opened again."""
+        for number, mapping in list(self._mappings.items()):
+            if mapping.used < before and not mapping.is_in_use():
+                self._mappings.pop(number, None)
+
+    def pin(self) -> None:
+        """This process forks: the child has what is in use now, too, and must not see it change.
+
+        So it is never given back, neither here nor there.
+        """
+        for number, mapping in list(self._mappings.items()):
+            if mapping.is_in_use():
+                mapping.is_pinned = True
+                self._mappings.pop(number, None)
+
+
+class _Mapping:
+    """One segment, at the borrower's."""
+
+    def __init__(self, memory: mmap.mmap) -> None:
+        import ctypes  # not at the head: only who gets large data needs it
+
+        self.used = 0.0
+        self.is_pinned = False
+        self._memory = memory
+        self._state = memoryview(memory)[: _MAPPED_AT + 1]
+        self._state[_MAPPED_AT] = 1
+        # Views of a buffer keep what exports it, and nothing else. So each message gets an exporter of its own.
+        self._lease_type: Any = type("_Lease", (ctypes.c_char * len(memory),), {})
+        self._lease: weakref.ref[Any] | None = None
+
+    def number(self) -> int:
+        return int(_NUMBER.unpack_from(self._state, _NUMBER_AT)[0])
+
+    def is_in_use(self) -> bool:
+        return self._lease is not None and self._lease() is not None
+
+    def views(self, sizes: Sequence[int]) -> list[memoryview]:
+        ends = _ends(sizes)
+        if _DATA + ends[-1] - ends[0] + sizes[0] > len(self._memory) or self.is_in_use():
+            raise OSError(f"shared memory of {len(self._memory)} bytes, in use or not, was said to hold {sizes}")
+        self.used = monotonic()
+        lease = self._lease_type.from_buffer(self._memory)
+        state = self._state
+
+        def returned(_: object) -> None:
+            if not self.is_pinned:
+                state[_LENT_AT] = 0
+
+        self._lease = weakref.ref(lease, returned)
+        data = memoryview(lease).cast("B")[_DATA:]
+        return [data[end - _aligned(size) : end - _aligned(size) + size] for end, size in zip(ends, sizes, strict=True)]
+
+
+def _aligned(size: int) -> int:
+    return -(-size // ALIGNMENT) * ALIGNMENT
+
+
+def _ends(sizes: Sequence[int]) -> list[int]:
+    """Where each buffer's place ends."""
+    end = 0
+    ends = []
+    for size in sizes:
+        end += _aligned(size)
+        ends.append(end)
+    return ends
+
+
+def _rounded(total: int) -> int:
+    """A capacity for that many bytes which others will need, too."""
+    if total <= _LEAST:
+        return _LEAST
+    step = (1 << (total - 1).bit_length() - 1) // _STEPS
+    return -(-total // step) * step
+
+
+def _copy(target: memoryview, source: memoryview) -> None:
+    numpy: Any = sys.modules.get("numpy") if target.nbytes >= _WITHOUT_THE_LOCK else None
+    if numpy is None:
+        target[:] = source
+    else:
+        numpy.copyto(numpy.frombuffer(target, numpy.uint8), numpy.frombuffer(source, numpy.uint8))
