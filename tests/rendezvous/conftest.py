@@ -38,14 +38,6 @@ def occupied() -> Iterator[Callable[..., socket.socket]]:
 
 
 @pytest.fixture
-def free_port() -> int:
-    """A port that nobody had a moment ago."""
-    with socket.create_server(("127.0.0.1", 0)) as sock:
-        port: int = sock.getsockname()[1]
-    return port
-
-
-@pytest.fixture
 def path(tmp_path: Path) -> str:
     """A place for the file that says where the store is; there is none yet."""
     return str(tmp_path / "location")
