@@ -17,7 +17,8 @@ from farcall.agent.incoming import Incoming
 from farcall.agent.outgoing import Outgoing
 from farcall.testing import LocalGroup
 from gates import SOON, arrived, new_gate, wait_at
-from reference_stage import call, echo, expect_confirmed, expect_nothing_left, fetch, here, remote, start
+from group_stage import call, echo, start
+from reference_stage import expect_confirmed, expect_nothing_left, fetch, here, remote
 
 pytestmark = pytest.mark.timeout(60)
 

@@ -23,20 +23,9 @@ from farcall.testing.faulty_transport import FaultyTransport
 from farcall.transports.base import Channel
 from farcall.transports.memory import MemoryNetwork, MemoryTransport
 from gates import SOON, arrived, new_gate, wait_at
-from reference_stage import (
-    Shelf,
-    call,
-    echo,
-    expect_confirmed,
-    expect_nothing_left,
-    fetch,
-    here,
-    remote,
-    start,
-    tables,
-)
+from group_stage import NewGroup, call, echo, start
+from reference_stage import Shelf, expect_confirmed, expect_nothing_left, fetch, here, remote, tables
 
-NewGroup = Callable[..., LocalGroup]
 ABOUT_REFERENCES = ["RREF_FORK_REQUEST", "RREF_CHILD_ACCEPT", "RREF_USER_DELETE", "PYTHON_REMOTE_CALL"]
 MOMENT = 0.3
 """Seconds for a call that is to end by its timeout."""
@@ -56,19 +45,6 @@ def _no_runs() -> Iterator[None]:
     runs.clear()
     yield
     runs.clear()
-
-
-@pytest.fixture
-def new_group() -> Iterator[NewGroup]:
-    groups: list[LocalGroup] = []
-
-    def new_group(size: int = 3, **options: Any) -> LocalGroup:
-        groups.append(LocalGroup(size, FaultyRpcBackendOptions(**options)))
-        return groups[-1]
-
-    yield new_group
-    for group in groups:
-        group.shutdown(graceful=False)
 
 
 def run(value: Any) -> Any:

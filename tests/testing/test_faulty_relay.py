@@ -1,23 +1,15 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterator
 
 import pytest
 
 from eventually import eventually
-from farcall.testing import Faults, FaultyRpcBackendOptions
+from farcall.testing import Faults
 from farcall.testing.faulty_relay import Relay
 from farcall.testing.faulty_transport import FaultyTransport
 from farcall.transports.memory import MemoryNetwork, MemoryTransport
 from gates import SOON
-
-
-@pytest.fixture
-def faults() -> Iterator[Faults]:
-    faults = Faults("worker0", FaultyRpcBackendOptions())
-    yield faults
-    faults.relay.close()
 
 
 def start(faults: Faults) -> Relay:
