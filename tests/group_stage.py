@@ -16,10 +16,17 @@ from gates import SOON
 
 NewGroup = Callable[..., LocalGroup]
 
+runs: list[Any] = []
+"""What the workers of this test have run by `run`."""
+
 
 @contextmanager
 def local_groups() -> Iterator[NewGroup]:
-    """Makes groups as `LocalGroup` does; they are taken down at the end, whatever they are doing."""
+    """Makes groups as `LocalGroup` does; they are taken down at the end, whatever they are doing.
+
+    Nothing has been run before.
+    """
+    runs.clear()
     groups: list[LocalGroup] = []
 
     def new(*args: Any, **kwargs: Any) -> LocalGroup:
@@ -29,6 +36,7 @@ def local_groups() -> Iterator[NewGroup]:
     yield new
     for group in groups:
         group.shutdown(graceful=False)
+    runs.clear()
 
 
 def start(
@@ -44,6 +52,11 @@ def call(caller: Agent, to: Any, function: Callable[..., Any], *args: Any, timeo
 
 
 def echo(value: Any) -> Any:
+    return value
+
+
+def run(value: Any) -> Any:
+    runs.append(value)
     return value
 
 
