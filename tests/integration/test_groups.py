@@ -6,6 +6,7 @@ import os
 import signal
 from collections.abc import Iterable
 from pathlib import Path
+from typing import Any
 
 import pytest
 from worker_processes import StartWorkers, Workers
@@ -305,6 +306,19 @@ def test_a_leaver_hands_back_what_it_holds(workers: StartWorkers) -> None:
     assert leaver["shutdown"]["seconds"] < 3
 
 
+def freeze_one(group: Workers) -> list[dict[str, Any]]:
+    """Freezes the second of three that are ready, until the others have ended; what those have reported."""
+    for rank in range(3):
+        group.wait_for(rank, "ready")
+    group.send_signal(1, signal.SIGSTOP)
+    (group.directory / "go").touch()
+    for rank in (0, 2):
+        group.wait(rank)
+    group.send_signal(1, signal.SIGKILL)
+    first, _, third = group.finish({1: KILLED}, quiet=False)
+    return [first, third]
+
+
 def test_a_shutdown_without_a_frozen_member_ends_in_time_and_names_it(workers: StartWorkers) -> None:
     script = """
     start()
@@ -314,16 +328,7 @@ def test_a_shutdown_without_a_frozen_member_ends_in_time_and_names_it(workers: S
     wait_for(lambda: os.path.exists("go"), 20)
     report(first=outcome(rpc.shutdown, timeout=2), second=outcome(rpc.shutdown), third=outcome(rpc.shutdown, False))
     """
-    group = workers(script, n=3)
-    for rank in range(3):
-        group.wait_for(rank, "ready")
-    group.send_signal(1, signal.SIGSTOP)
-    (group.directory / "go").touch()
-    for rank in (0, 2):
-        group.wait(rank)
-    group.send_signal(1, signal.SIGKILL)
-    reports = group.finish({1: KILLED}, quiet=False)
-    for facts in (reports[0], reports[2]):
+    for facts in freeze_one(workers(script, n=3)):
         assert facts["first"]["error"] == "ShutdownError"
         assert "w1" in facts["first"]["text"]
         assert facts["first"]["seconds"] < 5
@@ -340,15 +345,7 @@ def test_a_shutdown_that_may_wait_for_ever_ends_when_a_member_is_lost(workers: S
         time.sleep(60)
     report(shutdown=outcome(rpc.shutdown))
     """
-    group = workers(script, n=3, limit=30)
-    for rank in range(3):
-        group.wait_for(rank, "ready")
-    group.send_signal(1, signal.SIGSTOP)
-    for rank in (0, 2):
-        group.wait(rank)
-    group.send_signal(1, signal.SIGKILL)
-    reports = group.finish({1: KILLED}, quiet=False)
-    for facts in (reports[0], reports[2]):
+    for facts in freeze_one(workers(script, n=3, limit=30)):
         assert facts["shutdown"]["error"] == "ShutdownError"
         assert "w1" in facts["shutdown"]["text"]
         assert facts["shutdown"]["seconds"] < 12
