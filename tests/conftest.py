@@ -31,6 +31,9 @@ from typing import Any
 
 import pytest
 
+import farcall as rpc
+import ports
+
 pytest.register_assert_rewrite("farcall.testing.conformance")
 
 GRACE = 2.0
@@ -100,6 +103,21 @@ def background() -> Iterator[ThreadPoolExecutor]:
     """Runs what waits, so that the test can go on."""
     with ThreadPoolExecutor(32) as pool:
         yield pool
+
+
+@pytest.fixture
+def free_port() -> int:
+    """A port that nobody had a moment ago."""
+    return ports.free_port()
+
+
+@pytest.fixture
+def alone(free_port: int) -> Iterator[None]:
+    """This process is the worker "alone" of a group of one."""
+    options = rpc.RpcBackendOptions(init_method=f"tcp://127.0.0.1:{free_port}", init_timeout=10)
+    rpc.init_rpc("alone", rank=0, world_size=1, rpc_backend_options=options)
+    yield
+    rpc.shutdown()
 
 
 def look_around() -> set[Leftover]:

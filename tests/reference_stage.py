@@ -31,16 +31,6 @@ def here(owner: Agent, value: Any) -> RRef[Any]:
     return RRef.of(owner.book.own(value))
 
 
-def call(caller: Agent, to: Any, function: Callable[..., Any], *args: Any, timeout: float = SOON) -> Any:
-    """The result of a call, as `rpc_sync` gives it."""
-    return caller.call(to, function, args, None, timeout).wait()
-
-
-def start(caller: Agent, to: Any, function: Callable[..., Any], *args: Any, timeout: float = SOON) -> Future[Any]:
-    """The future of a call, as `rpc_async` gives it."""
-    return caller.call(to, function, args, None, timeout, unattended=True)
-
-
 def tables(agent: Agent) -> dict[str, int]:
     """How much is in each table of a worker that should be empty in the end; only those that are not."""
     book = agent.book
@@ -81,10 +71,6 @@ def expect_confirmed(rref: RRef[Any]) -> None:
 
 
 # -- What the workers run
-
-
-def echo(value: Any) -> Any:
-    return value
 
 
 def fetch(rref: RRef[Any]) -> Any:

@@ -5,12 +5,10 @@ from __future__ import annotations
 import asyncio
 import inspect
 import pickle
-import socket
 import subprocess
 import sys
 import textwrap
 import threading
-from collections.abc import Iterator
 from pathlib import Path
 from time import monotonic
 from typing import Any
@@ -23,24 +21,8 @@ from farcall.options import UNSET_RPC_TIMEOUT
 pytestmark = pytest.mark.timeout(30)
 
 
-@pytest.fixture
-def port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        number: int = probe.getsockname()[1]
-        return number
-
-
 def options(port: int, **changes: Any) -> rpc.RpcBackendOptions:
     return rpc.RpcBackendOptions(init_method=f"tcp://127.0.0.1:{port}", init_timeout=10, **changes)
-
-
-@pytest.fixture
-def alone(port: int) -> Iterator[None]:
-    """This process is the worker "alone"."""
-    rpc.init_rpc("alone", rank=0, world_size=1, rpc_backend_options=options(port))
-    yield
-    rpc.shutdown()
 
 
 def run(script: str, *arguments: str) -> str:
@@ -229,8 +211,8 @@ def test_a_timeout_that_is_no_number(wrong: Any) -> None:
     assert rpc.rpc_sync("alone", int) == 0
 
 
-def test_the_timeout_of_the_options(port: int) -> None:
-    rpc.init_rpc("alone", rank=0, world_size=1, rpc_backend_options=options(port, rpc_timeout=7))
+def test_the_timeout_of_the_options(free_port: int) -> None:
+    rpc.init_rpc("alone", rank=0, world_size=1, rpc_backend_options=options(free_port, rpc_timeout=7))
     assert rpc.get_rpc_timeout() == 7
     rpc.shutdown()
 
@@ -251,10 +233,10 @@ def test_the_timeout_of_the_options(port: int) -> None:
         lambda: rpc._set_rpc_timeout(5),
     ],
 )
-def test_before_init_and_after_shutdown(use: Any, port: int) -> None:
+def test_before_init_and_after_shutdown(use: Any, free_port: int) -> None:
     with pytest.raises(rpc.NotInitializedError, match=r"call farcall\.init_rpc"):
         use()
-    rpc.init_rpc("alone", rank=0, world_size=1, rpc_backend_options=options(port))
+    rpc.init_rpc("alone", rank=0, world_size=1, rpc_backend_options=options(free_port))
     use()
     rpc.shutdown()
     with pytest.raises(rpc.NotInitializedError, match=r"call farcall\.init_rpc"):
@@ -273,9 +255,9 @@ def test_a_second_init_is_refused_and_changes_nothing() -> None:
     assert rpc.rpc_sync("alone", int) == 0
 
 
-def test_again_on_the_same_port(port: int) -> None:
+def test_again_on_the_same_port(free_port: int) -> None:
     for turn in range(5):
-        rpc.init_rpc(f"turn{turn}", rank=0, world_size=1, rpc_backend_options=options(port))
+        rpc.init_rpc(f"turn{turn}", rank=0, world_size=1, rpc_backend_options=options(free_port))
         assert rpc.rpc_sync(f"turn{turn}", int, args=(turn,)) == turn
         rpc.shutdown(graceful=turn % 2 == 0)
 
@@ -291,43 +273,43 @@ def test_again_on_the_same_port(port: int) -> None:
         ({"world_size": 0}, "world_size"),
     ],
 )
-def test_wrong_arguments_of_init(port: int, arguments: dict[str, Any], text: str) -> None:
-    right = {"name": "alone", "rank": 0, "world_size": 1, "rpc_backend_options": options(port)}
+def test_wrong_arguments_of_init(free_port: int, arguments: dict[str, Any], text: str) -> None:
+    right = {"name": "alone", "rank": 0, "world_size": 1, "rpc_backend_options": options(free_port)}
     with pytest.raises(rpc.UsageError, match=text):
         rpc.init_rpc(**{**right, **arguments})
     with pytest.raises(rpc.NotInitializedError):
         rpc.get_worker_info()
 
 
-def test_heartbeats_that_leave_no_time_are_refused_before_anybody_is_met(port: int) -> None:
-    hasty = options(port, heartbeat_interval=1.0, heartbeat_patience=2.0)
+def test_heartbeats_that_leave_no_time_are_refused_before_anybody_is_met(free_port: int) -> None:
+    hasty = options(free_port, heartbeat_interval=1.0, heartbeat_patience=2.0)
     hasty.init_timeout = 1.0
     with pytest.raises(rpc.UsageError, match="a patience of at least 3 intervals"):
         rpc.init_rpc("early", rank=0, world_size=2, rpc_backend_options=hasty)
 
 
-def test_an_unknown_transport_is_named(port: int) -> None:
+def test_an_unknown_transport_is_named(free_port: int) -> None:
     with pytest.raises(rpc.UsageError, match="no transport named 'pigeon'"):
-        rpc.init_rpc("alone", rank=0, world_size=1, rpc_backend_options=options(port, transports=("pigeon",)))
+        rpc.init_rpc("alone", rank=0, world_size=1, rpc_backend_options=options(free_port, transports=("pigeon",)))
 
 
-def test_init_from_the_environment(port: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    for name, value in {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "RANK": 0, "WORLD_SIZE": 1}.items():
+def test_init_from_the_environment(free_port: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name, value in {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": free_port, "RANK": 0, "WORLD_SIZE": 1}.items():
         monkeypatch.setenv(name, str(value))
     rpc.init_rpc("alone")
     assert rpc.get_worker_info() == rpc.WorkerInfo("alone", 0)
     rpc.shutdown()
 
 
-def test_a_graceful_shutdown_inside_a_served_function_is_refused(port: int) -> None:
-    rpc.init_rpc("alone", rank=0, world_size=1, rpc_backend_options=options(port))
+def test_a_graceful_shutdown_inside_a_served_function_is_refused(free_port: int) -> None:
+    rpc.init_rpc("alone", rank=0, world_size=1, rpc_backend_options=options(free_port))
     with pytest.raises(rpc.UsageError, match="graceful"):
         rpc.rpc_sync("alone", rpc.shutdown, timeout=5)
     assert rpc.rpc_sync("alone", int) == 0
     rpc.shutdown()
 
 
-def test_a_signal_handler_may_shut_down_while_a_shutdown_waits(port: int) -> None:
+def test_a_signal_handler_may_shut_down_while_a_shutdown_waits(free_port: int) -> None:
     script = """
     import signal, sys, threading, farcall as rpc
     def leave(*_):
@@ -344,12 +326,12 @@ def test_a_signal_handler_may_shut_down_while_a_shutdown_waits(port: int) -> Non
     rpc.shutdown()
     """
     done = subprocess.run(
-        [sys.executable, "-c", textwrap.dedent(script), str(port)], capture_output=True, text=True, timeout=5
+        [sys.executable, "-c", textwrap.dedent(script), str(free_port)], capture_output=True, text=True, timeout=5
     )
     assert "left" in done.stdout
 
 
-def test_a_signal_handler_may_shut_down_while_init_rpc_waits(port: int) -> None:
+def test_a_signal_handler_may_shut_down_while_init_rpc_waits(free_port: int) -> None:
     """There is nothing to shut down yet; it must not wait for the one that it interrupts."""
     script = """
     import signal, sys, farcall as rpc
@@ -363,7 +345,7 @@ def test_a_signal_handler_may_shut_down_while_init_rpc_waits(port: int) -> None:
     rpc.init_rpc("early", rank=0, world_size=2, rpc_backend_options=options)
     """
     done = subprocess.run(
-        [sys.executable, "-c", textwrap.dedent(script), str(port)], capture_output=True, text=True, timeout=5
+        [sys.executable, "-c", textwrap.dedent(script), str(free_port)], capture_output=True, text=True, timeout=5
     )
     assert "left" in done.stdout
     assert done.returncode == 0, done.stderr
@@ -383,7 +365,7 @@ def test_importing_brings_nothing_heavy() -> None:
     assert run(script) == ""
 
 
-def test_a_forked_child_gets_a_clear_error(port: int) -> None:
+def test_a_forked_child_gets_a_clear_error(free_port: int) -> None:
     script = """
     import os, sys, farcall as rpc
     options = rpc.RpcBackendOptions(init_method=f"tcp://127.0.0.1:{sys.argv[1]}")
@@ -400,13 +382,13 @@ def test_a_forked_child_gets_a_clear_error(port: int) -> None:
     print(rpc.rpc_sync("parent", int, args=(5,)))
     rpc.shutdown()
     """
-    error, parent = run(script, str(port)).splitlines()
+    error, parent = run(script, str(free_port)).splitlines()
     assert "forked from worker 'parent'" in error
     assert "init_rpc" in error
     assert parent == "5"
 
 
-def test_a_forked_child_has_no_references(port: int) -> None:
+def test_a_forked_child_has_no_references(free_port: int) -> None:
     """The tables are its parent's, and their lock may have been held by another thread at the fork."""
     script = """
     import os, sys, farcall as rpc
@@ -434,10 +416,10 @@ def test_a_forked_child_has_no_references(port: int) -> None:
     print(rref.to_here(), len(rpc.references().owned))
     rpc.shutdown()
     """
-    assert run(script, str(port)).splitlines() == 6 * ["refused"] + ["[] 1"]
+    assert run(script, str(free_port)).splitlines() == 6 * ["refused"] + ["[] 1"]
 
 
-def test_a_function_that_runs_for_others_may_fork_a_worker_of_its_own(port: int, tmp_path: Path) -> None:
+def test_a_function_that_runs_for_others_may_fork_a_worker_of_its_own(free_port: int, tmp_path: Path) -> None:
     script = """
     import os, sys, farcall as rpc
     def start(name, url):
@@ -456,10 +438,10 @@ def test_a_function_that_runs_for_others_may_fork_a_worker_of_its_own(port: int,
     print(rpc.rpc_sync("parent", fork, timeout=20))
     rpc.shutdown()
     """
-    assert run(script, str(port), f"file://{tmp_path}/child") == "7"
+    assert run(script, str(free_port), f"file://{tmp_path}/child") == "7"
 
 
-def test_no_thread_for_a_worker_leaves_none(port: int) -> None:
+def test_no_thread_for_a_worker_leaves_none(free_port: int) -> None:
     script = """
     import sys, threading, farcall as rpc
     options = rpc.RpcBackendOptions(init_method=f"tcp://127.0.0.1:{sys.argv[1]}")
@@ -478,10 +460,10 @@ def test_no_thread_for_a_worker_leaves_none(port: int) -> None:
     print(rpc.rpc_sync("lonely", int, args=(5,)))
     rpc.shutdown()
     """
-    assert run(script, str(port)).splitlines() == ["can't start new thread", "5"]
+    assert run(script, str(free_port)).splitlines() == ["can't start new thread", "5"]
 
 
-def test_lambdas_and_functions_of_an_interactive_session(port: int) -> None:
+def test_lambdas_and_functions_of_an_interactive_session(free_port: int) -> None:
     script = """
     import sys, farcall as rpc
     options = rpc.RpcBackendOptions(init_method=f"tcp://127.0.0.1:{sys.argv[1]}")
@@ -494,4 +476,4 @@ def test_lambdas_and_functions_of_an_interactive_session(port: int) -> None:
           rpc.rpc_sync("notebook", Point, args=(9,)).x)
     rpc.shutdown()
     """
-    assert run(script, str(port)) == "6 5 9"
+    assert run(script, str(free_port)) == "6 5 9"

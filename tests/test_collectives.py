@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import inspect
-import socket
 import threading
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -226,17 +224,6 @@ def test_who_could_not_bring_its_part_was_not_there(agent: Any, monkeypatch: pyt
 
 
 # -- the functions
-
-
-@pytest.fixture
-def alone() -> Iterator[None]:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
-    options = rpc.RpcBackendOptions(init_method=f"tcp://127.0.0.1:{port}", init_timeout=10)
-    rpc.init_rpc("alone", rank=0, world_size=1, rpc_backend_options=options)
-    yield
-    rpc.shutdown(graceful=False)
 
 
 @pytest.mark.parametrize(

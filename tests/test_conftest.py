@@ -99,7 +99,8 @@ def test_that_fails():
 def report(tmp_path_factory: pytest.TempPathFactory) -> str:
     """What pytest says of the tests above; one run for all."""
     directory = tmp_path_factory.mktemp("leaks")
-    shutil.copy(Path(__file__).with_name("conftest.py"), directory)
+    for name in ("conftest.py", "ports.py"):
+        shutil.copy(Path(__file__).with_name(name), directory)
     (directory / "test_leaks.py").write_text(LEAKING_TESTS)
     (directory / "pytest.ini").write_text("[pytest]\n")
     result = subprocess.run(

@@ -2,27 +2,13 @@
 
 from __future__ import annotations
 
-import socket
 import threading
-from collections.abc import Iterator
 
 import pytest
 
 import farcall as rpc
 from farcall.futures import Future
 from farcall.gathering import AwaitedTogether, _wait_all, awaited_together
-
-
-@pytest.fixture
-def alone() -> Iterator[None]:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
-    options = rpc.RpcBackendOptions(init_method=f"tcp://127.0.0.1:{port}", init_timeout=10)
-    rpc.init_rpc("alone", rank=0, world_size=1, rpc_backend_options=options)
-    yield
-    rpc.shutdown(graceful=False)
-
 
 _gate = threading.Event()
 

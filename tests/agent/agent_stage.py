@@ -1,4 +1,4 @@
-"""What the workers of the agent tests run, and how the tests call it.
+"""What the workers of the agent tests run.
 
 All workers live in the process of the test, so functions here see the same globals as the test does.
 """
@@ -10,28 +10,12 @@ import threading
 from collections.abc import Callable
 from typing import Any
 
-from farcall.agent import Agent
 from farcall.futures import Future
 from farcall.testing import LocalGroup
 from gates import SOON
+from group_stage import call
 
 seen: list[Any] = []
-
-
-def start(
-    caller: Agent, to: Any, function: Callable[..., Any], *args: Any, timeout: float = SOON, **kwargs: Any
-) -> Any:
-    """The future of a call, as `rpc_async` gives it."""
-    return caller.call(to, function, args, kwargs, timeout, unattended=True)
-
-
-def call(caller: Agent, to: Any, function: Callable[..., Any], *args: Any, timeout: float = SOON, **kwargs: Any) -> Any:
-    """The result of a call, as `rpc_sync` gives it."""
-    return caller.call(to, function, args, kwargs, timeout).wait()
-
-
-def echo(value: Any) -> Any:
-    return value
 
 
 def add(left: Any, right: Any = 1) -> Any:

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from typing import Any
+from collections.abc import Iterator
 
 import pytest
 from book_stage import Books
@@ -12,23 +11,14 @@ from serving_stage import Stage
 from farcall.agent import serving
 from farcall.options import RpcBackendOptions
 from farcall.testing import LocalGroup
-from reference_stage import call, echo
-
-NewGroup = Callable[..., LocalGroup]
+from group_stage import NewGroup, connect_all, local_groups
 
 
 @pytest.fixture
 def new_group() -> Iterator[NewGroup]:
     """Makes groups with these options; they are taken down at the end."""
-    groups: list[LocalGroup] = []
-
-    def new_group(size: int = 2, **options: Any) -> LocalGroup:
-        groups.append(LocalGroup(size, RpcBackendOptions(**options)))
-        return groups[-1]
-
-    yield new_group
-    for group in groups:
-        group.shutdown(graceful=False)
+    with local_groups() as new:
+        yield lambda size=2, **options: new(size, RpcBackendOptions(**options))
 
 
 @pytest.fixture
@@ -40,9 +30,7 @@ def group(new_group: NewGroup) -> LocalGroup:
 @pytest.fixture
 def warm(group: LocalGroup) -> LocalGroup:
     """Three workers, all connected with all."""
-    for agent in group:
-        for to in range(3):
-            call(agent, to, echo, 0)
+    connect_all(group)
     return group
 
 

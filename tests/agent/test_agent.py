@@ -12,7 +12,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from agent_stage import add, bounce, call, echo, forward, note, seen, start, thread_name
+from agent_stage import add, bounce, forward, note, seen, thread_name
 
 from farcall import UnknownWorkerError, UsageError, WorkerInfo
 from farcall.gathering import collect_all, wait_all
@@ -20,6 +20,7 @@ from farcall.testing import LocalGroup
 from farcall.transports.base import Channel
 from farcall.transports.memory import MemoryListener
 from gates import SOON
+from group_stage import call, echo, start
 
 pytestmark = pytest.mark.timeout(30)
 

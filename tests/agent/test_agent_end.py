@@ -9,13 +9,14 @@ from functools import partial
 from time import monotonic
 
 import pytest
-from agent_stage import call, echo, forward, note, seen, start
+from agent_stage import forward, note, seen
 
 from farcall import NotInitializedError, RpcError, ShutdownError, UsageError, WorkerLost
 from farcall.futures import Future
 from farcall.testing import LocalGroup
 from farcall.transports.base import Channel
 from gates import SOON, arrived, new_gate, wait_at
+from group_stage import call, echo, start
 
 pytestmark = pytest.mark.timeout(30)
 

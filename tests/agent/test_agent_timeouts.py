@@ -9,13 +9,13 @@ from concurrent.futures import ThreadPoolExecutor
 from time import monotonic
 
 import pytest
-from agent_stage import call, echo, start
 
 from eventually import eventually
 from farcall import RpcTimeoutError, UsageError
 from farcall.gathering import wait_all
 from farcall.testing import LocalGroup
 from gates import SOON, arrived, new_gate, wait_at
+from group_stage import call, echo, start
 
 pytestmark = pytest.mark.timeout(30)
 

@@ -23,8 +23,9 @@ from farcall.protocol.wire import METHOD
 from farcall.sleeping import FOREVER
 from farcall.testing import LocalGroup
 from gates import SOON, arrived, new_gate, wait_at
+from group_stage import call, start
 from interruption import At, Interrupt
-from reference_stage import call, expect_confirmed, expect_nothing_left, here, remote, start, tables
+from reference_stage import expect_confirmed, expect_nothing_left, here, remote, tables
 
 pytestmark = pytest.mark.timeout(30)
 

@@ -8,7 +8,7 @@ from functools import partial
 from typing import Any
 
 import pytest
-from agent_stage import Counter, add, call, echo, start
+from agent_stage import Counter, add
 
 from farcall import SerializationError
 from farcall.agent.calls import CallbackJob, Reply
@@ -17,6 +17,7 @@ from farcall.protocol.wire import FAILURE, RESULT
 from farcall.serialization import dumps, encode_failure
 from farcall.testing import LocalGroup
 from gates import SOON, new_gate, wait_at
+from group_stage import call, echo, start
 
 pytestmark = pytest.mark.timeout(30)
 

@@ -8,7 +8,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from agent_stage import add, call, echo, fail, forward, note, start
+from agent_stage import add, fail, forward, note
 
 from eventually import eventually
 from farcall.agent.counting import Counting
@@ -17,6 +17,7 @@ from farcall.errors import RpcTimeoutError, ShutdownError
 from farcall.rref import RRef
 from farcall.testing import LocalGroup
 from gates import SOON, arrived, new_gate, wait_at
+from group_stage import call, echo, start
 
 PEER = set(PeerMetrics.__annotations__)
 NOTHING = dict.fromkeys(PEER, 0)

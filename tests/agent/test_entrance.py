@@ -8,7 +8,6 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from agent_stage import call, echo
 
 import farcall.rendezvous
 from eventually import eventually
@@ -19,6 +18,7 @@ from farcall.options import RpcBackendOptions
 from farcall.protocol.membership_messages import Member, News, encode
 from farcall.rendezvous import Rendezvous, join_open
 from farcall.testing import LocalGroup, MemoryStore
+from group_stage import call, echo
 
 pytestmark = pytest.mark.timeout(60)
 

@@ -11,10 +11,11 @@ from time import monotonic
 from typing import Any
 
 import pytest
-from agent_stage import Counter, add, add_async, call, echo, fail, start
+from agent_stage import Counter, add, add_async, fail
 
 from farcall.testing import LocalGroup
 from gates import SOON, arrived, new_gate, wait_at
+from group_stage import call, echo, start
 
 pytestmark = pytest.mark.timeout(30)
 

@@ -7,10 +7,11 @@ import threading
 import traceback
 
 import pytest
-from agent_stage import Odd, add_async, call, echo, fail, raise_odd
+from agent_stage import Odd, add_async, fail, raise_odd
 
 from farcall import RemoteError
 from farcall.testing import LocalGroup
+from group_stage import call, echo
 
 pytestmark = pytest.mark.timeout(30)
 

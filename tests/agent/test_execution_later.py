@@ -10,7 +10,7 @@ from time import monotonic
 from typing import Any
 
 import pytest
-from agent_stage import Odd, add, add_async, call, echo, raise_odd, settled, start, thread_name
+from agent_stage import Odd, add, add_async, raise_odd, settled, thread_name
 
 from farcall import RpcTimeoutError, SerializationError
 from farcall.functions import async_execution
@@ -18,6 +18,7 @@ from farcall.futures import Future
 from farcall.gathering import collect_all
 from farcall.testing import LocalGroup
 from gates import SOON, arrived, await_at, new_gate
+from group_stage import call, echo, start
 
 pytestmark = pytest.mark.timeout(30)
 

@@ -9,7 +9,7 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
-from agent_stage import add, call, echo, settled, start
+from agent_stage import add, settled
 
 from farcall import RemoteError, SerializationError
 from farcall.agent import execution
@@ -18,6 +18,7 @@ from farcall.futures import Future
 from farcall.protocol import wire
 from farcall.testing import LocalGroup
 from gates import SOON, arrived, new_gate, wait_at
+from group_stage import call, echo, start
 
 pytestmark = pytest.mark.timeout(30)
 
@@ -78,7 +79,7 @@ def test_what_cannot_be_unpickled_is_told_on_both_ways(group: LocalGroup) -> Non
         call(group[0], 1, returns_breaks)
     with pytest.raises(
         SerializationError,
-        match=r"the arguments of `agent_stage\.echo` cannot be rebuilt on worker 'worker1' \(ValueErr",
+        match=r"the arguments of `group_stage\.echo` cannot be rebuilt on worker 'worker1' \(ValueErr",
     ):
         call(group[0], 1, echo, Breaks())
     with pytest.raises(

@@ -8,12 +8,11 @@ from __future__ import annotations
 import logging
 import re
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import pytest
-from agent_stage import call, echo, start
 
 from eventually import eventually
 from farcall import ExpelledError, ShutdownError, WorkerLost
@@ -26,6 +25,7 @@ from farcall.protocol.handshake import Hello
 from farcall.protocol.membership_messages import Member, News, encode
 from farcall.testing import LocalGroup
 from gates import SOON, new_gate, wait_at
+from group_stage import NewGroup, call, echo, local_groups, start
 
 pytestmark = pytest.mark.timeout(60)
 
@@ -35,22 +35,18 @@ ROUNDS = 8
 """So many silent rounds are the patience."""
 SLOW_HEART: dict[str, Any] = {"heartbeat_interval": INTERVAL, "heartbeat_patience": ROUNDS * INTERVAL}
 
-NewGroup = Callable[..., LocalGroup]
-
 
 @pytest.fixture
 def new_open_group() -> Iterator[NewGroup]:
     """Makes open groups with these options; they are taken down at the end."""
-    groups: list[LocalGroup] = []
+    with local_groups() as new:
 
-    def new_group(size: int, **options: Any) -> LocalGroup:
-        groups.append(LocalGroup(size, RpcBackendOptions(**{**SLOW_HEART, **options}), is_open=True))
-        eventually(lambda: all(len(agent.group.here()) == size for agent in groups[-1]))
-        return groups[-1]
+        def new_group(size: int, **options: Any) -> LocalGroup:
+            group = new(size, RpcBackendOptions(**{**SLOW_HEART, **options}), is_open=True)
+            eventually(lambda: all(len(agent.group.here()) == size for agent in group))
+            return group
 
-    yield new_group
-    for group in groups:
-        group.shutdown(graceful=False)
+        yield new_group
 
 
 class Hearts:

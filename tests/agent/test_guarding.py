@@ -10,7 +10,6 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from agent_stage import call
 
 import service_stage
 from farcall.agent.calls import Reply
@@ -23,6 +22,7 @@ from farcall.protocol.wire import METHOD
 from farcall.rref import RRef
 from farcall.security.allowed import Allowed
 from farcall.testing import LocalGroup
+from group_stage import call
 
 pytestmark = pytest.mark.timeout(30)
 

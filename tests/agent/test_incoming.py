@@ -10,7 +10,6 @@ from contextlib import ExitStack
 from time import monotonic
 
 import pytest
-from agent_stage import call, echo, start
 
 from farcall import WorkerLost
 from farcall.agent.sending import Sender
@@ -31,6 +30,7 @@ from farcall.protocol.wire import CALL, RESULT, Decoder, encode
 from farcall.testing import LocalGroup
 from farcall.transports.base import Channel
 from gates import SOON, arrived, gates, new_gate, wait_at
+from group_stage import call, echo, start
 
 pytestmark = pytest.mark.timeout(30)
 

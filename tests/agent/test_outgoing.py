@@ -16,7 +16,7 @@ from time import monotonic
 from types import SimpleNamespace
 
 import pytest
-from agent_stage import a_megabyte, call, echo, start
+from agent_stage import a_megabyte
 
 from eventually import eventually
 from farcall import RpcTimeoutError, UsageError, WorkerLost
@@ -27,6 +27,7 @@ from farcall.protocol.wire import CALL, encode
 from farcall.sleeping import FOREVER
 from farcall.testing import LocalGroup
 from gates import SOON, arrived, new_gate, wait_at
+from group_stage import call, echo, start
 from interruption import At, Interrupt
 
 pytestmark = pytest.mark.timeout(30)

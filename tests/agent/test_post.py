@@ -21,18 +21,8 @@ from farcall.protocol.reference_messages import ForkAccepted
 from farcall.protocol.wire import CALL, CALL_CARRYING, CONTROL, REMOTE, RESULT, Decoder
 from farcall.testing import LocalGroup
 from farcall.transports.base import Channel
-from reference_stage import (
-    call,
-    echo,
-    expect_confirmed,
-    expect_nothing_left,
-    fetch,
-    here,
-    keep_there,
-    kept,
-    remote,
-    tables,
-)
+from group_stage import call, echo
+from reference_stage import expect_confirmed, expect_nothing_left, fetch, here, keep_there, kept, remote, tables
 
 pytestmark = pytest.mark.timeout(60)
 

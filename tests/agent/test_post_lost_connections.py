@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import random
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
@@ -17,23 +17,10 @@ from farcall.agent.incoming import Incoming
 from farcall.agent.outgoing import Outgoing
 from farcall.testing import LocalGroup
 from gates import SOON, arrived, new_gate, wait_at
-from reference_stage import call, echo, expect_confirmed, expect_nothing_left, fetch, here, remote, start
+from group_stage import call, echo, run, runs, start
+from reference_stage import expect_confirmed, expect_nothing_left, fetch, here, remote
 
 pytestmark = pytest.mark.timeout(60)
-
-runs: list[Any] = []
-
-
-@pytest.fixture(autouse=True)
-def _no_runs() -> Iterator[None]:
-    runs.clear()
-    yield
-    runs.clear()
-
-
-def run(value: Any) -> Any:
-    runs.append(value)
-    return value
 
 
 def run_and_fetch(rref: RRef[Any]) -> Any:

@@ -1,13 +1,13 @@
 from __future__ import annotations
 
 import pytest
-from agent_stage import call, echo, start
 
 from eventually import eventually
 from farcall.backends.interface import MembershipChange
 from farcall.errors import RpcTimeoutError
 from farcall.testing import LocalGroup
 from gates import SOON, arrived, new_gate, wait_at
+from group_stage import call, echo, start
 
 
 def test_a_worker_that_does_nothing_has_nothing_under_way(group: LocalGroup) -> None:

@@ -16,12 +16,9 @@ from book_stage import Sensitive, made
 from farcall.agent.values import Value
 from farcall.errors import ReferenceRefused
 from farcall.serialization import encode_failure
+from reference_stage import ShelfError
 
 pytestmark = pytest.mark.timeout(20)
-
-
-class ShelfError(Exception):
-    """An error with arguments of its own."""
 
 
 def failed(error: BaseException | None = None) -> Value:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import socket
 
 import pytest
 
@@ -13,10 +12,8 @@ from farcall.options import BackendOptions
 
 
 @pytest.fixture
-def url() -> str:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return f"tcp://127.0.0.1:{probe.getsockname()[1]}"
+def url(free_port: int) -> str:
+    return f"tcp://127.0.0.1:{free_port}"
 
 
 @pytest.mark.parametrize("backend", [None, rpc.BackendType.TENSORPIPE, rpc.BackendType.FARCALL])

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import inspect
 import logging
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -14,13 +13,6 @@ from backends.in_process import BACKEND, InProcessAgent, InProcessOptions
 from farcall.agent import Agent
 from farcall.backends import RpcAgent
 from farcall.options import BackendOptions
-
-
-@pytest.fixture
-def backend() -> Iterator[rpc.BackendType]:
-    yield rpc.register_backend("IN_PROCESS", *BACKEND)
-    rpc.shutdown(graceful=False)
-    rpc.backend_registry.unregister_backend("IN_PROCESS")
 
 
 @pytest.fixture

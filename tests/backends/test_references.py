@@ -5,20 +5,11 @@ A backend that has them is in `test_interface.py`.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-
 import pytest
 
 import farcall as rpc
-from backends.in_process import BACKEND, InProcessOptions
+from backends.in_process import InProcessOptions
 from farcall.backends import NoReferences
-
-
-@pytest.fixture
-def backend() -> Iterator[rpc.BackendType]:
-    yield rpc.register_backend("IN_PROCESS", *BACKEND)
-    rpc.shutdown(graceful=False)
-    rpc.backend_registry.unregister_backend("IN_PROCESS")
 
 
 def test_a_backend_without_references(backend: rpc.BackendType) -> None:

@@ -6,7 +6,9 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import pytest
-from worker_processes import LIMIT, StartWorkers, Workers, free_port
+from worker_processes import LIMIT, StartWorkers, Workers
+
+from ports import free_port
 
 
 @pytest.fixture

@@ -78,9 +78,6 @@ def test_everybody_who_waits_hears_of_a_killed_worker_within_a_second(
     assert facts["alive"] == 0
 
 
-BLAMED = "the worker with the store closes it when it gives up: the next one blames that worker, not the dead one"
-
-
 @pytest.mark.parametrize("victim", [0, 1])
 def test_a_graceful_shutdown_without_a_killed_worker_ends_and_names_it(workers: StartWorkers, victim: int) -> None:
     script = """

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import os
 import signal
+from collections.abc import Iterable
 from pathlib import Path
+from typing import Any
 
 import pytest
 from worker_processes import StartWorkers, Workers
@@ -20,6 +22,13 @@ QUICK = "heartbeat_interval=0.2, heartbeat_patience=2.0"
 def finish(group: Workers) -> None:
     """Tells the workers that wait for it that the test is over."""
     (group.directory / "over").touch()
+
+
+def end(group: Workers, ranks: Iterable[int]) -> None:
+    """Lets the workers go that wait for it, once these have said whom they see: nobody goes before."""
+    for rank in ranks:
+        group.wait_for(rank, "names")
+    (group.directory / "end").touch()
 
 
 # -- who is lost
@@ -99,9 +108,7 @@ def test_a_worker_that_keeps_the_interpreter_to_itself_for_five_seconds_is_not_l
     rpc.shutdown()
     """
     group = workers(script, n=3)
-    for rank in range(3):
-        group.wait_for(rank, "names")
-    (group.directory / "end").touch()
+    end(group, range(3))
     reports = group.finish()
     assert reports[0]["one"]["result"] == "held"
     assert reports[0]["one"]["seconds"] >= 5
@@ -182,65 +189,47 @@ def test_a_name_is_taken_again_while_its_old_worker_is_frozen(workers: StartWork
     group.send_signal(1, signal.SIGCONT)
     assert group.wait_for(1, "told") is True
     finish(group)
-    for rank in range(3):
-        group.wait_for(rank, "names")
-    (group.directory / "end").touch()
+    end(group, range(3))
     reports = group.finish(quiet=False)
     assert reports[0]["names"] == reports[2]["names"] == ["w0", "w1"]
     assert reports[2]["number"] > reports[1]["number"]
 
 
-def test_the_store_outlives_its_host(workers: StartWorkers) -> None:
-    script = """
-    join()
+def expect_the_store_to_outlive_its_host(
+    workers: StartWorkers, options: str, number: signal.Signals, newcomers: list[int]
+) -> None:
+    """The host of three gets that signal; then others come, and all but the host see each other."""
+    there = [1, 2, *newcomers]
+    script = f"""
+    join({options})
     report(up=True)
-    wait_for(lambda: os.path.exists("over") and len(names()) == 4, 20)
+    wait_for(lambda: os.path.exists("over") and len(names()) == {len(there)}, 20)
     report(names=names())
     wait_for(lambda: os.path.exists("end"), 20)
     rpc.shutdown(timeout=10)
     """
-    group = workers(script, n=5, order=(0,))
+    group = workers(script, n=1 + len(there), order=(0,))
     group.wait_for(0, "up")  # so it hosts the store
-    for rank in (1, 2):
-        group.start(rank)
-        group.wait_for(rank, "up")
-    group.send_signal(0, signal.SIGKILL)
-    for rank in (3, 4):
+    for rank in there:
+        if rank == newcomers[0]:
+            group.send_signal(0, number)
         group.start(rank)
         group.wait_for(rank, "up")
     finish(group)
-    for rank in range(1, 5):
-        group.wait_for(rank, "names")
-    (group.directory / "end").touch()
+    end(group, there)
+    group.send_signal(0, signal.SIGKILL)
     reports = group.finish({0: KILLED})
-    assert [facts.get("names") for facts in reports[1:]] == [["w1", "w2", "w3", "w4"]] * 4
+    assert [facts.get("names") for facts in reports[1:]] == [[f"w{rank}" for rank in there]] * len(there)
+
+
+def test_the_store_outlives_its_host(workers: StartWorkers) -> None:
+    expect_the_store_to_outlive_its_host(workers, "", signal.SIGKILL, [3, 4])
 
 
 def test_the_store_at_a_file_outlives_a_host_that_is_frozen(workers: StartWorkers) -> None:
     """Its connections stay open and its port takes new ones: who comes must still come to this group."""
-    script = f"""
-    join(init_method=f"file://{{os.path.abspath('meeting')}}", {QUICK})
-    report(up=True)
-    wait_for(lambda: os.path.exists("over") and len(names()) == 3, 20)
-    report(names=names())
-    wait_for(lambda: os.path.exists("end"), 20)
-    rpc.shutdown(timeout=10)
-    """
-    group = workers(script, n=4, order=(0,))
-    group.wait_for(0, "up")  # so it hosts the store
-    for rank in (1, 2):
-        group.start(rank)
-        group.wait_for(rank, "up")
-    group.send_signal(0, signal.SIGSTOP)
-    group.start(3)
-    group.wait_for(3, "up")
-    finish(group)
-    for rank in range(1, 4):
-        group.wait_for(rank, "names")
-    (group.directory / "end").touch()
-    group.send_signal(0, signal.SIGKILL)
-    reports = group.finish({0: KILLED})
-    assert [facts.get("names") for facts in reports[1:]] == [["w1", "w2", "w3"]] * 3
+    options = f"""init_method=f"file://{{os.path.abspath('meeting')}}", {QUICK}"""
+    expect_the_store_to_outlive_its_host(workers, options, signal.SIGSTOP, [3])
 
 
 def test_who_wakes_among_strangers_hears_that_it_was_taken_for_dead(workers: StartWorkers) -> None:
@@ -317,6 +306,19 @@ def test_a_leaver_hands_back_what_it_holds(workers: StartWorkers) -> None:
     assert leaver["shutdown"]["seconds"] < 3
 
 
+def freeze_one(group: Workers) -> list[dict[str, Any]]:
+    """Freezes the second of three that are ready, until the others have ended; what those have reported."""
+    for rank in range(3):
+        group.wait_for(rank, "ready")
+    group.send_signal(1, signal.SIGSTOP)
+    (group.directory / "go").touch()
+    for rank in (0, 2):
+        group.wait(rank)
+    group.send_signal(1, signal.SIGKILL)
+    first, _, third = group.finish({1: KILLED}, quiet=False)
+    return [first, third]
+
+
 def test_a_shutdown_without_a_frozen_member_ends_in_time_and_names_it(workers: StartWorkers) -> None:
     script = """
     start()
@@ -326,16 +328,7 @@ def test_a_shutdown_without_a_frozen_member_ends_in_time_and_names_it(workers: S
     wait_for(lambda: os.path.exists("go"), 20)
     report(first=outcome(rpc.shutdown, timeout=2), second=outcome(rpc.shutdown), third=outcome(rpc.shutdown, False))
     """
-    group = workers(script, n=3)
-    for rank in range(3):
-        group.wait_for(rank, "ready")
-    group.send_signal(1, signal.SIGSTOP)
-    (group.directory / "go").touch()
-    for rank in (0, 2):
-        group.wait(rank)
-    group.send_signal(1, signal.SIGKILL)
-    reports = group.finish({1: KILLED}, quiet=False)
-    for facts in (reports[0], reports[2]):
+    for facts in freeze_one(workers(script, n=3)):
         assert facts["first"]["error"] == "ShutdownError"
         assert "w1" in facts["first"]["text"]
         assert facts["first"]["seconds"] < 5
@@ -352,15 +345,7 @@ def test_a_shutdown_that_may_wait_for_ever_ends_when_a_member_is_lost(workers: S
         time.sleep(60)
     report(shutdown=outcome(rpc.shutdown))
     """
-    group = workers(script, n=3, limit=30)
-    for rank in range(3):
-        group.wait_for(rank, "ready")
-    group.send_signal(1, signal.SIGSTOP)
-    for rank in (0, 2):
-        group.wait(rank)
-    group.send_signal(1, signal.SIGKILL)
-    reports = group.finish({1: KILLED}, quiet=False)
-    for facts in (reports[0], reports[2]):
+    for facts in freeze_one(workers(script, n=3, limit=30)):
         assert facts["shutdown"]["error"] == "ShutdownError"
         assert "w1" in facts["shutdown"]["text"]
         assert facts["shutdown"]["seconds"] < 12

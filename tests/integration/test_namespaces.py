@@ -15,7 +15,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from worker_processes import Workers, free_port
+from worker_processes import Workers
+
+from ports import free_port
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(90)]
 

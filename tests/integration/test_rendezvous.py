@@ -7,7 +7,9 @@ import time
 from typing import Any
 
 import pytest
-from worker_processes import StartWorkers, free_port
+from worker_processes import StartWorkers
+
+from ports import free_port
 
 pytestmark = pytest.mark.timeout(45)
 

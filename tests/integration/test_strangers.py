@@ -34,6 +34,7 @@ from farcall.security import Applicant, Credentials, Limits, Secret, credentials
 from farcall.security.encryption import Encryption
 from farcall.transports.tcp import TcpTransport
 from farcall.transports.unix import UnixTransport
+from ports import free_port
 
 pytestmark = pytest.mark.timeout(60)
 
@@ -79,9 +80,7 @@ class Group:
     """Two workers in this process, with real doors."""
 
     def __init__(self, secret: str, limits: Limits) -> None:
-        with socket.socket() as probe:
-            probe.bind(("127.0.0.1", 0))
-            self.port = probe.getsockname()[1]
+        self.port = free_port()
         self.secret = secret
         self.agents: list[Agent] = [None, None]  # type: ignore[list-item]
         with ThreadPoolExecutor(2) as pool:
@@ -325,9 +324,7 @@ def test_what_is_no_message_behind_the_proof_ends_that_connection_alone(
 
 def test_workers_call_each_other_over_encrypted_channels_and_strangers_stay_out() -> None:
     secret, encryptions = Secret("the secret of this group"), [Encryption(), Encryption()]
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
+    port = free_port()
 
     def start(rank: int) -> Agent:
         credentials = Credentials(secret, encryptions[rank], Limits(patience=0.3))

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import os
 import signal
-import socket
 import subprocess
 import sys
 import textwrap
@@ -135,12 +134,3 @@ class Workers:
 
     def _file(self, rank: int, what: str) -> Path:
         return self.directory / f"{what}.{rank}"
-
-
-def free_port(host: str = "127.0.0.1") -> int:
-    """A port that was free just now."""
-    family = socket.AF_INET6 if ":" in host else socket.AF_INET
-    with socket.socket(family) as probe:
-        probe.bind((host, 0))
-        port: int = probe.getsockname()[1]
-        return port

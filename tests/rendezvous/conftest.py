@@ -1,26 +1,28 @@
-"""Stores, threads and ports for the tests of the rendezvous: loopback only, and all of it is closed again."""
+"""Stores, ports and files for the tests of the rendezvous: loopback only, and all of it is closed again."""
 
 from __future__ import annotations
 
 import socket
 from collections.abc import Callable, Iterator
+from contextlib import ExitStack, closing
+from pathlib import Path
 
 import pytest
 from rendezvous_stage import Stage
 
 
+@pytest.fixture(autouse=True)
+def _clean_environment(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Who runs the tests may be a worker of something else."""
+    for variable in ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT", "TORCHELASTIC_USE_AGENT_STORE"):
+        monkeypatch.delenv(variable, raising=False)
+
+
 @pytest.fixture
 def stages() -> Iterator[Callable[..., Stage]]:
     """Makes stages; they are closed at the end."""
-    made: list[Stage] = []
-
-    def make(world_size: int = 4, patience: float = 10.0, most: int = 256) -> Stage:
-        made.append(Stage(world_size, patience, most))
-        return made[-1]
-
-    yield make
-    for stage in made:
-        stage.close()
+    with ExitStack() as made:
+        yield lambda *args, **kwargs: made.enter_context(closing(Stage(*args, **kwargs)))
 
 
 @pytest.fixture
@@ -29,22 +31,13 @@ def stage(stages: Callable[..., Stage]) -> Stage:
 
 
 @pytest.fixture
-def occupied() -> Iterator[Callable[[int], socket.socket]]:
+def occupied() -> Iterator[Callable[..., socket.socket]]:
     """Listens on a port and never answers."""
-    sockets: list[socket.socket] = []
-
-    def occupy(port: int = 0) -> socket.socket:
-        sockets.append(socket.create_server(("127.0.0.1", port)))
-        return sockets[-1]
-
-    yield occupy
-    for sock in sockets:
-        sock.close()
+    with ExitStack() as made:
+        yield lambda port=0: made.enter_context(socket.create_server(("127.0.0.1", port)))
 
 
 @pytest.fixture
-def free_port() -> int:
-    """A port that nobody had a moment ago."""
-    with socket.create_server(("127.0.0.1", 0)) as sock:
-        port: int = sock.getsockname()[1]
-    return port
+def path(tmp_path: Path) -> str:
+    """A place for the file that says where the store is; there is none yet."""
+    return str(tmp_path / "location")

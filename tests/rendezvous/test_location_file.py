@@ -24,11 +24,6 @@ def dead(location: Location) -> bool:
     return False
 
 
-@pytest.fixture
-def path(tmp_path: Path) -> str:
-    return str(tmp_path / "location")
-
-
 def test_what_is_published_is_read_and_removed(path: str) -> None:
     publish_location(path, HERE, alive, 1)
     assert read_location(path) == HERE

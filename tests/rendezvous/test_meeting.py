@@ -4,21 +4,18 @@ from __future__ import annotations
 
 import os
 import socket
-import subprocess
-import sys
 import threading
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
+from fork_stage import expect_a_forked_child_lets_go
 
 from farcall.errors import RendezvousError, RendezvousTimeoutError, UsageError
 from farcall.rendezvous import Rendezvous, addresses, hosting, join, locate, meeting, rendezvous
 from farcall.rendezvous.location_file import Location, publish_location, read_location
 from farcall.rendezvous.urls import candidate_ports
-
-VARIABLES = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT", "TORCHELASTIC_USE_AGENT_STORE")
 
 
 class Workers:
@@ -45,20 +42,9 @@ class Workers:
         list(self.pool.map(lambda one: one.store.close(), found))
 
 
-@pytest.fixture(autouse=True)
-def _clean_environment(monkeypatch: pytest.MonkeyPatch) -> None:
-    for variable in VARIABLES:
-        monkeypatch.delenv(variable, raising=False)
-
-
 @pytest.fixture
 def workers(background: ThreadPoolExecutor, free_port: int) -> Workers:
     return Workers(background, f"tcp://127.0.0.1:{free_port}", 3)
-
-
-@pytest.fixture
-def path(tmp_path: Path) -> str:
-    return str(tmp_path / "location")
 
 
 @pytest.fixture
@@ -235,38 +221,8 @@ def test_a_store_that_goes_between_hello_and_the_first_request_is_an_error(
 
 
 def test_a_forked_child_lets_go_and_the_parent_goes_on(free_port: int) -> None:
-    program = """
-import os, signal, sys
-from farcall.errors import RendezvousError
-from farcall.rendezvous import rendezvous
-
-def sockets():
-    links = [f"/proc/self/fd/{number}" for number in os.listdir("/proc/self/fd")]
-    return [link for link in links if os.path.lexists(link) and "socket:" in os.readlink(link)]
-
-before = sockets()
-url = f"tcp://127.0.0.1:{sys.argv[1]}"
-host, guest = rendezvous(url, "host", 0, 2, 30), rendezvous(url, "guest", 1, 2, 30)
-host.store._lock.acquire()  # as another thread might, just when this one forks
-child = os.fork()
-if child == 0:
-    signal.alarm(20)  # a child that is stuck must not outlive the test
-    for one in (guest, host):
-        one.store.abandon()
-    try:
-        host.store.set("k", b"from the child")
-    except RendezvousError as error:
-        told = "forked from" in str(error)
-    host.store.close()
-    os._exit(0 if told and sockets() == before else 1)
-host.store._lock.release()
-assert os.waitpid(child, 0)[1] == 0, "the child kept something, or could use what is not its own"
-guest.store.set("k", b"v")
-assert host.store.get("k", 10) == b"v"
-guest.store.close()
-host.store.close()
-"""
-    subprocess.run([sys.executable, "-W", "ignore", "-c", program, str(free_port)], check=True, timeout=30)
+    meeting = 'host, guest = rendezvous(url, "host", 0, 2, 30), rendezvous(url, "guest", 1, 2, 30)'
+    expect_a_forked_child_lets_go(free_port, meeting)
 
 
 # -- env

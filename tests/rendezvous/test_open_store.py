@@ -5,16 +5,16 @@ from __future__ import annotations
 import errno
 import os
 import socket
-import subprocess
-import sys
 import threading
 from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack, closing
 from pathlib import Path
 from typing import NoReturn
 
 import msgspec
 import pytest
+from fork_stage import expect_a_forked_child_lets_go
 from open_stage import OpenStage
 
 from farcall.errors import RendezvousError, RendezvousTimeoutError
@@ -23,36 +23,16 @@ from farcall.rendezvous.client import StoreClient
 from farcall.rendezvous.location_file import Location, publish_location, read_location
 from farcall.rendezvous.open_store import OpenStore
 
-VARIABLES = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT", "TORCHELASTIC_USE_AGENT_STORE")
-
-
-@pytest.fixture(autouse=True)
-def _clean_environment(monkeypatch: pytest.MonkeyPatch) -> None:
-    for variable in VARIABLES:
-        monkeypatch.delenv(variable, raising=False)
-
 
 @pytest.fixture
 def stages() -> Iterator[Callable[[str], OpenStage]]:
-    made: list[OpenStage] = []
-
-    def make(url: str) -> OpenStage:
-        made.append(OpenStage(url))
-        return made[-1]
-
-    yield make
-    for stage in made:
-        stage.close()
+    with ExitStack() as made:
+        yield lambda url: made.enter_context(closing(OpenStage(url)))
 
 
 @pytest.fixture
 def stage(stages: Callable[[str], OpenStage], free_port: int) -> OpenStage:
     return stages(f"tcp://127.0.0.1:{free_port}")
-
-
-@pytest.fixture
-def path(tmp_path: Path) -> str:
-    return str(tmp_path / "location")
 
 
 @pytest.fixture
@@ -303,38 +283,10 @@ def test_it_is_a_store_like_others(stage: OpenStage) -> None:
 
 
 def test_a_forked_child_lets_go_and_the_parent_goes_on(free_port: int) -> None:
-    program = """
-import os, signal, sys
-from farcall.errors import RendezvousError
-from farcall.rendezvous import join_open, rendezvous
-
-def held():
-    links = [f"/proc/self/fd/{number}" for number in os.listdir("/proc/self/fd")]
-    found = [os.readlink(link) for link in links if os.path.lexists(link)]
-    return [link for link in found if "socket:" in link or ".open" in link]
-
-url = f"tcp://127.0.0.1:{sys.argv[1]}"
+    meeting = """
 host, guest = rendezvous(url, "host", -1, None, 30), rendezvous(url, "guest", -1, None, 30)
 join_open(host, "host", lambda number: b"", 5)
 join_open(guest, "guest", lambda number: b"", 5)
 assert any(".open" in one for one in held())
-host.store._lock.acquire()  # as another thread might, just when this one forks
-child = os.fork()
-if child == 0:
-    signal.alarm(20)  # a child that is stuck must not outlive the test
-    for one in (guest, host):
-        one.store.abandon()
-    try:
-        host.store.set("k", b"from the child")
-    except RendezvousError as error:
-        told = "forked from" in str(error)
-    host.store.close()
-    os._exit(0 if told and held() == [] else 1)
-host.store._lock.release()
-assert os.waitpid(child, 0)[1] == 0, "the child kept something, or could use what is not its own"
-guest.store.set("k", b"v")
-assert host.store.get("k", 10) == b"v"
-guest.store.close()
-host.store.close()
 """
-    subprocess.run([sys.executable, "-W", "ignore", "-c", program, str(free_port)], check=True, timeout=30)
+    expect_a_forked_child_lets_go(free_port, meeting)

@@ -24,7 +24,8 @@ from farcall import (
 )
 from farcall.testing import LocalGroup
 from gates import SOON, arrived, gates, new_gate, wait_at
-from reference_stage import Shelf, ShelfError, call, echo, expect_confirmed, fail, here, remote, tables
+from group_stage import call, echo
+from reference_stage import Shelf, ShelfError, expect_confirmed, fail, here, remote, tables
 
 pytestmark = pytest.mark.timeout(30)
 

@@ -16,11 +16,10 @@ from eventually import eventually
 from farcall import OwnerLost, RpcError, UsageError
 from farcall.testing import LocalGroup
 from gates import SOON, arrived, await_at, new_gate, wait_at
+from group_stage import call, echo
 from reference_stage import (
     USES,
     Shelf,
-    call,
-    echo,
     expect_confirmed,
     expect_nothing_left,
     fetch,

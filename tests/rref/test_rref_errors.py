@@ -16,7 +16,8 @@ from eventually import eventually
 from farcall import RRef, SerializationError
 from farcall.testing import LocalGroup
 from gates import SOON
-from reference_stage import USES, ShelfError, call, echo, expect_nothing_left, fail, fetch, remote, whole_text
+from group_stage import call, echo
+from reference_stage import USES, ShelfError, expect_nothing_left, fail, fetch, remote, whole_text
 
 pytestmark = pytest.mark.timeout(30)
 

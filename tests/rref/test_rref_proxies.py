@@ -13,7 +13,8 @@ import pytest
 from farcall import RpcTimeoutError, RRef, SerializationError, UsageError
 from farcall.testing import LocalGroup
 from gates import SOON, arrived, new_gate, wait_at
-from reference_stage import Shelf, ShelfError, call, echo, expect_nothing_left, here, remote, whole_text
+from group_stage import call, echo
+from reference_stage import Shelf, ShelfError, expect_nothing_left, here, remote, whole_text
 
 pytestmark = pytest.mark.timeout(30)
 

@@ -12,11 +12,10 @@ import farcall
 from farcall import ReferenceRefused, RpcBackendOptions, RRef, UsageError, api
 from farcall.testing import LocalGroup
 from gates import new_gate, wait_at
+from group_stage import call, echo
 from reference_stage import (
     Shelf,
     ShelfError,
-    call,
-    echo,
     expect_confirmed,
     expect_nothing_left,
     fail,

@@ -16,11 +16,10 @@ from eventually import eventually
 from farcall import RpcTimeoutError, RRef, SerializationError, UsageError
 from farcall.testing import LocalGroup
 from gates import SOON, arrived, new_gate, wait_at
+from group_stage import call, echo, start
 from reference_stage import (
     Box,
     Shelf,
-    call,
-    echo,
     expect_nothing_left,
     fetch,
     fetch_all,
@@ -29,7 +28,6 @@ from reference_stage import (
     kept,
     references_in,
     remote,
-    start,
 )
 
 pytestmark = pytest.mark.timeout(30)

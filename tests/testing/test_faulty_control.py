@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from time import monotonic
 from typing import Any
 
@@ -10,37 +10,21 @@ import pytest
 
 from eventually import eventually
 from farcall import RpcTimeoutError, UnknownWorkerError, UsageError, WorkerLost
-from farcall.testing import FaultyRpcBackendOptions, LocalGroup, faults, faulty_relay
+from farcall.testing import LocalGroup, faults, faulty_relay
 from gates import SOON, arrived, new_gate, wait_at
-from reference_stage import call, echo, expect_confirmed, expect_nothing_left, remote, start
+from group_stage import NewGroup, call, connect_all, echo, start
+from reference_stage import expect_confirmed, expect_nothing_left, remote
 
 MOMENT = 0.3
 PATIENT = {"heartbeat_patience": 30.0}
 """So that nobody is taken for dead on a slow machine."""
-
-NewGroup = Callable[..., LocalGroup]
-
-
-@pytest.fixture
-def new_group() -> Iterator[NewGroup]:
-    groups: list[LocalGroup] = []
-
-    def new_group(size: int = 3, **options: Any) -> LocalGroup:
-        groups.append(LocalGroup(size, FaultyRpcBackendOptions(**options)))
-        return groups[-1]
-
-    yield new_group
-    for group in groups:
-        group.shutdown(graceful=False)
 
 
 @pytest.fixture
 def group(new_group: NewGroup) -> LocalGroup:
     """Three workers that are all connected with all."""
     group = new_group(**PATIENT)
-    for agent in group:
-        for to in range(3):
-            call(agent, to, echo, 0)
+    connect_all(group)
     return group
 
 

@@ -23,25 +23,12 @@ from farcall.testing.faulty_transport import FaultyTransport
 from farcall.transports.base import Channel
 from farcall.transports.memory import MemoryNetwork, MemoryTransport
 from gates import SOON, arrived, new_gate, wait_at
-from reference_stage import (
-    Shelf,
-    call,
-    echo,
-    expect_confirmed,
-    expect_nothing_left,
-    fetch,
-    here,
-    remote,
-    start,
-    tables,
-)
+from group_stage import NewGroup, call, echo, run, runs, start
+from reference_stage import Shelf, expect_confirmed, expect_nothing_left, fetch, here, remote, tables
 
-NewGroup = Callable[..., LocalGroup]
 ABOUT_REFERENCES = ["RREF_FORK_REQUEST", "RREF_CHILD_ACCEPT", "RREF_USER_DELETE", "PYTHON_REMOTE_CALL"]
 MOMENT = 0.3
 """Seconds for a call that is to end by its timeout."""
-
-runs: list[Any] = []
 
 
 @pytest.fixture(autouse=True)
@@ -49,31 +36,6 @@ def _no_way_out(monkeypatch: pytest.MonkeyPatch) -> None:
     """What ends after some seconds in any case is to end for its own reason here."""
     monkeypatch.setattr(faulty_link, "_LATEST", 1000.0)
     monkeypatch.setattr(faulty_link, "_LONGEST_WAIT", 1000.0)
-
-
-@pytest.fixture(autouse=True)
-def _no_runs() -> Iterator[None]:
-    runs.clear()
-    yield
-    runs.clear()
-
-
-@pytest.fixture
-def new_group() -> Iterator[NewGroup]:
-    groups: list[LocalGroup] = []
-
-    def new_group(size: int = 3, **options: Any) -> LocalGroup:
-        groups.append(LocalGroup(size, FaultyRpcBackendOptions(**options)))
-        return groups[-1]
-
-    yield new_group
-    for group in groups:
-        group.shutdown(graceful=False)
-
-
-def run(value: Any) -> Any:
-    runs.append(value)
-    return value
 
 
 def all_fail(names: list[str], failure: Failure, sends: int = 1) -> dict[str, Any]:
@@ -97,7 +59,7 @@ def test_a_call_that_fails_raises_at_once_and_alone(new_group: NewGroup) -> None
         with pytest.raises(WorkerLost) as caught:
             call(group[0], 1, run, "a", timeout=0)
         assert caught.value.worker == "worker1"
-        assert "worker 'worker1' was not asked for `test_faulty_link.run`: " in str(caught.value)
+        assert "worker 'worker1' was not asked for `group_stage.run`: " in str(caught.value)
         assert f"the faulty agent let this PYTHON_CALL fail (error; {attempt} of 2 sends)" in str(caught.value)
     assert call(group[0], 1, run, "a") == "a"
     with pytest.raises(WorkerLost, match="1 of 2 sends"):

@@ -1,23 +1,16 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterator
+from time import monotonic
 
 import pytest
 
 from eventually import eventually
-from farcall.testing import Faults, FaultyRpcBackendOptions
+from farcall.testing import Faults, faulty_relay
 from farcall.testing.faulty_relay import Relay
 from farcall.testing.faulty_transport import FaultyTransport
 from farcall.transports.memory import MemoryNetwork, MemoryTransport
 from gates import SOON
-
-
-@pytest.fixture
-def faults() -> Iterator[Faults]:
-    faults = Faults("worker0", FaultyRpcBackendOptions())
-    yield faults
-    faults.relay.close()
 
 
 def start(faults: Faults) -> Relay:
@@ -31,11 +24,13 @@ def start(faults: Faults) -> Relay:
     return faults.relay
 
 
-def test_what_is_to_come_comes_in_its_order(faults: Faults) -> None:
+def test_what_is_to_come_comes_in_its_order(faults: Faults, monkeypatch: pytest.MonkeyPatch) -> None:
     relay = start(faults)
     came: list[str] = []
     done = threading.Event()
-    with relay.lock:
+    now = monotonic()
+    with relay.lock, monkeypatch.context() as patch:
+        patch.setattr(faulty_relay, "monotonic", lambda: now)  # all is said at one time, on a slow machine too
         relay.later(0.02, done.set)
         relay.later(0.01, lambda: came.append("second"))
         relay.later(0.0, lambda: came.append("first"))

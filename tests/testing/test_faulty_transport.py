@@ -10,7 +10,7 @@ import pytest
 from eventually import eventually
 from farcall.protocol.handshake import Hello, Proof, Purpose, pack
 from farcall.protocol.wire import RESULT, encode
-from farcall.testing import Faults, FaultyRpcBackendOptions
+from farcall.testing import Faults
 from farcall.testing.conformance import PATIENCE, Pair, TransportConformance, accept, open_pair, polls, read, refusal
 from farcall.testing.faulty_transport import FaultyTransport
 from farcall.transports.base import Transport
@@ -21,13 +21,6 @@ from farcall.transports.unix import UnixTransport
 HELLO = pack(Purpose.CALLS, Hello("group", "worker0", 0, "worker1", wanted_number=1)) + pack(
     Purpose.CALLS, Proof(b"mac")
 )
-
-
-@pytest.fixture
-def faults() -> Iterator[Faults]:
-    faults = Faults("worker0", FaultyRpcBackendOptions())
-    yield faults
-    faults.relay.close()
 
 
 @pytest.fixture(params=["memory", "unix", "tcp"])

@@ -190,11 +190,7 @@ def test_no_end_of_time_is_taken_too() -> None:
     listener.close()
 
 
-def test_a_connection_of_a_port_with_itself_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
-
+def test_a_connection_of_a_port_with_itself_is_refused(free_port: int, monkeypatch: pytest.MonkeyPatch) -> None:
     class FromThatPort(socket.socket):
         def connect(self, sockaddr: tuple[str, int]) -> None:
             self.bind(sockaddr)
@@ -203,7 +199,7 @@ def test_a_connection_of_a_port_with_itself_is_refused(monkeypatch: pytest.Monke
 
     monkeypatch.setattr(socket, "socket", FromThatPort)
     with pytest.raises(ConnectionRefusedError):
-        TcpTransport().connect(f"tcp:127.0.0.1:{port}", PATIENCE)
+        TcpTransport().connect(f"tcp:127.0.0.1:{free_port}", PATIENCE)
 
 
 def test_who_could_not_connect_keeps_nothing_that_it_had_in_hand() -> None:
