@@ -21,6 +21,7 @@ from farcall.agent.book import ReferenceBook
 from farcall.agent.coroutines import EventLoop
 from farcall.agent.handle import Handle
 from farcall.agent.jobs import Answerable, Reply
+from farcall.agent.sending import LARGE
 from farcall.agent.serving import Serving
 from farcall.agent.values import Value
 from farcall.errors import ProtocolError, SerializationError
@@ -75,10 +76,10 @@ class Caller(Answerable, Protocol):
     def is_lost(self) -> bool:
         """Whether what was sent on it may not have arrived."""
 
-    def pieces(
+    def reply_of(
         self, kind: int, call_id: int, head: bytes, body: bytes, buffers: Sequence[memoryview]
-    ) -> Sequence[Buffer]:
-        """A reply with large buffers, for `answer`."""
+    ) -> Sequence[Buffer] | None:
+        """A large reply, for `answer`; None if it has been sent, which may have taken a while."""
 
 
 class FunctionJob(ABC):
@@ -267,8 +268,8 @@ class CallJob(FunctionJob):
                 kind, head = RESULT_CARRYING, pack_section(number, carried)
             else:
                 kind, head = RESULT, b""
-            if buffers:
-                return self.origin.pieces(kind, self._call_id, head, body, buffers)
+            if buffers or len(body) > LARGE:
+                return self.origin.reply_of(kind, self._call_id, head, body, buffers)
             return encode(kind, self._call_id, head, body)
         except BaseException as error:
             return self._failed(function, error)

@@ -20,7 +20,7 @@ from farcall.agent.jobs import Reply
 from farcall.agent.lanes import Lane
 from farcall.agent.poller import READABLE, WRITABLE, Poller
 from farcall.agent.reading import CHUNK
-from farcall.agent.sending import Sender, Traffic
+from farcall.agent.sending import InParts, Sender, Traffic
 from farcall.errors import AuthenticationError, ProtocolError
 from farcall.protocol.control import unpack_remote, unpack_section
 from farcall.protocol.handshake import Hello, Purpose, Refused, Welcome, pack, take
@@ -28,6 +28,7 @@ from farcall.protocol.ids import Worker
 from farcall.protocol.membership_messages import Member
 from farcall.protocol.wire import CALL, CALL_CARRYING, CARRIED, CONTROL, NEWS, REMOTE, SHARES, Bytes, Decoder
 from farcall.security import Credentials, Doorkeeper, refusal_of
+from farcall.sleeping import FOREVER
 from farcall.transports.base import Buffer, Channel
 from farcall.transports.shared_memory import Pool
 
@@ -232,11 +233,20 @@ class Incoming:
 
     # Replies
 
-    def pieces(
+    def reply_of(
         self, kind: int, call_id: int, head: bytes, body: bytes, buffers: Sequence[memoryview]
-    ) -> Sequence[Buffer]:
+    ) -> Sequence[Buffer] | None:
         """See `Caller`."""
-        return self.lane.pieces(kind, call_id, head, body, buffers)
+        pieces = self.lane.pieces(kind, call_id, head, body, buffers)
+        if not isinstance(pieces, InParts):
+            return pieces
+        try:
+            self._sender.send_in_parts(pieces, FOREVER, self.is_lost)
+        except OSError:
+            self.close()
+        except BaseException as error:
+            self._give_up(error)
+        return None
 
     def answer(self, reply: Reply) -> None:
         """See `Answerable`."""

@@ -17,7 +17,8 @@ import os
 from collections.abc import Sequence
 from typing import Final
 
-from farcall.protocol.wire import Bytes, encode_shared, encode_start
+from farcall.agent.sending import LARGE, InParts
+from farcall.protocol.wire import Bytes, encode_in_parts, encode_shared, encode_start
 from farcall.transports.base import Buffer, Channel
 from farcall.transports.shared_memory import Borrower, Lender, Place, Pool
 
@@ -82,14 +83,17 @@ class Lane:
 
     def pieces(
         self, kind: int, call_id: int, head: bytes, body: bytes, buffers: Sequence[memoryview]
-    ) -> Sequence[Buffer]:
+    ) -> Sequence[Buffer] | InParts:
         """A message with its buffers, as it goes on the channel. Raises `ProtocolError` if there are too many."""
+        sizes = [buffer.nbytes for buffer in buffers]
+        total = sum(sizes)
         lender = self._lender
-        if lender is not None:
-            sizes = [buffer.nbytes for buffer in buffers]
-            place = lender.lend(buffers) if sum(sizes) >= LEAST else None
+        if lender is not None and total >= LEAST:
+            place = lender.lend(buffers)
             if place is not None:
                 return (encode_shared(kind, call_id, head, body, sizes, *place),)
+        if total + len(body) >= LARGE:
+            return InParts(encode_in_parts(kind, call_id, head, body, buffers), call_id, (head, body, *buffers))
         return (encode_start(kind, call_id, head, body, buffers), *buffers)
 
     def take(self, descriptor: int, number: int, sizes: Sequence[int]) -> Sequence[Bytes]:

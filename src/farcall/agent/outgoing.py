@@ -29,7 +29,7 @@ from farcall.agent.handle import Handle
 from farcall.agent.lanes import Lane
 from farcall.agent.poller import HUNG_UP, READABLE, WRITABLE, Poller
 from farcall.agent.reading import CANNOT_WAIT, CHUNK, LOOK_AGAIN, Reading, first_pause
-from farcall.agent.sending import MAX_WAITING, Sender, Traffic
+from farcall.agent.sending import LARGE, MAX_WAITING, Sender, Traffic
 from farcall.agent.serving import Serving
 from farcall.agent.spinning import Dozing, Spinning
 from farcall.agent.supervisor import Supervisor
@@ -134,12 +134,13 @@ class Outgoing:
                 self.unattended()
                 if mail is not None:
                     before = encode(CONTROL, 0, b"", mail)
-            if buffers:
-                self._sender.send_all([before, *self.lane.pieces(kind, call_id, head, body, buffers)])
-            elif before:
-                self._sender.send(before + encode(kind, call_id, head, body))
+            if buffers or len(body) > LARGE:
+                message = self.lane.pieces(kind, call_id, head, body, buffers)
+                self._sender.send_large(message, deadline, self.is_lost, before)
             else:
-                self._sender.send(encode(kind, call_id, head, body))
+                self._sender.send(
+                    before + encode(kind, call_id, head, body) if before else encode(kind, call_id, head, body)
+                )
             if self._sender.waiting > MAX_WAITING:
                 self._sender.hold_back(deadline, self.is_lost)
         except OSError as error:

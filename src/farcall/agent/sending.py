@@ -5,6 +5,8 @@ Rules
 - What the channel does not take now is copied and waits in a queue; the poller tells when the channel takes more, and
   calls `flush`. Until then nobody tries in vain.
 - `queue` only queues: a burst of replies is flushed with one system call.
+- A large message goes in parts, straight from its memory: its sender waits until the channel has taken it, and flushes
+  meanwhile what others have queued. Between two parts they have their turn.
 - After the channel broke every call raises `OSError`; what was queued is dropped.
 - An exception that comes from nowhere (Ctrl-C, no memory) in the midst of a send leaves an unknown part of a message
   sent. The channel is of no use then: it is marked broken, before anything else is done.
@@ -21,14 +23,27 @@ from collections.abc import Callable, Sequence
 from time import monotonic
 from typing import Final, NamedTuple
 
-from farcall.protocol.wire import Decoder
+from farcall.protocol.wire import Decoder, encode_part
 from farcall.sleeping import asleep
 from farcall.transports.base import Buffer, Channel
 
 _CHUNK: Final = 1 << 18
 _PIECES: Final = 64
+PART_SIZE: Final = 1 << 19
+"""Bytes of a part. Others may go in front of the next one, so that is how long they wait."""
+LARGE: Final = 1 << 20
+"""From this size on a message goes in parts."""
 MAX_WAITING: Final = 1 << 24
 """Bytes that may wait to be sent before those who send have to wait too: see `hold_back`."""
+
+
+class InParts(NamedTuple):
+    """A large message, to be sent in parts."""
+
+    start: bytes
+    call_id: int
+    pieces: Sequence[Buffer]
+    """Head, body and buffers."""
 
 
 class Sender:
@@ -40,6 +55,7 @@ class Sender:
         "_full",
         "_later",
         "_lock",
+        "_pushing",
         "_queue",
         "_want_writable",
         "busy",
@@ -52,6 +68,7 @@ class Sender:
         self._channel = channel
         self._want_writable = want_writable  # asks the poller to call `flush`, or no longer to
         self._full = False  # the channel took less than it was given, and the poller will tell when it takes more
+        self._pushing = 0  # so many threads are sending something in parts, and flush by themselves
         self._lock = threading.RLock()
         self.busy = False
         """Somebody sends. Under the lock: this very thread, further out."""
@@ -133,6 +150,64 @@ class Sender:
             if later:
                 self._send_behind(())
 
+    def send_large(
+        self, message: Sequence[Buffer] | InParts, deadline: float, is_over: Callable[[], bool], before: bytes = b""
+    ) -> None:
+        """Sends `before` and then the message, in parts if it says so: see `send_in_parts` and `send_all`."""
+        if not isinstance(message, InParts):
+            self.send_all([before, *message])
+            return
+        if before:
+            self.send(before)
+        self.send_in_parts(message, deadline, is_over)
+
+    def send_in_parts(self, message: InParts, deadline: float, is_over: Callable[[], bool]) -> None:
+        """Sends a large message, and waits until the channel has taken it, or it is over with the connection.
+
+        What it has not taken by the deadline is copied, and waits as other messages do. Raises as `send`.
+        """
+        with self._lock:
+            self._pushing += 1
+        try:
+            self.send(message.start)
+            for piece in message.pieces:
+                view = memoryview(piece)
+                for begin in range(0, view.nbytes, PART_SIZE):
+                    part = view[begin : begin + PART_SIZE]
+                    self._send_part(encode_part(message.call_id, part.nbytes), part)
+                    if self._full and not self._push(deadline, is_over):
+                        return
+        except BaseException as error:
+            with self._lock:
+                self._broken = self._broken or error  # a part of it may be missing for ever
+                self._drop()
+            raise
+        finally:
+            with self._lock:
+                self._pushing -= 1
+                if self._full:
+                    self._queue = deque(map(_own, self._queue))
+                    self._want_writable(not self._pushing)
+
+    def _send_part(self, start: bytes, part: memoryview) -> None:
+        with self._lock:
+            if self.busy or self._full:  # an interrupt in the midst of a send; or its time was over
+                self._send_behind((start + part,))
+            else:
+                self._send_behind((start, part), keep=True)
+
+    def _push(self, deadline: float, is_over: Callable[[], bool]) -> bool:
+        """Waits until the channel takes more, and sends what waits; False if it is over with the connection."""
+        writable = select.poll()
+        writable.register(self._channel.fileno(), select.POLLOUT)
+        with asleep():
+            while self._full and monotonic() < deadline:
+                if is_over():
+                    return False
+                writable.poll(100)
+                self.flush()
+        return True
+
     def hold_back(self, deadline: float, is_over: Callable[[], bool]) -> None:
         """Keeps the caller while too much waits, until it is over with the connection. Raises as `flush`."""
         writable = select.poll()
@@ -146,8 +221,11 @@ class Sender:
         self._append(rest)
         self._set_full(True)
 
-    def _send_behind(self, pieces: Sequence[Buffer], although_full: bool = False) -> None:
-        """Sends all that is queued, then the pieces, then what came in between."""
+    def _send_behind(self, pieces: Sequence[Buffer], although_full: bool = False, keep: bool = False) -> None:
+        """Sends all that is queued, then the pieces, then what came in between.
+
+        What does not fit is copied, unless whoever sends it waits until it has gone (`keep`).
+        """
         if self._broken is not None:
             raise ConnectionError(f"the connection to {self._channel.address} is broken: {self._broken}")
         if self.busy:
@@ -164,7 +242,7 @@ class Sender:
                 for piece in pieces:
                     self._append(piece)
                 self._send_queue()
-                if pieces and self._queue:
+                if pieces and self._queue and not keep:
                     self._queue = deque(map(_own, self._queue))
             while self._later:
                 self._append_later()
@@ -224,7 +302,7 @@ class Sender:
     def _set_full(self, full: bool) -> None:
         if full != self._full:
             self._full = full
-            self._want_writable(full)
+            self._want_writable(full and not self._pushing)
 
     def _drop(self) -> None:
         self._queue.clear()

@@ -2,7 +2,7 @@
 
     offset  size  what (little-endian)
     0       1     kind, see below
-    1       1     flags: 1 if the buffers are in shared memory
+    1       1     flags: 1 if the buffers are in shared memory, 2 if all that follows the table comes in parts
     2       2     number of out-of-band buffers
     4       4     length of the head
     8       8     length of the body
@@ -22,10 +22,12 @@
     8 control           empty                           reference messages      none
     9 news              empty                           news of the group       none
     10 shares           empty                           empty                   none
+    11 part             empty                           a part of a message     none
 
 A message that carries references has a *section* in front of its head (`control.py`). `carried` brings the references
 of a call or reply that was lost with its connection. `shares` says that the other side may put buffers into shared
-memory from now on. The *callee* is
+memory from now on. A large message comes in parts, so that others need not wait for its end: each has its call id, and
+its bytes are the next of head, body and buffers. The *callee* is
 
     empty                              a function by value: it is the first of the arguments
     module, 0, name                    a function by name
@@ -64,7 +66,9 @@ CARRIED: Final = 7
 CONTROL: Final = 8
 NEWS: Final = 9
 SHARES: Final = 10
+PART: Final = 11
 _LAST: Final = SHARES
+"""Of the kinds that are whole messages."""
 
 METHOD: Final = b"\1"
 VALUE: Final = b"\2"
@@ -96,6 +100,9 @@ Message: TypeAlias = tuple[int, int, bytes, Bytes, Sequence[Bytes]]
 _SIZE = HEADER.size
 _PLACE: Final = struct.Struct("<II")
 _SHARED: Final = 1
+_IN_PARTS: Final = 2
+_MOST_UNFINISHED: Final = 4096
+"""So many messages may be coming in parts at the same time."""
 _pack = HEADER.pack
 _unpack_from = struct.Struct("<IIQQ").unpack_from
 """Kind, flags and number of buffers as one number, which is the kind if there are no flags and no buffers."""
@@ -124,12 +131,26 @@ def encode_shared(
     return _pack(kind, _SHARED, count, len(head), len(body), call_id) + table + head + body
 
 
-def _start(start: int) -> tuple[int, bool, int]:
-    """The kind, whether buffers are shared, and their number, out of a message's first four bytes."""
+def encode_in_parts(kind: int, call_id: int, head: bytes, body: bytes, buffers: Sequence[memoryview]) -> bytes:
+    """The start of a message whose head, body and buffers follow in parts, each behind an `encode_part`."""
+    count = len(buffers)
+    if count > MAX_BUFFERS:
+        raise ProtocolError(f"a message has {count} out-of-band buffers; at most {MAX_BUFFERS} are allowed")
+    sizes = struct.pack(f"<{count}Q", *[buffer.nbytes for buffer in buffers])
+    return _pack(kind, _IN_PARTS, count, len(head), len(body), call_id) + sizes
+
+
+def encode_part(call_id: int, size: int) -> bytes:
+    """What stands before the next `size` bytes of a message that comes in parts."""
+    return _pack(PART, 0, 0, 0, size, call_id)
+
+
+def _start(start: int) -> tuple[int, int, int]:
+    """The kind, the flags and the number of buffers, out of a message's first four bytes."""
     kind, flags, count = start & 0xFF, start >> 8 & 0xFF, start >> 16
-    if not CALL <= kind <= _LAST or flags > _SHARED or (flags and not count):
+    if not CALL <= kind <= PART or flags > (_IN_PARTS if kind <= _LAST else 0) or (flags == _SHARED and not count):
         raise ProtocolError(f"a message of unknown kind {kind} (flags {flags}) came")
-    return kind, flags == _SHARED, count
+    return kind, flags, count
 
 
 def _no_shared_memory(descriptor: int, number: int, sizes: Sequence[int]) -> NoReturn:
@@ -139,9 +160,11 @@ def _no_shared_memory(descriptor: int, number: int, sizes: Sequence[int]) -> NoR
 class Decoder:
     """Turns a stream of bytes into messages."""
 
-    __slots__ = ("_large", "_rest", "limits", "received", "shared", "space")
+    __slots__ = ("_large", "_part_left", "_rest", "_unfinished", "limits", "received", "shared", "space")
 
     def __init__(self) -> None:
+        self._unfinished: dict[int, _LargeMessage] = {}  # those that come in parts, by call id
+        self._part_left = 0  # bytes that are still to come of the part that is under way
         self.shared: Callable[[int, int, Sequence[int]], Sequence[Bytes]] = _no_shared_memory
         """Finds the buffers of a message in shared memory: by the segment's descriptor and number, and their sizes."""
         self._rest = b""
@@ -167,9 +190,14 @@ class Decoder:
         while end - at >= _SIZE:
             kind, head_size, body_size, call_id = _unpack_from(data, at)
             if not CALL <= kind <= _LAST or head_size + body_size > LARGE:
-                kind, is_shared, count = _start(kind)
+                kind, flags, count = _start(kind)
                 table = at + _SIZE
-                if end - table < 8 * (count + is_shared):
+                if kind == PART:
+                    at = self._take_part(call_id, head_size + body_size, data, table, messages)
+                    if self.space is not None:
+                        return messages
+                    continue
+                if end - table < 8 * (count + (flags == _SHARED)):
                     break
                 sizes = struct.unpack_from(f"<{count}Q", data, table)
                 total = head_size + body_size + sum(sizes)
@@ -180,13 +208,17 @@ class Decoder:
                     )
                 table += 8 * count
                 shared = None
-                if is_shared:
+                if flags == _SHARED:
                     descriptor, number = _PLACE.unpack_from(data, table)
                     shared = self.shared(descriptor, number, sizes)
                     table += _PLACE.size
                     sizes = ()
                 large = _LargeMessage(kind, call_id, head_size, body_size, sizes, shared)
-                at = table + large.take(data, table)
+                if flags == _IN_PARTS:
+                    self._begin(call_id, large, messages)
+                    at = table
+                    continue
+                at = table + large.take(memoryview(data)[table:])
                 if large.space is not None:
                     self._large = large
                     self.space = large.space
@@ -209,10 +241,51 @@ class Decoder:
         assert large is not None
         self.received += count
         self.space = large.advance(count)
-        if self.space is not None:
-            return []
-        self._large = None
-        return [large.message()]
+        messages: list[Message] = []
+        if self._part_left:
+            self._part_left -= count
+            self._go_on(large, messages)
+        elif self.space is None:
+            self._large = None
+            messages.append(large.message())
+        return messages
+
+    # Messages in parts
+
+    def _begin(self, call_id: int, large: _LargeMessage, messages: list[Message]) -> None:
+        if call_id in self._unfinished or len(self._unfinished) == _MOST_UNFINISHED:
+            raise ProtocolError(f"a message in parts began, call {call_id}, that had begun, or too many had")
+        self._unfinished[call_id] = large
+        if large.space is None:
+            self._finish(large, messages)
+
+    def _take_part(self, call_id: int, size: int, data: bytes, at: int, messages: list[Message]) -> int:
+        """Takes what has come of a part that begins at `at`; where that ends."""
+        large = self._unfinished.get(call_id)
+        if large is None or not size:
+            raise ProtocolError(f"a part of {size} bytes came of a message that had not begun, call {call_id}")
+        taken = large.take(memoryview(data)[at : at + size])
+        self._part_left = size - taken
+        self._large = large
+        self.space = large.space
+        self._go_on(large, messages)
+        return at + taken
+
+    def _go_on(self, large: _LargeMessage, messages: list[Message]) -> None:
+        """Waits for the rest of the part that is under way, or for the next part."""
+        if self._part_left:
+            if large.space is None:
+                raise ProtocolError("a part came that is longer than the rest of its message")
+            self.space = large.space[: self._part_left]
+            return
+        self.space = self._large = None
+        if large.space is None:
+            self._finish(large, messages)
+
+    def _finish(self, large: _LargeMessage, messages: list[Message]) -> None:
+        message = large.message()
+        del self._unfinished[message[1]]
+        messages.append(message)
 
 
 class _LargeMessage:
@@ -256,9 +329,8 @@ class _LargeMessage:
         self.space = space[count:] if count < space.nbytes else self._next()
         return self.space
 
-    def take(self, data: bytes, at: int) -> int:
-        """Takes what it can from `data`, from `at` on; how many bytes that were."""
-        view = memoryview(data)[at:]
+    def take(self, view: memoryview) -> int:
+        """Takes what it can of that; how many bytes that were."""
         taken = 0
         while self.space is not None and taken < view.nbytes:
             count = min(self.space.nbytes, view.nbytes - taken)
