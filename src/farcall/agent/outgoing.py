@@ -92,8 +92,7 @@ class Outgoing:
         self._lock = threading.RLock()
         self._receiving = False  # the holder of the reader's role is at it just now
         self._lost: RpcError | None = None
-        self._advice = ""
-        self._parting = ""  # why it is about to end, once the peer has left
+        self._advice = self._parting = ""  # the latter: why it is about to end, once the peer has left
         self._first_deadline = FOREVER
         self.calls_started = self.calls_failed = 0
         """How many calls were sent on it so far, and how many of those have ended with an error."""
