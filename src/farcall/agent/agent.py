@@ -127,6 +127,7 @@ class Agent(RpcAgent):
                 self._credentials,
                 self._pool,
             )
+            self.group.sizes = self._sizes
             self._first_members = members
             self.book.resend = self.group.examine
             self.group.on_gone = self._member_gone
