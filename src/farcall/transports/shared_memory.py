@@ -17,7 +17,8 @@ Rules
   nobody who has mapped it can be hurt by the other side.
 - A segment is for one borrower, and holds one message at a time, which is the borrower's own until it lets go of it.
 - Where a segment cannot be made, or what may be lent is lent, `lend` gives None, and the data takes another way.
-- Nothing here waits. Any thread may call anything; views are let go of in any thread, even inside the collector.
+- Nothing here waits. Any thread may call anything, a signal handler or a finalizer too in the midst of anything; views
+  are let go of in any thread, even inside the collector.
 - Not Linux, another user, another container: `Borrower.check` finds out, before anything is lent.
 """
 
@@ -78,21 +79,23 @@ class Pool:
         self._left = limit
         self._segments_left = most
         self._on_trouble = on_trouble
-        self._lock, self._probing = threading.Lock(), threading.Lock()
+        self._lock = threading.RLock()
         self._numbers = 0
         self._probe: _Segment | None = None
         self._is_broken = limit <= 0 or not hasattr(os, "memfd_create")
 
     def probe(self) -> int:
         """The descriptor of a segment for the other side to try; -1 if nothing can be lent."""
-        with self._probing:
-            probe = self._probe
-            if probe is None and (probe := self.make(0)) is not None:
-                self._probe = probe
+        with self._lock:
+            if self._probe is None:
+                probe = self.make(0)
+                if self._probe is None:
+                    self._probe = probe
+                elif probe is not None:  # a signal handler was faster
+                    probe.close()
                 if self._is_broken:  # closed meanwhile
                     self.close()
-                    return -1
-            return probe.descriptor if probe is not None else -1
+            return self._probe.descriptor if self._probe is not None else -1
 
     def make(self, capacity: int) -> _Segment | None:
         """A new segment for that many bytes, or None."""
@@ -112,6 +115,9 @@ class Pool:
             if not was_broken:
                 self._on_trouble(f"no shared memory can be had ({error})")
             return None
+        except BaseException:  # Ctrl-C
+            self.give_back(capacity)
+            raise
 
     def give_back(self, capacity: int) -> None:
         """A segment of that many bytes is no more."""
@@ -133,7 +139,7 @@ class Lender:
     def __init__(self, pool: Pool) -> None:
         self._pool = pool
         self._segments: list[_Segment] = []
-        self._lock = threading.Lock()
+        self._lock = threading.RLock()
         self._closed = False
         self.lent = 0
         """Bytes that were lent so far."""
@@ -141,49 +147,65 @@ class Lender:
     def lend(self, buffers: Sequence[memoryview]) -> Place | None:
         """Copies the buffers into a segment; None if there is none for them."""
         total = _ends(tuple(buffer.nbytes for buffer in buffers))[-1]
-        is_ours = False
+        segment = None
         try:
             with self._lock:
-                segment = None if self._closed else self._free(total) or self._new(total)
-                if segment is None:
-                    return None
-                segment.lend(monotonic())
-                is_ours = True  # Ctrl-C may come anywhere
+                segment = self._claimed(total)
+                if segment is None and self._add(total):
+                    segment = self._claimed(total)
+            if segment is None:
+                return None
             segment.fill(buffers)
         except BaseException:
-            if is_ours and segment is not None:
+            if segment is not None:
                 segment.take_back()
             raise
         self.lent += total
         return Place(segment.descriptor, segment.number)
 
-    def _free(self, total: int) -> _Segment | None:
-        fitting = (each for each in self._segments if each.capacity >= total and each.state() == _FREE)
-        return min(fitting, key=lambda segment: segment.capacity, default=None)
+    def _claimed(self, total: int) -> _Segment | None:
+        """The least of those that are free and fit; lent from now on."""
+        while True:
+            fitting = (each for each in self._segments if each.capacity >= total and each.state() == _FREE)
+            least = min(fitting, key=lambda segment: segment.capacity, default=None)
+            if least is None:
+                return None
+            least.used = monotonic()
+            if least.claim() == _FREE:
+                return least
 
-    def _new(self, total: int) -> _Segment | None:
-        if len(self._segments) == MOST_SEGMENTS and not self._drop_one():
-            return None
+    def _add(self, total: int) -> bool:
+        """Makes a segment, and gives up others for it if need be; whether there is one more."""
+        if self._closed or (len(self._segments) >= MOST_SEGMENTS and not self._drop_one()):
+            return False
         capacity = _rounded(total)
         segment = self._pool.make(capacity)
         while segment is None and self._drop_one():
             segment = self._pool.make(capacity)
         if segment is not None:
             self._segments.append(segment)
-        return segment
+        return segment is not None
 
     def _drop_one(self) -> bool:
-        """Gives up a segment that is not lent; whether there was one."""
-        idle = (each for each in self._segments if each.state() != _LENT)
-        oldest = min(idle, key=lambda segment: segment.used, default=None)
-        if oldest is None:
-            return False
-        self._segments.remove(oldest)
-        self._give_up(oldest)
-        return True
+        """Gives up the one that is not lent for the longest; whether there was one."""
+        idle = sorted((each for each in self._segments if each.state() != _LENT), key=lambda segment: segment.used)
+        for segment in idle:
+            state = self._withdrawn(segment)
+            if state != _LENT:
+                self._give_up(segment, state)
+                return True
+        return False
 
-    def _give_up(self, segment: _Segment) -> None:
-        segment.empty()
+    def _withdrawn(self, segment: _Segment) -> int:
+        """Takes it out, unless it is lent; what it was."""
+        state = segment.claim()
+        if state != _LENT:
+            self._segments.remove(segment)
+        return state
+
+    def _give_up(self, segment: _Segment, state: int) -> None:
+        if state == _FREE:
+            segment.empty()
         segment.close()
         self._pool.give_back(segment.capacity)
 
@@ -195,18 +217,19 @@ class Lender:
     def sweep(self, before: float) -> None:
         """Gives up the segments that are free and were last used before that moment, and those that never come back."""
         with self._lock:
-            idle = [each for each in self._segments if each.is_idle(before)]
-            self._segments = [each for each in self._segments if each not in idle]
-        for segment in idle:  # not under the lock: it takes its time
-            self._give_up(segment)
+            idle = [each for each in self._segments if each.state() == _KEPT or each.used < before]
+            states = [self._withdrawn(segment) for segment in idle]
+        for segment, state in zip(idle, states, strict=True):  # not under the lock: it takes its time
+            if state != _LENT:
+                self._give_up(segment, state)
 
     def close(self) -> None:
         """Lends no more. What the other side has of it stays its own. May be called twice."""
         with self._lock:
             self._closed = True
-            segments, self._segments = self._segments, []
-        for segment in segments:
-            self._give_up(segment)
+            while self._segments:
+                segment = self._segments.pop()
+                self._give_up(segment, segment.claim())
 
     def abandon(self) -> None:
         """In a forked child: gives the descriptors back; the segments are the parent's."""
@@ -236,19 +259,21 @@ class _Segment:
         self._bytes[:_NUMBER_AT] = token
         _NUMBER.pack_into(self._bytes, _NUMBER_AT, number)
 
-    def lend(self, now: float) -> None:
-        self.used = now
-        self._bytes[_LENT_AT] = _LENT
+    def claim(self) -> int:
+        """Marks it as lent; what it was before.
+
+        In one step, between which no signal handler or finalizer runs: that may lend, too.
+        """
+        state = self._bytes[_LENT_AT]
+        if state != _LENT:
+            self._bytes[_LENT_AT] = _LENT
+        return state
 
     def take_back(self) -> None:
         self._bytes[_LENT_AT] = _FREE
 
     def state(self) -> int:
         return self._bytes[_LENT_AT]
-
-    def is_idle(self, since: float) -> bool:
-        state = self.state()
-        return state == _KEPT or (state == _FREE and self.used < since)
 
     def is_mapped(self) -> bool:
         return self._bytes[_MAPPED_AT] != 0
@@ -261,11 +286,10 @@ class _Segment:
             begin = end
 
     def empty(self) -> None:
-        """Gives the memory of a free one back at once: the other side may have it mapped for a while."""
-        if self.state() == _FREE:
-            memory: Any = self._bytes.obj
-            for at in range(_DATA, len(memory), _AT_ONCE):
-                memory.madvise(mmap.MADV_REMOVE, at, min(_AT_ONCE, len(memory) - at))
+        """Gives its memory back at once: the other side may have it mapped for a while."""
+        memory: Any = self._bytes.obj
+        for at in range(_DATA, len(memory), _AT_ONCE):
+            memory.madvise(mmap.MADV_REMOVE, at, min(_AT_ONCE, len(memory) - at))
 
     def close(self) -> None:
         os.close(self.descriptor)
