@@ -12,6 +12,7 @@ import pytest
 from agent_stage import forward, note, seen
 
 from farcall import NotInitializedError, RpcError, ShutdownError, UsageError, WorkerLost
+from farcall.agent.lanes import Lane
 from farcall.futures import Future
 from farcall.testing import LocalGroup
 from farcall.transports.base import Channel
@@ -65,10 +66,10 @@ def test_a_call_that_connects_while_this_worker_shuts_down_fails_at_once(
     peer = group[0]._peers["worker1"]
     connect = peer._open
 
-    def connect_and_shut_down(deadline: float) -> Channel:
-        channel = connect(deadline)
+    def connect_and_shut_down(deadline: float) -> tuple[Channel, Lane]:
+        opened = connect(deadline)
         background.submit(group[0].shutdown, False, 0).result(SOON)
-        return channel
+        return opened
 
     monkeypatch.setattr(peer, "_open", connect_and_shut_down)
     gate = new_gate("closing")

@@ -18,6 +18,7 @@ import pytest
 
 from eventually import eventually
 from farcall.agent import peers
+from farcall.agent.lanes import Lane
 from farcall.agent.peers import Peer
 from farcall.errors import WorkerLost
 from farcall.protocol.handshake import (
@@ -40,6 +41,7 @@ from farcall.protocol.membership_messages import Member
 from farcall.security import Applicant, Credentials, Secret
 from farcall.security.proof import proof_of
 from farcall.sleeping import FOREVER, blocking_thread
+from farcall.transports.shared_memory import Pool
 from farcall.transports.sockets import SocketChannel
 
 UNIX, TCP, TCP6 = "unix:/run/b.sock", "tcp:10.0.0.2:4000", "tcp:[fd00::2]:4000"
@@ -84,6 +86,7 @@ class World:
         self.secret: Secret | None = SECRET  # what the other side knows
         self.lost: list[str] = []
         self.is_over = False
+        self.pool = Pool(0, 0, str)
 
     def connect(self, address: str, timeout: float) -> SocketChannel:
         self.tried.append((address, timeout))
@@ -155,15 +158,16 @@ def peer_in(
         lambda: world.lost.append("this one"),
         lambda: world.is_over,
         Predictable(SECRET),
+        world.pool,
     )
 
 
 class Connection:
     """What the agent makes of a channel."""
 
-    def __init__(self, peer: Peer, channel: SocketChannel) -> None:
+    def __init__(self, peer: Peer, channel: SocketChannel, lane: Lane) -> None:
         self.info = peer.info
-        self.channel = channel
+        self.channel, self.lane = channel, lane
         self.lose = lambda *_, **__: peer.forget(self)  # type: ignore[arg-type]
 
 

@@ -31,9 +31,11 @@ from farcall.protocol.handshake import (
 
 names = st.text(st.characters(codec="utf-8"), max_size=50)
 ranks = st.integers(0, 2**31)
+descriptors = st.integers(-1, 2**31)
+tokens = st.binary(max_size=16)
 greetings: st.SearchStrategy[Greeting] = st.one_of(
-    st.builds(Hello, group=names, name=names, rank=ranks, wanted=names),
-    st.builds(Welcome, name=names, rank=ranks),
+    st.builds(Hello, group=names, name=names, rank=ranks, wanted=names, lends=descriptors, token=tokens),
+    st.builds(Welcome, name=names, rank=ranks, shares=st.booleans(), lends=descriptors, token=tokens),
     st.builds(Refused, reason=names),
     st.builds(Challenge, nonce=st.binary(max_size=40)),
     st.builds(Proof, mac=st.binary(max_size=40)),
@@ -73,6 +75,8 @@ def test_the_layout_that_never_changes() -> None:
         "wanted_number": 0,
         "dialed": "",
         "nonce": b"",
+        "lends": -1,
+        "token": b"",
     }
 
 

@@ -211,7 +211,7 @@ def test_the_layout() -> None:
     ("stream", "reason"),
     [
         (header(kind=0), r"unknown kind 0 \(flags 0\)"),
-        (header(kind=10), r"unknown kind 10 \(flags 0\)"),
+        (header(kind=12), r"unknown kind 12 \(flags 0\)"),
         (header(kind=255, count=2) + bytes(16), "unknown kind 255"),
         (header(flags=1), r"unknown kind 1 \(flags 1\)"),
         (header(head=MAX_HEAD + 1), f"a head of {MAX_HEAD + 1} bytes was announced"),

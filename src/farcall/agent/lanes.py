@@ -18,8 +18,9 @@ from collections.abc import Sequence
 from typing import Final
 
 from farcall.agent.sending import LARGE, InParts
+from farcall.errors import ProtocolError
 from farcall.protocol.control import HANDLE_SIZE, SECTION_SIZE
-from farcall.protocol.wire import Bytes, Sizes, encode_in_parts, encode_shared, encode_start
+from farcall.protocol.wire import MAX_BUFFERS, Bytes, Sizes, encode_in_parts, encode_shared, encode_start
 from farcall.transports.base import Buffer, Channel
 from farcall.transports.shared_memory import Borrower, Lender, Place, Pool
 
@@ -114,7 +115,7 @@ class Lane:
         sizes = [buffer.nbytes for buffer in buffers]
         total = sum(sizes)
         lender = self._lender
-        if lender is not None and total >= LEAST:
+        if lender is not None and total >= LEAST and len(buffers) <= MAX_BUFFERS:
             place = lender.lend(buffers)
             if place is not None:
                 return (encode_shared(kind, call_id, head, body, sizes, *place),)
@@ -123,10 +124,13 @@ class Lane:
         return (encode_start(kind, call_id, head, body, buffers), *buffers)
 
     def take(self, descriptor: int, number: int, sizes: Sequence[int]) -> Sequence[Bytes]:
-        """The buffers of a message that the other side has put into a segment. Raises `OSError`."""
+        """The buffers of a message that the other side has put into a segment. Raises `ProtocolError`."""
         if self._borrower is None:
-            raise OSError("a message came in shared memory, which this side has not agreed to")
-        return self._borrower.take(Place(descriptor, number), sizes)
+            raise ProtocolError("a message came in shared memory, which this side has not agreed to")
+        try:
+            return self._borrower.take(Place(descriptor, number), sizes)
+        except (OSError, ValueError) as error:
+            raise ProtocolError(f"a message came in shared memory that cannot be had: {error}") from None
 
     # Time, and the end
 

@@ -4,7 +4,8 @@ Pickle writes them into the payload, which copies them, and refuses a memoryview
 the result itself, travel beside the payload as an array of numpy's does. What is inside of something is left to pickle.
 
 - A `bytes`, `bytearray` and `array.array` is copied once where it arrives, as its memory must be its own.
-- A `memoryview` arrives as one of the same format, shape and contents; one that could be written to still can.
+- A `memoryview` arrives as one of the same format, shape and contents; one that could be written to still can. One of
+  no bytes has one dimension there. One whose items have no native format, as those of ctypes, cannot be sent.
 - One object that is several arguments is one object there too. One that is an argument and also inside another argument
   becomes two.
 """
@@ -18,6 +19,9 @@ from typing import Any, Final
 
 LEAST: Final = 16 * 1024
 """Bytes from which on it is worth it. A memoryview is taken at any size."""
+
+_NATIVE: Final = frozenset("cbB?hHiIlLqQnNfdP")
+"""The formats that a memoryview may be cast to."""
 
 RAW: Final = frozenset({bytes, bytearray, memoryview, array})
 """The types that may be."""
@@ -58,8 +62,10 @@ class _Raw:
 
 
 def reduce_raw(value: Any) -> tuple[Any, ...]:
-    """What pickle makes of plain memory."""
+    """What pickle makes of plain memory. Raises `TypeError` for a memoryview that could not be made again."""
     if type(value) is memoryview:
+        if value.format.removeprefix("@") not in _NATIVE:
+            raise TypeError(f"a memoryview of format {value.format!r} cannot be made again; send view.tobytes()")
         # What has gaps is copied, and then has none.
         view = value if value.c_contiguous else memoryview(bytearray(value.tobytes()))
         memory = PickleBuffer(view) if view.nbytes else bytearray()

@@ -8,8 +8,8 @@ uses the segment again: handing memory to and fro takes no message, and no page 
     offset  size  what
     0       16    the lender's token: who opens another file by mistake sees that
     16      4     the segment's number, little-endian
-    20      1     1 while it is lent
-    21      1     1 once the borrower has mapped it
+    20      1     1 while it is lent, 2 if the borrower never gives it back
+    21      1     1 while the borrower has it mapped
     4096    ...   the buffers, each at a multiple of `ALIGNMENT`
 
 Rules
@@ -17,7 +17,8 @@ Rules
   nobody who has mapped it can be hurt by the other side.
 - A segment is for one borrower, and holds one message at a time, which is the borrower's own until it lets go of it.
 - Where a segment cannot be made, or what may be lent is lent, `lend` gives None, and the data takes another way.
-- Nothing here waits. Any thread may call anything; views are let go of in any thread, even inside the collector.
+- Nothing here waits. Any thread may call anything, a signal handler or a finalizer too in the midst of anything; views
+  are let go of in any thread, even inside the collector.
 - Not Linux, another user, another container: `Borrower.check` finds out, before anything is lent.
 """
 
@@ -46,12 +47,17 @@ _NUMBER: Final = struct.Struct("<I")
 _NUMBER_AT: Final = TOKEN_SIZE
 _LENT_AT: Final = 20
 _MAPPED_AT: Final = 21
+_FREE: Final = 0
+_LENT: Final = 1
+_KEPT: Final = 2
 _LEAST: Final = 1 << 18
 _STEPS: Final = 8
 """Sizes of segments per doubling: the more there are the less is wasted, and the less often one fits again."""
 _SEALS: Final = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL
 _WITHOUT_THE_LOCK: Final = 1 << 20
 """From this size on a copy is made with the interpreter let go of, if numpy is there to do it."""
+_AT_ONCE: Final = 1 << 22
+"""So much memory is given up at once, as no other thread runs meanwhile."""
 
 
 class Place(NamedTuple):
@@ -73,16 +79,23 @@ class Pool:
         self._left = limit
         self._segments_left = most
         self._on_trouble = on_trouble
-        self._lock = threading.Lock()
+        self._lock = threading.RLock()
         self._numbers = 0
         self._probe: _Segment | None = None
         self._is_broken = limit <= 0 or not hasattr(os, "memfd_create")
 
     def probe(self) -> int:
         """The descriptor of a segment for the other side to try; -1 if nothing can be lent."""
-        if self._probe is None and not self._is_broken:
-            self._probe = self.make(0)
-        return self._probe.descriptor if self._probe is not None else -1
+        with self._lock:
+            if self._probe is None:
+                probe = self.make(0)
+                if self._probe is None:
+                    self._probe = probe
+                elif probe is not None:  # a signal handler was faster
+                    probe.close()
+                if self._is_broken:  # closed meanwhile
+                    self.close()
+            return self._probe.descriptor if self._probe is not None else -1
 
     def make(self, capacity: int) -> _Segment | None:
         """A new segment for that many bytes, or None."""
@@ -97,9 +110,14 @@ class Pool:
             return _Segment(capacity, self.token, number)
         except (OSError, ValueError) as error:
             self.give_back(capacity)
-            self._is_broken = True
-            self._on_trouble(f"no shared memory can be had ({error})")
+            with self._lock:
+                was_broken, self._is_broken = self._is_broken, True
+            if not was_broken:
+                self._on_trouble(f"no shared memory can be had ({error})")
             return None
+        except BaseException:  # Ctrl-C
+            self.give_back(capacity)
+            raise
 
     def give_back(self, capacity: int) -> None:
         """A segment of that many bytes is no more."""
@@ -121,7 +139,7 @@ class Lender:
     def __init__(self, pool: Pool) -> None:
         self._pool = pool
         self._segments: list[_Segment] = []
-        self._lock = threading.Lock()
+        self._lock = threading.RLock()
         self._closed = False
         self.lent = 0
         """Bytes that were lent so far."""
@@ -129,65 +147,89 @@ class Lender:
     def lend(self, buffers: Sequence[memoryview]) -> Place | None:
         """Copies the buffers into a segment; None if there is none for them."""
         total = _ends(tuple(buffer.nbytes for buffer in buffers))[-1]
-        with self._lock:
-            segment = None if self._closed else self._free(total) or self._new(total)
+        segment = None
+        try:
+            with self._lock:
+                segment = self._claimed(total)
+                if segment is None and self._add(total):
+                    segment = self._claimed(total)
             if segment is None:
                 return None
-            segment.lend(monotonic())
-        try:
             segment.fill(buffers)
         except BaseException:
-            segment.take_back()
+            if segment is not None:
+                segment.take_back()
             raise
         self.lent += total
         return Place(segment.descriptor, segment.number)
 
-    def _free(self, total: int) -> _Segment | None:
-        fitting = (each for each in self._segments if each.capacity >= total and not each.is_lent())
-        return min(fitting, key=lambda segment: segment.capacity, default=None)
+    def _claimed(self, total: int) -> _Segment | None:
+        """The least of those that are free and fit; lent from now on."""
+        while True:
+            fitting = (each for each in self._segments if each.capacity >= total and each.state() == _FREE)
+            least = min(fitting, key=lambda segment: segment.capacity, default=None)
+            if least is None:
+                return None
+            least.used = monotonic()
+            if least.claim() == _FREE:
+                return least
 
-    def _new(self, total: int) -> _Segment | None:
-        if len(self._segments) == MOST_SEGMENTS and not self._drop_one():
-            return None
+    def _add(self, total: int) -> bool:
+        """Makes a segment, and gives up others for it if need be; whether there is one more."""
+        if self._closed or (len(self._segments) >= MOST_SEGMENTS and not self._drop_one()):
+            return False
         capacity = _rounded(total)
         segment = self._pool.make(capacity)
         while segment is None and self._drop_one():
             segment = self._pool.make(capacity)
         if segment is not None:
             self._segments.append(segment)
-        return segment
+        return segment is not None
 
     def _drop_one(self) -> bool:
-        """Gives up a segment that is free; whether there was one."""
-        free = (each for each in self._segments if not each.is_lent())
-        oldest = min(free, key=lambda segment: segment.used, default=None)
-        if oldest is None:
-            return False
-        self._drop(oldest)
-        return True
+        """Gives up the one that is not lent for the longest; whether there was one."""
+        idle = sorted((each for each in self._segments if each.state() != _LENT), key=lambda segment: segment.used)
+        for segment in idle:
+            state = self._withdrawn(segment)
+            if state != _LENT:
+                self._give_up(segment, state)
+                return True
+        return False
 
-    def _drop(self, segment: _Segment) -> None:
-        self._segments.remove(segment)
+    def _withdrawn(self, segment: _Segment) -> int:
+        """Takes it out, unless it is lent; what it was."""
+        state = segment.claim()
+        if state != _LENT:
+            self._segments.remove(segment)
+        return state
+
+    def _give_up(self, segment: _Segment, state: int) -> None:
+        if state == _FREE:
+            segment.empty()
         segment.close()
         self._pool.give_back(segment.capacity)
 
     def has_unseen(self) -> bool:
         """Whether the other side has not even opened some of what was lent: it could not any more after `close`."""
         with self._lock:
-            return any(each.is_lent() and not each.is_mapped() for each in self._segments)
+            return any(each.state() == _LENT and not each.is_mapped() for each in self._segments)
 
     def sweep(self, before: float) -> None:
-        """Gives up the segments that are free and were last used before that moment."""
+        """Gives up the segments that are free and were last used before that moment, and those that never come back."""
         with self._lock:
-            for segment in [each for each in self._segments if each.used < before and not each.is_lent()]:
-                self._drop(segment)
+            idle = [each for each in self._segments if each.state() == _KEPT or each.used < before]
+            states = [self._withdrawn(segment) for segment in idle]
+        for segment, state in zip(idle, states, strict=True):  # not under the lock: it takes its time
+            if state != _LENT:
+                self._give_up(segment, state)
 
     def close(self) -> None:
         """Lends no more. What the other side has of it stays its own. May be called twice."""
         with self._lock:
             self._closed = True
-            for segment in list(self._segments):
-                self._drop(segment)
+            while self._segments:
+                segment = self._segments.pop()
+                self._give_up(segment, segment.claim())
 
     def abandon(self) -> None:
         """In a forked child: gives the descriptors back; the segments are the parent's."""
@@ -217,15 +259,21 @@ class _Segment:
         self._bytes[:_NUMBER_AT] = token
         _NUMBER.pack_into(self._bytes, _NUMBER_AT, number)
 
-    def lend(self, now: float) -> None:
-        self.used = now
-        self._bytes[_LENT_AT] = 1
+    def claim(self) -> int:
+        """Marks it as lent; what it was before.
+
+        In one step, between which no signal handler or finalizer runs: that may lend, too.
+        """
+        state = self._bytes[_LENT_AT]
+        if state != _LENT:
+            self._bytes[_LENT_AT] = _LENT
+        return state
 
     def take_back(self) -> None:
-        self._bytes[_LENT_AT] = 0
+        self._bytes[_LENT_AT] = _FREE
 
-    def is_lent(self) -> bool:
-        return self._bytes[_LENT_AT] != 0
+    def state(self) -> int:
+        return self._bytes[_LENT_AT]
 
     def is_mapped(self) -> bool:
         return self._bytes[_MAPPED_AT] != 0
@@ -236,6 +284,12 @@ class _Segment:
         for buffer, end in zip(buffers, _ends(tuple(buffer.nbytes for buffer in buffers)), strict=True):
             _copy(data[begin : begin + buffer.nbytes], buffer)
             begin = end
+
+    def empty(self) -> None:
+        """Gives its memory back at once: the other side may have it mapped for a while."""
+        memory: Any = self._bytes.obj
+        for at in range(_DATA, len(memory), _AT_ONCE):
+            memory.madvise(mmap.MADV_REMOVE, at, min(_AT_ONCE, len(memory) - at))
 
     def close(self) -> None:
         os.close(self.descriptor)
@@ -248,6 +302,8 @@ class Borrower:
         self._process = process
         self._token = token
         self._mappings: dict[int, _Mapping] = {}
+        # A thread that forks inside `take`, as the collector may have it do, must get through.
+        self._lock = threading.RLock()
 
     def check(self, descriptor: int) -> None:
         """Tries to open the segment of that descriptor. Raises `OSError` if the peer can lend nothing to us."""
@@ -255,13 +311,15 @@ class Borrower:
 
     def take(self, place: Place, sizes: Sequence[int]) -> list[memoryview]:
         """The buffers of a message, ours from now on. Raises `OSError` if they are not there."""
-        mapping = self._mappings.get(place.number)
-        if mapping is None:
-            mapping = _Mapping(self._open(place.descriptor))
-            if mapping.number() != place.number:
-                raise OSError(f"shared memory {place.descriptor} is number {mapping.number()}, not {place.number}")
-            self._mappings[place.number] = mapping
-        return mapping.views(sizes)
+        with self._lock:
+            mapping = self._mappings.get(place.number)
+            if mapping is None:
+                memory = self._open(place.descriptor)
+                (number,) = _NUMBER.unpack_from(memory, _NUMBER_AT)
+                if number != place.number:
+                    raise OSError(f"shared memory {place.descriptor} is number {number}, not {place.number}")
+                mapping = self._mappings[place.number] = _Mapping(memory)
+            return mapping.views(sizes)
 
     def _open(self, descriptor: int) -> mmap.mmap:
         path = f"/proc/{self._process}/fd/{descriptor}"
@@ -281,19 +339,22 @@ class Borrower:
 
     def sweep(self, before: float) -> None:
         """Gives up what is not in use and was last used before that moment. It may be opened again."""
-        for number, mapping in list(self._mappings.items()):
-            if mapping.used < before and not mapping.is_in_use():
-                self._mappings.pop(number, None)
+        with self._lock:
+            for number, mapping in list(self._mappings.items()):
+                if mapping.used < before and not mapping.is_in_use():
+                    del self._mappings[number]
+                    mapping.forget()
 
     def pin(self) -> None:
         """This process forks: the child has what is in use now, too, and must not see it change.
 
-        So it is never given back, neither here nor there.
+        So it is never given back: the lender forgets it, and it is there as long as one of the two processes has it.
         """
-        for number, mapping in list(self._mappings.items()):
-            if mapping.is_in_use():
-                mapping.is_pinned = True
-                self._mappings.pop(number, None)
+        with self._lock:
+            for number, mapping in list(self._mappings.items()):
+                if mapping.is_in_use():
+                    mapping.keep()
+                    del self._mappings[number]
 
 
 class _Mapping:
@@ -303,7 +364,7 @@ class _Mapping:
         import ctypes  # not at the head: only who gets large data needs it
 
         self.used = 0.0
-        self.is_pinned = False
+        self._is_kept = False
         self._memory = memory
         self._state = memoryview(memory)[: _MAPPED_AT + 1]
         self._state[_MAPPED_AT] = 1
@@ -311,27 +372,30 @@ class _Mapping:
         self._lease_type: Any = type("_Lease", (ctypes.c_char * len(memory),), {})
         self._lease: weakref.ref[Any] | None = None
 
-    def number(self) -> int:
-        return int(_NUMBER.unpack_from(self._state, _NUMBER_AT)[0])
+    def forget(self) -> None:
+        self._state[_MAPPED_AT] = 0
+
+    def keep(self) -> None:
+        self._is_kept = True
+        self._state[_LENT_AT] = _KEPT
 
     def is_in_use(self) -> bool:
         return self._lease is not None and self._lease() is not None
 
     def views(self, sizes: Sequence[int]) -> list[memoryview]:
         ends = _ends(sizes)
-        if _DATA + ends[-1] - ends[0] + sizes[0] > len(self._memory) or self.is_in_use():
+        if _DATA + ends[-1] > len(self._memory) or self.is_in_use():
             raise OSError(f"shared memory of {len(self._memory)} bytes, in use or not, was said to hold {sizes}")
         self.used = monotonic()
         lease = self._lease_type.from_buffer(self._memory)
-        state = self._state
-
-        def returned(_: object) -> None:
-            if not self.is_pinned:
-                state[_LENT_AT] = 0
-
-        self._lease = weakref.ref(lease, returned)
+        self._lease = weakref.ref(lease, self._returned)
         data = memoryview(lease).cast("B")[_DATA:]
         return [data[end - _aligned(size) : end - _aligned(size) + size] for end, size in zip(ends, sizes, strict=True)]
+
+    def _returned(self, _: object) -> None:
+        self._lease = None  # it keeps this method, and so this mapping
+        if not self._is_kept:
+            self._state[_LENT_AT] = _FREE
 
 
 def _aligned(size: int) -> int:
