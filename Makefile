@@ -67,7 +67,7 @@ clean:  ## remove all that the other targets have made
 	find $(SOURCES) -name __pycache__ -prune -exec rm -rf {} +
 
 $(VENV)/.installed: EXTRA := dev
-$(BENCH_VENV)/.installed: EXTRA := bench
+$(BENCH_VENV)/.installed: EXTRA := peers
 
 # The stamp is written last, so a set-up that was interrupted is done again.
 $(VENV)/.installed $(BENCH_VENV)/.installed: pyproject.toml

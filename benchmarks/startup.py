@@ -26,7 +26,7 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any, Final, NamedTuple
 
-from processes import free_port
+from farcall.bench.processes import free_port
 
 WANTED: Final = 0.25
 """Of torch's time."""

@@ -3,10 +3,22 @@
 from __future__ import annotations
 
 import time
-from typing import Final
+from typing import Any, Final
 
-from systems.base import CALLER, OWNER, START_LIMIT, THIRD, Address, ReferenceCaller, Server, System
-from systems.references import ReferenceUses
+from farcall.bench.systems import payloads
+from farcall.bench.systems.base import (
+    CALLER,
+    OWNER,
+    START_LIMIT,
+    THIRD,
+    Address,
+    FutureCalls,
+    ReferenceCaller,
+    Server,
+    System,
+    Workers,
+)
+from farcall.bench.systems.references import ReferenceUses
 
 BUSY_WORKERS: Final = 8
 
@@ -15,26 +27,48 @@ def noop() -> None:
     """The callee."""
 
 
-class _FarcallEnd(ReferenceUses):
-    """One worker of a group of two or three."""
+def echo(payload: Any) -> Any:
+    """The callee that sends back what it gets."""
+    return payload
 
-    def __init__(self, name: str, rank: int, address: Address, transport: str) -> None:
+
+class _FarcallEnd(ReferenceUses, FutureCalls):
+    """One worker of a group."""
+
+    def __init__(self, name: str, rank: int, address: Address, transport: str | None) -> None:
         import farcall as rpc
 
         super().__init__(rpc)
         self._rpc = rpc
-        # One transport and no other: falling back to TCP must be an error here, not a wrong row in the table.
-        options = rpc.RpcBackendOptions(
-            init_method=f"tcp://127.0.0.1:{address.port}", init_timeout=START_LIMIT, transports=(transport,)
-        )
+        self._ends = address.ends
+        options = rpc.RpcBackendOptions(init_method=f"tcp://127.0.0.1:{address.port}", init_timeout=START_LIMIT)
+        if transport is not None:
+            # One and no other: falling back to TCP must be an error here, not a wrong row in the table.
+            options.transports = (transport,)
         rpc.init_rpc(name, rank=rank, world_size=address.ends, rpc_backend_options=options)
 
     def noop(self) -> None:
         self._rpc.rpc_sync(OWNER, noop)
 
+    def payload(self, size: int) -> Any:
+        return payloads.array(size)
+
+    def echo(self, payload: Any) -> Any:
+        return self._rpc.rpc_sync(OWNER, echo, args=(payload,))
+
+    def start(self) -> Any:
+        return self._rpc.rpc_async(OWNER, noop)
+
+    def finish(self, future: Any) -> None:
+        future.wait()
+
     def pipelined(self, calls: int) -> None:
         rpc_async = self._rpc.rpc_async
         self._rpc.wait_all([rpc_async(OWNER, noop) for _ in range(calls)])
+
+    def call_all(self) -> None:
+        rpc_async = self._rpc.rpc_async
+        self._rpc.wait_all([rpc_async(rank, noop) for rank in range(1, self._ends)])
 
     def close(self) -> None:
         self.drop()
@@ -42,16 +76,17 @@ class _FarcallEnd(ReferenceUses):
 
 
 class Farcall(System):
-    """farcall between processes of one host."""
+    """farcall between processes of one host: over one kind of socket, or as it chooses by itself."""
 
     package = "farcall"
     refers = True
     starts_together = True
+    usage = "`rpc_sync`, `rpc_async`, `remote`; numpy arrays"
 
-    def __init__(self, kind: str) -> None:
+    def __init__(self, kind: str | None = None) -> None:
         self._kind = kind
-        self.name = f"farcall-{kind}"
-        self.label = f"farcall, {kind}"
+        self.name = f"farcall-{kind}" if kind else "farcall"
+        self.label = f"farcall, {kind}" if kind else "farcall"
 
     def serve(self, address: Address) -> Server:
         return _FarcallEnd(OWNER, 0, address, self._kind)
@@ -61,6 +96,9 @@ class Farcall(System):
 
     def join(self, address: Address) -> Server:
         return _FarcallEnd(THIRD, 2, address, self._kind)
+
+    def member(self, rank: int, address: Address) -> Workers:
+        return _FarcallEnd(f"worker{rank}", rank, address, self._kind)
 
 
 class BusyWorker:

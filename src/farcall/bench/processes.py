@@ -5,27 +5,37 @@ Rules
 - `Endpoints` is a context manager: when its block ends, by an error or Ctrl-C too, so have all its processes.
 - Each process is a session of its own, so that Ctrl-C reaches the bench alone, which then ends the others in order.
   Should the bench be killed outright, its pipes break and they end by themselves.
+- Some systems start processes of their own, and those start others, in sessions of their own. All of them inherit a
+  mark in their environment, unique to one set of endpoints; whatever still bears it at the end is killed.
 """
 
 from __future__ import annotations
 
+import os
+import secrets
+import signal
 import socket
 import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from multiprocessing import Pipe
 from pathlib import Path
 from types import TracebackType
-from typing import Any, Final, Self
+from typing import Any, Final, NoReturn, Self
 
-from systems import START_LIMIT, Address
+from farcall.bench.systems.base import START_LIMIT, Address, System
 
 ANSWER_LIMIT: Final = 120.0
 """Seconds for one measurement."""
 STOP_LIMIT: Final = 15.0
 """Seconds for an orderly end; then the process is killed."""
-_PROGRAM: Final = Path(__file__).with_name("endpoint.py")
+MARK: Final = "FARCALL_BENCH_MARK"
+"""The variable of the environment by which what the bench has started is known again."""
+_SWEEP_LIMIT: Final = 5.0
+"""Seconds in which killed processes must be gone."""
 
 
 class EndpointFailed(Exception):
@@ -35,14 +45,16 @@ class EndpointFailed(Exception):
 class Endpoint:
     """One process. Made by `Endpoints.start`."""
 
-    def __init__(self, title: str, role: dict[str, Any], log: Path) -> None:
+    def __init__(self, title: str, role: dict[str, Any], log: Path, environment: dict[str, str]) -> None:
         self.title = title
         self._log = log
         self._control, theirs = Pipe()
         with theirs, log.open("wb") as errors:
             fd = theirs.fileno()
             self._process = subprocess.Popen(
-                [sys.executable, str(_PROGRAM), str(fd)],
+                # -P: nothing that happens to lie in the current directory is imported.
+                [sys.executable, "-P", "-m", "farcall.bench.endpoint", str(fd)],
+                env=environment,
                 pass_fds=[fd],
                 stdin=subprocess.DEVNULL,
                 stdout=errors,
@@ -103,7 +115,13 @@ class Endpoints:
 
     def __init__(self) -> None:
         self._all: list[Endpoint] = []
-        self._directory = tempfile.TemporaryDirectory(prefix="bench-")
+        self._places = 0
+        self._told = False
+        # What systems leave there while they are being killed need not be complained of.
+        self._directory = tempfile.TemporaryDirectory(prefix="bench-", ignore_cleanup_errors=True)
+        # Endpoints of an endpoint bear the mark of the bench, which sweeps for them all.
+        self._inherited = os.environ.get(MARK)
+        self._mark = self._inherited or secrets.token_hex(16)
 
     def __enter__(self) -> Self:
         return self
@@ -117,32 +135,123 @@ class Endpoints:
         finally:
             for endpoint in self._all:
                 endpoint.kill()
+            if self._inherited is None:
+                sweep(self._mark)
             self._directory.cleanup()
 
     def _stop(self) -> None:
-        # All are told before any is waited for: the members of a group leave together.
         deadline = time.monotonic() + STOP_LIMIT
-        for endpoint in self._all:
-            endpoint.tell("stop")
+        self.tell_to_stop()
         for endpoint in self._all:
             endpoint.hear(max(0.0, deadline - time.monotonic()))
         for endpoint in self._all:
             endpoint.wait(max(0.0, deadline - time.monotonic()))
 
+    def tell_to_stop(self) -> None:
+        """Tell all to stop, once: all before any is waited for, as the members of a group leave together.
+
+        Raises EndpointFailed if one is gone.
+        """
+        for endpoint in () if self._told else self._all:
+            endpoint.tell("stop")
+        self._told = True
+
     def address(self, ends: int) -> Address:
         """A fresh place for so many ends to meet."""
-        return Address(free_port(), str(Path(self._directory.name, f"{len(self._all)}.sock")), ends)
+        self._places += 1
+        return Address(free_port(), str(Path(self._directory.name, f"{self._places}.sock")), ends)
 
     def start(self, title: str, **role: object) -> Endpoint:
         """Start a process with this role. It is up once `hear(START_LIMIT)` has returned."""
-        endpoint = Endpoint(title, role, Path(self._directory.name, f"{len(self._all)}.log"))
+        environment = {**os.environ, MARK: self._mark, "TMPDIR": self._directory.name}
+        endpoint = Endpoint(title, role, Path(self._directory.name, f"{len(self._all)}.log"), environment)
         self._all.append(endpoint)
         return endpoint
 
-    def wait_until_up(self, *endpoints: Endpoint) -> None:
+    def wait_until_up(self, *endpoints: Endpoint, limit: float = START_LIMIT) -> None:
         """Wait until all of them have taken up their role. Raises EndpointFailed."""
         for endpoint in endpoints:
-            endpoint.hear(START_LIMIT)
+            endpoint.hear(limit)
+
+
+def start_ends(endpoints: Endpoints, system: System, third: bool = False) -> tuple[Endpoint, ...]:
+    """Start the ends of a system: its server, its caller and, if asked for, its third. Raises EndpointFailed.
+
+    The server and the caller are returned; of a system that starts its server by itself, the caller alone.
+    """
+    address = endpoints.address(3 if third else 2)
+    if system.spawns:
+        caller = endpoints.start(f"the caller of {system.label}", kind="caller", system=system.name, address=address)
+        endpoints.wait_until_up(caller, limit=system.start_limit)
+        return (caller,)
+    server = endpoints.start(f"the server of {system.label}", kind="server", system=system.name, address=address)
+    if not system.starts_together:
+        endpoints.wait_until_up(server)
+    caller = endpoints.start(f"the caller of {system.label}", kind="caller", system=system.name, address=address)
+    others = []
+    if third:
+        others.append(
+            endpoints.start(f"the third of {system.label}", kind="third", system=system.name, address=address)
+        )
+    if system.starts_together:
+        others.append(server)
+    # The caller first: if it fails, the others would only report that they waited for it in vain.
+    endpoints.wait_until_up(caller, *others)
+    return server, caller
+
+
+def sweep(mark: str) -> None:
+    """Kill all processes that bear the mark, except this one, and wait until they are gone, for some seconds."""
+    deadline = time.monotonic() + _SWEEP_LIMIT
+    while (found := marked(mark)) and time.monotonic() < deadline:
+        for pid in found:
+            _kill_marked(pid, mark)
+        time.sleep(0.02)  # nothing tells of the end of processes that are not our children
+
+
+def marked(mark: str) -> list[int]:
+    """The processes that bear the mark, except this one."""
+    pids = (int(entry) for entry in os.listdir("/proc") if entry.isdigit())
+    return [pid for pid in pids if pid != os.getpid() and _bears(pid, mark)]
+
+
+def _bears(pid: int, mark: str) -> bool:
+    try:
+        return f"{MARK}={mark}".encode() in Path(f"/proc/{pid}/environ").read_bytes().split(b"\0")
+    except OSError:
+        return False  # it has ended, or is another user's
+
+
+def _kill_marked(pid: int, mark: str) -> None:
+    # The descriptor names the process itself: if its number has become another's meanwhile, that one is let be.
+    try:
+        descriptor = os.pidfd_open(pid)
+    except ProcessLookupError:
+        return
+    try:
+        if _bears(pid, mark):
+            signal.pidfd_send_signal(descriptor, signal.SIGKILL)
+    except ProcessLookupError:
+        pass
+    finally:
+        os.close(descriptor)
+
+
+@contextmanager
+def ended_by_signals() -> Iterator[None]:
+    """Within it, SIGTERM and Ctrl-C end the program in order, with status 143 and 130: no process is left behind."""
+
+    def end(number: int, _: object) -> NoReturn:
+        # As an exception it leaves every `with` behind it in order, and with it the processes that were started.
+        raise SystemExit(128 + number)
+
+    before = signal.signal(signal.SIGTERM, end)
+    try:
+        yield
+    except KeyboardInterrupt:
+        raise SystemExit(130) from None
+    finally:
+        signal.signal(signal.SIGTERM, before)
 
 
 def run_python(title: str, program: str, environment: dict[str, str]) -> str:

@@ -4,22 +4,40 @@ from __future__ import annotations
 
 from typing import Any
 
-from systems.base import CALLER, OWNER, START_LIMIT, THIRD, Address, ReferenceCaller, Server, System
-from systems.references import ReferenceUses
+from farcall.bench.systems import payloads
+from farcall.bench.systems.base import (
+    CALLER,
+    OWNER,
+    START_LIMIT,
+    THIRD,
+    Address,
+    FutureCalls,
+    ReferenceCaller,
+    Server,
+    System,
+    Workers,
+)
+from farcall.bench.systems.references import ReferenceUses
 
 
 def noop() -> None:
     """The callee."""
 
 
-class _TorchEnd(ReferenceUses):
-    """One worker of a group of two or three."""
+def echo(payload: Any) -> Any:
+    """The callee that sends back what it gets."""
+    return payload
+
+
+class _TorchEnd(ReferenceUses, FutureCalls):
+    """One worker of a group."""
 
     def __init__(self, name: str, rank: int, address: Address) -> None:
         import torch.distributed.rpc as rpc
 
         super().__init__(rpc)
         self._rpc: Any = rpc
+        self._ends = address.ends
         options = rpc.TensorPipeRpcBackendOptions(
             init_method=f"tcp://127.0.0.1:{address.port}", num_worker_threads=16, rpc_timeout=START_LIMIT
         )
@@ -28,11 +46,31 @@ class _TorchEnd(ReferenceUses):
     def noop(self) -> None:
         self._rpc.rpc_sync(OWNER, noop)
 
+    def payload(self, size: int) -> Any:
+        import torch
+
+        # A bytearray can be written to; torch warns of memory that cannot. There is no tensor over an empty one.
+        data = bytearray(payloads.plain(size))
+        return torch.frombuffer(data, dtype=torch.uint8) if size else torch.empty(0, dtype=torch.uint8)
+
+    def echo(self, payload: Any) -> Any:
+        return self._rpc.rpc_sync(OWNER, echo, args=(payload,))
+
+    def start(self) -> Any:
+        return self._rpc.rpc_async(OWNER, noop)
+
+    def finish(self, future: Any) -> None:
+        future.wait()
+
     def pipelined(self, calls: int) -> None:
         import torch
 
         rpc_async = self._rpc.rpc_async
         torch.futures.wait_all([rpc_async(OWNER, noop) for _ in range(calls)])
+
+    def call_all(self) -> None:
+        for future in [self._rpc.rpc_async(rank, noop) for rank in range(1, self._ends)]:
+            future.wait()
 
     def close(self) -> None:
         self.drop()
@@ -47,6 +85,7 @@ class Torch(System):
     package = "torch"
     refers = True
     starts_together = True
+    usage = "`rpc_sync`, `rpc_async`, `remote`; tensors"
 
     def serve(self, address: Address) -> Server:
         return _TorchEnd(OWNER, 0, address)
@@ -56,3 +95,6 @@ class Torch(System):
 
     def join(self, address: Address) -> Server:
         return _TorchEnd(THIRD, 2, address)
+
+    def member(self, rank: int, address: Address) -> Workers:
+        return _TorchEnd(f"worker{rank}", rank, address)
