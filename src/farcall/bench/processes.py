@@ -39,7 +39,11 @@ _SWEEP_LIMIT: Final = 5.0
 
 
 class EndpointFailed(Exception):
-    """A process of the bench failed, died or did not answer."""
+    """A process of the bench failed, died or did not answer. `reason` says so in one line."""
+
+    def __init__(self, message: str, reason: str | None = None) -> None:
+        super().__init__(message)
+        self.reason = reason or message.partition("\n")[0]
 
 
 class Endpoint:
@@ -83,7 +87,8 @@ class Endpoint:
         except (EOFError, ConnectionError):
             raise self._failure("ended without an answer") from None
         if outcome == "failed":
-            raise self._failure(f"failed:\n{result}")
+            # The last line of a traceback is the error itself.
+            raise self._failure(f"failed:\n{result}", result.strip().rpartition("\n")[2][:300])
         return result
 
     def ask(self, command: str, **options: object) -> Any:
@@ -105,9 +110,10 @@ class Endpoint:
             self._process.wait()
         self._control.close()
 
-    def _failure(self, what: str) -> EndpointFailed:
+    def _failure(self, what: str, reason: str | None = None) -> EndpointFailed:
         tail = self._log.read_text(errors="replace")[-2000:].strip()
-        return EndpointFailed(f"{self.title} (pid {self.pid}) {what}" + (f"\nits output:\n{tail}" if tail else ""))
+        message = f"{self.title} (pid {self.pid}) {what}" + (f"\nits output:\n{tail}" if tail else "")
+        return EndpointFailed(message, reason or f"{self.title} {what}")
 
 
 class Endpoints:
