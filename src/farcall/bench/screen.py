@@ -32,11 +32,13 @@ class Screen:
             return
         from rich.table import Table
 
-        shown = Table(title=table.title, title_justify="left")
+        shown = Table()
         for position, name in enumerate(table.header):
             shown.add_column(name, justify="right" if position else "left")
         for row in table.rows:
             shown.add_row(*row, style=table.styles.get(row[-1]))
+        # Above the table, not as its title: rich would break it to the width of the table.
+        self._out.print(table.title, markup=False, style="italic", highlight=False)
         self._out.print(shown)
 
     def line(self, text: str) -> None:

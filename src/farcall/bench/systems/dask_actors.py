@@ -40,7 +40,8 @@ class _DaskCaller(FutureCalls):
     def __init__(self, workers: int, directory: str) -> None:
         import distributed
 
-        self._cluster: Any = distributed.LocalCluster(
+        dask: Any = distributed
+        self._cluster: Any = dask.LocalCluster(
             n_workers=workers,
             threads_per_worker=1,
             processes=True,
@@ -48,7 +49,7 @@ class _DaskCaller(FutureCalls):
             dashboard_address=None,
             local_directory=directory,
         )
-        self._client: Any = distributed.Client(self._cluster, timeout=START_LIMIT)
+        self._client: Any = dask.Client(self._cluster, timeout=START_LIMIT)
         self._client.wait_for_workers(workers, timeout=START_LIMIT)
         self._workers = sorted(self._client.scheduler_info(n_workers=-1)["workers"])
         # The futures are kept: an actor lives as long as its future.

@@ -41,7 +41,7 @@ class _TorchEnd(ReferenceUses, FutureCalls):
         options = rpc.TensorPipeRpcBackendOptions(
             init_method=f"tcp://127.0.0.1:{address.port}", num_worker_threads=16, rpc_timeout=START_LIMIT
         )
-        rpc.init_rpc(name, rank=rank, world_size=address.ends, rpc_backend_options=options)
+        self._rpc.init_rpc(name, rank=rank, world_size=address.ends, rpc_backend_options=options)
 
     def noop(self) -> None:
         self._rpc.rpc_sync(OWNER, noop)
