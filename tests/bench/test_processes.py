@@ -30,9 +30,9 @@ SLEEPER = "import sys, time; print('up', flush=True); time.sleep(60)"
 
 
 @contextmanager
-def sleeper(mark: str) -> Iterator[subprocess.Popen[bytes]]:
+def sleeper(mark: str, *arguments: str) -> Iterator[subprocess.Popen[bytes]]:
     """A process that bears this mark, in a session of its own."""
-    command = [sys.executable, "-c", SLEEPER]
+    command = [sys.executable, "-c", SLEEPER, *arguments]
     environment = {**os.environ, MARK: mark}
     with subprocess.Popen(command, stdout=subprocess.PIPE, env=environment, start_new_session=True) as process:
         assert process.stdout is not None
@@ -78,6 +78,17 @@ def test_what_bears_the_mark_is_swept_away_and_nothing_else() -> None:
         sweep("one")
         assert one.wait(5) == -signal.SIGKILL
         assert two.poll() is None
+
+
+def test_who_clears_away_after_others_is_killed_last(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(processes, "_SWEEP_LIMIT", 0.2)
+    with sleeper("one") as other, sleeper("one", "multiprocessing.resource_tracker") as tracker:
+        sweep("one")
+        assert other.wait(5) == -signal.SIGKILL
+        assert tracker.poll() is None
+        monkeypatch.setattr(processes, "_TRACKER_LIMIT", -1.0)
+        sweep("one")
+        assert tracker.wait(5) == -signal.SIGKILL
 
 
 def test_what_an_end_has_started_is_gone_with_it(monkeypatch: pytest.MonkeyPatch) -> None:

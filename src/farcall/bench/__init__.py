@@ -2,7 +2,8 @@
 
     systems/       farcall and its peers, one module for each: how its ends start and what they can do
     processes      the processes of a measurement: started, asked and ended here
-    endpoint       what runs in each of them
+    bootstrap, endpoint
+                   what runs in each of them
     timing         where the clock is read
     machine        what the run stood on, and who else was using it
     tables, screen

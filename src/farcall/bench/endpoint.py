@@ -1,6 +1,6 @@
 """One end of a measurement: the program that the bench starts for each server, caller, third end and worker.
 
-Started as `-m farcall.bench.endpoint FD`, where FD is its end of a pipe to the bench. The first message is its role, a
+Started by `bootstrap FD`, where FD is its end of a pipe to the bench. The first message is its role, a
 dictionary; each further one is a command and its arguments. It answers each of them with ("done", result) or ("failed",
 traceback). It ends at the command "stop", and when the pipe breaks because the bench is gone.
 
@@ -39,6 +39,9 @@ def start(role: dict[str, Any]) -> dict[str, Command]:
         case "starter":
             starter = startup.Starter(system)
             return {"start": starter.start, "stop": starter.close}
+        case "joiner":
+            joiner = startup.Joiner(system)
+            return {"join": joiner.join, "leave": joiner.leave, "stop": lambda: None}
     return caller_commands(system.connect(role["address"]))
 
 
@@ -101,8 +104,9 @@ def run(control: Connection) -> int:
     return 0 if outcome == "done" else 1
 
 
-if __name__ == "__main__":
-    with Connection(int(sys.argv[1])) as pipe:
+def main(descriptor: int) -> None:
+    """Live through one role, told by this pipe; ends the process."""
+    with Connection(descriptor) as pipe:
         try:
             sys.exit(run(pipe))
         except (EOFError, ConnectionError):

@@ -32,10 +32,13 @@ ANSWER_LIMIT: Final = 120.0
 """Seconds for one measurement."""
 STOP_LIMIT: Final = 15.0
 """Seconds for an orderly end; then the process is killed."""
+_PROGRAM: Final = Path(__file__).with_name("bootstrap.py")
 MARK: Final = "FARCALL_BENCH_MARK"
 """The variable of the environment by which what the bench has started is known again."""
 _SWEEP_LIMIT: Final = 5.0
 """Seconds in which killed processes must be gone."""
+_TRACKER_LIMIT: Final = 2.0
+"""Of them, what those have that clear away after the others."""
 
 
 class EndpointFailed(Exception):
@@ -56,8 +59,8 @@ class Endpoint:
         with theirs, log.open("wb") as errors:
             fd = theirs.fileno()
             self._process = subprocess.Popen(
-                # -P: nothing that happens to lie in the current directory is imported.
-                [sys.executable, "-P", "-m", "farcall.bench.endpoint", str(fd)],
+                # -P: nothing that happens to lie beside the program is imported.
+                [sys.executable, "-P", str(_PROGRAM), str(fd)],
                 env=environment,
                 pass_fds=[fd],
                 stdin=subprocess.DEVNULL,
@@ -207,12 +210,24 @@ def start_ends(endpoints: Endpoints, system: System, third: bool = False) -> tup
 
 
 def sweep(mark: str) -> None:
-    """Kill all processes that bear the mark, except this one, and wait until they are gone, for some seconds."""
-    deadline = time.monotonic() + _SWEEP_LIMIT
-    while (found := marked(mark)) and time.monotonic() < deadline:
+    """Kill all processes that bear the mark, except this one, and wait until they are gone, for some seconds.
+
+    The trackers by which `multiprocessing` clears semaphores and shared memory away do so when all others have gone,
+    and get the time for it.
+    """
+    began = time.monotonic()
+    while (found := marked(mark)) and (waited := time.monotonic() - began) < _SWEEP_LIMIT:
         for pid in found:
-            _kill_marked(pid, mark)
+            if waited > _TRACKER_LIMIT or not _is_tracker(pid):
+                _kill_marked(pid, mark)
         time.sleep(0.02)  # nothing tells of the end of processes that are not our children
+
+
+def _is_tracker(pid: int) -> bool:
+    try:
+        return b"multiprocessing.resource_tracker" in Path(f"/proc/{pid}/cmdline").read_bytes()
+    except OSError:
+        return False
 
 
 def marked(mark: str) -> list[int]:

@@ -8,23 +8,23 @@ the way of its system:
 - of one with servers (RPyC, Pyro5, gRPC), the servers are started, and each is connected to.
 
 So it includes what starting a Python process and importing the package cost in each worker: users wait for that too.
+
+`Joiner` is for the other question, how long a group takes to meet whose processes are all up (`make bench-startup`).
 """
 
 from __future__ import annotations
 
-import importlib
 import time
 
 from farcall.bench.processes import Endpoints
-from farcall.bench.systems import Caller, System, Workers
+from farcall.bench.systems import Address, Caller, System, Workers
 
 
 class Starter:
     """Starts workers, once. Raises ImportError if the system's package is not there."""
 
     def __init__(self, system: System) -> None:
-        if system.package is not None:
-            importlib.import_module(system.package)
+        system.load()
         self._system = system
         self._endpoints = Endpoints()
         self._workers: Workers | None = None
@@ -84,3 +84,30 @@ class Starter:
                 self._workers.close()
         finally:
             self._endpoints.__exit__(None, None, None)
+
+
+class Joiner:
+    """A process that will join a group, and has imported what it needs. Raises ImportError if it cannot."""
+
+    def __init__(self, system: System) -> None:
+        system.load()
+        self._system = system
+        self._group: Workers | None = None
+
+    def join(self, rank: int, address: Address) -> tuple[float, float, float]:
+        """Join and call all others; when it began, had joined and had all replies, by the clock that processes share.
+
+        Raises what the system raises.
+        """
+        began = time.monotonic()
+        self._group = self._system.member(rank, address)
+        joined = time.monotonic()
+        self._group.call_all()
+        return began, joined, time.monotonic()
+
+    def leave(self) -> float:
+        """Leave in order; the seconds that it took. Raises what the system raises."""
+        began = time.monotonic()
+        if self._group is not None:
+            self._group.close()
+        return time.monotonic() - began

@@ -14,6 +14,7 @@ Rules
 
 from __future__ import annotations
 
+import importlib
 from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Callable, Coroutine, Mapping
@@ -26,6 +27,10 @@ START_LIMIT: Final = 60.0
 """Seconds that starting one end may take. Importing torch on a busy machine takes many of them."""
 SPAWN_LIMIT: Final = 150.0
 """The same for a whole cluster that a system starts by itself."""
+GROUP_LIMIT: Final = 180.0
+"""The same for a group of many workers, each of which takes its time."""
+LEAVE_LIMIT: Final = 10.0
+"""Seconds that leaving a group of two or three may take."""
 OWNER: Final = "server"
 """The name of the serving end, where a system has names: what is referred to lives there."""
 CALLER: Final = "client"
@@ -128,7 +133,7 @@ class AwaitingCaller(Protocol):
 
 
 class Workers(Protocol):
-    """The starting end of a group of workers."""
+    """A group of workers: for who has started them, or for one of them."""
 
     def call_all(self) -> None:
         """Call a no-op on each of the others, all at once, and wait for all replies."""
@@ -203,6 +208,11 @@ class System(ABC):
     def serve(self, address: Address) -> Server:
         """Start the serving end in this process. Raises NotImplementedError for a system that `spawns`."""
         raise NotImplementedError(f"{self.label} starts its serving ends by itself")
+
+    def load(self) -> None:
+        """Import the package. Raises ImportError."""
+        if self.package is not None:
+            importlib.import_module(self.package)
 
     @abstractmethod
     def connect(self, address: Address) -> Caller:

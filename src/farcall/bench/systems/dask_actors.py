@@ -23,22 +23,19 @@ def same(value: Any) -> Any:
     return value
 
 
-class Echo:
-    """The actor."""
-
-    def noop(self) -> None:
-        """The callee."""
-
-    def echo(self, payload: Any) -> Any:
-        """The callee that sends back what it gets."""
-        return payload
-
-
 class _DaskCaller(FutureCalls):
     """The client of a cluster of its own, with one actor on each worker."""
 
     def __init__(self, workers: int, directory: str) -> None:
         import distributed
+
+        # By value: the workers need not import the module that it is in, and with it farcall.
+        class Echo:
+            def noop(self) -> None:
+                """The callee."""
+
+            def echo(self, payload: Any) -> Any:
+                return payload
 
         dask: Any = distributed
         self._cluster: Any = dask.LocalCluster(

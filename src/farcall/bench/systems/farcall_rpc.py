@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import importlib
+import sys
 import time
 from typing import Any, Final
 
 from farcall.bench.systems import payloads
 from farcall.bench.systems.base import (
     CALLER,
+    GROUP_LIMIT,
+    LEAVE_LIMIT,
     OWNER,
     START_LIMIT,
     THIRD,
@@ -23,6 +27,13 @@ from farcall.bench.systems.references import ReferenceUses
 BUSY_WORKERS: Final = 8
 
 
+def the_package() -> Any:
+    """farcall itself, in place of the stand-in that processes of the bench begin with."""
+    if not hasattr(sys.modules.get("farcall"), "init_rpc"):
+        sys.modules.pop("farcall", None)
+    return importlib.import_module("farcall")
+
+
 def noop() -> None:
     """The callee."""
 
@@ -35,13 +46,15 @@ def echo(payload: Any) -> Any:
 class _FarcallEnd(ReferenceUses, FutureCalls):
     """One worker of a group."""
 
-    def __init__(self, name: str, rank: int, address: Address, transport: str | None) -> None:
-        import farcall as rpc
-
+    def __init__(self, name: str, rank: int, address: Address, transport: str | None, many: bool = False) -> None:
+        rpc = the_package()
         super().__init__(rpc)
         self._rpc = rpc
-        self._ends = address.ends
+        self._others = [other for other in range(address.ends) if other != rank]
+        self._leave_limit = GROUP_LIMIT if many else LEAVE_LIMIT
         options = rpc.RpcBackendOptions(init_method=f"tcp://127.0.0.1:{address.port}", init_timeout=START_LIMIT)
+        if many:
+            options.init_timeout = options.rpc_timeout = GROUP_LIMIT
         if transport is not None:
             # One and no other: falling back to TCP must be an error here, not a wrong row in the table.
             options.transports = (transport,)
@@ -68,11 +81,11 @@ class _FarcallEnd(ReferenceUses, FutureCalls):
 
     def call_all(self) -> None:
         rpc_async = self._rpc.rpc_async
-        self._rpc.wait_all([rpc_async(rank, noop) for rank in range(1, self._ends)])
+        self._rpc.wait_all([rpc_async(other, noop) for other in self._others])
 
     def close(self) -> None:
         self.drop()
-        self._rpc.shutdown(timeout=10)
+        self._rpc.shutdown(timeout=self._leave_limit)
 
 
 class Farcall(System):
@@ -98,16 +111,17 @@ class Farcall(System):
         return _FarcallEnd(THIRD, 2, address, self._kind)
 
     def member(self, rank: int, address: Address) -> Workers:
-        return _FarcallEnd(f"worker{rank}", rank, address, self._kind)
+        return _FarcallEnd(f"worker{rank}", rank, address, self._kind, many=True)
+
+    def load(self) -> None:
+        the_package()
 
 
 class BusyWorker:
     """One of `BUSY_WORKERS` workers that call each other all the time."""
 
     def __init__(self, rank: int, port: int, spins: bool) -> None:
-        import farcall as rpc
-
-        self._rpc = rpc
+        rpc = self._rpc = the_package()
         where = f"tcp://127.0.0.1:{port}"
         if spins:
             options = rpc.RpcBackendOptions(init_method=where, init_timeout=START_LIMIT)
@@ -132,4 +146,4 @@ class BusyWorker:
 
     def close(self) -> None:
         """Leave the group; returns in bounded time."""
-        self._rpc.shutdown(timeout=10)
+        self._rpc.shutdown(timeout=LEAVE_LIMIT)

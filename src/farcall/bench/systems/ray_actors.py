@@ -7,22 +7,7 @@ from typing import Any
 
 from farcall.bench.systems import payloads
 from farcall.bench.systems.base import SPAWN_LIMIT, Address, EchoCaller, FutureCalls, System, Workers, keep_under_way
-from farcall.bench.systems.references import UNDER_WAY, check, number
-
-
-class Echo:
-    """The actor."""
-
-    def noop(self) -> None:
-        """The callee."""
-
-    def echo(self, payload: Any) -> Any:
-        """The callee that sends back what it gets."""
-        return payload
-
-    def number(self) -> int:
-        """What references are to."""
-        return number()
+from farcall.bench.systems.references import NUMBER, UNDER_WAY, check
 
 
 class _RayCaller(FutureCalls):
@@ -32,6 +17,17 @@ class _RayCaller(FutureCalls):
         # Read when ray is imported: no report about the use of it leaves this machine.
         os.environ["RAY_USAGE_STATS_ENABLED"] = "0"
         import ray
+
+        # By value: the workers need not import the module that it is in, and with it farcall.
+        class Echo:
+            def noop(self) -> None:
+                """The callee."""
+
+            def echo(self, payload: Any) -> Any:
+                return payload
+
+            def number(self) -> int:
+                return NUMBER
 
         self._ray: Any = ray
         ray.init(

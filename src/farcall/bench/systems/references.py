@@ -12,12 +12,13 @@ from farcall.bench.systems.base import OWNER, THIRD, keep_under_way
 UNDER_WAY: Final = 12
 """References being shared at once. The third worker waits in each callee for the value, and torch's replies need one of
 the 16 threads that its callees wait in: with more callees than threads it stands still until its calls time out."""
-_NUMBER: Final = 7
+NUMBER: Final = 7
+"""What references are to."""
 
 
 def number() -> int:
     """The callee of `remote`."""
-    return _NUMBER
+    return NUMBER
 
 
 def fetch(reference: Any) -> int:
@@ -35,8 +36,8 @@ class Thing:
 
 def check(fetched: object) -> None:
     """Raises RuntimeError if that is not what `number` gave."""
-    if fetched != _NUMBER:
-        raise RuntimeError(f"{fetched!r} was fetched, not {_NUMBER}")
+    if fetched != NUMBER:
+        raise RuntimeError(f"{fetched!r} was fetched, not {NUMBER}")
 
 
 class ReferenceUses:

@@ -91,7 +91,7 @@ class Rpyc(System):
 
     package = "rpyc"
     cannot = MappingProxyType({SHARED: "a reference of RPyC cannot be passed on to a third process"})
-    usage = "a service, `async_`; bytes, as arrays go by reference"
+    usage = "a service, `async_`; bytes, as arrays go by reference; it compresses what is large, by default"
 
     def __init__(self, kind: str) -> None:
         self._unix = kind == "unix"

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import importlib
 from typing import Any
 
 from farcall.bench.systems import payloads
 from farcall.bench.systems.base import (
     CALLER,
+    GROUP_LIMIT,
+    LEAVE_LIMIT,
     OWNER,
     START_LIMIT,
     THIRD,
@@ -32,14 +35,17 @@ def echo(payload: Any) -> Any:
 class _TorchEnd(ReferenceUses, FutureCalls):
     """One worker of a group."""
 
-    def __init__(self, name: str, rank: int, address: Address) -> None:
+    def __init__(self, name: str, rank: int, address: Address, many: bool = False) -> None:
         import torch.distributed.rpc as rpc
 
         super().__init__(rpc)
         self._rpc: Any = rpc
-        self._ends = address.ends
+        self._others = [other for other in range(address.ends) if other != rank]
+        self._leave_limit = GROUP_LIMIT if many else LEAVE_LIMIT
         options = rpc.TensorPipeRpcBackendOptions(
-            init_method=f"tcp://127.0.0.1:{address.port}", num_worker_threads=16, rpc_timeout=START_LIMIT
+            init_method=f"tcp://127.0.0.1:{address.port}",
+            num_worker_threads=16,
+            rpc_timeout=GROUP_LIMIT if many else START_LIMIT,
         )
         self._rpc.init_rpc(name, rank=rank, world_size=address.ends, rpc_backend_options=options)
 
@@ -69,12 +75,12 @@ class _TorchEnd(ReferenceUses, FutureCalls):
         torch.futures.wait_all([rpc_async(OWNER, noop) for _ in range(calls)])
 
     def call_all(self) -> None:
-        for future in [self._rpc.rpc_async(rank, noop) for rank in range(1, self._ends)]:
+        for future in [self._rpc.rpc_async(other, noop) for other in self._others]:
             future.wait()
 
     def close(self) -> None:
         self.drop()
-        self._rpc.shutdown(timeout=10)
+        self._rpc.shutdown(timeout=self._leave_limit)
 
 
 class Torch(System):
@@ -97,4 +103,7 @@ class Torch(System):
         return _TorchEnd(THIRD, 2, address)
 
     def member(self, rank: int, address: Address) -> Workers:
-        return _TorchEnd(f"worker{rank}", rank, address)
+        return _TorchEnd(f"worker{rank}", rank, address, many=True)
+
+    def load(self) -> None:
+        importlib.import_module("torch.distributed.rpc")

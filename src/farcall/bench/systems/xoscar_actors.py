@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 from collections.abc import Coroutine
 from types import MappingProxyType
 from typing import Any, TypeVar
@@ -17,6 +16,9 @@ class _XoscarCaller:
     """The main process of a pool, with one actor in each of its other processes."""
 
     def __init__(self, workers: int) -> None:
+        import asyncio
+
+        self._asyncio: Any = asyncio
         self._loop = asyncio.new_event_loop()
         self._pool: Any = None
         self._actors: list[Any] = []
@@ -69,7 +71,7 @@ class _XoscarCaller:
             for _ in rest:
                 await self.await_noop()
 
-        await asyncio.gather(*(one_after_another() for _ in range(window)))
+        await self._asyncio.gather(*(one_after_another() for _ in range(window)))
 
     def pipelined(self, calls: int) -> None:
         self.in_flight(calls, calls)
@@ -78,7 +80,7 @@ class _XoscarCaller:
         self.run(self._call_all())
 
     async def _call_all(self) -> None:
-        await asyncio.gather(*(actor.noop() for actor in self._actors))
+        await self._asyncio.gather(*(actor.noop() for actor in self._actors))
 
     def close(self) -> None:
         self.run(self._pool.stop())
