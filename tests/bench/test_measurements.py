@@ -88,7 +88,7 @@ def test_a_size_that_fails_ends_the_turn_and_is_not_tried_again() -> None:
     assert findings.values[LATENCY, "torch", 0] == pytest.approx([2e-6, 2e-6])
     assert findings.median(LATENCY, TORCH, 65536) is None
     assert findings.reason(LATENCY, TORCH, 65536) == "ValueError: too large"
-    assert findings.reason(BANDWIDTH, TORCH, 1 << 20) == "not tried: it failed at 65,536"
+    assert findings.reason(BANDWIDTH, TORCH, 1 << 20) == "not tried: it failed at 64 KiB"
     assert TORCH in findings.systems
 
 

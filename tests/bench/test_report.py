@@ -74,6 +74,7 @@ def test_every_empty_cell_that_has_a_reason_is_explained_once() -> None:
 def test_the_page_has_plots_tables_reasons_usages_and_the_machine() -> None:
     page = report.page(some_findings(), EFFORT, WHERE, ["latency.svg", "latency.png", "references.svg"])
     assert page.startswith("# Benchmarks\n\nfarcall beside torch.distributed.rpc and Pyro5, ")
+    assert "```sh\nfarcall bench --quick --peers torch,pyro5 --write-docs\n```" in page
     assert "](benchmarks/latency.svg)" in page
     assert "](benchmarks/references.svg)" in page
     assert "startup.svg" not in page

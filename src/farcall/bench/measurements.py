@@ -114,8 +114,9 @@ class Measurer:
                 self._findings.leave_out(system, f"it could not be started: {failure.reason}")
             else:
                 self._findings.explain(measures, system, rest[0], failure.reason)
+                where = in_bytes(rest[0]) if measures[0] == found.LATENCY else str(rest[0])
                 for point in rest[1:]:
-                    self._findings.explain(measures, system, point, f"not tried: it failed at {rest[0]:,}")
+                    self._findings.explain(measures, system, point, f"not tried: it failed at {where}")
 
     def _fits(self, system: System, size: int) -> bool:
         if size * MEMORY_FACTOR <= self._memory():

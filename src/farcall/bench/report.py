@@ -13,7 +13,6 @@ from farcall.bench.tables import ABSENT, TextTable, in_bytes, in_time, three_dig
 
 _REFERENCES: Final = ((found.FETCHED, "fetched, one by one"), (found.SHARED, "shared with a third worker"))
 _SHOWN: Final = (found.LATENCY, found.BANDWIDTH, found.IN_FLIGHT, found.STARTUP)
-_COMMAND: Final = "farcall bench --peers all --write-docs"
 
 _EXPLAINED: Final[dict[Measure, str]] = {
     found.LATENCY: "A payload goes to the other process and comes back: the median of many such calls, one after"
@@ -134,9 +133,12 @@ def page(findings: Findings, effort: Effort, where: dict[str, str], plots: Seque
 
 def _introduction(findings: Findings, effort: Effort) -> str:
     beside = f"beside {_and([peer.label for peer in findings.peers])}" if findings.peers else "by itself"
+    command = "farcall bench --quick" if effort.quick else "farcall bench"
+    if findings.peers:
+        command += f" --peers {','.join(peer.family for peer in findings.peers)}"
     text = (
         f"farcall {beside}, with the same work for all, on one machine. This page is written by the command itself,"
-        f" from the run that is described at its end:\n\n```sh\n{_COMMAND}\n```\n\n"
+        f" from the run that is described at its end:\n\n```sh\n{command} --write-docs\n```\n\n"
         "`make bench-peers` sets up an environment with the peers and runs the command there. Every system runs in two"
         " processes of one host, in the way that its own documentation recommends, and the caller reads the clock."
         " Rounds alternate: each system has its turn in each, in an order that rotates; the figures are medians over"

@@ -45,10 +45,9 @@ ALL: Final[tuple[System, ...]] = (
     Raw("tcp", spins=False),
 )
 OWN: Final = Farcall()
-# RPyC over TCP, as its documentation has it, and as over a Unix socket it does not pipeline.
 PEERS: Final[dict[str, System]] = {
     system.family: system
-    for system in (Torch(), Ray(), Rpyc("tcp"), Pyro5(), Grpc(), Xoscar(), Dask(), Monarch())
+    for system in (Torch(), Ray(), Rpyc(), Pyro5(), Grpc(), Xoscar(), Dask(), Monarch())
 }  # fmt: skip
 COMPARED: Final[tuple[System, ...]] = (OWN, *PEERS.values())
 

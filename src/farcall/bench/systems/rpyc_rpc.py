@@ -87,16 +87,16 @@ class _RpycCaller(FutureCalls):
 
 
 class Rpyc(System):
-    """RPyC between two processes of one host."""
+    """RPyC between two processes of one host: over one kind of socket, or TCP, as its documentation has it."""
 
     package = "rpyc"
     cannot = MappingProxyType({SHARED: "a reference of RPyC cannot be passed on to a third process"})
     usage = "a service, `async_`; bytes, as arrays go by reference; it compresses what is large, by default"
 
-    def __init__(self, kind: str) -> None:
+    def __init__(self, kind: str | None = None) -> None:
         self._unix = kind == "unix"
-        self.name = f"rpyc-{kind}"
-        self.label = f"RPyC, {kind}"
+        self.name = f"rpyc-{kind}" if kind else "rpyc"
+        self.label = f"RPyC, {kind}" if kind else "RPyC"
         self.pipelines = not self._unix
 
     def serve(self, address: Address) -> Server:
