@@ -80,6 +80,19 @@ def test_what_bears_the_mark_is_swept_away_and_nothing_else() -> None:
         assert two.poll() is None
 
 
+def test_what_was_started_by_one_with_the_mark_goes_with_it() -> None:
+    # As one that has written over its environment.
+    program = f"import subprocess, sys; subprocess.run([sys.executable, '-c', {SLEEPER!r}], env={{}})"
+    environment = {**os.environ, MARK: "one"}
+    with subprocess.Popen([sys.executable, "-c", program], stdout=subprocess.PIPE, env=environment) as parent:
+        assert parent.stdout is not None
+        assert parent.stdout.readline() == b"up\n"
+        assert len(marked("one")) == 2
+        sweep("one")
+        assert parent.stdout.read() == b""  # nobody holds the other end any more
+        assert marked("one") == []
+
+
 def test_who_clears_away_after_others_is_killed_last(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(processes, "_SWEEP_LIMIT", 0.2)
     with sleeper("one") as other, sleeper("one", "multiprocessing.resource_tracker") as tracker:

@@ -6,7 +6,8 @@ Rules
 - Each process is a session of its own, so that Ctrl-C reaches the bench alone, which then ends the others in order.
   Should the bench be killed outright, its pipes break and they end by themselves.
 - Some systems start processes of their own, and those start others, in sessions of their own. All of them inherit a
-  mark in their environment, unique to one set of endpoints; whatever still bears it at the end is killed.
+  mark in their environment, unique to one set of endpoints; whatever still bears it at the end is killed, and what has
+  been started by it: a process that gives itself another title writes over its environment.
 """
 
 from __future__ import annotations
@@ -217,9 +218,10 @@ def sweep(mark: str) -> None:
     """
     began = time.monotonic()
     while (found := marked(mark)) and (waited := time.monotonic() - began) < _SWEEP_LIMIT:
-        for pid in found:
+        # The youngest first, which have the higher numbers as a rule: one whose parent is gone may not be known again.
+        for pid in reversed(found):
             if waited > _TRACKER_LIMIT or not _is_tracker(pid):
-                _kill_marked(pid, mark)
+                _kill(pid, mark)
         time.sleep(0.02)  # nothing tells of the end of processes that are not our children
 
 
@@ -231,9 +233,12 @@ def _is_tracker(pid: int) -> bool:
 
 
 def marked(mark: str) -> list[int]:
-    """The processes that bear the mark, except this one."""
-    pids = (int(entry) for entry in os.listdir("/proc") if entry.isdigit())
-    return [pid for pid in pids if pid != os.getpid() and _bears(pid, mark)]
+    """The processes that bear the mark, and all that those have started, except this one."""
+    parents = {int(entry): _parent(int(entry)) for entry in os.listdir("/proc") if entry.isdigit()}
+    found = {pid for pid in parents if pid != os.getpid() and _bears(pid, mark)}
+    while more := {pid for pid, parent in parents.items() if parent in found} - found:
+        found |= more
+    return sorted(found - {os.getpid()})
 
 
 def _bears(pid: int, mark: str) -> bool:
@@ -243,14 +248,23 @@ def _bears(pid: int, mark: str) -> bool:
         return False  # it has ended, or is another user's
 
 
-def _kill_marked(pid: int, mark: str) -> None:
+def _parent(pid: int) -> int:
+    """0 for one that has ended."""
+    try:
+        state, parent = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[:2]
+    except (OSError, ValueError):
+        return 0
+    return 0 if state in "ZX" else int(parent)
+
+
+def _kill(pid: int, mark: str) -> None:
     # The descriptor names the process itself: if its number has become another's meanwhile, that one is let be.
     try:
         descriptor = os.pidfd_open(pid)
     except ProcessLookupError:
         return
     try:
-        if _bears(pid, mark):
+        if pid in marked(mark):
             signal.pidfd_send_signal(descriptor, signal.SIGKILL)
     except ProcessLookupError:
         pass
