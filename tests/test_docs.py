@@ -204,14 +204,15 @@ def test_all_examples_of_a_document_are_run(document: Path) -> None:
 
 @pytest.mark.parametrize("document", [*DOCUMENTS, *MORE_DOCUMENTS], ids=name_of)
 def test_the_commands_of_a_document_can_be_given(document: Path) -> None:
-    targets = set(re.findall(r"^(\w+):", (ROOT / "Makefile").read_text(), re.MULTILINE))
+    targets = set(re.findall(r"^([\w-]+):", (ROOT / "Makefile").read_text(), re.MULTILINE))
     for block in blocks(document):
         if block.language != "sh":
             continue
         for line in block.text.splitlines():
             words = shlex.split(line, comments=True)
             if words[:1] == ["farcall"]:
-                assert main.parse(words[1:]).workers > 0
+                arguments = main.parse(words[1:])
+                assert words[1] != "run" or arguments.workers > 0
             elif words[:1] == ["make"]:
                 assert [word for word in words[1:] if "=" not in word and word not in targets] == [], line
 
