@@ -63,6 +63,10 @@ def start(role: dict[str, Any]) -> dict[str, Command]:
     if role["kind"] == "busy":
         worker = systems.BusyWorker(role["rank"], role["port"], role["spins"])
         return {"call_all": worker.call_all, "stop": worker.close}
+    if role["kind"] == "workload":
+        from workloads.worker import take_up
+
+        return take_up(role["system"], role["setting"], role["rank"], role["port"], systems.START_LIMIT)
     system = systems.find(role["system"])
     if role["kind"] == "server":
         return {"stop": system.serve(role["address"]).close}
