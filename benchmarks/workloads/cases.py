@@ -10,6 +10,7 @@ from typing import Final
 
 from figures import Figure
 from processes import Endpoints, free_port
+from systems import START_LIMIT
 from workloads.settings import ParameterServing, Reinforcement, Setting
 
 LABELS: Final = {"farcall": "farcall", "torch": "torch.distributed.rpc"}
@@ -97,11 +98,15 @@ def measure(system: str, setting: Setting) -> Findings:
         workers = [
             endpoints.start(
                 f"{setting.name(rank)} of {LABELS[system]}",
-                kind="workload",
-                system=system,
-                setting=setting,
-                rank=rank,
-                port=port,
+                kind="module",
+                module="workloads.worker",
+                options={
+                    "system": system,
+                    "setting": setting,
+                    "rank": rank,
+                    "port": port,
+                    "limit": START_LIMIT,
+                },
             )
             for rank in range(setting.world_size)
         ]
