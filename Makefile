@@ -11,11 +11,11 @@ PIP := python -m pip --disable-pip-version-check -qq
 SOURCES = $(wildcard src tests benchmarks examples)
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test check bench bench-peers simulate simulate-group chaos many bench-startup bench-encryption explore format clean
+.PHONY: help demo test check bench bench-peers simulate simulate-group chaos many bench-startup bench-workloads bench-encryption explore format clean
 
 help:  ## say what there is (this)
 	@echo "make TARGET, where TARGET is one of"
-	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  %-14s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  %-16s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
 
 demo: $(VENV)/.installed  ## start four workers on this machine and watch them call each other
 	@$(VENV)/bin/farcall run -n 4 examples/demo.py
@@ -50,6 +50,9 @@ many: $(VENV)/.installed  ## 64 workers on this machine start, call everyone, an
 
 bench-startup: $(BENCH_VENV)/.installed  ## how long 32 workers take to start, beside torch's RPC
 	$(BENCH_VENV)/bin/python benchmarks/startup.py $(ARGS)
+
+bench-workloads: $(BENCH_VENV)/.installed  ## reinforcement learning and a parameter server, beside torch's RPC
+	PYTHONPATH=benchmarks $(BENCH_VENV)/bin/python -m workloads.run $(ARGS)
 
 bench-encryption: $(VENV)/.installed  ## measure what encryption between hosts costs
 	$(VENV)/bin/python benchmarks/encryption.py $(ARGS)

@@ -10,6 +10,7 @@ Clocks are read here, not in the bench, so no message of the bench's own is insi
 from __future__ import annotations
 
 import functools
+import importlib
 import os
 import sys
 import time
@@ -29,6 +30,9 @@ def start(role: dict[str, Any]) -> dict[str, Command]:
     if role["kind"] == "busy":
         worker = systems.BusyWorker(role["rank"], role["port"], role["spins"])
         return {"call_all": worker.call_all, "stop": worker.close}
+    if role["kind"] == "module":  # one that this program does not know: the module does
+        taken: dict[str, Command] = importlib.import_module(role["module"]).take_up(**role["options"])
+        return taken
     system = systems.find(role["system"])
     match role["kind"]:
         case "server":
