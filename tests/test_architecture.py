@@ -39,7 +39,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "gathering": {"futures", "sleeping"},
     "functions": {"errors", "futures"},
     "last_words": {"errors"},
-    "backends": {"errors", "options", "protocol", "futures", "transports", "rendezvous", "security", "agent"},
+    "backends": BELOW_AGENT - {"serialization", "sleeping"} | {"agent"},
     "agent": BELOW_AGENT | {"backends"},
     "rref": {"errors", "futures", "gathering", "sleeping", "options", "protocol", "serialization", "backends", "api"},
     "api": BELOW_API | {"gathering", "rref", "last_words"},

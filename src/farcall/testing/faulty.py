@@ -15,7 +15,7 @@ from farcall.api import current_agent
 from farcall.backends.default import join_group
 from farcall.backends.interface import RpcAgent
 from farcall.backends.registry import register_backend
-from farcall.errors import BackendError, UsageError
+from farcall.errors import UsageError
 from farcall.options import RpcBackendOptions
 from farcall.security import Credentials
 from farcall.testing.faulty_control import Faults
@@ -86,11 +86,6 @@ def _construct_options(rpc_timeout: float, init_method: str, **chosen: Any) -> F
 def _init_agent(
     store: None, name: str, rank: int, world_size: int | None, rpc_backend_options: FaultyRpcBackendOptions
 ) -> RpcAgent:
-    if not isinstance(rpc_backend_options, FaultyRpcBackendOptions):
-        raise BackendError(
-            f"`rpc_backend_options` must be a `FaultyTensorPipeRpcBackendOptions`, which is "
-            f"farcall.testing.FaultyRpcBackendOptions, for the faulty agent, not {rpc_backend_options!r}"
-        )
     return join_group(FaultyAgent, name, rank, world_size, rpc_backend_options)
 
 
