@@ -45,7 +45,8 @@ MAY_IMPORT: dict[str, set[str]] = {
     "api": BELOW_API | {"gathering", "rref", "last_words"},
     "collectives": {"errors", "backends", "functions", "futures", "options", "api"},
     # the edges: "farcall" is the package's own __init__, the public face
-    "farcall": BELOW_API | {"gathering", "rref", "api", "collectives"},
+    "farcall": BELOW_API | {"gathering", "rref", "api", "collectives", "backend_registry"},
+    "backend_registry": {"backends"},
     "__main__": {"cli"},
     "cli": BELOW_AGENT | {"api", "farcall", "last_words"},
     "testing": BELOW_API | {"rref", "api", "farcall"},
