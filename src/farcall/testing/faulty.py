@@ -68,9 +68,13 @@ class FaultyAgent(Agent):
 def faults(agent: RpcAgent | None = None) -> Faults:
     """What goes wrong at a faulty agent; by default at that of this process.
 
-    Raises `UsageError` if it is another agent, `NotInitializedError` if there is none.
+    Raises `UsageError` if it is another agent or none, `NotInitializedError` if this process has none.
     """
     agent = agent if agent is not None else current_agent()
+    if not isinstance(agent, RpcAgent):
+        raise UsageError(
+            f"{agent!r} is no agent: give faults() one of a LocalGroup, group[0], or nothing for this worker"
+        )
     if not isinstance(agent, FaultyAgent):
         raise UsageError(
             f"worker {agent.info.name!r} has no faulty agent: start it with "
