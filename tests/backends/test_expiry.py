@@ -53,13 +53,16 @@ def test_an_error_that_comes_too_late_warns_nobody(expiry: Expiry) -> None:
     del future  # a warning is an error here
 
 
-def test_an_earlier_deadline_wakes_the_clock(expiry: Expiry) -> None:
+def test_an_earlier_deadline_wakes_the_clock(expiry: Expiry, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("farcall.backends.expiry._LONGEST_SLEEP", 10 * SOON)
     first: Future[Any] = Future()
-    long = expiry.limit(first, monotonic() + SOON, over)
+    long = expiry.limit(first, monotonic() + 5 * SOON, over)
+    eventually(lambda: expiry._wake_at)  # it sleeps
     short = expiry.limit(Future(), monotonic() + 0.01, over)
     assert isinstance(short.exception(SOON), RpcTimeoutError)
     assert not long.done()
     first.set_result(None)
+    expiry.limit(Future(), monotonic(), over).exception(SOON)  # the last one: the thread ends
 
 
 def test_the_thread_ends_with_the_last_call_and_comes_again(expiry: Expiry) -> None:
