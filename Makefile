@@ -6,15 +6,16 @@ ARGS ?=
 
 VENV := .venv
 BENCH_VENV := .venv-bench
+PEERS_VENV := .venv-peers
 PIP := python -m pip --disable-pip-version-check -qq
 SOURCES = $(wildcard src tests benchmarks examples)
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test check bench simulate simulate-group chaos many bench-startup bench-encryption explore format clean
+.PHONY: help demo test check bench bench-peers simulate simulate-group chaos many bench-startup bench-workloads bench-encryption explore format clean
 
 help:  ## say what there is (this)
 	@echo "make TARGET, where TARGET is one of"
-	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  %-14s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  %-16s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
 
 demo: $(VENV)/.installed  ## start four workers on this machine and watch them call each other
 	@$(VENV)/bin/farcall run -n 4 examples/demo.py
@@ -32,6 +33,9 @@ bench: $(BENCH_VENV)/.installed  ## measure against torch, RPyC and raw sockets 
 	$(BENCH_VENV)/bin/python benchmarks/run.py $(ARGS)
 	$(BENCH_VENV)/bin/python benchmarks/encryption.py
 
+bench-peers: $(PEERS_VENV)/.peers  ## farcall beside eight others (large download, once): ARGS="--quick", ARGS="--write-docs"
+	$(PEERS_VENV)/bin/farcall bench --peers all $(ARGS)
+
 simulate: $(VENV)/.installed  ## run random schedules of the reference protocol: ARGS="--schedules 1000000"
 	$(VENV)/bin/python -m farcall.testing.simulate --jobs 2 $(ARGS)
 
@@ -46,6 +50,9 @@ many: $(VENV)/.installed  ## 64 workers on this machine start, call everyone, an
 
 bench-startup: $(BENCH_VENV)/.installed  ## how long 32 workers take to start, beside torch's RPC
 	$(BENCH_VENV)/bin/python benchmarks/startup.py $(ARGS)
+
+bench-workloads: $(BENCH_VENV)/.installed  ## reinforcement learning and a parameter server, beside torch's RPC
+	PYTHONPATH=benchmarks $(BENCH_VENV)/bin/python -m workloads.run $(ARGS)
 
 bench-encryption: $(VENV)/.installed  ## measure what encryption between hosts costs
 	$(VENV)/bin/python benchmarks/encryption.py $(ARGS)
@@ -63,14 +70,15 @@ format: $(VENV)/.installed  ## format the code and fix what can be fixed
 	$(VENV)/bin/ruff check --fix $(SOURCES)
 
 clean:  ## remove all that the other targets have made
-	rm -rf $(VENV) $(BENCH_VENV) .mypy_cache .ruff_cache .pytest_cache .hypothesis build dist
+	rm -rf $(VENV) $(BENCH_VENV) $(PEERS_VENV) .mypy_cache .ruff_cache .pytest_cache .hypothesis build dist
 	find $(SOURCES) -name __pycache__ -prune -exec rm -rf {} +
 
 $(VENV)/.installed: EXTRA := dev
-$(BENCH_VENV)/.installed: EXTRA := bench
+$(BENCH_VENV)/.installed: EXTRA := peers
+$(PEERS_VENV)/.installed: EXTRA := bench
 
 # The stamp is written last, so a set-up that was interrupted is done again.
-$(VENV)/.installed $(BENCH_VENV)/.installed: pyproject.toml
+$(VENV)/.installed $(BENCH_VENV)/.installed $(PEERS_VENV)/.installed: pyproject.toml
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null || { \
 	  found=$$($(PYTHON) --version 2>&1) || found="not there"; \
 	  echo "farcall needs Python 3.11 or later, and '$(PYTHON)' is $$found." >&2; \
@@ -79,3 +87,15 @@ $(VENV)/.installed $(BENCH_VENV)/.installed: pyproject.toml
 	@$(PYTHON) -m venv $(@D)
 	@$(@D)/bin/$(PIP) install --editable '.[$(EXTRA)]'
 	@touch $@
+
+# What farcall bench compares with, by the names that pip knows. Each by itself: one that cannot be installed here leaves
+# the others be. None may bring another torch: other versions come with gigabytes of libraries.
+PEERS := torch==2.13.0 rpyc Pyro5 grpcio xoscar distributed ray torchmonarch
+
+$(PEERS_VENV)/.peers: $(PEERS_VENV)/.installed
+	@echo torch==2.13.0 > $(@D)/constraints
+	@failed=; for peer in $(PEERS); do \
+	  echo "Installing $$peer ..."; \
+	  $(@D)/bin/$(PIP) install --constraint $(@D)/constraints "$$peer" || failed="$$failed $$peer"; \
+	done; \
+	if [ -n "$$failed" ]; then echo "Could not be installed, and are left out this time:$$failed" >&2; else touch $@; fi

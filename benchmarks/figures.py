@@ -11,9 +11,8 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Final
 
-DISTURBANCE: Final = 20.0
-"""Percent of a core. On two cores one other busy program makes two ends that spin share the other core, and they take
-more than ten times as long: a turn like that says nothing."""
+from farcall.bench import machine
+
 _HOLDS: Final[dict[str, Callable[[float, float], bool]]] = {"≥": operator.ge, "≤": operator.le, "<": operator.lt}
 
 
@@ -36,8 +35,8 @@ class Results:
 
     @property
     def disturbed(self) -> int:
-        """In how many turns other programs took more than `DISTURBANCE` percent of a core."""
-        return sum(percent > DISTURBANCE for percent in self.others_percent)
+        """In how many turns other programs took a good part of a core."""
+        return machine.disturbed(self.others_percent)
 
     @property
     def busy_ratios(self) -> list[float]:

@@ -10,16 +10,15 @@ only if each system took a stopped peer well. A start costs some seconds and mak
 from __future__ import annotations
 
 import os
-import resource
 import statistics
 import tempfile
 import time
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Final
 
-from processes import Endpoint, Endpoints, free_port, run_python
-from systems import BUSY_WORKERS, System
+from farcall.bench.machine import cpu_seconds
+from farcall.bench.processes import Endpoint, Endpoints, free_port, run_python, start_ends
+from farcall.bench.systems import BUSY_WORKERS, System
 
 _SLICE: Final = 100
 _SLICE_WARMUP: Final = 20
@@ -50,28 +49,6 @@ QUICK: Final = Effort(
 """Enough to see that everything works; too little for figures to believe in."""
 
 
-def start_ends(endpoints: Endpoints, system: System, third: bool = False) -> tuple[Endpoint, Endpoint]:
-    """Start the ends of a system: its server, its caller and, if asked for, its third. Raises EndpointFailed.
-
-    The server and the caller are returned.
-    """
-    address = endpoints.address(3 if third else 2)
-    server = endpoints.start(f"the server of {system.label}", kind="server", system=system.name, address=address)
-    if not system.starts_together:
-        endpoints.wait_until_up(server)
-    caller = endpoints.start(f"the caller of {system.label}", kind="caller", system=system.name, address=address)
-    others = []
-    if third:
-        others.append(
-            endpoints.start(f"the third of {system.label}", kind="third", system=system.name, address=address)
-        )
-    if system.starts_together:
-        others.append(server)
-    # The caller first: if it fails, the others would only report that they waited for it in vain.
-    endpoints.wait_until_up(caller, *others)
-    return server, caller
-
-
 def measure_calls(system: System, effort: Effort) -> dict[str, float]:
     """One round of calls between two processes: no-ops and, where the system can, many at once, and references.
 
@@ -96,7 +73,7 @@ def measure_beside(system: System, yardstick: System, effort: Effort) -> float:
     second by as much as the two lie apart. Only for systems that use no processor while nobody calls.
     """
     with Endpoints() as endpoints:
-        callers = [start_ends(endpoints, each)[1] for each in (system, yardstick)]
+        callers = [start_ends(endpoints, each)[-1] for each in (system, yardstick)]
         for caller in callers:
             caller.ask("noops", calls=1, warmup=effort.warmup)
         ratios = []
@@ -170,24 +147,3 @@ def measure_import(effort: Effort) -> float:
         # The first one fills the cache and does not count.
         seconds = [float(run_python("`import farcall`", program, environment)) for _ in range(1 + effort.imports)]
     return 1000 * min(seconds[1:])
-
-
-def cpu_seconds(pid: int) -> float:
-    """The processor time, user and system, that a process has used so far, with all its threads."""
-    # The second field, the command in parentheses, may itself hold spaces and parentheses.
-    fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
-    return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
-
-
-def others_cpu_seconds() -> float:
-    """The processor time that everything on this machine but the bench and its ended processes has used so far.
-
-    Time that a hypervisor gave to other machines counts as well. Differences are good to about 10 ms for each core.
-    """
-    ticks = [int(field) for field in Path("/proc/stat").read_text().splitlines()[0].split()[1:9]]
-    user, nice, system, _idle, _iowait, irq, softirq, steal = ticks
-    everything = (user + nice + system + irq + softirq + steal) / os.sysconf("SC_CLK_TCK")
-    for whom in (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN):
-        usage = resource.getrusage(whom)
-        everything -= usage.ru_utime + usage.ru_stime
-    return everything

@@ -1,60 +1,23 @@
 """How the results are told: tables for the screen and for READMEs, a summary, and JSON.
 
-A table is built once, as text, and rendered twice. All numbers come from the run.
+All numbers come from the run.
 """
 
 from __future__ import annotations
 
 import dataclasses
-import importlib.metadata
-import os
-import platform
 import statistics
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
-from datetime import UTC, datetime
-from pathlib import Path
 from typing import Any, Final
 
-from rich.console import Console
-from rich.table import Table
-
-import systems
-from figures import DISTURBANCE, Figure, Results, torch_ratios
+from farcall.bench import systems
+from farcall.bench.machine import describe
+from farcall.bench.tables import ABSENT, TextTable, number
+from figures import Figure, Results, torch_ratios
 from measurements import Effort
 
-_ABSENT: Final = "–"
 _PACKAGES: Final = ("farcall", "torch", "rpyc")
-
-
-@dataclass(frozen=True)
-class TextTable:
-    """A table of text. The first column is set left, the others right."""
-
-    title: str
-    header: Sequence[str]
-    rows: Sequence[Sequence[str]]
-
-    def show(self, console: Console) -> None:
-        """Print it to a screen."""
-        table = Table(title=self.title, title_justify="left")
-        for position, name in enumerate(self.header):
-            table.add_column(name, justify="right" if position else "left")
-        for row in self.rows:
-            table.add_row(
-                *row, style={"missed": "red", "not measured": "yellow", "within noise": "yellow"}.get(row[-1])
-            )
-        console.print(table)
-
-    def markdown(self) -> str:
-        """The same as Markdown."""
-        ruler = [":---", *["---:"] * (len(self.header) - 1)]
-        lines = ["| " + " | ".join(cells) + " |" for cells in (self.header, ruler, *self.rows)]
-        return "\n".join([f"**{self.title}**", "", *lines])
-
-
-def _number(value: float | None, form: str, unit: str = "") -> str:
-    return _ABSENT if value is None else format(value, form) + unit
+_STYLES: Final = {"missed": "red", "not measured": "yellow", "within noise": "yellow"}
 
 
 def tables(results: Results, figures: Iterable[Figure], effort: Effort) -> list[TextTable]:
@@ -62,9 +25,9 @@ def tables(results: Results, figures: Iterable[Figure], effort: Effort) -> list[
     calls = [
         [
             system.label,
-            _number(results.median(system.name, "p50_us"), ",.1f"),
-            _number(results.median(system.name, "p99_us"), ",.1f"),
-            _number(results.median(system.name, "calls_per_s"), ",.0f"),
+            number(results.median(system.name, "p50_us"), ",.1f"),
+            number(results.median(system.name, "p99_us"), ",.1f"),
+            number(results.median(system.name, "calls_per_s"), ",.0f"),
         ]
         for system in systems.ALL
         if system.name in results.calls
@@ -72,9 +35,9 @@ def tables(results: Results, figures: Iterable[Figure], effort: Effort) -> list[
     references = [
         [
             system.label,
-            _number(results.median(system.name, "remote_us"), ",.1f"),
-            _number(results.median(system.name, "proxy_us"), ",.1f"),
-            _number(results.median_shared(system.name), ",.0f"),
+            number(results.median(system.name, "remote_us"), ",.1f"),
+            number(results.median(system.name, "proxy_us"), ",.1f"),
+            number(results.median_shared(system.name), ",.0f"),
         ]
         for system in systems.ALL
         if system.refers and system.name in results.calls
@@ -87,10 +50,10 @@ def tables(results: Results, figures: Iterable[Figure], effort: Effort) -> list[
     wanted = [
         [
             figure.title,
-            _number(figure.value, ".2f", figure.unit),
+            number(figure.value, ".2f", figure.unit),
             f"{figure.bound} {figure.required:g}{figure.unit}"
             + (f" (noise {figure.noise:.0%})" if figure.noise else ""),
-            _ABSENT if figure.aim is None else f"{figure.aim:g}{figure.unit}",
+            ABSENT if figure.aim is None else f"{figure.aim:g}{figure.unit}",
             figure.verdict,
         ]
         for figure in figures
@@ -116,38 +79,14 @@ def tables(results: Results, figures: Iterable[Figure], effort: Effort) -> list[
             ["waiting", "calls/s, all together"],
             busy,
         ),
-        TextTable("The figures that are wanted", ["figure", "found", "wanted", "aim", "verdict"], wanted),
+        TextTable("The figures that are wanted", ["figure", "found", "wanted", "aim", "verdict"], wanted, _STYLES),
     ]
     return [table for table in every if table.rows]
 
 
 def machine(results: Results) -> dict[str, str]:
     """What the run stood on, and whether it had the machine for itself."""
-    versions = {name: _version(name) for name in _PACKAGES}
-    return {
-        "processor": _processor(),
-        "cores": str(len(os.sched_getaffinity(0))),
-        "kernel": f"{platform.system()} {platform.release()}",
-        "Python": f"{platform.python_implementation()} {platform.python_version()}",
-        **{name: version for name, version in versions.items() if version},
-        "disturbed turns": f"{results.disturbed} of {len(results.others_percent)}"
-        f" (other programs took more than {DISTURBANCE:g} % of a core)",
-        "date": datetime.now(UTC).strftime("%Y-%m-%d %H:%M UTC"),
-    }
-
-
-def _version(package: str) -> str | None:
-    try:
-        return importlib.metadata.version(package)
-    except importlib.metadata.PackageNotFoundError:
-        return None
-
-
-def _processor() -> str:
-    for line in Path("/proc/cpuinfo").read_text().splitlines():
-        if line.startswith("model name"):
-            return line.partition(":")[2].strip()
-    return platform.machine()
+    return describe(_PACKAGES, results.others_percent)
 
 
 def as_json(results: Results, figures: Iterable[Figure], effort: Effort, where: dict[str, str]) -> dict[str, Any]:
@@ -171,9 +110,9 @@ def summary(results: Results, where: dict[str, str]) -> str:
     rows = [
         [
             system.label,
-            _number(results.median(system.name, "p50_us"), ",.1f", " µs"),
-            _number(results.median(system.name, "calls_per_s"), ",.0f"),
-            _number(results.median(system.name, "remote_us"), ",.1f", " µs"),
+            number(results.median(system.name, "p50_us"), ",.1f", " µs"),
+            number(results.median(system.name, "calls_per_s"), ",.0f"),
+            number(results.median(system.name, "remote_us"), ",.1f", " µs"),
         ]
         for system in systems.ALL
         if system.name in results.calls and system.in_summary

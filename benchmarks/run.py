@@ -11,20 +11,18 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
-import importlib.util
 import json
-import signal
 import sys
-import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Final, NoReturn
-
-from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+from typing import Final
 
 import report
-import systems
+from farcall.bench import systems
+from farcall.bench.processes import EndpointFailed, ended_by_signals
+from farcall.bench.rounds import Turn, rotated, take
+from farcall.bench.screen import Screen
+from farcall.bench.systems import installed
 from figures import Results, wanted_figures
 from measurements import (
     QUICK,
@@ -35,14 +33,11 @@ from measurements import (
     measure_idle,
     measure_import,
     measure_shared,
-    others_cpu_seconds,
 )
-from processes import EndpointFailed
 from recording import Block
 
 _OWN_README: Final = Path(__file__).with_name("README.md")
 _REPOSITORY_README: Final = Path(__file__).parents[1] / "README.md"
-Step = tuple[str, Callable[[], None]]
 
 
 def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
@@ -75,7 +70,7 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
         options.systems = [system for system in systems.ALL if system.name in wanted or system.family in wanted]
         if absent := sorted({system.package for system in options.systems if not installed(system)}):
             parser.error(
-                f"not installed: {', '.join(absent)}; `pip install 'farcall[bench]'` installs what is compared"
+                f"not installed: {', '.join(absent)}; `pip install 'farcall[peers]'` installs what is compared"
             )
     # Both are refused now rather than after minutes of measuring.
     if options.json is not None and not options.json.absolute().parent.is_dir():
@@ -95,14 +90,9 @@ def blocks(readme: Path) -> list[Block]:
     return [tables, Block.of_summary(_REPOSITORY_README)] if readme == _OWN_README else [tables]
 
 
-def installed(system: systems.System) -> bool:
-    """Whether the package that the system needs is there."""
-    return system.package is None or importlib.util.find_spec(system.package) is not None
-
-
-def plan(chosen: Sequence[systems.System], effort: Effort, results: Results) -> list[Step]:
-    """All steps of the run in their order: a description, and what measures and records."""
-    steps: list[Step] = []
+def plan(chosen: Sequence[systems.System], effort: Effort, results: Results) -> list[Turn]:
+    """All turns of the run in their order: a description, and what measures and records."""
+    turns: list[Turn] = []
     farcall = next((system for system in chosen if system.family == "farcall"), None)
     yardsticks = {f"farcall-{kind}": systems.find(f"raw-spin-{kind}") for kind in ("unix", "tcp")}
 
@@ -124,37 +114,20 @@ def plan(chosen: Sequence[systems.System], effort: Effort, results: Results) -> 
         results.busy_blocking += blocking
 
     for number in range(effort.rounds):
-        turn = number % len(chosen)
-        for system in (*chosen[turn:], *chosen[:turn]):
+        for system in rotated(chosen, number):
             title = f"round {number + 1}: {system.label}"
-            steps.append((title, lambda system=system: calls(system)))  # type: ignore[misc]
+            turns.append((title, lambda system=system: calls(system)))  # type: ignore[misc]
             raw = yardsticks.get(system.name)
             if raw is not None and raw in chosen:
-                steps.append((f"{title} beside {raw.label}", lambda system=system, raw=raw: beside_raw(system, raw)))  # type: ignore[misc]
+                turns.append((f"{title} beside {raw.label}", lambda system=system, raw=raw: beside_raw(system, raw)))  # type: ignore[misc]
             if system.refers:
-                steps.append((f"{title}, shared references", lambda system=system: shared(system)))  # type: ignore[misc]
+                turns.append((f"{title}, shared references", lambda system=system: shared(system)))  # type: ignore[misc]
         if farcall is None:
             continue
-        steps.append((f"round {number + 1}: an idle worker", lambda: idle(farcall)))
-        steps.append((f"round {number + 1}: {systems.BUSY_WORKERS} busy workers, spinning and not", busy))
-        steps.append((f"round {number + 1}: import farcall", lambda: results.import_ms.append(measure_import(effort))))
-    return steps
-
-
-def measure(steps: Sequence[Step], results: Results, console: Console) -> None:
-    """Take all steps, showing which one is under way and noting what disturbed it. Raises EndpointFailed."""
-    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
-    # No automatic refresh: a thread that draws ten times a second would be inside every measurement.
-    with Progress(*columns, console=console, auto_refresh=False) as progress:
-        task = progress.add_task("", total=len(steps))
-        for title, step in steps:
-            progress.update(task, description=title, refresh=True)
-            others, start = others_cpu_seconds(), time.perf_counter()
-            step()
-            share = (others_cpu_seconds() - others) / (time.perf_counter() - start)
-            results.others_percent.append(100 * share)
-            progress.advance(task)
-        progress.update(task, description="measured", refresh=True)
+        turns.append((f"round {number + 1}: an idle worker", lambda: idle(farcall)))
+        turns.append((f"round {number + 1}: {systems.BUSY_WORKERS} busy workers, spinning and not", busy))
+        turns.append((f"round {number + 1}: import farcall", lambda: results.import_ms.append(measure_import(effort))))
+    return turns
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -163,26 +136,26 @@ def main(arguments: Sequence[str] | None = None) -> int:
     effort = QUICK if options.quick else Effort()
     if options.rounds is not None:
         effort = dataclasses.replace(effort, rounds=options.rounds)
-    screen, notes = Console(), Console(stderr=True)
+    screen = Screen()
     chosen = options.systems
     if chosen is None:
         chosen = [system for system in systems.ALL if installed(system)]
         for absent in sorted({str(system.package) for system in systems.ALL if system not in chosen}):
-            notes.print(f"{absent} is not installed and is left out; `pip install 'farcall[bench]'` does", markup=False)
+            screen.note(f"{absent} is not installed and is left out; `pip install 'farcall[peers]'` does")
     results = Results()
     try:
-        measure(plan(chosen, effort, results), results, notes)
+        take(plan(chosen, effort, results), results.others_percent, screen)
     except EndpointFailed as failure:
-        notes.print(f"the bench cannot go on: {failure}", markup=False, style="red")
+        screen.note(f"the bench cannot go on: {failure}", style="red")
         return 1
     where = report.machine(results)
     figures = wanted_figures(results)
     shown = report.tables(results, figures, effort)
     for table in shown:
-        table.show(screen)
-    screen.print(", ".join(f"{name} {value}" for name, value in where.items()))
+        screen.table(table)
+    screen.line(", ".join(f"{name} {value}" for name, value in where.items()))
     if results.disturbed:
-        notes.print(
+        screen.note(
             "Other programs disturbed the run. Figures to keep need a machine with nothing else to do.", style="yellow"
         )
     if options.json is not None:
@@ -196,14 +169,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
     return 1 if options.strict and not good else 0
 
 
-def _end(signal_number: int, _: object) -> NoReturn:
-    raise SystemExit(128 + signal_number)
-
-
 if __name__ == "__main__":
-    # As an exception it leaves every `with` behind it in order, and with it the processes that were started.
-    signal.signal(signal.SIGTERM, _end)
-    try:
+    with ended_by_signals():
         sys.exit(main())
-    except KeyboardInterrupt:
-        sys.exit(130)

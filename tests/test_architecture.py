@@ -39,15 +39,17 @@ MAY_IMPORT: dict[str, set[str]] = {
     "gathering": {"futures", "sleeping"},
     "functions": {"errors", "futures"},
     "last_words": {"errors"},
-    "backends": {"errors", "options", "protocol", "futures", "transports", "rendezvous", "security", "agent"},
+    "backends": BELOW_AGENT - {"serialization", "sleeping"} | {"agent"},
     "agent": BELOW_AGENT | {"backends"},
     "rref": {"errors", "futures", "gathering", "sleeping", "options", "protocol", "serialization", "backends", "api"},
     "api": BELOW_API | {"gathering", "rref", "last_words"},
     "collectives": {"errors", "backends", "functions", "futures", "options", "api"},
     # the edges: "farcall" is the package's own __init__, the public face
-    "farcall": BELOW_API | {"gathering", "rref", "api", "collectives"},
+    "farcall": BELOW_API | {"gathering", "rref", "api", "collectives", "backend_registry"},
+    "backend_registry": {"backends"},
     "__main__": {"cli"},
-    "cli": BELOW_AGENT | {"api", "farcall", "last_words"},
+    "cli": BELOW_AGENT | {"api", "farcall", "last_words", "bench"},
+    "bench": {"errors", "farcall"},
     "testing": BELOW_API | {"rref", "api", "farcall"},
     "pytorch": BELOW_API | {"rref", "api", "farcall"},
 }
@@ -57,15 +59,23 @@ NOT_IN_PROTOCOL = {"asyncio", "logging", "os", "pickle", "random", "select", "se
 
 # Optional packages, and who may import them. "lazily": inside a function, so that `import farcall` does not.
 OPTIONAL_PACKAGES = {
-    "torch": {"pytorch": "anywhere"},
-    "numpy": {"pytorch": "anywhere", "serialization": "lazily"},
+    "torch": {"pytorch": "anywhere", "bench": "lazily"},
+    "numpy": {"pytorch": "anywhere", "serialization": "lazily", "bench": "lazily"},
+    "matplotlib": {"bench": "lazily"},
+    "rich": {"bench": "lazily", "testing": "lazily"},
+    # what farcall is compared with
+    **{peer: {"bench": "lazily"} for peer in ("Pyro5", "distributed", "grpc", "monarch", "ray", "rpyc", "xoscar")},
     # not optional, but half of the time of an import, and of no use on one host
     "cryptography": {"security": "lazily"},
     "ssl": {"security": "lazily", "transports": "lazily"},
 }
 
 # What may be imported inside a function or for type checking only: the other way round it is imported at the head.
-LAZILY = {"rref": {"backends", "api"}, "backends": {"agent", "rendezvous", "security", "transports"}}
+LAZILY = {
+    "rref": {"backends", "api"},
+    "backends": {"agent", "rendezvous", "security", "transports"},
+    "cli": {"bench"},
+}
 
 LONGEST_MODULE = 500
 
@@ -190,6 +200,8 @@ GOOD = '"""What it is."""\n'
         ("farcall.agent.agent", "from farcall.backends.interface import RpcAgent"),
         ("farcall", "from farcall.api import init_rpc"),
         ("farcall.cli.main", "import farcall"),
+        ("farcall.cli.bench", "def f(): from farcall.bench import command"),
+        ("farcall.bench.plots", "def f(): import matplotlib"),
         ("farcall.testing.conformance", "from farcall import init_rpc"),
         ("farcall.pytorch.tensors", "import torch, numpy"),
     ],
@@ -220,6 +232,9 @@ def test_what_is_allowed_passes(module: str, line: str) -> None:
         ("farcall.api", "import farcall.pytorch", "line 2: api may not import farcall.pytorch"),
         ("farcall", "from farcall import testing", "line 2: farcall may not import farcall.testing"),
         ("farcall.cli.run", "from farcall.agent.peers import Peer", "line 2: cli may not import farcall.agent.peers"),
+        ("farcall.cli.bench", "import farcall.bench", "line 2: cli must import farcall.bench lazily"),
+        ("farcall.testing.data", "from farcall.bench import a", "line 2: testing may not import farcall.bench"),
+        ("farcall.bench.plots", "import matplotlib", "line 2: bench must import matplotlib lazily"),
         ("farcall.api", "import torch", "line 2: api may not import torch"),
         ("farcall.api", "def f(): from torch.distributed import rpc", "line 2: api may not import torch.distributed"),
         ("farcall.api", "__import__('torch')", "line 2: api may not import torch"),

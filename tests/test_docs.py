@@ -14,19 +14,26 @@ The conventions, for README.md and docs/*.md:
 from __future__ import annotations
 
 import argparse
+import builtins
 import dataclasses
+import operator
 import os
 import re
 import shlex
 import subprocess
 import sys
+import tomllib
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import pytest
 
 import farcall
+from farcall.agent import sending
 from farcall.cli import main, run
+from farcall.protocol import wire
+from farcall.testing import FaultyRpcBackendOptions
+from farcall.testing.faulty_options import MESSAGES
 from test_architecture import MAY_IMPORT
 
 ROOT = Path(__file__).parents[1]
@@ -204,14 +211,15 @@ def test_all_examples_of_a_document_are_run(document: Path) -> None:
 
 @pytest.mark.parametrize("document", [*DOCUMENTS, *MORE_DOCUMENTS], ids=name_of)
 def test_the_commands_of_a_document_can_be_given(document: Path) -> None:
-    targets = set(re.findall(r"^(\w+):", (ROOT / "Makefile").read_text(), re.MULTILINE))
+    targets = set(re.findall(r"^([\w-]+):", (ROOT / "Makefile").read_text(), re.MULTILINE))
     for block in blocks(document):
         if block.language != "sh":
             continue
         for line in block.text.splitlines():
             words = shlex.split(line, comments=True)
             if words[:1] == ["farcall"]:
-                assert main.parse(words[1:]).workers > 0
+                arguments = main.parse(words[1:])
+                assert words[1] != "run" or arguments.workers > 0
             elif words[:1] == ["make"]:
                 assert [word for word in words[1:] if "=" not in word and word not in targets] == [], line
 
@@ -253,13 +261,61 @@ def test_every_public_name_is_documented() -> None:
 
 
 def test_every_option_of_init_rpc_is_documented_with_its_default() -> None:
-    rows = table_rows(ROOT / "docs" / "starting.md")
+    rows = table_rows(ROOT / "docs" / "starting.md", "Options")
     names = [field.name for field in dataclasses.fields(farcall.RpcBackendOptions)]
+    assert sorted(name for row in rows for name in re.findall(r"`(\w+)`", row)) == sorted(names)
     defaults = {name: value for name in names if (value := getattr(farcall.RpcBackendOptions(), name)) is not None}
     assert {name: rows[f"`{name}`"][-1] for name in defaults} == {
         name: as_shown(value) for name, value in defaults.items()
     }
-    assert "`interface`" in rows
+
+
+def test_every_option_of_the_faulty_agent_is_documented() -> None:
+    rows = table_rows(ROOT / "docs" / "testing.md", "The faulty agent")
+    mine = {field.name for field in dataclasses.fields(FaultyRpcBackendOptions)}
+    usual = {field.name for field in dataclasses.fields(farcall.RpcBackendOptions)}
+    assert {name for name in mine - usual if f"`{name}`" in rows} == mine - usual
+    assert rows["`num_fail_sends`"][-1] == as_shown(FaultyRpcBackendOptions().num_fail_sends)
+    assert {name for name in MESSAGES if name.startswith(("PYTHON", "RREF"))} <= {row.strip("`") for row in rows}
+
+
+def test_every_error_is_documented_with_what_else_it_is() -> None:
+    rows = table_rows(ROOT / "docs" / "calls.md", "Exceptions")
+    errors = {kind.__name__: kind for kind in vars(farcall.errors).values() if isinstance(kind, type)}
+    assert {row.strip("`") for row in rows} >= set(errors)
+    for name, kind in errors.items():
+        for other in re.findall(r"`(\w+)`", rows[f"`{name}`"][0]):
+            assert issubclass(kind, errors.get(other) or getattr(builtins, other)), name
+
+
+def test_the_limits_are_those_of_the_code() -> None:
+    rows = table_rows(ROOT / "docs" / "calls.md", "Limits")
+    limits = (wire.MAX_MESSAGE, wire.MAX_BUFFERS, wire.MAX_HEAD, sending.MAX_WAITING)
+    said = [text for cells in rows.values() for text in re.findall(r"[\d,]+ (?:[MT]iB|buffers)", cells[0])]
+    units = {"MiB": 1 << 20, "TiB": 1 << 40, "buffers": 1}
+    assert [int(text.split()[0].replace(",", "")) * units[text.split()[1]] for text in said] == list(limits)
+
+
+def test_the_readme_names_every_document() -> None:
+    text = (ROOT / "README.md").read_text(encoding="utf-8").partition("## More")[2]
+    named = {ROOT / link for link in LINK.findall(text)}
+    assert {path for path in DOCUMENTS if path.parent.name == "docs"} <= named
+
+
+def test_the_readme_names_what_is_there_and_what_it_needs() -> None:
+    rows = table_rows(ROOT / "README.md", "Coming from torch.distributed.rpc")
+    names = re.findall(r"`([\w.]+)`", rows["the same"][0] + rows["other names"][0])
+    assert len(names) > 10
+    for name in names:
+        if not name.startswith("torch."):
+            operator.attrgetter(name.removeprefix("farcall."))(farcall)
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
+    text = (ROOT / "README.md").read_text(encoding="utf-8")
+    needed = [re.split(r"\W", package)[0] for package in project["dependencies"]]
+    assert len(needed) == 3
+    assert "It needs three packages: " in text
+    assert [package for package in needed if package not in text.partition("It needs three packages: ")[2][:200]] == []
+    assert f"Python {project['requires-python'].removeprefix('>=')} or later" in text
 
 
 def test_every_option_of_farcall_run_is_documented() -> None:
@@ -292,10 +348,14 @@ def test_the_architecture_shows_the_import_table_that_is_enforced() -> None:
     assert shown == MAY_IMPORT
 
 
-def table_rows(document: Path) -> dict[str, list[str]]:
-    """The rows of all tables by their first cell; of rows that begin alike, the first."""
+def table_rows(document: Path, section: str = "") -> dict[str, list[str]]:
+    """The rows of all tables, or of those in one section, by their first cell; of rows that begin alike, the first."""
+    text = document.read_text(encoding="utf-8")
+    if section:
+        text = re.split(r"^## ", text.partition(f"\n## {section}\n")[2], maxsplit=1, flags=re.MULTILINE)[0]
+        assert text, f"{document.name} has no section {section!r}"
     rows: dict[str, list[str]] = {}
-    for line in document.read_text(encoding="utf-8").splitlines():
+    for line in text.splitlines():
         if line.startswith("|"):
             first, *rest = [cell.strip() for cell in line.strip("|").split("|")]
             rows.setdefault(first, rest)
@@ -306,7 +366,7 @@ def as_shown(value: Any) -> str:
     """How a default stands in a table."""
     if type(value) is int:
         return str(value)
-    return f"{value:g}" if isinstance(value, int | float) else f"`{value}`".replace("'", '"')
+    return f"{value:g}" if isinstance(value, float) else f"`{value}`".replace("'", '"')
 
 
 # -- The checks themselves bite

@@ -9,7 +9,7 @@ rpc.shutdown()
 
 from typing import TYPE_CHECKING
 
-from farcall import errors, functions
+from farcall import backend_registry, errors, functions
 from farcall.api import (
     _delete_all_user_and_unforked_owner_rrefs,
     _destroy_rref_context,
@@ -30,7 +30,6 @@ from farcall.api import (
     rpc_sync,
     shutdown,
 )
-from farcall.backends import registry as backend_registry
 from farcall.backends.interface import MembershipChange, RpcAgent
 from farcall.backends.registry import (
     BackendType,

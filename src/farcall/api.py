@@ -133,7 +133,7 @@ def rpc_async(
     kwargs: Mapping[str, Any] | None = None,
     timeout: float = UNSET_RPC_TIMEOUT,
 ) -> Future[T]:
-    """As `rpc_sync`, but returns a `Future` at once.
+    """As `rpc_sync`, but returns a `Future` at once: when the call is sent. The first call to a worker connects first.
 
     Raises at once only what is wrong with the call itself: `UnknownWorkerError`, `SerializationError`,
     `NotInitializedError`, or `WorkerLost` if the worker cannot be reached.

@@ -83,7 +83,7 @@ class WorkerLost(RpcError, ConnectionError):
         self.worker = worker
         """The name of the worker that was lost, if it is known."""
         self.is_gone = False
-        """Nobody listens any more where it did: its process has ended."""
+        """Nobody listens any more where it did, as far as can be trusted: its process has ended."""
 
 
 class OwnerLost(WorkerLost):

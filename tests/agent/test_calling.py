@@ -16,7 +16,6 @@ from eventually import eventually
 from farcall import OwnerLost, RRef, SerializationError, UsageError, WorkerInfo, WorkerLost
 from farcall.agent import calling as calling_module
 from farcall.agent import handle as handle_module
-from farcall.agent.calling import check_timeout
 from farcall.agent.sending import Sender
 from farcall.options import UNSET_RPC_TIMEOUT
 from farcall.protocol.wire import METHOD
@@ -302,18 +301,6 @@ def test_seconds_of_a_timeout(group: LocalGroup) -> None:
     calling = group[0].calling
     calling.rpc_timeout = 7.0
     assert [calling.resolve_timeout(given) for given in (UNSET_RPC_TIMEOUT, 0, 0.5)] == [7.0, 0, 0.5]
-
-
-@pytest.mark.parametrize("timeout", [-0.5, float("nan"), float("-inf")])
-def test_less_than_nothing_is_no_timeout(timeout: float) -> None:
-    with pytest.raises(UsageError, match="a timeout must be 0"):
-        check_timeout(timeout)
-
-
-@pytest.mark.parametrize("timeout", [None, "5", [5]])
-def test_what_is_no_number_is_no_timeout(timeout: Any) -> None:
-    with pytest.raises(UsageError, match="a timeout must be a number of seconds"):
-        check_timeout(timeout)
 
 
 @pytest.mark.parametrize("rpc_timeout", [0.0, 60.0])

@@ -334,6 +334,47 @@ def test_what_is_said_before_the_proof_is_not_believed(world: World, answer: byt
     assert world.lost == []
 
 
+LOOPBACK = "tcp:[::1]:4000"
+GONE = FileNotFoundError(2, "No such file or directory")
+REFUSED = ConnectionRefusedError("nobody listens there")
+ANOTHER = pack(Purpose.CALLS, Welcome("b", 1, 7))
+STRANGER = pack(Purpose.CALLS, Refused("no", stranger=True))
+
+
+@pytest.mark.parametrize(
+    ("host", "answers", "knows_secret", "is_gone"),
+    [
+        ("here", {UNIX: GONE, LOOPBACK: REFUSED}, True, True),
+        ("here", {UNIX: REFUSED, TCP: ANOTHER}, True, True),
+        ("here", {UNIX: GONE, TCP: REFUSED}, True, False),  # in another container
+        ("there", {LOOPBACK: REFUSED}, True, False),
+        ("there", {TCP: ANOTHER}, True, True),
+        ("there", {TCP: REFUSED}, True, False),
+        ("there", {TCP: TimeoutError("not accepted")}, True, False),
+        ("here", {UNIX: GONE, TCP: TimeoutError("not accepted")}, True, False),
+        ("there", {TCP: STRANGER}, False, False),
+        ("here", {UNIX: GONE, TCP: STRANGER}, False, False),
+        ("there", {TCP: pack(Purpose.CALLS, Refused("this is worker 'c'"))}, False, False),
+    ],
+)
+def test_it_is_gone_only_by_the_word_of_who_can_be_trusted(
+    world: World, host: str, answers: dict[str, Answer], knows_secret: bool, is_gone: bool
+) -> None:
+    world.answers = answers
+    world.secret = SECRET if knows_secret else None
+    with pytest.raises(WorkerLost) as lost:
+        connect(peer_in(world, addresses=tuple(answers), host=host))
+    assert lost.value.is_gone is is_gone
+
+
+def test_who_knows_another_secret_is_not_believed_to_be_all_there_is(world: World) -> None:
+    world.secret = Secret("quite another secret")
+    world.answers = {UNIX: GONE, TCP: ANOTHER}
+    with pytest.raises(WorkerLost, match="does not know this group's secret") as lost:
+        connect(peer_in(world))
+    assert not lost.value.is_gone
+
+
 def test_who_has_proved_itself_and_says_that_we_are_dead_is_believed(world: World) -> None:
     world.answers = {TCP: pack(Purpose.CALLS, Refused("you are dead", gone=True))}
     assert "refused the connection: you are dead" in refusal(peer_in(world, addresses=(TCP,)))

@@ -1,6 +1,7 @@
 """A backend written outside the package: one worker that runs its own calls, over a queue in memory.
 
-It shows how little an agent needs. Arguments are not copied, nothing times out, and references are plain objects.
+It shows how little an agent needs. Arguments are not copied, and references are plain objects. What an agent need not
+do is not here: who it is, what a call is given, and its timeout are seen to by `RpcAgent`.
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from farcall.agent import Inventory
-from farcall.backends import BackendValue, NoReferences, RpcAgent
+from farcall.backends import BackendValue, NoReferences, RpcAgent, run_here
 from farcall.errors import NotInitializedError, UnknownWorkerError
 from farcall.futures import Future
 from farcall.options import UNSET_RPC_TIMEOUT, BackendOptions
@@ -33,11 +34,10 @@ class InProcessAgent(RpcAgent):
 
     def __init__(self, name: str, options: InProcessOptions) -> None:
         self.options = options.taken()
-        self.info = WorkerInfo(name, 0)
-        self.rpc_timeout = options.rpc_timeout
+        self._me = WorkerInfo(name, 0)
         self.asked_to_leave: list[tuple[bool, float]] = []
         self.calls = 0
-        self._jobs: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
+        self._jobs: queue.SimpleQueue[Callable[[], object] | None] = queue.SimpleQueue()
         self._thread = threading.Thread(target=self._serve, name="in-process", daemon=True)
         self._closed = False
         if options.with_references:
@@ -50,30 +50,26 @@ class InProcessAgent(RpcAgent):
         while (job := self._jobs.get()) is not None:
             job()
 
-    def call(
+    def run_on(
         self,
-        to: Any,
+        worker: WorkerInfo,
         function: Callable[..., Any],
-        args: Sequence[Any] | None,
-        kwargs: Mapping[str, Any] | None,
+        args: Sequence[Any],
+        kwargs: Mapping[str, Any],
         timeout: float,
-        unattended: bool = False,
     ) -> Future[Any]:
         if self._closed:
             raise NotInitializedError("this worker has shut down")
-        self.get_worker_info(to)
         self.calls += 1
         future: Future[Any] = Future()
 
-        def job() -> None:
-            try:
-                result = function(*(args or ()), **(kwargs or {}))
-            except BaseException as error:
+        def settle(done: Future[Any]) -> None:
+            if (error := done.exception()) is not None:
                 future.set_exception(error)
             else:
-                future.set_result(result)
+                future.set_result(done.value())
 
-        self._jobs.put(job)
+        self._jobs.put(lambda: run_here(function, args, kwargs).then(settle))
         return future
 
     def remote(self, to: Any, function: Any, args: Any, kwargs: Any) -> Any:
@@ -82,15 +78,15 @@ class InProcessAgent(RpcAgent):
         return InProcessHandle(self.book, self.call(to, function, args, kwargs, 0))
 
     def get_worker_info(self, to: Any = None) -> WorkerInfo:
-        if to not in (None, self.info, self.info.name, self.info.id):
+        if to not in (None, self._me, self._me.name, self._me.id):
             raise UnknownWorkerError(f"there is no worker {to!r}: this one is alone")
-        return self.info
+        return self._me
 
     def get_worker_infos(self) -> list[WorkerInfo]:
-        return [self.info]
+        return [self._me]
 
     def join(self, shutdown: bool = False, timeout: float = 0.0) -> None:
-        self.call(self.info, int, None, None, 0).wait()  # what came before it has been run
+        self.call(self._me, int, None, None, 0).wait()  # what came before it has been run
 
     def shutdown(self, graceful: bool = False, timeout: float = 0.0) -> None:
         self.asked_to_leave.append((graceful, timeout))

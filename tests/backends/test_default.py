@@ -46,7 +46,7 @@ def test_options_made_by_the_registry() -> None:
 
 
 def test_options_of_another_backend_are_refused() -> None:
-    with pytest.raises(TypeError, match="`rpc_backend_options` must be a `TensorPipeRpcBackendOptions`"):
+    with pytest.raises(TypeError, match=r"`rpc_backend_options` must be a `RpcBackendOptions` \(farcall.options\) "):
         rpc.init_rpc("a", rpc.BackendType.FARCALL, 0, 1, BackendOptions())
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 import logging
+import threading
 from typing import Any
 
 import pytest
@@ -13,6 +14,7 @@ from backends.in_process import BACKEND, InProcessAgent, InProcessOptions
 from farcall.agent import Agent
 from farcall.backends import RpcAgent
 from farcall.options import BackendOptions
+from gates import SOON
 
 
 @pytest.fixture
@@ -71,6 +73,88 @@ def test_timeouts_metrics_and_debug_info(agent: InProcessAgent) -> None:
     assert agent.calls == 2
 
 
+# -- what an agent need not do itself
+
+
+def test_a_call_ends_at_its_time(agent: InProcessAgent) -> None:
+    gate = threading.Event()
+    with pytest.raises(rpc.RpcTimeoutError, match=r"worker 'me' did not answer `Event.wait` within 0.05 s; it may"):
+        rpc.rpc_sync("me", gate.wait, args=(SOON,), timeout=0.05)
+    rpc._set_rpc_timeout(0.06)
+    later = rpc.rpc_async("me", int)
+    assert "within 0.06 s" in str(later.exception())
+    assert rpc.rpc_async("me", int, timeout=0).done() is False
+    gate.set()
+    assert rpc.rpc_sync("me", max, args=(3, 4), timeout=SOON) == 4
+    assert agent.calls == 4
+
+
+def test_the_timeout_of_the_options_is_that_of_the_agent(backend: rpc.BackendType) -> None:
+    rpc.init_rpc("me", backend=backend, rpc_backend_options=InProcessOptions(rpc_timeout=5))
+    assert rpc.get_rpc_timeout() == 5
+
+
+@pytest.mark.usefixtures("agent")
+def test_an_agent_is_who_its_group_says_it_is() -> None:
+    assert rpc.api.current_agent().info == rpc.WorkerInfo("me", 0)
+    rpc._barrier(["me"])
+    rpc._wait_all_workers(SOON)
+
+
+def test_what_is_wrong_with_a_call_never_reaches_the_agent(agent: InProcessAgent) -> None:
+    wrong: Any = None
+    for call, reason in (
+        (lambda: rpc.rpc_sync(wrong, int), "`to` must be a worker's name, rank or WorkerInfo, not None"),
+        (lambda: rpc.rpc_sync("you", int), "there is no worker 'you'"),
+        (lambda: rpc.rpc_sync("me", wrong), "None cannot be called"),
+        (lambda: rpc.rpc_sync("me", int, args=wrong or 3), "`args` must be a tuple or list of arguments, not a int"),
+        (lambda: rpc.rpc_sync("me", int, timeout=-2), "a timeout must be 0 .none. or more seconds, not -2"),
+        (lambda: rpc.rpc_sync("me", int, timeout=wrong), "a timeout must be a number of seconds .0 is none., not None"),
+    ):
+        with pytest.raises(rpc.UsageError, match=reason):
+            call()
+    assert agent.calls == 0
+
+
+def test_an_agent_gets_what_is_left_to_do(agent: InProcessAgent, monkeypatch: pytest.MonkeyPatch) -> None:
+    got: list[Any] = []
+
+    def run_on(*given: Any) -> rpc.Future[Any]:
+        got.append(given)
+        future: rpc.Future[Any] = rpc.Future()
+        future.set_result(None)
+        return future
+
+    monkeypatch.setattr(agent, "run_on", run_on)
+    rpc.rpc_sync("me", int)
+    rpc.rpc_async(0, int, args=["7"], kwargs={"base": 8}, timeout=3)
+    me = rpc.WorkerInfo("me", 0)
+    assert got == [(me, int, (), {}, 60.0), (me, int, ("7",), {"base": 8}, 3)]
+
+
+def test_an_agent_that_gives_no_future(agent: InProcessAgent, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(agent, "run_on", lambda *_: 3)
+    with pytest.raises(rpc.BackendError, match=r"InProcessAgent.run_on must give a farcall.Future at once, not 3"):
+        rpc.rpc_sync("me", int)
+
+
+def test_an_agent_that_does_not_know_who_it_is(backend: rpc.BackendType, monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[Any] = []
+    monkeypatch.setattr(InProcessAgent, "get_worker_info", lambda self, to=None: asked.append(self.asked_to_leave))
+    with pytest.raises(rpc.BackendError, match=r"IN_PROCESS does not know who it is: its get_worker_info.* not None"):
+        rpc.init_rpc("me", backend=backend)
+    assert asked[0] == [(False, 0.0)]
+    with pytest.raises(rpc.NotInitializedError):
+        rpc.get_worker_info()
+
+
+def test_a_forked_child_cannot_call() -> None:
+    parents = InProcessAgent("parent", InProcessOptions())
+    parents.abandon()
+    with pytest.raises(rpc.ForkedProcessError, match="this process was forked from worker 'parent'"):
+        parents.call("parent", int, None, None, 1)
+
+
 def test_the_end(agent: InProcessAgent) -> None:
     seen: list[int] = []
     rpc.rpc_async("me", seen.append, args=(1,))
@@ -127,7 +211,7 @@ def test_an_agent_that_cannot_start_leaves_nothing(backend: rpc.BackendType, mon
 
 
 def test_what_an_agent_must_have() -> None:
-    assert RpcAgent.__abstractmethods__ == {"call", "get_worker_info", "get_worker_infos", "join", "shutdown"}
+    assert RpcAgent.__abstractmethods__ == {"run_on", "get_worker_info", "get_worker_infos", "join", "shutdown"}
     assert issubclass(Agent, RpcAgent)
     for name, method in inspect.getmembers(RpcAgent, inspect.isfunction):
         if not name.startswith("_"):

@@ -115,12 +115,50 @@ def test_what_cannot_be_a_name(name: Any) -> None:
 
 def test_the_handlers_get_what_they_are_to_get() -> None:
     given: list[Any] = []
-    backend = register_backend("MINE", lambda *args, **more: given.append((args, more)), never)
+
+    def construct(*args: Any, **more: Any) -> BackendOptions:
+        given.append((args, more))
+        return BackendOptions()
+
+    backend = register_backend("MINE", construct, never)
     construct_rpc_backend_options(backend)
     construct_rpc_backend_options(backend, 3, "tcp://h:1", colour="red")
     assert given == [((60.0, "env://"), {}), ((3, "tcp://h:1"), {"colour": "red"})]
     with pytest.raises(AssertionError, match="not to be called"):
         init_backend(backend, store=None)
+
+
+@pytest.mark.parametrize(
+    ("handlers", "role"),
+    [((None, never), "construct_rpc_backend_options_handler"), ((BACKEND[0], 3), "init_backend_handler")],
+)
+def test_what_cannot_be_called_is_no_handler(handlers: Any, role: str) -> None:
+    with pytest.raises(UsageError, match=f"the {role} of backend MINE must be a function, not (None|3)"):
+        register_backend("MINE", *handlers)
+    assert not backend_registered("MINE")
+
+
+def test_a_handler_that_makes_no_options() -> None:
+    backend = register_backend("MINE", lambda timeout, method: {}, never)  # type: ignore[arg-type,return-value]
+    with pytest.raises(BackendError, match=r"BackendType.MINE made no farcall.BackendOptions but \{\}"):
+        construct_rpc_backend_options(backend)
+    with pytest.raises(BackendError, match=r"made no farcall\.BackendOptions"):
+        choose_backend(backend, None)
+
+
+def test_options_of_another_backend_do_not_reach_the_handler() -> None:
+    mine = register_backend("MINE", BACKEND[0], never)
+    reason = r"`rpc_backend_options` must be a `InProcessOptions` \(backends\.in_process\) for BackendType.MINE"
+    with pytest.raises(BackendError, match=reason):
+        init_backend(mine, rpc_backend_options=RpcBackendOptions())
+    with pytest.raises(BackendError, match=reason):
+        init_backend(mine, None, "me", 0, 1, RpcBackendOptions())
+
+
+def test_where_nobody_can_tell_the_type_of_the_options_the_handler_must() -> None:
+    mine = register_backend("MINE", lambda timeout, method, *, colour: InProcessOptions(), never)
+    with pytest.raises(AssertionError, match="not to be called"):
+        init_backend(mine, rpc_backend_options=RpcBackendOptions())
 
 
 # -- which one is chosen

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import operator
 import os
+import random
 import sys
 
 import pytest
@@ -80,6 +82,15 @@ def test_what_a_module_has_from_elsewhere_is_not_its_own() -> None:
     assert not may_use(whole, "os", os)
     assert may_use(Allowed([f"{HERE}.run"]), "run", service_stage.run), "unless it is on the list by that very name"
     assert not may_use(Allowed([f"{HERE}.os"]), "os", os), "but a module is nothing to be sent"
+
+
+@pytest.mark.parametrize(
+    "found",
+    [random.random, random.choice, {}.update, [].append, str.upper, dict.fromkeys, (1).__add__, operator.itemgetter(0)],
+)
+def test_methods_of_builtins_are_not_the_module_s_own(found: object) -> None:
+    assert not may_use(Allowed([HERE]), "anything", found)
+    assert may_use(Allowed([f"{HERE}.anything"]), "anything", found), "unless that very name is on the list"
 
 
 def test_plain_data_may_be_loaded_and_is_no_function() -> None:

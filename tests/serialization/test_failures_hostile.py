@@ -250,3 +250,38 @@ def test_an_exit_by_what_is_rebuilt_does_not_pass(monkeypatch: pytest.MonkeyPatc
     payload = encode_failure(ValueError("x"), "worker1", "train")
     monkeypatch.setattr(module_under_test, "loads", lambda payload: sys.exit(3))
     assert type(decode_failure(payload)) is RemoteError
+
+
+# From a worker that is not trusted
+
+
+def forged(cls: type, slots: dict[str, Any], attributes: dict[str, Any]) -> bytes:
+    """A failure with that state."""
+    values = [{name: (0, value) for name, value in each.items()} for each in (slots, attributes)]
+    recipe = "bare", pickle.dumps(cls), ([], *values)
+    return pickle.dumps(("worker1", "train", [(cls.__name__, "text", [], recipe, None, None, False)]))
+
+
+def test_what_is_not_trusted_sets_no_attributes_of_pickles() -> None:
+    payload = forged(ValueError, {"__dict__": {"b": 1}}, {"__reduce_ex__": "x", "__module__": "antigravity", "a": 1})
+    got = decode_failure(payload, pickle.loads)
+    assert type(got) is ValueError
+    assert vars(got) == {"a": 1}
+    assert vars(decode_failure(payload)) == {"b": 1}, "workers that trust each other do not look"
+
+
+@pytest.mark.parametrize(
+    "slots",
+    [
+        {"encoding": "utf8", "object": b"abc", "start": -(10**12), "end": -(10**12) + 1, "reason": "r"},
+        {"encoding": "utf8", "object": 5, "start": 0, "end": 1, "reason": "r"},
+        {"start": 0, "end": 1},
+    ],
+)
+def test_what_is_not_trusted_does_not_show_other_memory(slots: dict[str, Any]) -> None:
+    assert type(decode_failure(forged(UnicodeDecodeError, slots, {}), pickle.loads)) is RemoteError
+
+
+def test_a_sound_one_arrives() -> None:
+    error = UnicodeDecodeError("utf8", b"abc", 1, 2, "r")
+    assert str(decode_failure(encode_failure(error, "worker1", "train"), pickle.loads)) == str(error)

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import copyreg
 import datetime
+import enum
 import os
 import pathlib
 import pickle
@@ -19,6 +21,7 @@ from hypothesis import strategies as st
 from farcall.errors import NotAllowedError, SerializationError
 from farcall.security.allowed import Allowed
 from farcall.serialization.guarded import loads_arguments_guarded, loads_guarded, loads_plain
+from farcall.serialization.handles import offering, take_offered
 from farcall.serialization.pickler import dumps, dumps_arguments
 
 NOTHING = Allowed([])
@@ -147,6 +150,125 @@ def test_what_a_pickle_has_made_gets_its_state() -> None:
     assert first is second
     assert vars(first) == vars(made)
     assert array.sum() == np.arange(30_000).sum()
+
+
+# What a pickle calls and changes
+
+
+class Reduced:
+    """What a pickle can be made to say."""
+
+    def __init__(self, *parts: Any) -> None:
+        self._parts = parts
+
+    def __reduce__(self) -> Any:
+        return self._parts
+
+
+class Restored:
+    """Takes any state, as some classes do."""
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.__dict__ = state
+
+
+class Colour(enum.Enum):
+    RED = 1
+
+
+settings: dict[str, Any] = {"debug": False}
+the_one = Stateful()
+
+
+def get_settings() -> dict[str, Any]:
+    return settings
+
+
+def get_the_one() -> Stateful:
+    return the_one
+
+
+def get_way_out() -> Any:
+    return os.getpid
+
+
+def label(value: object) -> str:
+    return f"item {value}"
+
+
+OURS = Allowed([__name__])
+
+
+@pytest.mark.parametrize(
+    "forged",
+    [
+        Reduced(get_the_one, (), {"parts": 1}),
+        Reduced(get_the_one, (), (None, {"parts": 1})),
+        Reduced(get_settings, (), None, None, iter([("debug", True)])),
+        Reduced(get_settings, (), None, None, iter([("debug", True), ("more", True)])),
+        Reduced(Colour, (1,), {"_value_": 2}),
+    ],
+)
+def test_what_a_function_gave_is_not_changed(forged: Any) -> None:
+    with pytest.raises(NotAllowedError, match="wanted to change"):
+        loads_guarded(pickle.dumps(forged), (), OURS)
+    assert settings == {"debug": False}
+    assert the_one.parts == []
+    assert Colour.RED.value == 1
+
+
+def test_a_handle_of_a_message_is_not_changed() -> None:
+    class Handle:
+        owner = "b"
+
+    handle = Handle()
+    with offering([handle]), pytest.raises(NotAllowedError, match="wanted to change"):
+        loads_guarded(pickle.dumps(Reduced(take_offered, (0,), {"owner": "c"})), (), NOTHING)
+    assert handle.owner == "b"
+
+
+def test_only_what_was_named_is_called() -> None:
+    way_out = pickle.dumps(Reduced(get_way_out, ()), 3)[:-1]
+    assert loads_guarded(way_out + b".", (), OURS) is os.getpid
+    for call in (b")R.", b")\x81.", b")}\x92."):
+        with pytest.raises(NotAllowedError, match="wanted to call"):
+            loads_guarded(way_out + call, (), OURS)
+    for old in (b"0(" + named(__name__, "Stateful")[2:-1] + b"o.", b"0(i" + __name__.encode() + b"\nStateful\n."):
+        with pytest.raises(NotAllowedError, match="old kind"):
+            loads_guarded(way_out + old, (), OURS)
+
+
+def test_what_was_loaded_before_is_not_handed_out_by_its_number(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(copyreg._extension_cache, 77, os.system)  # type: ignore[attr-defined]
+    with pytest.raises(NotAllowedError, match="old kind"):
+        loads_guarded(b"\x80\x04\x82\x4d.", (), NOTHING)
+
+
+@pytest.mark.parametrize("name", ["__reduce_ex__", "__reduce__", "__module__", "__class__", "__setstate__", "__dict__"])
+def test_a_state_does_not_say_how_the_value_is_pickled(name: str) -> None:
+    for made in (ValueError, Stateful, Restored):
+        for state in ({name: label}, (None, {name: label}), ({name: label}, None)):
+            with pytest.raises((NotAllowedError, SerializationError)):
+                loads_guarded(pickle.dumps(Reduced(made, (), state)), (), OURS)
+
+
+class Lookalike(str): ...
+
+
+@pytest.mark.parametrize("state", [{Lookalike("__reduce_ex__"): label}, {7: label}, OrderedDict(__reduce_ex__=label)])
+def test_names_of_attributes_are_texts_in_dicts(state: Any) -> None:
+    with pytest.raises(NotAllowedError, match="not allowed"):
+        loads_guarded(pickle.dumps(Reduced(Stateful, (), state)), (), OURS)
+
+
+def test_what_exceptions_have_arrives_with_them() -> None:
+    error = ValueError("v", 1)
+    error.add_note("noted")
+    error.more = {"a": 1}  # type: ignore[attr-defined]
+    arrived = loads_guarded(pickle.dumps(error), (), NOTHING)
+    assert arrived.args == ("v", 1)
+    assert vars(arrived) == {"__notes__": ["noted"], "more": {"a": 1}}
+    assert loads_guarded(pickle.dumps(FileNotFoundError(2, "no", "x")), (), NOTHING).filename == "x"
 
 
 def test_a_table_of_a_module_is_not_handed_out() -> None:

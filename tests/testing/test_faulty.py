@@ -81,7 +81,7 @@ def test_its_options_alone_choose_it(meeting: str, caplog: pytest.LogCaptureFixt
 
 
 def test_it_takes_no_other_options(meeting: str) -> None:
-    with pytest.raises(BackendError, match="must be a `FaultyTensorPipeRpcBackendOptions`"):
+    with pytest.raises(BackendError, match="must be a `FaultyRpcBackendOptions`"):
         rpc.init_rpc("a", BackendType.FAULTY_TENSORPIPE, 0, 1, rpc.RpcBackendOptions(init_method=meeting))
 
 

@@ -12,6 +12,7 @@ from farcall.transports import network
 from farcall.transports.network import (
     host_identity,
     interface_address,
+    is_local,
     local_address_towards,
     local_addresses,
     numeric_host,
@@ -167,6 +168,15 @@ def test_a_host_without_an_address_is_an_error_that_names_it(monkeypatch: pytest
     resolve_to(monkeypatch)
     with pytest.raises(OSError, match=r"no address.*some\.host"):
         local_address_towards("some.host", 9)
+
+
+@pytest.mark.parametrize(
+    ("host", "yes"),
+    [("127.0.0.7", True), ("::1", True), ("10.1.2.3", True), ("10.1.2.4", False), ("localhost", False), ("", False)],
+)
+def test_which_addresses_are_our_own(monkeypatch: pytest.MonkeyPatch, host: str, yes: bool) -> None:
+    monkeypatch.setattr(network, "local_addresses", lambda: ["127.0.0.1", "10.1.2.3"])
+    assert is_local(host) is yes
 
 
 def test_a_scope_is_part_of_an_address() -> None:

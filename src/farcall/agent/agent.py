@@ -302,17 +302,16 @@ class Agent(RpcAgent):
     def rpc_timeout(self, seconds: float) -> None:
         self.calling.rpc_timeout = seconds
 
-    def call(
+    def run_on(
         self,
-        to: To,
+        worker: WorkerInfo,
         function: Callable[..., Any],
-        args: Sequence[Any] | None,
-        kwargs: Mapping[str, Any] | None,
+        args: Sequence[Any],
+        kwargs: Mapping[str, Any],
         timeout: float,
-        unattended: bool = False,
     ) -> PendingCall:
         """See `RpcAgent`."""
-        return self.calling.call(to, function, args, kwargs, timeout, unattended)
+        return self.calling.call(worker, function, args, kwargs, timeout, unattended=True)
 
     def remote(
         self, to: To, function: Callable[..., Any], args: Sequence[Any] | None, kwargs: Mapping[str, Any] | None

@@ -22,7 +22,8 @@ from farcall.agent.lanes import FEW_HANDLES, SMALL_BODY, SMALL_HEAD
 from farcall.agent.outgoing import Outgoing
 from farcall.agent.peers import Peer
 from farcall.agent.values import Value
-from farcall.errors import OwnerLost, RpcError, RpcTimeoutError, UnknownWorkerError, UsageError, WorkerLost
+from farcall.backends.given import bad_arguments, bad_callee, check_timeout, checked_function
+from farcall.errors import OwnerLost, RpcError, RpcTimeoutError, UnknownWorkerError, WorkerLost
 from farcall.options import UNSET_RPC_TIMEOUT
 from farcall.protocol.control import pack_handle, pack_section
 from farcall.protocol.ids import ForkId, Worker, WorkerInfo
@@ -79,16 +80,16 @@ class Calling:
         try:
             bare = not args and not kwargs
         except Exception:  # an array has no truth
-            raise _bad_arguments(args) from None
+            raise bad_arguments(args) from None
         head = encode_function(function)
         if head is None:
             head = b""
-            future = self._call_with_arguments(peer, _checked(function), head, args, kwargs, timeout)
+            future = self._call_with_arguments(peer, checked_function(function), head, args, kwargs, timeout)
         elif not bare:
             future = self._call_with_arguments(peer, function, head, args, kwargs, timeout)
         else:
             if args is not None and not isinstance(args, (tuple, list)):
-                raise _bad_arguments(args)
+                raise bad_arguments(args)
             connection = peer.connection
             if connection is not None:
                 future = connection.call(function, head, b"", (), timeout)
@@ -154,7 +155,7 @@ class Calling:
         timeout: float,
     ) -> PendingCall:
         if args is not None and not isinstance(args, (tuple, list)):
-            raise _bad_arguments(args)
+            raise bad_arguments(args)
         with collecting() as handles:
             body, buffers = dumps_arguments(function, args or (), kwargs, peer.info.name, by_value=not head)
         connection, spent = peer.connection, 0.0
@@ -191,9 +192,9 @@ class Calling:
         if peer is None or self.closed is not None:
             raise self.refusal(to)
         if args is not None and not isinstance(args, (tuple, list)):
-            raise _bad_arguments(args)
+            raise bad_arguments(args)
         head = encode_function(function)
-        return self._remote(peer, function if head else _checked(function), head or b"", args, kwargs)
+        return self._remote(peer, function if head else checked_function(function), head or b"", args, kwargs)
 
     def remote_on(self, handle: Handle, method: str, args: Sequence[Any], kwargs: Mapping[str, Any] | None) -> Handle:
         """As `remote`, for a method of what a reference stands for; the result stays with its owner."""
@@ -298,7 +299,7 @@ class Calling:
         if self.closed is not None:
             return self.closed
         if not isinstance(to, (str, int, WorkerInfo)):
-            return UsageError(f"`to` must be a worker's name, rank or WorkerInfo, not {to!r}")
+            return bad_callee(to)
         known = ", ".join(f"{info.name!r} (rank {info.id})" for info in self.worker_infos())
         return UnknownWorkerError(f"there is no worker {to!r} in this group; there are {known}")
 
@@ -306,23 +307,3 @@ class Calling:
         """All workers that are there, by rank."""
         peers = list(self.numbered.values())  # at one stroke: others may come meanwhile
         return sorted({peer.info for peer in peers if not peer.is_lost}, key=lambda info: info.id)
-
-
-def _checked(function: Callable[..., Any]) -> Callable[..., Any]:
-    if not callable(function):
-        raise UsageError(f"{function!r} cannot be called: give a function, a class or another callable")
-    return function
-
-
-def _bad_arguments(args: object) -> UsageError:
-    return UsageError(f"`args` must be a tuple or list of arguments, not a {type(args).__name__}; write args=(value,)")
-
-
-def check_timeout(timeout: float) -> None:
-    """Raises `UsageError` for what is no timeout: not a number, or less than 0."""
-    try:
-        if timeout >= 0:
-            return
-    except TypeError:
-        raise UsageError(f"a timeout must be a number of seconds (0 is none), not {timeout!r}") from None
-    raise UsageError(f"a timeout must be 0 (none) or more seconds, not {timeout}")

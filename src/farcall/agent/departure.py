@@ -50,7 +50,9 @@ _DEPARTURE: Final = Occasion("departure/", "shutdown()", "to shut down", "shut d
 class Leaver(Protocol):
     """What is asked of an agent that wants to leave."""
 
-    info: WorkerInfo
+    @property
+    def info(self) -> WorkerInfo:
+        """Who it is."""
 
     def is_idle(self) -> bool:
         """Nothing runs here for others, and nothing is awaited from others."""

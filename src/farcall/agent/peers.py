@@ -6,6 +6,8 @@ Rules
   the socket's directory, say) is passed over for the next.
 - The greeting makes sure that the one who answers knows the group's secret, and is the worker we want. Until it has
   proved that, nothing it says is believed.
+- That a worker is gone is believed at once of one who has proved itself, and of this host's own system; everything else
+  is left to the heartbeats.
 """
 
 from __future__ import annotations
@@ -18,7 +20,7 @@ from typing import Final
 
 from farcall.agent.lanes import Lane
 from farcall.agent.outgoing import LOST_ADVICE, Outgoing
-from farcall.errors import AuthenticationError, ConnectionRefusedByPeer, ProtocolError, WorkerLost
+from farcall.errors import ConnectionRefusedByPeer, ProtocolError, WorkerLost
 from farcall.protocol.handshake import PREAMBLE_SIZE, Greeting, Hello, Purpose, Refused, body_length, pack, unpack
 from farcall.protocol.ids import WorkerInfo
 from farcall.protocol.membership_messages import Member
@@ -26,6 +28,7 @@ from farcall.protocol.wire import SHARES, Sizes, encode
 from farcall.security import Credentials
 from farcall.sleeping import asleep
 from farcall.transports.base import Channel, Transport
+from farcall.transports.network import is_local
 from farcall.transports.shared_memory import Pool
 
 CONNECT_TIMEOUT: Final = 10.0
@@ -123,6 +126,7 @@ class Peer:
     def _open(self, deadline: float) -> tuple[Channel, Lane]:
         reasons = []
         anybody = False
+        same_host = self._member.host == self._us.host
         ways = self._ways()
         for tried, (transport, address) in enumerate(ways):
             # Each gets its share of the time: one that hangs must not leave nothing for the next.
@@ -130,14 +134,16 @@ class Peer:
             try:
                 channel = transport.connect(address, max(0.0, until - monotonic()))
             except OSError as error:
-                anybody |= not isinstance(error, (ConnectionRefusedError, FileNotFoundError))
+                # From another host, anybody on the way may say that nobody listens there.
+                nobody = isinstance(error, (ConnectionRefusedError, FileNotFoundError))
+                anybody |= not (nobody and same_host and _is_here(address))
                 reasons.append(f"{address}: {error.strerror or error}")  # some name the address once more
                 continue
             try:
                 lane = self._greet(channel, until)
             except (OSError, ProtocolError) as error:
                 channel.close()
-                anybody |= not isinstance(error, (_AnotherWorker, AuthenticationError))  # ours would know the secret
+                anybody |= not isinstance(error, _AnotherWorker)  # who has not proved itself may be anybody
                 reasons.append(f"{address}: {error.strerror or error}")
             except BaseException:
                 channel.close()
@@ -229,6 +235,12 @@ class Peer:
                 raise ProtocolError(f"worker {self.info.name!r} closed the connection in the midst of the greeting")
             data += chunk
         return data
+
+
+def _is_here(address: str) -> bool:
+    """Whether nobody but the system of this host answers in the place of who does not listen there."""
+    scheme, _, rest = address.partition(":")
+    return scheme in ONE_HOST or (scheme == "tcp" and is_local(rest.rpartition(":")[0].strip("[]")))
 
 
 class _AnotherWorker(ConnectionRefusedByPeer):

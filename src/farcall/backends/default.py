@@ -9,7 +9,7 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, Final
 
 from farcall.backends.interface import RpcAgent
-from farcall.errors import BackendError, RendezvousTimeoutError
+from farcall.errors import RendezvousTimeoutError
 from farcall.options import RpcBackendOptions
 
 if TYPE_CHECKING:
@@ -33,15 +33,9 @@ def init_agent(
     store: None, name: str, rank: int, world_size: int | None, rpc_backend_options: RpcBackendOptions
 ) -> RpcAgent:
     """A new agent, when all workers are there. Raises as `init_rpc`; then nothing is left running."""
-    options = rpc_backend_options
-    if not isinstance(options, RpcBackendOptions):
-        raise BackendError(
-            f"`rpc_backend_options` must be a `TensorPipeRpcBackendOptions`, which is farcall.RpcBackendOptions, for "
-            f"the default backend, not {options!r}; give init_rpc the backend that these options are of"
-        )
     from farcall.agent import Agent
 
-    return join_group(Agent, name, rank, world_size, options)
+    return join_group(Agent, name, rank, world_size, rpc_backend_options)
 
 
 def join_group(

@@ -8,18 +8,24 @@ Rules
 - Every wait ends: by its timeout, or because it is known that what is waited for cannot come.
 - Errors are those of `farcall.errors`; what a user's function raises arrives with its own type.
 - Five methods must be written. The others do the least that is right, and can be left as they are.
+- What is the same for every agent is done here: `call` checks what it is given, finds the worker and sees to the
+  timeout, and `run_on` gets what is left to do. An agent that can do better overrides `call`, as farcall's own does.
 """
 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
+from functools import cached_property
+from time import monotonic
 from typing import Any, NamedTuple, TypedDict
 
+from farcall.backends.expiry import Expiry
+from farcall.backends.given import bad_arguments, bad_callee, check_timeout, checked_function
 from farcall.backends.references import Book, Handle, NoReferences
-from farcall.errors import RpcError
+from farcall.errors import BackendError, ForkedProcessError, RpcError, RpcTimeoutError
 from farcall.futures import Future
-from farcall.options import DEFAULT_RPC_TIMEOUT
+from farcall.options import DEFAULT_RPC_TIMEOUT, UNSET_RPC_TIMEOUT
 from farcall.protocol.ids import WorkerInfo
 
 To = str | int | WorkerInfo
@@ -77,11 +83,11 @@ class MembershipChange(NamedTuple):
 class RpcAgent(ABC):
     """One worker of a group, as `farcall`'s functions see it."""
 
-    info: WorkerInfo
-    """Who this worker is."""
-
     rpc_timeout: float = DEFAULT_RPC_TIMEOUT
-    """Seconds that a call may take unless it says otherwise; 0 is without end. May be set at any time."""
+    """Seconds that a call may take unless it says otherwise; 0 is without end. May be set at any time.
+
+    `init_rpc` sets it to what the options say when the agent is made.
+    """
 
     book: Book = NoReferences()
     """This worker's references. By default there are none, and whoever wants one hears so."""
@@ -94,26 +100,27 @@ class RpcAgent(ABC):
     # What must be written
 
     @abstractmethod
-    def call(
+    def run_on(
         self,
-        to: To,
+        worker: WorkerInfo,
         function: Callable[..., Any],
-        args: Sequence[Any] | None,
-        kwargs: Mapping[str, Any] | None,
+        args: Sequence[Any],
+        kwargs: Mapping[str, Any],
         timeout: float,
-        unattended: bool = False,
     ) -> Future[Any]:
         """Has a worker run the function; a future of its outcome, at once.
 
-        `timeout` is in seconds; 0 is without end, `UNSET_RPC_TIMEOUT` means `rpc_timeout`. `unattended` says that the
-        caller is not going to wait for the future at once. The future fails with what the function raised, with
-        `RpcTimeoutError` or with `WorkerLost`. What is wrong with the call itself is raised here: `UnknownWorkerError`,
-        `SerializationError`, `UsageError`; `NotInitializedError` after a shutdown.
+        The worker is what `get_worker_info` gave. `timeout` is in seconds and 0 without end: the other side may want
+        to know; nothing has to be done about it here. The future fails with what the function raised, or with
+        `WorkerLost`; what is wrong with the call itself is raised here, such as `SerializationError`.
         """
 
     @abstractmethod
     def get_worker_info(self, to: To | None = None) -> WorkerInfo:
-        """Of the worker of that name or rank; of this one by default. Raises `UnknownWorkerError`."""
+        """Of the worker of that name or rank, or equal to that; of this one by default.
+
+        Raises `UnknownWorkerError` for any other: nothing else looks whether there is such a worker.
+        """
 
     @abstractmethod
     def get_worker_infos(self) -> list[WorkerInfo]:
@@ -135,6 +142,60 @@ class RpcAgent(ABC):
         """
 
     # What may be left as it is
+
+    @cached_property
+    def info(self) -> WorkerInfo:
+        """Who this worker is, and stays: what `get_worker_info()` gives. An agent may also set it."""
+        return self.get_worker_info()
+
+    def call(
+        self,
+        to: To,
+        function: Callable[..., Any],
+        args: Sequence[Any] | None,
+        kwargs: Mapping[str, Any] | None,
+        timeout: float,
+        unattended: bool = False,
+    ) -> Future[Any]:
+        """Has a worker run the function; a future of its outcome, at once. `rpc_sync` and `rpc_async` come to this.
+
+        `timeout` is in seconds; 0 is without end, `UNSET_RPC_TIMEOUT` means `rpc_timeout`. `unattended` says that the
+        caller is not going to wait for the future at once: of use to agents whose replies are read by whoever waits
+        for them. The future fails with what the function raised, with `RpcTimeoutError` or with `WorkerLost`. What is
+        wrong with the call itself is raised here: `UnknownWorkerError`, `SerializationError`, `UsageError`; and what
+        `closed` says. `BackendError` if `run_on` gives no future.
+        """
+        if self.closed is not None:
+            raise self.closed
+        if not isinstance(to, str | int | WorkerInfo):
+            raise bad_callee(to)
+        worker = self.get_worker_info(to)
+        checked_function(function)
+        if args is not None and not isinstance(args, tuple | list):
+            raise bad_arguments(args)
+        if timeout == UNSET_RPC_TIMEOUT:
+            timeout = self.rpc_timeout
+        else:
+            check_timeout(timeout)
+        began = monotonic()
+        future = self.run_on(worker, function, tuple(args or ()), dict(kwargs or {}), timeout)
+        if not isinstance(future, Future):
+            raise BackendError(f"{type(self).__name__}.run_on must give a farcall.Future at once, not {future!r}")
+        if not timeout or future.done():
+            return future
+
+        def new_error() -> RpcTimeoutError:
+            name = getattr(function, "__qualname__", None) or repr(function)
+            return RpcTimeoutError(
+                f"worker {worker.name!r} did not answer `{name}` within {timeout:g} s; it may still be running there. "
+                "Give the call a longer timeout, or 0 for none"
+            )
+
+        return self._expiry.limit(future, began + timeout, new_error)
+
+    @cached_property
+    def _expiry(self) -> Expiry:
+        return Expiry()
 
     def start(self) -> None:  # noqa: B027 (an agent may serve from the beginning)
         """Begins to serve. Called once, when the functions that it runs can find it by `farcall`'s functions."""
@@ -189,3 +250,7 @@ class RpcAgent(ABC):
         Every use raises `ForkedProcessError` from then on.
         """
         self._abandoned = True
+        self.closed = ForkedProcessError(
+            f"this process was forked from worker {self.info.name!r} and cannot use its agent; "
+            "call init_rpc with a name of its own in this process, or start it with the spawn method"
+        )

@@ -25,6 +25,7 @@ from farcall.backends import default
 from farcall.backends.interface import RpcAgent
 from farcall.errors import BackendError, UsageError
 from farcall.options import DEFAULT_INIT_METHOD, DEFAULT_RPC_TIMEOUT, BackendOptions
+from farcall.protocol.ids import WorkerInfo
 
 if TYPE_CHECKING:
     from importlib.metadata import EntryPoint
@@ -38,9 +39,11 @@ class BackendValue(NamedTuple):
     """What a backend does."""
 
     construct_rpc_backend_options_handler: Callable[..., BackendOptions]
-    """`(rpc_timeout, init_method, **more)`: options of its own, a subclass of `BackendOptions`."""
+    """`(rpc_timeout, init_method, **more)`, the first two by position as in torch: options of its own, a subclass of
+    `BackendOptions`. With all defaults it is also asked which type they are."""
     init_backend_handler: Callable[..., RpcAgent]
-    """`(store, name, rank, world_size, rpc_backend_options)`, by keyword: a new agent. The store is None."""
+    """`(store, name, rank, world_size, rpc_backend_options)`, by keyword: a new agent. The store is None; rank is -1
+    and world_size None if `init_rpc` was not told."""
 
 
 class _Backends(type):
@@ -116,13 +119,18 @@ def register_backend(
 ) -> BackendType:
     """Makes a backend known; `BackendValue` says what the handlers are called with.
 
-    Raises `UsageError` if the name is taken, or cannot be an attribute of `BackendType`.
+    Raises `UsageError` if the name is taken or cannot be an attribute of `BackendType`, or if a handler cannot be
+    called.
     """
     if not isinstance(backend_name, str) or not backend_name.isidentifier() or backend_name.startswith("_"):
         raise UsageError(f"{backend_name!r} cannot be a backend's name: use letters, digits and underscores")
     if backend_name in BackendType.__slots__:
         raise UsageError(f"{backend_name!r} cannot be a backend's name: every backend has an attribute of that name")
-    backend = BackendType(backend_name, BackendValue(construct_rpc_backend_options_handler, init_backend_handler))
+    value = BackendValue(construct_rpc_backend_options_handler, init_backend_handler)
+    for role, handler in value._asdict().items():
+        if not callable(handler):
+            raise UsageError(f"the {role} of backend {backend_name} must be a function, not {handler!r}")
+    backend = BackendType(backend_name, value)
     with _lock:
         if backend_name in _known:
             raise UsageError(f"RPC backend {backend_name}: already registered; choose another name or unregister it")
@@ -145,16 +153,53 @@ def construct_rpc_backend_options(
     init_method: str = DEFAULT_INIT_METHOD,
     **kwargs: Any,
 ) -> BackendOptions:
-    """Options for that backend. Raises what its handler raises: `UsageError` for values that cannot be."""
-    return backend.value.construct_rpc_backend_options_handler(rpc_timeout, init_method, **kwargs)
+    """Options for that backend. Raises what its handler raises: `UsageError` for values that cannot be.
+
+    `BackendError` if that makes no options.
+    """
+    options = backend.value.construct_rpc_backend_options_handler(rpc_timeout, init_method, **kwargs)
+    if not isinstance(options, BackendOptions):
+        raise BackendError(
+            f"{backend!r} made no farcall.BackendOptions but {options!r}; its construct_rpc_backend_options_handler is "
+            "wrong"
+        )
+    return options
 
 
 def init_backend(backend: BackendType, *args: Any, **kwargs: Any) -> RpcAgent:
-    """A new agent of that backend. Raises what its handler raises, and `BackendError` if that makes no agent."""
+    """A new agent of that backend, with the `rpc_timeout` of its options.
+
+    Raises what its handler raises, and `BackendError` for options that are not of it, or if it makes no agent that
+    knows who it is; then nothing is left running.
+    """
+    options = kwargs.get("rpc_backend_options", args[4] if len(args) > 4 else None)
+    if options is not None:
+        _check_options(backend, options)
     agent = backend.value.init_backend_handler(*args, **kwargs)
     if not isinstance(agent, RpcAgent):
         raise BackendError(f"{backend!r} made no farcall.RpcAgent but {agent!r}; its init_backend_handler is wrong")
+    try:
+        if not isinstance(agent.info, WorkerInfo):
+            raise BackendError(
+                f"an agent of {backend!r} does not know who it is: its get_worker_info() must give a "
+                f"farcall.WorkerInfo, not {agent.info!r}"
+            )
+        if options is not None:
+            agent.rpc_timeout = options.rpc_timeout
+    except BaseException:
+        agent.shutdown(graceful=False, timeout=0.0)
+        raise
     return agent
+
+
+def _check_options(backend: BackendType, options: object) -> None:
+    """What a backend's own handler makes of nothing shows which type its options have; if it cannot, it must look."""
+    wanted = _type_of_options(backend)
+    if wanted is not _NoOptions and not isinstance(options, wanted):
+        raise BackendError(
+            f"`rpc_backend_options` must be a `{wanted.__name__}` ({wanted.__module__}) for {backend!r}, not a "
+            f"`{type(options).__name__}`; give init_rpc the backend that these options are of, or leave it out"
+        )
 
 
 def choose_backend(backend: BackendType | None, options: BackendOptions | None) -> tuple[BackendType, BackendOptions]:

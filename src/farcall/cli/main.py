@@ -10,7 +10,7 @@ import argparse
 import sys
 from collections.abc import Sequence
 
-from farcall.cli import run
+from farcall.cli import bench, run
 from farcall.errors import UsageError
 
 
@@ -32,6 +32,7 @@ def make_parser() -> argparse.ArgumentParser:
     parser.add_argument("--version", action=_Version, nargs=0, help="print the version and exit")
     commands = parser.add_subparsers(title="commands", metavar="COMMAND", required=True)
     run.configure(commands.add_parser("run", help="start the workers of a group on this host", allow_abbrev=False))
+    bench.configure(commands.add_parser("bench", help="measure farcall, also beside others", allow_abbrev=False))
     return parser
 
 

@@ -32,17 +32,12 @@ _OWN: Final = frozenset(
 )
 """Functions of farcall's own that its workers call on each other."""
 
-_NUMPY: Final = frozenset(
-    f"{module}.{name}"
-    for module in (
-        "numpy",
-        "numpy.core.multiarray",
-        "numpy._core.multiarray",
-        "numpy.core.numeric",
-        "numpy._core.numeric",
-    )
-    for name in ("_reconstruct", "scalar", "_frombuffer", "ndarray", "dtype")
-)
+_NUMPY: Final = frozenset({"numpy.ndarray", "numpy.dtype"}) | {
+    f"numpy.{package}.{name}"
+    for package in ("core", "_core")
+    for name in ("multiarray._reconstruct", "multiarray.scalar", "numeric._frombuffer")
+}
+"""What the pickles of arrays name. A pickle gets none of it, but what stands in for it (`serialization.arrays`)."""
 
 _PLAIN: Final = (
     _NUMPY
@@ -55,7 +50,8 @@ _PLAIN: Final = (
     }
     | {f"datetime.{name}" for name in ("date", "datetime", "time", "timedelta", "timezone")}
     | {"collections.OrderedDict", "collections.deque", "collections.Counter", "decimal.Decimal", "fractions.Fraction"}
-    | {"uuid.UUID", "pathlib.PosixPath", "pathlib.PurePosixPath"}
+    | {"uuid.UUID"}
+    | {f"{module}.{name}" for module in ("pathlib", "pathlib._local") for name in ("PosixPath", "PurePosixPath")}
     | {"farcall.rref._receive", "farcall.serialization.handles.take_offered"}
     | {f"farcall.serialization.raw.{name}" for name in ("bytes_of", "bytearray_of", "view_of", "array_of")}
     | {"farcall.protocol.ids.WorkerInfo", "farcall.collectives.Key"}
@@ -116,7 +112,7 @@ class Allowed:
         if not callable(found):
             # A pickle names classes and functions. A table of the module's would be its to change: there are opcodes.
             raise NotAllowedError(_refusal(f"to use `{full}`, which is no function and no class,"))
-        home = f"{getattr(found, '__module__', None) or module}.{getattr(found, '__qualname__', None) or name}"
+        home = _home(name, found)
         if not (self._is_listed(home) or _is_marked(found)):
             raise NotAllowedError(_refusal(f"to use `{home}` by the name of `{full}`"))
 
@@ -142,6 +138,17 @@ def _below_module(full: str) -> list[str]:
     """The parts of a name but the script's `__main__`, which is private by its looks alone."""
     parts = full.split(".")
     return parts[1:] if parts[0] in ("__main__", "__mp_main__") else parts
+
+
+def _home(name: str, found: object) -> str:
+    """The name by which that is where it is defined."""
+    module = getattr(found, "__module__", None)
+    if not isinstance(module, str):
+        # Methods of builtin types do not say where they are from (`random.random` is one): their type does.
+        owner = getattr(found, "__self__", getattr(found, "__objclass__", found))
+        cls = owner if isinstance(owner, type) else type(owner)
+        return f"{cls.__module__}.{cls.__qualname__}.{name}"
+    return f"{module}.{getattr(found, '__qualname__', None) or name}"
 
 
 def _is_exposed(module: str, name: str) -> bool:

@@ -31,6 +31,7 @@ from typing import Any, Final, NamedTuple, TypeAlias
 from farcall.errors import RemoteError
 from farcall.serialization.guarded import loads_plain
 from farcall.serialization.pickler import Buffer, dumps_inline, loads
+from farcall.serialization.plain_types import is_reserved, is_sound
 from farcall.serialization.remote_traceback import format_frames
 from farcall.serialization.unpicklable import class_name
 
@@ -106,7 +107,7 @@ def encode_text(type_name: str, message: str, worker: str, function: str) -> byt
 def decode_failure(payload: Buffer, load: Loader | None = None) -> BaseException:
     """The exception again, or a `RemoteError` in its place. Raises nothing but what signal handlers raise.
 
-    What only classes of users can rebuild is given to `load`, if there is one.
+    What only classes of users can rebuild is given to `load`, if there is one: the payload is not trusted then.
     """
     try:
         worker, function, fields = loads_plain(payload)
@@ -245,7 +246,9 @@ def _rebuild(worker: str, function: str, nodes: list[_Node], load: Loader) -> Ba
     for place, node in enumerate(nodes):
         error = built[place]
         if node.recipe is not None and place in unfilled:
-            _fill(error, node.recipe[0], _State(*node.recipe[2]), built, load)
+            state = _State(*node.recipe[2])
+            _fill(error, node.recipe[0], state if load is loads else _without_reserved(state), built, load)
+            _check(load is loads or is_sound(error))
         if node.cause is not None:
             _CAUSE.__set__(error, built[node.cause])
         if node.context is not None:
@@ -308,6 +311,15 @@ def _fill(error: BaseException, kind: str, state: _State, built: dict[int, BaseE
                 except (AttributeError, TypeError):  # it can be read only, or was replaced by a text that does not fit
                     pass
                 break
+
+
+def _without_reserved(state: _State) -> _State:
+    """Without what only the interpreter and pickle set."""
+    slots, attributes = (
+        {name: value for name, value in values.items() if type(name) is str and not is_reserved(name)}
+        for values in (state.slots, state.attributes)
+    )
+    return _State(state.args, slots, attributes)
 
 
 def _unpack(value: Value, built: dict[int, BaseException], load: Loader) -> Any:

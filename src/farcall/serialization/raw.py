@@ -77,17 +77,17 @@ def reduce_raw(value: Any) -> tuple[Any, ...]:
 
 def bytes_of(memory: Any) -> bytes:
     """Bytes again."""
-    return memory if type(memory) is bytes else bytes(memoryview(memory))
+    return memory if type(memory) is bytes else bytes(_checked(memory))
 
 
 def bytearray_of(memory: Any) -> bytearray:
     """A bytearray again. One that was received into is just that, and nobody else's."""
-    return memory if type(memory) is bytearray else bytearray(memoryview(memory))
+    return memory if type(memory) is bytearray else bytearray(_checked(memory))
 
 
 def view_of(memory: Any, form: str, shape: tuple[int, ...], readonly: bool) -> memoryview:
     """A memoryview again."""
-    view = memoryview(memory).cast("B")
+    view = _checked(memory).cast("B")
     cast: Any = view.cast
     shaped: memoryview = cast(form, shape) if view.nbytes else cast(form)
     return shaped.toreadonly() if readonly else shaped
@@ -96,5 +96,12 @@ def view_of(memory: Any, form: str, shape: tuple[int, ...], readonly: bool) -> m
 def array_of(typecode: str, memory: Any) -> array[Any]:
     """An array again."""
     made: array[Any] = array(typecode)
-    made.frombytes(memory)
+    made.frombytes(_checked(memory))
     return made
+
+
+def _checked(memory: Any) -> memoryview:
+    """Raises `TypeError` for anything but plain memory: what holds objects would show where they are."""
+    if type(memory) not in (bytes, bytearray, memoryview):
+        raise TypeError(f"a {type(memory).__name__} is no plain memory")
+    return memoryview(memory)

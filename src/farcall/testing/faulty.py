@@ -15,7 +15,7 @@ from farcall.api import current_agent
 from farcall.backends.default import join_group
 from farcall.backends.interface import RpcAgent
 from farcall.backends.registry import register_backend
-from farcall.errors import BackendError, UsageError
+from farcall.errors import UsageError
 from farcall.options import RpcBackendOptions
 from farcall.security import Credentials
 from farcall.testing.faulty_control import Faults
@@ -68,9 +68,13 @@ class FaultyAgent(Agent):
 def faults(agent: RpcAgent | None = None) -> Faults:
     """What goes wrong at a faulty agent; by default at that of this process.
 
-    Raises `UsageError` if it is another agent, `NotInitializedError` if there is none.
+    Raises `UsageError` if it is another agent or none, `NotInitializedError` if this process has none.
     """
     agent = agent if agent is not None else current_agent()
+    if not isinstance(agent, RpcAgent):
+        raise UsageError(
+            f"{agent!r} is no agent: give faults() one of a LocalGroup, group[0], or nothing for this worker"
+        )
     if not isinstance(agent, FaultyAgent):
         raise UsageError(
             f"worker {agent.info.name!r} has no faulty agent: start it with "
@@ -86,11 +90,6 @@ def _construct_options(rpc_timeout: float, init_method: str, **chosen: Any) -> F
 def _init_agent(
     store: None, name: str, rank: int, world_size: int | None, rpc_backend_options: FaultyRpcBackendOptions
 ) -> RpcAgent:
-    if not isinstance(rpc_backend_options, FaultyRpcBackendOptions):
-        raise BackendError(
-            f"`rpc_backend_options` must be a `FaultyTensorPipeRpcBackendOptions`, which is "
-            f"farcall.testing.FaultyRpcBackendOptions, for the faulty agent, not {rpc_backend_options!r}"
-        )
     return join_group(FaultyAgent, name, rank, world_size, rpc_backend_options)
 
 

@@ -6,6 +6,12 @@
 A function that a worker runs and that wants to call on needs that worker's agent. Hand it the group as an argument: a
 group is not copied when it is sent, it arrives as itself, and `group["worker1"]` is the agent.
 
+References are made by the group for one of its workers, and used as always; whoever gets one in a call holds one of its
+own worker:
+
+    rref = group.remote(0, "worker1", list, ((3, 1, 2),))
+    rref.to_here()
+
 An open group begins with so many workers, and others come and go:
 
     with LocalGroup(1, is_open=True) as group:
@@ -23,19 +29,23 @@ import secrets
 import threading
 import uuid
 import weakref
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from types import TracebackType
-from typing import Any, Final
+from typing import Any, Final, TypeVar
 
-from farcall.agent import Agent
+from farcall.agent import Agent, Inventory
+from farcall.backends.interface import To
 from farcall.errors import UsageError
 from farcall.options import RpcBackendOptions
 from farcall.rendezvous import Rendezvous
+from farcall.rref import RRef
 from farcall.security import Credentials, Secret, limits_of
 from farcall.testing.faulty import FaultyAgent
 from farcall.testing.faulty_options import FaultyRpcBackendOptions
 from farcall.testing.memory_store import MemoryStore
 from farcall.transports.memory import MemoryNetwork, MemoryTransport
+
+T = TypeVar("T")
 
 _groups: Final[weakref.WeakValueDictionary[int, LocalGroup]] = weakref.WeakValueDictionary()
 _numbers: Final = itertools.count(1)
@@ -46,7 +56,8 @@ class LocalGroup:
 
     In an open group (`is_open`) they have no ranks, and are in the order in which they came. `options` go for all; what
     they say of rendezvous and transports is not used. With those of the faulty agent, all are faulty agents. Raises
-    what an agent raises that cannot start; then none is left running.
+    `UsageError` for what is no size, options or names, and what an agent raises that cannot start; then none is left
+    running.
     """
 
     def __init__(
@@ -57,8 +68,17 @@ class LocalGroup:
         names: Sequence[str] | None = None,
         is_open: bool = False,
     ) -> None:
+        if not isinstance(size, int) or size < 1:
+            raise UsageError(f"a LocalGroup has a number of workers, at least 1, not {size!r}")
+        if options is not None and not isinstance(options, RpcBackendOptions):
+            raise UsageError(
+                "the options of a LocalGroup must be RpcBackendOptions or, for faulty agents, FaultyRpcBackendOptions, "
+                f"not {options!r}"
+            )
+        if isinstance(names, str) or not all(isinstance(name, str) for name in names or ()):
+            raise UsageError(f"the names of a LocalGroup must be a list of texts, not {names!r}")
         self.names = tuple(names) if names is not None else tuple(f"worker{rank}" for rank in range(size))
-        if size < 1 or len(self.names) != size:
+        if len(self.names) != size:
             raise UsageError(f"a group of {size} workers cannot have the names {self.names!r}: give one for each")
         self.network = MemoryNetwork()
         """Where the agents listen; a test may connect to them by itself."""
@@ -124,6 +144,29 @@ class LocalGroup:
         self._agents.remove(agent)
         self.names = self.names[:place] + self.names[place + 1 :]
         agent.shutdown(graceful, timeout)
+
+    def remote(
+        self,
+        which: int | str,
+        to: To,
+        func: Callable[..., T],
+        args: Sequence[Any] | None = None,
+        kwargs: Mapping[str, Any] | None = None,
+    ) -> RRef[T]:
+        """What `farcall.remote` gives where that worker calls it: `to` runs the function and keeps the result.
+
+        The reference is that worker's: what is done with it, that worker does. Raises as `farcall.remote`, and
+        `UsageError` if there is no such worker here.
+        """
+        return RRef.of(self[which].remote(to, func, args, kwargs))
+
+    def rref(self, which: int | str, value: T) -> RRef[T]:
+        """What `farcall.RRef(value)` is where that worker makes it. Raises `UsageError` if there is no such worker."""
+        return RRef.of(self[which].book.own(value))
+
+    def references(self, which: int | str) -> Inventory:
+        """What `farcall.references()` gives at that worker. Raises `UsageError` if there is no such worker."""
+        return self[which].book.inventory()
 
     def __getitem__(self, which: int | str) -> Agent:
         """The agent of that rank or name. Raises `UsageError` if there is none."""

@@ -46,6 +46,14 @@ def is_loopback(host: str) -> bool:
     return bool((mapped or address).is_loopback)
 
 
+def is_local(host: str) -> bool:
+    """Whether it is a numeric address of this machine's own."""
+    try:
+        return is_loopback(host) or host in local_addresses()
+    except ValueError:  # a name, which may lead anywhere
+        return False
+
+
 def resolve(host: str, port: int, kind: socket.SocketKind) -> list[tuple[Any, ...]]:
     """All that `getaddrinfo` says, and `OSError` with the host's name if it says nothing."""
     try:

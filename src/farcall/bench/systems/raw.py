@@ -20,7 +20,7 @@ import time
 from collections.abc import Callable
 from typing import Any, Final
 
-from systems.base import START_LIMIT, Address, Caller, Server, System
+from farcall.bench.systems.base import START_LIMIT, Address, Caller, Server, System
 
 SPIN: Final = 100e-6
 """Seconds; the default of farcall's `spin` option, so that both are alike."""

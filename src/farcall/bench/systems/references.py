@@ -5,20 +5,20 @@ A callee is run by both systems alike, and both import it from here by its name.
 
 from __future__ import annotations
 
-from collections import deque
 from typing import Any, Final
 
-from systems.base import OWNER, THIRD
+from farcall.bench.systems.base import OWNER, THIRD, keep_under_way
 
 UNDER_WAY: Final = 12
 """References being shared at once. The third worker waits in each callee for the value, and torch's replies need one of
 the 16 threads that its callees wait in: with more callees than threads it stands still until its calls time out."""
-_NUMBER: Final = 7
+NUMBER: Final = 7
+"""What references are to."""
 
 
 def number() -> int:
     """The callee of `remote`."""
-    return _NUMBER
+    return NUMBER
 
 
 def fetch(reference: Any) -> int:
@@ -34,9 +34,10 @@ class Thing:
         """The callee of the proxy."""
 
 
-def _check(fetched: object) -> None:
-    if fetched != _NUMBER:
-        raise RuntimeError(f"the third worker fetched {fetched!r}, not {_NUMBER}")
+def check(fetched: object) -> None:
+    """Raises RuntimeError if that is not what `number` gave."""
+    if fetched != NUMBER:
+        raise RuntimeError(f"{fetched!r} was fetched, not {NUMBER}")
 
 
 class ReferenceUses:
@@ -56,13 +57,7 @@ class ReferenceUses:
         self._thing.rpc_sync().f()
 
     def share(self, references: int) -> None:
-        under_way: deque[Any] = deque()
-        for _ in range(references):
-            if len(under_way) == UNDER_WAY:
-                _check(under_way.popleft().wait())
-            under_way.append(self._share_one())
-        for future in under_way:
-            _check(future.wait())
+        keep_under_way(references, UNDER_WAY, self._share_one, lambda future: check(future.wait()))
 
     def _share_one(self) -> Any:
         # The caller's own hold on the reference ends with this function, while the call is under way.

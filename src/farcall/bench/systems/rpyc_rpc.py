@@ -8,9 +8,20 @@ from __future__ import annotations
 
 import threading
 import time
+from types import MappingProxyType
 from typing import Any
 
-from systems.base import START_LIMIT, Address, Caller, Server, System
+from farcall.bench.systems import payloads
+from farcall.bench.systems.base import SHARED, START_LIMIT, Address, Caller, FutureCalls, Server, System
+from farcall.bench.systems.references import check, number
+
+
+class Thing:
+    """What a reference is to."""
+
+    def exposed_number(self) -> int:
+        """The one use of it."""
+        return number()
 
 
 class _RpycServer:
@@ -21,6 +32,12 @@ class _RpycServer:
         class NoopService(rpyc.Service):  # type: ignore[misc]  # rpyc has no types
             def exposed_noop(self) -> None:
                 """The callee."""
+
+            def exposed_echo(self, payload: bytes) -> bytes:
+                return payload
+
+            def exposed_make(self) -> Thing:
+                return Thing()
 
         self._server: Any = ThreadedServer(NoopService, **where)
         self._thread = threading.Thread(target=self._server.start, name="rpyc-server", daemon=True)
@@ -36,7 +53,7 @@ class _RpycServer:
         self._thread.join(5.0)
 
 
-class _RpycCaller:
+class _RpycCaller(FutureCalls):
     def __init__(self, connection: Any) -> None:
         import rpyc
 
@@ -44,27 +61,42 @@ class _RpycCaller:
         # Fetched once: `root.noop` by itself is a round trip.
         self._noop: Any = connection.root.noop
         self._noop_async: Any = rpyc.async_(self._noop)
+        self._echo: Any = connection.root.echo
+        self._make: Any = connection.root.make
 
     def noop(self) -> None:
         self._noop()
 
-    def pipelined(self, calls: int) -> None:
-        for reply in [self._noop_async() for _ in range(calls)]:
-            reply.wait()
+    def payload(self, size: int) -> Any:
+        return payloads.plain(size)  # an array would go by reference
+
+    def echo(self, payload: Any) -> Any:
+        return self._echo(payload)
+
+    def start(self) -> Any:
+        return self._noop_async()
+
+    def finish(self, future: Any) -> None:
+        future.wait()
+
+    def remote_to_here(self) -> None:
+        check(self._make().number())
 
     def close(self) -> None:
         self._connection.close()
 
 
 class Rpyc(System):
-    """RPyC between two processes of one host."""
+    """RPyC between two processes of one host: over one kind of socket, or TCP, as its documentation has it."""
 
     package = "rpyc"
+    cannot = MappingProxyType({SHARED: "a reference of RPyC cannot be passed on to a third process"})
+    usage = "a service, `async_`; bytes, as arrays go by reference; it compresses what is large, by default"
 
-    def __init__(self, kind: str) -> None:
+    def __init__(self, kind: str | None = None) -> None:
         self._unix = kind == "unix"
-        self.name = f"rpyc-{kind}"
-        self.label = f"RPyC, {kind}"
+        self.name = f"rpyc-{kind}" if kind else "rpyc"
+        self.label = f"RPyC, {kind}" if kind else "RPyC"
         self.pipelines = not self._unix
 
     def serve(self, address: Address) -> Server:
@@ -77,4 +109,6 @@ class Rpyc(System):
 
         if self._unix:
             return _RpycCaller(factory.unix_connect(address.socket_path))
-        return _RpycCaller(factory.connect("127.0.0.1", address.port))
+        # Its limit for a reply is 30 seconds; how long a point may take is the bench's to say.
+        options = {"sync_request_timeout": None}
+        return _RpycCaller(factory.connect("127.0.0.1", address.port, config=options))

@@ -1,0 +1,140 @@
+"""What a run has found, and what could not be had, with the reason: medians over the rounds, ratios, JSON. Pure.
+
+A value belongs to a measure, a system and a point: a payload's size, a number in flight, a number of workers.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import statistics
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Final
+
+from farcall.bench.effort import KIB, Effort
+from farcall.bench.systems import OWN, System
+
+
+@dataclass(frozen=True)
+class Measure:
+    """One kind of figure."""
+
+    key: str
+    """What it is called in the JSON and in the names of plots."""
+    title: str
+    point: str
+    """What its points are."""
+    unit: str
+    less_is_better: bool = False
+
+
+LATENCY: Final = Measure("latency", "A call with a payload, there and back", "payload", "s", less_is_better=True)
+LATENCY_P99: Final = Measure("latency_p99", "The same, the slowest in a hundred", "payload", "s", less_is_better=True)
+BANDWIDTH: Final = Measure("bandwidth", "Bandwidth, both ways together", "payload", "B/s")
+IN_FLIGHT: Final = Measure("in_flight", "Throughput of no-op calls", "in flight", "calls/s")
+FETCHED: Final = Measure("fetched", "References made, fetched and dropped, one by one", "references", "1/s")
+SHARED: Final = Measure("shared", "References shared with a third worker, used and dropped", "references", "1/s")
+STARTUP: Final = Measure("startup", "Until workers can be used", "workers", "s", less_is_better=True)
+MEASURES: Final = (LATENCY, LATENCY_P99, BANDWIDTH, IN_FLIGHT, FETCHED, SHARED, STARTUP)
+ONCE: Final = (1,)
+"""The points of a measure that has but one."""
+LEAST_FOR_BANDWIDTH: Final = 64 * KIB
+"""Below, it is the latency in other words."""
+
+
+def points(measure: Measure, effort: Effort) -> Sequence[int]:
+    """Where a measure is taken."""
+    if measure in (LATENCY, LATENCY_P99):
+        return effort.sizes
+    if measure == BANDWIDTH:
+        return [size for size in effort.sizes if size >= LEAST_FOR_BANDWIDTH]
+    return {IN_FLIGHT: effort.windows, STARTUP: effort.workers}.get(measure, ONCE)
+
+
+@dataclass
+class Findings:
+    """What each round has found. Filled while a run is under way."""
+
+    systems: list[System] = field(default_factory=list)
+    """In the order of the tables, farcall first."""
+    values: dict[tuple[Measure, str, int], list[float]] = field(default_factory=dict)
+    reasons: dict[tuple[Measure, str, int], str] = field(default_factory=dict)
+    """Why there is no value, or none of later rounds."""
+    left_out: dict[str, str] = field(default_factory=dict)
+    """Systems that were asked for and take no part, by label, and why."""
+    notes: list[str] = field(default_factory=list)
+    others_percent: list[float] = field(default_factory=list)
+    """For each turn, the share of a core that other programs took meanwhile."""
+
+    def record(self, measure: Measure, system: System, point: int, value: float) -> None:
+        """One round's value."""
+        self.values.setdefault((measure, system.name, point), []).append(value)
+
+    def explain(self, measures: Iterable[Measure], system: System, point: int, reason: str) -> None:
+        """Say why there is no value; the first reason is kept."""
+        for measure in measures:
+            self.reasons.setdefault((measure, system.name, point), reason)
+
+    def leave_out(self, system: System, reason: str) -> None:
+        """Go on without this system."""
+        self.left_out[system.label] = reason
+        if system in self.systems:
+            self.systems.remove(system)
+
+    def has_any(self, system: System) -> bool:
+        """Whether anything was measured of it."""
+        return any(name == system.name for _, name, _ in self.values)
+
+    def reason(self, measure: Measure, system: System, point: int) -> str | None:
+        """Why there is no value; None if nobody said so."""
+        return self.reasons.get((measure, system.name, point))
+
+    def median(self, measure: Measure, system: System, point: int) -> float | None:
+        """The median over the rounds; None if there is none."""
+        values = self.values.get((measure, system.name, point))
+        return statistics.median(values) if values else None
+
+    def times_as_fast(self, measure: Measure, peer: System, point: int) -> float | None:
+        """How many times as fast as the peer farcall is; None if one of the two has no value."""
+        own, other = self.median(measure, OWN, point), self.median(measure, peer, point)
+        if not own or not other:
+            return None
+        return other / own if measure.less_is_better else own / other
+
+    @property
+    def peers(self) -> list[System]:
+        """All systems but farcall."""
+        return [system for system in self.systems if system != OWN]
+
+    def as_json(self, effort: Effort, where: dict[str, str]) -> dict[str, Any]:
+        """Everything, with each round's values, for programs to read. Times are in seconds."""
+        return {
+            "machine": where,
+            "effort": dataclasses.asdict(effort),
+            "systems": {system.name: {"label": system.label, "usage": system.usage} for system in self.systems},
+            "left_out": self.left_out,
+            "notes": self.notes,
+            "others_percent": self.others_percent,
+            "measures": {
+                measure.key: {
+                    "title": measure.title,
+                    "point": measure.point,
+                    "unit": measure.unit,
+                    "systems": {system.name: list(self._cells(measure, system, effort)) for system in self.systems},
+                }
+                for measure in MEASURES
+            },
+        }
+
+    def _cells(self, measure: Measure, system: System, effort: Effort) -> Iterator[dict[str, Any]]:
+        for point in points(measure, effort):
+            cell: dict[str, Any] = {"point": point, "median": self.median(measure, system, point)}
+            if (measure, system.name, point) in self.values:
+                cell["rounds"] = self.values[measure, system.name, point]
+                if system != OWN:
+                    cell["farcall_is_times_as_fast"] = self.times_as_fast(measure, system, point)
+            if reason := self.reason(measure, system, point):
+                cell["reason"] = reason
+            elif cell["median"] is None:
+                cell["reason"] = "not measured in this run"
+            yield cell

@@ -1,0 +1,155 @@
+"""The findings as pictures, PNG and SVG, by matplotlib: imported only here, and only to draw.
+
+Colours can be told apart by the colour-blind (Okabe and Ito), and each system has a marker of its own as well. The same
+system has the same look in all pictures, whoever else takes part.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import math
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any, Final
+
+from farcall.bench import findings as found
+from farcall.bench.effort import Effort
+from farcall.bench.findings import Findings, Measure, points
+from farcall.bench.report import show_point
+from farcall.bench.systems import COMPARED, OWN, System
+
+_COLOURS: Final = ("#D55E00", "#000000", "#0072B2", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#7F7F7F", "#8C6D31")
+_MARKERS: Final = ("o", "s", "^", "D", "v", "P", "X", "<", ">")
+_LOOKS: Final = {system.name: look for system, look in zip(COMPARED, zip(_COLOURS, _MARKERS, strict=True), strict=True)}
+_LABELS: Final[dict[Measure, tuple[str, str]]] = {
+    found.LATENCY: ("payload", "time of a call, there and back"),
+    found.BANDWIDTH: ("payload", "bandwidth, both ways together (GB/s)"),
+    found.IN_FLIGHT: ("calls in flight", "calls per second"),
+    found.STARTUP: ("workers", "time until all can be used"),
+}
+_DIVISORS: Final = {found.BANDWIDTH: 1e9}
+_SIZE: Final = (8.5, 5.0)
+"""Inches."""
+
+
+def can_draw() -> bool:
+    """Whether matplotlib is installed."""
+    return importlib.util.find_spec("matplotlib") is not None
+
+
+def curve(findings: Findings, measure: Measure, system: System, effort: Effort) -> list[tuple[int, float]]:
+    """What is drawn of a system: points and values, without those that are not there."""
+    medians = ((point, findings.median(measure, system, point)) for point in points(measure, effort))
+    return [(point, value / _DIVISORS.get(measure, 1.0)) for point, value in medians if value is not None]
+
+
+def positions(where: Sequence[int]) -> dict[int, float]:
+    """Where points stand on a logarithmic axis. It has no 0: that stands as far left of the next as 1 of 16."""
+    least = min((point for point in where if point), default=16)
+    return {point: float(point or least / 16) for point in where}
+
+
+def draw(findings: Findings, effort: Effort, directory: Path) -> list[Path]:
+    """Draw all pictures of which there is something to show; the files. Raises ImportError and OSError."""
+    import matplotlib
+
+    # No date and no random numbers: the same findings are the same file.
+    with matplotlib.rc_context({"svg.hashsalt": "farcall", "font.size": 10, "svg.fonttype": "none"}):
+        drawn = {measure.key: _draw_curves(findings, measure, effort) for measure in _LABELS}
+        drawn["references"] = _draw_references(findings)
+        files = []
+        for name, figure in drawn.items():
+            if figure is None:
+                continue
+            for ending, options in (("svg", {"metadata": {"Date": None}}), ("png", {"dpi": 150})):
+                files.append(directory / f"{name}.{ending}")
+                figure.savefig(files[-1], bbox_inches="tight", **options)
+    return files
+
+
+def _draw_curves(findings: Findings, measure: Measure, effort: Effort) -> Any:
+    from matplotlib.figure import Figure
+    from matplotlib.ticker import NullLocator
+
+    curves = {system: curve(findings, measure, system, effort) for system in findings.systems}
+    if not any(curves.values()):
+        return None
+    figure = Figure(_SIZE)
+    axes = figure.subplots()
+    where = positions(points(measure, effort))
+    for system, values in curves.items():
+        if values:
+            colour, marker = _LOOKS[system.name]
+            axes.plot(
+                [where[point] for point, _ in values],
+                [value for _, value in values],
+                label=system.label,
+                color=colour,
+                marker=marker,
+                markersize=6,
+                linewidth=2.6 if system == OWN else 1.4,
+                zorder=3 if system == OWN else 2,
+            )
+    axes.set_xscale("log", base=2)
+    axes.set_xticks(list(where.values()), [show_point(measure, point) for point in where], rotation=30)
+    axes.xaxis.set_minor_locator(NullLocator())
+    every = [value for values in curves.values() for _, value in values]
+    _logarithmic(axes, every, _tick_of_time if measure.unit == "s" else _tick_of_number)
+    across, up = _LABELS[measure]
+    axes.set_xlabel(across)
+    axes.set_ylabel(up)
+    _finish(axes, measure.title)
+    return figure
+
+
+def _draw_references(findings: Findings) -> Any:
+    from matplotlib.figure import Figure
+
+    kinds = ((found.FETCHED, "fetched, one by one"), (found.SHARED, "shared with a third worker"))
+    systems = [
+        system for system in findings.systems if any(findings.median(measure, system, 1) for measure, _ in kinds)
+    ]
+    if not systems:
+        return None
+    figure = Figure(_SIZE)
+    axes = figure.subplots()
+    width = 0.8 / len(systems)
+    for number, system in enumerate(systems):
+        heights = [findings.median(measure, system, 1) or float("nan") for measure, _ in kinds]
+        across = [kind + (number - (len(systems) - 1) / 2) * width for kind in range(len(kinds))]
+        bars = axes.bar(across, heights, width * 0.9, label=system.label, color=_LOOKS[system.name][0], zorder=2)
+        axes.bar_label(bars, [f"{height:,.0f}" if height == height else "" for height in heights], fontsize=8)
+    every = [findings.median(measure, system, 1) for measure, _ in kinds for system in systems]
+    _logarithmic(axes, [value for value in every if value], _tick_of_number)
+    axes.set_xticks(range(len(kinds)), [name for _, name in kinds])
+    axes.set_ylabel("references per second")
+    _finish(axes, "References per second")
+    return figure
+
+
+def _logarithmic(axes: Any, values: Sequence[float], tick: Callable[[float], str]) -> None:
+    """Whole powers of ten from below the values to above them, so that there are two labels at least."""
+    from matplotlib.ticker import FuncFormatter, NullFormatter
+
+    axes.set_yscale("log")
+    axes.set_ylim(10.0 ** math.floor(math.log10(min(values))), 10.0 ** math.ceil(math.log10(max(values) * 1.2)))
+    axes.yaxis.set_major_formatter(FuncFormatter(lambda value, _: tick(value)))
+    axes.yaxis.set_minor_formatter(NullFormatter())
+
+
+def _finish(axes: Any, title: str) -> None:
+    axes.set_title(title, loc="left", fontweight="bold")
+    axes.grid(True, which="major", color="#DDDDDD", zorder=0)
+    axes.spines[["top", "right"]].set_visible(False)
+    axes.legend(loc="center left", bbox_to_anchor=(1.01, 0.5), frameon=False)
+
+
+def _tick_of_number(value: float) -> str:
+    return f"{value:,.10g}"
+
+
+def _tick_of_time(seconds: float) -> str:
+    for unit, size in (("s", 1.0), ("ms", 1e-3), ("µs", 1e-6)):
+        if seconds >= size * 0.999:
+            return f"{seconds / size:,.4g} {unit}"
+    return f"{seconds * 1e9:,.4g} ns"

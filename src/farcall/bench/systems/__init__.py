@@ -1,0 +1,88 @@
+"""The systems that are put side by side, one module for each package.
+
+`ALL` are those of `make bench`, in the order of its tables; `COMPARED` those of `farcall bench`, farcall first.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+from typing import Final
+
+from farcall.bench.systems.base import (
+    FETCHED,
+    IN_FLIGHT,
+    SHARED,
+    START_LIMIT,
+    Address,
+    AwaitingCaller,
+    Caller,
+    EchoCaller,
+    ReferenceCaller,
+    Server,
+    System,
+    Workers,
+)
+from farcall.bench.systems.dask_actors import Dask
+from farcall.bench.systems.farcall_rpc import BUSY_WORKERS, BusyWorker, Farcall
+from farcall.bench.systems.grpc_unary import Grpc
+from farcall.bench.systems.monarch_actors import Monarch
+from farcall.bench.systems.pyro5_proxy import Pyro5
+from farcall.bench.systems.raw import Raw
+from farcall.bench.systems.ray_actors import Ray
+from farcall.bench.systems.rpyc_rpc import Rpyc
+from farcall.bench.systems.torch_rpc import Torch
+from farcall.bench.systems.xoscar_actors import Xoscar
+
+ALL: Final[tuple[System, ...]] = (
+    Farcall("unix"),
+    Farcall("tcp"),
+    Torch(),
+    Rpyc("unix"),
+    Rpyc("tcp"),
+    Raw("unix", spins=True),
+    Raw("tcp", spins=True),
+    Raw("unix", spins=False),
+    Raw("tcp", spins=False),
+)
+OWN: Final = Farcall()
+PEERS: Final[dict[str, System]] = {
+    system.family: system
+    for system in (Torch(), Ray(), Rpyc(), Pyro5(), Grpc(), Xoscar(), Dask(), Monarch())
+}  # fmt: skip
+COMPARED: Final[tuple[System, ...]] = (OWN, *PEERS.values())
+
+__all__ = [
+    "ALL",
+    "BUSY_WORKERS",
+    "COMPARED",
+    "FETCHED",
+    "IN_FLIGHT",
+    "OWN",
+    "PEERS",
+    "SHARED",
+    "START_LIMIT",
+    "Address",
+    "AwaitingCaller",
+    "BusyWorker",
+    "Caller",
+    "EchoCaller",
+    "ReferenceCaller",
+    "Server",
+    "System",
+    "Workers",
+    "find",
+    "installed",
+]
+
+
+def find(name: str) -> System:
+    """The system of this name. Raises KeyError if there is none."""
+    for system in (*ALL, *COMPARED):
+        if system.name == name:
+            return system
+    raise KeyError(name)
+
+
+def installed(system: System) -> bool:
+    """Whether the package that the system needs is there."""
+    return system.package is None or importlib.util.find_spec(system.package) is not None

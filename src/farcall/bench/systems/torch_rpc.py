@@ -1,0 +1,109 @@
+"""torch.distributed.rpc with the options that its users have by default: TensorPipe, which picks its own transports."""
+
+from __future__ import annotations
+
+import importlib
+from typing import Any
+
+from farcall.bench.systems import payloads
+from farcall.bench.systems.base import (
+    CALLER,
+    GROUP_LIMIT,
+    LEAVE_LIMIT,
+    OWNER,
+    START_LIMIT,
+    THIRD,
+    Address,
+    FutureCalls,
+    ReferenceCaller,
+    Server,
+    System,
+    Workers,
+)
+from farcall.bench.systems.references import ReferenceUses
+
+
+def noop() -> None:
+    """The callee."""
+
+
+def echo(payload: Any) -> Any:
+    """The callee that sends back what it gets."""
+    return payload
+
+
+class _TorchEnd(ReferenceUses, FutureCalls):
+    """One worker of a group."""
+
+    def __init__(self, name: str, rank: int, address: Address, many: bool = False) -> None:
+        import torch.distributed.rpc as rpc
+
+        super().__init__(rpc)
+        self._rpc: Any = rpc
+        self._others = [other for other in range(address.ends) if other != rank]
+        self._leave_limit = GROUP_LIMIT if many else LEAVE_LIMIT
+        options = rpc.TensorPipeRpcBackendOptions(
+            init_method=f"tcp://127.0.0.1:{address.port}",
+            num_worker_threads=16,
+            rpc_timeout=GROUP_LIMIT if many else START_LIMIT,
+        )
+        self._rpc.init_rpc(name, rank=rank, world_size=address.ends, rpc_backend_options=options)
+
+    def noop(self) -> None:
+        self._rpc.rpc_sync(OWNER, noop)
+
+    def payload(self, size: int) -> Any:
+        import torch
+
+        # A bytearray can be written to; torch warns of memory that cannot. There is no tensor over an empty one.
+        data = bytearray(payloads.plain(size))
+        return torch.frombuffer(data, dtype=torch.uint8) if size else torch.empty(0, dtype=torch.uint8)
+
+    def echo(self, payload: Any) -> Any:
+        return self._rpc.rpc_sync(OWNER, echo, args=(payload,))
+
+    def start(self) -> Any:
+        return self._rpc.rpc_async(OWNER, noop)
+
+    def finish(self, future: Any) -> None:
+        future.wait()
+
+    def pipelined(self, calls: int) -> None:
+        import torch
+
+        rpc_async = self._rpc.rpc_async
+        torch.futures.wait_all([rpc_async(OWNER, noop) for _ in range(calls)])
+
+    def call_all(self) -> None:
+        for future in [self._rpc.rpc_async(other, noop) for other in self._others]:
+            future.wait()
+
+    def close(self) -> None:
+        self.drop()
+        self._rpc.shutdown(timeout=self._leave_limit)
+
+
+class Torch(System):
+    """torch's RPC between processes of one host."""
+
+    name = "torch"
+    label = "torch.distributed.rpc"
+    package = "torch"
+    refers = True
+    starts_together = True
+    usage = "`rpc_sync`, `rpc_async`, `remote`; tensors"
+
+    def serve(self, address: Address) -> Server:
+        return _TorchEnd(OWNER, 0, address)
+
+    def connect(self, address: Address) -> ReferenceCaller:
+        return _TorchEnd(CALLER, 1, address)
+
+    def join(self, address: Address) -> Server:
+        return _TorchEnd(THIRD, 2, address)
+
+    def member(self, rank: int, address: Address) -> Workers:
+        return _TorchEnd(f"worker{rank}", rank, address, many=True)
+
+    def load(self) -> None:
+        importlib.import_module("torch.distributed.rpc")

@@ -1,0 +1,98 @@
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+
+import pytest
+
+from farcall.bench import timing
+from farcall.bench.systems.base import keep_under_way
+
+
+class Clock:
+    """Time goes on only when something is done."""
+
+    def __init__(self) -> None:
+        self.now = 0.0
+
+    def nanoseconds(self) -> float:
+        return self.now * 1e9
+
+    def seconds(self) -> float:
+        return self.now
+
+
+@pytest.fixture
+def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
+    clock = Clock()
+    monkeypatch.setattr(timing.time, "perf_counter_ns", clock.nanoseconds)
+    monkeypatch.setattr(timing.time, "perf_counter", clock.seconds)
+    return clock
+
+
+def calls_that_take(clock: Clock, seconds: Callable[[int], float]) -> tuple[Callable[[], None], list[int]]:
+    made = [0]
+
+    def call() -> None:
+        clock.now += seconds(made[0])
+        made[0] += 1
+
+    return call, made
+
+
+def test_each_call_is_timed_and_the_warm_up_is_not(clock: Clock) -> None:
+    call, made = calls_that_take(clock, lambda number: 1.0 if number < 2 else 1e-6 * (number - 1))
+    found = timing.time_each(call, calls=5, warmup=2)
+    assert made == [7]
+    assert found == {"p50_us": pytest.approx(3.0), "p99_us": pytest.approx(5.0)}
+
+
+def test_a_slow_point_ends_with_its_time_but_has_a_few_calls(clock: Clock) -> None:
+    call, made = calls_that_take(clock, lambda _: 10.0)
+    assert timing.time_each(call, calls=1000, warmup=100, seconds=2.0)["p50_us"] == pytest.approx(10e6)
+    assert made == [1 + timing.LEAST]
+
+
+def test_awaited_calls_are_timed_alike(clock: Clock) -> None:
+    call, made = calls_that_take(clock, lambda _: 0.5)
+
+    async def awaited() -> None:
+        call()
+
+    found = asyncio.run(timing.time_each_awaited(awaited, calls=100, warmup=10, seconds=2.0))
+    assert found["p50_us"] == pytest.approx(500_000)
+    assert made == [1 + 4]
+
+
+@pytest.mark.parametrize(("seconds", "numbers"), [(1.0, [50, 100]), (100.0, [50, 1000])])
+def test_a_rate_is_taken_over_about_the_wanted_time(clock: Clock, seconds: float, numbers: list[int]) -> None:
+    asked: list[int] = []
+
+    def run(number: int) -> None:
+        asked.append(number)
+        clock.now += number / 100
+
+    assert timing.rate(run, 1000, seconds) == pytest.approx(100.0)
+    assert asked == numbers
+
+
+def test_percentile_is_by_nearest_rank() -> None:
+    assert timing.percentile([float(number) for number in range(100)], 0.99) == 99.0
+    assert timing.percentile([3.0], 0.99) == 3.0
+
+
+@pytest.mark.parametrize(("count", "window", "most"), [(10, 3, 3), (2, 8, 2), (5, 1, 1)])
+def test_so_many_are_under_way_and_the_oldest_is_finished_first(count: int, window: int, most: int) -> None:
+    started: list[int] = []
+    finished: list[int] = []
+    seen = 0
+
+    def start() -> int:
+        nonlocal seen
+        started.append(len(started))
+        seen = max(seen, len(started) - len(finished))
+        return started[-1]
+
+    keep_under_way(count, window, start, finished.append)
+    assert finished == list(range(count))
+    assert seen == most
