@@ -520,9 +520,9 @@ def test_an_interrupt_anywhere_while_lending_gives_the_segment_back(warm: bool) 
         if at.places:
             assert [segment.state() for segment in ends.lender._segments if segment.state()] == [], at.places
         ends.close()
-        assert ends.pool._left == 1 << 26, at.places
-        if descriptors():  # interrupted between its making and its first owner
-            assert "make" in at.places[0] or "_Segment" in at.places[0]
+        if descriptors() or ends.pool._left != 1 << 26:
+            # Between a segment's making and its first owner something may be lost, but no more than that one.
+            assert at.places[0].startswith(("Pool.make", "_Segment.__init__")), at.places
             _close_segments()
         if not at.has_acted:
             break
