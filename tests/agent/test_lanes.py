@@ -483,6 +483,29 @@ def test_a_reply_is_still_read_though_the_callee_leaves_right_after(new_pair: Ne
     assert not leaving.is_alive()
 
 
+def test_a_connection_that_has_ended_has_nothing_mapped_though_somebody_keeps_it(new_pair: NewPair) -> None:
+    group = new_pair()
+    call(group[0], 1, echo, np.zeros(1 << 20))
+    ended = [lane for one in group for lane in one._lanes()]
+    group.shutdown()
+    assert len(ended) == 2
+    assert memfds() == 0
+
+
+def test_who_leaves_waits_until_its_reply_was_opened(new_pair: NewPair) -> None:
+    group = new_pair()
+    (incoming,), (connection,) = group[1]._incoming, group[0]._connections
+    assert not incoming.has_unsent()
+    pieces = incoming.lane.pieces(RESULT, 1, b"", b"", [memoryview(bytes(LEAST))])
+    assert incoming.has_unsent()
+    decoder = Decoder()
+    decoder.shared = connection.lane.take
+    assert not isinstance(pieces, InParts)
+    messages = decoder.feed(b"".join(pieces))
+    assert not incoming.has_unsent(), "it has it now, for as long as it likes"
+    assert bytes(messages[0][4][0]) == bytes(LEAST)
+
+
 # What cannot be
 
 

@@ -158,20 +158,6 @@ def test_a_forked_child_has_no_descriptor_of_the_lender(workers: StartWorkers) -
     assert facts["right"]
 
 
-def test_a_reply_is_read_though_the_callee_has_left(workers: StartWorkers) -> None:
-    """The callee waits until its memory was opened, though the caller is slow."""
-    script = stage("""
-        start()
-        if RANK == 0:
-            future = rpc.rpc_async("w1", filled, args=(1 << 20, 6))
-            report(right=bool((future.wait() == 6).all()))
-        rpc.shutdown()
-        if RANK == 0:
-            report(lent=0)
-    """)
-    assert workers(script).finish()[0]["right"]
-
-
 def test_a_peer_whose_memory_cannot_be_opened_sends_through_the_socket(workers: StartWorkers) -> None:
     """As in another container: the process is not there under that number."""
     script = stage("""
