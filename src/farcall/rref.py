@@ -5,7 +5,7 @@ it on inside the arguments and results of calls, to anybody. The value goes when
 nothing is freed by hand.
 
 What it asks of an agent is in `backends.references`; what farcall's own handles are, and how their end is noticed, is
-in `agent.book`; what the workers tell each other about it, in
+in `agent.handle`; what follows from it, in `agent.book`; what the workers tell each other about it, in
 `protocol.references`.
 """
 

@@ -26,7 +26,7 @@ from farcall.protocol.handshake import (
     pack,
     unpack,
 )
-from farcall.protocol.wire import CALL, RESULT, Decoder, encode
+from farcall.protocol.wire import CALL, RESULT, Decoder, Sizes, encode
 from farcall.testing import LocalGroup
 from farcall.transports.base import Channel
 from gates import SOON, arrived, gates, new_gate, wait_at
@@ -93,7 +93,7 @@ class Stranger:
     def greet(self, **changes: object) -> Stranger:
         self.channel.send(self.hello(**changes))
         self.channel.send(self.prove())
-        assert self.outcome() == Welcome("worker1", 1, 1)
+        assert self.outcome() == Welcome("worker1", 1, 1, Sizes())
         assert self.applicant.is_proven
         return self
 

@@ -38,6 +38,7 @@ from farcall.protocol.handshake import (
 )
 from farcall.protocol.ids import WorkerInfo
 from farcall.protocol.membership_messages import Member
+from farcall.protocol.wire import Sizes
 from farcall.security import Applicant, Credentials, Secret
 from farcall.security.proof import proof_of
 from farcall.sleeping import FOREVER, blocking_thread
@@ -64,7 +65,19 @@ class Predictable(Credentials):
 
 def hello_to(address: str) -> Hello:
     """What `a` says to `b` there."""
-    return Hello("group", "a", 0, "b", 0, "here", ("unix:a",), wanted_number=1, dialed=address, nonce=bytes(32))
+    return Hello(
+        "group",
+        "a",
+        0,
+        "b",
+        0,
+        "here",
+        ("unix:a",),
+        wanted_number=1,
+        dialed=address,
+        nonce=bytes(32),
+        limits=Sizes(),
+    )
 
 
 def challenge_and_proof(address: str, secret: Secret) -> bytes:

@@ -75,6 +75,7 @@ def test_the_layout_that_never_changes() -> None:
         "wanted_number": 0,
         "dialed": "",
         "nonce": b"",
+        "limits": [0, 0],
         "lends": -1,
         "token": b"",
     }

@@ -1,4 +1,4 @@
-"""Who runs it: the only layer with threads. `Agent` puts it all together; each other module does one thing."""
+"""Who runs it: all threads but those of the store. `Agent` puts it all together; each other module does one thing."""
 
 from farcall.agent.agent import Agent
 from farcall.agent.book import ReferenceBook

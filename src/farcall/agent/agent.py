@@ -51,6 +51,7 @@ logger = logging.getLogger("farcall")
 
 _CLOSE_TIMEOUT: Final = 1.0
 _SHORT_PATIENCE: Final = 1.0
+_GONE: Final = object()
 
 
 class Agent(RpcAgent):
@@ -81,7 +82,7 @@ class Agent(RpcAgent):
         self._rendezvous = rendezvous
         self._transports = transports
         self._incoming: set[Incoming] = set()
-        self._connections: dict[Outgoing, None] = {}
+        self._connections: dict[Outgoing, object] = {}
         self._counting = Counting()
         self._meetings = 0
         self._ended = False
@@ -127,6 +128,7 @@ class Agent(RpcAgent):
                 self._credentials,
                 self._pool,
             )
+            self.group.sizes = self._sizes
             self._first_members = members
             self.book.resend = self.group.examine
             self.group.on_gone = self._member_gone
@@ -225,9 +227,9 @@ class Agent(RpcAgent):
 
     def _new_connection(self, peer: Peer, channel: Channel, lane: Lane) -> Outgoing:
         def lost(connection: Outgoing) -> None:
-            if connection in self._connections:  # it may be told twice
+            # It may be told twice, by two threads at once: one of them gets it.
+            if self._connections.pop(connection, _GONE) is not _GONE:
                 self._counting.outgoing_gone(connection)
-                del self._connections[connection]
             peer.forget(connection)
             self.group.examine(peer.number)
 

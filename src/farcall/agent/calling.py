@@ -18,6 +18,7 @@ from farcall.agent.book import ReferenceBook
 from farcall.agent.calls import PendingCall
 from farcall.agent.execution import RemoteJob, Workplace
 from farcall.agent.handle import Handle, check_usable
+from farcall.agent.lanes import FEW_HANDLES, SMALL_BODY, SMALL_HEAD
 from farcall.agent.outgoing import Outgoing
 from farcall.agent.peers import Peer
 from farcall.agent.values import Value
@@ -159,6 +160,8 @@ class Calling:
         connection, spent = peer.connection, 0.0
         if connection is None:
             connection, spent = self._connect(peer, function, timeout)
+        if buffers or len(body) > SMALL_BODY or len(handles) > FEW_HANDLES or len(head) > SMALL_HEAD:
+            self._check_size(connection, function, head, len(handles), body, buffers)
         if not handles:
             return connection.call(function, head, body, buffers, timeout, spent)
         try:
@@ -227,7 +230,8 @@ class Calling:
         connection = peer.connection
         if connection is None:
             connection, _ = self._connect(peer, function, self.rpc_timeout)
-
+        if copies or len(body) > SMALL_BODY or len(handles) > FEW_HANDLES or len(head) > SMALL_HEAD:
+            self._check_size(connection, function, head, len(handles) + 1, body, copies)
         try:
             handle, message = self._book.call_remote(peer.number, handles, head, body, copies, connection, keeps)
             connection.send_control(message, copies, self.rpc_timeout or FOREVER)
@@ -239,6 +243,22 @@ class Calling:
         return handle
 
     # What they share
+
+    def _check_size(
+        self,
+        connection: Outgoing,
+        function: Callee,
+        head: bytes,
+        handles: int,
+        body: bytes,
+        buffers: Sequence[memoryview],
+    ) -> None:
+        excess = connection.lane.excess(len(head), handles, body, buffers)
+        if excess is not None:
+            raise UsageError(
+                f"the call of `{callable_name(function)}` was not sent to worker {connection.peer.name!r}: it has "
+                f"{excess}. Send it in several calls, or start that worker with a larger limit"
+            )
 
     def resolve_timeout(self, timeout: float) -> float:
         """The seconds that are meant by a `timeout` parameter; 0 is without end. Raises `UsageError`."""

@@ -1,4 +1,4 @@
-"""The small objects of a call's life: the pending call and its reply at the caller, the jobs at the callee.
+"""The small objects of a call's life at the caller: the pending call, its reply, its callbacks; and the agent's chores.
 
 They are made for every call, so they have slots and do little. What a callee does with a request is in `execution.py`.
 """

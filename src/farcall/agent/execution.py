@@ -21,6 +21,7 @@ from farcall.agent.book import ReferenceBook
 from farcall.agent.coroutines import EventLoop
 from farcall.agent.handle import Handle
 from farcall.agent.jobs import Answerable, Reply
+from farcall.agent.lanes import FEW_HANDLES, SMALL_BODY
 from farcall.agent.sending import LARGE
 from farcall.agent.serving import Serving
 from farcall.agent.values import Value
@@ -75,6 +76,11 @@ class Caller(Answerable, Protocol):
 
     def is_lost(self) -> bool:
         """Whether what was sent on it may not have arrived."""
+
+    def check_reply(
+        self, function: Callable[..., Any] | str, handles: int, body: bytes, buffers: Sequence[memoryview]
+    ) -> None:
+        """Raises `SerializationError` if the caller would not take such a reply."""
 
     def reply_of(
         self, kind: int, call_id: int, head: bytes, body: bytes, buffers: Sequence[memoryview]
@@ -263,6 +269,8 @@ class CallJob(FunctionJob):
         try:
             with collecting() as handles:
                 body, buffers = dumps_result(function, result, self._place.worker)
+            if buffers or len(body) > SMALL_BODY or len(handles) > FEW_HANDLES:
+                self.origin.check_reply(function, len(handles), body, buffers)
             if handles:
                 number, carried = self._place.book.pass_on(list(handles), self.origin.caller(), self.origin)
                 kind, head = RESULT_CARRYING, pack_section(number, carried)

@@ -49,7 +49,7 @@ from farcall.protocol.membership_messages import (
     decode,
     encode,
 )
-from farcall.protocol.wire import NEWS, Bytes
+from farcall.protocol.wire import NEWS, Bytes, Sizes
 from farcall.protocol.wire import encode as encode_frame
 from farcall.security import Credentials
 from farcall.transports.base import Channel, Transport
@@ -90,6 +90,8 @@ class Group:
         """From now on, a connection that ends is no sign of a loss: everybody is about to go."""
         self.on_gone: Callable[[Worker, bool], None] = lambda number, left: None
         """Told of everybody that is gone, and whether it said good-bye; set by the agent."""
+        self.sizes = Sizes()
+        """How large the messages of others may be; set by the agent."""
         self._transports = transports
         self._book = book
         self._calling = calling
@@ -334,6 +336,7 @@ class Group:
             self._credentials,
             self._pool,
         )
+        peer.sizes = self.sizes
         self._book.joined(member.number)
         self._posts[member.number] = Post(
             peer,

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Sequence
-from typing import Protocol
+from typing import Any, Protocol
 
 from farcall.agent.execution import Workplace
 from farcall.agent.jobs import Reply
@@ -21,13 +21,14 @@ from farcall.agent.lanes import Lane
 from farcall.agent.poller import READABLE, WRITABLE, Poller
 from farcall.agent.reading import CHUNK
 from farcall.agent.sending import InParts, Sender, Traffic
-from farcall.errors import AuthenticationError, ProtocolError
+from farcall.errors import AuthenticationError, ProtocolError, SerializationError
 from farcall.protocol.control import unpack_remote, unpack_section
 from farcall.protocol.handshake import Hello, Purpose, Refused, Welcome, pack, take
 from farcall.protocol.ids import Worker
 from farcall.protocol.membership_messages import Member
 from farcall.protocol.wire import CALL, CALL_CARRYING, CARRIED, CONTROL, NEWS, REMOTE, SHARES, Bytes, Decoder
 from farcall.security import Credentials, Doorkeeper, refusal_of
+from farcall.serialization import callable_name
 from farcall.sleeping import FOREVER
 from farcall.transports.base import Buffer, Channel
 from farcall.transports.shared_memory import Pool
@@ -209,7 +210,8 @@ class Incoming:
             raise ProtocolError(refusal.reason)
         us = self._reception.me
         shares = self.lane.accept(hello.lends, hello.token)
-        welcome = Welcome(us.name, us.rank, us.number, shares, *self.lane.offer())
+        self.lane.agree(hello.limits)
+        welcome = Welcome(us.name, us.rank, us.number, self._decoder.limits, shares, *self.lane.offer())
         self._sender.send(pack(Purpose.CALLS, welcome))
         self._doorkeeper, self._greeting = None, bytearray()
         self._peer = hello
@@ -232,6 +234,17 @@ class Incoming:
         return f"worker {self._peer.name!r}" if self._peer is not None else self._channel.address
 
     # Replies
+
+    def check_reply(
+        self, function: Callable[..., Any] | str, handles: int, body: bytes, buffers: Sequence[memoryview]
+    ) -> None:
+        """See `Caller`."""
+        excess = self.lane.excess(0, handles, body, buffers)
+        if excess is not None:
+            raise SerializationError(
+                f"the result of `{callable_name(function)}` cannot be sent from worker {self._reception.me.name!r} to "
+                f"{self._who()}: it has {excess}. Return less at once, or start that worker with a larger limit"
+            )
 
     def reply_of(
         self, kind: int, call_id: int, head: bytes, body: bytes, buffers: Sequence[memoryview]

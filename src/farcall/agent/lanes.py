@@ -19,7 +19,8 @@ from typing import Final
 
 from farcall.agent.sending import LARGE, InParts
 from farcall.errors import ProtocolError
-from farcall.protocol.wire import MAX_BUFFERS, Bytes, encode_in_parts, encode_shared, encode_start
+from farcall.protocol.control import HANDLE_SIZE, SECTION_SIZE
+from farcall.protocol.wire import MAX_BUFFERS, Bytes, Sizes, encode_in_parts, encode_shared, encode_start
 from farcall.transports.base import Buffer, Channel
 from farcall.transports.shared_memory import Borrower, Lender, Place, Pool
 
@@ -30,6 +31,10 @@ LEAST: Final = 1 << 16
 _USUAL: Final = 4 << 30
 _MOST_SEGMENTS: Final = 128
 """At one worker: each has a descriptor."""
+FEW_HANDLES: Final = 16
+SMALL_HEAD: Final = 400
+SMALL_BODY: Final = 60_000
+"""What every worker takes, whatever its limits are."""
 IDLE: Final = 10.0
 """Seconds after which memory that nobody uses is given back."""
 
@@ -48,11 +53,13 @@ def pool_for(name: str, limit: int | None) -> Pool:
 class Lane:
     """That of one connection. It carries nothing until both ends have agreed."""
 
-    __slots__ = ("_borrower", "_lender", "_pool", "_process")
+    __slots__ = ("_borrower", "_lender", "_pool", "_process", "limits")
 
     def __init__(self, pool: Pool, channel: Channel) -> None:
         self._pool = pool
         self._process: int | None = getattr(channel, "process", None)  # at the other end, if that is on this host
+        self.limits = Sizes()
+        """How large a message the other side takes."""
         self._lender: Lender | None = None
         self._borrower: Borrower | None = None
 
@@ -80,7 +87,26 @@ class Lane:
         """The other side could open what was offered to it."""
         self._lender = self._lender or Lender(self._pool)
 
+    def agree(self, limits: tuple[int, int]) -> None:
+        """The other side has said how large a head and a message it takes."""
+        if all(limits):
+            self.limits = Sizes(*limits)
+
     # Messages
+
+    def excess(self, head: int, handles: int, body: bytes, buffers: Sequence[memoryview]) -> str | None:
+        """Why the other side would not take such a message, with so many bytes in its head besides the handles.
+
+        It would close the connection, and whoever waits on it would hear of a worker that was lost.
+        """
+        head += SECTION_SIZE + handles * HANDLE_SIZE
+        total = head + len(body) + sum([buffer.nbytes for buffer in buffers])
+        limits = self.limits
+        if total > limits.message:
+            return f"about {total:,} bytes, and it takes {limits.message:,} at most (its option max_message_size)"
+        if head > limits.head:
+            return f"a head of about {head:,} bytes, and it takes {limits.head:,} at most (its option max_head_size)"
+        return None
 
     def pieces(
         self, kind: int, call_id: int, head: bytes, body: bytes, buffers: Sequence[memoryview]

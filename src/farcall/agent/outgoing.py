@@ -242,8 +242,7 @@ class Outgoing:
             if self._receiving:
                 raise UsageError(CANNOT_WAIT.format("reading a reply"))
             poll = self._new_poll()  # one that polls already cannot be used
-        spinning = self._spinning
-        pause = 0.0
+        spinning, pause = self._spinning, 0.0
         while not future._state and self._lost is None:
             if spinning.look(poll):
                 self._receive(future)
@@ -261,6 +260,8 @@ class Outgoing:
                 came = poll(math.ceil(min(left, pause) * 1000))
             if came:
                 self._receive(future)
+            else:
+                self._handle(WRITABLE)  # a thread that was to send for others as well may have been interrupted
 
     def check_wait(self) -> None:
         """See `Readable`."""
@@ -274,8 +275,7 @@ class Outgoing:
 
     def _receive(self, waited_for: Future[Any] | None) -> None:
         """Reads what is there and settles the futures it is for. Only the holder of the reader's role calls it."""
-        decoder = self._decoder
-        pending = self.pending
+        decoder, pending = self._decoder, self.pending
         future = callbacks = None
         self._receiving = True
         try:

@@ -22,7 +22,7 @@ from farcall.errors import AuthenticationError, ConnectionRefusedByPeer, Protoco
 from farcall.protocol.handshake import PREAMBLE_SIZE, Greeting, Hello, Purpose, Refused, body_length, pack, unpack
 from farcall.protocol.ids import WorkerInfo
 from farcall.protocol.membership_messages import Member
-from farcall.protocol.wire import SHARES, encode
+from farcall.protocol.wire import SHARES, Sizes, encode
 from farcall.security import Credentials
 from farcall.sleeping import asleep
 from farcall.transports.base import Channel, Transport
@@ -70,6 +70,8 @@ class Peer:
         self.connection: Outgoing | None = None
         """The connection, if there is one now; else `connect`."""
         self._last: Outgoing | None = None
+        self.sizes = Sizes()
+        """How large messages may be that come from there."""
 
     def connect(self, deadline: float) -> Outgoing:
         """The connection, made if need be. Raises `WorkerLost` if the worker cannot be reached."""
@@ -174,6 +176,7 @@ class Peer:
             us.addresses,
             wanted_number=self.number,
             dialed=channel.address,
+            limits=self.sizes,
             lends=descriptor,
             token=token,
         )
@@ -194,6 +197,7 @@ class Peer:
         welcome = applicant.welcome()
         if welcome.name != self.info.name or welcome.number != self.number:
             raise _AnotherWorker(f"this is worker {welcome.name!r}, not {self.info.name!r}")
+        lane.agree(welcome.limits)
         if welcome.shares:
             lane.open()
         if lane.accept(welcome.lends, welcome.token):

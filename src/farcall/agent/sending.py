@@ -4,7 +4,8 @@ Rules
 - Messages go out whole and in the order of `send`, `send_all` and `queue`, each message's pieces together.
 - What the channel does not take now is copied and waits in a queue; the poller tells when the channel takes more, and
   calls `flush`. Until then nobody tries in vain.
-- `queue` only queues: a burst of replies is flushed with one system call.
+- `queue` only queues: a burst of replies is flushed with one system call. So does a `send` while another thread sends:
+  nobody waits for the lock, and what many threads send at once goes out at once.
 - A large message goes in parts, straight from its memory: its sender waits until the channel has taken it, and flushes
   meanwhile what others have queued. Between two parts they have their turn.
 - After the channel broke every call raises `OSError`; what was queued is dropped.
@@ -92,26 +93,45 @@ class Sender:
 
     def send(self, data: bytes) -> None:
         """Sends one small message, or queues what does not fit. Raises `OSError` if the channel is broken."""
-        with self._lock:
+        if not self._lock.acquire(blocking=False):
+            self._later.append(data)  # whoever sends just now takes it along, and it costs no system call of its own
+            self._send_later()
+            return
+        try:
             if self.busy or self._full or self._later or self._broken is not None:
                 self._send_behind((data,))
-                return
-            self.busy = True
-            try:
+            else:
+                self.busy = True
                 try:
-                    sent = self._channel.send(data)
-                except BlockingIOError:
-                    sent = 0
-                self.sent += sent
-                if sent != len(data):
-                    self._keep(memoryview(data)[sent:])
-            except BaseException as error:
-                self._broken = error
-                self._drop()
-                raise
-            self.busy = False
-            if self._later:
+                    try:
+                        sent = self._channel.send(data)
+                    except BlockingIOError:
+                        sent = 0
+                    self.sent += sent
+                    if sent != len(data):
+                        self._keep(memoryview(data)[sent:])
+                except BaseException as error:
+                    self._broken = error
+                    self._drop()
+                    raise
+                self.busy = False
+        finally:
+            self._lock.release()
+        if self._later:
+            self._send_later()
+
+    def _send_later(self) -> None:
+        """Sends what was queued while somebody was sending.
+
+        Whoever releases the lock looks for it afterwards: nothing stays, whoever was first.
+        """
+        while self._later and self._lock.acquire(blocking=False):
+            try:
+                if self.busy:  # further out, in this very thread
+                    return
                 self._send_behind(())
+            finally:
+                self._lock.release()
 
     def send_all(self, pieces: Sequence[Buffer]) -> None:
         """Sends one message made of several pieces. What does not fit is copied: the pieces may be changed after it.
@@ -120,35 +140,39 @@ class Sender:
         """
         with self._lock:
             self._send_behind(pieces)
+        if self._later:
+            self._send_later()
 
     def flush(self) -> None:
         """Sends what is queued, as far as it goes. Raises `OSError` if the channel is broken."""
         later = self._later
-        with self._lock:
+        if not self._lock.acquire(blocking=False):
+            return  # whoever sends just now takes it along
+        try:
             if self.busy or self._full or self._broken is not None:
                 self._send_behind((), although_full=True)
-                return
-            if not later:
-                return
-            self.busy = True
-            try:
-                data = later.popleft()
-                if later:
-                    data += b"".join([later.popleft() for _ in range(len(later))])
+            elif later:
+                self.busy = True
                 try:
-                    sent = self._channel.send(data)
-                except BlockingIOError:
-                    sent = 0
-                self.sent += sent
-                if sent != len(data):
-                    self._keep(memoryview(data)[sent:])
-            except BaseException as error:
-                self._broken = error
-                self._drop()
-                raise
-            self.busy = False
-            if later:
-                self._send_behind(())
+                    data = later.popleft()
+                    if later:
+                        data += b"".join([later.popleft() for _ in range(len(later))])
+                    try:
+                        sent = self._channel.send(data)
+                    except BlockingIOError:
+                        sent = 0
+                    self.sent += sent
+                    if sent != len(data):
+                        self._keep(memoryview(data)[sent:])
+                except BaseException as error:
+                    self._broken = error
+                    self._drop()
+                    raise
+                self.busy = False
+        finally:
+            self._lock.release()
+        if later:
+            self._send_later()
 
     def send_large(
         self, message: Sequence[Buffer] | InParts, deadline: float, is_over: Callable[[], bool], before: bytes = b""
@@ -195,6 +219,8 @@ class Sender:
                 self._send_behind((start + part,))
             else:
                 self._send_behind((start, part), keep=True)
+        if self._later:
+            self._send_later()
 
     def _push(self, deadline: float, is_over: Callable[[], bool]) -> bool:
         """Waits until the channel takes more, and sends what waits; False if it is over with the connection."""

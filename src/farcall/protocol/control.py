@@ -47,6 +47,8 @@ _SECTION: Final = struct.Struct("<QH")
 _HANDLE: Final = struct.Struct("<IIQIQ")
 _REMOTE: Final = struct.Struct("<QHIIQIQ")
 HANDLE_SIZE: Final = _HANDLE.size
+SECTION_SIZE: Final = _SECTION.size
+"""Without the handles."""
 MOST_HANDLES: Final = 0xFFFF
 """So many can one message carry."""
 

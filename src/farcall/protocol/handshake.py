@@ -65,6 +65,8 @@ class Hello(msgspec.Struct, tag="hello", frozen=True):
     """The address at which it looks for the other side; empty for a store that is not on loopback."""
     nonce: bytes = b""
     """Never used before."""
+    limits: tuple[int, int] = (0, 0)
+    """How large a head and a message from the other side may be; 0: nothing is said of it."""
     lends: int = -1
     """The descriptor of a segment of shared memory for the other side to try, and what it begins with; -1: none."""
     token: bytes = b""
@@ -88,10 +90,11 @@ class Welcome(msgspec.Struct, tag="welcome", frozen=True):
     name: str
     rank: int
     number: int = 0
+    limits: tuple[int, int] = (0, 0)
+    """As in the hello, for what goes the other way."""
     shares: bool = False
     """It has opened the segment that the hello named: buffers may come in shared memory."""
     lends: int = -1
-    """As in the hello, for what goes the other way."""
     token: bytes = b""
 
 

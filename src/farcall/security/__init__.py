@@ -1,8 +1,8 @@
 """Who may talk to a worker, and what it may ask: the secret, the proof of it, encryption, what may be called.
 
 `secret` finds the group's secret, `proof` is the greeting in which both sides prove that they know it, `limits` what
-is allowed before that, `encryption` makes certificates, `credentials` is all of it for one worker. The layer opens no
-connection and has no thread.
+is allowed before that, `encryption` makes certificates, `credentials` is all of it for one worker; `allowed` is the
+list of what others may call. The layer opens no connection and has no thread.
 """
 
 from farcall.security.credentials import Credentials, credentials_of
