@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import gc
+import os
 import socket
 import struct
 import threading
@@ -20,6 +21,7 @@ from eventually import eventually
 from farcall.agent import peers
 from farcall.agent.lanes import Lane
 from farcall.agent.peers import Peer
+from farcall.agent.sending import InParts
 from farcall.errors import WorkerLost
 from farcall.protocol.handshake import (
     MAGIC,
@@ -38,11 +40,11 @@ from farcall.protocol.handshake import (
 )
 from farcall.protocol.ids import WorkerInfo
 from farcall.protocol.membership_messages import Member
-from farcall.protocol.wire import Sizes
+from farcall.protocol.wire import CALL, SHARES, Sizes, encode
 from farcall.security import Applicant, Credentials, Secret
 from farcall.security.proof import proof_of
 from farcall.sleeping import FOREVER, blocking_thread
-from farcall.transports.shared_memory import Pool
+from farcall.transports.shared_memory import Borrower, Pool
 from farcall.transports.sockets import SocketChannel
 
 UNIX, TCP, TCP6 = "unix:/run/b.sock", "tcp:10.0.0.2:4000", "tcp:[fd00::2]:4000"
@@ -63,7 +65,7 @@ class Predictable(Credentials):
         return Applicant(self.secret, purpose, hello, other, binding), hello
 
 
-def hello_to(address: str) -> Hello:
+def hello_to(address: str, lends: int = -1, token: bytes = b"") -> Hello:
     """What `a` says to `b` there."""
     return Hello(
         "group",
@@ -76,13 +78,15 @@ def hello_to(address: str) -> Hello:
         wanted_number=1,
         dialed=address,
         nonce=bytes(32),
+        lends=lends,
+        token=token,
         limits=Sizes(),
     )
 
 
-def challenge_and_proof(address: str, secret: Secret) -> bytes:
-    """What somebody at that address says who knows that secret."""
-    body, nonce = pack(Purpose.CALLS, hello_to(address))[PREAMBLE_SIZE:], b"n" * 32
+def challenge_and_proof(hello: Hello, secret: Secret) -> bytes:
+    """What somebody who knows that secret answers."""
+    body, nonce = pack(Purpose.CALLS, hello)[PREAMBLE_SIZE:], b"n" * 32
     mac = proof_of(secret, b"the side that listens", Purpose.CALLS, body, nonce, b"")
     return pack(Purpose.CALLS, Challenge(nonce)) + pack(Purpose.CALLS, Proof(mac))
 
@@ -100,6 +104,7 @@ class World:
         self.lost: list[str] = []
         self.is_over = False
         self.pool = Pool(0, 0, str)
+        self.process: int | None = None
 
     def connect(self, address: str, timeout: float) -> SocketChannel:
         self.tried.append((address, timeout))
@@ -108,13 +113,19 @@ class World:
             raise answer
         ours, theirs = socket.socketpair()
         if self.secret is not None:
-            theirs.sendall(challenge_and_proof(address, self.secret))
+            theirs.sendall(challenge_and_proof(self.hello(address), self.secret))
         theirs.sendall(answer)
         if self.hangs_up:
             theirs.shutdown(socket.SHUT_WR)
         self.other_ends.append(theirs)  # last: who sees it may send more
-        self.channels.append(SocketChannel(ours, address))
+        self.channels.append(SocketChannel(ours, address, self.process))
         return self.channels[-1]
+
+    def hello(self, address: str) -> Hello:
+        """What is said to whoever is there."""
+        if self.process is None:
+            return hello_to(address)
+        return hello_to(address, self.pool.probe(), self.pool.token)
 
     def heard(self, number: int = 0) -> Greeting:
         """The greeting that came at the other end."""
@@ -138,6 +149,7 @@ class World:
             channel.close()
         for end in self.other_ends:
             end.close()
+        self.pool.close()
 
 
 class FakeTransport:
@@ -214,6 +226,63 @@ def test_the_greeting_says_who_we_are_and_whom_we_want(world: World) -> None:
     world.answers = {UNIX: WELCOME}
     connect(peer_in(world))
     assert world.heard() == hello_to(UNIX)
+
+
+@pytest.fixture
+def lends(world: World, monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """The world is a process of this host, with which memory can be shared. Which descriptors of it were tried."""
+    world.pool, world.process = Pool(1 << 20, 4, str), os.getpid()
+    tried: list[int] = []
+    check = Borrower.check
+
+    def noted(borrower: Borrower, descriptor: int) -> None:
+        tried.append(descriptor)
+        check(borrower, descriptor)
+
+    monkeypatch.setattr(Borrower, "check", noted)
+    return tried
+
+
+def rest_of(world: World) -> bytes:
+    """What came behind the hello and the proof."""
+    data = world.other_ends[0].recv(1 << 16)
+    for _ in range(2):
+        size = body_length(data[:PREAMBLE_SIZE], Purpose.CALLS, "we")
+        data = data[PREAMBLE_SIZE + size :]
+    return data
+
+
+def test_memory_is_offered_and_the_others_is_tried(world: World, lends: list[int]) -> None:
+    theirs = Pool(1 << 20, 4, str)
+    world.answers = {UNIX: pack(Purpose.CALLS, Welcome("b", 1, 1, True, theirs.probe(), theirs.token))}
+    lane = connect(peer_in(world)).lane
+    assert lends == [theirs.probe()]
+    assert rest_of(world) == encode(SHARES, 0, b"", b""), "it is told that it may lend"
+    pieces = lane.pieces(CALL, 1, b"", b"", [memoryview(bytes(1 << 18))])
+    assert len(pieces) == 1, "the buffer is in shared memory"
+    lane.close()
+    theirs.close()
+
+
+@pytest.mark.parametrize("token", [bytes(16), b""])
+def test_who_offers_memory_that_is_not_its_own_is_not_told_that_it_may_lend(
+    world: World, lends: list[int], token: bytes
+) -> None:
+    world.answers = {UNIX: pack(Purpose.CALLS, Welcome("b", 1, 1, False, world.pool.probe(), token))}
+    lane = connect(peer_in(world)).lane
+    assert lends == [world.pool.probe()]
+    assert rest_of(world) == b""
+    assert not isinstance(pieces := lane.pieces(CALL, 1, b"", b"", [memoryview(bytes(1 << 18))]), InParts)
+    assert len(pieces) == 2, "it could not open ours either, so the buffer follows"
+
+
+def test_nothing_is_opened_of_one_who_has_not_proved_itself(world: World, lends: list[int]) -> None:
+    theirs = Pool(1 << 20, 4, str)
+    world.answers = {UNIX: pack(Purpose.CALLS, Welcome("b", 1, 1, True, theirs.probe(), theirs.token))}
+    world.secret = Secret("another secret than the group's")
+    refusal(peer_in(world))
+    assert lends == []
+    theirs.close()
 
 
 def test_what_comes_behind_the_greeting_is_left_in_the_channel(world: World) -> None:

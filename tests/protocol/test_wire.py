@@ -23,6 +23,7 @@ from farcall.protocol.wire import (
     Decoder,
     Message,
     encode,
+    encode_shared,
     encode_start,
 )
 
@@ -204,7 +205,47 @@ def test_the_layout() -> None:
     assert encode_start(CALL, 1, b"h", b"b", buffers) == (
         b"\1\0" + b"\2\0" + b"\1\0\0\0" + b"\1\0\0\0\0\0\0\0" + b"\1\0\0\0\0\0\0\0" + struct.pack("<2Q", 3, 16) + b"hb"
     ), "sizes are in bytes, whatever the items are"
+    assert encode_shared(CALL, 1, b"h", b"b", [3, 16], 0x0A0B, 7) == (
+        b"\1\1"
+        + b"\2\0"
+        + b"\1\0\0\0"
+        + b"\1\0\0\0\0\0\0\0"
+        + b"\1\0\0\0\0\0\0\0"
+        + struct.pack("<2Q", 3, 16)
+        + b"\x0b\x0a\0\0"
+        + b"\7\0\0\0"
+        + b"hb"
+    )
     assert HEADER.size == 24
+
+
+@pytest.mark.parametrize("body", [b"", b"body", b"b" * (LARGE + 1)])
+def test_buffers_in_shared_memory_are_asked_for_once_however_the_message_is_split(body: bytes) -> None:
+    asked: list[tuple[int, int, list[int]]] = []
+
+    def shared(descriptor: int, number: int, sizes: Sequence[int]) -> list[memoryview]:
+        asked.append((descriptor, number, list(sizes)))
+        return [memoryview(bytes(size)) for size in sizes]
+
+    stream = encode_shared(RESULT, 9, b"head", body, [5, 0, LARGE], 12, 34) + encode(CALL, 1, b"next", b"")
+    for at in range(1, min(len(stream), 100)):
+        decoder = Decoder()
+        decoder.shared = shared
+        messages: list[Message] = []
+        for rest in (stream[:at], stream[at:]):
+            while rest:
+                space = decoder.space
+                if space is None:
+                    messages += decoder.feed(rest)
+                    break
+                count = min(space.nbytes, len(rest))
+                space[:count] = rest[:count]
+                messages += decoder.filled(count)
+                rest = rest[count:]
+        buffers = [bytes(5), b"", bytes(LARGE)]
+        assert list(map(plain, messages)) == [(RESULT, 9, b"head", body, buffers), (CALL, 1, b"next", b"", [])]
+        assert asked == [(12, 34, [5, 0, LARGE])]
+        asked.clear()
 
 
 @pytest.mark.parametrize(
@@ -214,6 +255,13 @@ def test_the_layout() -> None:
         (header(kind=12), r"unknown kind 12 \(flags 0\)"),
         (header(kind=255, count=2) + bytes(16), "unknown kind 255"),
         (header(flags=1), r"unknown kind 1 \(flags 1\)"),
+        (header(flags=3, count=1) + bytes(16), r"unknown kind 1 \(flags 3\)"),
+        (header(kind=11, flags=1, count=1) + bytes(16), r"unknown kind 11 \(flags 1\)"),
+        (header(flags=1, count=1) + bytes(16), "in shared memory, of which there is none here"),
+        (
+            header(flags=1, count=1) + struct.pack("<QII", MAX_MESSAGE + 1, 1, 1),
+            f"a message of {MAX_MESSAGE + 1} bytes",
+        ),
         (header(head=MAX_HEAD + 1), f"a head of {MAX_HEAD + 1} bytes was announced"),
         (header(body=MAX_MESSAGE + 1), f"a message of {MAX_MESSAGE + 1} bytes"),
         (header(body=2**64 - 1), f"a message of {2**64 - 1} bytes"),

@@ -2,12 +2,29 @@
 
 from __future__ import annotations
 
+import ctypes
+from array import array
 from collections.abc import Sequence
 from typing import Any
 
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from pickler_stage import train
 
-from farcall.serialization import dumps_arguments, dumps_result, loads_arguments, loads_result
+from farcall.errors import SerializationError
+from farcall.serialization import dumps_arguments, dumps_result, loads, loads_arguments
+from farcall.serialization.raw import LEAST, has_raw, lifted
+
+SIZES = (0, 1, LEAST - 8, LEAST, LEAST + 8, 70_000)
+MAKERS: dict[str, Any] = {
+    "bytes": bytes,
+    "bytearray": bytearray,
+    "array": lambda data: array("q", data[: len(data) // 8 * 8]),
+    "view": lambda data: memoryview(bytearray(data)),
+    "view of bytes": memoryview,
+}
 
 
 def received(buffers: Sequence[memoryview]) -> list[bytearray]:
@@ -18,9 +35,148 @@ def received(buffers: Sequence[memoryview]) -> list[bytearray]:
 def there(value: Any) -> Any:
     """A result as it arrives."""
     body, buffers = dumps_result(train, value)
-    return loads_result(body, received(buffers))
+    return loads(body, received(buffers))
 
 
-def arguments_there(*args: Any, **kwargs: Any) -> tuple[Any, Any]:
+def arguments_there(*args: Any, **kwargs: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
     body, buffers = dumps_arguments(train, args, kwargs)
     return loads_arguments(body, received(buffers))
+
+
+def pattern(size: int) -> bytes:
+    return (bytes(range(256)) * (size // 256 + 1))[:size]
+
+
+@pytest.mark.parametrize("size", SIZES)
+@pytest.mark.parametrize("kind", MAKERS)
+def test_it_arrives_as_it_was(kind: str, size: int) -> None:
+    value = MAKERS[kind](pattern(size))
+    positional, named = arguments_there(value, 1, again=value)
+    for found in (there(value), positional[0], named["again"]):
+        assert type(found) is type(value)
+        assert found == value
+        if kind.startswith("view"):
+            assert (found.format, found.shape, found.readonly) == (value.format, value.shape, value.readonly)
+    assert positional[1] == 1
+
+
+@pytest.mark.parametrize("kind", MAKERS)
+def test_what_is_large_does_not_go_through_the_pickle(kind: str) -> None:
+    value = MAKERS[kind](pattern(LEAST))
+    for body, buffers in (
+        dumps_result(train, value),
+        dumps_arguments(train, (value,)),
+        dumps_arguments(train, (), {"a": value}),
+    ):
+        assert [bytes(buffer) for buffer in buffers] == [bytes(value)]
+        assert len(body) < 1000
+
+
+@pytest.mark.parametrize("kind", ["bytes", "bytearray", "array"])
+def test_what_is_small_is_left_to_pickle(kind: str) -> None:
+    value = MAKERS[kind](pattern(LEAST - 8))
+    assert dumps_result(train, value)[1] == []
+    ((same,), _) = lifted([(value,), {}])
+    assert same is value
+
+
+@pytest.mark.parametrize("kind", ["bytearray", "array", "view"])
+def test_it_can_be_written_where_it_arrives_and_is_not_the_senders(kind: str) -> None:
+    value = MAKERS[kind](pattern(LEAST))
+    body, buffers = dumps_result(train, value)
+    arrived = received(buffers)
+    found = loads(body, arrived)
+    found[0] = 77
+    assert (found[0], value[0]) == (77, MAKERS[kind](pattern(LEAST))[0])
+    if kind != "view":
+        arrived[0][:8] = b"overrun!"
+        assert found[0] == 77 or kind == "bytearray", "an array's memory is its own"
+
+
+def test_bytes_do_not_change_with_the_memory_they_came_in() -> None:
+    body, buffers = dumps_result(train, pattern(LEAST))
+    arrived = received(buffers)
+    found = loads(body, arrived)
+    arrived[0][:] = bytes(LEAST)
+    assert found == pattern(LEAST)
+
+
+def test_one_object_that_is_several_arguments_is_one_object_there() -> None:
+    value, other = bytearray(LEAST), bytearray(LEAST)
+    _, buffers = dumps_arguments(train, (value, value, other))
+    assert len(buffers) == 2
+    (first, second, third), named = arguments_there(value, value, other, again=value)
+    assert first is second is named["again"]
+    assert first is not third
+    (first, inside), _ = arguments_there(value, [value])
+    assert first is not inside[0]
+    assert first == inside[0]
+
+
+formats = st.sampled_from("bB?hHiIlLqQnNfdP")
+
+
+@given(formats, st.lists(st.integers(1, 6), max_size=4), st.booleans(), st.integers(0, 3))
+@settings(deadline=None)
+def test_any_view_arrives_with_its_format_and_shape(form: str, shape: list[int], readonly: bool, cut: int) -> None:
+    size = int(np.prod(shape, dtype=int)) * memoryview(bytes(8)).cast(form).itemsize
+    memory: Any = memoryview(bytearray(n % 2 for n in range(size)))
+    view = memory.cast(form, shape) if shape else memory.cast(form, [])
+    view = view.toreadonly() if readonly else view
+    if len(shape) == 1:
+        view = view[:: cut - 2] if cut < 2 else view[::cut]
+    for found in (there(view), arguments_there(view)[0][0], there([view])[0]):
+        assert (found.format, found.shape, found.readonly) == (view.format, view.shape, readonly)
+        assert found.tolist() == view.tolist()
+        assert found.c_contiguous
+
+
+@pytest.mark.parametrize("order", ["C", "F"])
+@pytest.mark.parametrize("size", [10, 300])
+def test_a_view_with_gaps_or_in_another_order_arrives_equal(order: Any, size: int) -> None:
+    matrix = np.arange(size * size, dtype=np.int64).reshape(size, size).copy(order)
+    for view in (memoryview(matrix), memoryview(matrix[1:, 2:]), memoryview(matrix[::-2]), memoryview(matrix.T)):
+        found = there(view)
+        assert found.shape == view.shape
+        assert np.array_equal(np.asarray(found), np.asarray(view))
+        found[0, 0] = -5
+        assert view[0, 0] != -5
+
+
+@pytest.mark.parametrize("shape", [(0,), (0, 3), (3, 0)])
+def test_a_view_of_nothing_arrives_as_one(shape: tuple[int, ...]) -> None:
+    found = there(memoryview(np.zeros(shape, np.int32)))
+    assert (found.format, found.nbytes) == ("i", 0)
+
+
+@pytest.mark.parametrize(
+    "view",
+    [
+        memoryview((ctypes.c_int * 4)(1, 2, 3)),
+        memoryview(np.zeros(3, ">i4")),
+        memoryview(np.zeros(3, [("a", "i4"), ("b", "f8")])),
+        memoryview(np.zeros(3, complex)),
+    ],
+    ids=["ctypes", "big-endian", "structured", "complex"],
+)
+def test_a_view_that_could_not_be_made_again_is_refused_by_its_sender(view: memoryview) -> None:
+    with pytest.raises(SerializationError, match=r"(?s)argument.*memoryview of format .* send view\.tobytes\(\)"):
+        dumps_arguments(train, (view,))
+    with pytest.raises(SerializationError, match=r"send view\.tobytes\(\)"):
+        dumps_result(train, view)
+    assert there(view.tobytes()) == view.tobytes()
+
+
+def test_a_view_that_was_released_is_refused_by_its_sender() -> None:
+    view = memoryview(bytearray(LEAST))
+    view.release()
+    with pytest.raises(SerializationError, match="released"):
+        dumps_arguments(train, (view,))
+
+
+def test_subclasses_are_left_to_pickle() -> None:
+    class Sub(bytes):
+        pass
+
+    assert not has_raw((Sub(LEAST), 1, "x" * LEAST, [b"" * LEAST]))
+    assert has_raw((1, b""))

@@ -269,6 +269,9 @@ def test_idle_memory_is_given_back_at_both_ends(ends: Ends) -> None:
     finally:
         gc.enable()
     assert kept == [data(2)]
+    gc.collect()
+    del kept
+    assert ends.lender._segments[0].state() == 0, "it came back, though the borrower was swept meanwhile"
     assert ends.pass_on(data(3)) == [data(3)]
 
 
@@ -316,11 +319,15 @@ def test_a_thousand_messages_leave_nothing(ends: Ends) -> None:
 
 
 def test_where_no_segment_can_be_made_that_is_said_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    ends = Ends()
+    tries = iter(range(2))
+
     def refuse(*_: object) -> int:
+        if next(tries) == 0:
+            ends.lend(data(1))  # another one comes at the same time
         raise OSError(errno.ENOSYS, "Function not implemented")
 
     monkeypatch.setattr(os, "memfd_create", refuse)
-    ends = Ends()
     assert [ends.lend(data(1)), ends.lend(data(2)), ends.pool.probe()] == [None, None, -1]
     assert ends.trouble == ["no shared memory can be had ([Errno 38] Function not implemented)"]
 
@@ -433,6 +440,16 @@ def test_sizes_beyond_the_segment_are_refused(ends: Ends, sizes: list[int]) -> N
     assert ends.borrower.take(place, [LEAST - ALIGNMENT, 1]) == [data(1, LEAST - ALIGNMENT), data(1, 1)]
 
 
+def test_a_buffer_is_never_shorter_than_was_said(ends: Ends) -> None:
+    descriptor = sealed(PAGE + 65, start=ends.pool.token + (1).to_bytes(4, "little"))
+    for sizes in ([1, 64], [65, 1], [66]):
+        with pytest.raises(OSError, match="shared memory"):
+            ends.borrower.take(Place(descriptor, 1), sizes)
+    assert [len(view) for view in ends.borrower.take(Place(descriptor, 1), [1, 0])] == [1, 0]
+    ends.close()
+    os.close(descriptor)
+
+
 def test_another_number_is_refused(ends: Ends) -> None:
     place = ends.lend(data(1))
     assert place is not None
@@ -520,9 +537,9 @@ def test_an_interrupt_anywhere_while_lending_gives_the_segment_back(warm: bool) 
         if at.places:
             assert [segment.state() for segment in ends.lender._segments if segment.state()] == [], at.places
         ends.close()
-        assert ends.pool._left == 1 << 26, at.places
-        if descriptors():  # interrupted between its making and its first owner
-            assert "make" in at.places[0] or "_Segment" in at.places[0]
+        if descriptors() or ends.pool._left != 1 << 26:
+            # Between a segment's making and its first owner something may be lost, but no more than that one.
+            assert at.places[0].startswith(("Pool.make", "_Segment.__init__")), at.places
             _close_segments()
         if not at.has_acted:
             break

@@ -125,10 +125,11 @@ class Lane:
 
     def take(self, descriptor: int, number: int, sizes: Sequence[int]) -> Sequence[Bytes]:
         """The buffers of a message that the other side has put into a segment. Raises `ProtocolError`."""
-        if self._borrower is None:
+        borrower = self._borrower
+        if borrower is None:
             raise ProtocolError("a message came in shared memory, which this side has not agreed to")
         try:
-            return self._borrower.take(Place(descriptor, number), sizes)
+            return borrower.take(Place(descriptor, number), sizes)
         except (OSError, ValueError) as error:
             raise ProtocolError(f"a message came in shared memory that cannot be had: {error}") from None
 
@@ -142,20 +143,24 @@ class Lane:
         """Gives memory back that has not been used for a while."""
         if self._lender is not None:
             self._lender.sweep(now - IDLE)
-        if self._borrower is not None:
-            self._borrower.sweep(now - 2 * IDLE)  # later than the lender: it would only have to be opened again
+        borrower = self._borrower
+        if borrower is not None:
+            borrower.sweep(now - 2 * IDLE)  # later than the lender: it would only have to be opened again
 
     def pin(self) -> None:
         """This process is about to fork."""
-        if self._borrower is not None:
-            self._borrower.pin()
+        borrower = self._borrower
+        if borrower is not None:
+            borrower.pin()
 
     def close(self) -> None:
-        """Lends no more. May be called twice."""
+        """Lends and borrows no more. May be called twice."""
+        self._borrower = None  # what nobody uses is unmapped now, though somebody may keep the connection
         if self._lender is not None:
             self._lender.close()
 
     def abandon(self) -> None:
         """In a forked child: what was lent is the parent's business."""
+        self._borrower = None
         if self._lender is not None:
             self._lender.abandon()

@@ -393,7 +393,6 @@ class _Mapping:
         return [data[end - _aligned(size) : end - _aligned(size) + size] for end, size in zip(ends, sizes, strict=True)]
 
     def _returned(self, _: object) -> None:
-        self._lease = None  # it keeps this method, and so this mapping
         if not self._is_kept:
             self._state[_LENT_AT] = _FREE
 

@@ -1,0 +1,178 @@
+"""Large data between real processes of one host: forks, processes that are killed, workers that leave."""
+
+from __future__ import annotations
+
+import signal
+from textwrap import dedent
+
+import pytest
+from worker_processes import StartWorkers
+
+pytestmark = pytest.mark.timeout(60)
+
+STAGE = """
+    import gc, zlib
+    import numpy
+    from farcall import api
+
+    def lent():
+        return sum(lane._lender.lent for lane in api._agent._lanes() if lane._lender)
+
+    def memfds(pid="self"):
+        found = [os.readlink(f"/proc/{pid}/fd/{name}") for name in os.listdir(f"/proc/{pid}/fd")
+                 if os.path.islink(f"/proc/{pid}/fd/{name}")]
+        return sum("/memfd:farcall" in each for each in found)
+
+    def maps():
+        return open("/proc/self/maps").read().count("/memfd:farcall")
+
+    kept = []
+
+    def keep(value):
+        kept.append(value)
+
+    def drop():
+        kept.clear()
+
+    def checksum(value):
+        return zlib.crc32(value)
+
+    def filled(size, byte):
+        return numpy.full(size, byte, numpy.uint8)
+
+"""
+
+
+def stage(script: str) -> str:
+    return dedent(STAGE) + dedent(script)
+
+
+@pytest.mark.parametrize("limit", ["None", "0"])
+def test_two_processes_share_memory_and_leave_none(workers: StartWorkers, limit: str) -> None:
+    script = stage(f"""
+        start(shared_memory={limit})
+        if RANK == 0:
+            data = numpy.random.default_rng(1).integers(0, 256, 1 << 20, numpy.uint8)
+            right = all(rpc.rpc_sync("w1", checksum, args=(data[n:],)) == zlib.crc32(data[n:]) for n in range(20))
+            before = memfds(), maps(), rpc.rpc_sync("w1", memfds), rpc.rpc_sync("w1", maps)
+            for byte in range(250):
+                right &= bool((rpc.rpc_sync("w1", filled, args=(1 << 20, byte % 256)) == byte % 256).all())
+                right &= rpc.rpc_sync("w1", checksum, args=(data,)) == zlib.crc32(data)
+                if byte == 20:
+                    before = memfds(), maps(), rpc.rpc_sync("w1", memfds), rpc.rpc_sync("w1", maps)
+            after = memfds(), maps(), rpc.rpc_sync("w1", memfds), rpc.rpc_sync("w1", maps)
+            report(right=right, before=before, after=after, lent=lent())
+        rpc.shutdown()
+        gc.collect()
+        report(left=[memfds(), maps()])
+    """)
+    first, second = workers(script).finish()
+    assert first["right"]
+    assert first["before"] == first["after"]
+    assert (first["lent"] > 250 << 20) == (limit == "None")
+    assert first["left"] == second["left"] == [0, 0]
+
+
+@pytest.mark.parametrize("victim", ["lender", "borrower"])
+def test_a_process_that_is_killed_leaves_no_segment(workers: StartWorkers, victim: str) -> None:
+    script = stage("""
+        join(heartbeat_interval=0.1, heartbeat_patience=2)
+        if RANK == 0:
+            wait_for(lambda: len(names()) == 2)
+            data = filled(1 << 20, 7)
+            rpc.rpc_sync("w1", keep, args=(data,))
+            got = rpc.rpc_sync("w1", filled, args=(1 << 20, 8))
+            report(ready=True, segments=memfds())
+            gone = wait_for(lambda: len(names()) == 1, 20)
+            gc.collect()
+            report(gone=gone, intact=bool((got == 8).all()), held=[memfds(), maps()])
+            del got
+            gc.collect()
+            report(left=[memfds(), maps()])
+            rpc.shutdown()
+        else:
+            report(pid=os.getpid())
+            wait_for(lambda: len(kept) == 1, 20)
+            wait_for(lambda: len(names()) == 1, 25)
+            gc.collect()
+            report(intact=bool((kept[0] == 7).all()), held=[memfds(), maps()])
+            drop()
+            gc.collect()
+            report(left=[memfds(), maps()])
+            rpc.shutdown()
+    """)
+    group = workers(script, order=[0, 1])
+    group.wait_for(0, "ready")
+    killed = 0 if victim == "lender" else 1
+    group.send_signal(killed, signal.SIGKILL)
+    group.wait(killed)
+    facts = group.finish({killed: -signal.SIGKILL}, quiet=False)[1 - killed]
+    assert facts["intact"], "what was received stays, whoever dies"
+    if killed == 1:
+        assert facts["gone"]
+    # The probe is there to the end (a descriptor and a mapping, which has a descriptor, too); so is what is held.
+    assert facts["held"] == [3, 2]
+    assert facts["left"] == [2, 1]
+
+
+def test_a_child_sees_what_its_parent_had_though_more_messages_come(workers: StartWorkers) -> None:
+    script = stage("""
+        start()
+        if RANK == 0:
+            got = rpc.rpc_sync("w1", filled, args=(1 << 20, 5))
+            read_end, write_end = os.pipe()
+            child = os.fork()
+            if not child:
+                os.read(read_end, 1)
+                os._exit(0 if (got == 5).all() else 1)
+            del got
+            gc.collect()
+            for byte in range(40):
+                assert (rpc.rpc_sync("w1", filled, args=(1 << 20, byte)) == byte).all()
+            os.write(write_end, b"x")
+            report(status=os.waitpid(child, 0)[1])
+        rpc.shutdown()
+    """)
+    assert workers(script).finish()[0]["status"] == 0
+
+
+def test_a_forked_child_has_no_descriptor_of_the_lender(workers: StartWorkers) -> None:
+    script = stage("""
+        start()
+        if RANK == 0:
+            rpc.rpc_sync("w1", checksum, args=(filled(1 << 20, 1),))
+            rpc.rpc_sync("w1", filled, args=(1 << 20, 2))
+            before = memfds()
+            child = os.fork()
+            if not child:
+                gc.collect()
+                os._exit(memfds())
+            report(before=before, child=os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]))
+            data = filled(1 << 20, 9)
+            report(right=rpc.rpc_sync("w1", checksum, args=(data,)) == zlib.crc32(data))
+        rpc.shutdown()
+    """)
+    facts = workers(script).finish()[0]
+    assert facts["before"] == 5, "the probe, a segment that is lent, and one that is borrowed"
+    assert facts["child"] == 0
+    assert facts["right"]
+
+
+def test_a_peer_whose_memory_cannot_be_opened_sends_through_the_socket(workers: StartWorkers) -> None:
+    """As in another container: the process is not there under that number."""
+    script = stage("""
+        from farcall.transports import shared_memory
+        if RANK == 1:
+            shared_memory.Borrower._open = lambda self, descriptor: os.open("/proc/0/fd/0", os.O_RDWR)
+        start()
+        if RANK == 0:
+            data = filled(1 << 20, 3)
+            right = rpc.rpc_sync("w1", checksum, args=(data,)) == zlib.crc32(data)
+            report(right=right, lent=lent(), theirs=bool((rpc.rpc_sync("w1", filled, args=(1 << 20, 4)) == 4).all()))
+            report(they_lent=rpc.rpc_sync("w1", lent))
+        rpc.shutdown()
+    """)
+    facts = workers(script).finish()[0]
+    assert facts["right"]
+    assert facts["theirs"]
+    assert (facts["lent"], facts["they_lent"]) == (0, 1 << 20)
