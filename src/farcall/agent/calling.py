@@ -23,7 +23,7 @@ from farcall.agent.outgoing import Outgoing
 from farcall.agent.peers import Peer
 from farcall.agent.values import Value
 from farcall.backends.given import bad_arguments, bad_callee, check_timeout, checked_function
-from farcall.errors import OwnerLost, RpcError, RpcTimeoutError, UnknownWorkerError, WorkerLost
+from farcall.errors import OwnerLost, RpcError, RpcTimeoutError, UnknownWorkerError, UsageError, WorkerLost
 from farcall.options import UNSET_RPC_TIMEOUT
 from farcall.protocol.control import pack_handle, pack_section
 from farcall.protocol.ids import ForkId, Worker, WorkerInfo
