@@ -254,7 +254,9 @@ def rest_of(world: World) -> bytes:
 
 def test_memory_is_offered_and_the_others_is_tried(world: World, lends: list[int]) -> None:
     theirs = Pool(1 << 20, 4, str)
-    world.answers = {UNIX: pack(Purpose.CALLS, Welcome("b", 1, 1, True, theirs.probe(), theirs.token))}
+    world.answers = {
+        UNIX: pack(Purpose.CALLS, Welcome("b", 1, 1, shares=True, lends=theirs.probe(), token=theirs.token))
+    }
     lane = connect(peer_in(world)).lane
     assert lends == [theirs.probe()]
     assert rest_of(world) == encode(SHARES, 0, b"", b""), "it is told that it may lend"
@@ -268,7 +270,7 @@ def test_memory_is_offered_and_the_others_is_tried(world: World, lends: list[int
 def test_who_offers_memory_that_is_not_its_own_is_not_told_that_it_may_lend(
     world: World, lends: list[int], token: bytes
 ) -> None:
-    world.answers = {UNIX: pack(Purpose.CALLS, Welcome("b", 1, 1, False, world.pool.probe(), token))}
+    world.answers = {UNIX: pack(Purpose.CALLS, Welcome("b", 1, 1, lends=world.pool.probe(), token=token))}
     lane = connect(peer_in(world)).lane
     assert lends == [world.pool.probe()]
     assert rest_of(world) == b""
@@ -278,7 +280,9 @@ def test_who_offers_memory_that_is_not_its_own_is_not_told_that_it_may_lend(
 
 def test_nothing_is_opened_of_one_who_has_not_proved_itself(world: World, lends: list[int]) -> None:
     theirs = Pool(1 << 20, 4, str)
-    world.answers = {UNIX: pack(Purpose.CALLS, Welcome("b", 1, 1, True, theirs.probe(), theirs.token))}
+    world.answers = {
+        UNIX: pack(Purpose.CALLS, Welcome("b", 1, 1, shares=True, lends=theirs.probe(), token=theirs.token))
+    }
     world.secret = Secret("another secret than the group's")
     refusal(peer_in(world))
     assert lends == []

@@ -67,13 +67,24 @@ def data(seed: int, size: int = LEAST) -> bytes:
     return bytes([seed % 251 + 1]) * size
 
 
+before: list[int] = [0, 0]
+"""What was there before the test: one that fails keeps what it had."""
+
+
+@pytest.fixture(autouse=True)
+def _count_from_here() -> None:
+    gc.collect()
+    before[:] = 0, 0
+    before[:] = mapped(), descriptors()
+
+
 def mapped() -> int:
     """How many segments this process has mapped, at either end."""
-    return Path("/proc/self/maps").read_text().count("/memfd:farcall")
+    return Path("/proc/self/maps").read_text().count("/memfd:farcall") - before[0]
 
 
 def descriptors() -> int:
-    return sum("/memfd:farcall" in _target(name) for name in os.listdir("/proc/self/fd"))
+    return len(_segments_open()) - before[1]
 
 
 def _target(name: str) -> str:
@@ -156,11 +167,11 @@ def test_whatever_is_made_of_a_buffer_keeps_its_segment(ends: Ends, keep: Any) -
     views = ends.pass_on(data(1))
     assert views is not None
     kept = keep(views[0])
-    before = bytes(kept)
+    contents = bytes(kept)
     del views
     for seed in range(2, 6):
         assert ends.pass_on(data(seed)) == [data(seed)]
-    assert bytes(kept) == before
+    assert bytes(kept) == contents
     assert ends.numbers() == [1, 2]
     del kept
     assert ends.pass_on(data(9)) == [data(9)]
@@ -306,10 +317,10 @@ def test_what_the_borrower_has_given_up_is_opened_again(ends: Ends) -> None:
 
 def test_a_thousand_messages_leave_nothing(ends: Ends) -> None:
     ends.pass_on(data(1, 1 << 20), data(2))
-    before = mapped(), descriptors(), ends.numbers()
+    now = mapped(), descriptors(), ends.numbers()
     for seed in range(1000):
         assert ends.pass_on(data(seed, 1 << 20), data(seed + 1)) is not None
-    assert (mapped(), descriptors(), ends.numbers()) == before
+    assert (mapped(), descriptors(), ends.numbers()) == now
     ends.close()
     ends.borrower.sweep(float("inf"))
     assert (mapped(), descriptors()) == (0, 0)
@@ -409,7 +420,7 @@ def test_what_is_no_segment_of_the_peer_is_refused(ends: Ends, tmp_path: Path, w
     elif what == "closed":
         os.close(closed := os.eventfd(0))
     descriptor = made[0] if made else closed if what == "closed" else -1
-    before = len(os.listdir("/proc/self/fd"))
+    opened = len(os.listdir("/proc/self/fd"))
     for attempt in (
         lambda: ends.borrower.check(descriptor),
         lambda: ends.borrower.take(Place(descriptor, 1), [10]),
@@ -417,7 +428,7 @@ def test_what_is_no_segment_of_the_peer_is_refused(ends: Ends, tmp_path: Path, w
         with pytest.raises(OSError):  # noqa: PT011 (the kernel's words differ)
             attempt()
     assert "/memfd:other" not in Path("/proc/self/maps").read_text()
-    assert len(os.listdir("/proc/self/fd")) == before
+    assert len(os.listdir("/proc/self/fd")) == opened
     for each in made:
         os.close(each)
 
@@ -524,6 +535,7 @@ def test_a_child_sees_what_its_parent_had(ends: Ends) -> None:
 
 @pytest.mark.parametrize("warm", [True, False])
 def test_an_interrupt_anywhere_while_lending_gives_the_segment_back(warm: bool) -> None:
+    known = _segments_open()
     for point in range(1000):
         ends = Ends()
         if warm:
@@ -540,17 +552,20 @@ def test_an_interrupt_anywhere_while_lending_gives_the_segment_back(warm: bool) 
         if descriptors() or ends.pool._left != 1 << 26:
             # Between a segment's making and its first owner something may be lost, but no more than that one.
             assert at.places[0].startswith(("Pool.make", "_Segment.__init__")), at.places
-            _close_segments()
+            _close_segments(known)
         if not at.has_acted:
             break
     assert point > 20
 
 
-def _close_segments() -> None:
+def _segments_open() -> set[str]:
+    return {name for name in os.listdir("/proc/self/fd") if "/memfd:farcall" in _target(name)}
+
+
+def _close_segments(known: set[str]) -> None:
     gc.collect()
-    for name in os.listdir("/proc/self/fd"):
-        if "/memfd:farcall" in _target(name):
-            os.close(int(name))
+    for name in _segments_open() - known:
+        os.close(int(name))
 
 
 def test_a_failed_copy_gives_the_segment_back(ends: Ends, monkeypatch: pytest.MonkeyPatch) -> None:
