@@ -29,6 +29,7 @@ from farcall.rendezvous.store_messages import Get, Set, pack_request
 from farcall.security import Credentials, Secret
 from farcall.security.encryption import Encryption
 from farcall.transports.tls import TlsSocket
+from farcall.transports.tls_failures import ENCRYPTED_ONLY
 
 
 def wait_for_end(sock: socket.socket) -> bytes:
@@ -355,7 +356,7 @@ def test_between_hosts_the_store_is_encrypted(background: ThreadPoolExecutor) ->
     assert waiting.result() == bytes(3 << 20)
     with socket.create_connection(("127.0.0.1", server.port), timeout=10) as stranger:
         stranger.sendall(pack(Purpose.STORE, Hello(GROUP, "worker1", 1, "", nonce=bytes(32))))
-        assert wait_for_end(stranger) == b"", "who does not encrypt is not answered"
+        assert wait_for_end(stranger) == ENCRYPTED_ONLY, "who does not encrypt hears nothing else"
     for client in clients:
         client.close()
     server.close()

@@ -31,7 +31,7 @@ from farcall.rendezvous.greeting import answer
 from farcall.rendezvous.store import PATIENCE
 from farcall.rendezvous.store_messages import GoodBye, pack_reply, take_frame, unpack_request
 from farcall.rendezvous.table import StoreTable
-from farcall.security import Credentials, Doorkeeper, refusal_of
+from farcall.security import Credentials, Doorkeeper, kind_of, refusal_of
 from farcall.transports.network import is_loopback, numeric_host
 
 _CHUNK: Final = 64 * 1024
@@ -213,9 +213,10 @@ class EmbeddedStore:
             if events & selectors.EVENT_WRITE:
                 self._flush(connection)
         except ProtocolError as error:
-            self._drop(connection, str(error), kind="no greeting")
+            self._drop(connection, str(error), kind=kind_of(error))
         except OSError as error:
-            self._drop(connection, f"the connection broke: {error}")
+            level = logging.DEBUG if connection.ending else logging.WARNING  # of who was refused all is said
+            self._drop(connection, f"the connection broke: {error}", level)
         except Exception:
             # Whatever one connection sends must not end the store for the others.
             _log.exception("the store could not serve %s", connection.other)
@@ -257,7 +258,7 @@ class EmbeddedStore:
                     return False
                 reply = door.take(*taken)
             except AuthenticationError as error:
-                self._refuse(connection, refusal_of(error), "wrong secret", str(error))
+                self._refuse(connection, refusal_of(error), kind_of(error), str(error))
                 return False
             except ProtocolError as error:
                 if is_ours:  # another version of ours: it can read why

@@ -132,13 +132,14 @@ def try_candidate(
     sock = connect(candidate.host, candidate.port, timeout)
     try:
         binding = b""
-        if credentials.encryption is not None and not is_loopback(numeric_host(sock.getpeername())):
+        peer = sock.getpeername()  # now: who is refused while it is encrypted has none any more
+        if credentials.encryption is not None and not is_loopback(numeric_host(peer)):
             from farcall.transports.tls import TlsSocket  # late: it needs ssl
 
             sock = encrypted = TlsSocket(sock, credentials.encryption, listens=False)
             encrypted.shake_hands(max(0.001, deadline - time.monotonic()))
             binding = encrypted.binding
-        hello = Hello(candidate.group, name, rank, wanted="", dialed=loopback_text(sock.getpeername()))
+        hello = Hello(candidate.group, name, rank, wanted="", dialed=loopback_text(peer))
         remaining = max(0.001, deadline - time.monotonic())
         return sock, introduce(sock, hello, f"the store at {candidate}", remaining, credentials, binding)
     except BaseException:
