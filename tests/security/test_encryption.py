@@ -92,7 +92,43 @@ def test_files_that_cannot_be_used_are_named(tmp_path: Path) -> None:
     (tmp_path / "bad.pem").write_text("no certificate")
     (tmp_path / "bad.key").write_text("no key")
     with pytest.raises(UsageError, match=r"the certificate .*bad.pem and its key .* cannot be used"):
-        own(tmp_path, "bad").listening()
+        own(tmp_path, "bad")
+    (tmp_path / "request.pem").write_text(
+        "-----BEGIN CERTIFICATE REQUEST-----\nAA==\n-----END CERTIFICATE REQUEST-----\n"
+    )
+    with pytest.raises(UsageError, match=r"no certificate in .*request.pem \(tls_authority\)"):
+        own(tmp_path, "ca", "request")
+
+
+@pytest.mark.parametrize("encrypts", [True, False])
+def test_files_are_looked_at_when_the_options_are_taken(tmp_path: Path, encrypts: bool) -> None:
+    make(tmp_path, "ca")
+    (tmp_path / "bad.pem").write_text("no certificate")
+    options = RpcBackendOptions(
+        tls_certificate=str(tmp_path / "ca.pem"),
+        tls_key=str(tmp_path / "ca.key"),
+        tls_authority=str(tmp_path / "bad.pem"),
+        encrypt_between_hosts=encrypts,
+    )
+    with pytest.raises(UsageError, match=r"no certificate in .*bad.pem"):
+        credentials_of(options)
+
+
+def test_a_key_with_a_passphrase_is_refused_and_nobody_is_asked(tmp_path: Path) -> None:
+    authority = make(tmp_path, "ca")
+    make(tmp_path, "a", authority, password=b"sesame")
+    with pytest.raises(UsageError, match=r"the key .*a.key \(tls_key\) is encrypted"):
+        own(tmp_path, "a")
+
+
+def test_a_certificate_that_the_others_would_refuse_is_refused_here(tmp_path: Path) -> None:
+    authority, other = make(tmp_path, "ca"), make(tmp_path, "other")
+    make(tmp_path, "old", authority, hours=-1)
+    with pytest.raises(UsageError, match=r"would refuse the certificate .*old.pem: certificate has expired"):
+        own(tmp_path, "old")
+    make(tmp_path, "b", other)
+    with pytest.raises(UsageError, match=r"would refuse the certificate .*b.pem: .* signed by the tls_authority"):
+        own(tmp_path, "b", "ca")
 
 
 def test_the_option_turns_it_off() -> None:
