@@ -80,6 +80,8 @@ def test_what_a_module_has_from_elsewhere_is_not_its_own() -> None:
     assert not may_use(whole, "os", os)
     assert may_use(Allowed([f"{HERE}.run"]), "run", service_stage.run), "unless it is on the list by that very name"
     assert not may_use(Allowed([f"{HERE}.os"]), "os", os), "but a module is nothing to be sent"
+    with pytest.raises(NotAllowedError, match=r"`service_stage.os` on worker 'w'; name a function or a class of it"):
+        Allowed([f"{HERE}.os"], "w").check_found(HERE, "os", os)
 
 
 def test_plain_data_may_be_loaded_and_is_no_function() -> None:
