@@ -49,6 +49,7 @@ def test_who_joins_hears_what_is_wrong_and_so_does_the_host(
         assert "rank 0" not in str(caught.value)
         assert ("signed by one tls_authority" in str(caught.value)) == ("certificates" in oddity or "author" in oddity)
         eventually(lambda: f"the store on port {server.port}" in caplog.text)
+        assert " from 127.0.0.1: " in server.refusals()
         assert is_alive(place, Credentials(encryption=ours), LONG), "nobody is to host another one in its place"
     finally:
         server.close()

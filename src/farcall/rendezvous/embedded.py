@@ -24,7 +24,7 @@ import time
 from collections.abc import Mapping
 from typing import Final
 
-from farcall.errors import AuthenticationError, ProtocolError
+from farcall.errors import AuthenticationError, EncryptionError, ProtocolError
 from farcall.protocol.handshake import MAGIC, PREAMBLE_SIZE, Purpose, Refused, Welcome, take
 from farcall.rendezvous.addresses import keep_alive, loopback_text, peer_text
 from farcall.rendezvous.greeting import answer
@@ -37,6 +37,8 @@ from farcall.transports.network import is_loopback, numeric_host
 _CHUNK: Final = 64 * 1024
 _ACCEPT_PAUSE: Final = 0.1
 _LONGEST_SLEEP: Final = 3600.0
+_REFUSALS: Final = 4
+"""Kinds of refusals that are remembered, for a message to people."""
 
 _log = logging.getLogger(__name__)
 
@@ -84,6 +86,7 @@ class EmbeddedStore:
         self._accept_from = 0.0
         self._close_by: float | None = None
         self._last_refusal = ""
+        self._refused: dict[tuple[str, str], tuple[int, str]] = {}  # by host and kind: how often, and why at last
         if self._credentials.encryption is not None and not is_loopback(numeric_host(listener.getsockname())):
             self._credentials.encryption.listening()  # now, so that the first who connects holds up nobody
         self._selector = selectors.DefaultSelector()
@@ -115,6 +118,18 @@ class EmbeddedStore:
         for sock in (self._listener, self._wake_read, self._wake_write):
             sock.close()
         self._selector.close()
+
+    def refusals(self) -> str:
+        """Who was refused so far, and why, in words; empty if nobody was. Any thread may ask."""
+        return "; and ".join(
+            f"{count} connection{'s' if count > 1 else ''} from {host}: {why}"
+            for (host, _), (count, why) in list(self._refused.items())
+        )
+
+    def _note_refused(self, connection: _Connection, kind: str, why: str) -> None:
+        key = connection.other.rpartition(":")[0], kind
+        if key in self._refused or len(self._refused) < _REFUSALS:
+            self._refused[key] = self._refused.get(key, (0, ""))[0] + 1, why
 
     def _run(self) -> None:
         try:
@@ -213,6 +228,8 @@ class EmbeddedStore:
             if events & selectors.EVENT_WRITE:
                 self._flush(connection)
         except ProtocolError as error:
+            if isinstance(error, EncryptionError):
+                self._note_refused(connection, "encryption", str(error))
             self._drop(connection, str(error), kind=kind_of(error))
         except OSError as error:
             level = logging.DEBUG if connection.ending else logging.WARNING  # of who was refused all is said
@@ -293,6 +310,7 @@ class EmbeddedStore:
         level = logging.WARNING if is_new else logging.DEBUG  # whoever was refused tries again for a while
         self._last_refusal = refusal.reason
         _log.log(level, "the store on port %d refused %s: %s", self.port, connection.other, why or refusal.reason)
+        self._note_refused(connection, kind, why or refusal.reason)
         connection.ending = True
         connection.incoming.clear()
         self._send(connection, answer(refusal))

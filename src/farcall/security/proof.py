@@ -145,7 +145,7 @@ class Doorkeeper:
                 if not hmac.compare_digest(mac, self._proof(_CONNECTS)):
                     raise AuthenticationError(
                         f"it says that it is {self.hello.name[:100]!r}, but does not know the secret of this group "
-                        f"(here it is from {self._secret.source})"
+                        f"(here it is from {self._secret.source}, and all workers need the same)"
                     )
                 if self._address and self.hello.dialed != self._address:
                     raise AuthenticationError(
