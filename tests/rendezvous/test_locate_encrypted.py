@@ -58,6 +58,17 @@ def test_who_joins_hears_what_is_wrong_and_so_does_the_host(
     assert said.get(oddity, "the encrypted connection failed") in caplog.text
 
 
+def test_who_hangs_up_before_it_is_encrypted_wakes_nobody(caplog: pytest.LogCaptureFixture) -> None:
+    """It may be a worker that was too slow, and comes again."""
+    server = EmbeddedStore(listen("127.0.0.1", [0]), GROUP, 2, "host", credentials=Credentials(encryption=Encryption()))
+    with caplog.at_level(logging.INFO):
+        socket.create_connection(("127.0.0.1", server.port)).close()
+        eventually(lambda: "before it was encrypted" in caplog.text)
+    server.close()
+    assert {record.levelno for record in caplog.records} == {logging.INFO}
+    assert server.refusals() == ""
+
+
 def test_who_ends_in_the_midst_of_it_is_tried_again(background: ThreadPoolExecutor) -> None:
     """A store that is just ending, and the next one on its port."""
     credentials = Credentials(encryption=Encryption())

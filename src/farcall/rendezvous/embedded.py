@@ -232,8 +232,11 @@ class EmbeddedStore:
                 self._note_refused(connection, "encryption", str(error))
             self._drop(connection, str(error), kind=kind_of(error))
         except OSError as error:
-            level = logging.DEBUG if connection.ending else logging.WARNING  # of who was refused all is said
-            self._drop(connection, f"the connection broke: {error}", level)
+            # Of who was refused all is said. Who goes unproven may be a worker of ours whose time was over, and in an
+            # open group nobody says good-bye to the store.
+            may_go = connection.hello_by is not None or self._is_open
+            level = logging.DEBUG if connection.ending else logging.INFO if may_go else logging.WARNING
+            self._drop(connection, f"the connection broke: {error}", level, "left")
         except Exception:
             # Whatever one connection sends must not end the store for the others.
             _log.exception("the store could not serve %s", connection.other)
