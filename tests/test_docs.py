@@ -26,6 +26,7 @@ from typing import Any, NamedTuple
 import pytest
 
 import farcall
+from farcall import errors
 from farcall.cli import main, run
 from test_architecture import MAY_IMPORT
 
@@ -250,6 +251,13 @@ def test_every_public_name_is_documented() -> None:
     names = ("calls.md", "starting.md", "backends.md", "groups.md", "security.md")
     text = "".join((ROOT / "docs" / name).read_text(encoding="utf-8") for name in names)
     assert [name for name in farcall.__all__ if not re.search(rf"\b{name}\b", text)] == []
+
+
+def test_every_error_is_in_the_table() -> None:
+    text = (ROOT / "docs" / "calls.md").read_text(encoding="utf-8")
+    listed = re.findall(r"^\| `(\w+)` \|[^|]*\|[^|]*\|$", text, re.MULTILINE)
+    classes = [name for name, value in vars(errors).items() if isinstance(value, type)]
+    assert sorted(set(classes) & set(listed)) == sorted(classes)
 
 
 def test_every_option_of_init_rpc_is_documented_with_its_default() -> None:
