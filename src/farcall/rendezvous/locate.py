@@ -3,8 +3,8 @@
 Nobody there, a broken connection, silence: try again. An answer that is a refusal is tried again for a short while,
 for it may come from the remains of an earlier run that are just going; then it is final, unless the store said so at
 once. A store of another group, or something that speaks another language, is final only where there is no other
-candidate; so is one that knows another secret, unless all candidates have one port. Where nobody is, and `nobody` is
-given, it may open the store, which the next round then finds.
+candidate; so is one that knows another secret or encrypts otherwise, unless all candidates have one port (then it is
+ours, and final). Where nobody is, and `nobody` is given, it may open the store, which the next round then finds.
 """
 
 from __future__ import annotations
