@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 import threading
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -11,7 +12,7 @@ import pytest
 import farcall as rpc
 from farcall import collectives
 from farcall.collectives import Gathering, Gatherings, Key
-from farcall.errors import RpcTimeoutError, UsageError, WorkerLost
+from farcall.errors import NotAllowedError, RpcTimeoutError, UsageError, WorkerLost
 from farcall.futures import Future
 
 ABC = ("a", "b", "c")
@@ -262,3 +263,19 @@ def test_wrong_names() -> None:
     with pytest.raises(rpc.UnknownWorkerError, match="no worker 'nobody'"):
         rpc._all_gather(1, ["alone", "nobody"])
     assert rpc._all_gather(1) == {"alone": 1}
+
+
+def test_what_a_list_refuses_is_said_without_the_call_by_which_it_came() -> None:
+    outcome: Future[dict[str, Any]] = Future()
+    refused = NotAllowedError(
+        "the result of `_bring` from worker 'a' was refused here: it is not allowed to load `x.P`"
+    )
+    refused.__cause__ = NotAllowedError("it is not allowed to load `x.P` on worker 'b'; add it there")
+    outcome.set_exception(refused)
+    agent: Any = SimpleNamespace(info=rpc.WorkerInfo("b", 1))
+    with pytest.raises(NotAllowedError) as caught:
+        collectives._wait(agent, outcome, first(), float("inf"), 0.0)
+    assert str(caught.value) == (
+        "what was brought to _all_gather was refused: it is not allowed to load `x.P` on worker 'b'; add it there; or "
+        "bring plain data"
+    )

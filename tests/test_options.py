@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from farcall import options
-from farcall.errors import DeviceError, UsageError
+from farcall.errors import BackendError, DeviceError, UsageError
 from farcall.options import BackendOptions, RpcBackendOptions, TensorPipeRpcBackendOptions
 
 
@@ -63,6 +63,14 @@ def test_the_least_that_is_allowed(chosen: dict[str, Any]) -> None:
         ({"init_timeout": 0}, "init_timeout must be more than 0, not 0"),
         ({"init_timeout": -0.5}, "init_timeout must be more than 0, not -0.5"),
         ({"spin": -1e-6}, r"spin must be 0 \(never spin\) or more, not -1e-06"),
+        ({"num_worker_threads": 1.5}, "num_worker_threads must be a whole number, not 1.5"),
+        ({"num_worker_threads": True}, "num_worker_threads must be a number, not True"),
+        ({"max_strangers": 1.5}, "max_strangers must be a whole number, not 1.5"),
+        ({"max_greeting_size": 1024.5}, "max_greeting_size must be a whole number, not 1024.5"),
+        ({"max_head_size": 5000.25}, "max_head_size must be a whole number"),
+        ({"max_message_size": math.inf}, "max_message_size must be a whole number, not inf"),
+        ({"max_message_size": 65535}, "max_message_size must be at least 65536, not 65535"),
+        ({"rpc_timeout": True}, "rpc_timeout must be a number, not True"),
         ({"transports": ()}, "transports must be a tuple of names such as"),
         ({"transports": "tcp"}, "transports must be a tuple of names such as .* not 'tcp'"),
     ],
@@ -123,6 +131,27 @@ def test_the_options_of_another_backend() -> None:
             self.init_method = init_method
 
     assert InTorchsManner("tcp://h:1").taken().init_method == "tcp://h:1"
+
+
+def test_a_whole_number_may_be_written_as_one_likes() -> None:
+    size = RpcBackendOptions(max_message_size=1e6).max_message_size  # type: ignore[arg-type]
+    assert (size, type(size)) == (1_000_000, int)
+
+
+def test_an_option_that_is_none_is_refused_with_those_that_are_near() -> None:
+    with pytest.raises(
+        BackendError, match=r"^RpcBackendOptions has no option num_threads; did you mean num_worker_threa"
+    ):
+        RpcBackendOptions(num_threads=3)  # type: ignore[call-arg]
+    with pytest.raises(BackendError, match=r"no option colour; there are rpc_timeout, init_method$"):
+        BackendOptions(colour="red")  # type: ignore[call-arg]
+
+    class TakesAny(BackendOptions):
+        def __init__(self, **chosen: Any) -> None:
+            super().__init__()
+            self.chosen = chosen
+
+    assert TakesAny(colour="red").chosen == {"colour": "red"}
 
 
 def test_options_are_given_by_name_and_compared_by_value() -> None:

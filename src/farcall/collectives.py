@@ -26,7 +26,7 @@ from typing import Any, Final, NamedTuple
 
 from farcall.api import current_agent
 from farcall.backends.interface import RpcAgent
-from farcall.errors import RpcError, RpcTimeoutError, UsageError, WorkerLost
+from farcall.errors import NotAllowedError, RpcError, RpcTimeoutError, UsageError, WorkerLost
 from farcall.functions import async_execution
 from farcall.futures import Future
 from farcall.options import DEFAULT_SHUTDOWN_TIMEOUT, UNSET_RPC_TIMEOUT
@@ -220,7 +220,8 @@ def _all_gather(
 
     `timeout` is in seconds; 0 is without end, and the default is the `rpc_timeout` of this worker. Raises
     `RpcTimeoutError`, saying who did not come; `WorkerLost` as soon as it is known that one was lost; `UsageError` if
-    this worker is not among them, `UnknownWorkerError` for names that are none.
+    this worker is not among them, `UnknownWorkerError` for names that are none; `NotAllowedError` if the option `allow`
+    of this worker refuses what another one brought, or that of the first by name what this one did.
     """
     agent = current_agent()
     members = _members(agent, worker_names)
@@ -262,7 +263,12 @@ def _wait(
         at_leader(_time_is_over, key, seconds)
         if not outcome.block(monotonic() + _ANSWER):
             raise _too_late([key.members[0]], seconds)
-    return outcome.value()
+    try:
+        return outcome.value()
+    except NotAllowedError as error:
+        # The reason alone: a program knows nothing of the call by which it was brought.
+        reason = error.__cause__ if isinstance(error.__cause__, NotAllowedError) else error
+        raise NotAllowedError(f"what was brought to _all_gather was refused: {reason}; or bring plain data") from error
 
 
 def _barrier(worker_names: Iterable[str]) -> None:

@@ -23,6 +23,7 @@
         ├── VersionMismatchError         ... or speaks another version of it
         └── ConnectionRefusedByPeer      ... or does not want to talk to us, and said why
             └── AuthenticationError      ... as one of the two does not know the group's secret
+                └── EncryptionError      ... or a certificate is no good, or only one of the two encrypts
 
 Rules: a message says who (the worker's name), what (the function, the argument) and what to do next. An error raised
 by a *user's* function is none of these: it arrives with its own type.
@@ -142,3 +143,8 @@ class ConnectionRefusedByPeer(ProtocolError):
 
 class AuthenticationError(ConnectionRefusedByPeer):
     """One end of a connection does not know the secret of the other's group."""
+
+
+class EncryptionError(AuthenticationError):
+    """The two ends of a connection do not agree on its encryption: one refuses the other's certificate, or does not
+    encrypt though the other does."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import inspect
 from collections.abc import Callable
-from typing import Any, ParamSpec, TypeVar
+from typing import Any, ParamSpec, TypeVar, overload
 
 from farcall.futures import Future
 
@@ -15,6 +15,7 @@ E = TypeVar("E", bound=Callable[..., Any])
 
 EXPOSED = "_farcall_exposed"
 """The attribute by which `exposed` marks."""
+_NOTHING = object()
 _MARK = "_wrapped_async_rpc_function"  # torch's name, which some programs look at
 
 
@@ -55,21 +56,32 @@ def is_async_execution(function: Callable[..., Any]) -> bool:
     return False
 
 
-def exposed(target: E) -> E:
+@overload
+def exposed(target: E) -> E: ...
+
+
+@overload
+def exposed() -> Callable[[E], E]: ...
+
+
+def exposed(target: Any = _NOTHING) -> Any:
     """Marks a function, a method or a class as one that others may call, where the option `allow` restricts that.
 
         @farcall.exposed
         def predict(batch): ...
 
     A worker with `allow=[]` lets others call what is marked, and nothing else. A class that is marked may be made, and
-    its public methods called. Goes beneath `staticmethod` and `classmethod`. Without `allow` it changes nothing.
-    Raises `TypeError` for what cannot carry the mark.
+    its public methods called. Goes beneath `staticmethod` and `classmethod`, or above. Without `allow` it changes
+    nothing. Parentheses behind it may be there or not. Raises `TypeError` for what cannot carry the mark.
     """
+    if target is _NOTHING:
+        return exposed
+    carrier = target.__func__ if isinstance(target, (staticmethod, classmethod)) else target
     try:
-        setattr(target, EXPOSED, True)
+        setattr(carrier, EXPOSED, True)
     except (AttributeError, TypeError):
         raise TypeError(
-            f"{target!r} cannot be marked as exposed: mark a function or class of your own, beneath staticmethod and "
-            "classmethod, or name it in the option allow"
+            f"{target!r} cannot be marked as exposed: mark a function or class of your own, or name it in the option "
+            "allow"
         ) from None
     return target

@@ -13,14 +13,15 @@ from __future__ import annotations
 
 import copy
 import dataclasses
+import inspect
 import re
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from numbers import Real
 from types import ModuleType
 from typing import Any, Final, Self, TypeAlias
 
-from farcall.errors import DeviceError, UsageError
+from farcall.errors import BackendError, DeviceError, UsageError
 
 DEFAULT_RPC_TIMEOUT: Final = 60.0
 UNSET_RPC_TIMEOUT: Final = -1.0
@@ -33,6 +34,8 @@ DEFAULT_SHUTDOWN_TIMEOUT: Final = 0.0
 Device: TypeAlias = Any
 """A text, a number, or something with a `type` and an `index`. Kept as a text."""
 
+_ONE_OF: Final = re.compile(r"\[!?[^\[\].]+\]")
+"""In a pattern of names: one of these characters."""
 _DEVICE: Final = re.compile(r"([a-z]+)(?::(-?\d+))?")
 
 
@@ -40,7 +43,8 @@ _DEVICE: Final = re.compile(r"([a-z]+)(?::(-?\d+))?")
 class BackendOptions:
     """What the options of every backend have. Another backend's options are a subclass of it.
 
-    Every value is checked when it is set: raises `UsageError`, and nothing has changed.
+    Every value is checked when it is set: raises `UsageError`, and nothing has changed. An option that is none raises
+    `BackendError`, a `TypeError`.
     """
 
     rpc_timeout: float = DEFAULT_RPC_TIMEOUT
@@ -48,6 +52,14 @@ class BackendOptions:
 
     init_method: str = DEFAULT_INIT_METHOD
     """Where workers find each other: `env://`, `tcp://host:port` or `file://path`."""
+
+    def __new__(cls, *_: Any, **chosen: Any) -> Self:
+        known = inspect.signature(cls.__init__).parameters
+        takes_any = any(each.kind is each.VAR_KEYWORD for each in known.values())
+        unknown = [] if takes_any else [name for name in chosen if name not in known]
+        if unknown:
+            raise _no_such_option(cls, unknown[0], list(known)[1:])
+        return super().__new__(cls)
 
     def __setattr__(self, name: str, value: Any) -> None:
         if self.__dict__.get("_taken"):
@@ -169,12 +181,30 @@ TensorPipeRpcBackendOptions = RpcBackendOptions
 # What each option is checked by, and made of: a function of its name and the value.
 
 
+def _no_such_option(cls: type, name: str, known: Sequence[str]) -> BackendError:
+    import difflib  # late: only for this message
+
+    near = difflib.get_close_matches(name, known, n=3)
+    advice = f"did you mean {' or '.join(near)}?" if near else f"there are {', '.join(known)}"
+    return BackendError(f"{cls.__name__} has no option {name}; {advice}")
+
+
 def _number(name: str, value: Any, least: Callable[[Any], bool], rule: str) -> Any:
-    if not isinstance(value, Real):
+    if not isinstance(value, Real) or isinstance(value, bool):
         raise UsageError(f"{name} must be a number, not {value!r}")
     if not least(value):  # nan too
         raise UsageError(f"{name} must be {rule}, not {value}")
     return value
+
+
+def _whole(least: int) -> Callable[[str, Any], int]:
+    def check(name: str, value: Any) -> int:
+        number = _number(name, value, lambda number: number >= least, f"at least {least}")
+        if number // 1 != number:  # infinity, too
+            raise UsageError(f"{name} must be a whole number, not {value}")
+        return int(number)  # 1e6 is one
+
+    return check
 
 
 def _transports(name: str, value: Any) -> Any:
@@ -208,8 +238,13 @@ def _name_of(option: str, target: Any) -> str:
         if not isinstance(module, str) or not isinstance(qualname, str) or "<" in qualname:
             raise UsageError(f"{option} cannot name {target!r}: give a module, or a function or class of a module")
         text = f"{module}.{qualname}"
-    if not text.strip(".") or text != text.strip():
-        raise UsageError(f"{option} has {target!r}, which is no name: write 'module', 'module.function' or 'module.*'")
+    plain = _ONE_OF.sub("x", text)
+    if not all(plain.split(".")) or set(plain) & set("[]") or any(each.isspace() for each in text):
+        # It would match nothing, and nobody would know why.
+        raise UsageError(
+            f"{option} has {target!r}, which is no name: write 'module', 'module.function', or a pattern such as "
+            "'module.*', 'module.get_?' or 'module.step[0-9]'"
+        )
     return text
 
 
@@ -268,7 +303,7 @@ def _devices(name: str, value: Any) -> list[Device]:
 
 
 _CHECKS: Final[Mapping[str, Callable[[str, Any], Any]]] = {
-    "num_worker_threads": lambda name, value: _number(name, value, lambda number: number >= 1, "at least 1"),
+    "num_worker_threads": _whole(1),
     "rpc_timeout": lambda name, value: _number(name, value, lambda number: number >= 0, "0 (no timeout) or more"),
     "init_timeout": lambda name, value: _number(name, value, lambda number: number > 0, "more than 0"),
     "spin": lambda name, value: _number(name, value, lambda number: number >= 0, "0 (never spin) or more"),
@@ -277,14 +312,12 @@ _CHECKS: Final[Mapping[str, Callable[[str, Any], Any]]] = {
     "secret": _secret,
     "encrypt_between_hosts": _truth,
     "allow": _allow,
-    "max_strangers": lambda name, value: _number(name, value, lambda number: number >= 1, "at least 1"),
+    "max_strangers": _whole(1),
     "proof_timeout": lambda name, value: _number(name, value, lambda number: number > 0, "more than 0"),
-    "max_greeting_size": lambda name, value: _number(name, value, lambda number: number >= 1024, "at least 1024"),
-    "max_head_size": lambda name, value: _number(name, value, lambda number: number >= 1024, "at least 1024"),
-    "max_message_size": lambda name, value: _number(name, value, lambda number: number >= 65536, "at least 65536"),
-    "shared_memory": lambda name, value: (
-        None if value is None else _number(name, value, lambda number: number >= 0, "0 (none) or more")
-    ),
+    "max_greeting_size": _whole(1024),
+    "max_head_size": _whole(1024),
+    "max_message_size": _whole(65536),
+    "shared_memory": lambda name, value: None if value is None else _whole(0)(name, value),
     "transports": _transports,
     "device_maps": _device_maps,
     "devices": _devices,

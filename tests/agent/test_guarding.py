@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import logging
 import operator
 import sys
@@ -16,7 +17,7 @@ from farcall.agent.calls import Reply
 from farcall.agent.execution import CallJob, RemoteJob
 from farcall.agent.guarding import jobs_for, reply_for
 from farcall.agent.values import Value
-from farcall.errors import NotAllowedError, SerializationError
+from farcall.errors import NotAllowedError
 from farcall.options import RpcBackendOptions
 from farcall.protocol.wire import METHOD
 from farcall.rref import RRef
@@ -36,8 +37,8 @@ def guarded() -> Iterator[LocalGroup]:
 
 
 def test_without_a_list_nothing_is_looked_at() -> None:
-    assert jobs_for(None) == (CallJob, RemoteJob)
-    assert reply_for(None) is Reply
+    assert jobs_for(None, "w") == (CallJob, RemoteJob)
+    assert reply_for(None, "w") is Reply
 
 
 def test_what_is_on_the_list_is_called_and_what_is_marked(guarded: LocalGroup) -> None:
@@ -52,6 +53,12 @@ def test_what_is_on_the_list_is_called_and_what_is_marked(guarded: LocalGroup) -
         (service_stage._private, (1,), "_private`"),
         (eval, ("1",), "to call `builtins.eval`"),
         (lambda: 1, (), "to send a function by value"),
+        (
+            functools.partial(service_stage.predict, 1),
+            (),
+            "Call a function of a module by its name, with its arguments",
+        ),
+        (service_stage.Model().step, (1,), "for a method, make the object there (farcall.remote), and call it on the"),
         (service_stage.predict, (service_stage.Bomb(),), "to load `service_stage._explode`"),
     ],
 )
@@ -61,6 +68,8 @@ def test_what_is_not_is_refused_and_both_sides_hear_what(
     with caplog.at_level(logging.WARNING, "farcall"), pytest.raises(NotAllowedError, match="not allowed") as refused:
         call(guarded[0], 1, function, *args)
     assert what in str(refused.value)
+    assert "worker 'worker1'" in str(refused.value)
+    assert ("option allow there" in str(refused.value)) == ("by value" not in str(refused.value))
     assert "worker 'worker1' refused a call" in caplog.text
     assert "worker 'worker0'" in caplog.text
     assert what in caplog.text
@@ -82,8 +91,13 @@ def test_replies_are_looked_at_too(guarded: LocalGroup, monkeypatch: pytest.Monk
     service_stage.marked._farcall_exposed = True  # type: ignore[attr-defined]
     monkeypatch.setattr(service_stage.marked, "__module__", service_stage.__name__)
     monkeypatch.setattr(service_stage.marked, "__qualname__", "marked")
-    with pytest.raises(SerializationError, match=r"the result of `marked` .*NotAllowedError: .*to load"):
+    with pytest.raises(NotAllowedError) as refused:
         call(guarded[0], 1, service_stage.marked, 1)
+    assert str(refused.value).startswith(
+        "the result of `marked` from worker 'worker1' was refused here: it is not allowed to load "
+        "`service_stage._explode` on worker 'worker0'; add it to the option allow there, or,"
+    )
+    assert "same code" not in str(refused.value)
     assert service_stage.ran == []
 
 
@@ -96,7 +110,7 @@ def job_of(callee: bytes, resubmitted: list[Any]) -> Any:
     """A call of that callee at a worker that exposes nothing but the service's model."""
     place: Any = SimpleNamespace(worker="guarded", serving=SimpleNamespace(submit=resubmitted.append))
     origin: Any = SimpleNamespace()
-    return jobs_for(["service_stage.Model"])[0](place, origin, 1, callee, b"", ())
+    return jobs_for(["service_stage.Model"], "guarded")[0](place, origin, 1, callee, b"", ())
 
 
 @pytest.mark.parametrize("callee", [b"this", b"antigravity", b"this\0", b"\xffthis\0s"])

@@ -22,7 +22,7 @@ from farcall.agent import peers
 from farcall.agent.lanes import Lane
 from farcall.agent.peers import Peer
 from farcall.agent.sending import InParts
-from farcall.errors import WorkerLost
+from farcall.errors import EncryptionError, WorkerLost
 from farcall.protocol.handshake import (
     MAGIC,
     PREAMBLE_SIZE,
@@ -382,6 +382,23 @@ def test_an_answer_that_is_not_the_one_we_want(world: World, answer: bytes, reas
     assert reason in text
     assert text.count(TCP) == 1
     assert world.is_closed(0)
+
+
+@pytest.mark.parametrize(
+    "answer",
+    [EncryptionError("the other side refuses this worker's certificate"), bytes((21, 3, 3, 0, 2, 2, 10))],
+    ids=["a certificate", "an alert"],
+)
+def test_who_refuses_the_encryption_is_not_gone_and_what_to_do_is_said(world: World, answer: Answer) -> None:
+    world.secret = None
+    world.hangs_up = True
+    world.answers = {TCP: answer}
+    with pytest.raises(WorkerLost) as caught:
+        connect(peer_in(world, addresses=(TCP,)), FOREVER)
+    assert isinstance(caught.value.__cause__, EncryptionError)
+    assert str(caught.value).startswith(f"worker 'b' cannot be reached ({TCP}: {caught.value.__cause__})")
+    assert "still running" not in str(caught.value)
+    assert not caught.value.is_gone
 
 
 def test_nobody_is_told_anything_who_does_not_know_the_secret(world: World) -> None:

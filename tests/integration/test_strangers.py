@@ -33,6 +33,7 @@ from farcall.rendezvous.store_messages import Set, pack_request
 from farcall.security import Applicant, Credentials, Limits, Secret, credentials_of
 from farcall.security.encryption import Encryption
 from farcall.transports.tcp import TcpTransport
+from farcall.transports.tls_failures import ENCRYPTED_ONLY
 from farcall.transports.unix import UnixTransport
 from ports import free_port
 
@@ -343,7 +344,7 @@ def test_workers_call_each_other_over_encrypted_channels_and_strangers_stay_out(
             (listener,) = agents[1]._listeners
             with socket.create_connection(("127.0.0.1", int(listener.address.rpartition(":")[2])), 10) as stranger:
                 stranger.sendall(pack(Purpose.CALLS, Hello("g", "w0", 0, "w1", nonce=bytes(32))))
-                assert wait_for_end(stranger) == b""
+                assert wait_for_end(stranger) == ENCRYPTED_ONLY
             with socket.create_connection(("127.0.0.1", int(listener.address.rpartition(":")[2])), 10) as silent:
                 assert select.select([silent], [], [], 10)[0]
             assert agents[0].call("w1", abs, (-1,), None, 20).wait() == 1

@@ -29,6 +29,7 @@ from farcall.rendezvous.store_messages import Get, Set, pack_request
 from farcall.security import Credentials, Secret
 from farcall.security.encryption import Encryption
 from farcall.transports.tls import TlsSocket
+from farcall.transports.tls_failures import ENCRYPTED_ONLY
 
 
 def wait_for_end(sock: socket.socket) -> bytes:
@@ -334,6 +335,22 @@ def test_a_reply_of_the_greeting_is_not_a_hello(stage: Stage) -> None:
     assert isinstance(stage.client(0), StoreClient)
 
 
+@pytest.mark.parametrize(("world_size", "level"), [(2, logging.WARNING), (None, logging.INFO)])
+def test_a_connection_that_breaks_is_worth_a_warning_where_nobody_may_go(
+    world_size: int | None, level: int, caplog: pytest.LogCaptureFixture
+) -> None:
+    credentials = Credentials()
+    server = EmbeddedStore(listen("127.0.0.1", [0]), GROUP, world_size, "host", credentials=credentials)
+    place = Candidate("127.0.0.1", server.port, GROUP)
+    with caplog.at_level(logging.INFO):
+        sock, _ = try_candidate(place, "worker1", 1, 10, credentials)
+        sock.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))  # it ends with a reset
+        sock.close()
+        eventually(lambda: "the connection broke" in caplog.text)
+    server.close(linger=0)
+    assert [record.levelno for record in caplog.records if "broke" in record.message] == [level]
+
+
 # -- between hosts
 
 
@@ -355,7 +372,7 @@ def test_between_hosts_the_store_is_encrypted(background: ThreadPoolExecutor) ->
     assert waiting.result() == bytes(3 << 20)
     with socket.create_connection(("127.0.0.1", server.port), timeout=10) as stranger:
         stranger.sendall(pack(Purpose.STORE, Hello(GROUP, "worker1", 1, "", nonce=bytes(32))))
-        assert wait_for_end(stranger) == b"", "who does not encrypt is not answered"
+        assert wait_for_end(stranger) == ENCRYPTED_ONLY, "who does not encrypt hears nothing else"
     for client in clients:
         client.close()
     server.close()

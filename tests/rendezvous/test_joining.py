@@ -9,9 +9,11 @@ import pytest
 from rendezvous_stage import GROUP, Stage
 
 from eventually import eventually
-from farcall.errors import RendezvousError, RendezvousTimeoutError
-from farcall.rendezvous import Rendezvous, join
+from farcall.errors import AuthenticationError, ConnectionRefusedByPeer, RendezvousError, RendezvousTimeoutError
+from farcall.rendezvous import Rendezvous, embedded, join
 from farcall.rendezvous.client import StoreClient
+from farcall.rendezvous.locate import Candidate, try_candidate
+from farcall.security import Credentials, Secret
 
 
 def arrive(stage: Stage, rank: int, name: str | None = None, world_size: int = 4) -> Rendezvous:
@@ -36,6 +38,36 @@ def test_a_timeout_says_who_came_and_who_did_not(stage: Stage, background: Threa
         text = "after 0.5 s: 2 of 4 workers came: worker0 (rank 0), worker2 (rank 2); missing: ranks 1, 3"
         assert str(caught.value) == text
         assert caught.value.present == ("join/0", "join/2")
+
+
+def test_a_timeout_at_the_host_says_who_was_refused_meanwhile(stage: Stage) -> None:
+    place = Candidate("127.0.0.1", stage.server.port, GROUP)
+    wrong = Credentials(Secret("quite another secret"))
+    for _ in range(2):
+        with pytest.raises(AuthenticationError):
+            try_candidate(place, "worker1", 1, 10, wrong)
+    host = StoreClient(*try_candidate(place, "worker0", 0, 10, stage.credentials), hosted=stage.server)
+    stage.clients.append(host)
+    meeting = Rendezvous(host, 0, 4, "127.0.0.1", GROUP)
+    with pytest.raises(RendezvousTimeoutError) as caught:
+        join(meeting, "worker0", b"", 0.01)
+    assert str(caught.value).startswith(
+        "after 0.01 s: 1 of 4 workers came: worker0 (rank 0); missing: ranks 1, 2, 3. Meanwhile the store has refused "
+        "2 connections from 127.0.0.1: it says that it is 'worker1', but does not know the secret of this group (here"
+    )
+
+
+def test_refusals_are_counted_in_bounds(stage: Stage, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert stage.server.refusals() == ""
+    monkeypatch.setattr(embedded, "_REFUSALS", 1)
+    stage.client(1)
+    with pytest.raises(ConnectionRefusedByPeer, match="rank 1 is taken"):
+        stage.hello(1, "other")
+    with pytest.raises(AuthenticationError):
+        try_candidate(Candidate("127.0.0.1", stage.server.port, GROUP), "w", 2, 10, Credentials(Secret("x" * 20)))
+    assert stage.server.refusals().startswith("1 connection from 127.0.0.1: ")
+    assert "rank 1 is taken" in stage.server.refusals()
+    assert "secret" not in stage.server.refusals()
 
 
 def test_a_single_missing_rank_is_said_in_the_singular(stages: Callable[..., Stage]) -> None:

@@ -82,6 +82,8 @@ def test_what_a_module_has_from_elsewhere_is_not_its_own() -> None:
     assert not may_use(whole, "os", os)
     assert may_use(Allowed([f"{HERE}.run"]), "run", service_stage.run), "unless it is on the list by that very name"
     assert not may_use(Allowed([f"{HERE}.os"]), "os", os), "but a module is nothing to be sent"
+    with pytest.raises(NotAllowedError, match=r"`service_stage.os` on worker 'w'; name a function or a class of it"):
+        Allowed([f"{HERE}.os"], "w").check_found(HERE, "os", os)
 
 
 @pytest.mark.parametrize(
@@ -135,10 +137,62 @@ def test_the_option_takes_things_and_names() -> None:
     assert RpcBackendOptions().allow is None
 
 
-@pytest.mark.parametrize("wrong", ["service", 3, [lambda: 0], [3], [""], [" service"]])
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        "service",
+        3,
+        [lambda: 0],
+        [3],
+        [""],
+        [" service"],
+        ["service."],
+        [".x"],
+        ["a..b"],
+        ["service.[a"],
+        ["service.a]"],
+        ["a[]"],
+        ["a b"],
+    ],
+)
 def test_the_option_refuses_what_is_no_name(wrong: object) -> None:
     with pytest.raises(UsageError, match="allow"):
         RpcBackendOptions(allow=wrong)  # type: ignore[arg-type]
+
+
+def test_the_option_takes_every_pattern_that_may_match() -> None:
+    patterns = ("*", "service.*", "service.get_?", "service.step[0-9]", "service.[!_]*", "service.[ab][cd].*", "a-b.c")
+    assert RpcBackendOptions(allow=patterns).allow == patterns
+    assert may_call(Allowed(["service_stage.pre[a-d]ict"]), "predict")
+
+
+class MarkedInEveryWay:
+    @exposed()
+    def with_parentheses(self) -> None: ...
+
+    @exposed
+    @staticmethod
+    def above() -> None: ...
+
+    @staticmethod
+    @exposed
+    def beneath() -> None: ...
+
+    @exposed()
+    @classmethod
+    def of_the_class(cls) -> None: ...
+
+    @staticmethod
+    def not_at_all() -> None: ...
+
+
+def test_the_mark_may_stand_above_and_have_parentheses() -> None:
+    value, nothing = MarkedInEveryWay(), Allowed([])
+    for name in ("with_parentheses", "above", "beneath", "of_the_class"):
+        nothing.check_method(value, name)
+        assert may_call(nothing, f"MarkedInEveryWay.{name}", __name__)
+    with pytest.raises(NotAllowedError):
+        nothing.check_method(value, "not_at_all")
 
 
 def test_only_what_can_carry_the_mark_is_marked() -> None:

@@ -34,6 +34,15 @@ def test_the_option_comes_first_then_the_environment(environ: dict[str, str]) ->
     assert not file_in(environ).exists()
 
 
+@pytest.mark.parametrize("empty", ["", "  ", "\n"])
+def test_a_variable_that_is_set_but_empty_is_a_mistake(environ: dict[str, str], empty: str) -> None:
+    environ["FARCALL_SECRET"] = empty
+    with pytest.raises(UsageError, match=r"FARCALL_SECRET is set, but empty.*unset it"):
+        find_secret(None, environ)
+    assert find_secret(GOOD, environ).key == GOOD.encode()
+    assert not file_in(environ).exists()
+
+
 def test_else_a_file_is_made_for_its_owner_alone_and_used_again(environ: dict[str, str]) -> None:
     first = find_secret(None, environ)
     path = file_in(environ)

@@ -11,6 +11,7 @@ from collections.abc import Iterator
 
 import pytest
 
+from farcall.errors import EncryptionError
 from farcall.security.encryption import Encryption
 from farcall.testing.conformance import PATIENCE, TransportConformance, in_thread, open_pair, polls, read, write
 from farcall.transports.tcp import TcpTransport
@@ -117,7 +118,11 @@ def test_who_does_not_encrypt_is_told_apart_by_the_side_that_listens(transport: 
         assert theirs is not None
         stranger.sendall(garbage)
         assert polls(theirs, select.POLLIN)
-        expected = "the encrypted connection failed" if garbage[:1] == b"\x16" else "set encrypt_between_hosts alike"
+        expected = {
+            b"f": "the other side does not encrypt, and this worker does",
+            b"G": "speaks neither TLS nor farcall: its first bytes were b'GET / HT'",
+            b"\x16": "the encrypted connection failed",
+        }[garbage[:1]]
         with pytest.raises(ConnectionError, match=expected):
             theirs.receive(100)
         theirs.close()
@@ -137,7 +142,7 @@ def test_who_does_not_encrypt_is_told_apart_by_the_side_that_connects(transport:
         theirs.close()
 
     join = in_thread(answer)
-    with pytest.raises(OSError, match="set encrypt_between_hosts alike"):
+    with pytest.raises(EncryptionError, match="the other side does not encrypt, and this worker does"):
         transport.connect(listener.address, PATIENCE)
     join()
     listener.close()

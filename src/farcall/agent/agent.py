@@ -107,7 +107,7 @@ class Agent(RpcAgent):
             last_resort = encode_text(
                 "MemoryError", "there was not even memory to tell what is wrong", name, "a function"
             )
-            jobs = jobs_for(options.allow)
+            jobs = jobs_for(options.allow, name)
             self._place = Workplace(name, self._loop, self._serving, self.book, last_resort, *jobs)
             self.calling = self.book.calling = Calling(self.info, self.book, self._place, options.rpc_timeout)
             # The methods of these names, one frame shorter: they are the fast path.
@@ -247,7 +247,7 @@ class Agent(RpcAgent):
             lost,
         )
         connection.traffic.decoder.limits = self._sizes
-        connection.new_reply = reply_for(self.options.allow)
+        connection.new_reply = reply_for(self.options.allow, self.info.name)
         self._connections[connection] = None
         if self.closed is not None:  # meanwhile
             connection.close(str(self.closed))

@@ -20,7 +20,7 @@ from typing import Any
 from farcall.agent.calls import Reply
 from farcall.agent.execution import CallJob, FunctionJob, RemoteJob
 from farcall.agent.jobs import Reply as Answer
-from farcall.errors import NotAllowedError, SerializationError
+from farcall.errors import NotAllowedError, RpcError, SerializationError
 from farcall.futures import DONE, FAILED
 from farcall.protocol.wire import FAILURE, METHOD
 from farcall.security.allowed import Allowed
@@ -37,11 +37,11 @@ from farcall.serialization import (
 logger = logging.getLogger("farcall")
 
 
-def jobs_for(allow: Sequence[str] | None) -> tuple[type[CallJob], type[RemoteJob]]:
-    """What is made of the requests at a worker with that list."""
+def jobs_for(allow: Sequence[str] | None, worker: str) -> tuple[type[CallJob], type[RemoteJob]]:
+    """What is made of the requests at the worker of that name with that list."""
     if allow is None:
         return CallJob, RemoteJob
-    allowed = Allowed(allow)
+    allowed = Allowed(allow, worker)
 
     class Call(_Guarded, CallJob):
         __slots__ = ()
@@ -54,9 +54,9 @@ def jobs_for(allow: Sequence[str] | None) -> tuple[type[CallJob], type[RemoteJob
     return Call, Remote
 
 
-def reply_for(allow: Sequence[str] | None) -> Callable[..., Reply]:
-    """What is made of the replies at a worker with that list."""
-    return Reply if allow is None else partial(_GuardedReply, Allowed(allow))
+def reply_for(allow: Sequence[str] | None, worker: str) -> Callable[..., Reply]:
+    """What is made of the replies at the worker of that name with that list."""
+    return Reply if allow is None else partial(_GuardedReply, Allowed(allow, worker))
 
 
 class _Guarded(FunctionJob):
@@ -139,7 +139,11 @@ class _GuardedReply(Reply):
                 return DONE, loads_guarded(self._body, self._buffers, self._guard)
         except (SerializationError, NotAllowedError) as error:
             what = f"the result of `{callable_name(self._function)}` from worker {self._worker!r}"
-            reason = error if isinstance(error, NotAllowedError) else error.__cause__
-            wrapped = not_rebuilt(what, "here", reason)
-            wrapped.__cause__ = reason
+            wrapped: RpcError
+            if isinstance(error, NotAllowedError):
+                wrapped = NotAllowedError(f"{what} was refused here: {error}; or have it return plain data")
+                wrapped.__cause__ = error
+            else:
+                wrapped = not_rebuilt(what, "here", error.__cause__)
+                wrapped.__cause__ = error.__cause__
             return FAILED, wrapped

@@ -21,13 +21,13 @@ from farcall.agent.lanes import Lane
 from farcall.agent.poller import READABLE, WRITABLE, Poller
 from farcall.agent.reading import CHUNK
 from farcall.agent.sending import InParts, Sender, Traffic
-from farcall.errors import AuthenticationError, ProtocolError, SerializationError
+from farcall.errors import ProtocolError, SerializationError
 from farcall.protocol.control import unpack_remote, unpack_section
 from farcall.protocol.handshake import Hello, Purpose, Refused, Welcome, pack, take
 from farcall.protocol.ids import Worker
 from farcall.protocol.membership_messages import Member
 from farcall.protocol.wire import CALL, CALL_CARRYING, CARRIED, CONTROL, NEWS, REMOTE, SHARES, Bytes, Decoder
-from farcall.security import Credentials, Doorkeeper, refusal_of
+from farcall.security import Credentials, Doorkeeper, kind_of, refusal_of
 from farcall.serialization import callable_name
 from farcall.sleeping import FOREVER
 from farcall.transports.base import Buffer, Channel
@@ -128,7 +128,7 @@ class Incoming:
             pass
         except (ProtocolError, MemoryError) as error:
             if self._peer is None:
-                self.dismiss("wrong secret" if isinstance(error, AuthenticationError) else "no greeting", str(error))
+                self.dismiss(kind_of(error), str(error))
                 return
             logger.warning("worker %r: connection from %s closed: %s", self._reception.me.name, self._who(), error)
             self.close()

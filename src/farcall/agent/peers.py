@@ -20,8 +20,18 @@ from typing import Final
 
 from farcall.agent.lanes import Lane
 from farcall.agent.outgoing import LOST_ADVICE, Outgoing
-from farcall.errors import ConnectionRefusedByPeer, ProtocolError, WorkerLost
-from farcall.protocol.handshake import PREAMBLE_SIZE, Greeting, Hello, Purpose, Refused, body_length, pack, unpack
+from farcall.errors import AuthenticationError, ConnectionRefusedByPeer, ProtocolError, WorkerLost
+from farcall.protocol.handshake import (
+    PREAMBLE_SIZE,
+    Greeting,
+    Hello,
+    Purpose,
+    Refused,
+    body_length,
+    check_beginning,
+    pack,
+    unpack,
+)
 from farcall.protocol.ids import WorkerInfo
 from farcall.protocol.membership_messages import Member
 from farcall.protocol.wire import SHARES, Sizes, encode
@@ -127,6 +137,7 @@ class Peer:
         reasons = []
         anybody = False
         same_host = self._member.host == self._us.host
+        refusal: AuthenticationError | None = None
         ways = self._ways()
         for tried, (transport, address) in enumerate(ways):
             # Each gets its share of the time: one that hangs must not leave nothing for the next.
@@ -137,6 +148,7 @@ class Peer:
                 # From another host, anybody on the way may say that nobody listens there.
                 nobody = isinstance(error, (ConnectionRefusedError, FileNotFoundError))
                 anybody |= not (nobody and same_host and _is_here(address))
+                refusal = error.with_traceback(None) if isinstance(error, AuthenticationError) else refusal
                 reasons.append(f"{address}: {error.strerror or error}")  # some name the address once more
                 continue
             try:
@@ -144,6 +156,7 @@ class Peer:
             except (OSError, ProtocolError) as error:
                 channel.close()
                 anybody |= not isinstance(error, _AnotherWorker)  # who has not proved itself may be anybody
+                refusal = error.with_traceback(None) if isinstance(error, AuthenticationError) else refusal
                 reasons.append(f"{address}: {error.strerror or error}")
             except BaseException:
                 channel.close()
@@ -151,12 +164,13 @@ class Peer:
             else:
                 return channel, lane
         detail = "; ".join(reasons) or f"no transport of {', '.join(self._transports)} leads to it"
-        lost = WorkerLost(f"worker {self.info.name!r} cannot be reached ({detail}); {LOST_ADVICE}", self.info.name)
+        advice = f"; {LOST_ADVICE}" if refusal is None else ""  # a refusal says itself what to do
+        lost = WorkerLost(f"worker {self.info.name!r} cannot be reached ({detail}){advice}", self.info.name)
         lost.is_gone = bool(reasons) and not anybody
         try:
-            raise lost
+            raise lost from refusal
         finally:
-            del lost  # else it and this frame would keep each other, and all that the caller has
+            del lost, refusal  # else it and this frame would keep each other, and all that the caller has
 
     def _ways(self) -> list[tuple[Transport, str]]:
         """The addresses of the worker that may be reached from here, best first."""
@@ -190,7 +204,7 @@ class Peer:
         applicant, hello = self._credentials.applicant(Purpose.CALLS, hello, other, getattr(channel, "binding", b""))
         self._say(channel, hello)
         while applicant.outcome is None:
-            preamble = self._receive_exactly(channel, PREAMBLE_SIZE, deadline)
+            preamble = self._receive_exactly(channel, PREAMBLE_SIZE, deadline, check_beginning)
             size = body_length(preamble, Purpose.CALLS, other, self._credentials.limits.greeting)
             answer = applicant.take(unpack(self._receive_exactly(channel, size, deadline), other))
             if answer is not None:
@@ -217,7 +231,13 @@ class Peer:
         if channel.send(greeting) != len(greeting):  # it fits into any socket's empty buffer
             raise ProtocolError(f"it does not take a greeting of {len(greeting)} bytes")
 
-    def _receive_exactly(self, channel: Channel, size: int, deadline: float) -> bytes:
+    def _receive_exactly(
+        self,
+        channel: Channel,
+        size: int,
+        deadline: float,
+        check: Callable[[bytes, str], None] = lambda received, other: None,
+    ) -> bytes:
         poll = select.poll()
         poll.register(channel.fileno(), select.POLLIN)
         data = b""
@@ -234,6 +254,7 @@ class Peer:
             if not chunk:
                 raise ProtocolError(f"worker {self.info.name!r} closed the connection in the midst of the greeting")
             data += chunk
+            check(data, f"worker {self.info.name!r}")
         return data
 
 

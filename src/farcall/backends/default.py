@@ -24,7 +24,7 @@ def construct_options(
 ) -> RpcBackendOptions:
     """Its options. torch's transports and channels have no meaning here, and are passed over.
 
-    Raises `UsageError` for values that cannot be, `TypeError` for names that are none.
+    Raises `UsageError` for values that cannot be, `BackendError`, a `TypeError`, for names that are none.
     """
     return RpcBackendOptions(rpc_timeout=rpc_timeout, init_method=init_method, **chosen)
 

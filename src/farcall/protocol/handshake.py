@@ -26,13 +26,15 @@ from typing import Final, TypeAlias
 
 import msgspec
 
-from farcall.errors import ProtocolError, VersionMismatchError
+from farcall.errors import EncryptionError, ProtocolError, VersionMismatchError
 
 MAGIC: Final = b"farcall\0"
 VERSION: Final = 1
 MAX_MESSAGE: Final = 64 * 1024
 
 _LONGEST_QUOTE: Final = 1000
+_TLS_RECORDS: Final = range(20, 24)
+"""The first bytes of records of TLS; the second is 3 (RFC 8446, 5.1)."""
 
 _PREAMBLE: Final = struct.Struct("<8sHHI")
 PREAMBLE_SIZE: Final = _PREAMBLE.size
@@ -125,11 +127,11 @@ def pack(purpose: Purpose, message: Greeting) -> bytes:
 def body_length(preamble: bytes, purpose: Purpose, other: str, limit: int = MAX_MESSAGE) -> int:
     """How many bytes follow this preamble, at most `limit`. `other` names the other end in errors.
 
-    Raises `ProtocolError` for anything but our protocol, `VersionMismatchError` for another version of it.
+    Raises `ProtocolError` for anything but our protocol (`EncryptionError` if it is TLS), `VersionMismatchError` for
+    another version of it.
     """
-    magic, version, got_purpose, length = _PREAMBLE.unpack(preamble)
-    if magic != MAGIC:
-        raise ProtocolError(f"{other} does not speak farcall: its first bytes were {preamble[:8]!r}")
+    check_beginning(preamble, other)
+    _, version, got_purpose, length = _PREAMBLE.unpack(preamble)
     if version != VERSION:
         raise VersionMismatchError(
             f"{other} speaks version {version} of the farcall protocol, this worker speaks version {VERSION}; "
@@ -143,6 +145,18 @@ def body_length(preamble: bytes, purpose: Purpose, other: str, limit: int = MAX_
     if length > limit:
         raise ProtocolError(f"{other} announced a greeting of {length} bytes; at most {limit} are allowed")
     return int(length)
+
+
+def check_beginning(received: bytes | bytearray, other: str) -> None:
+    """What does not begin as ours never will be. Raises as `body_length`; nothing if it may be ours so far."""
+    if MAGIC.startswith(received[: len(MAGIC)]):
+        return
+    if received[0] in _TLS_RECORDS and received[1:2] in (b"", b"\x03"):
+        raise EncryptionError(
+            f"{other} encrypts (it speaks TLS), and this worker does not: encrypt_between_hosts must be the same at "
+            "all workers"
+        )
+    raise ProtocolError(f"{other} does not speak farcall: its first bytes were {bytes(received[:8])!r}")
 
 
 def quoted(text: str) -> str:
@@ -165,9 +179,7 @@ def take(buffer: bytearray, purpose: Purpose, other: str, limit: int = MAX_MESSA
     Raises as `body_length` and `unpack`.
     """
     if len(buffer) < PREAMBLE_SIZE:
-        # What does not begin as ours never will be.
-        if not MAGIC.startswith(buffer[: len(MAGIC)]):
-            raise ProtocolError(f"{other} does not speak farcall: its first bytes were {bytes(buffer[:8])!r}")
+        check_beginning(buffer, other)
         return None
     end = PREAMBLE_SIZE + body_length(bytes(buffer[:PREAMBLE_SIZE]), purpose, other, limit)
     if len(buffer) < end:

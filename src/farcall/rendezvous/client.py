@@ -149,6 +149,9 @@ class StoreClient(Store):
                 after_close, self._after_close = self._after_close, lambda: None
                 after_close()
 
+    def refusals(self) -> str:
+        return "" if self._hosted is None else self._hosted.refusals()
+
     def abandon(self) -> None:
         # Other threads of the parent may have held the locks when it forked; nobody will release them here.
         self._lock, self._send_lock, self._close_lock = threading.Lock(), threading.Lock(), threading.Lock()

@@ -24,19 +24,21 @@ import time
 from collections.abc import Mapping
 from typing import Final
 
-from farcall.errors import AuthenticationError, ProtocolError
+from farcall.errors import AuthenticationError, EncryptionError, ProtocolError
 from farcall.protocol.handshake import MAGIC, PREAMBLE_SIZE, Purpose, Refused, Welcome, take
 from farcall.rendezvous.addresses import keep_alive, loopback_text, peer_text
 from farcall.rendezvous.greeting import answer
 from farcall.rendezvous.store import PATIENCE
 from farcall.rendezvous.store_messages import GoodBye, pack_reply, take_frame, unpack_request
 from farcall.rendezvous.table import StoreTable
-from farcall.security import Credentials, Doorkeeper, refusal_of
+from farcall.security import Credentials, Doorkeeper, kind_of, refusal_of
 from farcall.transports.network import is_loopback, numeric_host
 
 _CHUNK: Final = 64 * 1024
 _ACCEPT_PAUSE: Final = 0.1
 _LONGEST_SLEEP: Final = 3600.0
+_REFUSALS: Final = 4
+"""Kinds of refusals that are remembered, for a message to people."""
 
 _log = logging.getLogger(__name__)
 
@@ -84,6 +86,7 @@ class EmbeddedStore:
         self._accept_from = 0.0
         self._close_by: float | None = None
         self._last_refusal = ""
+        self._refused: dict[tuple[str, str], tuple[int, str]] = {}  # by host and kind: how often, and why at last
         if self._credentials.encryption is not None and not is_loopback(numeric_host(listener.getsockname())):
             self._credentials.encryption.listening()  # now, so that the first who connects holds up nobody
         self._selector = selectors.DefaultSelector()
@@ -115,6 +118,18 @@ class EmbeddedStore:
         for sock in (self._listener, self._wake_read, self._wake_write):
             sock.close()
         self._selector.close()
+
+    def refusals(self) -> str:
+        """Who was refused so far, and why, in words; empty if nobody was. Any thread may ask."""
+        return "; and ".join(
+            f"{count} connection{'s' if count > 1 else ''} from {host}: {why}"
+            for (host, _), (count, why) in list(self._refused.items())
+        )
+
+    def _note_refused(self, connection: _Connection, kind: str, why: str) -> None:
+        key = connection.other.rpartition(":")[0], kind
+        if key in self._refused or len(self._refused) < _REFUSALS:
+            self._refused[key] = self._refused.get(key, (0, ""))[0] + 1, why
 
     def _run(self) -> None:
         try:
@@ -213,9 +228,15 @@ class EmbeddedStore:
             if events & selectors.EVENT_WRITE:
                 self._flush(connection)
         except ProtocolError as error:
-            self._drop(connection, str(error), kind="no greeting")
+            if isinstance(error, EncryptionError):
+                self._note_refused(connection, "encryption", str(error))
+            self._drop(connection, str(error), kind=kind_of(error))
         except OSError as error:
-            self._drop(connection, f"the connection broke: {error}")
+            # Of who was refused all is said. Who goes unproven may be a worker of ours whose time was over, and in an
+            # open group nobody says good-bye to the store.
+            may_go = connection.hello_by is not None or self._is_open
+            level = logging.DEBUG if connection.ending else logging.INFO if may_go else logging.WARNING
+            self._drop(connection, f"the connection broke: {error}", level, "left")
         except Exception:
             # Whatever one connection sends must not end the store for the others.
             _log.exception("the store could not serve %s", connection.other)
@@ -257,7 +278,7 @@ class EmbeddedStore:
                     return False
                 reply = door.take(*taken)
             except AuthenticationError as error:
-                self._refuse(connection, refusal_of(error), "wrong secret", str(error))
+                self._refuse(connection, refusal_of(error), kind_of(error), str(error))
                 return False
             except ProtocolError as error:
                 if is_ours:  # another version of ours: it can read why
@@ -292,6 +313,7 @@ class EmbeddedStore:
         level = logging.WARNING if is_new else logging.DEBUG  # whoever was refused tries again for a while
         self._last_refusal = refusal.reason
         _log.log(level, "the store on port %d refused %s: %s", self.port, connection.other, why or refusal.reason)
+        self._note_refused(connection, kind, why or refusal.reason)
         connection.ending = True
         connection.incoming.clear()
         self._send(connection, answer(refusal))

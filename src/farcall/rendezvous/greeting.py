@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import socket
 import time
+from collections.abc import Callable
 
 import msgspec
 
@@ -21,6 +22,7 @@ from farcall.protocol.handshake import (
     Refused,
     Welcome,
     body_length,
+    check_beginning,
     pack,
     unpack,
 )
@@ -58,7 +60,8 @@ def introduce(
 ) -> Welcome:
     """The worker's side: the whole greeting; the socket's timeout is left at what remained.
 
-    Raises `AuthenticationError` if one of the two does not know the other's secret; `OtherGroupError`
+    Raises `AuthenticationError` if one of the two does not know the other's secret, `EncryptionError` if only one of
+    them encrypts; `OtherGroupError`
     (`OpenAndFixedError` among them), `FinalRefusalError`, another `ConnectionRefusedByPeer` or `ProtocolError` if it is
     not welcome; `OSError` (`TimeoutError` among them) if the connection breaks, or no answer comes in time.
     """
@@ -67,7 +70,7 @@ def introduce(
     applicant, hello = credentials.applicant(Purpose.STORE, hello, other, binding)
     sock.sendall(answer(hello))
     while applicant.outcome is None:
-        preamble = _receive_exactly(sock, PREAMBLE_SIZE, other, deadline)
+        preamble = _receive_exactly(sock, PREAMBLE_SIZE, other, deadline, check_beginning)
         size = body_length(preamble, Purpose.STORE, other, credentials.limits.greeting)
         body = _receive_exactly(sock, size, other, deadline)
         reply = applicant.take(unpack(body, other))
@@ -97,7 +100,13 @@ def answer(message: Greeting) -> bytes:
     return pack(Purpose.STORE, message)
 
 
-def _receive_exactly(sock: socket.socket, size: int, other: str, deadline: float) -> bytes:
+def _receive_exactly(
+    sock: socket.socket,
+    size: int,
+    other: str,
+    deadline: float,
+    check: Callable[[bytearray, str], None] = lambda received, other: None,
+) -> bytes:
     received = bytearray()
     while len(received) < size:
         remaining = deadline - time.monotonic()
@@ -113,4 +122,5 @@ def _receive_exactly(sock: socket.socket, size: int, other: str, deadline: float
                 f"{other} closed the connection without an answer (the store of an earlier run may just be ending)"
             )
         received += piece
+        check(received, other)
     return bytes(received)

@@ -28,7 +28,8 @@ _decoder: msgspec.msgpack.Decoder[_Arrival] = msgspec.msgpack.Decoder(_Arrival)
 def join(meeting: Rendezvous, name: str, payload: bytes, timeout: float) -> dict[int, bytes]:
     """Waits until all workers have joined, then gives their payloads by rank.
 
-    Raises `RendezvousTimeoutError`, which says who came and who did not; `RendezvousError` if two workers have one
+    Raises `RendezvousTimeoutError`, which says who came and who did not, and at the host of the store who was refused;
+    `RendezvousError` if two workers have one
     name, if a worker is lost meanwhile, or if the store is gone; `UsageError` in an open group.
     """
     store, world_size = meeting.store, meeting.world_size
@@ -42,7 +43,9 @@ def join(meeting: Rendezvous, name: str, payload: bytes, timeout: float) -> dict
             came = _arrivals(store.read(_PREFIX))
         except RendezvousError:
             raise error from None  # the store has just gone; what the timeout says is the best there is
-        raise RendezvousTimeoutError(_who_came(came, world_size, timeout), error.present) from None
+        refused = store.refusals()
+        meanwhile = f". Meanwhile the store has refused {refused}" if refused else ""
+        raise RendezvousTimeoutError(_who_came(came, world_size, timeout) + meanwhile, error.present) from None
     _refuse_double_names(arrivals)
     return {rank: arrivals[rank].payload for rank in sorted(arrivals)}
 

@@ -3,8 +3,8 @@
 Nobody there, a broken connection, silence: try again. An answer that is a refusal is tried again for a short while,
 for it may come from the remains of an earlier run that are just going; then it is final, unless the store said so at
 once. A store of another group, or something that speaks another language, is final only where there is no other
-candidate; so is one that knows another secret, unless all candidates have one port. Where nobody is, and `nobody` is
-given, it may open the store, which the next round then finds.
+candidate; so is one that knows another secret or encrypts otherwise, unless all candidates have one port (then it is
+ours, and final). Where nobody is, and `nobody` is given, it may open the store, which the next round then finds.
 """
 
 from __future__ import annotations
@@ -132,13 +132,14 @@ def try_candidate(
     sock = connect(candidate.host, candidate.port, timeout)
     try:
         binding = b""
-        if credentials.encryption is not None and not is_loopback(numeric_host(sock.getpeername())):
+        peer = sock.getpeername()  # now: who is refused while it is encrypted has none any more
+        if credentials.encryption is not None and not is_loopback(numeric_host(peer)):
             from farcall.transports.tls import TlsSocket  # late: it needs ssl
 
             sock = encrypted = TlsSocket(sock, credentials.encryption, listens=False)
             encrypted.shake_hands(max(0.001, deadline - time.monotonic()))
             binding = encrypted.binding
-        hello = Hello(candidate.group, name, rank, wanted="", dialed=loopback_text(sock.getpeername()))
+        hello = Hello(candidate.group, name, rank, wanted="", dialed=loopback_text(peer))
         remaining = max(0.001, deadline - time.monotonic())
         return sock, introduce(sock, hello, f"the store at {candidate}", remaining, credentials, binding)
     except BaseException:

@@ -63,5 +63,9 @@ class Store(ABC):
         an open group nobody is waited for: somebody else hosts it from then on.
         """
 
+    def refusals(self) -> str:
+        """Whom the store has refused, in words, if it is in this worker and knows; empty if there is nobody."""
+        return ""
+
     def abandon(self) -> None:  # noqa: B027 (a store that has no descriptors has nothing to do)
         """In a forked child: gives the descriptors back and says nothing; the parent goes on. Raises nothing."""

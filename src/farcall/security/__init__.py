@@ -6,7 +6,7 @@ list of what others may call. The layer opens no connection and has no thread.
 """
 
 from farcall.security.credentials import Credentials, credentials_of
-from farcall.security.limits import Limits, Notebook, limits_of
+from farcall.security.limits import Limits, Notebook, kind_of, limits_of
 from farcall.security.proof import NONCE_SIZE, Applicant, Doorkeeper, refusal_of
 from farcall.security.secret import Secret, find_secret, secret_path
 
@@ -20,6 +20,7 @@ __all__ = [
     "Secret",
     "credentials_of",
     "find_secret",
+    "kind_of",
     "limits_of",
     "refusal_of",
     "secret_path",

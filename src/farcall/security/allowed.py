@@ -62,7 +62,9 @@ _PLAIN: Final = (
 class Allowed:
     """One worker's list. It is the `Guard` of its unpickling."""
 
-    def __init__(self, entries: Iterable[str]) -> None:
+    def __init__(self, entries: Iterable[str], worker: str = "") -> None:
+        """`worker`: whose list it is, for messages; they are read on other workers, too."""
+        self._worker = f"worker {worker!r}" if worker else "this worker"
         entries = tuple(entries)
         self._names = frozenset(entry for entry in entries if not set(entry) & set("*?["))
         patterns = [fnmatch.translate(entry) for entry in entries if entry not in self._names]
@@ -74,7 +76,7 @@ class Allowed:
         """Raises `NotAllowedError` if others may not call that function here. Imports nothing."""
         full = f"{module}.{name}"
         if not (self._is_listed(full) or full in _OWN or _is_exposed(module, name)):
-            raise NotAllowedError(_refusal(f"to call `{full}`"))
+            raise NotAllowedError(self._refusal(f"to call `{full}`"))
 
     def check_method(self, value: object, name: str) -> None:
         """Raises `NotAllowedError` if others may not call that method of that value here."""
@@ -88,11 +90,15 @@ class Allowed:
                 if _is_marked(vars(base)[name]) or (public and vars(base).get(EXPOSED) is True):
                     return
                 break
-        raise NotAllowedError(_refusal(f"to call `{full}`"))
+        raise NotAllowedError(self._refusal(f"to call `{full}`"))
 
     def check_by_value(self) -> None:
         """Raises `NotAllowedError`: a function that comes with its code cannot be judged by its name."""
-        raise NotAllowedError(_refusal("to send a function by value (a lambda, a closure, a bound method)"))
+        raise NotAllowedError(
+            f"it is not allowed to send a function by value (a lambda, a closure, a partial, a method of an object) to "
+            f"{self._worker}: its option allow has names only. Call a function of a module by its name, with its "
+            "arguments beside it; for a method, make the object there (farcall.remote), and call it on the reference"
+        )
 
     # Loading
 
@@ -100,21 +106,29 @@ class Allowed:
         """See `Guard`."""
         full = f"{module}.{name}"
         if not (full in _PLAIN or self._is_listed(full) or full in _OWN or _is_exposed(module, name)):
-            raise NotAllowedError(_refusal(f"to load `{full}`"))
+            raise NotAllowedError(self._refusal(f"to load `{full}`"))
 
     def check_found(self, module: str, name: str, found: object) -> None:
         """See `Guard`."""
         full = f"{module}.{name}"
         if isinstance(found, ModuleType):
-            raise NotAllowedError(_refusal(f"to use the module `{full}`"))
+            raise NotAllowedError(
+                f"it is not allowed to use the module `{full}` on {self._worker}; name a function or a class of it"
+            )
         if full in self._names or full in _PLAIN or full in _OWN:
             return
         if not callable(found):
             # A pickle names classes and functions. A table of the module's would be its to change: there are opcodes.
-            raise NotAllowedError(_refusal(f"to use `{full}`, which is no function and no class,"))
+            raise NotAllowedError(self._refusal(f"to use `{full}`, which is no function and no class,"))
         home = _home(name, found)
         if not (self._is_listed(home) or _is_marked(found)):
-            raise NotAllowedError(_refusal(f"to use `{home}` by the name of `{full}`"))
+            raise NotAllowedError(self._refusal(f"to use `{home}` by the name of `{full}`"))
+
+    def _refusal(self, what: str) -> str:
+        return (
+            f"it is not allowed {what} on {self._worker}; add it to the option allow there, or, if it is your own, "
+            "mark it with farcall.exposed"
+        )
 
     # Names
 
@@ -169,7 +183,3 @@ def _is_marked(target: Any) -> bool:
         return vars(function).get(EXPOSED) is True
     except TypeError:  # it has no attributes
         return False
-
-
-def _refusal(what: str) -> str:
-    return f"it is not allowed {what} on this worker; add it to the option allow there, or mark it with farcall.exposed"

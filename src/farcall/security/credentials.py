@@ -32,12 +32,11 @@ class Chosen(Limited, Protocol):
 
 def credentials_of(options: Chosen) -> Credentials:
     """What the options say. Raises `UsageError` if there is no secret to be had, or a file cannot be used."""
-    encryption = None
-    if options.encrypt_between_hosts:
-        from farcall.security.encryption import Encryption  # late: only where it is wanted
+    from farcall.security.encryption import Encryption  # late: `Credentials` alone do not need it
 
-        encryption = Encryption(options.tls_certificate, options.tls_key, options.tls_authority)
-    return Credentials(find_secret(options.secret), encryption, limits_of(options))
+    encryption = Encryption(options.tls_certificate, options.tls_key, options.tls_authority)
+    chosen = encryption if options.encrypt_between_hosts else None  # files are looked at all the same
+    return Credentials(find_secret(options.secret), chosen, limits_of(options))
 
 
 @dataclass(frozen=True)

@@ -7,7 +7,9 @@ made anew by each process, is never written to a disk, and goes with the process
 Who has certificates of their own may use them: then each side also checks that the other's is signed by the `ca`. That
 is on top of the secret, not in its place.
 
-The work is done on the first connection that needs it: `ssl` and `cryptography` are not imported before.
+Files that are given are looked at when they are given, and each worker asks itself first whether the others would
+accept its certificate. A certificate of its own is made on the first connection that needs it: `ssl` and `cryptography`
+are not imported before.
 """
 
 from __future__ import annotations
@@ -16,7 +18,7 @@ import datetime
 import hashlib
 import os
 import threading
-from typing import TYPE_CHECKING, Final
+from typing import TYPE_CHECKING, Final, NoReturn
 
 from farcall.errors import UsageError
 
@@ -33,7 +35,8 @@ class Encryption:
     def __init__(self, certificate: str | None = None, key: str | None = None, authority: str | None = None) -> None:
         """Paths of PEM files: own certificate and key, and the authority that has signed everybody's.
 
-        Raises `UsageError` if some are given and others not, or a file cannot be read.
+        Raises `UsageError` if some are given and others not, a file cannot be used, or the certificate is not one that
+        the others would accept.
         """
         given = [path for path in (certificate, key, authority) if path is not None]
         if len(given) not in (0, 3):
@@ -44,17 +47,19 @@ class Encryption:
         self._files = (certificate, key, authority)
         self._lock = threading.Lock()
         self._made: tuple[ssl.SSLContext, ssl.SSLContext, bytes] | None = None
+        if given:
+            check_own_certificate(certificate, authority, *self._contexts()[:2])
 
     def listening(self) -> ssl.SSLContext:
-        """For the side that listens. Raises `UsageError` if the certificate cannot be used."""
+        """For the side that listens."""
         return self._contexts()[0]
 
     def connecting(self) -> ssl.SSLContext:
-        """For the side that connects. Raises as `listening`."""
+        """For the side that connects."""
         return self._contexts()[1]
 
     def fingerprint(self) -> bytes:
-        """Of this worker's certificate. Raises as `listening`."""
+        """Of this worker's certificate."""
         return self._contexts()[2]
 
     def _contexts(self) -> tuple[ssl.SSLContext, ssl.SSLContext, bytes]:
@@ -73,23 +78,62 @@ class Encryption:
             context.verify_mode = ssl.CERT_NONE
         contexts[0].num_tickets = 0  # nothing comes from the other side unasked
         certificate, key, authority = self._files
-        if certificate is None or authority is None:
+        if certificate is None or key is None or authority is None:
             pem, der = _self_signed()
             for context in contexts:
                 _load(context, pem)
             return *contexts, hashlib.sha256(der).digest()
-        try:
-            for context in contexts:
-                context.load_cert_chain(certificate, key)
-                context.load_verify_locations(authority)
-                context.verify_mode = ssl.CERT_REQUIRED
-            with open(certificate, encoding="ascii") as file:
-                text = file.read()
-            begin, end = "-----BEGIN CERTIFICATE-----", "-----END CERTIFICATE-----"
-            own = begin + text.partition(begin)[2].partition(end)[0] + end  # the first; the chain may follow
-            return *contexts, hashlib.sha256(ssl.PEM_cert_to_DER_cert(own)).digest()
-        except (OSError, ValueError) as error:
-            raise UsageError(f"the certificate {certificate} and its key {key} cannot be used: {error}") from error
+        for context in contexts:
+            _load_files(context, certificate, key, authority)
+            context.verify_mode = ssl.CERT_REQUIRED
+        with open(certificate, encoding="ascii", errors="replace") as file:
+            text = file.read()
+        begin, end = "-----BEGIN CERTIFICATE-----", "-----END CERTIFICATE-----"
+        own = begin + text.partition(begin)[2].partition(end)[0] + end  # the first; the chain may follow
+        return *contexts, hashlib.sha256(ssl.PEM_cert_to_DER_cert(own)).digest()
+
+
+def check_own_certificate(
+    certificate: str | None, authority: str | None, listening: ssl.SSLContext, connecting: ssl.SSLContext
+) -> None:
+    """Has this worker greet itself: what it refuses, the others would. Raises `UsageError`."""
+    import ssl
+
+    to, back = ssl.MemoryBIO(), ssl.MemoryBIO()
+    sides = [connecting.wrap_bio(back, to), listening.wrap_bio(to, back, server_side=True)]
+    for _ in range(2):  # each hears the other twice: TLS 1.3 is through by then
+        for side in sides:
+            try:
+                side.do_handshake()
+            except ssl.SSLWantReadError:
+                pass
+            except ssl.SSLError as error:
+                reason = getattr(error, "verify_message", "") or error.reason or error
+                raise UsageError(
+                    f"the other workers would refuse the certificate {certificate}: {reason}. It must not be out of "
+                    f"date, must be good for servers and clients, and be signed by the tls_authority ({authority}), "
+                    "which must be the same at all workers"
+                ) from None
+
+
+def _load_files(context: ssl.SSLContext, certificate: str, key: str, authority: str) -> None:
+    """Raises `UsageError` that names the file that cannot be used."""
+
+    def passphrase() -> NoReturn:
+        # Without it, OpenSSL would ask whoever sits at the terminal, and wait.
+        raise UsageError(
+            f"the key {key} (tls_key) is encrypted, and nobody is asked for its passphrase: give a file without one, "
+            f"which its owner alone can read (`openssl pkey -in {key} -out plain.key` makes one)"
+        )
+
+    try:
+        context.load_cert_chain(certificate, key, passphrase)
+    except (OSError, ValueError) as error:
+        raise UsageError(f"the certificate {certificate} and its key {key} cannot be used: {error}") from error
+    try:
+        context.load_verify_locations(authority)
+    except (OSError, ValueError) as error:
+        raise UsageError(f"there is no certificate in {authority} (tls_authority) that can be used: {error}") from error
 
 
 def _load(context: ssl.SSLContext, pem: bytes) -> None:

@@ -8,6 +8,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Final, Protocol
 
+from farcall.errors import AuthenticationError, EncryptionError, ProtocolError
 from farcall.protocol.handshake import MAX_MESSAGE
 
 MOST: Final = 256
@@ -39,6 +40,15 @@ class Limited(Protocol):
 def limits_of(options: Limited) -> Limits:
     """What the options say."""
     return Limits(options.max_strangers, options.proof_timeout, options.max_greeting_size)
+
+
+def kind_of(error: BaseException) -> str:
+    """What sort of stranger it is whose greeting failed so; for the `Notebook`."""
+    if isinstance(error, EncryptionError):
+        return "encryption"
+    if isinstance(error, AuthenticationError):
+        return "wrong secret"
+    return "no greeting" if isinstance(error, ProtocolError) else "broken"
 
 
 class Notebook:

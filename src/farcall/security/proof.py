@@ -29,7 +29,7 @@ import hmac
 import struct
 from typing import Final
 
-from farcall.errors import AuthenticationError, ConnectionRefusedByPeer, ProtocolError
+from farcall.errors import AuthenticationError, ConnectionRefusedByPeer, EncryptionError, ProtocolError
 from farcall.protocol.handshake import Challenge, Greeting, Hello, Proof, Purpose, Refused, Welcome, encode, quoted
 from farcall.security.secret import Secret
 
@@ -54,7 +54,7 @@ def proof_of(secret: Secret, side: bytes, purpose: Purpose, hello: bytes, challe
 
 def refusal_of(error: ProtocolError) -> Refused:
     """What a stranger is told. Not where this side has its secret from: that is for our own log."""
-    if isinstance(error, AuthenticationError):
+    if isinstance(error, AuthenticationError) and not isinstance(error, EncryptionError):
         return Refused("who connects must know the secret of this group", stranger=True)
     return Refused(str(error))
 
@@ -145,7 +145,7 @@ class Doorkeeper:
                 if not hmac.compare_digest(mac, self._proof(_CONNECTS)):
                     raise AuthenticationError(
                         f"it says that it is {self.hello.name[:100]!r}, but does not know the secret of this group "
-                        f"(here it is from {self._secret.source})"
+                        f"(here it is from {self._secret.source}, and all workers need the same)"
                     )
                 if self._address and self.hello.dialed != self._address:
                     raise AuthenticationError(

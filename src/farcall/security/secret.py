@@ -52,11 +52,14 @@ class Secret:
 def find_secret(chosen: str | None = None, environ: Mapping[str, str] = os.environ) -> Secret:
     """The secret of this worker: the chosen one, else that of the environment, else that of this user's file.
 
-    Raises `UsageError` if it is too short, or the file cannot be used.
+    Raises `UsageError` if it is too short, if the variable is set but empty, or the file cannot be used.
     """
     if chosen is not None:
         return Secret(chosen)
-    if environ.get(VARIABLE):
+    if VARIABLE in environ:
+        if not environ[VARIABLE].strip():
+            # A shell's variable that was never set, most likely: another secret in its place would not be the group's.
+            raise UsageError(f"{VARIABLE} is set, but empty. {_ADVICE}, or unset it: then this user's file is used")
         return Secret(environ[VARIABLE], VARIABLE)
     path = secret_path(environ)
     try:

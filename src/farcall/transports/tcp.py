@@ -20,6 +20,7 @@ import time
 from functools import partial
 from typing import TYPE_CHECKING, Any, Final
 
+from farcall.errors import ProtocolError
 from farcall.transports.base import Channel
 from farcall.transports.network import is_loopback, numeric_host, resolve
 from farcall.transports.sockets import BACKLOG, SocketChannel, SocketListener
@@ -73,7 +74,8 @@ class TcpTransport:
     def connect(self, address: str, timeout: float) -> Channel:
         """A channel to the listener at that address; a name's addresses are tried one by one, within the timeout.
 
-        Raises `OSError` if nobody listens there, `TimeoutError` if nobody answers in time. A host that is a name has
+        Raises `OSError` if nobody listens there, `TimeoutError` if nobody answers in time, `EncryptionError` if the two
+        do not agree on the encryption, `ProtocolError` if it is nobody who could. A host that is a name has
         to be resolved first, which takes the time that the system's resolver takes.
         """
         deadline = time.monotonic() + timeout
@@ -93,6 +95,8 @@ class TcpTransport:
                     return _encrypted(_tune(sock), encryption, until - time.monotonic(), address)
                 except TimeoutError:
                     failure = TimeoutError(errno.ETIMEDOUT, f"no connection within {timeout:g} s", address)
+                except ProtocolError as error:
+                    failure = error.with_traceback(None)
                 except OSError as error:
                     failure = OSError(error.errno or errno.ECONNABORTED, error.strerror or str(error), address)
         try:

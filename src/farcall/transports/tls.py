@@ -26,10 +26,12 @@ import socket
 import threading
 import time
 from collections.abc import Sequence
+from contextlib import suppress
 from typing import TYPE_CHECKING, Any, Final, Protocol, cast
 
 from farcall.transports.base import Buffer
 from farcall.transports.sockets import OwnSocket
+from farcall.transports.tls_failures import ENCRYPTED_ONLY, ended_early, explained, is_plain, not_tls
 
 if TYPE_CHECKING:
     import ssl
@@ -38,8 +40,8 @@ _RECORD: Final = 16 * 1024
 _OVERHEAD: Final = 5 + 256
 """Bytes at most that a record has more than what is in it (RFC 8446, 5.2)."""
 _CHUNK: Final = 256 * 1024
-_FIRST_BYTE: Final = b"\x16"
-"""Of everything that begins a TLS connection."""
+_FIRST_BYTES: Final = (b"\x16", b"\x15")
+"""Of all that may come first on a TLS connection: its greeting, or an alert in its place (RFC 8446, 5.1)."""
 
 
 class Encryption(Protocol):
@@ -60,6 +62,7 @@ class TlsSocket(OwnSocket):
 
     __slots__ = (
         "_fed",
+        "_has_begun",
         "_held",
         "_incoming",
         "_lock",
@@ -85,6 +88,7 @@ class TlsSocket(OwnSocket):
         self._lock = threading.Lock()
         self._ready = False
         self._fed = False  # something has come at all
+        self._has_begun = False  # something of what is encrypted has come
         self._held = False  # the last byte that was looked at is still in the kernel, and counts no more
         self._unsent = memoryview(b"")  # the rest of what is encrypted
         self._owed = 0  # bytes of the caller's that are in it, and were not reported as sent
@@ -167,7 +171,9 @@ class TlsSocket(OwnSocket):
         except (ssl.SSLWantReadError, ssl.SSLZeroReturnError):
             pass
         except ssl.SSLError as error:
-            raise _explained(error) from error
+            # The side that listens looks at our certificate when the connection is encrypted for us already.
+            raise explained(error, self._has_begun) from error
+        self._has_begun = self._has_begun or total > 0
         return total
 
     def _below(self, size: int) -> bytes:
@@ -240,12 +246,17 @@ class TlsSocket(OwnSocket):
                     self._tls.write(part[begin : begin + _RECORD])
                     ends.append((min(begin + _RECORD, len(part)), self._outgoing.pending))
             except ssl.SSLError as error:
-                raise _explained(error) from error
+                raise explained(error, self._has_begun) from error
             encrypted = memoryview(self._outgoing.read())
             try:
                 count = super().send(encrypted)
             except BlockingIOError:
                 count = 0
+            except ConnectionError as error:
+                refusal = None if self._has_begun else self._last_word()
+                if refusal is None:
+                    raise
+                raise refusal from error
             total += max((end for end, below in ends if below <= count), default=0)
             if count < len(encrypted):
                 self._unsent = encrypted[count:]
@@ -254,6 +265,22 @@ class TlsSocket(OwnSocket):
         if not total and data:
             raise BlockingIOError(errno.EAGAIN, "the kernel takes nothing more now")
         return total
+
+    def _last_word(self) -> OSError | None:
+        """Nothing can be sent any more: why the other side has hung up, if it has said so before its first word."""
+        import ssl
+
+        try:
+            self._drop_held()
+            self._incoming.write(super().recv(_CHUNK))
+            self._tls.read(1)
+        except (ssl.SSLWantReadError, ssl.SSLZeroReturnError):
+            return None
+        except ssl.SSLError as error:
+            return explained(error, has_begun=False)
+        except OSError:
+            pass
+        return None
 
     def _flush(self) -> None:
         """Sends what is encrypted already. Raises `BlockingIOError` if it does not all go."""
@@ -273,8 +300,10 @@ class TlsSocket(OwnSocket):
             except ssl.SSLWantReadError:
                 pass
             except ssl.SSLError as error:
-                self._say_below()  # the other side hears what is wrong
-                raise _explained(error) from error
+                with suppress(OSError):  # it may be gone
+                    self._say_below()  # the other side hears what is wrong
+                    super().recv(_CHUNK)  # closing with unread bytes could lose that on its way
+                raise explained(error, has_begun=False) from error
             self._say_below()
             if self._ready:
                 if not self.binding:
@@ -283,12 +312,13 @@ class TlsSocket(OwnSocket):
                 return
             data = super().recv(_CHUNK if not self._tls.server_side else _RECORD, socket.MSG_PEEK)
             if not data:
-                raise ConnectionResetError(errno.ECONNRESET, "the connection ended before it was encrypted")
-            if not self._fed and data[:1] != _FIRST_BYTE:
-                raise ConnectionError(
-                    "the other end does not encrypt (it does not speak TLS), though it is on another host; set "
-                    "encrypt_between_hosts alike at all workers"
-                )
+                raise ended_early()
+            if not self._fed and data[:1] not in _FIRST_BYTES:
+                if self._tls.server_side and is_plain(data):
+                    with suppress(OSError):  # it may be gone
+                        super().recv(_RECORD)  # closing with unread bytes could lose the answer on its way
+                        super().send(ENCRYPTED_ONLY)
+                raise not_tls(data)
             self._fed = True
             # One record at a time: what comes behind the greeting is to be seen by polls.
             size = min(len(data), 5 + int.from_bytes(data[3:5]) if len(data) >= 5 else len(data))
@@ -321,14 +351,3 @@ def _joined(buffers: Sequence[Buffer]) -> list[memoryview]:
     if small:
         pieces.append(memoryview(b"".join(small)))
     return [piece for piece in pieces if piece]
-
-
-def _explained(error: ssl.SSLError) -> OSError:
-    reason = getattr(error, "reason", "") or ""
-    if reason in ("WRONG_VERSION_NUMBER", "RECORD_LAYER_FAILURE", "HTTP_REQUEST"):
-        hint = "; set encrypt_between_hosts alike at all workers"
-    elif "CERT" in reason or "UNKNOWN_CA" in reason:
-        hint = "; its certificate must be signed by the tls_authority of the other side"
-    else:
-        hint = ""
-    return ConnectionError(f"the encrypted connection failed: {reason or error}{hint}")
