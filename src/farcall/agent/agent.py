@@ -82,6 +82,7 @@ class Agent(RpcAgent):
         self._connections: dict[Outgoing, None] = {}
         self._counting = Counting()
         self._meetings = 0
+        self._lost: list[str] = []
         self._ended = False
         self._lock = threading.Lock()
         self._poller = Poller()
@@ -246,7 +247,9 @@ class Agent(RpcAgent):
 
     def _member_gone(self, number: Worker, left: bool) -> None:
         self._counting.peer_gone(number)
-        self._entrance.member_gone(number)
+        if not left and not self._entrance.is_open:  # in an open group it would pile up, and nobody waits for everybody
+            self._lost.append(self.group.name_of(number))
+        self._entrance.member_gone(number, left)
 
     def _expelled(self) -> None:
         """The group has taken this worker for dead: what it does from now on would be believed by nobody."""
@@ -277,6 +280,10 @@ class Agent(RpcAgent):
         """See `Leaver`."""
         peers = sorted(self.calling.numbered.values(), key=lambda peer: peer.info.id)
         return [(peer.info, peer.is_lost) for peer in peers]
+
+    def lost(self) -> list[str]:
+        """See `Leaver`."""
+        return list(self._lost)
 
     def get_worker_infos(self) -> list[WorkerInfo]:
         """All workers of the group, by rank."""

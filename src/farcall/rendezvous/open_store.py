@@ -20,8 +20,8 @@ import random
 import threading
 import time
 import uuid
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Collection, Mapping, Sequence
+from contextlib import AbstractContextManager
 from typing import Final
 
 from farcall.errors import RendezvousError
@@ -103,6 +103,9 @@ class OpenStore(Store):
     def collect(self, prefix: str, count: int, timeout: float) -> Mapping[str, bytes]:
         return self._current().collect(prefix, count, timeout)
 
+    def within(self, seconds: float) -> AbstractContextManager[None]:
+        return self._limit.within(seconds)
+
     def close(self, early: bool = False, patience: float = 0.0) -> None:
         """Hangs up; a store that is hosted here ends. Waits for nobody, whatever is said. May be called twice."""
         self._closed = True  # who looks for the store gives up
@@ -130,16 +133,6 @@ class OpenStore(Store):
     def is_hosted_by(self, names: Collection[str]) -> bool:
         """Whether the store is in this worker, or in one of those of these names."""
         return self._hosted is not None or self._host_name in names
-
-    @contextmanager
-    def within(self, seconds: float) -> Iterator[None]:
-        """What this thread asks inside is answered in so many seconds, or fails with `RendezvousTimeoutError`."""
-        before = self._limit.deadline
-        self._limit.deadline = min(before, time.monotonic() + seconds)
-        try:
-            yield
-        finally:
-            self._limit.deadline = before
 
     def enter(self, timeout: float) -> str:
         """Finds the store, or begins a new group where there is none; gives the id of the group. Not for members.
