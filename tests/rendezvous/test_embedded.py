@@ -7,11 +7,14 @@ import logging
 import os
 import signal
 import socket
+import ssl
 import struct
 import subprocess
 import sys
+import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from types import SimpleNamespace
 
 import pytest
 from rendezvous_stage import GROUP, Stage
@@ -409,6 +412,27 @@ def test_between_hosts_the_store_is_encrypted(background: ThreadPoolExecutor) ->
     for client in clients:
         client.close()
     server.close()
+
+
+@pytest.mark.usefixtures("far_away")
+def test_the_time_it_takes_to_make_a_certificate_does_not_count(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Else the first attempt of every worker would be in vain, and the store see its connection break."""
+    passed = 0.0
+    monkeypatch.setattr(locate, "time", SimpleNamespace(monotonic=lambda: time.monotonic() + passed))
+
+    class Slow(Encryption):
+        def connecting(self) -> ssl.SSLContext:
+            nonlocal passed
+            passed += 60.0
+            return super().connecting()
+
+    server = EmbeddedStore(listen("127.0.0.1", [0]), GROUP, 1, "host", credentials=Credentials(encryption=Encryption()))
+    try:
+        candidate = Candidate("127.0.0.1", server.port, GROUP)
+        sock, _ = try_candidate(candidate, "ann", 0, 10, Credentials(encryption=Slow()))
+        sock.close()
+    finally:
+        server.close(linger=0)
 
 
 @pytest.mark.usefixtures("far_away")
