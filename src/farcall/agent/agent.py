@@ -420,13 +420,17 @@ class Agent(RpcAgent):
             if self._ended:
                 return
             self._ended = True
+        is_in = self.closed is None
+        self.calling.closed = NotInitializedError(f"worker {self.info.name!r} has shut down; call init_rpc again first")
+        why = f"worker {self.info.name!r} (this one) shut down before the call ended"
+        for connection in list(self._connections):
+            connection.give_up(why)  # before the good-bye: whoever hears that hangs up, and would be blamed
         if early:
-            if self.closed is None:
+            if is_in:
                 self.group.leave()
             self._entrance.leave()  # also of one that was expelled: it keeps the way in no longer
-        self.calling.closed = NotInitializedError(f"worker {self.info.name!r} has shut down; call init_rpc again first")
         for connection in list(self._connections):
-            connection.close(f"worker {self.info.name!r} (this one) shut down before the call ended")
+            connection.close(why)
         deadline = monotonic() + _CLOSE_TIMEOUT
         self._loop.close(_CLOSE_TIMEOUT)
         left = self._serving.close(deadline)

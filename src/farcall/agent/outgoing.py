@@ -448,6 +448,11 @@ class Outgoing:
         self._advice = ""
         self._end(kind(reason))
 
+    def give_up(self, reason: str) -> None:
+        """Everything pending fails with that reason. It stays open for a last word."""
+        for future in list(self.pending.values()):
+            self._take_and_fail(future, future.cut_off(RpcError(reason), ""))
+
     def abandon(self, error: RpcError) -> None:
         """In a forked child: the connection is the parent's, and stays as it is there."""
         self._lost = error
