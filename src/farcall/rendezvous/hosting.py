@@ -12,10 +12,17 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Final
 
+from farcall.errors import RendezvousError
 from farcall.rendezvous.addresses import listen, listen_at_once, reachable_addresses
 from farcall.rendezvous.embedded import EmbeddedStore
 from farcall.rendezvous.locate import Candidate, is_alive
-from farcall.rendezvous.location_file import Location, publish_location, read_location, remove_location
+from farcall.rendezvous.location_file import (
+    HostedElsewhereError,
+    Location,
+    publish_location,
+    read_location,
+    remove_location,
+)
 from farcall.rendezvous.table import OPEN
 from farcall.rendezvous.urls import FilePlace, Plan, TcpPlace
 from farcall.security import Credentials
@@ -71,7 +78,10 @@ def host(plan: Plan, name: str, chosen: str | None, timeout: float, credentials:
     """
     place = plan.place
     if isinstance(place, FilePlace):
-        return _host_for_file(place, plan, name, chosen, timeout, None, credentials)
+        try:
+            return _host_for_file(place, plan, name, chosen, timeout, None, credentials)
+        except HostedElsewhereError as error:
+            raise RendezvousError(str(error)) from None
     return _serve(listen(place.host, place.ports), place, plan, name, None, credentials)
 
 
