@@ -28,7 +28,7 @@ from farcall.errors import RendezvousError
 from farcall.rendezvous.client import Limit, StoreClient
 from farcall.rendezvous.hosting import Hosted, candidates_of, host_open
 from farcall.rendezvous.locate import Candidate, find_store
-from farcall.rendezvous.location_file import HostedElsewhereError, read_location
+from farcall.rendezvous.location_file import HostedElsewhereError, Location, read_location
 from farcall.rendezvous.presence import Presence, is_anybody_here
 from farcall.rendezvous.store import Store
 from farcall.rendezvous.urls import FilePlace, Plan
@@ -225,10 +225,14 @@ class OpenStore(Store):
         plan = self._plan
         candidates, only_one = candidates_of(plan)
         hosted: Hosted | None = None
+        tried: Location | None = None
 
         def where() -> Sequence[Candidate]:
+            nonlocal tried
             if self._closed:
                 raise RendezvousError(f"the store was closed by this worker, {self._name!r}")
+            if isinstance(plan.place, FilePlace):
+                tried = read_location(plan.place.path)
             return candidates() if hosted is None else hosted.reached_at
 
         def nobody(vacant: Sequence[Candidate]) -> str | None:
@@ -241,7 +245,9 @@ class OpenStore(Store):
                 return reason
             port = vacant[0].port if vacant else 0
             try:
-                hosted = host_open(plan, self._name, self._chosen, port, seed(), _PUBLISH, self._credentials)
+                hosted = host_open(
+                    plan, self._name, self._chosen, port, seed(), _PUBLISH, self._credentials, lambda at: at == tried
+                )
             except HostedElsewhereError:
                 return "another worker has just begun to host it"
             except OSError as error:
