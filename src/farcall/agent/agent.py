@@ -424,7 +424,9 @@ class Agent(RpcAgent):
         self.calling.closed = NotInitializedError(f"worker {self.info.name!r} has shut down; call init_rpc again first")
         why = f"worker {self.info.name!r} (this one) shut down before the call ended"
         for connection in list(self._connections):
-            connection.give_up(why)  # before the good-bye: whoever hears that hangs up, and would be blamed
+            for future in list(connection.pending.values()):
+                # Before the good-bye: whoever hears that hangs up, and would be blamed.
+                connection.take_and_fail(future, future.cut_off(RpcError(why), ""))
         if early:
             if is_in:
                 self.group.leave()

@@ -425,7 +425,7 @@ class Outgoing:
 
     def _expire(self, future: PendingCall) -> None:
         self._late.add(future.call_id)  # before it is taken: its reply may come just then
-        if self._take_and_fail(future, future.too_late()):
+        if self.take_and_fail(future, future.too_late()):
             self.unattended()
         else:
             self._late.discard(future.call_id)
@@ -447,11 +447,6 @@ class Outgoing:
         """Closes it from our side; everything pending fails with that reason, as an error of that kind."""
         self._advice = ""
         self._end(kind(reason))
-
-    def give_up(self, reason: str) -> None:
-        """Everything pending fails with that reason. It stays open for a last word."""
-        for future in list(self.pending.values()):
-            self._take_and_fail(future, future.cut_off(RpcError(reason), ""))
 
     def abandon(self, error: RpcError) -> None:
         """In a forked child: the connection is the parent's, and stays as it is there."""
@@ -483,9 +478,9 @@ class Outgoing:
     def _fail(self, future: PendingCall) -> None:
         lost = self._lost
         assert lost is not None
-        self._take_and_fail(future, future.cut_off(lost, self._advice))
+        self.take_and_fail(future, future.cut_off(lost, self._advice))
 
-    def _take_and_fail(self, future: PendingCall, error: RpcError) -> bool:
+    def take_and_fail(self, future: PendingCall, error: RpcError) -> bool:
         """Settles it with that error, unless somebody else has taken it from `pending`; whether it was settled here."""
         callbacks = None
         try:
