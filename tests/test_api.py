@@ -477,3 +477,13 @@ def test_lambdas_and_functions_of_an_interactive_session(free_port: int) -> None
     rpc.shutdown()
     """
     assert run(script, str(free_port)) == "6 5 9"
+
+
+@pytest.mark.usefixtures("alone")
+@pytest.mark.parametrize("callback", [None, 3])
+def test_a_membership_callback_that_cannot_be_called_is_refused_at_once(callback: Any) -> None:
+    with pytest.raises(
+        rpc.UsageError, match=f"a membership callback must be something to be called .*, not {callback}"
+    ):
+        rpc.add_membership_callback(callback)
+    rpc.remove_membership_callback(callback)

@@ -219,8 +219,10 @@ def add_membership_callback(callback: Callable[[MembershipChange], object]) -> N
     """Has `callback(change)` called whenever a worker joins the group, leaves it or is lost, until the shutdown.
 
     It runs in the serving pool, one change after the other, and may make calls. What it raises is logged.
-    Raises `NotInitializedError`.
+    Raises `NotInitializedError`; `UsageError` if it cannot be called.
     """
+    if not callable(callback):
+        raise UsageError(f"a membership callback must be something to be called with each change, not {callback!r}")
     current_agent().watch_members(callback)
 
 

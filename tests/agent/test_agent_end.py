@@ -11,6 +11,7 @@ from time import monotonic
 import pytest
 from agent_stage import forward, note, seen
 
+from eventually import eventually
 from farcall import NotInitializedError, RpcError, ShutdownError, UsageError, WorkerLost
 from farcall.futures import Future
 from farcall.testing import LocalGroup
@@ -57,6 +58,34 @@ def test_calls_under_way_fail_when_this_worker_shuts_down(group: LocalGroup, bac
         future.wait()
     for gate in gates:
         gate.set()
+
+
+@pytest.mark.parametrize("is_open", [False, True])
+def test_calls_under_way_blame_this_worker_though_the_other_hangs_up_first(
+    monkeypatch: pytest.MonkeyPatch, is_open: bool
+) -> None:
+    with LocalGroup(2, is_open=is_open) as group:
+        check_who_is_blamed(group, monkeypatch)
+
+
+def check_who_is_blamed(group: LocalGroup, monkeypatch: pytest.MonkeyPatch) -> None:
+    eventually(lambda: len(group[0].get_worker_infos()) == 2)
+    gate = new_gate("blame")
+    future = start(group[0], "worker1", wait_at, "blame")
+    assert arrived["blame"].wait(SOON)
+    (connection,) = group[0]._connections
+    leave = group[0].group.leave
+
+    def leave_and_be_left() -> None:
+        leave()
+        eventually(connection.is_lost)  # it was read by somebody
+
+    monkeypatch.setattr(group[0].group, "leave", leave_and_be_left)
+    group[0].shutdown(graceful=False, timeout=0)
+    gate.set()
+    with pytest.raises(RpcError, match=r"'worker0' \(this one\) shut down before the call ended") as caught:
+        future.wait()
+    assert not isinstance(caught.value, WorkerLost)
 
 
 def test_a_call_that_connects_while_this_worker_shuts_down_fails_at_once(

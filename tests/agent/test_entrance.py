@@ -133,6 +133,7 @@ class Porch:
         self.hosted: list[tuple[set[int], int]] = []
         self.meanwhile: list[int] = []  # who goes while the store is being hosted
         self.host = "w1"
+        self.told: list[tuple[int, str]] = []
         self.jobs: list[Any] = []
         self.lost: Any = None
         monkeypatch.setattr(farcall.rendezvous, "clear_away", self._clear_away)
@@ -142,6 +143,7 @@ class Porch:
         monkeypatch.setattr(farcall.rendezvous, "when_store_lost", self._when_store_lost)
         monkeypatch.setattr(entrance_module, "_PAUSE", 0.0)
         store = MemoryStore()
+        monkeypatch.setattr(store, "lost", lambda rank, why: self.told.append((rank, why)))
         meeting = Rendezvous(store, -1 if is_open else 2, None if is_open else 3, "", "run")
         if is_open:
             join_open(meeting, "first", lambda number: b"", 5)
@@ -152,6 +154,8 @@ class Porch:
         group: Any = SimpleNamespace(
             here=lambda: dict(self.here), is_gone=lambda number: number not in self.here, name_of=lambda n: f"w{n}"
         )
+        self.group = group
+        group.is_quiet = False
         serving: Any = SimpleNamespace(run_aside=self.jobs.append)
         self.entrance.keep(group, serving)
 
@@ -172,9 +176,9 @@ class Porch:
     def _when_store_lost(self, meeting: Rendezvous, call: Any) -> None:
         self.lost = call
 
-    def goes(self, number: int) -> None:
+    def goes(self, number: int, left: bool = False) -> None:
         self.here.pop(number, None)
-        self.entrance.member_gone(number)
+        self.entrance.member_gone(number, left)
 
     def work(self) -> None:
         while self.jobs:
@@ -203,6 +207,29 @@ def test_in_a_fixed_group_nobody_is_told(monkeypatch: pytest.MonkeyPatch) -> Non
     porch.goes(3)
     assert porch.jobs == []
     assert porch.lost is None
+
+
+def test_in_a_fixed_group_those_who_wait_by_the_store_are_told_of_a_loss(monkeypatch: pytest.MonkeyPatch) -> None:
+    porch = Porch(monkeypatch, is_open=False)
+    porch.goes(1, left=True)
+    assert porch.told == [], "it has told the store itself"
+    porch.goes(3)
+    assert porch.told == [(3, "worker 'w3' was lost")]
+
+
+def test_when_all_are_about_to_go_only_the_loss_of_the_host_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    porch = Porch(monkeypatch, is_open=False, here=(0, 1, 2))
+    porch.group.is_quiet = True
+    porch.goes(1)
+    assert porch.told == [], "it may have gone in good order"
+    porch.goes(0)
+    assert porch.told == [(0, "worker 'w0' was lost")]
+
+
+def test_in_an_open_group_the_store_is_told_of_nobody(monkeypatch: pytest.MonkeyPatch) -> None:
+    porch = Porch(monkeypatch)
+    porch.goes(1)
+    assert porch.told == []
 
 
 def test_the_store_is_hosted_again_by_who_sees_it_lost(monkeypatch: pytest.MonkeyPatch) -> None:

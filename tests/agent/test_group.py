@@ -254,6 +254,15 @@ def test_who_does_not_answer_is_lost_for_all_after_the_patience_and_hears_of_it(
     assert call(group[0], "worker1", echo, 1) == 1
 
 
+def test_the_first_call_of_one_that_was_taken_for_dead_says_so(new_group: NewGroup) -> None:
+    """Nobody has told it before: it hears of it as it connects."""
+    group = new_group(2, **SLOW_HEART)
+    group[0].group.told(0, encode(News(lost=((1, 1),))))
+    assert group[1].closed is None
+    with pytest.raises(ExpelledError, match=r"worker 'worker1' \(this one\) was taken for dead"):
+        call(group[1], "worker0", echo, 1)
+
+
 @pytest.mark.parametrize("threads", [1, 2])
 def test_who_is_busy_in_all_its_threads_answers_all_the_same(new_group: NewGroup, threads: int) -> None:
     group = new_group(3, num_worker_threads=threads, **SLOW_HEART)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import itertools
 import os
 import socket
 import threading
@@ -18,7 +19,7 @@ from fork_stage import expect_a_forked_child_lets_go
 from open_stage import OpenStage
 
 from farcall.errors import RendezvousError, RendezvousTimeoutError
-from farcall.rendezvous import hosting, join_open, locate, rendezvous
+from farcall.rendezvous import hosting, join_open, locate, open_store, rendezvous
 from farcall.rendezvous.client import StoreClient
 from farcall.rendezvous.location_file import Location, publish_location, read_location
 from farcall.rendezvous.open_store import OpenStore
@@ -235,6 +236,22 @@ def test_the_file_stays_while_others_are_there_and_goes_with_the_last(file_stage
 def test_a_store_that_is_closed_without_a_good_bye_leaves_no_file_either(file_stage: OpenStage, path: str) -> None:
     file_stage.join("alone").store.close()
     assert not os.path.exists(path)
+
+
+def test_who_begins_just_after_another_joins_that_one_however_slow_it_is(
+    file_stage: OpenStage, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It has seen no file, and then there is one, whose store does not answer in time."""
+    first = file_stage.meet("first")
+    looks = itertools.count()
+
+    def read_late(path: str) -> Location | None:
+        return None if next(looks) < 3 else read_location(path)  # twice in a look, once to see whether to begin
+
+    for module in (open_store, hosting):
+        monkeypatch.setattr(module, "read_location", read_late)
+    monkeypatch.setattr(hosting, "_is_any_alive", lambda *_: False)
+    assert file_stage.meet("second").group == first.group
 
 
 def test_a_file_that_leads_nowhere_is_replaced_after_a_while(

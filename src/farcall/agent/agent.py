@@ -83,6 +83,7 @@ class Agent(RpcAgent):
         self._connections: dict[Outgoing, object] = {}
         self._counting = Counting()
         self._meetings = 0
+        self._lost: list[str] = []
         self._ended = False
         self._lock = threading.Lock()
         self._poller = Poller()
@@ -247,7 +248,9 @@ class Agent(RpcAgent):
 
     def _member_gone(self, number: Worker, left: bool) -> None:
         self._counting.peer_gone(number)
-        self._entrance.member_gone(number)
+        if not left and not self._entrance.is_open:  # in an open group it would pile up, and nobody waits for everybody
+            self._lost.append(self.group.name_of(number))
+        self._entrance.member_gone(number, left)
 
     def _expelled(self) -> None:
         """The group has taken this worker for dead: what it does from now on would be believed by nobody."""
@@ -278,6 +281,10 @@ class Agent(RpcAgent):
         """See `Leaver`."""
         peers = sorted(self.calling.numbered.values(), key=lambda peer: peer.info.id)
         return [(peer.info, peer.is_lost) for peer in peers]
+
+    def lost(self) -> list[str]:
+        """See `Leaver`."""
+        return list(self._lost)
 
     def get_worker_infos(self) -> list[WorkerInfo]:
         """All workers of the group, by rank."""
@@ -413,13 +420,19 @@ class Agent(RpcAgent):
             if self._ended:
                 return
             self._ended = True
+        is_in = self.closed is None
+        self.calling.closed = NotInitializedError(f"worker {self.info.name!r} has shut down; call init_rpc again first")
+        why = f"worker {self.info.name!r} (this one) shut down before the call ended"
+        for connection in list(self._connections):
+            for future in list(connection.pending.values()):
+                # Before the good-bye: whoever hears that hangs up, and would be blamed.
+                connection.take_and_fail(future, future.cut_off(RpcError(why), ""))
         if early:
-            if self.closed is None:
+            if is_in:
                 self.group.leave()
             self._entrance.leave()  # also of one that was expelled: it keeps the way in no longer
-        self.calling.closed = NotInitializedError(f"worker {self.info.name!r} has shut down; call init_rpc again first")
         for connection in list(self._connections):
-            connection.close(f"worker {self.info.name!r} (this one) shut down before the call ended")
+            connection.close(why)
         deadline = monotonic() + _CLOSE_TIMEOUT
         self._loop.close(_CLOSE_TIMEOUT)
         left = self._serving.close(deadline)

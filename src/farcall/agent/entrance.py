@@ -26,6 +26,8 @@ if TYPE_CHECKING:
 
 _TELLERS: Final = 2
 """So many of those who are there, the oldest, tell the store who is gone: one of them may be about to go as well."""
+_HOST: Final = 0
+"""The number of the worker that hosts the store of a fixed group."""
 _PAUSE: Final = 0.5
 """Seconds between attempts to host the store."""
 
@@ -102,12 +104,16 @@ class Entrance:
                 if not self._over.is_set() and not group.is_gone(number):
                     group.met(_decoder.decode(payload))
 
-    def member_gone(self, number: Worker) -> None:
+    def member_gone(self, number: Worker, left: bool) -> None:
         """Somebody is gone. Its name is to be free for the next who wants it.
 
-        If it hosted the store another one must, though the connection to it may still be open: it may be frozen.
+        If it hosted the store another one must, though the connection to it may still be open: it may be frozen. In a
+        fixed group nobody else can: whoever asks the store, or waits for everybody by it, is told.
         """
         group, serving = self._group, self._serving
+        # Once all are about to go, only of the host: of others it might be that they have gone in good order.
+        if not (self.is_open or left or group is None) and (number == _HOST or not group.is_quiet):
+            self._rendezvous.store.lost(number, f"worker {group.name_of(number)!r} was lost")
         if not self.is_open or group is None or serving is None or self._over.is_set():
             return
         from farcall.rendezvous import is_hosted_by

@@ -19,7 +19,6 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Callable, Collection, Mapping
-from contextlib import AbstractContextManager, nullcontext
 from typing import Final
 
 from farcall.errors import RendezvousError
@@ -56,7 +55,7 @@ def join_open(
     store = meeting.store
     while True:
         try:
-            with _within(store, deadline - time.monotonic()):
+            with store.within(max(0.0, deadline - time.monotonic())):
                 number = store.add(NUMBERS, 1)
                 payload = payload_of(number)
                 store.set(_here(number), payload)
@@ -102,7 +101,7 @@ def clear_away(meeting: Rendezvous, is_gone: Callable[[int], bool], names: Colle
     if not is_hosted_by(meeting, names):
         return
     try:
-        with _within(store, FAREWELL):
+        with store.within(FAREWELL):
             for key in store.read(HERE):
                 if is_gone(int(key.removeprefix(HERE))):
                     store.delete(key)
@@ -118,7 +117,7 @@ def mark_gone(meeting: Rendezvous, number: int) -> bool:
     store = meeting.store
     deadline = time.monotonic() + FAREWELL
     try:
-        with _within(store, FAREWELL / 2):
+        with store.within(FAREWELL / 2):
             store.delete(_here(number))
         return True
     except RendezvousError as error:
@@ -126,7 +125,7 @@ def mark_gone(meeting: Rendezvous, number: int) -> bool:
     if not isinstance(store, OpenStore) or not store.find_again(FAREWELL / 4):
         return False
     try:
-        with _within(store, deadline - time.monotonic()):
+        with store.within(max(0.0, deadline - time.monotonic())):
             store.delete(_here(number))
     except RendezvousError as error:
         _log.info("the store was not told that number %d is gone: %s", number, error)
@@ -137,7 +136,7 @@ def mark_gone(meeting: Rendezvous, number: int) -> bool:
 def who_is_there(meeting: Rendezvous) -> dict[int, bytes]:
     """All that the store takes for members, by number: what they brought. Nobody if it does not answer in a second."""
     try:
-        with _within(meeting.store, FAREWELL):
+        with meeting.store.within(FAREWELL):
             return _who_is_there(meeting.store)
     except RendezvousError as error:
         _log.debug("the store was not asked who is there: %s", error)
@@ -223,7 +222,3 @@ def _name_is_taken(name: str, holder: int, timeout: float) -> str:
 
 def _here(number: int) -> str:
     return f"{HERE}{number}"
-
-
-def _within(store: Store, seconds: float) -> AbstractContextManager[None]:
-    return store.within(max(0.0, seconds)) if isinstance(store, OpenStore) else nullcontext()

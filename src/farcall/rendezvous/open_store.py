@@ -20,15 +20,15 @@ import random
 import threading
 import time
 import uuid
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Collection, Mapping, Sequence
+from contextlib import AbstractContextManager
 from typing import Final
 
 from farcall.errors import RendezvousError
 from farcall.rendezvous.client import Limit, StoreClient
 from farcall.rendezvous.hosting import Hosted, candidates_of, host_open
 from farcall.rendezvous.locate import Candidate, find_store
-from farcall.rendezvous.location_file import HostedElsewhereError, read_location
+from farcall.rendezvous.location_file import HostedElsewhereError, Location, read_location
 from farcall.rendezvous.presence import Presence, is_anybody_here
 from farcall.rendezvous.store import Store
 from farcall.rendezvous.urls import FilePlace, Plan
@@ -103,6 +103,9 @@ class OpenStore(Store):
     def collect(self, prefix: str, count: int, timeout: float) -> Mapping[str, bytes]:
         return self._current().collect(prefix, count, timeout)
 
+    def within(self, seconds: float) -> AbstractContextManager[None]:
+        return self._limit.within(seconds)
+
     def close(self, early: bool = False, patience: float = 0.0) -> None:
         """Hangs up; a store that is hosted here ends. Waits for nobody, whatever is said. May be called twice."""
         self._closed = True  # who looks for the store gives up
@@ -130,16 +133,6 @@ class OpenStore(Store):
     def is_hosted_by(self, names: Collection[str]) -> bool:
         """Whether the store is in this worker, or in one of those of these names."""
         return self._hosted is not None or self._host_name in names
-
-    @contextmanager
-    def within(self, seconds: float) -> Iterator[None]:
-        """What this thread asks inside is answered in so many seconds, or fails with `RendezvousTimeoutError`."""
-        before = self._limit.deadline
-        self._limit.deadline = min(before, time.monotonic() + seconds)
-        try:
-            yield
-        finally:
-            self._limit.deadline = before
 
     def enter(self, timeout: float) -> str:
         """Finds the store, or begins a new group where there is none; gives the id of the group. Not for members.
@@ -232,10 +225,14 @@ class OpenStore(Store):
         plan = self._plan
         candidates, only_one = candidates_of(plan)
         hosted: Hosted | None = None
+        tried: Location | None = None
 
         def where() -> Sequence[Candidate]:
+            nonlocal tried
             if self._closed:
                 raise RendezvousError(f"the store was closed by this worker, {self._name!r}")
+            if isinstance(plan.place, FilePlace):
+                tried = read_location(plan.place.path)
             return candidates() if hosted is None else hosted.reached_at
 
         def nobody(vacant: Sequence[Candidate]) -> str | None:
@@ -248,7 +245,9 @@ class OpenStore(Store):
                 return reason
             port = vacant[0].port if vacant else 0
             try:
-                hosted = host_open(plan, self._name, self._chosen, port, seed(), _PUBLISH, self._credentials)
+                hosted = host_open(
+                    plan, self._name, self._chosen, port, seed(), _PUBLISH, self._credentials, lambda at: at == tried
+                )
             except HostedElsewhereError:
                 return "another worker has just begun to host it"
             except OSError as error:
