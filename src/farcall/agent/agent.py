@@ -261,6 +261,7 @@ class Agent(RpcAgent):
         self._entrance.expelled()
         for connection in list(self._connections):
             connection.close(str(self.closed), ExpelledError)
+        self._serving.run_aside(ChoreJob(self.book.cut_off))  # callbacks may follow from it
 
     # The group
 
@@ -363,6 +364,10 @@ class Agent(RpcAgent):
         """What keeps this worker from being idle, in words."""
         return describe_under_way(self._serving.thread_idents(), list(self._connections))
 
+    def is_expelled(self) -> bool:
+        """See `Leaver`."""
+        return isinstance(self.closed, ExpelledError)
+
     def calls_started(self) -> int:
         """How many calls this worker has made so far, and messages about references: a release may lead to others."""
         calls = sum(connection.calls_started for connection in list(self._connections))
@@ -376,11 +381,6 @@ class Agent(RpcAgent):
         """
         early, patience = True, 0.0
         try:
-            if graceful and isinstance(self.closed, ExpelledError):
-                raise ShutdownError(
-                    f"worker {self.info.name!r} was taken for dead by its group, and had nobody to wait for; "
-                    "everything is closed here now, and init_rpc() joins again"
-                )
             if graceful and self._entrance.is_open:
                 self._wind_up(_deadline(timeout))
             elif graceful:

@@ -6,6 +6,8 @@ a row have the same sum, then between the two no call was made by anybody, and a
 everybody was idle: nothing is under way, and nothing can begin. Usually that is two rounds. Each worker goes on serving
 meanwhile.
 
+A worker that the group has taken for dead has nobody to wait for, however long it has waited by then: it hears so.
+
 What takes long is named: in the log after some seconds, and by the error when the time is over. That others still work
 is no reason to worry (a server calls shutdown() first of all, and serves); that they all wait for one is: it warns.
 """
@@ -64,13 +66,16 @@ class Leaver(Protocol):
     def everybody(self) -> list[tuple[WorkerInfo, bool]]:
         """All workers of the group, by rank, and whether each is gone."""
 
+    def is_expelled(self) -> bool:
+        """Whether the group has taken this worker for dead."""
+
 
 def wait_for_everybody(
     leaver: Leaver, rendezvous: Rendezvous, deadline: float, occasion: Occasion = _DEPARTURE
 ) -> None:
     """Returns when the whole group is quiet.
 
-    Raises `ShutdownError`, saying who was missing, at the deadline.
+    Raises `ShutdownError`, saying who was missing, at the deadline; and soon after the group took this one for dead.
     """
     before = None
     number = 0
@@ -98,7 +103,10 @@ def meet(leaver: Leaver, rendezvous: Rendezvous, deadline: float, occasion: Occa
 
 
 def wait_until_idle(leaver: Leaver, deadline: float) -> None:
-    """Returns when nothing is under way at this worker, whatever others do. Raises `ShutdownError` at the deadline."""
+    """Returns when nothing is under way at this worker, whatever others do.
+
+    Raises `ShutdownError` at the deadline, and when the group has taken this worker for dead.
+    """
     _wait_until_idle(leaver, None, "", deadline)
 
 
@@ -108,7 +116,10 @@ def _wait_until_idle(
     pause = _FIRST_PAUSE
     never = threading.Event()
     warn_at = monotonic() + SILENCE
-    while not leaver.is_idle():
+    while True:
+        _refuse_if_expelled(leaver, occasion)
+        if leaver.is_idle():
+            return
         now = monotonic()
         if now >= deadline:
             raise ShutdownError(
@@ -123,6 +134,14 @@ def _wait_until_idle(
                 logger.warning("worker %r waits in %s for: %s", leaver.info.name, occasion.function, leaver.under_way())
         never.wait(pause)
         pause = min(2 * pause, _LONGEST_PAUSE)
+
+
+def _refuse_if_expelled(leaver: Leaver, occasion: Occasion) -> None:
+    if leaver.is_expelled():
+        raise ShutdownError(
+            f"worker {leaver.info.name!r} was taken for dead by its group, and had nobody to wait for; "
+            f"{occasion.afterwards}. After its shutdown, init_rpc() joins again"
+        )
 
 
 def _all_others_wait(rendezvous: Rendezvous, prefix: str) -> bool:
@@ -168,6 +187,7 @@ def _collect(
         try:
             return rendezvous.store.collect(prefix, rendezvous.world_size, min(seconds, SILENCE))
         except RendezvousTimeoutError as error:
+            _refuse_if_expelled(leaver, occasion)
             lost = _missing(leaver, prefix, error, only_lost=True)
             if lost:
                 raise ShutdownError(
