@@ -298,6 +298,16 @@ def test_who_was_taken_for_dead_and_drops_a_reference_has_nothing_to_do(new_open
     assert one.is_idle()
 
 
+def test_the_names_of_those_who_are_gone_unless_another_one_has_them(new_open_group: NewGroup) -> None:
+    group = new_open_group(3)
+    assert group[0].group.names_gone() == set()
+    for name in ("worker1", "worker2"):
+        group.leave(name)
+    eventually(lambda: group[0].group.names_gone() == {"worker1", "worker2"})
+    group.join("worker2")
+    eventually(lambda: group[0].group.names_gone() == {"worker1"})
+
+
 @pytest.mark.parametrize("threads", [1, 2])
 def test_who_is_busy_in_all_its_threads_answers_all_the_same(new_group: NewGroup, threads: int) -> None:
     group = new_group(3, num_worker_threads=threads, **SLOW_HEART)

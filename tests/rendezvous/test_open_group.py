@@ -16,7 +16,7 @@ from open_stage import OpenStage, Worker, payload
 from eventually import eventually
 from farcall.errors import RendezvousError, UsageError
 from farcall.protocol.handshake import Welcome
-from farcall.rendezvous import Rendezvous, join, join_open, leave_open, mark_gone, when_store_lost
+from farcall.rendezvous import Rendezvous, hand_over, join, join_open, leave_open, mark_gone, when_store_lost
 from farcall.rendezvous.client import StoreClient
 from farcall.rendezvous.open_store import GAP, HERE, NAME
 from farcall.testing.memory_store import MemoryStore
@@ -262,6 +262,44 @@ def test_a_store_that_answers_is_left_alone(stage: OpenStage) -> None:
     assert host.host_again(member)
     assert hosts(host, member) == [True, False]
     assert member.store._client is connection
+
+
+def test_a_host_that_is_gone_and_answers_is_not_what_the_group_has_its_store_from(stage: OpenStage) -> None:
+    """It was taken for dead, and lives: nobody clears away in its store who is gone, until it lets another one host."""
+    host, a, b = stage.join("host"), stage.join("a"), stage.join("b")
+    mark_gone(host.meeting, b.number)
+    assert not a.host_again(b, gone=[host])
+    assert not b.host_again(a, gone=[host])
+    assert list(a.store.read(HERE)) == [HERE + "1", HERE + "2"], "it can be asked meanwhile, and nobody settles in it"
+    host.store.unsettle()
+    hand_over(host.meeting)
+    assert a.host_again(b, gone=[host])
+    assert b.host_again(a, gone=[host])
+    assert hosts(host, a, b) == [False, True, False]
+    assert sorted(a.store.read(NAME)) == [NAME + "a", NAME + "b"]
+    assert b.host_again(gone=[host]), "the new host is not known to be gone"
+
+
+def test_who_has_handed_the_store_over_does_not_host_it_again_and_can_still_leave(stage: OpenStage) -> None:
+    host, member = stage.join("host"), stage.join("member")
+    for _ in range(2):
+        hand_over(host.meeting)
+    assert not host.host_again(member)
+    assert not host.store.hosts
+    assert member.host_again(host)
+    mark = HERE + str(host.number)
+    assert mark in member.store.read(HERE)
+    leave_open(host.meeting, host.number)
+    assert mark not in member.store.read(HERE)
+
+
+def test_who_only_uses_the_store_hands_nothing_over(stage: OpenStage) -> None:
+    host, member = stage.join("host"), stage.join("member")
+    hand_over(member.meeting)
+    assert hosts(host, member) == [True, False]
+    assert len(member.store.read(HERE)) == 2
+    host.leave()
+    assert not member.host_again()
 
 
 def test_who_comes_while_nobody_hosts_the_store_waits_for_the_members(

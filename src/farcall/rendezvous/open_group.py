@@ -91,6 +91,12 @@ def settle_no_more(meeting: Rendezvous) -> None:
         meeting.store.unsettle()
 
 
+def hand_over(meeting: Rendezvous) -> None:
+    """This worker is out, though it goes on: others host the store from now on. May wait for who looks for it here."""
+    if isinstance(meeting.store, OpenStore):
+        meeting.store.hand_over()
+
+
 def clear_away(meeting: Rendezvous, is_gone: Callable[[int], bool], names: Collection[str]) -> None:
     """All those in the store are gone whom `is_gone` says so of: their names are free. Anyone may say so, and again.
 
@@ -150,13 +156,18 @@ def is_hosted_by(meeting: Rendezvous, names: Collection[str]) -> bool:
     return not isinstance(store, OpenStore) or store.is_hosted_by(names)
 
 
-def host_again(meeting: Rendezvous, here: Mapping[int, tuple[str, bytes]], next_number: int) -> bool:
+def host_again(
+    meeting: Rendezvous, here: Mapping[int, tuple[str, bytes]], next_number: int, gone: Collection[str] = ()
+) -> bool:
     """Sees to it that the group has its store, after somebody is gone who may have hosted it.
 
-    Nothing happens if it still answers. `here` are those who are there, by number: name and what they brought; the new
-    store begins with them, and gives numbers well above `next_number`. Gives True if this worker hosts the store now,
-    or another one does; False if nobody does yet (this machine has not the address, or the port is still taken): call
-    it again later. Takes up to some seconds, and raises nothing. Not on the thread that calls `when_store_lost`.
+    Nothing happens if it still answers, unless it is in one of those who are `gone`: a host that was taken for dead
+    lives on, until it hears of it, but its store is not the group's any more.
+
+    `here` are those who are there, by number: name and what they brought; the new store begins with them, and gives
+    numbers well above `next_number`. Gives True if this worker hosts the store now, or another one does; False if
+    nobody does yet (this machine has not the address, or the port is still taken, perhaps by one who is gone): call it
+    again later. Takes up to some seconds, and raises nothing. Not on the thread that calls `when_store_lost`.
     """
     store = meeting.store
     if not isinstance(store, OpenStore):
@@ -166,7 +177,7 @@ def host_again(meeting: Rendezvous, here: Mapping[int, tuple[str, bytes]], next_
         name, payload = here[number]
         values[_here(number)] = payload
         values[NAME + name] = b"%d" % number
-    return store.host_again(values, {name for name, _ in here.values()}, next_number)
+    return store.host_again(values, {name for name, _ in here.values()}, next_number, gone)
 
 
 def when_store_lost(meeting: Rendezvous, call: Callable[[], None]) -> None:
