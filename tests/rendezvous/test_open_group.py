@@ -8,6 +8,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from pathlib import Path
 
 import pytest
@@ -20,6 +21,7 @@ from farcall.rendezvous import Rendezvous, hand_over, join, join_open, leave_ope
 from farcall.rendezvous.client import StoreClient
 from farcall.rendezvous.open_store import GAP, HERE, NAME
 from farcall.testing.memory_store import MemoryStore
+from interruption import At, Interrupt
 
 
 @pytest.fixture(params=["tcp", "file"])
@@ -146,6 +148,54 @@ def test_who_waits_for_a_name_may_know_by_itself_that_its_holder_is_dead(stage: 
     number, there = join_open(stage.meet("w"), "w", lambda number: b"again", 20, is_dead)
     assert (number, there) == (3, {1: b"host is 1", 3: b"again"})
     assert asked == 3 * [b"w is 2"]
+
+
+class Interrupted(BaseException):
+    """Comes while somebody waits, as KeyboardInterrupt does."""
+
+
+def test_who_is_interrupted_while_it_waits_for_a_name_leaves_nothing(stage: OpenStage) -> None:
+    """Nobody would clear its entry away: it was never in the group that would miss it."""
+    host = stage.join("host")
+
+    def interrupted(payload: bytes) -> bool:
+        assert HERE + "2" in host.store.read(HERE)
+        raise Interrupted
+
+    late = stage.meet("host")
+    with pytest.raises(Interrupted):
+        join_open(late, "host", lambda number: b"", 20, interrupted)
+    assert list(host.store.read(HERE)) == [HERE + "1"]
+    late.store.close()
+    assert list(stage.join("next").there) == [1, 3]
+
+
+def test_who_is_interrupted_at_any_point_of_joining_leaves_nothing() -> None:
+    for point in range(1000):
+        store = MemoryStore()
+        meeting = Rendezvous(store, -1, None, "h", "g")
+        with suppress(Interrupt), At(("rendezvous/open_group.py",), (point,)) as at:
+            join_open(meeting, "w", lambda number: b"1", 5)
+        if not at.has_acted:
+            assert point > 10, "the last point was passed, and nothing interrupted"
+            return
+        assert store.read(HERE) == {}, at.places
+        assert join_open(meeting, "w", lambda number: b"2", 5)[1].keys() <= {1, 2}, at.places
+    pytest.fail("it never came to its end")
+
+
+def test_a_store_that_is_gone_does_not_keep_who_is_interrupted(stage: OpenStage) -> None:
+    host = stage.join("host")
+    late = stage.meet("host")
+
+    def interrupted(payload: bytes) -> bool:
+        host.store._let_go()
+        raise Interrupted
+
+    began = time.monotonic()
+    with pytest.raises(Interrupted):
+        join_open(late, "host", lambda number: b"", 20, interrupted)
+    assert time.monotonic() - began < 5
 
 
 def test_saying_again_that_one_is_gone_takes_nothing_from_the_next(stage: OpenStage) -> None:
@@ -286,6 +336,8 @@ def test_who_has_handed_the_store_over_does_not_host_it_again_and_can_still_leav
         hand_over(host.meeting)
     assert not host.host_again(member)
     assert not host.store.hosts
+    client = member.store._client
+    eventually(lambda: client is not None and client.is_ended)
     assert member.host_again(host)
     mark = HERE + str(host.number)
     assert mark in member.store.read(HERE)

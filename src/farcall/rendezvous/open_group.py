@@ -50,11 +50,13 @@ def join_open(
     asked again and again while this one waits.
 
     Raises `RendezvousError` if the name is not free in time, and says who has it; `RendezvousTimeoutError` or
-    `RendezvousError` if the store is gone and not to be found again. Then nothing of this worker is left in the store.
+    `RendezvousError` if the store is gone and not to be found again. Then nothing of this worker is left in the store;
+    nor if it is interrupted (Ctrl-C) or `payload_of` or `is_dead` raise, which takes a second more at most.
     """
     deadline = time.monotonic() + timeout
     store = meeting.store
     while True:
+        number = 0
         try:
             with _within(store, deadline - time.monotonic()):
                 number = store.add(NUMBERS, 1)
@@ -65,6 +67,8 @@ def join_open(
                     there = _who_is_there(store)
                 else:
                     store.delete(_here(number))
+            if holder is None and isinstance(store, OpenStore):
+                store.settle({_here(number): payload, NAME + name: b"%d" % number}, number)
         except RendezvousError as error:
             left = deadline - time.monotonic()
             if left <= 0 or not isinstance(store, OpenStore):
@@ -72,10 +76,12 @@ def join_open(
             _log.info("worker %r lost the store while it joined, and looks again: %s", name, error)
             meeting.group = store.enter(left)
             continue
+        except BaseException:  # Ctrl-C, most likely while it waited for the name: nobody else would clear this away
+            if number:
+                leave_open(meeting, number)
+            raise
         if holder is not None:
             raise RendezvousError(_name_is_taken(name, holder, timeout))
-        if isinstance(store, OpenStore):
-            store.settle({_here(number): payload, NAME + name: b"%d" % number}, number)
         return number, there
 
 
