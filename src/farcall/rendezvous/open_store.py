@@ -80,6 +80,7 @@ class OpenStore(Store):
         self._mine: dict[str, bytes] = {}  # our own entries, once we are a member
         self._presence: Presence | None = None
         self._closed = False
+        self._keeps_file: bool | None = None  # decided when it is closed
         self._hosts_no_more = False
         self._has_warned = False  # that another group is at our place
 
@@ -110,7 +111,9 @@ class OpenStore(Store):
         """Hangs up; a store that is hosted here ends. Waits for nobody, whatever is said. May be called twice."""
         self._closed = True  # who looks for the store gives up
         with self._lock:
-            self._let_go(keep_file=self._others_are_here())
+            if self._keeps_file is None:  # else this was interrupted, and the store cannot be asked any more
+                self._keeps_file = self._others_are_here()
+            self._let_go(self._keeps_file)
             self._end_presence()
 
     def abandon(self) -> None:
@@ -354,17 +357,18 @@ class OpenStore(Store):
         return client
 
     def _let_go(self, keep_file: bool = False) -> None:
-        client, self._client = self._client, None
-        hosted, self._hosted = self._hosted, None
-        if client is not None:
-            client.close(patience=0.0)
-        if hosted is not None:
-            hosted.close(keep_file)
+        # Each is closed before it is forgotten: who is interrupted in between does it again.
+        if self._client is not None:
+            self._client.close(patience=0.0)
+            self._client = None
+        if self._hosted is not None:
+            self._hosted.close(keep_file)
+            self._hosted = None
 
     def _end_presence(self) -> None:
-        presence, self._presence = self._presence, None
-        if presence is not None:
-            presence.end()
+        if self._presence is not None:
+            self._presence.end()
+            self._presence = None
 
     def _tell_lost(self) -> None:
         if not self._closed:
