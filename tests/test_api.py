@@ -16,7 +16,9 @@ from typing import Any
 import pytest
 
 import farcall as rpc
+from farcall.api import current_agent
 from farcall.options import UNSET_RPC_TIMEOUT
+from interruption import Interrupt, interrupt
 
 pytestmark = pytest.mark.timeout(30)
 
@@ -329,6 +331,31 @@ def test_a_signal_handler_may_shut_down_while_a_shutdown_waits(free_port: int) -
         [sys.executable, "-c", textwrap.dedent(script), str(free_port)], capture_output=True, text=True, timeout=5
     )
     assert "left" in done.stdout
+
+
+@pytest.mark.parametrize("times", [1, 2, 4])
+def test_a_shutdown_that_is_interrupted_frees_everything_or_the_next_one_does(
+    free_port: int, times: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    rpc.init_rpc("alone", rank=0, world_size=1, rpc_backend_options=options(free_port))
+    store = current_agent()._rendezvous.store  # type: ignore[attr-defined]
+    close, left = store.close, times
+
+    def interrupted(*args: Any) -> None:
+        nonlocal left
+        left -= 1
+        if left >= 0:
+            interrupt()
+        close(*args)
+
+    monkeypatch.setattr(store, "close", interrupted)
+    with pytest.raises(Interrupt):
+        rpc.shutdown(graceful=False)
+    if times == 4:
+        rpc.shutdown()
+    assert left < 0
+    rpc.init_rpc("alone", rank=0, world_size=1, rpc_backend_options=options(free_port))
+    rpc.shutdown()
 
 
 def test_a_signal_handler_may_shut_down_while_init_rpc_waits(free_port: int) -> None:

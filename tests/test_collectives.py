@@ -162,6 +162,7 @@ class Agent:
 
     info = rpc.WorkerInfo("b", 1)
     rpc_timeout = 60.0
+    closed: rpc.RpcError | None = None
 
     def __init__(self) -> None:
         self.calls: list[tuple[str, str, Any, float]] = []
@@ -240,6 +241,19 @@ def test_a_leader_that_does_not_even_say_who_is_missing(agent: Any, monkeypatch:
     with pytest.raises(RpcTimeoutError, match=r"worker 'a' did not come: timed out in _all_gather after 0\.02 seconds"):
         rpc._all_gather(5, timeout=0.02)
     assert [(to, name) for to, name, _, _ in agent.calls] == [("a", "waiting_for_each_other"), ("a", "_time_is_over")]
+    for future in agent.futures:
+        future.set_result(None)
+
+
+@pytest.mark.parametrize("names", [("b", "c"), None], ids=["leads", "follows"])
+def test_who_is_taken_for_dead_while_it_waits_does_not_wait_for_ever(
+    agent: Any, names: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(collectives, "current_agent", lambda: agent)
+    monkeypatch.setattr(collectives, "_GLANCE", 0.01)
+    agent.closed = rpc.ExpelledError("taken for dead")
+    with pytest.raises(rpc.ExpelledError, match="taken for dead"):
+        rpc._all_gather(5, names, timeout=0)
     for future in agent.futures:
         future.set_result(None)
 

@@ -13,6 +13,8 @@ Rules
 - A gathering succeeds for all who wait for it, or fails for all: with `WorkerLost` if a member was lost before it came,
   with `RpcTimeoutError` when the time of one who waits is over. Who comes late to one that failed hears how it did, so
   all have gone through the same gatherings and can try again.
+- Whoever waits looks now and then whether its own agent is closed: the leader waits for calls of others, which do not
+  end with it, and would wait for ever where the group has taken it for dead.
 - Who has brought its part is needed no more: it may die, and the others have its part.
 - What is kept of a gathering goes when all its members have come or are lost; else with the agent.
 """
@@ -36,6 +38,8 @@ _A_MOMENT: Final = 0.1
 """Seconds after which whoever waits has the missing looked for."""
 _LOOK: Final = 5.0
 """Seconds that one look takes at most. So none keeps a worker from shutting down for long."""
+_GLANCE: Final = 1.0
+"""Seconds after which whoever waits looks at its own agent again."""
 _ANSWER: Final = 1.0
 """Seconds that the leader has to say who is missing, when the time is over."""
 
@@ -234,7 +238,8 @@ def _all_gather(
     `RpcTimeoutError`, saying who did not come, or came to wait for others, if that is known; `WorkerLost` as soon as it
     is known that one was lost; `UsageError` if this worker is not among them, or the names are one text;
     `UnknownWorkerError` for names that are none; `NotAllowedError` if the option `allow` of this worker refuses what
-    another one brought, or that of the first by name what this one did.
+    another one brought, or that of the first by name what this one did; `ExpelledError` or
+    `NotInitializedError` if this worker is taken for dead, or shut down, while it waits.
     """
     agent = current_agent()
     members = _members(agent, worker_names)
@@ -272,7 +277,10 @@ def _wait(
 
     if not outcome.block(min(deadline, monotonic() + _A_MOMENT)) and monotonic() < deadline:
         at_leader(_look_for_missing, key)
-    if not outcome.block(deadline):
+    while not outcome.block(min(deadline, monotonic() + _GLANCE)) and monotonic() < deadline:
+        if agent.closed is not None:
+            raise agent.closed
+    if not outcome.done():
         at_leader(_time_is_over, key, seconds)
         if not outcome.block(monotonic() + _ANSWER):
             raise _too_late([key.members[0]], seconds)

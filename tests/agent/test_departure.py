@@ -36,6 +36,10 @@ class Worker:
         self.busy = 0  # functions that run here
         self.gone: set[int] = set()  # lost, or left
         self.missed: list[str] = []  # lost
+        self.expelled = False
+
+    def is_expelled(self) -> bool:
+        return self.expelled
 
     def is_idle(self) -> bool:
         return not self.busy
@@ -346,6 +350,27 @@ def test_a_store_that_does_not_answer_is_not_asked_for_long_whether_the_others_w
     assert store.limits == [1.0]
 
 
+TAKEN_FOR_DEAD = (
+    "worker 'ann' was taken for dead by its group, and had nobody to wait for; everything is closed here now. "
+    "After its shutdown, init_rpc() joins again"
+)
+
+
+def test_who_is_taken_for_dead_while_it_waits_for_the_others_hears_so() -> None:
+    """The others have closed nothing: the store answers, and says that they are not there."""
+    store = Unmoved(RendezvousTimeoutError("late", ("departure/0/0",)))
+    worker = Worker(0, 2)
+
+    def is_expelled_after_a_while() -> None:
+        worker.expelled = len(store.timeouts) == 2
+
+    store.after = is_expelled_after_a_while
+    with pytest.raises(ShutdownError) as refused:
+        wait_for_everybody(worker, way_in(store, 0, 2), FOREVER)
+    assert str(refused.value) == TAKEN_FOR_DEAD
+    assert len(store.timeouts) == 2
+
+
 def test_those_who_come_late_are_heard_all_the_same() -> None:
     class Late(Board):
         def collect(self, prefix: str, count: int, timeout: float) -> Mapping[str, bytes]:
@@ -388,6 +413,30 @@ def test_a_worker_that_does_not_become_idle_in_time_says_so(clock: Clock, caplog
     assert clock.pauses[-1] == departure._LONGEST_PAUSE
     assert sorted(clock.pauses) == clock.pauses
     assert caplog.messages == []
+
+
+def test_who_is_taken_for_dead_while_it_is_not_idle_does_not_wait_until_it_is(clock: Clock) -> None:
+    """What it waits for is what others have to say; they will not."""
+    worker = Worker(0, 1)
+
+    def is_idle() -> bool:
+        worker.expelled = len(clock.pauses) == 3
+        return False
+
+    worker.is_idle = is_idle  # type: ignore[method-assign]
+    with pytest.raises(ShutdownError) as refused:
+        departure.wait_until_idle(worker, FOREVER)
+    assert str(refused.value) == TAKEN_FOR_DEAD
+    assert len(clock.pauses) == 4
+
+
+def test_who_was_taken_for_dead_before_waits_for_nobody() -> None:
+    store = Unmoved(RendezvousTimeoutError("late", ()))
+    worker = Worker(0, 2)
+    worker.expelled = True
+    with pytest.raises(ShutdownError, match="was taken for dead"):
+        wait_for_everybody(worker, way_in(store, 0, 2), FOREVER)
+    assert store.timeouts == []
 
 
 def test_what_keeps_a_worker_for_long_is_named_once_in_the_log(clock: Clock, caplog: pytest.LogCaptureFixture) -> None:

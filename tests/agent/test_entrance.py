@@ -136,11 +136,16 @@ class Porch:
         self.told: list[tuple[int, str]] = []
         self.jobs: list[Any] = []
         self.lost: Any = None
+        self.gone: set[str] = set()
+        self.left: list[int] = []
+        self.handed_over = 0
         monkeypatch.setattr(farcall.rendezvous, "clear_away", self._clear_away)
         monkeypatch.setattr(farcall.rendezvous, "host_again", self._host_again)
         monkeypatch.setattr(farcall.rendezvous, "is_hosted_by", lambda meeting, names: self.host in names)
         monkeypatch.setattr(farcall.rendezvous, "who_is_there", lambda meeting: {})
         monkeypatch.setattr(farcall.rendezvous, "when_store_lost", self._when_store_lost)
+        monkeypatch.setattr(farcall.rendezvous, "hand_over", self._hand_over)
+        monkeypatch.setattr(farcall.rendezvous, "leave_open", lambda meeting, number: self.left.append(number))
         monkeypatch.setattr(entrance_module, "_PAUSE", 0.0)
         store = MemoryStore()
         monkeypatch.setattr(store, "lost", lambda rank, why: self.told.append((rank, why)))
@@ -152,7 +157,10 @@ class Porch:
             store.delete("open/name/first")
             assert self.entrance.join(5)[0].number == 2
         group: Any = SimpleNamespace(
-            here=lambda: dict(self.here), is_gone=lambda number: number not in self.here, name_of=lambda n: f"w{n}"
+            here=lambda: dict(self.here),
+            is_gone=lambda number: number not in self.here,
+            name_of=lambda n: f"w{n}",
+            names_gone=lambda: self.gone,
         )
         self.group = group
         group.is_quiet = False
@@ -165,7 +173,11 @@ class Porch:
             self.in_store.difference_update(gone)
             self.marked += gone
 
-    def _host_again(self, meeting: Rendezvous, here: dict[int, Any], next_number: int) -> bool:
+    def _hand_over(self, meeting: Rendezvous) -> None:
+        self.handed_over += 1
+
+    def _host_again(self, meeting: Rendezvous, here: dict[int, Any], next_number: int, gone: Collection[str]) -> bool:
+        assert gone is self.gone
         self.hosted.append((set(here), next_number))
         self.in_store = set(here) if self.store_is_there else self.in_store
         for number in self.meanwhile:
@@ -275,6 +287,40 @@ def test_hosting_is_given_up_by_who_leaves(monkeypatch: pytest.MonkeyPatch) -> N
     worker.join()
     porch.lost()
     porch.goes(3)
+    assert porch.jobs == []
+
+
+def test_who_was_expelled_hands_the_store_over_and_looks_for_none_any_more(monkeypatch: pytest.MonkeyPatch) -> None:
+    porch = Porch(monkeypatch)
+    porch.store_is_there = False
+    porch.lost()
+    worker = threading.Thread(target=porch.work)
+    worker.start()
+    eventually(lambda: porch.hosted)
+    porch.entrance.expelled()
+    worker.join()
+    porch.work()
+    assert porch.handed_over == 1
+    porch.lost()
+    porch.goes(1)
+    porch.entrance.tick(1000.0)
+    assert porch.jobs == [], "the way in is the others' business"
+    porch.entrance.leave()
+    porch.entrance.leave()
+    assert porch.left == [2], "its name is given back all the same, once"
+
+
+def test_that_the_store_is_handed_over_keeps_nobody_waiting(monkeypatch: pytest.MonkeyPatch) -> None:
+    porch = Porch(monkeypatch)
+    porch.entrance.expelled()
+    assert porch.handed_over == 0, "it may take a while, and so it is left to the pool"
+    porch.work()
+    assert porch.handed_over == 1
+
+
+def test_in_a_fixed_group_who_was_expelled_hands_nothing_over(monkeypatch: pytest.MonkeyPatch) -> None:
+    porch = Porch(monkeypatch, is_open=False)
+    porch.entrance.expelled()
     assert porch.jobs == []
 
 

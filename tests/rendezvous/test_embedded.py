@@ -336,6 +336,17 @@ def test_close_does_not_wait_for_strangers(stage: Stage) -> None:
         assert wait_for_end(stranger) == b""
 
 
+def test_who_closes_again_waits_no_longer_for_the_others(stage: Stage, background: ThreadPoolExecutor) -> None:
+    """As after Ctrl-C in the midst of waiting for them."""
+    stage.client(1)
+    closing = background.submit(stage.server.close, 60)
+    eventually(lambda: stage.server._listener.fileno() < 0)
+    assert not closing.done()
+    stage.server.close(linger=0)
+    stage.server.close(linger=60)
+    closing.result(10)
+
+
 def test_close_may_be_called_twice(stage: Stage) -> None:
     stage.server.close()
     stage.server.close()

@@ -9,7 +9,7 @@ import socket
 import threading
 from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import ExitStack, closing
+from contextlib import ExitStack, closing, suppress
 from pathlib import Path
 from typing import NoReturn
 
@@ -23,6 +23,7 @@ from farcall.rendezvous import hosting, join_open, locate, open_store, rendezvou
 from farcall.rendezvous.client import StoreClient
 from farcall.rendezvous.location_file import Location, publish_location, read_location
 from farcall.rendezvous.open_store import OpenStore
+from interruption import At, Interrupt, interrupt
 
 
 @pytest.fixture
@@ -286,6 +287,37 @@ def test_a_store_that_was_closed_is_not_looked_for_any_more(stage: OpenStage, ba
     assert not member.store.find_again(1)
     with pytest.raises(RendezvousError, match="is gone, and was not found again yet"):
         member.store.set("k", b"v")
+
+
+CLOSING = tuple(f"rendezvous/{name}.py" for name in ("client", "embedded", "hosting", "open_store", "presence"))
+
+
+def test_a_store_that_is_closed_again_after_an_interrupt_anywhere_is_gone(file_stage: OpenStage, path: str) -> None:
+    for point in itertools.count():
+        store = file_stage.join("host").store
+        with suppress(Interrupt), At(CLOSING, (point,)) as at:
+            store.close()
+        store.close()
+        assert not store.hosts, at.places
+        assert not os.path.exists(path), at.places
+        assert [thread.name for thread in threading.enumerate() if "farcall store" in thread.name] == [], at.places
+        if not at.has_acted:
+            break
+    assert point > 30
+
+
+def test_the_file_stays_for_those_who_are_there_though_the_close_was_interrupted(
+    file_stage: OpenStage, path: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    host, member = file_stage.join("host"), file_stage.join("member")
+    assert host.store._client is not None
+    with monkeypatch.context() as patch:
+        patch.setattr(host.store._client, "_hang_up", interrupt)
+        with pytest.raises(Interrupt):
+            host.store.close()
+    host.store.close()
+    assert os.path.exists(path)
+    assert member.host_again(gone=[host])
 
 
 def test_it_is_a_store_like_others(stage: OpenStage) -> None:

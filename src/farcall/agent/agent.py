@@ -10,6 +10,7 @@ from __future__ import annotations
 import logging
 import threading
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from time import monotonic
 from typing import TYPE_CHECKING, Any, Final
 
@@ -49,6 +50,8 @@ if TYPE_CHECKING:
 logger = logging.getLogger("farcall")
 
 _CLOSE_TIMEOUT: Final = 1.0
+_HURRY: Final = 0.2
+"""Seconds instead of those, when Ctrl-C has come in the midst of closing."""
 _SHORT_PATIENCE: Final = 1.0
 _GONE: Final = object()
 
@@ -85,6 +88,7 @@ class Agent(RpcAgent):
         self._meetings = 0
         self._lost: list[str] = []
         self._ended = False
+        self._is_closing = False
         self._lock = threading.Lock()
         self._poller = Poller()
         self._supervisor = Supervisor(name)
@@ -265,6 +269,7 @@ class Agent(RpcAgent):
         self._entrance.expelled()
         for connection in list(self._connections):
             connection.close(str(self.closed), ExpelledError)
+        self._serving.run_aside(ChoreJob(self.book.cut_off))  # callbacks may follow from it
 
     # The group
 
@@ -370,6 +375,10 @@ class Agent(RpcAgent):
         """What keeps this worker from being idle, in words."""
         return describe_under_way(self._serving.thread_idents(), list(self._connections))
 
+    def is_expelled(self) -> bool:
+        """See `Leaver`."""
+        return isinstance(self.closed, ExpelledError)
+
     def calls_started(self) -> int:
         """How many calls this worker has made so far, and messages about references: a release may lead to others."""
         calls = sum(connection.calls_started for connection in list(self._connections))
@@ -379,15 +388,11 @@ class Agent(RpcAgent):
         """Leaves the group and frees everything, in any case.
 
         Graceful: first waits until all workers are here and all their calls have ended, at most `timeout` seconds (0:
-        without limit). Raises `ShutdownError`, after everything is freed, if that failed.
+        without limit). Raises `ShutdownError`, after everything is freed, if that failed. Ctrl-C ends the waiting and
+        is raised after everything is freed, too; if more of them come in the midst of that, the next shutdown goes on.
         """
         early, patience = True, 0.0
         try:
-            if graceful and isinstance(self.closed, ExpelledError):
-                raise ShutdownError(
-                    f"worker {self.info.name!r} was taken for dead by its group, and had nobody to wait for; "
-                    "everything is closed here now, and init_rpc() joins again"
-                )
             if graceful and self._entrance.is_open:
                 self._wind_up(_deadline(timeout))
             elif graceful:
@@ -401,7 +406,11 @@ class Agent(RpcAgent):
             patience = _SHORT_PATIENCE  # so that those who come just now still hear who was missing
             raise
         finally:
-            self._close(early, patience)
+            try:
+                self._close(early, patience, _CLOSE_TIMEOUT)
+            except BaseException:
+                self._close(early, 0.0, _HURRY)
+                raise
 
     def _wind_up(self, deadline: float) -> None:
         """Leaves an open group in good order: what is under way here ends, and what is held is handed back."""
@@ -415,11 +424,22 @@ class Agent(RpcAgent):
         if left.owned or left.held:
             logger.warning("worker %r shuts down with references left: it %s", self.info.name, left)
 
-    def _close(self, early: bool, patience: float) -> None:
-        with self._lock:
-            if self._ended:
-                return
+    def _close(self, early: bool, patience: float, timeout: float) -> None:
+        """Frees everything, unless another thread is at it, or a frame below this one (of a signal handler's)."""
+        mine = False
+        try:
+            with self._lock:
+                if self._ended or self._is_closing:
+                    return
+                self._is_closing = mine = True
+            self._free(early, patience, timeout)
             self._ended = True
+        finally:
+            if mine:
+                self._is_closing = False
+
+    def _free(self, early: bool, patience: float, timeout: float) -> None:
+        """Each step may be done twice, by who was interrupted in the midst of it."""
         is_in = self.closed is None
         self.calling.closed = NotInitializedError(f"worker {self.info.name!r} has shut down; call init_rpc again first")
         why = f"worker {self.info.name!r} (this one) shut down before the call ended"
@@ -433,8 +453,8 @@ class Agent(RpcAgent):
             self._entrance.leave()  # also of one that was expelled: it keeps the way in no longer
         for connection in list(self._connections):
             connection.close(why)
-        deadline = monotonic() + _CLOSE_TIMEOUT
-        self._loop.close(_CLOSE_TIMEOUT)
+        deadline = monotonic() + timeout
+        self._loop.close(timeout)
         left = self._serving.close(deadline)
         if left:
             logger.warning("worker %r: %d function(s) still run after the shutdown", self.info.name, len(left))
@@ -445,7 +465,8 @@ class Agent(RpcAgent):
 
     def _close_descriptors(self) -> None:
         for listener in self._listeners:
-            self._poller.remove(listener.fileno())
+            with suppress(OSError):  # it was closed before
+                self._poller.remove(listener.fileno())
             listener.close()
         for incoming in list(self._incoming):
             incoming.close()

@@ -9,6 +9,7 @@ meanwhile.
 A group that has lost a worker can never be together again, though the lost one may come back: nobody waits for it, and
 all who know of the loss hear an error that names it. The store by which workers meet may be in that very worker, frozen
 and silent. So no wait on the store outlasts what the group knows, nor the deadline by more than a second.
+A worker that the group has taken for dead has nobody to wait for, however long it has waited by then: it hears so.
 
 What takes long is named: in the log after some seconds, and by the error when the time is over. That others still work
 is no reason to worry (a server calls shutdown() first of all, and serves); that they all wait for one is: it warns.
@@ -75,6 +76,9 @@ class Leaver(Protocol):
     def lost(self) -> list[str]:
         """The names of those who are gone without a good-bye."""
 
+    def is_expelled(self) -> bool:
+        """Whether the group has taken this worker for dead."""
+
 
 def wait_for_everybody(
     leaver: Leaver, rendezvous: Rendezvous, deadline: float, occasion: Occasion = _DEPARTURE
@@ -82,7 +86,7 @@ def wait_for_everybody(
     """Returns when the whole group is quiet.
 
     Raises `ShutdownError`, saying who was missing, at the deadline; as soon as nothing is under way here, if a worker
-    was lost.
+    was lost; and soon after the group took this one for dead.
     """
     before = None
     number = 0
@@ -112,7 +116,10 @@ def meet(leaver: Leaver, rendezvous: Rendezvous, deadline: float, occasion: Occa
 
 
 def wait_until_idle(leaver: Leaver, deadline: float) -> None:
-    """Returns when nothing is under way at this worker, whatever others do. Raises `ShutdownError` at the deadline."""
+    """Returns when nothing is under way at this worker, whatever others do.
+
+    Raises `ShutdownError` at the deadline, and when the group has taken this worker for dead.
+    """
     _wait_until_idle(leaver, None, "", deadline)
 
 
@@ -122,7 +129,10 @@ def _wait_until_idle(
     pause = _FIRST_PAUSE
     never = threading.Event()
     warn_at = monotonic() + SILENCE
-    while not leaver.is_idle():
+    while True:
+        _refuse_if_expelled(leaver, occasion)
+        if leaver.is_idle():
+            return
         now = monotonic()
         if now >= deadline:
             raise ShutdownError(
@@ -137,6 +147,14 @@ def _wait_until_idle(
                 logger.warning("worker %r waits in %s for: %s", leaver.info.name, occasion.function, leaver.under_way())
         never.wait(pause)
         pause = min(2 * pause, _LONGEST_PAUSE)
+
+
+def _refuse_if_expelled(leaver: Leaver, occasion: Occasion) -> None:
+    if leaver.is_expelled():
+        raise ShutdownError(
+            f"worker {leaver.info.name!r} was taken for dead by its group, and had nobody to wait for; "
+            f"{occasion.afterwards}. After its shutdown, init_rpc() joins again"
+        )
 
 
 def _all_others_wait(rendezvous: Rendezvous, prefix: str) -> bool:
@@ -216,6 +234,7 @@ def _collect(
             with rendezvous.store.within(timeout + _ANSWER):
                 return rendezvous.store.collect(prefix, rendezvous.world_size, timeout)
         except RendezvousTimeoutError as error:
+            _refuse_if_expelled(leaver, occasion)
             lost = _missing(leaver, prefix, error, only_lost=True)
             if lost:
                 raise _lost_before(leaver, lost, occasion) from None

@@ -173,9 +173,13 @@ class StoreClient(Store):
                 if alive and self._farewell > 0:
                     self._say_good_bye(early)
                 self._hang_up()
+            except BaseException:
+                if self._hosted is not None:
+                    self._hosted.linger = 0.0  # Ctrl-C: nobody is waited for
+                raise
             finally:
-                after_close, self._after_close = self._after_close, lambda: None
-                after_close()
+                self._after_close()
+                self._after_close = lambda: None  # not before: who is interrupted closes again
 
     def refusals(self) -> str:
         return "" if self._hosted is None else self._hosted.refusals()

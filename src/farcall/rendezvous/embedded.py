@@ -100,14 +100,15 @@ class EmbeddedStore:
     def close(self, linger: float | None = None) -> None:
         """Takes nobody in any more, waits up to `linger` seconds for those who are here to go, then ends.
 
-        Whoever still waits for something then is told that the store is closed. May be called twice.
+        Whoever still waits for something then is told that the store is closed. May be called twice, also by who was
+        interrupted in it: then the shorter time counts.
         """
-        if self._close_by is None:
-            self._close_by = time.monotonic() + (self.linger if linger is None else linger)
-            try:
-                self._wake_write.send(b"x")
-            except OSError:
-                pass  # the thread has ended already, and its sockets with it
+        close_by = time.monotonic() + (self.linger if linger is None else linger)
+        self._close_by = close_by if self._close_by is None else min(close_by, self._close_by)
+        try:
+            self._wake_write.send(b"x")
+        except OSError:
+            pass  # it is full of such words, or the thread has ended already, and its sockets with it
         self._thread.join()
 
     def abandon(self) -> None:

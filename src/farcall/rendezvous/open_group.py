@@ -49,11 +49,13 @@ def join_open(
     asked again and again while this one waits.
 
     Raises `RendezvousError` if the name is not free in time, and says who has it; `RendezvousTimeoutError` or
-    `RendezvousError` if the store is gone and not to be found again. Then nothing of this worker is left in the store.
+    `RendezvousError` if the store is gone and not to be found again. Then nothing of this worker is left in the store;
+    nor if it is interrupted (Ctrl-C) or `payload_of` or `is_dead` raise, which takes a second more at most.
     """
     deadline = time.monotonic() + timeout
     store = meeting.store
     while True:
+        number = 0
         try:
             with store.within(max(0.0, deadline - time.monotonic())):
                 number = store.add(NUMBERS, 1)
@@ -64,6 +66,8 @@ def join_open(
                     there = _who_is_there(store)
                 else:
                     store.delete(_here(number))
+            if holder is None and isinstance(store, OpenStore):
+                store.settle({_here(number): payload, NAME + name: b"%d" % number}, number)
         except RendezvousError as error:
             left = deadline - time.monotonic()
             if left <= 0 or not isinstance(store, OpenStore):
@@ -71,10 +75,12 @@ def join_open(
             _log.info("worker %r lost the store while it joined, and looks again: %s", name, error)
             meeting.group = store.enter(left)
             continue
+        except BaseException:  # Ctrl-C, most likely while it waited for the name: nobody else would clear this away
+            if number:
+                leave_open(meeting, number)
+            raise
         if holder is not None:
             raise RendezvousError(_name_is_taken(name, holder, timeout))
-        if isinstance(store, OpenStore):
-            store.settle({_here(number): payload, NAME + name: b"%d" % number}, number)
         return number, there
 
 
@@ -88,6 +94,12 @@ def settle_no_more(meeting: Rendezvous) -> None:
     """This worker is out, or about to be: a store that is hosted anew does not get it from here. Asks nobody."""
     if isinstance(meeting.store, OpenStore):
         meeting.store.unsettle()
+
+
+def hand_over(meeting: Rendezvous) -> None:
+    """This worker is out, though it goes on: others host the store from now on. May wait for who looks for it here."""
+    if isinstance(meeting.store, OpenStore):
+        meeting.store.hand_over()
 
 
 def clear_away(meeting: Rendezvous, is_gone: Callable[[int], bool], names: Collection[str]) -> None:
@@ -149,13 +161,18 @@ def is_hosted_by(meeting: Rendezvous, names: Collection[str]) -> bool:
     return not isinstance(store, OpenStore) or store.is_hosted_by(names)
 
 
-def host_again(meeting: Rendezvous, here: Mapping[int, tuple[str, bytes]], next_number: int) -> bool:
+def host_again(
+    meeting: Rendezvous, here: Mapping[int, tuple[str, bytes]], next_number: int, gone: Collection[str] = ()
+) -> bool:
     """Sees to it that the group has its store, after somebody is gone who may have hosted it.
 
-    Nothing happens if it still answers. `here` are those who are there, by number: name and what they brought; the new
-    store begins with them, and gives numbers well above `next_number`. Gives True if this worker hosts the store now,
-    or another one does; False if nobody does yet (this machine has not the address, or the port is still taken): call
-    it again later. Takes up to some seconds, and raises nothing. Not on the thread that calls `when_store_lost`.
+    Nothing happens if it still answers, unless it is in one of those who are `gone`: a host that was taken for dead
+    lives on, until it hears of it, but its store is not the group's any more.
+
+    `here` are those who are there, by number: name and what they brought; the new store begins with them, and gives
+    numbers well above `next_number`. Gives True if this worker hosts the store now, or another one does; False if
+    nobody does yet (this machine has not the address, or the port is still taken, perhaps by one who is gone): call it
+    again later. Takes up to some seconds, and raises nothing. Not on the thread that calls `when_store_lost`.
     """
     store = meeting.store
     if not isinstance(store, OpenStore):
@@ -165,7 +182,7 @@ def host_again(meeting: Rendezvous, here: Mapping[int, tuple[str, bytes]], next_
         name, payload = here[number]
         values[_here(number)] = payload
         values[NAME + name] = b"%d" % number
-    return store.host_again(values, {name for name, _ in here.values()}, next_number)
+    return store.host_again(values, {name for name, _ in here.values()}, next_number, gone)
 
 
 def when_store_lost(meeting: Rendezvous, call: Callable[[], None]) -> None:
