@@ -16,7 +16,9 @@ from typing import Any
 import pytest
 
 import farcall as rpc
+from farcall.api import current_agent
 from farcall.options import UNSET_RPC_TIMEOUT
+from interruption import Interrupt, interrupt
 
 pytestmark = pytest.mark.timeout(30)
 
@@ -331,6 +333,31 @@ def test_a_signal_handler_may_shut_down_while_a_shutdown_waits(free_port: int) -
     assert "left" in done.stdout
 
 
+@pytest.mark.parametrize("times", [1, 2, 4])
+def test_a_shutdown_that_is_interrupted_frees_everything_or_the_next_one_does(
+    free_port: int, times: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    rpc.init_rpc("alone", rank=0, world_size=1, rpc_backend_options=options(free_port))
+    store = current_agent()._rendezvous.store  # type: ignore[attr-defined]
+    close, left = store.close, times
+
+    def interrupted(*args: Any) -> None:
+        nonlocal left
+        left -= 1
+        if left >= 0:
+            interrupt()
+        close(*args)
+
+    monkeypatch.setattr(store, "close", interrupted)
+    with pytest.raises(Interrupt):
+        rpc.shutdown(graceful=False)
+    if times == 4:
+        rpc.shutdown()
+    assert left < 0
+    rpc.init_rpc("alone", rank=0, world_size=1, rpc_backend_options=options(free_port))
+    rpc.shutdown()
+
+
 def test_a_signal_handler_may_shut_down_while_init_rpc_waits(free_port: int) -> None:
     """There is nothing to shut down yet; it must not wait for the one that it interrupts."""
     script = """
@@ -477,3 +504,13 @@ def test_lambdas_and_functions_of_an_interactive_session(free_port: int) -> None
     rpc.shutdown()
     """
     assert run(script, str(free_port)) == "6 5 9"
+
+
+@pytest.mark.usefixtures("alone")
+@pytest.mark.parametrize("callback", [None, 3])
+def test_a_membership_callback_that_cannot_be_called_is_refused_at_once(callback: Any) -> None:
+    with pytest.raises(
+        rpc.UsageError, match=f"a membership callback must be something to be called .*, not {callback}"
+    ):
+        rpc.add_membership_callback(callback)
+    rpc.remove_membership_callback(callback)

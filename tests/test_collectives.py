@@ -105,6 +105,31 @@ def test_the_missing_are_looked_for_once() -> None:
     assert not table.is_awaited(first(("x",)), "x")
 
 
+def test_who_has_come_to_a_gathering_of_others_is_known() -> None:
+    table = Gatherings()
+    outcome = table.bring(first(("a", "b")), "a", 1)
+    table.bring(first(), "b", 2)
+    table.bring(first(), "c", 2)
+    assert table.elsewhere(first(("a", "b"))) == {"b": ABC}
+    assert table.elsewhere(first()) == {"a": ("a", "b")}
+    assert table.elsewhere(first(("x",))) == {}
+    table.bring(first(), "a", 2)  # now that one is complete, and nobody waits there
+    assert table.elsewhere(first(("a", "b"))) == {}
+    assert not outcome.done()
+
+
+def test_who_waits_for_others_is_said_to_when_the_time_is_over(monkeypatch: pytest.MonkeyPatch, agent: Any) -> None:
+    monkeypatch.setattr(collectives, "current_agent", lambda: agent)
+    table = collectives.gatherings_of(agent)
+    outcome = table.bring(first(("a", "b")), "a", 1)
+    table.bring(first(), "b", 2)
+    collectives._time_is_over(first(("a", "b")), 3.0)
+    assert str(outcome.exception(0)) == (
+        "worker 'b' did not come: timed out in _all_gather after 3.00 seconds. "
+        "But 'b' came to where 'a', 'b', 'c' wait: all must name the same workers"
+    )
+
+
 def test_a_look_is_answered_when_the_worker_comes() -> None:
     table = Gatherings()
     looks = [table.look(Key(ABC, IDS, number)) for number in (0, 1)]
@@ -137,6 +162,7 @@ class Agent:
 
     info = rpc.WorkerInfo("b", 1)
     rpc_timeout = 60.0
+    closed: rpc.RpcError | None = None
 
     def __init__(self) -> None:
         self.calls: list[tuple[str, str, Any, float]] = []
@@ -166,7 +192,7 @@ def test_a_look_is_repeated_while_the_worker_is_waited_for(agent: Any) -> None:
     table = Gatherings()
     outcome = table.bring(first(), "b", 1)
     collectives._look_for(agent, table, first(), "c")
-    assert agent.calls == [("c", "_come", (first(),), collectives._LOOK)]
+    assert agent.calls == [("c", "coming_to_the_others", (first(),), collectives._LOOK)]
     agent.futures[0].set_exception(RpcTimeoutError("not yet"))
     assert len(agent.calls) == 2
     table.fail(first(), RpcTimeoutError("late"))
@@ -204,6 +230,9 @@ def test_who_is_among_the_members(agent: Any) -> None:
     assert collectives._members(agent, iter(["c", "b", "c"])) == ("b", "c")
     with pytest.raises(UsageError, match="worker 'b' is not among 'a', 'c', so it cannot wait with them"):
         collectives._members(agent, ["a", "c"])
+    for text in ("b", "", b"b"):
+        with pytest.raises(UsageError, match=r"worker_names must be a list of names, not one text; write \["):
+            collectives._members(agent, text)
 
 
 def test_a_leader_that_does_not_even_say_who_is_missing(agent: Any, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -211,7 +240,20 @@ def test_a_leader_that_does_not_even_say_who_is_missing(agent: Any, monkeypatch:
     monkeypatch.setattr(collectives, "_ANSWER", 0.01)
     with pytest.raises(RpcTimeoutError, match=r"worker 'a' did not come: timed out in _all_gather after 0\.02 seconds"):
         rpc._all_gather(5, timeout=0.02)
-    assert [(to, name) for to, name, _, _ in agent.calls] == [("a", "_bring"), ("a", "_time_is_over")]
+    assert [(to, name) for to, name, _, _ in agent.calls] == [("a", "waiting_for_each_other"), ("a", "_time_is_over")]
+    for future in agent.futures:
+        future.set_result(None)
+
+
+@pytest.mark.parametrize("names", [("b", "c"), None], ids=["leads", "follows"])
+def test_who_is_taken_for_dead_while_it_waits_does_not_wait_for_ever(
+    agent: Any, names: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(collectives, "current_agent", lambda: agent)
+    monkeypatch.setattr(collectives, "_GLANCE", 0.01)
+    agent.closed = rpc.ExpelledError("taken for dead")
+    with pytest.raises(rpc.ExpelledError, match="taken for dead"):
+        rpc._all_gather(5, names, timeout=0)
     for future in agent.futures:
         future.set_result(None)
 

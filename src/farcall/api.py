@@ -83,6 +83,9 @@ def shutdown(graceful: bool = True, timeout: float = DEFAULT_SHUTDOWN_TIMEOUT) -
     Graceful: waits first until all workers have called it and all calls have ended, at most `timeout` seconds (0:
     without limit), and serves meanwhile. Raises `ShutdownError` if that failed; everything is freed here all the same.
     `UsageError` if a function that runs here for others calls it gracefully.
+
+    Ctrl-C ends the waiting, and is raised when everything is freed. If more of them come in the midst of that and
+    something is left, the next shutdown goes on with it.
     """
     global _agent
     if not isinstance(timeout, Real) or timeout < 0:
@@ -101,10 +104,19 @@ def shutdown(graceful: bool = True, timeout: float = DEFAULT_SHUTDOWN_TIMEOUT) -
             return
     try:
         agent.shutdown(graceful, timeout)  # not under the lock: a signal handler may shut down meanwhile
-    finally:
-        with _lock:
-            if _agent is agent:
-                _agent = None
+    except BaseException as error:
+        if not isinstance(error, Exception):  # Ctrl-C: whatever it has left is freed now, and else by the next shutdown
+            agent.shutdown(graceful=False, timeout=0.0)
+        _forget(agent)
+        raise
+    _forget(agent)
+
+
+def _forget(agent: RpcAgent) -> None:
+    global _agent
+    with _lock:
+        if _agent is agent:
+            _agent = None
 
 
 def rpc_sync(
@@ -219,8 +231,10 @@ def add_membership_callback(callback: Callable[[MembershipChange], object]) -> N
     """Has `callback(change)` called whenever a worker joins the group, leaves it or is lost, until the shutdown.
 
     It runs in the serving pool, one change after the other, and may make calls. What it raises is logged.
-    Raises `NotInitializedError`.
+    Raises `NotInitializedError`; `UsageError` if it cannot be called.
     """
+    if not callable(callback):
+        raise UsageError(f"a membership callback must be something to be called with each change, not {callback!r}")
     current_agent().watch_members(callback)
 
 

@@ -13,6 +13,8 @@ Rules
 - A gathering succeeds for all who wait for it, or fails for all: with `WorkerLost` if a member was lost before it came,
   with `RpcTimeoutError` when the time of one who waits is over. Who comes late to one that failed hears how it did, so
   all have gone through the same gatherings and can try again.
+- Whoever waits looks now and then whether its own agent is closed: the leader waits for calls of others, which do not
+  end with it, and would wait for ever where the group has taken it for dead.
 - Who has brought its part is needed no more: it may die, and the others have its part.
 - What is kept of a gathering goes when all its members have come or are lost; else with the agent.
 """
@@ -20,7 +22,7 @@ Rules
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from time import monotonic
 from typing import Any, Final, NamedTuple
 
@@ -36,6 +38,8 @@ _A_MOMENT: Final = 0.1
 """Seconds after which whoever waits has the missing looked for."""
 _LOOK: Final = 5.0
 """Seconds that one look takes at most. So none keeps a worker from shutting down for long."""
+_GLANCE: Final = 1.0
+"""Seconds after which whoever waits looks at its own agent again."""
 _ANSWER: Final = 1.0
 """Seconds that the leader has to say who is missing, when the time is over."""
 
@@ -140,6 +144,18 @@ class Gatherings:
             gathering = self._led.get(key)
             return sorted(gathering.missing) if gathering is not None else []
 
+    def elsewhere(self, key: Key) -> dict[str, tuple[str, ...]]:
+        """Of those who have not come yet, who has come to a gathering of others, which is not complete: with whom."""
+        with self._lock:
+            gathering = self._led.get(key)
+            missing = gathering.missing if gathering is not None else set()
+            return {
+                name: other.members
+                for other, there in sorted(self._led.items())
+                for name in sorted(missing & there.brought.keys())
+                if other.members != key.members
+            }
+
     def begin_to_look(self, key: Key) -> list[str]:
         """Who is to be looked for, if nobody has begun to."""
         with self._lock:
@@ -162,23 +178,23 @@ def gatherings_of(agent: RpcAgent) -> Gatherings:
     return found
 
 
-# The functions that workers call on each other
+# The functions that workers call on each other. People read the names of the first two, when a call of them fails.
 
 
 @async_execution
-def _bring(key: Key, name: str, part: Any) -> Future[dict[str, Any]]:
+def waiting_for_each_other(key: Key, name: str, part: Any) -> Future[dict[str, Any]]:
     return gatherings_of(current_agent()).bring(key, name, part)
 
 
 @async_execution
-def _come(key: Key) -> Future[None]:
+def coming_to_the_others(key: Key) -> Future[None]:
     return gatherings_of(current_agent()).look(key)
 
 
 def _time_is_over(key: Key, timeout: float) -> None:
     """The time of one who waits is over: nobody waits any longer, so that all hear the same."""
     gatherings = gatherings_of(current_agent())
-    gatherings.fail(key, _too_late(gatherings.missing(key), timeout))
+    gatherings.fail(key, _too_late(gatherings.missing(key), timeout, gatherings.elsewhere(key)))
 
 
 def _look_for_missing(key: Key) -> None:
@@ -203,7 +219,7 @@ def _look_for(agent: RpcAgent, gatherings: Gatherings, key: Key, name: str) -> N
         gatherings.fail(key, WorkerLost(text, name), lost=name)
 
     try:
-        agent.call(name, _come, (key,), None, _LOOK, unattended=True).then(looked)
+        agent.call(name, coming_to_the_others, (key,), None, _LOOK, unattended=True).then(looked)
     except WorkerLost as error:
         _lost(error)
     except RpcError:
@@ -219,9 +235,11 @@ def _all_gather(
     """What each of these workers (all by default) has given to it, by name, when all of them have called it.
 
     `timeout` is in seconds; 0 is without end, and the default is the `rpc_timeout` of this worker. Raises
-    `RpcTimeoutError`, saying who did not come; `WorkerLost` as soon as it is known that one was lost; `UsageError` if
-    this worker is not among them, `UnknownWorkerError` for names that are none; `NotAllowedError` if the option `allow`
-    of this worker refuses what another one brought, or that of the first by name what this one did.
+    `RpcTimeoutError`, saying who did not come, or came to wait for others, if that is known; `WorkerLost` as soon as it
+    is known that one was lost; `UsageError` if this worker is not among them, or the names are one text;
+    `UnknownWorkerError` for names that are none; `NotAllowedError` if the option `allow` of this worker refuses what
+    another one brought, or that of the first by name what this one did; `ExpelledError` or
+    `NotInitializedError` if this worker is taken for dead, or shut down, while it waits.
     """
     agent = current_agent()
     members = _members(agent, worker_names)
@@ -237,7 +255,7 @@ def _all_gather(
         try:
             # With some time more than there is: who waits decides, as it wants to hear who was missing.
             limit = seconds + 2 * _ANSWER if seconds else 0.0
-            outcome = agent.call(leader, _bring, (key, name, obj), None, limit, unattended=True)
+            outcome = agent.call(leader, waiting_for_each_other, (key, name, obj), None, limit, unattended=True)
         except BaseException:
             gatherings.leave(key)
             raise
@@ -259,7 +277,10 @@ def _wait(
 
     if not outcome.block(min(deadline, monotonic() + _A_MOMENT)) and monotonic() < deadline:
         at_leader(_look_for_missing, key)
-    if not outcome.block(deadline):
+    while not outcome.block(min(deadline, monotonic() + _GLANCE)) and monotonic() < deadline:
+        if agent.closed is not None:
+            raise agent.closed
+    if not outcome.done():
         at_leader(_time_is_over, key, seconds)
         if not outcome.block(monotonic() + _ANSWER):
             raise _too_late([key.members[0]], seconds)
@@ -283,6 +304,8 @@ def _wait_all_workers(timeout: float = DEFAULT_SHUTDOWN_TIMEOUT) -> None:
 
 def _members(agent: RpcAgent, worker_names: Iterable[str] | None) -> tuple[str, ...]:
     """Sorted, so that all agree on who leads. As in torch, no names are all workers."""
+    if isinstance(worker_names, str | bytes):
+        raise UsageError(f"worker_names must be a list of names, not one text; write [{worker_names!r}]")
     names = {agent.get_worker_info(name).name for name in worker_names or ()}
     if not names:
         names = {info.name for info in agent.get_worker_infos()}
@@ -292,10 +315,16 @@ def _members(agent: RpcAgent, worker_names: Iterable[str] | None) -> tuple[str, 
     return tuple(sorted(names))
 
 
-def _too_late(missing: Iterable[str], seconds: float) -> RpcTimeoutError:
+def _too_late(
+    missing: Iterable[str], seconds: float, elsewhere: Mapping[str, Iterable[str]] | None = None
+) -> RpcTimeoutError:
+    if elsewhere:
+        others = "; ".join(f"{name!r} came to where {_listed(there)} wait" for name, there in elsewhere.items())
+        advice = f"But {others}: all must name the same workers"
+    else:
+        advice = "Every worker that is waited for must call it; give it a longer timeout, or 0 for none"
     return RpcTimeoutError(
-        f"worker {_listed(missing)} did not come: timed out in _all_gather after {seconds:.2f} seconds. "
-        "Every worker that is waited for must call it; give it a longer timeout, or 0 for none"
+        f"worker {_listed(missing)} did not come: timed out in _all_gather after {seconds:.2f} seconds. {advice}"
     )
 
 

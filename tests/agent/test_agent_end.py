@@ -2,22 +2,28 @@
 
 from __future__ import annotations
 
+import itertools
 import logging
 from collections.abc import Callable
 from concurrent.futures import FIRST_COMPLETED, ThreadPoolExecutor, wait
+from contextlib import suppress
 from functools import partial
 from time import monotonic
+from typing import Any
 
 import pytest
-from agent_stage import forward, note, seen
+from agent_stage import add_async, forward, note, seen
 
+from eventually import eventually
 from farcall import NotInitializedError, RpcError, ShutdownError, UsageError, WorkerLost
+from farcall.agent import Agent
 from farcall.agent.lanes import Lane
 from farcall.futures import Future
-from farcall.testing import LocalGroup
+from farcall.testing import LocalGroup, MemoryStore
 from farcall.transports.base import Channel
 from gates import SOON, arrived, new_gate, wait_at
 from group_stage import call, echo, start
+from interruption import At, Interrupt, interrupt
 
 pytestmark = pytest.mark.timeout(30)
 
@@ -58,6 +64,34 @@ def test_calls_under_way_fail_when_this_worker_shuts_down(group: LocalGroup, bac
         future.wait()
     for gate in gates:
         gate.set()
+
+
+@pytest.mark.parametrize("is_open", [False, True])
+def test_calls_under_way_blame_this_worker_though_the_other_hangs_up_first(
+    monkeypatch: pytest.MonkeyPatch, is_open: bool
+) -> None:
+    with LocalGroup(2, is_open=is_open) as group:
+        check_who_is_blamed(group, monkeypatch)
+
+
+def check_who_is_blamed(group: LocalGroup, monkeypatch: pytest.MonkeyPatch) -> None:
+    eventually(lambda: len(group[0].get_worker_infos()) == 2)
+    gate = new_gate("blame")
+    future = start(group[0], "worker1", wait_at, "blame")
+    assert arrived["blame"].wait(SOON)
+    (connection,) = group[0]._connections
+    leave = group[0].group.leave
+
+    def leave_and_be_left() -> None:
+        leave()
+        eventually(connection.is_lost)  # it was read by somebody
+
+    monkeypatch.setattr(group[0].group, "leave", leave_and_be_left)
+    group[0].shutdown(graceful=False, timeout=0)
+    gate.set()
+    with pytest.raises(RpcError, match=r"'worker0' \(this one\) shut down before the call ended") as caught:
+        future.wait()
+    assert not isinstance(caught.value, WorkerLost)
 
 
 def test_a_call_that_connects_while_this_worker_shuts_down_fails_at_once(
@@ -153,6 +187,107 @@ def test_shutting_down_with_a_function_running_says_so(group: LocalGroup, caplog
     assert "1 function(s) still run" in caplog.text
     assert isinstance(future.exception(SOON), WorkerLost)
     gate.set()
+
+
+# -- Ctrl-C
+
+
+FREEING = tuple(f"agent/{name}.py" for name in ("agent", "coroutines", "entrance", "poller", "serving", "supervisor"))
+
+
+def is_free(agent: Agent) -> bool:
+    """Whether nothing of it runs or listens any more, and its name is free."""
+    threads = (agent._supervisor._thread, agent._loop._thread)
+    listening = False
+    for listener in agent._listeners:
+        with suppress(OSError):
+            listening |= listener.fileno() >= 0
+    store = agent._rendezvous.store
+    assert isinstance(store, MemoryStore)
+    return (
+        not any(thread is not None and thread.is_alive() for thread in threads)
+        and not agent._serving.thread_idents()
+        and not listening
+        and agent._poller._bell < 0
+        and store._closed
+        and not any(key.startswith("open/here/") for key in store._keys.values)
+    )
+
+
+def test_a_shutdown_frees_everything_wherever_it_is_interrupted() -> None:
+    for point in itertools.count():
+        agent = LocalGroup(1, is_open=True)[0]
+        assert call(agent, "worker0", add_async, 1, 2) == 3
+        with suppress(Interrupt), At(FREEING, (point,)) as at:
+            agent.shutdown(graceful=False, timeout=0.0)
+        if point == 0:  # before it has even begun
+            agent.shutdown(graceful=False, timeout=0.0)
+        assert agent._ended, at.places
+        eventually(lambda agent=agent: is_free(agent))
+        if not at.has_acted:
+            break
+    assert point > 50
+
+
+def test_a_graceful_shutdown_that_is_interrupted_twice_frees_everything(
+    group: LocalGroup, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    agent = group[0]
+    monkeypatch.setattr(agent, "is_idle", interrupt)
+    interrupted = interrupt_calls(agent._supervisor, "close", 1, monkeypatch)
+    with pytest.raises(Interrupt):
+        agent.shutdown(graceful=True, timeout=0.0)
+    assert interrupted == [1]
+    eventually(lambda: is_free(agent))
+
+
+def test_what_many_interrupts_have_left_the_next_shutdown_frees(
+    group: LocalGroup, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    agent = group[0]
+    interrupted = interrupt_calls(agent._supervisor, "close", 2, monkeypatch)
+    with pytest.raises(Interrupt):
+        agent.shutdown(graceful=False, timeout=0.0)
+    assert interrupted == [1, 1]
+    assert not is_free(agent)
+    agent.shutdown(graceful=False, timeout=0.0)
+    eventually(lambda: is_free(agent))
+
+
+def test_a_signal_handler_that_shuts_down_in_the_midst_of_a_shutdown_leaves_it_to_that(
+    group: LocalGroup, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    agent = group[0]
+    close = agent._rendezvous.store.close
+    calls = []
+
+    def handled(*args: Any) -> None:
+        calls.append(args)
+        agent.shutdown(graceful=False, timeout=0.0)  # it would wait for itself
+        close(*args)
+
+    monkeypatch.setattr(agent._rendezvous.store, "close", handled)
+    agent.shutdown(graceful=False, timeout=0.0)
+    assert len(calls) == 1
+    eventually(lambda: is_free(agent))
+
+
+def interrupt_calls(of: object, method: str, count: int, monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """Ctrl-C comes in so many calls of the method; those in which it came."""
+    usual = getattr(of, method)
+    interrupted: list[int] = []
+
+    def call_it(*args: Any) -> None:
+        if len(interrupted) < count:
+            interrupted.append(1)
+            interrupt()
+        usual(*args)
+
+    monkeypatch.setattr(of, method, call_it)
+    return interrupted
+
+
+# -- Groups that do not start
 
 
 def test_a_group_that_is_not_whole_does_not_start() -> None:

@@ -7,7 +7,7 @@ import gc
 import pytest
 from book_stage import Books, error_of, only
 
-from farcall.errors import OwnerLost, ReferenceRefused
+from farcall.errors import ExpelledError, OwnerLost, ReferenceRefused
 
 pytestmark = pytest.mark.timeout(20)
 
@@ -119,3 +119,50 @@ def test_errors_are_made_anew_for_every_use(books: Books) -> None:
         caught.append(error.value)
     assert caught[0] is not caught[1]
     assert str(caught[0]) == str(caught[1])
+
+
+# -- This worker itself was taken for dead
+
+
+def test_who_is_cut_off_keeps_nothing_for_others_and_awaits_nothing(books: Books) -> None:
+    book = books[0]
+    theirs = [books.remote(0, 1)[0] for _ in range(3)]
+    passed = books.pass_on(0, 2, theirs[0])
+    lent = books.pass_on(0, 2, book.own("tea"))
+    assert not book.is_quiet()
+    book.cut_off()
+    book.work_off()
+    assert book.is_quiet()
+    assert book._values == {}, "what only others held is released"
+    del theirs[0]
+    gc.collect()
+    book.work_off()
+    assert book.is_quiet(), "there is nobody who would have to be told"
+    assert book.take(2, 1, []) is None
+    assert not book.has_work(), "nobody is owed an acknowledgement either"
+    assert passed
+    assert lent
+
+
+def test_handles_of_one_that_is_cut_off_say_that_it_is(books: Books) -> None:
+    """Their owners are alive, so they are not said to be lost."""
+    theirs, _ = books.remote(0, 1)
+    books.deliver()
+    own = books[0].own("tea")
+    books[0].cut_off()
+    for _ in range(2):
+        with pytest.raises(
+            ExpelledError, match=r"'w0' \(this one\) was taken for dead by its group, .* create it anew"
+        ):
+            theirs.check()
+    own.check()
+    assert own.value is not None
+    assert own.value.done()
+
+
+def test_who_joins_when_this_worker_is_cut_off_is_nobody_to_it(books: Books) -> None:
+    books[0].cut_off()
+    books[0].joined(7)
+    assert 7 not in books[0]._references.peers
+    books[0].take(7, 1, [])
+    assert not books[0].has_work()

@@ -6,6 +6,7 @@ import itertools
 import threading
 from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import AbstractContextManager, nullcontext
 from time import monotonic
 from types import SimpleNamespace
 from typing import Any
@@ -33,7 +34,12 @@ class Worker:
         self._world_size = world_size
         self.calls = 0
         self.busy = 0  # functions that run here
-        self.gone: set[int] = set()
+        self.gone: set[int] = set()  # lost, or left
+        self.missed: list[str] = []  # lost
+        self.expelled = False
+
+    def is_expelled(self) -> bool:
+        return self.expelled
 
     def is_idle(self) -> bool:
         return not self.busy
@@ -46,6 +52,9 @@ class Worker:
 
     def everybody(self) -> list[tuple[WorkerInfo, bool]]:
         return [(WorkerInfo(NAMES[rank], rank), rank in self.gone) for rank in range(self._world_size)]
+
+    def lost(self) -> list[str]:
+        return self.missed
 
 
 class Board:
@@ -63,6 +72,9 @@ class Board:
             assert key not in self.values, "said twice in one round"
             self.values[key] = value
             self._changed.notify_all()
+
+    def within(self, seconds: float) -> AbstractContextManager[None]:
+        return nullcontext()
 
     def under(self, prefix: str) -> dict[str, bytes]:
         return {key: value for key, value in self.values.items() if key.startswith(prefix)}
@@ -145,6 +157,7 @@ def test_all_leave_in_one_round_the_second_in_which_nothing_was_new(made: list[l
     class OwnBoard:
         def __init__(self, worker: Worker) -> None:
             self.set = board.set
+            self.within = board.within
             self.worker = worker
 
         def collect(self, prefix: str, count: int, timeout: float) -> Mapping[str, bytes]:
@@ -166,6 +179,26 @@ def test_all_leave_in_one_round_the_second_in_which_nothing_was_new(made: list[l
     assert board.rounds[-1] == board.rounds[-2]
 
 
+class Clock:
+    """The time that passes in pauses, and in nothing else."""
+
+    def __init__(self) -> None:
+        self.now = 100.0
+        self.pauses: list[float] = []
+
+    def wait(self, seconds: float) -> None:
+        self.pauses.append(seconds)
+        self.now += seconds
+
+
+@pytest.fixture
+def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
+    clock = Clock()
+    monkeypatch.setattr(departure, "monotonic", lambda: clock.now)
+    monkeypatch.setattr(departure, "threading", SimpleNamespace(Event=lambda: clock))
+    return clock
+
+
 # Who is missing
 
 
@@ -176,7 +209,12 @@ class Unmoved:
         self.error = error
         self.timeouts: list[float] = []
         self.now = 0.0
+        self.limits: list[float] = []
         self.after = lambda: None
+
+    def within(self, seconds: float) -> AbstractContextManager[None]:
+        self.limits.append(seconds)
+        return nullcontext()
 
     def set(self, key: str, value: bytes) -> None:
         pass
@@ -230,6 +268,109 @@ def test_who_is_lost_is_not_waited_for() -> None:
     assert len(store.timeouts) == 3
 
 
+def test_who_was_lost_before_is_not_even_looked_for() -> None:
+    """Though it may have come back meanwhile, and have come: a group that has lost one is never together again."""
+    board, worker = Board(), Worker(0, 2)
+    worker.missed = ["bob"]
+    for wait in (wait_for_everybody, lambda *args: departure.meet(*args, departure._DEPARTURE)):
+        with pytest.raises(ShutdownError) as lost:
+            wait(worker, way_in(board, 0, 2), FOREVER)
+        assert str(lost.value) == (
+            "worker 'ann' waited for the others to shut down, but 'bob' was lost before it came; "
+            "everything is closed here now"
+        )
+    assert board.timeouts == []
+
+
+def test_who_is_lost_when_all_may_go_is_no_reason_to_stay() -> None:
+    board, worker = Board(), Worker(0, 1)
+    worker.missed = ["bob"]
+    say_farewell(worker, way_in(board, 0, 1), FOREVER)
+    assert list(board.under("farewell/")) == ["farewell/0"]
+
+
+class Frozen(Unmoved):
+    """A store whose host is stopped: no word of it comes, whatever is asked."""
+
+    def __init__(self, answers: int) -> None:
+        super().__init__(RendezvousTimeoutError("the store in 'bob' does not answer"))
+        self.answers = answers  # to `set`, before it was stopped
+
+    def set(self, key: str, value: bytes) -> None:
+        if not self.answers:
+            self.now += self.limits[-1]
+            self.after()
+            raise self.error
+        self.answers -= 1
+
+
+@pytest.mark.parametrize("answers", [0, 1])
+@pytest.mark.parametrize("timeout", [0.5, 2.0, 12.0])
+def test_a_store_that_does_not_answer_ends_a_wait_a_second_after_its_time(
+    monkeypatch: pytest.MonkeyPatch, answers: int, timeout: float
+) -> None:
+    store = Frozen(answers)
+    monkeypatch.setattr(departure, "monotonic", lambda: store.now)
+    with pytest.raises(ShutdownError) as silent:
+        wait_for_everybody(Worker(0, 2), way_in(store, 0, 2), timeout)
+    assert str(silent.value) == (
+        "worker 'ann' could not wait for the others to shut down: the store in 'bob' does not answer; "
+        "everything is closed here now"
+    )
+    assert max(store.limits) <= departure.SILENCE + 1
+    assert timeout <= store.now <= timeout + 1.0
+
+
+@pytest.mark.parametrize("answers", [0, 1])
+def test_a_store_that_does_not_answer_is_asked_again_until_its_host_is_lost(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, answers: int
+) -> None:
+    store = Frozen(answers)
+    monkeypatch.setattr(departure, "monotonic", lambda: store.now)
+    worker = Worker(0, 2)
+
+    def after() -> None:
+        if len(store.limits) >= 9:  # the agent tells the store's client, which asks no more
+            store.error = RendezvousError("the store in 'bob' is lost")
+            worker.gone.add(1)
+
+    store.after = after
+    with pytest.raises(
+        ShutdownError, match="could not wait for the others to shut down: the store in 'bob' is lost; e"
+    ):
+        wait_for_everybody(worker, way_in(store, 0, 2), FOREVER)
+    assert caplog.messages == ["worker 'ann' waits in shutdown(): the store in 'bob' does not answer"]
+
+
+def test_a_store_that_does_not_answer_is_not_asked_for_long_whether_the_others_wait(clock: Clock) -> None:
+    worker, store = Worker(0, 2), Unmoved(RendezvousTimeoutError("the store in 'bob' does not answer"))
+    worker.busy = 1
+    with pytest.raises(ShutdownError, match="a walk"):
+        wait_for_everybody(worker, way_in(store, 0, 2), 100 + 1.5 * departure.SILENCE)
+    assert store.limits == [1.0]
+
+
+TAKEN_FOR_DEAD = (
+    "worker 'ann' was taken for dead by its group, and had nobody to wait for; everything is closed here now. "
+    "After its shutdown, init_rpc() joins again"
+)
+
+
+def test_who_is_taken_for_dead_while_it_waits_for_the_others_hears_so() -> None:
+    """The others have closed nothing: the store answers, and says that they are not there."""
+    store = Unmoved(RendezvousTimeoutError("late", ("departure/0/0",)))
+    worker = Worker(0, 2)
+
+    def is_expelled_after_a_while() -> None:
+        worker.expelled = len(store.timeouts) == 2
+
+    store.after = is_expelled_after_a_while
+    with pytest.raises(ShutdownError) as refused:
+        wait_for_everybody(worker, way_in(store, 0, 2), FOREVER)
+    assert str(refused.value) == TAKEN_FOR_DEAD
+    assert len(store.timeouts) == 2
+
+
 def test_those_who_come_late_are_heard_all_the_same() -> None:
     class Late(Board):
         def collect(self, prefix: str, count: int, timeout: float) -> Mapping[str, bytes]:
@@ -259,26 +400,6 @@ def test_a_store_that_is_gone_before_anything_was_said() -> None:
         leave_alone(Worker(0, 1), Gone(RendezvousError("the store is gone")))
 
 
-class Clock:
-    """The time that passes in pauses, and in nothing else."""
-
-    def __init__(self) -> None:
-        self.now = 100.0
-        self.pauses: list[float] = []
-
-    def wait(self, seconds: float) -> None:
-        self.pauses.append(seconds)
-        self.now += seconds
-
-
-@pytest.fixture
-def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
-    clock = Clock()
-    monkeypatch.setattr(departure, "monotonic", lambda: clock.now)
-    monkeypatch.setattr(departure, "threading", SimpleNamespace(Event=lambda: clock))
-    return clock
-
-
 def test_a_worker_that_does_not_become_idle_in_time_says_so(clock: Clock, caplog: pytest.LogCaptureFixture) -> None:
     worker = Worker(0, 1)
     worker.busy = 1
@@ -292,6 +413,30 @@ def test_a_worker_that_does_not_become_idle_in_time_says_so(clock: Clock, caplog
     assert clock.pauses[-1] == departure._LONGEST_PAUSE
     assert sorted(clock.pauses) == clock.pauses
     assert caplog.messages == []
+
+
+def test_who_is_taken_for_dead_while_it_is_not_idle_does_not_wait_until_it_is(clock: Clock) -> None:
+    """What it waits for is what others have to say; they will not."""
+    worker = Worker(0, 1)
+
+    def is_idle() -> bool:
+        worker.expelled = len(clock.pauses) == 3
+        return False
+
+    worker.is_idle = is_idle  # type: ignore[method-assign]
+    with pytest.raises(ShutdownError) as refused:
+        departure.wait_until_idle(worker, FOREVER)
+    assert str(refused.value) == TAKEN_FOR_DEAD
+    assert len(clock.pauses) == 4
+
+
+def test_who_was_taken_for_dead_before_waits_for_nobody() -> None:
+    store = Unmoved(RendezvousTimeoutError("late", ()))
+    worker = Worker(0, 2)
+    worker.expelled = True
+    with pytest.raises(ShutdownError, match="was taken for dead"):
+        wait_for_everybody(worker, way_in(store, 0, 2), FOREVER)
+    assert store.timeouts == []
 
 
 def test_what_keeps_a_worker_for_long_is_named_once_in_the_log(clock: Clock, caplog: pytest.LogCaptureFixture) -> None:

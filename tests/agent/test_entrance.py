@@ -133,15 +133,22 @@ class Porch:
         self.hosted: list[tuple[set[int], int]] = []
         self.meanwhile: list[int] = []  # who goes while the store is being hosted
         self.host = "w1"
+        self.told: list[tuple[int, str]] = []
         self.jobs: list[Any] = []
         self.lost: Any = None
+        self.gone: set[str] = set()
+        self.left: list[int] = []
+        self.handed_over = 0
         monkeypatch.setattr(farcall.rendezvous, "clear_away", self._clear_away)
         monkeypatch.setattr(farcall.rendezvous, "host_again", self._host_again)
         monkeypatch.setattr(farcall.rendezvous, "is_hosted_by", lambda meeting, names: self.host in names)
         monkeypatch.setattr(farcall.rendezvous, "who_is_there", lambda meeting: {})
         monkeypatch.setattr(farcall.rendezvous, "when_store_lost", self._when_store_lost)
+        monkeypatch.setattr(farcall.rendezvous, "hand_over", self._hand_over)
+        monkeypatch.setattr(farcall.rendezvous, "leave_open", lambda meeting, number: self.left.append(number))
         monkeypatch.setattr(entrance_module, "_PAUSE", 0.0)
         store = MemoryStore()
+        monkeypatch.setattr(store, "lost", lambda rank, why: self.told.append((rank, why)))
         meeting = Rendezvous(store, -1 if is_open else 2, None if is_open else 3, "", "run")
         if is_open:
             join_open(meeting, "first", lambda number: b"", 5)
@@ -150,8 +157,13 @@ class Porch:
             store.delete("open/name/first")
             assert self.entrance.join(5)[0].number == 2
         group: Any = SimpleNamespace(
-            here=lambda: dict(self.here), is_gone=lambda number: number not in self.here, name_of=lambda n: f"w{n}"
+            here=lambda: dict(self.here),
+            is_gone=lambda number: number not in self.here,
+            name_of=lambda n: f"w{n}",
+            names_gone=lambda: self.gone,
         )
+        self.group = group
+        group.is_quiet = False
         serving: Any = SimpleNamespace(run_aside=self.jobs.append)
         self.entrance.keep(group, serving)
 
@@ -161,7 +173,11 @@ class Porch:
             self.in_store.difference_update(gone)
             self.marked += gone
 
-    def _host_again(self, meeting: Rendezvous, here: dict[int, Any], next_number: int) -> bool:
+    def _hand_over(self, meeting: Rendezvous) -> None:
+        self.handed_over += 1
+
+    def _host_again(self, meeting: Rendezvous, here: dict[int, Any], next_number: int, gone: Collection[str]) -> bool:
+        assert gone is self.gone
         self.hosted.append((set(here), next_number))
         self.in_store = set(here) if self.store_is_there else self.in_store
         for number in self.meanwhile:
@@ -172,9 +188,9 @@ class Porch:
     def _when_store_lost(self, meeting: Rendezvous, call: Any) -> None:
         self.lost = call
 
-    def goes(self, number: int) -> None:
+    def goes(self, number: int, left: bool = False) -> None:
         self.here.pop(number, None)
-        self.entrance.member_gone(number)
+        self.entrance.member_gone(number, left)
 
     def work(self) -> None:
         while self.jobs:
@@ -203,6 +219,29 @@ def test_in_a_fixed_group_nobody_is_told(monkeypatch: pytest.MonkeyPatch) -> Non
     porch.goes(3)
     assert porch.jobs == []
     assert porch.lost is None
+
+
+def test_in_a_fixed_group_those_who_wait_by_the_store_are_told_of_a_loss(monkeypatch: pytest.MonkeyPatch) -> None:
+    porch = Porch(monkeypatch, is_open=False)
+    porch.goes(1, left=True)
+    assert porch.told == [], "it has told the store itself"
+    porch.goes(3)
+    assert porch.told == [(3, "worker 'w3' was lost")]
+
+
+def test_when_all_are_about_to_go_only_the_loss_of_the_host_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    porch = Porch(monkeypatch, is_open=False, here=(0, 1, 2))
+    porch.group.is_quiet = True
+    porch.goes(1)
+    assert porch.told == [], "it may have gone in good order"
+    porch.goes(0)
+    assert porch.told == [(0, "worker 'w0' was lost")]
+
+
+def test_in_an_open_group_the_store_is_told_of_nobody(monkeypatch: pytest.MonkeyPatch) -> None:
+    porch = Porch(monkeypatch)
+    porch.goes(1)
+    assert porch.told == []
 
 
 def test_the_store_is_hosted_again_by_who_sees_it_lost(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -248,6 +287,40 @@ def test_hosting_is_given_up_by_who_leaves(monkeypatch: pytest.MonkeyPatch) -> N
     worker.join()
     porch.lost()
     porch.goes(3)
+    assert porch.jobs == []
+
+
+def test_who_was_expelled_hands_the_store_over_and_looks_for_none_any_more(monkeypatch: pytest.MonkeyPatch) -> None:
+    porch = Porch(monkeypatch)
+    porch.store_is_there = False
+    porch.lost()
+    worker = threading.Thread(target=porch.work)
+    worker.start()
+    eventually(lambda: porch.hosted)
+    porch.entrance.expelled()
+    worker.join()
+    porch.work()
+    assert porch.handed_over == 1
+    porch.lost()
+    porch.goes(1)
+    porch.entrance.tick(1000.0)
+    assert porch.jobs == [], "the way in is the others' business"
+    porch.entrance.leave()
+    porch.entrance.leave()
+    assert porch.left == [2], "its name is given back all the same, once"
+
+
+def test_that_the_store_is_handed_over_keeps_nobody_waiting(monkeypatch: pytest.MonkeyPatch) -> None:
+    porch = Porch(monkeypatch)
+    porch.entrance.expelled()
+    assert porch.handed_over == 0, "it may take a while, and so it is left to the pool"
+    porch.work()
+    assert porch.handed_over == 1
+
+
+def test_in_a_fixed_group_who_was_expelled_hands_nothing_over(monkeypatch: pytest.MonkeyPatch) -> None:
+    porch = Porch(monkeypatch, is_open=False)
+    porch.entrance.expelled()
     assert porch.jobs == []
 
 

@@ -5,6 +5,7 @@ Where time matters the hearts beat at the test's word (`Hearts`), so that a busy
 
 from __future__ import annotations
 
+import gc
 import logging
 import re
 import threading
@@ -24,7 +25,7 @@ from farcall.options import RpcBackendOptions
 from farcall.protocol.handshake import Hello
 from farcall.protocol.membership_messages import Member, News, encode
 from farcall.testing import LocalGroup
-from gates import SOON, new_gate, wait_at
+from gates import SOON, arrived, new_gate, wait_at
 from group_stage import NewGroup, call, echo, local_groups, start
 
 pytestmark = pytest.mark.timeout(60)
@@ -90,6 +91,13 @@ def watched(agent: Agent) -> list[tuple[str, str]]:
     seen: list[tuple[str, str]] = []
     agent.watch_members(lambda change: seen.append((change.kind, change.worker.name)))
     return seen
+
+
+def expel(agent: Agent) -> None:
+    """Somebody tells it that the group has taken it for dead."""
+    number = agent.group.me.number
+    somebody = next(each for each in agent.group.here() if each != number)
+    agent.group.told(somebody, encode(News(lost=((number, number),))))
 
 
 def deafen(agent: Agent, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -252,6 +260,61 @@ def test_who_does_not_answer_is_lost_for_all_after_the_patience_and_hears_of_it(
     with pytest.raises(ShutdownError, match="was taken for dead by its group, and had nobody to wait for"):
         group[3].shutdown(graceful=True, timeout=SOON)
     assert call(group[0], "worker1", echo, 1) == 1
+
+
+def test_the_first_call_of_one_that_was_taken_for_dead_says_so(new_group: NewGroup) -> None:
+    """Nobody has told it before: it hears of it as it connects."""
+    group = new_group(2, **SLOW_HEART)
+    group[0].group.told(0, encode(News(lost=((1, 1),))))
+    assert group[1].closed is None
+    with pytest.raises(ExpelledError, match=r"worker 'worker1' \(this one\) was taken for dead"):
+        call(group[1], "worker0", echo, 1)
+
+
+@pytest.mark.parametrize("is_open", [True, False], ids=["open", "fixed"])
+def test_a_shutdown_that_waits_ends_when_this_worker_is_taken_for_dead(
+    new_group: NewGroup, new_open_group: NewGroup, background: ThreadPoolExecutor, is_open: bool
+) -> None:
+    """It has given back a reference, which nobody acknowledges any more; a function runs; and there is no deadline."""
+    group = new_open_group(2) if is_open else new_group(2, **SLOW_HEART)
+    one, other = group
+    held = one.remote("worker1", echo, (1,), None)
+    gate = new_gate("expelled meanwhile")
+    future = start(other, "worker0", wait_at, "expelled meanwhile")
+    assert arrived["expelled meanwhile"].wait(SOON)
+    shutting_down = background.submit(one.shutdown, True, 0.0)
+    with pytest.raises(TimeoutError):
+        shutting_down.result(0.05)
+    expel(one)
+    with pytest.raises(ShutdownError, match="was taken for dead by its group, and had nobody to wait for; everything"):
+        shutting_down.result(SOON)
+    assert isinstance(future.exception(SOON), WorkerLost)
+    assert held is not None
+    gate.set()
+
+
+def test_who_was_taken_for_dead_and_drops_a_reference_has_nothing_to_do(new_open_group: NewGroup) -> None:
+    group = new_open_group(2)
+    one = group[0]
+    held = [one.remote("worker1", echo, (1,), None)]
+    expel(one)
+    eventually(lambda: held[0].new_error is not None)
+    with pytest.raises(ExpelledError, match="create it anew"):
+        held[0].check()
+    held.clear()
+    gc.collect()
+    eventually(lambda: not one.book.has_work())
+    assert one.is_idle()
+
+
+def test_the_names_of_those_who_are_gone_unless_another_one_has_them(new_open_group: NewGroup) -> None:
+    group = new_open_group(3)
+    assert group[0].group.names_gone() == set()
+    for name in ("worker1", "worker2"):
+        group.leave(name)
+    eventually(lambda: group[0].group.names_gone() == {"worker1", "worker2"})
+    group.join("worker2")
+    eventually(lambda: group[0].group.names_gone() == {"worker1"})
 
 
 @pytest.mark.parametrize("threads", [1, 2])

@@ -306,49 +306,86 @@ def test_a_leaver_hands_back_what_it_holds(workers: StartWorkers) -> None:
     assert leaver["shutdown"]["seconds"] < 3
 
 
-def freeze_one(group: Workers) -> list[dict[str, Any]]:
-    """Freezes the second of three that are ready, until the others have ended; what those have reported."""
+def freeze_one(group: Workers, frozen: int) -> list[dict[str, Any]]:
+    """Freezes one of three that are ready, until the others have ended; what those have reported."""
     for rank in range(3):
         group.wait_for(rank, "ready")
-    group.send_signal(1, signal.SIGSTOP)
+    group.send_signal(frozen, signal.SIGSTOP)
     (group.directory / "go").touch()
-    for rank in (0, 2):
+    others = [rank for rank in range(3) if rank != frozen]
+    for rank in others:
         group.wait(rank)
-    group.send_signal(1, signal.SIGKILL)
-    first, _, third = group.finish({1: KILLED}, quiet=False)
-    return [first, third]
+    group.send_signal(frozen, signal.SIGKILL)
+    reports = group.finish({frozen: KILLED}, quiet=False)
+    return [reports[rank] for rank in others]
 
 
-def test_a_shutdown_without_a_frozen_member_ends_in_time_and_names_it(workers: StartWorkers) -> None:
-    script = """
+frozen_of_three = pytest.mark.parametrize("frozen", [pytest.param(0, id="the host of the store"), 1])
+
+
+@frozen_of_three
+def test_a_shutdown_without_a_frozen_member_ends_in_time_and_names_it(workers: StartWorkers, frozen: int) -> None:
+    script = f"""
     start()
     report(ready=True)
-    if RANK == 1:
+    if RANK == {frozen}:
         time.sleep(60)
     wait_for(lambda: os.path.exists("go"), 20)
     report(first=outcome(rpc.shutdown, timeout=2), second=outcome(rpc.shutdown), third=outcome(rpc.shutdown, False))
     """
-    for facts in freeze_one(workers(script, n=3)):
+    for facts in freeze_one(workers(script, n=3), frozen):
         assert facts["first"]["error"] == "ShutdownError"
-        assert "w1" in facts["first"]["text"]
-        assert facts["first"]["seconds"] < 5
+        assert f"'w{frozen}'" in facts["first"]["text"]
+        assert facts["first"]["seconds"] < 9  # the store has a second more to answer, and two to hear the good-bye
         for again in ("second", "third"):
             assert facts[again].get("error") is None
             assert facts[again]["seconds"] < 0.5
 
 
-def test_a_shutdown_that_may_wait_for_ever_ends_when_a_member_is_lost(workers: StartWorkers) -> None:
+@frozen_of_three
+def test_a_shutdown_that_may_wait_for_ever_ends_when_a_member_is_lost(workers: StartWorkers, frozen: int) -> None:
     script = f"""
     start({QUICK})
     report(ready=True)
-    if RANK == 1:
+    if RANK == {frozen}:
         time.sleep(60)
     report(shutdown=outcome(rpc.shutdown))
     """
-    for facts in freeze_one(workers(script, n=3, limit=30)):
+    for facts in freeze_one(workers(script, n=3, limit=30), frozen):
         assert facts["shutdown"]["error"] == "ShutdownError"
-        assert "w1" in facts["shutdown"]["text"]
+        assert f"'w{frozen}'" in facts["shutdown"]["text"]
         assert facts["shutdown"]["seconds"] < 12
+
+
+@frozen_of_three
+def test_a_shutdown_after_a_member_was_lost_ends_at_once_and_names_it(workers: StartWorkers, frozen: int) -> None:
+    """Also if it has come back meanwhile: the others have let go of all that was its."""
+    script = f"""
+    start({QUICK})
+    report(ready=True)
+    if RANK == {frozen}:
+        wait_for(lambda: os.path.exists("back"), 20)
+        report(shutdown=outcome(rpc.shutdown))
+    else:
+        wait_for(lambda: outcome(rpc.rpc_sync, "w{frozen}", int, timeout=1).get("error") == "WorkerLost", 20)
+        report(lost=True)
+        wait_for(lambda: os.path.exists("back"), 20)
+        report(shutdown=outcome(rpc.shutdown))
+    """
+    group = workers(script, n=3, limit=30)
+    for rank in range(3):
+        group.wait_for(rank, "ready")
+    group.send_signal(frozen, signal.SIGSTOP)
+    for rank in {0, 1, 2} - {frozen}:
+        group.wait_for(rank, "lost")
+    group.send_signal(frozen, signal.SIGCONT)
+    (group.directory / "back").touch()
+    reports = group.finish(quiet=False)
+    for rank, facts in enumerate(reports):
+        assert facts["shutdown"]["error"] == "ShutdownError", facts
+        assert f"'w{frozen}'" in facts["shutdown"]["text"]
+        if rank != frozen:
+            assert facts["shutdown"]["seconds"] < 4, "of which it may be two to say good-bye"
 
 
 def test_one_leaves_in_good_order_while_others_call_it(workers: StartWorkers) -> None:

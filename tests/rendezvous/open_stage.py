@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from farcall.rendezvous import Rendezvous, host_again, join_open, leave_open, rendezvous
@@ -36,11 +37,11 @@ class Worker:
         leave_open(self.meeting, self.number)
         self.store.close()
 
-    def host_again(self, *here: Worker) -> bool:
-        """As its agent would, if these are the others that it knows of."""
+    def host_again(self, *here: Worker, gone: Sequence[Worker] = ()) -> bool:
+        """As its agent would, if these are the others that it knows of, and these those that it knows to be gone."""
         workers = (self, *here)
         seen = {worker.number: (worker.name, payload(worker.name, worker.number)) for worker in workers}
-        return host_again(self.meeting, seen, max(seen) + 1)
+        return host_again(self.meeting, seen, max(seen) + 1, {worker.name for worker in gone})
 
 
 class OpenStage:

@@ -224,6 +224,51 @@ def test_close_of_a_dead_store_is_quiet(stage: Stage) -> None:
     client.close()
 
 
+@pytest.mark.parametrize("ask", ["set", "get", "add", "read", "collect"])
+def test_when_the_host_is_known_to_be_lost_every_wait_ends(
+    stuck: tuple[StoreClient, socket.socket], background: ThreadPoolExecutor, ask: str
+) -> None:
+    """It is frozen, and so its connection is open."""
+    client, _ = stuck
+    asked = {
+        "set": lambda: client.set("k", b""),
+        "get": lambda: client.get("k", 30),
+        "add": lambda: client.add("k", 1),
+        "read": lambda: client.read("k"),
+        "collect": lambda: client.collect("k", 2, 30),
+    }[ask]
+    waiting = background.submit(asked)
+    eventually(lambda: client._pending)
+    client.lost(0, "worker 'host' was lost")
+    why = r"the store in 'host' \(rank 0\) at a test is lost: worker 'host' was lost"
+    with pytest.raises(RendezvousError, match=why):
+        waiting.result(10)
+    with pytest.raises(RendezvousError, match=why):
+        asked()
+
+
+def test_when_another_is_lost_nobody_waits_for_all_any_more(stage: Stage, background: ThreadPoolExecutor) -> None:
+    client = stage.client(1)
+    waiting, other = background.submit(client.collect, "p/", 3, 30), background.submit(client.get, "k", 30)
+    eventually(lambda: len(client._pending) == 2)
+    client.lost(2, "worker 'w2' was lost")
+    with pytest.raises(RendezvousError, match=r"^worker 'w2' was lost$"):
+        waiting.result(10)
+    with pytest.raises(RendezvousError, match=r"^worker 'w2' was lost$"):
+        client.collect("p/", 3, 30)
+    client.set("k", b"v")  # all else goes on
+    assert other.result(10) == b"v"
+
+
+def test_what_is_asked_within_some_seconds_ends_in_them(stuck: tuple[StoreClient, socket.socket]) -> None:
+    client, _ = stuck
+    with client.within(30), client.within(0.02), pytest.raises(RendezvousTimeoutError, match="does not answer"):
+        client.set("k", b"")
+    with client.within(0.02), client.within(30), pytest.raises(RendezvousTimeoutError, match="does not answer"):
+        client.set("k", b"")
+    assert client._limit.deadline == math.inf
+
+
 def test_a_limit_is_that_of_one_thread(background: ThreadPoolExecutor) -> None:
     limit = Limit()
     ours, theirs = socket.socketpair(socket.AF_UNIX)

@@ -7,11 +7,14 @@ import logging
 import os
 import signal
 import socket
+import ssl
 import struct
 import subprocess
 import sys
+import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from types import SimpleNamespace
 
 import pytest
 from rendezvous_stage import GROUP, Stage
@@ -25,7 +28,7 @@ from farcall.rendezvous.client import StoreClient
 from farcall.rendezvous.embedded import EmbeddedStore
 from farcall.rendezvous.greeting import OtherGroupError
 from farcall.rendezvous.locate import Candidate, try_candidate
-from farcall.rendezvous.store_messages import Get, Set, pack_request
+from farcall.rendezvous.store_messages import Done, Get, Set, pack_request
 from farcall.security import Credentials, Secret
 from farcall.security.encryption import Encryption
 from farcall.transports.tls import TlsSocket
@@ -208,6 +211,56 @@ def test_a_worker_that_vanishes_fails_the_collects(stage: Stage, background: Thr
     assert waiting.result(10) == {"p/0": b"", "p/1": b""}
 
 
+def reset(sock: socket.socket) -> None:
+    """Hangs up as one does that had not read all: the other end sees a reset."""
+    sock.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
+    sock.close()
+
+
+@pytest.mark.parametrize("is_known", [True, False])
+def test_who_hangs_up_before_it_has_read_all_is_no_news(
+    stage: Stage, caplog: pytest.LogCaptureFixture, is_known: bool
+) -> None:
+    """It found the answer slow, say, and tries again."""
+    caplog.set_level(logging.DEBUG, embedded.__name__)
+    sock = stage.hello(1) if is_known else stage.raw()
+    eventually(lambda: stage.server._connections)
+    reset(sock)
+    eventually(lambda: not stage.server._connections)
+    (record,) = [record for record in caplog.records if "closes the connection" in record.message]
+    assert record.levelname == ("DEBUG" if is_known else "INFO")
+    assert "the connection ended: [Errno 104] Connection reset by peer" in record.message
+    assert ("left before it had proved" in record.message) is not is_known
+
+
+def test_who_takes_no_answer_any_more_is_no_news(stage: Stage, caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.DEBUG, embedded.__name__)
+    with stage.hello(1):
+        (connection,) = stage.server._connections.values()
+        connection.sock.shutdown(socket.SHUT_WR)  # as if the other end had closed it: what is sent breaks the pipe
+        stage.server._table._reply(connection.number, Done(1))
+        stage.client(0).set("k", b"")
+        eventually(lambda: connection.number not in stage.server._connections)
+    (record,) = [record for record in caplog.records if "closes the connection" in record.message]
+    assert (record.levelname, "Broken pipe" in record.message) == ("DEBUG", True)
+
+
+def test_a_connection_that_breaks_is_told(stage: Stage, caplog: pytest.LogCaptureFixture) -> None:
+    class Cut(socket.socket):
+        def recv(self, size: int, flags: int = 0) -> bytes:
+            raise TimeoutError(errno.ETIMEDOUT, os.strerror(errno.ETIMEDOUT))
+
+    with stage.hello(1) as sock:
+        (connection,) = stage.server._connections.values()
+        connection.sock = Cut(fileno=connection.sock.detach())
+        sock.sendall(b"x")
+        eventually(lambda: not stage.server._connections)
+    (record,) = caplog.records
+    assert record.levelname == "WARNING"
+    assert "of 'worker1' (rank 1, " in record.message
+    assert "the connection broke: [Errno 110] Connection timed out" in record.message
+
+
 def test_a_killed_process_is_noticed(stage: Stage, background: ThreadPoolExecutor) -> None:
     program = (
         "import sys\n"
@@ -281,6 +334,17 @@ def test_close_does_not_wait_for_strangers(stage: Stage) -> None:
         eventually(lambda: stage.server._connections)
         stage.server.close(linger=60)
         assert wait_for_end(stranger) == b""
+
+
+def test_who_closes_again_waits_no_longer_for_the_others(stage: Stage, background: ThreadPoolExecutor) -> None:
+    """As after Ctrl-C in the midst of waiting for them."""
+    stage.client(1)
+    closing = background.submit(stage.server.close, 60)
+    eventually(lambda: stage.server._listener.fileno() < 0)
+    assert not closing.done()
+    stage.server.close(linger=0)
+    stage.server.close(linger=60)
+    closing.result(10)
 
 
 def test_close_may_be_called_twice(stage: Stage) -> None:
@@ -376,6 +440,27 @@ def test_between_hosts_the_store_is_encrypted(background: ThreadPoolExecutor) ->
     for client in clients:
         client.close()
     server.close()
+
+
+@pytest.mark.usefixtures("far_away")
+def test_the_time_it_takes_to_make_a_certificate_does_not_count(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Else the first attempt of every worker would be in vain, and the store see its connection break."""
+    passed = 0.0
+    monkeypatch.setattr(locate, "time", SimpleNamespace(monotonic=lambda: time.monotonic() + passed))
+
+    class Slow(Encryption):
+        def connecting(self) -> ssl.SSLContext:
+            nonlocal passed
+            passed += 60.0
+            return super().connecting()
+
+    server = EmbeddedStore(listen("127.0.0.1", [0]), GROUP, 1, "host", credentials=Credentials(encryption=Encryption()))
+    try:
+        candidate = Candidate("127.0.0.1", server.port, GROUP)
+        sock, _ = try_candidate(candidate, "ann", 0, 10, Credentials(encryption=Slow()))
+        sock.close()
+    finally:
+        server.close(linger=0)
 
 
 @pytest.mark.usefixtures("far_away")

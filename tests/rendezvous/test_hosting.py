@@ -70,6 +70,18 @@ def test_a_file_leads_to_one_store_and_may_outlive_it(tmp_path: Path) -> None:
     assert os.listdir(tmp_path) == []
 
 
+@pytest.mark.parametrize("size", [None, 2])
+def test_who_cannot_host_a_fixed_group_at_a_file_gets_an_error_that_is_public(tmp_path: Path, size: int | None) -> None:
+    place = FilePlace(str(tmp_path / "location"))
+    there = host_open(Plan(0, size, place), "h", "127.0.0.1", 0, {}, 1)
+    with pytest.raises(
+        RendezvousError, match=r"another worker with rank 0, or an open group\. .* no world_size$"
+    ) as error:
+        host(Plan(0, 2, place), "h", "127.0.0.1", 1)
+    assert type(error.value) is RendezvousError
+    there.close()
+
+
 def test_a_file_that_cannot_be_used_leaves_no_store_behind(tmp_path: Path) -> None:
     with pytest.raises(RendezvousError, match="cannot be written"):
         host_open(Plan(-1, None, FilePlace(str(tmp_path / "no" / "file"))), "h", "127.0.0.1", 0, {}, 1)

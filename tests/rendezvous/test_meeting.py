@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import itertools
 import os
 import socket
 import threading
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from pathlib import Path
 
 import pytest
@@ -16,6 +18,7 @@ from farcall.errors import RendezvousError, RendezvousTimeoutError, UsageError
 from farcall.rendezvous import Rendezvous, addresses, hosting, join, locate, meeting, rendezvous
 from farcall.rendezvous.location_file import Location, publish_location, read_location
 from farcall.rendezvous.urls import candidate_ports
+from interruption import At, Interrupt
 
 
 class Workers:
@@ -331,7 +334,7 @@ def test_a_stale_file_whose_port_has_another_store_is_replaced(
 def test_a_second_rank_0_leaves_the_file_alone(file_workers: Workers, path: str) -> None:
     found = file_workers.run([0, 1, 2], interface="127.0.0.1")
     before = read_location(path)
-    with pytest.raises(RendezvousError, match="another worker with rank 0 hosts a store for the file"):
+    with pytest.raises(RendezvousError, match="somebody else hosts a store for the file"):
         file_workers.meet(0, interface="127.0.0.1")
     assert read_location(path) == before
     file_workers.close(found)
@@ -342,3 +345,20 @@ def test_without_rank_0_the_file_is_named(file_workers: Workers, path: str) -> N
         RendezvousTimeoutError, match=f"at the file {path} in 0.05 s: .*there was nothing to connect to"
     ):
         file_workers.meet(1, timeout=0.05)
+
+
+# -- Ctrl-C
+
+
+def test_a_store_that_is_closed_again_after_an_interrupt_anywhere_is_gone(path: str) -> None:
+    files = tuple(f"rendezvous/{name}.py" for name in ("client", "embedded", "hosting"))
+    for point in itertools.count():
+        store = rendezvous(f"file://{path}", "alone", 0, 1, 30, "127.0.0.1").store
+        with suppress(Interrupt), At(files, (point,)) as at:
+            store.close()
+        store.close(patience=0.0)
+        assert not os.path.exists(path), at.places
+        assert [thread.name for thread in threading.enumerate() if "farcall store" in thread.name] == [], at.places
+        if not at.has_acted:
+            break
+    assert point > 10

@@ -8,6 +8,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from pathlib import Path
 
 import pytest
@@ -16,10 +17,11 @@ from open_stage import OpenStage, Worker, payload
 from eventually import eventually
 from farcall.errors import RendezvousError, UsageError
 from farcall.protocol.handshake import Welcome
-from farcall.rendezvous import Rendezvous, join, join_open, leave_open, mark_gone, when_store_lost
+from farcall.rendezvous import Rendezvous, hand_over, join, join_open, leave_open, mark_gone, when_store_lost
 from farcall.rendezvous.client import StoreClient
 from farcall.rendezvous.open_store import GAP, HERE, NAME
 from farcall.testing.memory_store import MemoryStore
+from interruption import At, Interrupt
 
 
 @pytest.fixture(params=["tcp", "file"])
@@ -148,6 +150,54 @@ def test_who_waits_for_a_name_may_know_by_itself_that_its_holder_is_dead(stage: 
     assert asked == 3 * [b"w is 2"]
 
 
+class Interrupted(BaseException):
+    """Comes while somebody waits, as KeyboardInterrupt does."""
+
+
+def test_who_is_interrupted_while_it_waits_for_a_name_leaves_nothing(stage: OpenStage) -> None:
+    """Nobody would clear its entry away: it was never in the group that would miss it."""
+    host = stage.join("host")
+
+    def interrupted(payload: bytes) -> bool:
+        assert HERE + "2" in host.store.read(HERE)
+        raise Interrupted
+
+    late = stage.meet("host")
+    with pytest.raises(Interrupted):
+        join_open(late, "host", lambda number: b"", 20, interrupted)
+    assert list(host.store.read(HERE)) == [HERE + "1"]
+    late.store.close()
+    assert list(stage.join("next").there) == [1, 3]
+
+
+def test_who_is_interrupted_at_any_point_of_joining_leaves_nothing() -> None:
+    for point in range(1000):
+        store = MemoryStore()
+        meeting = Rendezvous(store, -1, None, "h", "g")
+        with suppress(Interrupt), At(("rendezvous/open_group.py",), (point,)) as at:
+            join_open(meeting, "w", lambda number: b"1", 5)
+        if not at.has_acted:
+            assert point > 10, "the last point was passed, and nothing interrupted"
+            return
+        assert store.read(HERE) == {}, at.places
+        assert join_open(meeting, "w", lambda number: b"2", 5)[1].keys() <= {1, 2}, at.places
+    pytest.fail("it never came to its end")
+
+
+def test_a_store_that_is_gone_does_not_keep_who_is_interrupted(stage: OpenStage) -> None:
+    host = stage.join("host")
+    late = stage.meet("host")
+
+    def interrupted(payload: bytes) -> bool:
+        host.store._let_go()
+        raise Interrupted
+
+    began = time.monotonic()
+    with pytest.raises(Interrupted):
+        join_open(late, "host", lambda number: b"", 20, interrupted)
+    assert time.monotonic() - began < 5
+
+
 def test_saying_again_that_one_is_gone_takes_nothing_from_the_next(stage: OpenStage) -> None:
     host, first = stage.join("host"), stage.join("w")
     leave_open(first.meeting, 2)
@@ -262,6 +312,46 @@ def test_a_store_that_answers_is_left_alone(stage: OpenStage) -> None:
     assert host.host_again(member)
     assert hosts(host, member) == [True, False]
     assert member.store._client is connection
+
+
+def test_a_host_that_is_gone_and_answers_is_not_what_the_group_has_its_store_from(stage: OpenStage) -> None:
+    """It was taken for dead, and lives: nobody clears away in its store who is gone, until it lets another one host."""
+    host, a, b = stage.join("host"), stage.join("a"), stage.join("b")
+    mark_gone(host.meeting, b.number)
+    assert not a.host_again(b, gone=[host])
+    assert not b.host_again(a, gone=[host])
+    assert list(a.store.read(HERE)) == [HERE + "1", HERE + "2"], "it can be asked meanwhile, and nobody settles in it"
+    host.store.unsettle()
+    hand_over(host.meeting)
+    assert a.host_again(b, gone=[host])
+    assert b.host_again(a, gone=[host])
+    assert hosts(host, a, b) == [False, True, False]
+    assert sorted(a.store.read(NAME)) == [NAME + "a", NAME + "b"]
+    assert b.host_again(gone=[host]), "the new host is not known to be gone"
+
+
+def test_who_has_handed_the_store_over_does_not_host_it_again_and_can_still_leave(stage: OpenStage) -> None:
+    host, member = stage.join("host"), stage.join("member")
+    for _ in range(2):
+        hand_over(host.meeting)
+    assert not host.host_again(member)
+    assert not host.store.hosts
+    client = member.store._client
+    eventually(lambda: client is not None and client.is_ended)
+    assert member.host_again(host)
+    mark = HERE + str(host.number)
+    assert mark in member.store.read(HERE)
+    leave_open(host.meeting, host.number)
+    assert mark not in member.store.read(HERE)
+
+
+def test_who_only_uses_the_store_hands_nothing_over(stage: OpenStage) -> None:
+    host, member = stage.join("host"), stage.join("member")
+    hand_over(member.meeting)
+    assert hosts(host, member) == [True, False]
+    assert len(member.store.read(HERE)) == 2
+    host.leave()
+    assert not member.host_again()
 
 
 def test_who_comes_while_nobody_hosts_the_store_waits_for_the_members(

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import errno
+import itertools
 import os
 import socket
 import threading
 from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import ExitStack, closing
+from contextlib import ExitStack, closing, suppress
 from pathlib import Path
 from typing import NoReturn
 
@@ -18,10 +19,11 @@ from fork_stage import expect_a_forked_child_lets_go
 from open_stage import OpenStage
 
 from farcall.errors import RendezvousError, RendezvousTimeoutError
-from farcall.rendezvous import hosting, join_open, locate, rendezvous
+from farcall.rendezvous import hosting, join_open, locate, open_store, rendezvous
 from farcall.rendezvous.client import StoreClient
 from farcall.rendezvous.location_file import Location, publish_location, read_location
 from farcall.rendezvous.open_store import OpenStore
+from interruption import At, Interrupt, interrupt
 
 
 @pytest.fixture
@@ -237,6 +239,22 @@ def test_a_store_that_is_closed_without_a_good_bye_leaves_no_file_either(file_st
     assert not os.path.exists(path)
 
 
+def test_who_begins_just_after_another_joins_that_one_however_slow_it_is(
+    file_stage: OpenStage, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It has seen no file, and then there is one, whose store does not answer in time."""
+    first = file_stage.meet("first")
+    looks = itertools.count()
+
+    def read_late(path: str) -> Location | None:
+        return None if next(looks) < 3 else read_location(path)  # twice in a look, once to see whether to begin
+
+    for module in (open_store, hosting):
+        monkeypatch.setattr(module, "read_location", read_late)
+    monkeypatch.setattr(hosting, "_is_any_alive", lambda *_: False)
+    assert file_stage.meet("second").group == first.group
+
+
 def test_a_file_that_leads_nowhere_is_replaced_after_a_while(
     file_stage: OpenStage, path: str, free_port: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -269,6 +287,37 @@ def test_a_store_that_was_closed_is_not_looked_for_any_more(stage: OpenStage, ba
     assert not member.store.find_again(1)
     with pytest.raises(RendezvousError, match="is gone, and was not found again yet"):
         member.store.set("k", b"v")
+
+
+CLOSING = tuple(f"rendezvous/{name}.py" for name in ("client", "embedded", "hosting", "open_store", "presence"))
+
+
+def test_a_store_that_is_closed_again_after_an_interrupt_anywhere_is_gone(file_stage: OpenStage, path: str) -> None:
+    for point in itertools.count():
+        store = file_stage.join("host").store
+        with suppress(Interrupt), At(CLOSING, (point,)) as at:
+            store.close()
+        store.close()
+        assert not store.hosts, at.places
+        assert not os.path.exists(path), at.places
+        assert [thread.name for thread in threading.enumerate() if "farcall store" in thread.name] == [], at.places
+        if not at.has_acted:
+            break
+    assert point > 30
+
+
+def test_the_file_stays_for_those_who_are_there_though_the_close_was_interrupted(
+    file_stage: OpenStage, path: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    host, member = file_stage.join("host"), file_stage.join("member")
+    assert host.store._client is not None
+    with monkeypatch.context() as patch:
+        patch.setattr(host.store._client, "_hang_up", interrupt)
+        with pytest.raises(Interrupt):
+            host.store.close()
+    host.store.close()
+    assert os.path.exists(path)
+    assert member.host_again(gone=[host])
 
 
 def test_it_is_a_store_like_others(stage: OpenStage) -> None:

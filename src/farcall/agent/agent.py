@@ -10,6 +10,7 @@ from __future__ import annotations
 import logging
 import threading
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from time import monotonic
 from typing import TYPE_CHECKING, Any, Final
 
@@ -50,6 +51,8 @@ if TYPE_CHECKING:
 logger = logging.getLogger("farcall")
 
 _CLOSE_TIMEOUT: Final = 1.0
+_HURRY: Final = 0.2
+"""Seconds instead of those, when Ctrl-C has come in the midst of closing."""
 _SHORT_PATIENCE: Final = 1.0
 _GONE: Final = object()
 
@@ -85,7 +88,9 @@ class Agent(RpcAgent):
         self._connections: dict[Outgoing, object] = {}
         self._counting = Counting()
         self._meetings = 0
+        self._lost: list[str] = []
         self._ended = False
+        self._is_closing = False
         self._lock = threading.Lock()
         self._poller = Poller()
         self._supervisor = Supervisor(name)
@@ -255,7 +260,9 @@ class Agent(RpcAgent):
 
     def _member_gone(self, number: Worker, left: bool) -> None:
         self._counting.peer_gone(number)
-        self._entrance.member_gone(number)
+        if not left and not self._entrance.is_open:  # in an open group it would pile up, and nobody waits for everybody
+            self._lost.append(self.group.name_of(number))
+        self._entrance.member_gone(number, left)
 
     def _expelled(self) -> None:
         """The group has taken this worker for dead: what it does from now on would be believed by nobody."""
@@ -270,6 +277,7 @@ class Agent(RpcAgent):
         self._entrance.expelled()
         for connection in list(self._connections):
             connection.close(str(self.closed), ExpelledError)
+        self._serving.run_aside(ChoreJob(self.book.cut_off))  # callbacks may follow from it
 
     # The group
 
@@ -286,6 +294,10 @@ class Agent(RpcAgent):
         """See `Leaver`."""
         peers = sorted(self.calling.numbered.values(), key=lambda peer: peer.info.id)
         return [(peer.info, peer.is_lost) for peer in peers]
+
+    def lost(self) -> list[str]:
+        """See `Leaver`."""
+        return list(self._lost)
 
     def get_worker_infos(self) -> list[WorkerInfo]:
         """All workers of the group, by rank."""
@@ -371,6 +383,10 @@ class Agent(RpcAgent):
         """What keeps this worker from being idle, in words."""
         return describe_under_way(self._serving.thread_idents(), list(self._connections))
 
+    def is_expelled(self) -> bool:
+        """See `Leaver`."""
+        return isinstance(self.closed, ExpelledError)
+
     def calls_started(self) -> int:
         """How many calls this worker has made so far, and messages about references: a release may lead to others."""
         calls = sum(connection.calls_started for connection in list(self._connections))
@@ -380,15 +396,11 @@ class Agent(RpcAgent):
         """Leaves the group and frees everything, in any case.
 
         Graceful: first waits until all workers are here and all their calls have ended, at most `timeout` seconds (0:
-        without limit). Raises `ShutdownError`, after everything is freed, if that failed.
+        without limit). Raises `ShutdownError`, after everything is freed, if that failed. Ctrl-C ends the waiting and
+        is raised after everything is freed, too; if more of them come in the midst of that, the next shutdown goes on.
         """
         early, patience = True, 0.0
         try:
-            if graceful and isinstance(self.closed, ExpelledError):
-                raise ShutdownError(
-                    f"worker {self.info.name!r} was taken for dead by its group, and had nobody to wait for; "
-                    "everything is closed here now, and init_rpc() joins again"
-                )
             if graceful and self._entrance.is_open:
                 self._wind_up(_deadline(timeout))
             elif graceful:
@@ -402,7 +414,11 @@ class Agent(RpcAgent):
             patience = _SHORT_PATIENCE  # so that those who come just now still hear who was missing
             raise
         finally:
-            self._close(early, patience)
+            try:
+                self._close(early, patience, _CLOSE_TIMEOUT)
+            except BaseException:
+                self._close(early, 0.0, _HURRY)
+                raise
 
     def _wind_up(self, deadline: float) -> None:
         """Leaves an open group in good order: what is under way here ends, and what is held is handed back."""
@@ -416,20 +432,37 @@ class Agent(RpcAgent):
         if left.owned or left.held:
             logger.warning("worker %r shuts down with references left: it %s", self.info.name, left)
 
-    def _close(self, early: bool, patience: float) -> None:
-        with self._lock:
-            if self._ended:
-                return
+    def _close(self, early: bool, patience: float, timeout: float) -> None:
+        """Frees everything, unless another thread is at it, or a frame below this one (of a signal handler's)."""
+        mine = False
+        try:
+            with self._lock:
+                if self._ended or self._is_closing:
+                    return
+                self._is_closing = mine = True
+            self._free(early, patience, timeout)
             self._ended = True
+        finally:
+            if mine:
+                self._is_closing = False
+
+    def _free(self, early: bool, patience: float, timeout: float) -> None:
+        """Each step may be done twice, by who was interrupted in the midst of it."""
+        is_in = self.closed is None
+        self.calling.closed = NotInitializedError(f"worker {self.info.name!r} has shut down; call init_rpc again first")
+        why = f"worker {self.info.name!r} (this one) shut down before the call ended"
+        for connection in list(self._connections):
+            for future in list(connection.pending.values()):
+                # Before the good-bye: whoever hears that hangs up, and would be blamed.
+                connection.take_and_fail(future, future.cut_off(RpcError(why), ""))
         if early:
-            if self.closed is None:
+            if is_in:
                 self.group.leave()
             self._entrance.leave()  # also of one that was expelled: it keeps the way in no longer
-        self.calling.closed = NotInitializedError(f"worker {self.info.name!r} has shut down; call init_rpc again first")
         for connection in list(self._connections):
-            connection.close(f"worker {self.info.name!r} (this one) shut down before the call ended")
-        deadline = monotonic() + _CLOSE_TIMEOUT
-        self._loop.close(_CLOSE_TIMEOUT)
+            connection.close(why)
+        deadline = monotonic() + timeout
+        self._loop.close(timeout)
         left = self._serving.close(deadline)
         if left:
             logger.warning("worker %r: %d function(s) still run after the shutdown", self.info.name, len(left))
@@ -440,7 +473,8 @@ class Agent(RpcAgent):
 
     def _close_descriptors(self) -> None:
         for listener in self._listeners:
-            self._poller.remove(listener.fileno())
+            with suppress(OSError):  # it was closed before
+                self._poller.remove(listener.fileno())
             listener.close()
         for incoming in list(self._incoming):
             incoming.close()

@@ -22,7 +22,7 @@ from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
-from farcall.agent.handle import Handle, Made, check_usable, made_here, owner_lost, refused, released
+from farcall.agent.handle import Handle, Made, check_usable, cut_off, made_here, owner_lost, refused, released
 from farcall.agent.inventory import Inventory, count_references, take_inventory
 from farcall.agent.mailboxes import ANSWERS, Mailboxes
 from farcall.agent.parcels import CarriedFrame, Parcel, RemoteFrame, Way
@@ -76,14 +76,17 @@ class ReferenceBook:
         self._refused: list[tuple[RRefId, Value]] = []  # values that never come, to be settled outside the lock
         self._released: list[Value | None] = []  # values that may go, by `work_off`
         self._ended = False
+        self._is_cut_off = False
         self.resend: Callable[[Worker], None] = lambda worker: None
         """Has sent again what was lost with a connection; set by the agent."""
 
     # Workers
 
     def joined(self, worker: Worker) -> None:
-        """A worker is there."""
+        """A worker is there. Does nothing once this one is `cut_off`."""
         with self._lock:
+            if self._is_cut_off:
+                return
             self._references.peer_joined(worker)
             self.mailboxes.delivery.joined(worker)
 
@@ -98,6 +101,20 @@ class ReferenceBook:
             awaited = [each for each in self._values if each.creator == worker and each not in self._references.owned]
             self._refused += [(reference, self._values.pop(reference)) for reference in awaited]
         self._act()
+
+    def cut_off(self) -> None:
+        """The group has taken this worker for dead: nobody listens to it, or will say anything to it, ever again.
+
+        All others are as good as lost, so that nothing is kept for them, or awaited from them. Handles of what they own
+        raise `ExpelledError` from now on: the values are most likely there still, but not for this worker.
+        """
+        with self._lock:
+            self._is_cut_off = True
+            for fork, held in list(self._references.held.items()):
+                self._fail(fork, partial(cut_off, held.reference, self._name_of(self.me)))
+            others = [worker for worker in self._references.peers if worker != self.me]
+        for worker in others:
+            self.lost(worker)
 
     # Making, passing, receiving, dropping
 

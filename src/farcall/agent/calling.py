@@ -285,6 +285,8 @@ class Calling:
         try:
             connection = peer.connect(began + timeout if timeout else FOREVER)
         except WorkerLost as error:
+            if self.closed is not None:  # meanwhile, or that worker's refusal has told this one that it was expelled
+                raise self.closed from None
             if error.is_gone:
                 self._book.resend(peer.number)  # the group will find that out, and tell all
             if timeout and monotonic() >= began + timeout:

@@ -8,6 +8,7 @@ from __future__ import annotations
 import logging
 import threading
 from collections.abc import Callable, Coroutine
+from contextlib import suppress
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
@@ -25,6 +26,7 @@ class EventLoop:
         self._loop: asyncio.AbstractEventLoop | None = None
         self._thread: threading.Thread | None = None
         self._closed = False
+        self._stopped = False  # in the loop's thread
 
     def run(self, coroutine: Coroutine[Any, Any, Any], done: Callable[[Any, BaseException | None], None]) -> None:
         """Runs it, and calls `done(result, error)` in the loop's thread when it ends. Never raises."""
@@ -87,6 +89,7 @@ class EventLoop:
                     loop.run_forever()
                 except BaseException:  # SystemExit in a task that a function left behind; the others go on
                     logger.exception("worker %r: a task in the event loop ended it", self._name)
+            self._stopped = True
             tasks = asyncio.all_tasks(loop)
             for task in tasks:
                 task.cancel()
@@ -98,9 +101,15 @@ class EventLoop:
     def close(self, timeout: float) -> None:
         """Cancels what runs and ends the thread, waiting for it at most that long. May be called twice."""
         with self._lock:
-            closed, self._closed = self._closed, True
+            self._closed = True
             loop, thread = self._loop, self._thread
         if loop is not None and thread is not None:
-            if not closed:
-                loop.call_soon_threadsafe(loop.stop)
+            with suppress(RuntimeError):  # it is closed by now
+                loop.call_soon_threadsafe(self._stop, loop)
             thread.join(timeout)
+
+    def _stop(self, loop: asyncio.AbstractEventLoop) -> None:
+        """Once: stopped again, it would not wait for the tasks that it has cancelled."""
+        if not self._stopped:
+            self._stopped = True
+            loop.stop()

@@ -2,7 +2,8 @@
 
 In a fixed group everybody meets at the start, and a worker's number is its rank. In an open group the store gives out
 numbers and keeps names apart; who is there is the group's own business from then on. The store lives in one of the
-workers. If that one goes another must host it, or nobody could join any more.
+workers. If that one goes another must host it, or nobody could join any more. If the group takes it for dead while it
+lives, it must leave that to another one: nobody clears the names of the dead away in a store of one who is gone.
 
 Nothing here is on the path of a call. What asks the store takes a while, so it runs aside, in the serving pool.
 """
@@ -26,6 +27,8 @@ if TYPE_CHECKING:
 
 _TELLERS: Final = 2
 """So many of those who are there, the oldest, tell the store who is gone: one of them may be about to go as well."""
+_HOST: Final = 0
+"""The number of the worker that hosts the store of a fixed group."""
 _PAUSE: Final = 0.5
 """Seconds between attempts to host the store."""
 
@@ -45,7 +48,8 @@ class Entrance:
         self._number: Worker = -1
         self._patience = patience
         self._next_look = 0.0
-        self._over = threading.Event()
+        self._over = threading.Event()  # it left, or was expelled: the way in is the others' business
+        self._has_left = False
         self._untold: dict[Worker, None] = {}  # who has gone, and the store does not know it
         self._hosting = threading.Lock()
 
@@ -102,12 +106,16 @@ class Entrance:
                 if not self._over.is_set() and not group.is_gone(number):
                     group.met(_decoder.decode(payload))
 
-    def member_gone(self, number: Worker) -> None:
+    def member_gone(self, number: Worker, left: bool) -> None:
         """Somebody is gone. Its name is to be free for the next who wants it.
 
-        If it hosted the store another one must, though the connection to it may still be open: it may be frozen.
+        If it hosted the store another one must, though the connection to it may still be open: it may be frozen. In a
+        fixed group nobody else can: whoever asks the store, or waits for everybody by it, is told.
         """
         group, serving = self._group, self._serving
+        # Once all are about to go, only of the host: of others it might be that they have gone in good order.
+        if not (self.is_open or left or group is None) and (number == _HOST or not group.is_quiet):
+            self._rendezvous.store.lost(number, f"worker {group.name_of(number)!r} was lost")
         if not self.is_open or group is None or serving is None or self._over.is_set():
             return
         from farcall.rendezvous import is_hosted_by
@@ -143,25 +151,29 @@ class Entrance:
             while group is not None and not self._over.is_set():
                 members = group.here()
                 here = {number: (member.name, _encode(member)) for number, member in members.items()}
-                if host_again(self._rendezvous, here, max(here, default=0) + 1):
+                if host_again(self._rendezvous, here, max(here, default=0) + 1, group.names_gone()):
                     self._clear_away()  # who was lost meanwhile was told to nobody
                     return
                 self._over.wait(_PAUSE)
 
     def expelled(self) -> None:
-        """This worker was taken for dead: a store that is hosted anew is not to have it again."""
+        """This worker was taken for dead: a store that is hosted anew is not to have it again, nor to be in it."""
         if self.is_open:
-            from farcall.rendezvous import settle_no_more
+            from farcall.rendezvous import hand_over, settle_no_more
 
+            self._over.set()
             settle_no_more(self._rendezvous)
+            if self._serving is not None:
+                self._serving.run_aside(ChoreJob(lambda: hand_over(self._rendezvous)))
 
     def leave(self) -> None:
         """Goes out: the name is free. Takes a second at most. Does nothing in a fixed group, or if it never came in."""
-        if self.is_open and self._number >= 0 and not self._over.is_set():
+        if self.is_open and self._number >= 0 and not self._has_left:
             self._over.set()
             from farcall.rendezvous import leave_open
 
             leave_open(self._rendezvous, self._number)
+            self._has_left = True
 
 
 def _names(group: Group) -> set[str]:

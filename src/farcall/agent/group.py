@@ -234,6 +234,12 @@ class Group:
             members = self._membership.members
             return worker in members.gone and worker not in members.here
 
+    def names_gone(self) -> set[str]:
+        """The names of those who have gone of late and of whom nobody here has the name again."""
+        with self._lock:
+            gone = {peer.info.name for peer in self._gone.values()}
+            return gone.difference(member.name for member in self._membership.members.here.values())
+
     def ends(self) -> dict[Worker, tuple[Incoming | None, Post]]:
         """Of each that is there: its connection to this worker, if there is one, and what is sent to it by."""
         with self._lock:

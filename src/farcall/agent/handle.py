@@ -12,7 +12,7 @@ from types import CodeType, FrameType
 from typing import TYPE_CHECKING, Any
 
 from farcall.agent.values import Value
-from farcall.errors import OwnerLost, ReferenceRefused, RpcError, SerializationError
+from farcall.errors import ExpelledError, OwnerLost, ReferenceRefused, RpcError, SerializationError
 from farcall.protocol.control import MOST_HANDLES
 from farcall.protocol.ids import ForkId, RRefId
 from farcall.serialization import collect, take_offered
@@ -101,6 +101,14 @@ def check_usable(handles: Sequence[Handle]) -> None:
 def owner_lost(reference: RRefId, name: str) -> OwnerLost:
     """For a handle whose owner died."""
     return OwnerLost(f"worker {name!r}, who owned {reference}, was lost, and the value with it", name)
+
+
+def cut_off(reference: RRefId, name: str) -> ExpelledError:
+    """For a handle of a worker that was taken for dead: its owner may live, and has forgotten this worker."""
+    return ExpelledError(
+        f"worker {name!r} (this one) was taken for dead by its group, and {reference} is gone with all that it held. "
+        "Call shutdown(graceful=False), init_rpc() to join again, and create it anew"
+    )
 
 
 def refused(reference: RRefId) -> ReferenceRefused:

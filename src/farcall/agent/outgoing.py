@@ -423,7 +423,7 @@ class Outgoing:
 
     def _expire(self, future: PendingCall) -> None:
         self._late.add(future.call_id)  # before it is taken: its reply may come just then
-        if self._take_and_fail(future, future.too_late()):
+        if self.take_and_fail(future, future.too_late()):
             self.unattended()
         else:
             self._late.discard(future.call_id)
@@ -478,9 +478,9 @@ class Outgoing:
     def _fail(self, future: PendingCall) -> None:
         lost = self._lost
         assert lost is not None
-        self._take_and_fail(future, future.cut_off(lost, self._advice))
+        self.take_and_fail(future, future.cut_off(lost, self._advice))
 
-    def _take_and_fail(self, future: PendingCall, error: RpcError) -> bool:
+    def take_and_fail(self, future: PendingCall, error: RpcError) -> bool:
         """Settles it with that error, unless somebody else has taken it from `pending`; whether it was settled here."""
         callbacks = None
         try:

@@ -129,12 +129,15 @@ class Serving:
             self._replace(leader)
 
     def close(self, deadline: float) -> list[str]:
-        """Ends the threads, those that run a user's function as soon as it ends. Who is left at the deadline."""
+        """Ends the threads, those that run a user's function as soon as it ends. Who is left at the deadline.
+
+        May be called again, by who was interrupted in it.
+        """
         with self._lock:
             self._closing = True
-            idle, self._idle = self._idle, []
-        for follower in idle:
-            follower.tell(EXIT)
+            while self._idle:
+                self._idle[-1].tell(EXIT)  # before it is forgotten: Ctrl-C may come in between, and this be done again
+                self._idle.pop()
         self._poller.ring()
         left = []
         for thread in list(self._threads):

@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from farcall.rendezvous.meeting import Rendezvous, rendezvous
     from farcall.rendezvous.open_group import (
         clear_away,
+        hand_over,
         host_again,
         is_hosted_by,
         join_open,
@@ -34,6 +35,7 @@ __all__ = [
     "Rendezvous",
     "Store",
     "clear_away",
+    "hand_over",
     "host_again",
     "is_hosted_by",
     "join",

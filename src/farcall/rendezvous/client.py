@@ -3,8 +3,9 @@
 One connection; a small daemon thread reads the replies and hands each to the thread that waits for its id. Threads wait
 on events, so Ctrl-C ends a wait in the main thread at once.
 
-Every wait ends: the store ends it at its time; if the store is gone the connection ends and with it every wait; and if
-the store is there but stuck, the wait ends a little after its time.
+Every wait ends: the store ends it at its time; if the store is gone the connection ends and with it every wait; if the
+store is there but stuck, the wait ends a little after its time; and when the group has found out that the store's host
+is lost (it may be frozen, and its connection open), all of them end at once.
 """
 
 from __future__ import annotations
@@ -14,7 +15,8 @@ import math
 import socket
 import threading
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager
 from typing import Final, TypeVar
 
 from farcall.errors import ProtocolError, RendezvousError, RendezvousTimeoutError
@@ -59,9 +61,20 @@ class Limit(threading.local):
 
     deadline = math.inf
 
+    @contextmanager
+    def within(self, seconds: float) -> Iterator[None]:
+        """See `Store`."""
+        before = self.deadline
+        self.deadline = min(before, time.monotonic() + seconds)
+        try:
+            yield
+        finally:
+            self.deadline = before
+
 
 class _Pending:
-    def __init__(self) -> None:
+    def __init__(self, request: Request) -> None:
+        self.request = request
         self.arrived = threading.Event()
         self.reply: Reply | None = None
 
@@ -89,6 +102,7 @@ class StoreClient(Store):
         farewell: float = _FAREWELL,
     ) -> None:
         rank = f" (rank {welcome.rank})" if welcome.rank >= 0 else ""
+        self._host = welcome.rank
         self._where = f"the store in {welcome.name!r}{rank} at {peer_text(sock)}"
         self._limit = limit or Limit()
         self._on_lost = on_lost
@@ -98,11 +112,12 @@ class StoreClient(Store):
         self._hosted = hosted
         self._grace = grace
         self._ids = itertools.count(1)
-        self._lock = threading.Lock()  # guards _pending and _ended
+        self._lock = threading.RLock()  # guards what is below; a signal handler may hear of a loss in its midst
         self._send_lock = threading.Lock()
         self._close_lock = threading.Lock()
         self._pending: dict[int, _Pending] = {}
         self._ended: str | None = None
+        self._lost: str | None = None  # why nobody can wait for all workers any more
         self._closing = False
         sock.settimeout(ANSWER_TIMEOUT)
         self._reader = threading.Thread(target=self._read_replies, name="farcall store replies", daemon=True)
@@ -134,6 +149,19 @@ class StoreClient(Store):
     def collect(self, prefix: str, count: int, timeout: float) -> Mapping[str, bytes]:
         return self._ask(Collect(next(self._ids), prefix, count, timeout), Entries, timeout + self._grace).entries
 
+    def within(self, seconds: float) -> AbstractContextManager[None]:
+        return self._limit.within(seconds)
+
+    def lost(self, rank: int, why: str) -> None:
+        if rank == self._host:
+            self._end(f"{self._where} is lost: {why}")
+            return
+        with self._lock:
+            self._lost = self._lost or why
+            waiting = [one for one in self._pending.values() if isinstance(one.request, Collect)]
+        for one in waiting:
+            one.arrived.set()
+
     def close(self, early: bool = False, patience: float = PATIENCE) -> None:
         with self._close_lock:
             self._closing = True
@@ -145,16 +173,20 @@ class StoreClient(Store):
                 if alive and self._farewell > 0:
                     self._say_good_bye(early)
                 self._hang_up()
+            except BaseException:
+                if self._hosted is not None:
+                    self._hosted.linger = 0.0  # Ctrl-C: nobody is waited for
+                raise
             finally:
-                after_close, self._after_close = self._after_close, lambda: None
-                after_close()
+                self._after_close()
+                self._after_close = lambda: None  # not before: who is interrupted closes again
 
     def refusals(self) -> str:
         return "" if self._hosted is None else self._hosted.refusals()
 
     def abandon(self) -> None:
         # Other threads of the parent may have held the locks when it forked; nobody will release them here.
-        self._lock, self._send_lock, self._close_lock = threading.Lock(), threading.Lock(), threading.Lock()
+        self._lock, self._send_lock, self._close_lock = threading.RLock(), threading.Lock(), threading.Lock()
         self._ended = f"{self._where} belongs to the process that this one was forked from"
         self._after_close = lambda: None
         self._sock.close()
@@ -181,10 +213,12 @@ class StoreClient(Store):
         assert not isinstance(request, GoodBye)
         wait = min(wait, max(0.0, self._limit.deadline - time.monotonic()))
         data = pack_request(request)
-        pending = _Pending()
+        pending = _Pending(request)
         with self._lock:
             if self._ended is not None:
                 raise RendezvousError(self._ended)
+            if self._lost is not None and isinstance(request, Collect):
+                raise RendezvousError(self._lost)
             self._pending[request.id] = pending
         try:
             try:
@@ -204,7 +238,7 @@ class StoreClient(Store):
         if isinstance(reply, Failed):
             raise RendezvousError(reply.reason)
         if reply is None:
-            raise RendezvousError(self._ended or f"{self._where} is gone")
+            raise RendezvousError(self._ended or self._lost or f"{self._where} is gone")
         raise ProtocolError(f"{self._where} answered a {type(request).__name__} with a {type(reply).__name__}")
 
     def _send(self, data: bytes) -> None:

@@ -100,14 +100,15 @@ class EmbeddedStore:
     def close(self, linger: float | None = None) -> None:
         """Takes nobody in any more, waits up to `linger` seconds for those who are here to go, then ends.
 
-        Whoever still waits for something then is told that the store is closed. May be called twice.
+        Whoever still waits for something then is told that the store is closed. May be called twice, also by who was
+        interrupted in it: then the shorter time counts.
         """
-        if self._close_by is None:
-            self._close_by = time.monotonic() + (self.linger if linger is None else linger)
-            try:
-                self._wake_write.send(b"x")
-            except OSError:
-                pass  # the thread has ended already, and its sockets with it
+        close_by = time.monotonic() + (self.linger if linger is None else linger)
+        self._close_by = close_by if self._close_by is None else min(close_by, self._close_by)
+        try:
+            self._wake_write.send(b"x")
+        except OSError:
+            pass  # it is full of such words, or the thread has ended already, and its sockets with it
         self._thread.join()
 
     def abandon(self) -> None:
@@ -232,11 +233,7 @@ class EmbeddedStore:
                 self._note_refused(connection, "encryption", str(error))
             self._drop(connection, str(error), kind=kind_of(error))
         except OSError as error:
-            # Of who was refused all is said. Who goes unproven may be a worker of ours whose time was over, and in an
-            # open group nobody says good-bye to the store.
-            may_go = connection.hello_by is not None or self._is_open
-            level = logging.DEBUG if connection.ending else logging.INFO if may_go else logging.WARNING
-            self._drop(connection, f"the connection broke: {error}", level, "left")
+            self._broke(connection, error)
         except Exception:
             # Whatever one connection sends must not end the store for the others.
             _log.exception("the store could not serve %s", connection.other)
@@ -250,9 +247,7 @@ class EmbeddedStore:
         except BlockingIOError:
             return
         if not data:
-            known = is_known or connection.door.is_proven or connection.ending
-            why = "the connection ended" if known else "left before it had proved that it knows the secret"
-            self._drop(connection, why, logging.DEBUG if known else logging.INFO, "left")
+            self._left(connection, "the connection ended")
             return
         if connection.ending:
             return  # it has said good-bye, or was refused: nothing it adds counts
@@ -332,7 +327,25 @@ class EmbeddedStore:
         try:
             self._flush(connection)
         except OSError as error:
-            self._drop(connection, f"the connection broke: {error}")
+            self._broke(connection, error)
+
+    def _left(self, connection: _Connection, how: str) -> None:
+        """The other end has hung up. Who waits for that worker is told by the table; here it is no news."""
+        known = connection.hello_by is None or connection.door.is_proven or connection.ending
+        why = how if known else f"left before it had proved that it knows the secret ({how})"
+        self._drop(connection, why, logging.DEBUG if known else logging.INFO, "left")
+
+    def _broke(self, connection: _Connection, error: OSError) -> None:
+        # Whoever finds the answer slow hangs up and tries again, and what we had sent by then was read by nobody: for
+        # the kernel, that is a reset.
+        if isinstance(error, ConnectionResetError | BrokenPipeError):
+            self._left(connection, f"the connection ended: {error}")
+        else:
+            # Of who was refused all is said. Who goes unproven may be a worker of ours whose time was over, and in an
+            # open group nobody says good-bye to the store.
+            may_go = connection.hello_by is not None or self._is_open
+            level = logging.DEBUG if connection.ending else logging.INFO if may_go else logging.WARNING
+            self._drop(connection, f"the connection broke: {error}", level, "left")
 
     def _flush(self, connection: _Connection) -> None:
         try:

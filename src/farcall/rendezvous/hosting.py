@@ -12,10 +12,17 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Final
 
+from farcall.errors import RendezvousError
 from farcall.rendezvous.addresses import listen, listen_at_once, reachable_addresses
 from farcall.rendezvous.embedded import EmbeddedStore
 from farcall.rendezvous.locate import Candidate, is_alive
-from farcall.rendezvous.location_file import Location, publish_location, read_location, remove_location
+from farcall.rendezvous.location_file import (
+    HostedElsewhereError,
+    Location,
+    publish_location,
+    read_location,
+    remove_location,
+)
 from farcall.rendezvous.table import OPEN
 from farcall.rendezvous.urls import FilePlace, Plan, TcpPlace
 from farcall.security import Credentials
@@ -71,7 +78,10 @@ def host(plan: Plan, name: str, chosen: str | None, timeout: float, credentials:
     """
     place = plan.place
     if isinstance(place, FilePlace):
-        return _host_for_file(place, plan, name, chosen, timeout, None, credentials)
+        try:
+            return _host_for_file(place, plan, name, chosen, timeout, None, credentials)
+        except HostedElsewhereError as error:
+            raise RendezvousError(str(error)) from None
     return _serve(listen(place.host, place.ports), place, plan, name, None, credentials)
 
 
@@ -83,15 +93,19 @@ def host_open(
     values: Mapping[str, bytes],
     timeout: float,
     credentials: Credentials | None = None,
+    was_tried: Callable[[Location], bool] = lambda location: True,
 ) -> Hosted:
     """Hosts the store of an open group, which begins with `values`; `port` counts at a tcp place only.
+
+    What the file says is replaced only if the caller has tried it in vain. What came into it since is somebody's who
+    has just begun, and may be slow to answer: who took that for dead would begin a second group.
 
     Raises `OSError` if this is not the machine or the port is taken; `HostedElsewhereError` if the file leads to a
     store that is alive; another `RendezvousError` if the file cannot be used.
     """
     place = plan.place
     if isinstance(place, FilePlace):
-        return _host_for_file(place, plan, name, chosen, timeout, values, credentials)
+        return _host_for_file(place, plan, name, chosen, timeout, values, credentials, was_tried)
     return _serve(listen_at_once(place.host, port), place, plan, name, values, credentials)
 
 
@@ -118,6 +132,7 @@ def _host_for_file(
     timeout: float,
     values: Mapping[str, bytes] | None,
     credentials: Credentials | None,
+    was_tried: Callable[[Location], bool] = lambda location: True,
 ) -> Hosted:
     listener = listen(chosen or "", [0]) if plan.world_size is not None else listen_at_once(chosen or "", 0)
     addresses = (chosen,) if chosen else tuple(reachable_addresses())
@@ -127,7 +142,7 @@ def _host_for_file(
         publish_location(
             place.path,
             location,
-            lambda earlier: _is_any_alive(_located(earlier, plan), credentials),
+            lambda earlier: not was_tried(earlier) or _is_any_alive(_located(earlier, plan), credentials),
             timeout,
         )
     except BaseException:

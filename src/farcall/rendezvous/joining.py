@@ -14,6 +14,8 @@ from farcall.errors import RendezvousError, RendezvousTimeoutError, UsageError
 from farcall.rendezvous.meeting import Rendezvous
 
 _PREFIX: Final = "join/"
+_ANSWER: Final = 1.0
+"""Seconds that the store may take to answer when the time is over."""
 
 
 class _Arrival(msgspec.Struct, frozen=True):
@@ -35,12 +37,14 @@ def join(meeting: Rendezvous, name: str, payload: bytes, timeout: float) -> dict
     store, world_size = meeting.store, meeting.world_size
     if world_size is None:
         raise UsageError("an open group has no size to wait for; use `join_open` to join one")
-    store.set(f"{_PREFIX}{meeting.rank}", _encode(_Arrival(name, payload)))
     try:
-        arrivals = _arrivals(store.collect(_PREFIX, world_size, timeout))
+        with store.within(timeout + _ANSWER):
+            store.set(f"{_PREFIX}{meeting.rank}", _encode(_Arrival(name, payload)))
+            arrivals = _arrivals(store.collect(_PREFIX, world_size, timeout))
     except RendezvousTimeoutError as error:
         try:
-            came = _arrivals(store.read(_PREFIX))
+            with store.within(_ANSWER):
+                came = _arrivals(store.read(_PREFIX))
         except RendezvousError:
             raise error from None  # the store has just gone; what the timeout says is the best there is
         refused = store.refusals()

@@ -136,7 +136,10 @@ def try_candidate(
         if credentials.encryption is not None and not is_loopback(numeric_host(peer)):
             from farcall.transports.tls import TlsSocket  # late: it needs ssl
 
+            # The first time a certificate is made, which takes longer than an attempt may: not the store's fault.
+            before = time.monotonic()
             sock = encrypted = TlsSocket(sock, credentials.encryption, listens=False)
+            deadline += time.monotonic() - before
             encrypted.shake_hands(max(0.001, deadline - time.monotonic()))
             binding = encrypted.binding
         hello = Hello(candidate.group, name, rank, wanted="", dialed=loopback_text(peer))

@@ -33,7 +33,7 @@ class Location(msgspec.Struct, frozen=True):
 
 
 class HostedElsewhereError(RendezvousError):
-    """The file leads to another store, which is alive."""
+    """The file leads to another store, which is alive. For who may look on instead; programs get its text."""
 
 
 def read_location(path: str) -> Location | None:
@@ -62,8 +62,9 @@ def publish_location(path: str, location: Location, is_alive: Callable[[Location
                 )
             if earlier is not None and is_alive(earlier):
                 raise HostedElsewhereError(
-                    f"another worker with rank 0 hosts a store for the file {path}; end that run first, give this "
-                    "worker another rank, or use another file"
+                    f"somebody else hosts a store for the file {path}: another worker with rank 0, or an open group. "
+                    "End that first, or use another file. To join that run give this worker another rank; to join an "
+                    "open group give it no world_size"
                 )
             _replace(path, location)
     except OSError as error:

@@ -15,7 +15,6 @@ from dataclasses import dataclass
 from typing import Final
 
 from farcall.rendezvous.client import StoreClient
-from farcall.rendezvous.embedded import EmbeddedStore
 from farcall.rendezvous.hosting import candidates_of, host
 from farcall.rendezvous.locate import find_store
 from farcall.rendezvous.open_store import OpenStore
@@ -71,18 +70,22 @@ def rendezvous(
         return _meet_openly(plan, name, chosen, timeout, credentials)
     with ExitStack() as undo:
         candidates, only_one = candidates_of(plan)
-        server: EmbeddedStore | None = None
-        if plan.rank == 0:
-            hosted = host(plan, name, chosen, timeout, credentials)
+        hosted = host(plan, name, chosen, timeout, credentials) if plan.rank == 0 else None
+        if hosted is not None:
             undo.callback(hosted.close)
-            server, candidates, only_one = hosted.server, (lambda: hosted.reached_at), False
+            reached_at = hosted.reached_at
+            candidates, only_one = (lambda: reached_at), False
         left = deadline - time.monotonic()
         sock, welcome = find_store(
             candidates, only_one, str(plan.place), name, plan.rank, max(0.0, left), credentials=credentials
         )
         peer, own = numeric_host(sock.getpeername()), numeric_host(sock.getsockname())
-        # Closing the store closes what was opened for it here.
-        store = StoreClient(sock, welcome, undo.pop_all().close, server)
+        # Closing the store closes what was opened for it here, as often as it is closed.
+        if hosted is None:
+            store = StoreClient(sock, welcome)
+        else:
+            store = StoreClient(sock, welcome, hosted.close, hosted.server)
+        undo.pop_all()
     try:
         run = store.set_new(_RUN_KEY, uuid.uuid4().hex.encode()).decode()
     except BaseException:

@@ -19,7 +19,6 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Callable, Collection, Mapping
-from contextlib import AbstractContextManager, nullcontext
 from typing import Final
 
 from farcall.errors import RendezvousError
@@ -50,13 +49,15 @@ def join_open(
     asked again and again while this one waits.
 
     Raises `RendezvousError` if the name is not free in time, and says who has it; `RendezvousTimeoutError` or
-    `RendezvousError` if the store is gone and not to be found again. Then nothing of this worker is left in the store.
+    `RendezvousError` if the store is gone and not to be found again. Then nothing of this worker is left in the store;
+    nor if it is interrupted (Ctrl-C) or `payload_of` or `is_dead` raise, which takes a second more at most.
     """
     deadline = time.monotonic() + timeout
     store = meeting.store
     while True:
+        number = 0
         try:
-            with _within(store, deadline - time.monotonic()):
+            with store.within(max(0.0, deadline - time.monotonic())):
                 number = store.add(NUMBERS, 1)
                 payload = payload_of(number)
                 store.set(_here(number), payload)
@@ -65,6 +66,8 @@ def join_open(
                     there = _who_is_there(store)
                 else:
                     store.delete(_here(number))
+            if holder is None and isinstance(store, OpenStore):
+                store.settle({_here(number): payload, NAME + name: b"%d" % number}, number)
         except RendezvousError as error:
             left = deadline - time.monotonic()
             if left <= 0 or not isinstance(store, OpenStore):
@@ -72,10 +75,12 @@ def join_open(
             _log.info("worker %r lost the store while it joined, and looks again: %s", name, error)
             meeting.group = store.enter(left)
             continue
+        except BaseException:  # Ctrl-C, most likely while it waited for the name: nobody else would clear this away
+            if number:
+                leave_open(meeting, number)
+            raise
         if holder is not None:
             raise RendezvousError(_name_is_taken(name, holder, timeout))
-        if isinstance(store, OpenStore):
-            store.settle({_here(number): payload, NAME + name: b"%d" % number}, number)
         return number, there
 
 
@@ -91,6 +96,12 @@ def settle_no_more(meeting: Rendezvous) -> None:
         meeting.store.unsettle()
 
 
+def hand_over(meeting: Rendezvous) -> None:
+    """This worker is out, though it goes on: others host the store from now on. May wait for who looks for it here."""
+    if isinstance(meeting.store, OpenStore):
+        meeting.store.hand_over()
+
+
 def clear_away(meeting: Rendezvous, is_gone: Callable[[int], bool], names: Collection[str]) -> None:
     """All those in the store are gone whom `is_gone` says so of: their names are free. Anyone may say so, and again.
 
@@ -102,7 +113,7 @@ def clear_away(meeting: Rendezvous, is_gone: Callable[[int], bool], names: Colle
     if not is_hosted_by(meeting, names):
         return
     try:
-        with _within(store, FAREWELL):
+        with store.within(FAREWELL):
             for key in store.read(HERE):
                 if is_gone(int(key.removeprefix(HERE))):
                     store.delete(key)
@@ -118,7 +129,7 @@ def mark_gone(meeting: Rendezvous, number: int) -> bool:
     store = meeting.store
     deadline = time.monotonic() + FAREWELL
     try:
-        with _within(store, FAREWELL / 2):
+        with store.within(FAREWELL / 2):
             store.delete(_here(number))
         return True
     except RendezvousError as error:
@@ -126,7 +137,7 @@ def mark_gone(meeting: Rendezvous, number: int) -> bool:
     if not isinstance(store, OpenStore) or not store.find_again(FAREWELL / 4):
         return False
     try:
-        with _within(store, deadline - time.monotonic()):
+        with store.within(max(0.0, deadline - time.monotonic())):
             store.delete(_here(number))
     except RendezvousError as error:
         _log.info("the store was not told that number %d is gone: %s", number, error)
@@ -137,7 +148,7 @@ def mark_gone(meeting: Rendezvous, number: int) -> bool:
 def who_is_there(meeting: Rendezvous) -> dict[int, bytes]:
     """All that the store takes for members, by number: what they brought. Nobody if it does not answer in a second."""
     try:
-        with _within(meeting.store, FAREWELL):
+        with meeting.store.within(FAREWELL):
             return _who_is_there(meeting.store)
     except RendezvousError as error:
         _log.debug("the store was not asked who is there: %s", error)
@@ -150,13 +161,18 @@ def is_hosted_by(meeting: Rendezvous, names: Collection[str]) -> bool:
     return not isinstance(store, OpenStore) or store.is_hosted_by(names)
 
 
-def host_again(meeting: Rendezvous, here: Mapping[int, tuple[str, bytes]], next_number: int) -> bool:
+def host_again(
+    meeting: Rendezvous, here: Mapping[int, tuple[str, bytes]], next_number: int, gone: Collection[str] = ()
+) -> bool:
     """Sees to it that the group has its store, after somebody is gone who may have hosted it.
 
-    Nothing happens if it still answers. `here` are those who are there, by number: name and what they brought; the new
-    store begins with them, and gives numbers well above `next_number`. Gives True if this worker hosts the store now,
-    or another one does; False if nobody does yet (this machine has not the address, or the port is still taken): call
-    it again later. Takes up to some seconds, and raises nothing. Not on the thread that calls `when_store_lost`.
+    Nothing happens if it still answers, unless it is in one of those who are `gone`: a host that was taken for dead
+    lives on, until it hears of it, but its store is not the group's any more.
+
+    `here` are those who are there, by number: name and what they brought; the new store begins with them, and gives
+    numbers well above `next_number`. Gives True if this worker hosts the store now, or another one does; False if
+    nobody does yet (this machine has not the address, or the port is still taken, perhaps by one who is gone): call it
+    again later. Takes up to some seconds, and raises nothing. Not on the thread that calls `when_store_lost`.
     """
     store = meeting.store
     if not isinstance(store, OpenStore):
@@ -166,7 +182,7 @@ def host_again(meeting: Rendezvous, here: Mapping[int, tuple[str, bytes]], next_
         name, payload = here[number]
         values[_here(number)] = payload
         values[NAME + name] = b"%d" % number
-    return store.host_again(values, {name for name, _ in here.values()}, next_number)
+    return store.host_again(values, {name for name, _ in here.values()}, next_number, gone)
 
 
 def when_store_lost(meeting: Rendezvous, call: Callable[[], None]) -> None:
@@ -223,7 +239,3 @@ def _name_is_taken(name: str, holder: int, timeout: float) -> str:
 
 def _here(number: int) -> str:
     return f"{HERE}{number}"
-
-
-def _within(store: Store, seconds: float) -> AbstractContextManager[None]:
-    return store.within(max(0.0, seconds)) if isinstance(store, OpenStore) else nullcontext()

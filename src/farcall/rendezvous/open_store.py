@@ -9,6 +9,8 @@ Rules
 - Whoever wants to join begins a new group only where none is: not while workers of one are on this machine, nor at once
   where a file still leads to a store that does not answer. A member hosts the store again without waiting.
 - A store that serves another run than ours is not ours, though it is at our place.
+- Who is no member any more does not host it (`hand_over`): a member does. A store of one who was taken for dead is used
+  by members while they wait for that, but they neither settle in it nor are content with it.
 - Nobody is waited for: `close` hangs up. The store's place is kept if others are there who may host it.
 - One thread at a time looks for the store; others that only want to tell it something give up in time.
 """
@@ -20,15 +22,15 @@ import random
 import threading
 import time
 import uuid
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Collection, Mapping, Sequence
+from contextlib import AbstractContextManager
 from typing import Final
 
 from farcall.errors import RendezvousError
 from farcall.rendezvous.client import Limit, StoreClient
 from farcall.rendezvous.hosting import Hosted, candidates_of, host_open
 from farcall.rendezvous.locate import Candidate, find_store
-from farcall.rendezvous.location_file import HostedElsewhereError, read_location
+from farcall.rendezvous.location_file import HostedElsewhereError, Location, read_location
 from farcall.rendezvous.presence import Presence, is_anybody_here
 from farcall.rendezvous.store import Store
 from farcall.rendezvous.urls import FilePlace, Plan
@@ -78,6 +80,8 @@ class OpenStore(Store):
         self._mine: dict[str, bytes] = {}  # our own entries, once we are a member
         self._presence: Presence | None = None
         self._closed = False
+        self._keeps_file: bool | None = None  # decided when it is closed
+        self._hosts_no_more = False
         self._has_warned = False  # that another group is at our place
 
     # What every store does
@@ -103,14 +107,17 @@ class OpenStore(Store):
     def collect(self, prefix: str, count: int, timeout: float) -> Mapping[str, bytes]:
         return self._current().collect(prefix, count, timeout)
 
+    def within(self, seconds: float) -> AbstractContextManager[None]:
+        return self._limit.within(seconds)
+
     def close(self, early: bool = False, patience: float = 0.0) -> None:
         """Hangs up; a store that is hosted here ends. Waits for nobody, whatever is said. May be called twice."""
         self._closed = True  # who looks for the store gives up
         with self._lock:
-            self._let_go(keep_file=self._others_are_here())
-            presence, self._presence = self._presence, None
-            if presence is not None:
-                presence.end()
+            if self._keeps_file is None:  # else this was interrupted, and the store cannot be asked any more
+                self._keeps_file = self._others_are_here()
+            self._let_go(self._keeps_file)
+            self._end_presence()
 
     def abandon(self) -> None:
         self._lock = threading.Lock()  # another thread of the parent may have held it
@@ -130,16 +137,6 @@ class OpenStore(Store):
     def is_hosted_by(self, names: Collection[str]) -> bool:
         """Whether the store is in this worker, or in one of those of these names."""
         return self._hosted is not None or self._host_name in names
-
-    @contextmanager
-    def within(self, seconds: float) -> Iterator[None]:
-        """What this thread asks inside is answered in so many seconds, or fails with `RendezvousTimeoutError`."""
-        before = self._limit.deadline
-        self._limit.deadline = min(before, time.monotonic() + seconds)
-        try:
-            yield
-        finally:
-            self._limit.deadline = before
 
     def enter(self, timeout: float) -> str:
         """Finds the store, or begins a new group where there is none; gives the id of the group. Not for members.
@@ -174,6 +171,17 @@ class OpenStore(Store):
         """It is leaving: its entries are not made again."""
         self._mine = {}
 
+    def hand_over(self) -> None:
+        """This worker is out, and hosts the store no more: who is in the group does. It may still be asked.
+
+        May wait for whoever looks for the store here; raises nothing.
+        """
+        self._hosts_no_more = True
+        with self._lock:
+            if self._hosted is not None:
+                self._let_go(keep_file=True)
+            self._end_presence()
+
     def find_again(self, timeout: float) -> bool:
         """Looks for the store if the connection to it is gone or silent, but does not host it. Raises nothing."""
         deadline = time.monotonic() + timeout
@@ -192,15 +200,18 @@ class OpenStore(Store):
         finally:
             self._lock.release()
 
-    def host_again(self, values: Mapping[str, bytes], names: Collection[str], next_number: int) -> bool:
+    def host_again(
+        self, values: Mapping[str, bytes], names: Collection[str], next_number: int, gone: Collection[str] = ()
+    ) -> bool:
         """Whether the group has its store: as before, hosted by another one, or by this worker from now on.
 
-        `values` are the entries of those who are here, `names` their names. Takes up to some seconds; raises nothing.
+        `values` are the entries of those who are here, `names` their names; `gone` are names of others, who are not.
+        Takes up to some seconds; raises nothing.
         """
         with self._lock:
-            if self._closed:
+            if self._closed or self._hosts_no_more:
                 return False
-            if self._is_answering(names):
+            if self._is_answering(names, gone):
                 return True
             self._let_go()
             first = max(next_number, self._highest + 1) + GAP + random.randrange(9 * GAP)
@@ -208,7 +219,7 @@ class OpenStore(Store):
             try:
                 client = self._look(_SEARCH, lambda: seed, lambda: None)
                 with self.within(_SEARCH):
-                    if not self._is_ours():
+                    if not self._is_ours() or (self._hosted is None and self._host_name in gone):
                         return False
                     self._highest = max(self._highest, int(client.read(NUMBERS).get(NUMBERS, b"0")))
                     for key, value in self._mine.items():
@@ -232,10 +243,14 @@ class OpenStore(Store):
         plan = self._plan
         candidates, only_one = candidates_of(plan)
         hosted: Hosted | None = None
+        tried: Location | None = None
 
         def where() -> Sequence[Candidate]:
+            nonlocal tried
             if self._closed:
                 raise RendezvousError(f"the store was closed by this worker, {self._name!r}")
+            if isinstance(plan.place, FilePlace):
+                tried = read_location(plan.place.path)
             return candidates() if hosted is None else hosted.reached_at
 
         def nobody(vacant: Sequence[Candidate]) -> str | None:
@@ -248,7 +263,9 @@ class OpenStore(Store):
                 return reason
             port = vacant[0].port if vacant else 0
             try:
-                hosted = host_open(plan, self._name, self._chosen, port, seed(), _PUBLISH, self._credentials)
+                hosted = host_open(
+                    plan, self._name, self._chosen, port, seed(), _PUBLISH, self._credentials, lambda at: at == tried
+                )
             except HostedElsewhereError:
                 return "another worker has just begun to host it"
             except OSError as error:
@@ -306,10 +323,12 @@ class OpenStore(Store):
             self._let_go()
         return run == self._run
 
-    def _is_answering(self, names: Collection[str]) -> bool:
+    def _is_answering(self, names: Collection[str], gone: Collection[str]) -> bool:
         client = self._client
         if client is None or client.is_ended:
             return False
+        if self._hosted is None and self._host_name in gone:
+            return False  # there may be another one by now
         if self._hosted is not None or self._host_name in names:
             return True  # it may be slow, but the group knows it to be alive
         try:
@@ -337,12 +356,18 @@ class OpenStore(Store):
         return client
 
     def _let_go(self, keep_file: bool = False) -> None:
-        client, self._client = self._client, None
-        hosted, self._hosted = self._hosted, None
-        if client is not None:
-            client.close(patience=0.0)
-        if hosted is not None:
-            hosted.close(keep_file)
+        # Each is closed before it is forgotten: who is interrupted in between does it again.
+        if self._client is not None:
+            self._client.close(patience=0.0)
+            self._client = None
+        if self._hosted is not None:
+            self._hosted.close(keep_file)
+            self._hosted = None
+
+    def _end_presence(self) -> None:
+        if self._presence is not None:
+            self._presence.end()
+            self._presence = None
 
     def _tell_lost(self) -> None:
         if not self._closed:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
+from contextlib import AbstractContextManager, nullcontext
 from typing import Final
 
 PATIENCE: Final = 5.0
@@ -53,6 +54,20 @@ class Store(ABC):
 
         Raises `RendezvousTimeoutError`, whose `present` says which keys were there;
         `RendezvousError` at once if a worker that had introduced itself is gone without a good-bye.
+        """
+
+    def within(self, seconds: float) -> AbstractContextManager[None]:
+        """What this thread asks inside is answered in so many seconds, or fails with `RendezvousTimeoutError`.
+
+        A store that never keeps anybody waiting may take no notice of it.
+        """
+        return nullcontext()
+
+    def lost(self, rank: int, why: str) -> None:  # noqa: B027 (a store may find out by itself, or live elsewhere)
+        """The group knows that the worker of that rank is dead or frozen, which the store may never find out.
+
+        Whoever waits for all workers hears why at once, in a `RendezvousError`, and so does who asks for them later. If
+        the store is in that very worker, nothing can be asked any more. Must not block; raises nothing.
         """
 
     @abstractmethod

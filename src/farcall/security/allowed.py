@@ -28,7 +28,8 @@ from farcall.errors import NotAllowedError
 from farcall.functions import EXPOSED
 
 _OWN: Final = frozenset(
-    f"farcall.collectives.{name}" for name in ("_bring", "_come", "_look_for_missing", "_time_is_over")
+    f"farcall.collectives.{name}"
+    for name in ("waiting_for_each_other", "coming_to_the_others", "_look_for_missing", "_time_is_over")
 )
 """Functions of farcall's own that its workers call on each other."""
 
