@@ -401,16 +401,20 @@ def test_a_reply_of_the_greeting_is_not_a_hello(stage: Stage) -> None:
 
 @pytest.mark.parametrize(("world_size", "level"), [(2, logging.WARNING), (None, logging.INFO)])
 def test_a_connection_that_breaks_is_worth_a_warning_where_nobody_may_go(
-    world_size: int | None, level: int, caplog: pytest.LogCaptureFixture
+    world_size: int | None, level: int, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    def broken(store: EmbeddedStore, connection: object) -> None:
+        raise OSError(errno.EHOSTUNREACH, "no way there")
+
     credentials = Credentials()
     server = EmbeddedStore(listen("127.0.0.1", [0]), GROUP, world_size, "host", credentials=credentials)
     place = Candidate("127.0.0.1", server.port, GROUP)
     with caplog.at_level(logging.INFO):
         sock, _ = try_candidate(place, "worker1", 1, 10, credentials)
-        sock.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))  # it ends with a reset
-        sock.close()
-        eventually(lambda: "the connection broke" in caplog.text)
+        monkeypatch.setattr(EmbeddedStore, "_receive", broken)
+        with sock:
+            sock.sendall(b"anything")
+            eventually(lambda: "the connection broke" in caplog.text)
     server.close(linger=0)
     assert [record.levelno for record in caplog.records if "broke" in record.message] == [level]
 
