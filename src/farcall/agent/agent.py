@@ -10,7 +10,6 @@ from __future__ import annotations
 import logging
 import threading
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import suppress
 from time import monotonic
 from typing import TYPE_CHECKING, Any, Final
 
@@ -28,9 +27,10 @@ from farcall.agent.guarding import jobs_for, reply_for
 from farcall.agent.handle import Handle
 from farcall.agent.incoming import Incoming
 from farcall.agent.lanes import Lane, pool_for
+from farcall.agent.listening import Listening, listen_on
 from farcall.agent.outgoing import Outgoing
 from farcall.agent.peers import Peer
-from farcall.agent.poller import READABLE, Poller
+from farcall.agent.poller import Poller
 from farcall.agent.serving import Serving
 from farcall.agent.supervisor import Supervisor
 from farcall.agent.under_way import describe_under_way
@@ -43,7 +43,7 @@ from farcall.rendezvous.store import PATIENCE
 from farcall.security import Credentials, credentials_of
 from farcall.serialization import encode_text
 from farcall.sleeping import FOREVER
-from farcall.transports.base import Channel, Listener, Transport
+from farcall.transports.base import Channel, Transport
 
 if TYPE_CHECKING:
     from farcall.rendezvous import Rendezvous
@@ -96,7 +96,12 @@ class Agent(RpcAgent):
         self._supervisor = Supervisor(name)
         self._loop = EventLoop(name)
         self._serving = Serving(name, self._poller, options.num_worker_threads, options.spin, self._supervisor.quicken)
-        self._listeners = self._listen(name)
+        try:
+            self._listeners = listen_on(name, transports.values(), rendezvous.host)
+        except UsageError:
+            self._poller.close()
+            raise
+        self._listening = Listening(name, self._listeners, self._poller, self._come)
         addresses = tuple(listener.address for listener in self._listeners)
         self._entrance = Entrance(rendezvous, name, addresses, options.heartbeat_patience)
         try:
@@ -163,8 +168,7 @@ class Agent(RpcAgent):
         self._serving.start()
         self._supervisor.start()
         # Only now: who came before the group is known would be refused, and take this worker for another one.
-        for listener in self._listeners:
-            self._poller.add(listener.fileno(), lambda _, listener=listener: self._accept(listener), READABLE)  # type: ignore[misc]
+        self._listening.start()
 
     def _beat(self, now: float) -> None:
         self.group.tick(now)
@@ -172,63 +176,32 @@ class Agent(RpcAgent):
         self._strangers.expire(now)
         for lane in self._lanes():
             lane.sweep(now)
-        self._listen_again()  # what took the last descriptor may not have been a connection of ours
+        if self.closed is None:
+            self._listening.go_on()  # what took the last descriptor may not have been a connection of ours
 
-    def _listen(self, name: str) -> list[Listener]:
-        listeners: list[Listener] = []
-        reasons = []
-        for transport in self._transports.values():
-            try:
-                listener = transport.listen(self._rendezvous.host)
-            except OSError as error:
-                reasons.append(f"{transport.scheme}: {error}")
-                logger.info("worker %r goes without transport %s here: %s", name, transport.scheme, error)
-            else:
-                listeners.append(listener)
-        if not listeners:
-            self._poller.close()
-            raise UsageError(f"worker {name!r} can listen on no transport ({'; '.join(reasons)})")
-        return listeners
-
-    def _accept(self, listener: Listener) -> None:
-        try:
-            channel = listener.accept()
-        except OSError as error:
-            # Most likely out of descriptors. Who waits in the queue goes on waiting until a connection is closed, or
-            # until the next heartbeat.
-            logger.warning("worker %r cannot accept connections at %s: %s", self.info.name, listener.address, error)
-            self._poller.want(listener.fileno(), READABLE, False)
-            return
-        if channel is not None:
-            incoming = Incoming(
-                self.group,
-                channel,
-                self._poller,
-                self._place,
-                self._incoming_closed,
-                self._credentials,
-                listener.address,
-                self._pool,
-            )
-            incoming.traffic.decoder.limits = self._sizes
-            self._incoming.add(incoming)
-            self._strangers.came(incoming, monotonic())
+    def _come(self, channel: Channel, address: str) -> None:
+        """Somebody has connected at that address."""
+        incoming = Incoming(
+            self.group,
+            channel,
+            self._poller,
+            self._place,
+            self._incoming_closed,
+            self._credentials,
+            address,
+            self._pool,
+        )
+        incoming.traffic.decoder.limits = self._sizes
+        self._incoming.add(incoming)
+        self._strangers.came(incoming, monotonic())
 
     def _incoming_closed(self, incoming: Incoming) -> None:
         self._incoming.discard(incoming)
         self._strangers.gone(incoming)
         if incoming.has_greeted():
             self._counting.incoming_gone(incoming.caller(), incoming)
-        self._listen_again()
-
-    def _listen_again(self) -> None:
-        """Goes on accepting, should that have been stopped for want of descriptors."""
         if self.closed is None:
-            try:
-                for listener in self._listeners:
-                    self._poller.want(listener.fileno(), READABLE, True)
-            except OSError:
-                pass  # they have just been closed
+            self._listening.go_on()
 
     def _new_connection(self, peer: Peer, channel: Channel, lane: Lane) -> Outgoing:
         def lost(connection: Outgoing) -> None:
@@ -472,10 +445,7 @@ class Agent(RpcAgent):
         self._rendezvous.store.close(early, patience)
 
     def _close_descriptors(self) -> None:
-        for listener in self._listeners:
-            with suppress(OSError):  # it was closed before
-                self._poller.remove(listener.fileno())
-            listener.close()
+        self._listening.close()
         for incoming in list(self._incoming):
             incoming.close()
         self._pool.close()
