@@ -201,7 +201,7 @@ def test_the_mode_of_the_secrets_file_is_looked_at(tmp_path: Any, monkeypatch: p
 
 def test_the_kernel_is_asked_who_connects(monkeypatch: pytest.MonkeyPatch) -> None:
     listener = UnixTransport(["/tmp"]).listen()
-    monkeypatch.setattr(unix, "_check_user", lambda sock, address: None)
+    monkeypatch.setattr(unix, "_checked_process", lambda sock, address: None)
     asked = unix._peer_credentials
     with monkeypatch.context() as patch:
         patch.setattr(unix, "_peer_credentials", lambda sock: (1, os.geteuid() + 1, 1))
