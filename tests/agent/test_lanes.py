@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import logging
 import os
+import pickle
 import threading
 import zlib
 from array import array
@@ -278,7 +279,8 @@ def test_anything_arrives_as_it_was(new_pair: NewPair, shared_memory: int | None
         found = call(group[0], 1, echo, [*values]) if nested else [call(group[0], 1, echo, value) for value in values]
         for value, result in zip(values, found, strict=True):
             if isinstance(value, np.ndarray):
-                assert same(result, value)
+                # numpy's own pickle makes some arrays of another byte order native: those that are not contiguous.
+                assert same(result, pickle.loads(pickle.dumps(value, 5)))
                 assert result.flags.writeable >= value.flags.writeable
                 assert result.flags.aligned
             else:
