@@ -46,8 +46,8 @@ Leftover = tuple[Any, ...]
 
 
 def pytest_collection_finish() -> None:
-    # What was imported stays. The collector, which many tests ask to look for what they have left, need not look through
-    # all of it each time.
+    # What was imported stays. The collector, which many tests ask to look for what they have left, need not look
+    # through all of it each time.
     gc.collect()
     gc.freeze()
 
