@@ -152,6 +152,7 @@ class Sender:
             if self.busy or self._full or self._broken is not None:
                 self._send_behind((), although_full=True)
             elif later:
+                # As in `send`, and written out twice: a call between the look and this would let an interrupt in.
                 self.busy = True
                 try:
                     data = later.popleft()
