@@ -19,6 +19,7 @@ from farcall.serialization.pickler import (
     loads_arguments,
     not_rebuilt,
 )
+from farcall.serialization.reducers import dumps_reduced, register_reducer
 
 __all__ = [
     "OUT_OF_BAND_SIZE",
@@ -32,6 +33,7 @@ __all__ = [
     "dumps",
     "dumps_arguments",
     "dumps_inline",
+    "dumps_reduced",
     "dumps_result",
     "encode_failure",
     "encode_function",
@@ -42,6 +44,7 @@ __all__ = [
     "loads_guarded",
     "not_rebuilt",
     "offering",
+    "register_reducer",
     "resolve_function",
     "take_offered",
 ]

@@ -32,6 +32,7 @@ from typing import Any, Final, TypeAlias
 from farcall.errors import SerializationError, UsageError
 from farcall.serialization.callables import IN_THE_SCRIPT, callable_name
 from farcall.serialization.raw import RAW, has_raw, lifted
+from farcall.serialization.reducers import REDUCERS, dumps_reduced
 from farcall.serialization.unpicklable import find_unpicklable, type_name
 
 OUT_OF_BAND_SIZE: Final = 16 * 1024
@@ -206,6 +207,8 @@ def _payload(value: Any, buffers: _OutOfBand | None) -> bytes:
     try:
         # An interactive __main__ has no file, often not even the attribute: the AttributeError leads to by value, too.
         if _modules["__main__"].__file__:
+            if REDUCERS:
+                return dumps_reduced(value, buffers)
             return _pickle_dumps(value, 5, buffer_callback=buffers)
     except Exception:
         pass
