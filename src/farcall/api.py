@@ -53,7 +53,6 @@ def init_rpc(
     Raises `AlreadyInitializedError`, `UsageError` for wrong arguments (`BackendError` for backend and options),
     `RendezvousTimeoutError` (who came and who did not) and `RendezvousError`; then nothing is left running.
     """
-    global _agent
     if not isinstance(name, str) or not name:
         raise UsageError(f"a worker's name must be a text that is not empty, not {name!r}")
     if not name.isprintable() or len(name) > 255:
@@ -68,11 +67,9 @@ def init_rpc(
         agent = init_backend(
             backend, store=None, name=name, rank=rank, world_size=world_size, rpc_backend_options=options
         )
-        _agent = agent
         try:
-            agent.start()
+            adopt(agent)
         except BaseException:  # no thread to be had: nothing is left behind
-            _agent = None
             agent.shutdown(graceful=False, timeout=0.0)
             raise
 
@@ -253,6 +250,37 @@ def _set_rpc_timeout(timeout: float) -> None:
     if not isinstance(timeout, Real) or not timeout >= 0:  # nan too
         raise UsageError(f"a timeout must be 0 (none) or more seconds, not {timeout!r}")
     current_agent().rpc_timeout = float(timeout)
+
+
+def is_initialized() -> bool:
+    """Whether this process is a worker."""
+    return _agent is not None and not _agent.is_forked
+
+
+def adopt(agent: RpcAgent) -> None:
+    """Makes an agent that was made elsewhere the one of this process, and starts it.
+
+    Raises `AlreadyInitializedError`; and what its `start` raises, then it is not the one.
+    """
+    global _agent
+    with _lock:
+        if _agent is not None and not _agent.is_forked:
+            raise AlreadyInitializedError(
+                f"this process is worker {_agent.info.name!r} already; call shutdown() before init_rpc again"
+            )
+        _agent = agent
+        try:
+            agent.start()
+        except BaseException:
+            _agent = None
+            raise
+
+
+def release() -> None:
+    """Forgets the agent of this process, which has been shut down by whoever knows it."""
+    global _agent
+    with _lock:
+        _agent = None
 
 
 def current_agent() -> RpcAgent:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import inspect
 from collections.abc import Callable
-from typing import Any, ParamSpec, TypeVar, overload
+from typing import Any, ParamSpec, TypeAlias, TypeVar, overload
 
 from farcall.futures import Future
 
@@ -13,10 +13,14 @@ P = ParamSpec("P")
 T = TypeVar("T")
 E = TypeVar("E", bound=Callable[..., Any])
 
+FutureOf: TypeAlias = Callable[[str, Any], Future[Any]]
+"""Makes a future of a function's name and what it returned."""
+
 EXPOSED = "_farcall_exposed"
 """The attribute by which `exposed` marks."""
 _NOTHING = object()
 _MARK = "_wrapped_async_rpc_function"  # torch's name, which some programs look at
+_FUTURE_OF = "_farcall_future_of"
 
 
 def async_execution(function: Callable[P, Future[T]]) -> Callable[P, Future[T]]:
@@ -41,19 +45,42 @@ def async_execution(function: Callable[P, Future[T]]) -> Callable[P, Future[T]]:
     def wrapper(*args: P.args, **kwargs: P.kwargs) -> Future[T]:
         return function(*args, **kwargs)
 
-    setattr(wrapper, _MARK, function)
+    mark_async(wrapper, function, _future_of)
     return wrapper
+
+
+def mark_async(wrapper: Any, function: Callable[..., Any], future_of: FutureOf) -> None:
+    """Marks a wrapper of a function as `async_execution` does.
+
+    `future_of` makes a `Future` of the function's name and what it returned, which may be another kind of future; or
+    raises what the caller is told.
+    """
+    setattr(wrapper, _MARK, function)
+    setattr(wrapper, _FUTURE_OF, future_of)
+
+
+def async_result(function: Callable[..., Any]) -> FutureOf | None:
+    """If it, or what a partial or bound method stands for, is marked by `async_execution`: what makes a future of its
+    result, or raises `TypeError`."""
+    while not hasattr(function, _MARK):
+        if not isinstance(function, functools.partial):
+            return None
+        function = function.func
+    return getattr(function, _FUTURE_OF, _future_of)
 
 
 def is_async_execution(function: Callable[..., Any]) -> bool:
     """Whether it, or what a partial or bound method stands for, is marked by `async_execution`."""
-    if hasattr(function, _MARK):
-        return True
-    while isinstance(function, functools.partial):
-        function = function.func
-        if hasattr(function, _MARK):
-            return True
-    return False
+    return async_result(function) is not None
+
+
+def _future_of(name: str, result: Any) -> Future[Any]:
+    if not isinstance(result, Future):
+        raise TypeError(
+            f"functions decorated with async_execution must return a Future, but what `{name}` returned is of type "
+            f"{type(result).__name__}"
+        )
+    return result
 
 
 @overload

@@ -164,6 +164,11 @@ class Future(Generic[T]):
     def attend(self) -> None:
         """Watched by a `then` already, and so attended."""
 
+    def hasten(self) -> None:
+        """Somebody waits for it in a way that cannot be seen here: it is to be settled without delay."""
+        if not self._state and self._source is not None:
+            self._source.attend()
+
     def __await__(self) -> Generator[Any, None, T]:
         if not self._state:
             import asyncio  # not at the head: importing it would be half the time of `import farcall`

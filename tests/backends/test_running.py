@@ -45,7 +45,7 @@ def test_a_function_that_promises_to_answer_later_and_does_not() -> None:
     def later() -> Any:
         return 3
 
-    with pytest.raises(TypeError, match=r"later` is decorated with async_execution, so it must return a Future"):
+    with pytest.raises(TypeError, match=r"must return a Future, but what .*later` returned is of type"):
         run_here(later).value()
 
 

@@ -375,13 +375,9 @@ class Agent(RpcAgent):
         early, patience = True, 0.0
         try:
             if graceful and self._entrance.is_open:
-                self._wind_up(_deadline(timeout))
+                self.wind_up(timeout)
             elif graceful:
-                deadline = _deadline(timeout)
-                wait_for_everybody(self, self._rendezvous, deadline)
-                self.group.is_quiet = True
-                self._report_what_is_left()
-                say_farewell(self, self._rendezvous, deadline)
+                self.part(timeout)
                 early, patience = False, PATIENCE
         except ShutdownError:
             patience = _SHORT_PATIENCE  # so that those who come just now still hear who was missing
@@ -393,8 +389,24 @@ class Agent(RpcAgent):
                 self._close(early, 0.0, _HURRY)
                 raise
 
-    def _wind_up(self, deadline: float) -> None:
-        """Leaves an open group in good order: what is under way here ends, and what is held is handed back."""
+    def part(self, timeout: float) -> None:
+        """Waits until everybody in a fixed group may go, and all know it. Raises `ShutdownError`."""
+        deadline = _deadline(timeout)
+        wait_for_everybody(self, self._rendezvous, deadline)
+        self.group.is_quiet = True
+        self._report_what_is_left()
+        say_farewell(self, self._rendezvous, deadline)
+
+    def close_after_parting(self) -> None:
+        """Frees everything, after `part`."""
+        self._close(early=False, patience=PATIENCE, timeout=_CLOSE_TIMEOUT)
+
+    def wind_up(self, timeout: float) -> None:
+        """Makes ready to leave an open group: what is under way here ends, and what is held is handed back.
+
+        Raises `ShutdownError`.
+        """
+        deadline = _deadline(timeout)
         wait_until_idle(self, deadline)
         self.book.give_up_handles(f"worker {self.info.name!r} (this one) has left the group")
         wait_until_idle(self, deadline)

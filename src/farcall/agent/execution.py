@@ -26,7 +26,7 @@ from farcall.agent.sending import LARGE
 from farcall.agent.serving import Serving
 from farcall.agent.values import Value
 from farcall.errors import ProtocolError, SerializationError
-from farcall.functions import is_async_execution
+from farcall.functions import async_result
 from farcall.futures import Future
 from farcall.protocol.control import pack_section, unpack_handle
 from farcall.protocol.ids import Worker
@@ -142,8 +142,9 @@ class FunctionJob(ABC):
                     result = function(*args, **kwargs)
                 else:
                     result = function()
-            if is_async_execution(function):
-                self._finish_when_settled(function, result)
+            future_of = async_result(function)
+            if future_of is not None:
+                self._finish_when_settled(function, future_of(callable_name(function), result))
                 return None
         except BaseException as error:
             return self._failed(function, error)
@@ -181,13 +182,7 @@ class FunctionJob(ABC):
         except BaseException:
             return self._failed_with(self._place.last_resort)
 
-    def _finish_when_settled(self, function: Callable[..., Any], future: Any) -> None:
-        if not isinstance(future, Future):
-            raise TypeError(
-                f"functions decorated with async_execution must return a Future, but what `{callable_name(function)}` "
-                f"returned is of type {type(future).__name__}"
-            )
-
+    def _finish_when_settled(self, function: Callable[..., Any], future: Future[Any]) -> None:
         def settled(future: Future[Any]) -> None:
             error = future.exception()
             self._finish(function, None if error is not None else future.value(), error)

@@ -14,6 +14,8 @@ from farcall.options import RpcBackendOptions
 
 if TYPE_CHECKING:
     from farcall.agent import Agent
+    from farcall.rendezvous import Rendezvous
+    from farcall.security import Credentials
 
 NAME: Final = "FARCALL"
 ALIAS: Final = "TENSORPIPE"
@@ -42,8 +44,27 @@ def join_group(
     make_agent: Callable[..., Agent], name: str, rank: int, world_size: int | None, options: RpcBackendOptions
 ) -> Agent:
     """A new agent of that kind, in its group. `make_agent` takes what `Agent` does. Raises as `init_agent`."""
+    from farcall.rendezvous import rendezvous
+
+    return join_at(
+        make_agent,
+        name,
+        options,
+        lambda credentials: rendezvous(
+            options.init_method, name, rank, world_size, options.init_timeout, options.interface, credentials
+        ),
+    )
+
+
+def join_at(
+    make_agent: Callable[..., Agent],
+    name: str,
+    options: RpcBackendOptions,
+    meet: Callable[[Credentials], Rendezvous],
+) -> Agent:
+    """The same, with the others met in another way. Raises as `init_agent`."""
     from farcall.protocol.watching import check_heartbeat
-    from farcall.rendezvous import PATIENCE, rendezvous
+    from farcall.rendezvous import PATIENCE
     from farcall.security import credentials_of
     from farcall.transports import TcpTransport, transport
 
@@ -53,9 +74,7 @@ def join_group(
     for each in transports.values():
         if isinstance(each, TcpTransport):
             each.encryption = credentials.encryption
-    meeting = rendezvous(
-        options.init_method, name, rank, world_size, options.init_timeout, options.interface, credentials
-    )
+    meeting = meet(credentials)
     try:
         return make_agent(name, meeting, options, transports, credentials)
     except BaseException as error:

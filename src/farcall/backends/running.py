@@ -10,7 +10,7 @@ from collections.abc import Callable, Mapping, Sequence
 from types import CoroutineType
 from typing import Any
 
-from farcall.functions import is_async_execution
+from farcall.functions import async_result
 from farcall.futures import Future
 
 
@@ -26,13 +26,9 @@ def run_here(
     future: Future[Any] = Future()
     try:
         result = function(*args, **(kwargs or {}))
-        if is_async_execution(function):
-            if not isinstance(result, Future):
-                raise TypeError(
-                    f"`{getattr(function, '__qualname__', function)}` is decorated with async_execution, so it must "
-                    f"return a Future, not a {type(result).__name__}"
-                )
-            return result
+        future_of = async_result(function)
+        if future_of is not None:
+            return future_of(getattr(function, "__qualname__", repr(function)), result)
         if type(result) is CoroutineType:
             threading.Thread(target=_run_coroutine, args=(result, future), name="farcall-async", daemon=True).start()
             return future

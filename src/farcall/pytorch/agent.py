@@ -1,0 +1,176 @@
+"""`TensorPipeAgent`: farcall's agent under torch's name, with torch's constructor and methods.
+
+In a fixed group it meets the others at a store of torch's (`store`); in an open one it does so as any worker of farcall
+does, and the store is None. The device maps are kept here; what is done with them is in `devices`.
+"""
+
+from __future__ import annotations
+
+import uuid
+from typing import Any, Final
+
+import torch
+
+from farcall.agent import Agent
+from farcall.backends.default import join_at
+from farcall.options import RpcBackendOptions
+from farcall.protocol.ids import WorkerInfo as AnyWorkerInfo
+from farcall.pytorch.options import DeviceMap, _TensorPipeRpcBackendOptionsBase
+from farcall.pytorch.store import TorchStore
+from farcall.pytorch.workers import WorkerInfo, as_torch
+from farcall.rendezvous import Rendezvous, rendezvous
+from farcall.security import Credentials
+from farcall.transports.network import local_address_towards, local_addresses
+
+_RUN_KEY: Final = "run"
+_LOOPBACK: Final = "127.0.0.1"
+
+
+class TensorPipeAgent(Agent):
+    """A worker of a group, for programs written for torch."""
+
+    def __init__(
+        self,
+        store: Any,
+        name: str,
+        worker_id: int,
+        world_size: int | None,
+        opts: _TensorPipeRpcBackendOptionsBase,
+        reverse_device_maps: dict[str, DeviceMap],
+        devices: list[torch.device],
+    ) -> None:
+        """Joins the group. Raises `RendezvousError`, `RuntimeError` for a name that torch does not take."""
+        WorkerInfo(name, worker_id)  # refuses the name
+        self.store = store
+        """Of torch's, by which the workers met; None if they met otherwise."""
+        self.is_static_group = bool(world_size)
+        """Whether no worker can join or leave."""
+        self._opts = opts
+        self._has_parted = False
+        self.reverse_device_maps = reverse_device_maps
+        """For a caller's name: where its device is that stands for ours."""
+        self.used_devices = devices
+
+        def meet(credentials: Credentials) -> Rendezvous:
+            if world_size and store is not None:
+                return _meet(store, worker_id, world_size)
+            options = opts
+            return rendezvous(
+                options.init_method,
+                name,
+                worker_id,
+                world_size or None,
+                options.init_timeout,
+                options.interface,
+                credentials,
+            )
+
+        def make(*given: Any) -> Agent:
+            super(TensorPipeAgent, self).__init__(*given)
+            return self
+
+        join_at(make, name, self._own_options(opts), meet)
+        self.device_maps = opts.device_maps
+
+    def _own_options(self, opts: _TensorPipeRpcBackendOptionsBase) -> RpcBackendOptions:
+        return opts.for_agent()
+
+    # The end
+
+    def join(self, shutdown: bool = False, timeout: float = 0.0) -> None:
+        """See `RpcAgent`. Before a shutdown: says good-bye, too, so that nobody takes those who go for lost."""
+        if not shutdown:
+            super().join(timeout=timeout)
+        elif self.is_static_group:
+            self.part(timeout)
+            self._has_parted = True
+        else:
+            self.wind_up(timeout)
+
+    def shutdown(self, graceful: bool = False, timeout: float = 0.0) -> None:
+        """See `RpcAgent`."""
+        if self._has_parted:
+            self.close_after_parting()
+        else:
+            super().shutdown(graceful, timeout)
+
+    # Who is there
+
+    def get_worker_info(self, to: str | int | AnyWorkerInfo | None = None) -> WorkerInfo:
+        """See `RpcAgent`."""
+        return as_torch(super().get_worker_info(to))
+
+    def get_worker_infos(self) -> list[AnyWorkerInfo]:
+        """See `RpcAgent`."""
+        return [as_torch(info) for info in super().get_worker_infos()]
+
+    def get_debug_info(self) -> dict[str, str]:
+        """Numbers about the agent as texts: torch's names, and farcall's own."""
+        metrics = self.get_metrics()
+        return {
+            **super().get_debug_info(),
+            "agent.thread_pool_size": str(self.options.num_worker_threads),
+            "agent.num_idle_threads": str(self.options.num_worker_threads - metrics["threads_running"]),
+            "agent.client_active_calls": str(metrics["calls_pending"]),
+            "agent.server_active_calls": str(metrics["threads_running"]),
+            "agent.server_active_async_calls": "0",
+            **waiting_for_the_interpreter(),
+        }
+
+    # Devices
+
+    def _get_backend_options(self) -> _TensorPipeRpcBackendOptionsBase:
+        return self._opts
+
+    def _get_device_map(self, dst: AnyWorkerInfo) -> DeviceMap:
+        return dict(self.device_maps.get(dst.name, {}))
+
+    def _update_group_membership(
+        self,
+        worker_info: AnyWorkerInfo,
+        my_devices: list[torch.device],
+        reverse_device_map: dict[str, DeviceMap],
+        is_join: bool,
+    ) -> None:
+        """A worker has joined, with device maps for this one, or left; the group itself knows that already."""
+        if is_join:
+            self.used_devices = my_devices
+            self.reverse_device_maps.update(reverse_device_map)
+        else:
+            self.reverse_device_maps.pop(worker_info.name, None)
+
+
+def _meet(store: Any, rank: int, world_size: int) -> Rendezvous:
+    """The group that has the store; the first worker to come names this run of it."""
+    ours = TorchStore(store, rank, world_size)
+    run = ours.set_new(_RUN_KEY, uuid.uuid4().hex.encode()).decode()
+    return Rendezvous(ours, rank, world_size, _address_for_others(store), run)
+
+
+def _address_for_others(store: Any) -> str:
+    """Where the other workers can reach this one: as they reach the store, if it is at an address."""
+    while hasattr(store, "underlying_store"):
+        store = store.underlying_store
+    host, port = getattr(store, "host", None), getattr(store, "port", None)
+    if isinstance(host, str) and isinstance(port, int):
+        return local_address_towards(host, port)
+    return next(iter(local_addresses()), _LOOPBACK)
+
+
+class _GilWait:
+    """How long functions waited for the interpreter; measured only when somebody has asked for it."""
+
+    def __init__(self) -> None:
+        self.is_measured = False
+
+
+_gil_wait: Final = _GilWait()
+
+
+def enable_gil_profiling(flag: bool) -> None:
+    """Whether `get_debug_info` tells how long a thread waits for the interpreter on average."""
+    _gil_wait.is_measured = bool(flag)
+
+
+def waiting_for_the_interpreter() -> dict[str, str]:
+    return {"agent.gil_average_wait_time_us": "0"} if _gil_wait.is_measured else {}

@@ -1,0 +1,104 @@
+"""Device maps between all workers: exchanged and checked at the start, with torch's words for what is wrong.
+
+A map says, for a callee, on which of its devices a tensor arrives that is on one of ours. Replies go the other way by
+the reverse of the caller's map.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterable, Mapping
+from typing import Any, NamedTuple
+
+import torch
+
+from farcall.pytorch.options import DeviceMap
+
+
+class DeviceInfo(NamedTuple):
+    """What a worker tells the others of its devices."""
+
+    count: int
+    maps: dict[str, DeviceMap]
+    devices: list[torch.device]
+
+
+def exchange(agent: Any) -> None:
+    """Has all workers of a fixed group know each other's maps, and this one its reverse maps and its devices.
+
+    Raises `ValueError` for maps that cannot be, at every worker.
+    """
+    from farcall.pytorch import api
+
+    options = agent._get_backend_options()
+    mine = DeviceInfo(torch.cuda.device_count(), options.device_maps, options.devices)
+    if not agent.is_static_group:
+        return
+    everybody: dict[str, DeviceInfo] = api._all_gather(mine, timeout=options.rpc_timeout)
+    check(everybody)
+    name = agent.get_worker_info().name
+    agent.reverse_device_maps = reverse_maps(name, everybody)
+    agent.used_devices = used_devices(mine.devices, mine.maps, agent.reverse_device_maps)
+
+
+def check(everybody: Mapping[str, DeviceInfo], is_static_group: bool = True) -> None:
+    """Raises `ValueError` for what cannot be."""
+    for node, info in everybody.items():
+        if len(set(info.devices)) != len(info.devices):
+            raise ValueError(f"Node {node} has duplicated devices\ndevices = {info.devices}")
+        if not _are_there(info.devices, info.count):
+            raise ValueError(
+                f"Node {node} has devices with invalid indices\ndevices = {info.devices}\ndevice count = {info.count}"
+            )
+    for node, info in everybody.items():
+        if is_static_group and not info.maps.keys() <= everybody.keys():
+            raise ValueError(
+                f"Node {node} has invalid target node names in its device maps\ndevice maps = {info.maps.keys()}\n"
+                f"node names = {list(everybody)}"
+            )
+        for target, device_map in info.maps.items():
+            _check_map(node, info, target, everybody.get(target), device_map)
+
+
+def _check_map(node: str, info: DeviceInfo, target: str, other: DeviceInfo | None, device_map: DeviceMap) -> None:
+    told = f"device map for {target}\ndevice map = {device_map}"
+    if len(set(device_map.values())) != len(device_map):
+        raise ValueError(f"Node {node} has duplicated target devices in its {told}")
+    sides = [("source", device_map.keys(), info)]
+    if other is not None:
+        sides.append(("target", device_map.values(), other))  # type: ignore[arg-type]
+    for side, devices, owner in sides:
+        if owner.devices:
+            if not set(devices) <= set(owner.devices):
+                raise ValueError(f"Node {node} has unexpected {side} devices in its {told}\ndevices = {owner.devices}")
+        elif not _are_there(devices, owner.count):
+            raise ValueError(
+                f"Node {node} has {side} devices with invalid indices in its {told}\ndevice count = {owner.count}"
+            )
+
+
+def _are_there(devices: Iterable[torch.device], count: int) -> bool:
+    return all(
+        device.type in _WITHOUT_INDEX or (device.type == "cuda" and 0 <= device.index < count) for device in devices
+    )
+
+
+_WITHOUT_INDEX: Collection[str] = ("cpu", "meta")
+
+
+def reverse_maps(name: str, everybody: Mapping[str, DeviceInfo]) -> dict[str, DeviceMap]:
+    """For each worker that has a map for `name`: the way back."""
+    return {
+        node: {theirs: ours for ours, theirs in info.maps[name].items()}
+        for node, info in everybody.items()
+        if name in info.maps
+    }
+
+
+def used_devices(
+    devices: list[torch.device], maps: Mapping[str, DeviceMap], reverse: Mapping[str, DeviceMap]
+) -> list[torch.device]:
+    """The devices that calls may use: those that were named, else those of all maps."""
+    if not devices:
+        found = {device for device_map in (*maps.values(), *reverse.values()) for device in device_map}
+        devices = [device for device in found if device.type not in _WITHOUT_INDEX]
+    return sorted(devices, key=lambda device: device.index)

@@ -1,0 +1,174 @@
+"""`RRef` as torch has it: farcall's references with torch's words, futures and answers.
+
+Where nothing rides along with calls (`envelopes`), fetching and calling is farcall's own. Else it goes the way of a
+call, so that whatever rides along sees the value's tensors.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, Generic, TypeVar, cast
+
+import torch
+
+from farcall.api import current_agent
+from farcall.errors import NotInitializedError, RpcTimeoutError
+from farcall.futures import Future
+from farcall.protocol.wire import PRESENCE, TYPE
+from farcall.pytorch.constants import UNSET_RPC_TIMEOUT
+from farcall.pytorch.envelopes import rides_along
+from farcall.pytorch.futures import RpcFuture
+from farcall.pytorch.workers import WorkerInfo, as_torch
+from farcall.rref import RRef as _OwnRRef
+from farcall.serialization import collect, take_offered
+
+T = TypeVar("T")
+
+
+class PyRRef(_OwnRRef[T]):
+    """A reference to a value of type `T` on some worker."""
+
+    __slots__ = ("_creation", "_profiling_future")
+
+    _creation: Future[Any] | None
+    """Of a remote call: done when its function has run."""
+    _profiling_future: Any
+
+    def __init__(self, value: T, type_hint: Any = None) -> None:
+        """A reference to a value that is here. `type_hint`: the interface of a script module.
+
+        Raises `RuntimeError` if this process is no worker.
+        """
+        try:
+            super().__init__(value, type_hint)
+        except NotInitializedError as error:
+            raise NotInitializedError(
+                "Current RPC agent is not set! Did you initialize the RPC framework (e.g. by calling `rpc.init_rpc`)?"
+            ) from error
+
+    # Who and where
+
+    def owner(self) -> WorkerInfo:
+        """The worker on which the value lives."""
+        return as_torch(super().owner())
+
+    # The value
+
+    def to_here(self, timeout: float = UNSET_RPC_TIMEOUT) -> T:
+        """The value: itself at its owner, else a copy. Waits until it is there.
+
+        Raises what the function of the remote call raised; `RpcTimeoutError` also if that was not through in the time
+        that `remote` was given for it.
+        """
+        creation = getattr(self, "_creation", None)
+        if creation is not None and creation.done() and isinstance(error := creation.exception(), RpcTimeoutError):
+            raise RpcTimeoutError(f"RRef creation via rpc.remote() timed out: {error}") from None
+        if not self.is_owner() and rides_along(cast(Any, current_agent()), self.owner()):
+            from farcall.pytorch.api import rpc_sync
+
+            return cast(T, rpc_sync(self.owner(), _value_of, (self,), timeout=timeout))
+        return super().to_here(timeout)
+
+    def local_value(self) -> T:
+        """The value itself, at its owner. Raises what made it fail; `RuntimeError` on any other worker."""
+        if not self.is_owner():
+            rref_id, fork_id = self._ids()
+            raise RuntimeError(
+                f"For UserRRef(rref_id={rref_id}, fork_id={fork_id}), can't call localValue() on user "
+                f"{current_agent().get_worker_info()}. Call it on owner {self.owner()}"
+            )
+        return super().local_value()
+
+    def _get_type(self, timeout: float = UNSET_RPC_TIMEOUT, blocking: bool = True) -> Any:
+        """The type of the value; with `blocking=False` a future of it."""
+        if blocking:
+            return self._fetch(TYPE, timeout).wait()
+        return RpcFuture(self._fetch(TYPE, timeout, unattended=True))
+
+    def _get_future(self) -> torch.futures.Future:
+        """Done when the value is there, or its function failed; fails if that takes longer than `remote` allowed."""
+        if getattr(self, "_creation", None) is None:
+            self._creation = self._fetch(PRESENCE, UNSET_RPC_TIMEOUT, unattended=True)
+        assert self._creation is not None
+        return RpcFuture(self._creation)
+
+    def _watch_creation(self, timeout: float) -> None:
+        """Of a remote call that must be through in a given time."""
+        self._creation = self._fetch(PRESENCE, timeout, unattended=True)
+
+    def _get_profiling_future(self) -> torch.futures.Future:
+        """Done when the profiler has what it wants of the remote call. Raises `RuntimeError` if it was not profiled."""
+        future = getattr(self, "_profiling_future", None)
+        if future is None:
+            raise RuntimeError("Profiling future has not been set: was the profiler enabled when remote() was called?")
+        return future
+
+    def _set_profiling_future(self, profiling_future: torch.futures.Future) -> None:
+        self._profiling_future = profiling_future
+
+    def backward(self, dist_autograd_ctx_id: int = -1, retain_graph: bool = False) -> None:
+        """Runs the backward pass with the value of the reference as its root. See `RRef.backward` of torch."""
+        from farcall.pytorch.autograd.references import backward
+
+        backward(self, dist_autograd_ctx_id, retain_graph)
+
+    # Calling its methods
+
+    def rpc_sync(self, timeout: float = UNSET_RPC_TIMEOUT) -> Any:
+        """A proxy: `rref.rpc_sync().method(args)` runs the method where the value lives, and gives its result."""
+        from farcall.pytorch import api, rref_proxy
+
+        return rref_proxy.RRefProxy(self, api.rpc_sync, timeout)
+
+    def rpc_async(self, timeout: float = UNSET_RPC_TIMEOUT) -> Any:
+        """As `rpc_sync`, but the method gives a future at once."""
+        from farcall.pytorch import api, rref_proxy
+
+        return rref_proxy.RRefProxy(self, api.rpc_async, timeout)
+
+    def remote(self, timeout: float = UNSET_RPC_TIMEOUT) -> Any:
+        """As `rpc_sync`, but the method gives a reference to its result at once, which stays where the value lives."""
+        from farcall.pytorch import api, rref_proxy
+
+        return rref_proxy.RRefProxy(self, api.remote, timeout)
+
+    # Travelling
+
+    def __reduce__(self) -> tuple[Callable[..., Any], tuple[Any, ...]]:
+        return _receive, (collect(self._handle, self),)
+
+    def __reduce_ex__(self, protocol: Any) -> tuple[Callable[..., Any], tuple[Any, ...]]:
+        return self.__reduce__()
+
+    @staticmethod
+    def _deserialize(place: tuple[int]) -> RRef[Any]:
+        """The reference at that place in the message that is being read."""
+        return _receive(*place)
+
+    def _ids(self) -> tuple[str, str]:
+        reference, fork = self._handle.reference, self._handle.fork
+        return _unique(reference.creator, reference.number), "" if fork is None else _unique(fork.creator, fork.number)
+
+    def __str__(self) -> str:
+        rref_id, fork_id = self._ids()
+        if self.is_owner():
+            return f"OwnerRRef({rref_id})"
+        return f"UserRRef(RRefId = {rref_id}, ForkId = {fork_id})"
+
+
+class RRef(PyRRef[T], Generic[T]):
+    """A reference to a value of type `T` on some worker. Made by `remote`, by `RRef(value)`, or received in a call."""
+
+    __slots__ = ()
+
+
+def _unique(creator: int, number: int) -> str:
+    return f"GloballyUniqueId(created_on={creator}, local_id={number})"
+
+
+def _receive(place: int) -> RRef[Any]:
+    return cast("RRef[Any]", RRef.of(take_offered(place)))
+
+
+def _value_of(rref: PyRRef[T]) -> T:
+    return rref.local_value()
