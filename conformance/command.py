@@ -66,8 +66,8 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
         parser.error(f"--timeout must be more than 0, not {options.timeout:g}")
     if options.json is not None and not options.json.absolute().parent.is_dir():
         parser.error(f"--json: there is no directory {options.json.parent}")
-    if options.write_baseline and (options.impl != ITSELF or options.category or options.k or options.list):
-        parser.error(f"--write-baseline is for all tests on torch itself: --impl {ITSELF}, without a choice of tests")
+    if options.write_baseline and (options.impl != ITSELF or options.list or options.runs > 1):
+        parser.error(f"--write-baseline is for one run of torch itself: --impl {ITSELF}")
     return options
 
 
@@ -118,7 +118,7 @@ class Session:
         if options.json is not None:
             write_json(options.json, about, [run.outcomes for run in runs], self._categories)
         if options.write_baseline:
-            write_baseline(runs[-1].outcomes)
+            write_baseline(runs[-1].outcomes, loaded.tests)
         return 1 if any(run.lost() for run in runs) else 0
 
     def _outcomes(self, runner: Runner, tests: Sequence[str]) -> dict[str, Outcome]:
