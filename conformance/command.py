@@ -148,6 +148,9 @@ class Session:
                 print(title)
             for test in tests:
                 print(f"  {test}: {run.outcomes[test].reason}")
+        for name in sorted({self._categories.of(test) for test in lost}):
+            if reason := self._categories.all[name].out_of_reach:
+                print(f"{name} is out of reach: {reason}")
         print(f"{which}{run.counts()} in {seconds:.0f} s", flush=True)
 
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import os
 import select
+import shutil
 import signal
 import subprocess
 import sys
@@ -135,6 +136,7 @@ class Runner:
         finally:
             process.stdout.close()
             self._printed.close()
+            shutil.rmtree(self._directory, ignore_errors=True)  # a nursery that was killed has left it
 
 
 def _environment(usual: Mapping[str, str], limit: float) -> dict[str, str]:
