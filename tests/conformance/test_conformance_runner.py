@@ -127,6 +127,7 @@ def test_a_nursery_that_dies_while_loading(pids: Pids) -> None:
 
 
 def test_a_nursery_that_is_killed_takes_its_tests_along(pids: Pids) -> None:
+    before = set(os.listdir(tempfile.gettempdir()))
     with runner() as nursery:
         running = nursery.run(["Fake.test_hangs", "Fake.test_passes"])
         next(running)
@@ -134,7 +135,8 @@ def test_a_nursery_that_is_killed_takes_its_tests_along(pids: Pids) -> None:
         os.kill(nursery._process.pid, signal.SIGKILL)
         with pytest.raises(NurseryFailed, match="ended before its time"):
             next(running)
-    eventually(lambda: not any(os.path.exists(f"/proc/{pid}") for pid in hung))
+        eventually(lambda: not any(os.path.exists(f"/proc/{pid}") for pid in hung))
+    assert set(os.listdir(tempfile.gettempdir())) == before
 
 
 def test_whoever_runs_the_tests_is_killed_and_takes_everything_along(pids: Pids, tmp_path: Path) -> None:
