@@ -142,7 +142,7 @@ class Session:
         lost = run.lost()
         for title, tests in (
             ("not passed, though torch itself passes:", lost),
-            ("failed, as on torch itself:", sorted(set(run.failed()) - set(lost))),
+            ("failed, and torch itself skips it:", sorted(set(run.failed()) - set(lost))),
         ):
             if tests:
                 print(title)

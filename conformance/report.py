@@ -43,7 +43,7 @@ class Run:
         ]
 
     def failed(self) -> list[str]:
-        """All tests that failed, those that torch itself does not pass too."""
+        """All tests that failed, also those that torch itself skips."""
         return sorted(test for test, outcome in self.outcomes.items() if outcome.status == "failed")
 
     def counts(self) -> str:
