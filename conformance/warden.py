@@ -33,8 +33,8 @@ from conformance.outcomes import Outcome, failed, reason_in
 _PR_SET_PDEATHSIG: Final = 1
 _PR_SET_CHILD_SUBREAPER: Final = 36
 _ASK_FOR_STACKS: Final = signal.SIGUSR1
-_STACKS_TAKE: Final = 0.1
-"""Seconds that a process has to write its stacks down, before the next is asked: they share a file."""
+_STACKS_TAKE: Final = 1.0
+"""Seconds that a process has to begin to write its stacks down, before the next is asked: they share a file."""
 KILLING_TAKES: Final = 10.0
 """Seconds after which processes that do not even end when killed are left to the system."""
 
@@ -148,11 +148,26 @@ def _redirect(output: Path) -> None:
 
 def _write_stacks(output: Path) -> None:
     for pid in list(descendants(os.getpid())):
-        with output.open("a") as file:
-            file.write(f"\n--- stacks of process {pid} at the time limit ---\n")
-        with suppress(ProcessLookupError):
+        with suppress(OSError):  # it may be gone by now
+            if not Path(f"/proc/{pid}/cmdline").read_bytes():
+                continue  # a zombie
+            with output.open("a") as file:
+                file.write(f"\n--- stacks of process {pid} at the time limit ---\n")
+            before = output.stat().st_size
             os.kill(pid, _ASK_FOR_STACKS)
-        time.sleep(_STACKS_TAKE)
+            _wait_for_more(output, before)
+
+
+def _wait_for_more(output: Path, before: int) -> None:
+    """Until something was added to the file and nothing more comes; for a while only, as it may never come."""
+    deadline = time.monotonic() + _STACKS_TAKE
+    last = before
+    while time.monotonic() < deadline:
+        time.sleep(0.05)
+        size = output.stat().st_size
+        if size == last > before:
+            return
+        last = size
 
 
 def _prctl(option: int, value: int) -> None:

@@ -68,7 +68,7 @@ def test_tests_of_the_baseline_that_cannot_be_loaded_are_lost(
 def test_all_runs_must_pass(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     # `together_1` waits in vain the first time, and finds what it has written the second time.
     path = tmp_path / "out.json"
-    arguments = ["-k", "together_", "--jobs", "1", "--timeout", "0.5", "--runs", "2", "--json", str(path)]
+    arguments = ["-k", "together_", "--jobs", "1", "--timeout", "2", "--runs", "2", "--json", str(path)]
     assert main(arguments) == 1
     assert "run 1 of 2: 1 passed, 1 failed" in (out := capfd.readouterr().out)
     assert "run 2 of 2: 2 passed, 0 failed" in out

@@ -60,9 +60,9 @@ def test_how_tests_end(pids: Pids) -> None:
 
 
 def test_a_test_that_hangs_ends_at_its_limit_with_stacks_and_all_its_processes(pids: Pids) -> None:
-    found = run("hangs", "passes", limit=1.0)
-    assert found["hangs"].reason == "did not end within 1 s"
-    assert 1 <= found["hangs"].seconds < 10
+    found = run("hangs", "passes", limit=2.0)
+    assert found["hangs"].reason == "did not end within 2 s"
+    assert 2 <= found["hangs"].seconds < 12
     assert found["passes"].status == "passed"
     hung = pids(2)
     assert len(hung) == 2
@@ -85,7 +85,7 @@ def test_so_many_run_at_once(pids: Pids) -> None:
 
 
 def test_no_more_run_at_once_than_asked_for(pids: Pids) -> None:
-    alone = run("together_1", "together_2", jobs=1, limit=0.5)
+    alone = run("together_1", "together_2", jobs=1, limit=2.0)
     # The second finds what the first has left, so only the first waits in vain.
     assert [outcome.status for outcome in alone.values()] == ["failed", "passed"]
 
