@@ -68,8 +68,7 @@ def of_result(result: unittest.TestResult) -> Outcome:
 
 def reason_in(text: str) -> str:
     """Of a text with tracebacks, the exceptions that ended the ranks, each once."""
-    ranks = _RANK.split(text)
-    last = [exceptions[-1] for part in ranks[1:] or ranks if (exceptions := list(_exceptions(part)))]
+    last = [exceptions[-1] for part in _RANK.split(text) if (exceptions := list(_exceptions(part)))]
     lines = text.strip().splitlines()
     return _in_a_line(" | ".join(dict.fromkeys(last)) or (lines[-1] if lines else "no reason given"))
 

@@ -93,7 +93,7 @@ def write_json(path: Path, about: str, runs: Sequence[Outcomes], categories: Cat
             test: {
                 "status": outcome.status,
                 "category": categories.of(test),
-                "seconds": outcome.seconds,
+                "seconds": round(outcome.seconds, 2),
                 **({"reason": outcome.reason} if outcome.reason else {}),
             }
             for test, outcome in sorted(outcomes.items())

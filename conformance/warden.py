@@ -67,7 +67,7 @@ def watch(test: Callable[[], Outcome], limit: float, directory: Path) -> Outcome
     if not gone:
         outcome = failed(f"left processes that cannot be killed; {outcome.status} {outcome.reason}", outcome.details)
     printed = output.read_text(errors="replace") if output.exists() else ""
-    return replace(outcome.with_output(printed), seconds=round(seconds, 2))
+    return replace(outcome.with_output(printed), seconds=seconds)
 
 
 def adopt_orphans() -> None:

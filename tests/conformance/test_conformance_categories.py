@@ -61,7 +61,7 @@ def test_the_most_specific_pattern_decides(test: str, category: str) -> None:
         Rule("JitRpcTest", "*", "class"),
         Rule("RpcTest", "test_*", "all"),
         Rule("RpcTest", "test_*timeout", "letters"),
-        Rule("RpcTest", "test_rre*", "letters"),
+        Rule("RpcTest", "test_rref*", "letters"),
         Rule("*Test", "test_rref", "exact"),
     )
     assert categories.of(test) == category
