@@ -121,9 +121,9 @@ def unpack(payload: bytes | bytearray | memoryview, buffers: Sequence[Any]) -> A
     found = []
     at = 2
     for _ in range(count or 1):
-        code, dimensions, *lengths = _lengths[payload[at + 1]].unpack_from(payload, at)
+        code, dimensions, *each = _lengths[payload[at + 1]].unpack_from(payload, at)
         at += 2 + 8 * dimensions
-        found.append((code, tuple(lengths)))
+        found.append((code, tuple(each)))
     arrays = []
     left = list(buffers)
     for code, lengths in found:
