@@ -33,7 +33,9 @@ from typing import Any, Final, Protocol
 
 from farcall.errors import UsageError
 from farcall.futures import Future
+from farcall.protocol.wire import Decoder, Message
 from farcall.sleeping import Gate
+from farcall.transports.base import Channel
 
 
 class Readable(Protocol):
@@ -248,6 +250,23 @@ class Reading:
         if not self._holder and not self._watched:
             self._connection.watch_in_background(True)
             self._watched = True
+
+
+def receive_large(channel: Channel, decoder: Decoder) -> list[Message] | None:
+    """Goes on receiving a large message into its place, as far as it has come, or to the end of a part.
+
+    What is whole now; None if the other side has closed the connection. Raises `OSError`, `BlockingIOError` if nothing
+    has come, and `ProtocolError`.
+    """
+    messages: list[Message] = []
+    while (space := decoder.space) is not None and not messages:
+        count = channel.receive_into(space)
+        if not count:
+            return None
+        messages = decoder.filled(count)
+        if count < space.nbytes:
+            break  # most likely that was all: to ask again would cost more than the poller does
+    return messages
 
 
 def first_pause() -> float:
