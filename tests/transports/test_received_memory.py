@@ -1,4 +1,4 @@
-"""Memory that is received into: it is its receiver's alone, comes back when nothing shows it, and is not kept for ever."""
+"""Memory that is received into: its receiver's alone, used again when nothing shows it, and not kept for ever."""
 
 from __future__ import annotations
 

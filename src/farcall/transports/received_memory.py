@@ -42,10 +42,11 @@ class ReceivedMemory:
         """So many bytes, of which nobody knows what they hold. Raises `MemoryError`."""
         with self._lock:
             self._collect()
+            # Of equal ones the one that was used last, which is warm.
             fitting = [block for block in reversed(self._free) if size <= block.capacity <= 2 * size + _STEP]
             block = min(
                 fitting, key=lambda block: block.capacity, default=None
-            )  # of equals the one used last: it is warm
+            )
             if block is not None:
                 self._free.remove(block)
         if block is None:
