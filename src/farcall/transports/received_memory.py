@@ -44,9 +44,7 @@ class ReceivedMemory:
             self._collect()
             # Of equal ones the one that was used last, which is warm.
             fitting = [block for block in reversed(self._free) if size <= block.capacity <= 2 * size + _STEP]
-            block = min(
-                fitting, key=lambda block: block.capacity, default=None
-            )
+            block = min(fitting, key=lambda block: block.capacity, default=None)
             if block is not None:
                 self._free.remove(block)
         if block is None:
