@@ -131,6 +131,21 @@ class Lane:
             return InParts(encode_in_parts(kind, call_id, head, body, buffers), call_id, (head, body, *buffers))
         return (encode_start(kind, call_id, head, body, buffers), *buffers)
 
+    def keep(self, buffers: Sequence[memoryview]) -> tuple[Place, list[memoryview]] | None:
+        """Puts the buffers of a message into shared memory that is not used again while the views of it are there.
+
+        None if they go on the channel.
+        """
+        lender = self._lender
+        if lender is None or len(buffers) > MAX_BUFFERS or sum([buffer.nbytes for buffer in buffers]) < LEAST:
+            return None
+        return lender.keep(buffers)
+
+    def take_back(self, place: Place) -> None:
+        """The message with what was kept there is not going to be sent."""
+        if self._lender is not None:
+            self._lender.take_back(place)
+
     def take(self, descriptor: int, number: int, sizes: Sequence[int]) -> Sequence[Bytes]:
         """The buffers of a message that the other side has put into a segment. Raises `ProtocolError`."""
         borrower = self._borrower

@@ -131,6 +131,18 @@ def encode_shared(
     return _pack(kind, _SHARED, count, len(head), len(body), call_id) + table + head + body
 
 
+def as_shared(messages: bytes, descriptor: int, number: int) -> bytes:
+    """The same messages, the last of them an `encode_start`, whose buffers are in that segment of shared memory."""
+    at = 0
+    while True:
+        start, head_size, body_size, _ = _unpack_from(messages, at)
+        table = at + _SIZE + 8 * (start >> 16)
+        if start >> 16:
+            place = _PLACE.pack(descriptor, number)
+            return messages[: at + 1] + bytes((_SHARED,)) + messages[at + 2 : table] + place + messages[table:]
+        at = table + head_size + body_size
+
+
 def encode_in_parts(kind: int, call_id: int, head: bytes, body: bytes, buffers: Sequence[memoryview]) -> bytes:
     """The start of a message whose head, body and buffers follow in parts, each behind an `encode_part`."""
     count = len(buffers)
