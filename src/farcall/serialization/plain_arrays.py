@@ -41,6 +41,7 @@ ARRAYS: set[type] = set()
 _CODES: Final = ("|b1", "|i1", "|u1", "<i2", "<u2", "<i4", "<u4", "<i8", "<u8", "<f2", "<f4", "<f8", "<c8", "<c16")
 _types: list[Any] = []  # as `_CODES`, as numpy's types
 _codes: dict[Any, tuple[Any, int]] = {}  # by type: the very object, and its place
+_shapes: Final = tuple(struct.Struct(f"<{count}Q") for count in range(_MOST_DIMENSIONS + 1))
 _lengths: Final = tuple(struct.Struct(f"<BB{count}Q") for count in range(_MOST_DIMENSIONS + 1))
 
 
@@ -118,12 +119,20 @@ def unpack(payload: bytes | bytearray | memoryview, buffers: Sequence[Any]) -> A
         _learn(numpy)
     (ndarray,) = ARRAYS
     count = payload[1]
+    if count <= 1 and not buffers and payload[2] < _READ_ONLY:
+        # What comes most, on its own: the same as below in half the time.
+        lengths = _shapes[payload[3]].unpack_from(payload, 4)
+        at = 4 + 8 * len(lengths)
+        dtype = _types[payload[2]]
+        if not 0 < math.prod(lengths) * dtype.itemsize == len(payload) - at < OUT_OF_BAND_SIZE:
+            raise ValueError(f"{len(payload) - at} bytes came for an array of {lengths}")
+        array = ndarray(lengths, dtype, payload, at).copy()
+        return (array,) if count else array
     found = []
     at = 2
     for _ in range(count or 1):
-        code, dimensions, *each = _lengths[payload[at + 1]].unpack_from(payload, at)
-        at += 2 + 8 * dimensions
-        found.append((code, tuple(each)))
+        found.append((payload[at], _shapes[payload[at + 1]].unpack_from(payload, at + 2)))
+        at += 2 + 8 * payload[at + 1]
     arrays = []
     left = list(buffers)
     for code, lengths in found:
