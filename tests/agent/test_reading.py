@@ -16,7 +16,7 @@ from farcall.agent import reading as reading_module
 from farcall.agent.reading import Reading
 from farcall.errors import UsageError
 from farcall.futures import DONE, Future, run_callbacks
-from farcall.sleeping import FOREVER
+from farcall.sleeping import FOREVER, Gate
 from interleaving import Schedule, explore
 from interruption import At, Interrupt
 
@@ -276,34 +276,19 @@ def test_replies_that_nobody_reads_are_reported_when_the_reader_leaves(
 
 def test_the_role_goes_to_a_thread_whose_reply_has_not_come() -> None:
     """One whose reply has come is awake, or about to be: it would hand the role on, and nobody would read meanwhile."""
-    given: list[int] = []
-
-    class Noting(Reading):
-        def leave(self) -> None:
-            super().leave()
-            given.append(self._holder)
-
-    def scenario(schedule: Schedule) -> Any:
-        wire = Wire(schedule, Noting)
-        futures = [wire.call(number) for number in range(3)]
-        threads: dict[int, int] = {}
-
-        def wait(number: int) -> None:
-            threads[threading.get_ident()] = number
-            given.clear()
-            wire.reading.wait(futures[number], FOREVER)
-
-        def replying() -> None:
-            schedule.step(lambda: len(wire.reading._queue) == 2, "the queue")
-            wire.arrived.extend((1, 0) if threads[wire.reading._holder] == 0 else (0, 1))
-            schedule.step(lambda: not wire.pending or len(wire.pending) == 1, "the replies")
-            for holder in given:
-                assert not holder or not futures[threads[holder]].done()
-            wire.arrived.append(2)
-
-        return [*(lambda number=number: wait(number) for number in range(3)), replying], lambda: idle_at_the_end(wire)
-
-    assert explore(scenario, (), 1) > 100
+    wire = Wire(Schedule((), ()))
+    settled, pending, last = [reading_module.Seat(Gate(), thread, wire.call(thread)) for thread in (1, 2, 3)]
+    settled.future.settle(DONE, 1)
+    reading = wire.reading
+    reading._queue.extend((settled, pending, last))
+    reading._holder = 9
+    reading.leave()
+    assert reading._holder == 2
+    assert list(reading._queue) == [settled, last]
+    assert [seat.gate.sleep(0.0) for seat in (settled, pending, last)] == [False, True, False]
+    last.future.settle(DONE, 3)
+    reading.leave()
+    assert reading._holder == 0, "those who are left need it no more"
 
 
 # Ctrl-C
