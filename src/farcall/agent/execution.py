@@ -14,8 +14,9 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
 from types import CoroutineType
-from typing import Any, Final, NamedTuple, Protocol
+from typing import Any, Final, Protocol
 
 from farcall.agent.book import ReferenceBook
 from farcall.agent.coroutines import EventLoop
@@ -54,7 +55,8 @@ from farcall.serialization import (
 from farcall.transports.base import Buffer
 
 
-class Workplace(NamedTuple):
+@dataclass(slots=True)
+class Workplace:
     """Where functions run: what all jobs of an agent share."""
 
     worker: str
@@ -66,6 +68,8 @@ class Workplace(NamedTuple):
     call_job: type[CallJob]
     """What is made of a call from another worker, and of a remote call: others than these if not all is allowed."""
     remote_job: type[RemoteJob]
+    own_remote_job: type[RemoteJob] = field(default_factory=lambda: RemoteJob)
+    """The same for a remote call of this worker's to itself."""
 
 
 class Caller(Answerable, Protocol):
