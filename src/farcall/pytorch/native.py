@@ -23,13 +23,12 @@ from farcall.pytorch.constants import DEFAULT_NUM_WORKER_THREADS as _DEFAULT_NUM
 from farcall.pytorch.constants import DEFAULT_RPC_TIMEOUT_SEC as _DEFAULT_RPC_TIMEOUT_SEC
 from farcall.pytorch.constants import UNSET_RPC_TIMEOUT as _UNSET_RPC_TIMEOUT
 from farcall.pytorch.options import _TensorPipeRpcBackendOptionsBase
-from farcall.pytorch.profiling import (
-    RemoteProfilerManager,
+from farcall.pytorch.profiling import RemoteProfilerManager, _set_profiler_node_id
+from farcall.pytorch.rref import PyRRef
+from farcall.pytorch.server_process_global_profiler import (
     _disable_server_process_global_profiler,
     _enable_server_process_global_profiler,
-    _set_profiler_node_id,
 )
-from farcall.pytorch.rref import PyRRef
 from farcall.pytorch.workers import WorkerInfo
 
 __all__ = [

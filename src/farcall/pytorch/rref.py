@@ -64,10 +64,18 @@ class PyRRef(_OwnRRef[T]):
         if creation is not None and creation.done() and isinstance(error := creation.exception(), RpcTimeoutError):
             raise RpcTimeoutError(f"RRef creation via rpc.remote() timed out: {error}") from None
         if not self.is_owner() and rides_along(cast(Any, current_agent()), self.owner()):
-            from farcall.pytorch.api import rpc_sync
-
-            return cast(T, rpc_sync(self.owner(), _value_of, (self,), timeout=timeout))
+            return self._ride_here(timeout)
         return super().to_here(timeout)
+
+    def _ride_here(self, timeout: float) -> T:
+        from farcall.pytorch.api import rpc_sync
+        from farcall.pytorch.profiling import shown_as
+
+        agent, owner = current_agent(), self.owner()
+        with shown_as(f"to_here#({agent.info.name})->({owner.name})"):
+            if rides_along(cast(Any, agent), owner):
+                return cast(T, rpc_sync(owner, _value_of, (self,), timeout=timeout))
+            return super().to_here(timeout)
 
     def local_value(self) -> T:
         """The value itself, at its owner. Raises what made it fail; `RuntimeError` on any other worker."""
