@@ -185,7 +185,7 @@ def _invoke_rpc(
     agent = _get_current_rpc_agent()
     unattended = rpc_type is not RPCExecMode.SYNC
     info = _to_worker_info(to)
-    callee, args, kwargs = callee_of(func, args, kwargs)
+    callee, args, kwargs = callee_of(func, args, kwargs, _default_pickler)
     if not rides_along(agent, info):
         return agent.call(info, callee, args or None, kwargs or None, rpc_timeout, unattended)
     trips = board(agent, Departure(info, func, rpc_type))
@@ -212,7 +212,7 @@ def remote(
         raise TypeError("function should be callable.")
     agent = _get_current_rpc_agent()
     info = _to_worker_info(to)
-    callee, args, kwargs = callee_of(func, args, kwargs)
+    callee, args, kwargs = callee_of(func, args, kwargs, _default_pickler)
     rref: RRef[Any] = _new_rref(RRef)
     trips: dict[str, Trip] = {}
     if not rides_along(agent, info):

@@ -1,7 +1,8 @@
-"""What may be called besides Python functions: torch's builtin operators, and script functions.
+"""What may be called besides Python functions: torch's builtin operators, script functions, and calls that a program
+pickles itself.
 
-Each is found by its name at the other end, by a function of this module; its name and all of its arguments are the
-arguments of that.
+Operators and script functions are found by name at the other end, by a function of this module; the name and all
+arguments are the arguments of that.
 
 A script function has to be defined at both ends, under the same name. How many arguments it takes, and which, its
 caller is told before anything is sent, as in torch; what types they have, the callee checks.
@@ -15,9 +16,12 @@ from typing import Any, TypeAlias
 import torch
 from torch.jit._builtins import _find_builtin
 
+from farcall.backends.running import run_here
 from farcall.functions import mark_async
 from farcall.futures import Future
+from farcall.pytorch import internal
 from farcall.pytorch.futures import adopted
+from farcall.pytorch.internal import PythonUDF
 
 Call: TypeAlias = tuple[Callable[..., Any], Sequence[Any] | None, Mapping[str, Any] | None]
 """A function and its arguments."""
@@ -26,10 +30,14 @@ _MARK = "_wrapped_async_rpc_function"
 
 
 def callee_of(
-    function: Callable[..., Any], args: Sequence[Any] | None = None, kwargs: Mapping[str, Any] | None = None
+    function: Callable[..., Any],
+    args: Sequence[Any] | None = None,
+    kwargs: Mapping[str, Any] | None = None,
+    pickler: Any = internal._internal_rpc_pickler,
 ) -> Call:
     """What to call in place of it, and with what. A Python function is called itself, with its own arguments.
 
+    `pickler`: what pickles the call of a Python function, if it is not ours.
     Raises `RuntimeError` if it is a script function, and not with these arguments.
     """
     builtin = _find_builtin(function)
@@ -38,6 +46,12 @@ def callee_of(
     marked = getattr(function, _MARK, None)
     script = function if marked is None else marked
     if not isinstance(script, torch.jit.ScriptFunction):
+        if pickler is not internal._internal_rpc_pickler:
+            return (
+                run_pickled,
+                (_PickledCall(pickler, PythonUDF(function, tuple(args or ()), dict(kwargs or {}))),),
+                None,
+            )
         return function, args, kwargs
     _check_arguments(script, args or (), kwargs or {})
     return script_call(torch._jit_internal._qualified_name(script), args, kwargs, marked is not None)
@@ -117,3 +131,39 @@ def _check_arguments(script: Any, args: Sequence[Any], kwargs: Mapping[str, Any]
             raise RuntimeError(
                 f"{script.name}() is missing value for argument '{argument.name}'. Declaration: {schema}"
             )
+
+
+# Calls that a program pickles itself
+
+
+class _PickledCall:
+    """A call that is pickled by a pickler of the program's: late, as references are counted in a message only."""
+
+    def __init__(self, pickler: Any, udf: PythonUDF) -> None:
+        self._pickler = pickler
+        self.udf = udf
+
+    def __reduce__(self) -> tuple[Callable[..., Any], tuple[Any, ...]]:
+        return internal.deserialize, tuple(self._pickler.serialize(self.udf))
+
+
+def pickled_call(pickled: bytes, tensors: Sequence[torch.Tensor]) -> Call:
+    """The call of what is pickled already."""
+    return run_bytes, (pickled, list(tensors)), None
+
+
+def run_pickled(call: _PickledCall | PythonUDF | AttributeError) -> Future[Any]:
+    """Runs a call that came. Raises `AttributeError` if it names what is not defined here."""
+    if isinstance(call, AttributeError):
+        raise call
+    udf = call.udf if isinstance(call, _PickledCall) else call
+    return run_here(udf.func, udf.args, udf.kwargs)
+
+
+def run_bytes(pickled: bytes, tensors: list[torch.Tensor]) -> Future[Any]:
+    """Runs a call whose pickle came. Raises as `run_pickled`."""
+    return run_pickled(internal.deserialize(pickled, tensors))
+
+
+for _function in (run_pickled, run_bytes):
+    mark_async(_function, _function, lambda name, result: result)

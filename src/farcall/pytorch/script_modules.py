@@ -27,6 +27,10 @@ def load_script_module(saved: bytes) -> Any:
     return torch.jit.load(io.BytesIO(saved))
 
 
+# torch's own switches of whether its C++ references may be pickled with a script module; ours are in none.
+_enable_jit_rref_pickle: Any = torch._C._distributed_rpc._enable_jit_rref_pickle
+_disable_jit_rref_pickle: Any = torch._C._distributed_rpc._disable_jit_rref_pickle
+
 register_family_reducer(torch.jit.ScriptModule, reduce_script_module)
 
 
@@ -38,7 +42,9 @@ def check_type_hint(value: Any, type_hint: Any) -> None:
     """
     if not isinstance(value, torch.jit.ScriptModule):
         if type_hint is not None:
-            raise RuntimeError("type_hint should only be specified when the RRef being created contains a ScriptModule.")
+            raise RuntimeError(
+                "type_hint should only be specified when the RRef being created contains a ScriptModule."
+            )
         return
     if type_hint is None:
         raise RuntimeError(
