@@ -153,6 +153,6 @@ class TestOwnPicklers:
     def test_what_is_not_defined_at_the_other_end(self) -> None:
         with (
             api._use_rpc_pickler(LosingPickler()),
-            pytest.raises(AttributeError, match=r"nowhere.*UDFs are defined on"),
+            pytest.raises(AttributeError, match=r"nowhere.*UDFs are defined"),
         ):
             api.rpc_sync("worker1", described, (1,))

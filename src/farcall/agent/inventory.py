@@ -108,7 +108,7 @@ def count_references(references: References, values_to_come: int) -> dict[str, s
     """Counters, by the names that torch gives them."""
     pending = sum(held.standing is Standing.UNCONFIRMED for held in references.held.values())
     return {
-        "num_owner_rrefs": str(len(references.owned)),
+        "num_owner_rrefs": str(sum(bool(owned.forks) for owned in references.owned.values())),  # those that are shared
         "num_pending_users": str(pending),
         "num_pending_futures": str(values_to_come),
         "num_forks": str(sum(len(owned.forks) for owned in references.owned.values())),
