@@ -186,9 +186,7 @@ def _invoke_rpc(
     agent = _get_current_rpc_agent()
     unattended = rpc_type is not RPCExecMode.SYNC
     info = _to_worker_info(to)
-    callee, first = callee_of(func)
-    if first:
-        args, kwargs = (*first, tuple(args or ()), dict(kwargs or {})), None
+    callee, args, kwargs = callee_of(func, args, kwargs, _default_pickler)
     try:
         if not rides_along(agent, info):
             return agent.call(info, callee, args or None, kwargs or None, rpc_timeout, unattended)
@@ -218,9 +216,7 @@ def remote(
         raise TypeError("function should be callable.")
     agent = _get_current_rpc_agent()
     info = _to_worker_info(to)
-    callee, first = callee_of(func)
-    if first:
-        args, kwargs = (*first, tuple(args or ()), dict(kwargs or {})), None
+    callee, args, kwargs = callee_of(func, args, kwargs, _default_pickler)
     rref: RRef[Any] = _new_rref(RRef)
     rref._label = labels.next(2)
     trips: dict[str, Trip] = {}

@@ -20,6 +20,7 @@ from farcall.protocol.wire import PRESENCE, TYPE
 from farcall.pytorch.constants import UNSET_RPC_TIMEOUT
 from farcall.pytorch.envelopes import rides_along
 from farcall.pytorch.futures import RpcFuture
+from farcall.pytorch.script_modules import check_type_hint
 from farcall.pytorch.workers import WorkerInfo, as_torch
 from farcall.rref import RRef as _OwnRRef
 from farcall.serialization import collect, take_offered
@@ -46,8 +47,9 @@ class PyRRef(_OwnRRef[T]):
     def __init__(self, value: T, type_hint: Any = None) -> None:
         """A reference to a value that is here. `type_hint`: the interface of a script module.
 
-        Raises `RuntimeError` if this process is no worker.
+        Raises `RuntimeError` if this process is no worker, and if it is a script module's, and not given or wrong.
         """
+        check_type_hint(value, type_hint)
         try:
             super().__init__(value, type_hint)
             self._label = labels.next(1)
