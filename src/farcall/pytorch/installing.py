@@ -31,6 +31,11 @@ _MODULES: Final = {
 """What stands for which module of torch's."""
 
 _LATER: Final = {
+    "torch.distributed.rpc._testing": ("farcall.pytorch._testing", None),
+    "torch.distributed.rpc._testing.faulty_agent_backend_registry": (
+        "farcall.pytorch._testing.faulty_agent_backend_registry",
+        None,
+    ),
     "torch.distributed.optim.optimizer": ("farcall.pytorch.optim.optimizer", "DistributedOptimizer"),
     "torch.distributed.nn.api.remote_module": ("farcall.pytorch.nn.remote_module", "RemoteModule"),
     "torch.distributed.nn.jit.instantiator": ("farcall.pytorch.nn.instantiator", None),

@@ -14,12 +14,12 @@ from typing import Any, Final, Generic, TypeVar, cast
 import torch
 
 from farcall.api import current_agent
-from farcall.errors import NotInitializedError, RpcTimeoutError, SerializationError, UsageError
+from farcall.errors import NotInitializedError, RpcError, RpcTimeoutError, SerializationError, UsageError
 from farcall.futures import Future
 from farcall.protocol.wire import PRESENCE, TYPE
 from farcall.pytorch.constants import UNSET_RPC_TIMEOUT
 from farcall.pytorch.envelopes import rides_along
-from farcall.pytorch.futures import RpcFuture
+from farcall.pytorch.futures import RpcFuture, failed_with
 from farcall.pytorch.script_modules import check_type_hint
 from farcall.pytorch.workers import WorkerInfo, as_torch
 from farcall.rref import RRef as _OwnRRef
@@ -131,12 +131,19 @@ class PyRRef(_OwnRRef[T]):
     def _get_future(self) -> torch.futures.Future:
         """Done when the value is there, or its function failed; fails if that takes longer than `remote` allowed."""
         if getattr(self, "_creation", None) is None:
-            self._creation = self._fetch(PRESENCE, UNSET_RPC_TIMEOUT, unattended=True)
+            try:
+                self._creation = self._fetch(PRESENCE, UNSET_RPC_TIMEOUT, unattended=True)
+            except RpcError as error:  # it leads nowhere
+                self._creation = failed_with(error)
         return RpcFuture(self._creation)
 
     def _watch_creation(self, timeout: float) -> None:
-        """Of a remote call that must be through in a given time."""
-        self._creation = self._fetch(PRESENCE, timeout, unattended=True)
+        """Of a remote call that must be through in a given time; also of one to this very worker."""
+        ask = self._calling.call_on
+        try:
+            self._creation = ask(self._handle, PRESENCE, "_get_future", (), None, timeout, unattended=True)
+        except RpcError as error:
+            self._creation = failed_with(error)
 
     def _get_profiling_future(self) -> torch.futures.Future:
         """Done when the profiler has what it wants of the remote call. Raises `RuntimeError` if it was not profiled."""
