@@ -65,9 +65,7 @@ class Handle:
 def stillborn(book: ReferenceBook, owner: Worker, new_error: Callable[[], RpcError]) -> Handle:
     """A handle of a reference that could not be made at `owner`: every use raises. Nobody else knows of it."""
     if owner == book.me:
-        value = Value()
-        value.refuse(new_error)
-        handle = book.make(value)
+        handle = book.own(None)  # which nobody gets to see
     else:  # no reference has the number 0
         handle = Handle(book, RRefId(owner, book.me, 0), ForkId(book.me, 0), None, made_here(False))
     handle.new_error = new_error
