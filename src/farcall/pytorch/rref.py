@@ -144,6 +144,8 @@ class PyRRef(_OwnRRef[T]):
             self._creation = ask(self._handle, PRESENCE, "_get_future", (), None, timeout, unattended=True)
         except RpcError as error:
             self._creation = failed_with(error)
+        # If it fails and the reference is never used, nobody wants to hear of it.
+        self._creation.watch(_ignore, waker=False, attended=True)
 
     def _get_profiling_future(self) -> torch.futures.Future:
         """Done when the profiler has what it wants of the remote call. Raises `RuntimeError` if it was not profiled."""
@@ -256,6 +258,10 @@ class _Labels:
 
 
 labels: Final = _Labels()
+
+
+def _ignore(creation: Future[Any]) -> None:
+    """Somebody has looked at it."""
 
 
 def _value_of(rref: PyRRef[T]) -> T:

@@ -347,6 +347,7 @@ class Link:
         now = monotonic()
         if self._closed or self._outbound.ended:
             return
+        self._read(self._outbound)  # a call may be there that nobody has seen yet
         busy = (self._pending or now - self._last_call < _QUIET) and now < deadline
         if busy or self._conditions.frozen:
             self._relay.later(_QUIET, lambda: self._try_to_break(reason, deadline))

@@ -91,6 +91,6 @@ class FaultyTensorPipeAgent(TensorPipeAgent, FaultyAgent):
 
 def _not_created(function: str, message: str) -> RpcTimeoutError:
     return RpcTimeoutError(
-        f"RRef creation via rpc.remote() timed out, and its value is nowhere: the faulty agent has failed the {message} "
-        f"of `{function}`. Make it anew"
+        f"RRef creation via rpc.remote() timed out, and its value is nowhere: the faulty agent let this {message} of "
+        f"`{function}` fail. Make it anew"
     )
