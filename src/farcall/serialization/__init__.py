@@ -19,7 +19,7 @@ from farcall.serialization.pickler import (
     not_rebuilt,
 )
 from farcall.serialization.plain_arrays import OUT_OF_BAND_SIZE
-from farcall.serialization.reducers import dumps_reduced, register_reducer
+from farcall.serialization.reducers import dumps_reduced, register_family_reducer, register_reducer
 
 __all__ = [
     "OUT_OF_BAND_SIZE",
@@ -44,6 +44,7 @@ __all__ = [
     "loads_guarded",
     "not_rebuilt",
     "offering",
+    "register_family_reducer",
     "register_reducer",
     "resolve_function",
     "take_offered",

@@ -1,14 +1,15 @@
 """What the faulty agent is told to do: messages by torch's names for them, and how each of them fails.
 
 torch sends builtin operators and scripted functions under names of their own (`SCRIPT_CALL` ...). farcall has one kind
-of call, so such a name means what its `PYTHON_` brother means.
+of call, so such a name means what its `PYTHON_` brother means; unless the agent says which functions stand for those
+(`Family`). A fetch does not tell what has made the value, so both of its names mean it in any case.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
-from enum import StrEnum
+from enum import Enum, StrEnum
 from numbers import Real
 from typing import Any, Final
 
@@ -22,6 +23,9 @@ FORK_REQUEST: Final = "RREF_FORK_REQUEST"
 CHILD_ACCEPT: Final = "RREF_CHILD_ACCEPT"
 USER_DELETE: Final = "RREF_USER_DELETE"
 
+SCRIPT_CALL: Final = "SCRIPT_CALL"
+SCRIPT_REMOTE_CALL: Final = "SCRIPT_REMOTE_CALL"
+
 _MEANING: Final[Mapping[str, str]] = {
     CALL: CALL,
     FETCH: FETCH,
@@ -29,13 +33,22 @@ _MEANING: Final[Mapping[str, str]] = {
     FORK_REQUEST: FORK_REQUEST,
     CHILD_ACCEPT: CHILD_ACCEPT,
     USER_DELETE: USER_DELETE,
-    "SCRIPT_CALL": CALL,
+    SCRIPT_CALL: CALL,
     "SCRIPT_RREF_FETCH_CALL": FETCH,
-    "SCRIPT_REMOTE_CALL": REMOTE_CALL,
+    SCRIPT_REMOTE_CALL: REMOTE_CALL,
     "CLEANUP_AUTOGRAD_CONTEXT_REQ": "",  # nothing of farcall's: accepted, and never sent
 }
 MESSAGES: Final = tuple(_MEANING)
 """The names that are understood."""
+
+
+class Family(Enum):
+    """Under which names torch would send calls of a function."""
+
+    PYTHON = "python"
+    SCRIPT = "script"
+    OTHER = "other"
+    """None that a rule can name."""
 
 
 class Failure(StrEnum):

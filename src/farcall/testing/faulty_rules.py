@@ -10,7 +10,7 @@ Rules
 
 from __future__ import annotations
 
-from collections.abc import Hashable
+from collections.abc import Hashable, Mapping
 from typing import Final, NamedTuple
 
 from farcall.protocol.control import unpack_section
@@ -18,13 +18,16 @@ from farcall.protocol.reference_messages import ChildAccepted, ForkRequest, User
 from farcall.protocol.reference_messages import Message as ReferenceMessage
 from farcall.protocol.wire import CALL_CARRYING, VALUE
 from farcall.testing import faulty_options as names
-from farcall.testing.faulty_options import Failure, FaultyRpcBackendOptions, meaning
+from farcall.testing.faulty_options import Failure, Family, FaultyRpcBackendOptions, meaning
 
 _NAMES: Final[dict[type, str]] = {
     ForkRequest: names.FORK_REQUEST,
     ChildAccepted: names.CHILD_ACCEPT,
     UserDeleted: names.USER_DELETE,
 }
+
+_OF_SCRIPTS: Final[dict[str, str]] = {names.CALL: names.SCRIPT_CALL, names.REMOTE_CALL: names.SCRIPT_REMOTE_CALL}
+"""What is told apart if the agent says how."""
 
 
 class Verdict(NamedTuple):
@@ -46,7 +49,9 @@ class _Failing(NamedTuple):
 class Rules:
     """Which messages fail, how, and how often; and which are delayed."""
 
-    def __init__(self, options: FaultyRpcBackendOptions) -> None:
+    def __init__(self, options: FaultyRpcBackendOptions, families: Mapping[bytes, Family] | None = None) -> None:
+        """`families`: of functions, by what a call says of whom it calls, if not all are Python's; None: not told."""
+        self._families = families
         self._failing: dict[str, _Failing] = {}
         self._delays: dict[str, float] = {}
         self._failed: dict[tuple[str, Hashable], int] = {}
@@ -54,17 +59,31 @@ class Rules:
             self.fail(name, options.num_fail_sends, options.failures.get(name, Failure.ERROR))
         for name, seconds in options.messages_to_delay.items():
             # Of two names for one message, the longer delay counts.
-            self.delay(name, max(seconds, self._delays.get(meaning(name), 0.0)))
+            self.delay(name, max(seconds, self._delays.get(self._meaning(name), 0.0)))
 
     def fail(self, message: str, sends: int, failure: Failure) -> None:
         """From now on, that many sends of each such message fail; 0: none. Counts anew."""
-        name = meaning(message)
+        name = self._meaning(message)
         self._failing[name] = _Failing(failure, sends)
         self._failed = {key: count for key, count in self._failed.items() if key[0] != name}
 
     def delay(self, message: str, seconds: float) -> None:
         """From now on, each such message arrives so much later; 0: as usual."""
-        self._delays[meaning(message)] = seconds
+        self._delays[self._meaning(message)] = seconds
+
+    def _meaning(self, message: str) -> str:
+        if self._families is not None and message in _OF_SCRIPTS.values():
+            return message
+        return meaning(message)
+
+    def name_for(self, name: str, callee: bytes) -> str:
+        """The name of a call or remote call of that function; empty if none can be meant."""
+        if self._families is None or name not in _OF_SCRIPTS:
+            return name
+        family = self._families.get(callee, Family.PYTHON)
+        if family is Family.PYTHON:
+            return name
+        return _OF_SCRIPTS[name] if family is Family.SCRIPT else ""
 
     def judge(self, name: str, message: Hashable) -> Verdict:
         """What happens to this send of a message of that name; it counts as one."""
@@ -74,7 +93,11 @@ class Rules:
             if count < failing.sends:
                 self._failed[name, message] = count + 1
                 return Verdict(failing.failure, count + 1, failing.sends)
-        return Verdict(delay=self._delays.get(name, 0.0))
+        return Verdict(delay=self.delay_of(name))
+
+    def delay_of(self, name: str) -> float:
+        """By how many seconds a message of that name is late, unless it fails."""
+        return self._delays.get(name, 0.0)
 
 
 def name_of_call(kind: int, head: bytes) -> str:
