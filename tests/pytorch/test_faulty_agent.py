@@ -141,17 +141,3 @@ def test_a_remote_call_of_a_worker_to_itself_can_be_late(tmp_path: Path) -> None
         with pytest.raises(RuntimeError, match="RRef creation"):
             rref.to_here()
         assert rpc.remote(0, torch.neg, (ONE,)).to_here() == -1
-
-
-def test_a_fetch_is_late_by_either_name(tmp_path: Path) -> None:
-    for name in ("SCRIPT_RREF_FETCH_CALL", "PYTHON_RREF_FETCH_CALL"):
-        assert FaultyTensorPipeAgent.families is not None
-        rules = _rules(delay={name: 0.5})
-        assert rules.judge(rules.name_for("PYTHON_RREF_FETCH_CALL", b"\1"), 1).delay == 0.5
-
-
-def _rules(delay: dict[str, float]) -> Any:
-    from farcall.testing.faulty_options import FaultyRpcBackendOptions
-    from farcall.testing.faulty_rules import Rules
-
-    return Rules(FaultyRpcBackendOptions(messages_to_delay=delay), FaultyTensorPipeAgent.families)

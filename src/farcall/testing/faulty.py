@@ -20,7 +20,7 @@ from farcall.errors import UsageError
 from farcall.options import RpcBackendOptions
 from farcall.security import Credentials
 from farcall.testing.faulty_control import Faults
-from farcall.testing.faulty_options import Family, FaultyRpcBackendOptions
+from farcall.testing.faulty_options import FaultyRpcBackendOptions, Names
 from farcall.testing.faulty_transport import FaultyTransport
 from farcall.transports.base import Transport
 
@@ -33,7 +33,7 @@ NAME: Final = "FAULTY_TENSORPIPE"
 class FaultyAgent(Agent):
     """An agent with faults. Its `options` are `FaultyRpcBackendOptions`; with others nothing fails until it is told."""
 
-    families: Mapping[bytes, Family] | None = None
+    named: Mapping[bytes, Names] | None = None
     """For a subclass: which functions stand for what torch sends under other names; see `Rules`."""
 
     def __init__(
@@ -46,7 +46,7 @@ class FaultyAgent(Agent):
     ) -> None:
         """Joins the group; `start` it next. Raises as `Agent`; then nothing is left running."""
         faulty = options if isinstance(options, FaultyRpcBackendOptions) else FaultyRpcBackendOptions()
-        self.faults = Faults(name, faulty, self.families)
+        self.faults = Faults(name, faulty, self.named)
         """What goes wrong."""
         try:
             wrapped = {scheme: FaultyTransport(each, self.faults) for scheme, each in transports.items()}

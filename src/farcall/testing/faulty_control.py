@@ -12,8 +12,8 @@ from farcall.testing.faulty_link import Link
 from farcall.testing.faulty_options import (
     REMOTE_CALL,
     Failure,
-    Family,
     FaultyRpcBackendOptions,
+    Names,
     check_failure,
     check_seconds,
     check_sends,
@@ -60,11 +60,9 @@ class Faults:
     Any thread may change it at any time, and what it says of messages and workers holds when the method returns.
     """
 
-    def __init__(
-        self, name: str, options: FaultyRpcBackendOptions, families: Mapping[bytes, Family] | None = None
-    ) -> None:
+    def __init__(self, name: str, options: FaultyRpcBackendOptions, named: Mapping[bytes, Names] | None = None) -> None:
         self.name = name
-        self.rules = Rules(options, families)
+        self.rules = Rules(options, named)
         self.relay = Relay()
         self.check_name: Callable[[str], object] = lambda name: None
         """Raises if there is no such worker; set by the agent."""

@@ -2,16 +2,16 @@
 
 torch sends builtin operators and scripted functions under names of their own (`SCRIPT_CALL` ...). farcall has one kind
 of call, so such a name means what its `PYTHON_` brother means; unless the agent says which functions stand for those
-(`Family`). A fetch does not tell what has made the value, so both of its names mean it in any case.
+(`Names`). A fetch does not tell what has made the value, so both of its names mean it in any case.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
-from enum import Enum, StrEnum
+from enum import StrEnum
 from numbers import Real
-from typing import Any, Final
+from typing import Any, Final, NamedTuple
 
 from farcall.errors import UsageError
 from farcall.options import RpcBackendOptions
@@ -23,6 +23,7 @@ FORK_REQUEST: Final = "RREF_FORK_REQUEST"
 CHILD_ACCEPT: Final = "RREF_CHILD_ACCEPT"
 USER_DELETE: Final = "RREF_USER_DELETE"
 
+CLEANUP: Final = "CLEANUP_AUTOGRAD_CONTEXT_REQ"
 SCRIPT_CALL: Final = "SCRIPT_CALL"
 SCRIPT_REMOTE_CALL: Final = "SCRIPT_REMOTE_CALL"
 
@@ -36,19 +37,17 @@ _MEANING: Final[Mapping[str, str]] = {
     SCRIPT_CALL: CALL,
     "SCRIPT_RREF_FETCH_CALL": FETCH,
     SCRIPT_REMOTE_CALL: REMOTE_CALL,
-    "CLEANUP_AUTOGRAD_CONTEXT_REQ": "",  # nothing of farcall's: accepted, and never sent
+    CLEANUP: "",  # nothing of farcall's: accepted, and never sent
 }
 MESSAGES: Final = tuple(_MEANING)
 """The names that are understood."""
 
 
-class Family(Enum):
-    """Under which names torch would send calls of a function."""
+class Names(NamedTuple):
+    """Under which names torch would send calls and remote calls of a function; empty: under none that is known here."""
 
-    PYTHON = "python"
-    SCRIPT = "script"
-    OTHER = "other"
-    """None that a rule can name."""
+    call: str = ""
+    remote_call: str = ""
 
 
 class Failure(StrEnum):

@@ -18,16 +18,13 @@ from farcall.protocol.reference_messages import ChildAccepted, ForkRequest, User
 from farcall.protocol.reference_messages import Message as ReferenceMessage
 from farcall.protocol.wire import CALL_CARRYING, VALUE
 from farcall.testing import faulty_options as names
-from farcall.testing.faulty_options import Failure, Family, FaultyRpcBackendOptions, meaning
+from farcall.testing.faulty_options import Failure, FaultyRpcBackendOptions, Names, meaning
 
 _NAMES: Final[dict[type, str]] = {
     ForkRequest: names.FORK_REQUEST,
     ChildAccepted: names.CHILD_ACCEPT,
     UserDeleted: names.USER_DELETE,
 }
-
-_OF_SCRIPTS: Final[dict[str, str]] = {names.CALL: names.SCRIPT_CALL, names.REMOTE_CALL: names.SCRIPT_REMOTE_CALL}
-"""What is told apart if the agent says how."""
 
 
 class Verdict(NamedTuple):
@@ -49,9 +46,10 @@ class _Failing(NamedTuple):
 class Rules:
     """Which messages fail, how, and how often; and which are delayed."""
 
-    def __init__(self, options: FaultyRpcBackendOptions, families: Mapping[bytes, Family] | None = None) -> None:
-        """`families`: of functions, by what a call says of whom it calls, if not all are Python's; None: not told."""
-        self._families = families
+    def __init__(self, options: FaultyRpcBackendOptions, named: Mapping[bytes, Names] | None = None) -> None:
+        """`named`: functions, by what a call says of whom it calls, whose calls have other names than `PYTHON_CALL`."""
+        self._named = named or {}
+        self._told_apart = {name for each in self._named.values() for name in each if name}
         self._failing: dict[str, _Failing] = {}
         self._delays: dict[str, float] = {}
         self._failed: dict[tuple[str, Hashable], int] = {}
@@ -72,22 +70,18 @@ class Rules:
         self._delays[self._meaning(message)] = seconds
 
     def _meaning(self, message: str) -> str:
-        if self._families is not None and message in _OF_SCRIPTS.values():
-            return message
-        return meaning(message)
+        return message if message in self._told_apart else meaning(message)
 
     def name_for(self, name: str, callee: bytes) -> str:
-        """The name of a call or remote call of that function; empty if none can be meant."""
-        if self._families is None or name not in _OF_SCRIPTS:
+        """The name of a call of that function, given what it is to farcall; empty if no rule can mean it."""
+        names_of = self._named.get(callee)
+        if names_of is None:
             return name
-        family = self._families.get(callee, Family.PYTHON)
-        if family is Family.PYTHON:
-            return name
-        return _OF_SCRIPTS[name] if family is Family.SCRIPT else ""
+        return names_of.remote_call if name == names.REMOTE_CALL else names_of.call
 
     def judge(self, name: str, message: Hashable) -> Verdict:
         """What happens to this send of a message of that name; it counts as one."""
-        failing = self._failing.get(name)
+        failing = self._failing.get(name) if name else None
         if failing is not None:
             count = self._failed.get((name, message), 0)
             if count < failing.sends:
@@ -97,7 +91,7 @@ class Rules:
 
     def delay_of(self, name: str) -> float:
         """By how many seconds a message of that name is late, unless it fails."""
-        return self._delays.get(name, 0.0)
+        return self._delays.get(name, 0.0) if name else 0.0
 
 
 def name_of_call(kind: int, head: bytes) -> str:

@@ -22,21 +22,28 @@ from farcall.pytorch.agent import TensorPipeAgent
 from farcall.pytorch.options import TensorPipeRpcBackendOptions
 from farcall.serialization import callable_name, encode_function
 from farcall.testing.faulty import FaultyAgent
-from farcall.testing.faulty_options import REMOTE_CALL, SCRIPT_REMOTE_CALL, Family, FaultyRpcBackendOptions
+from farcall.testing.faulty_options import (
+    REMOTE_CALL,
+    SCRIPT_CALL,
+    SCRIPT_REMOTE_CALL,
+    FaultyRpcBackendOptions,
+    Names,
+)
 
 
-def _families() -> dict[bytes, Family]:
-    functions: dict[Callable[..., Any], Family] = {
-        callees.run_builtin: Family.SCRIPT,
-        callees.run_script: Family.SCRIPT,
-        callees.run_async_script: Family.SCRIPT,
-        envelopes.run: Family.OTHER,
-        envelopes.run_remotely: Family.OTHER,
+def _named() -> dict[bytes, Names]:
+    script, enveloped = Names(SCRIPT_CALL, SCRIPT_REMOTE_CALL), Names()
+    functions: dict[Callable[..., Any], Names] = {
+        callees.run_builtin: script,
+        callees.run_script: script,
+        callees.run_async_script: script,
+        envelopes.run: enveloped,
+        envelopes.run_remotely: enveloped,
     }
-    return {encode_function(function) or b"": family for function, family in functions.items()}
+    return {encode_function(function) or b"": names for function, names in functions.items()}
 
 
-_FAMILIES: Final = _families()
+_NAMED: Final = _named()
 
 
 @dataclass(kw_only=True)
@@ -61,7 +68,7 @@ class FaultyTensorPipeRpcBackendOptions(TensorPipeRpcBackendOptions):
 class FaultyTensorPipeAgent(TensorPipeAgent, FaultyAgent):
     """An agent with faults, for programs written for torch."""
 
-    families: Mapping[bytes, Family] | None = _FAMILIES
+    named: Mapping[bytes, Names] | None = _NAMED
 
     def __init__(self, *args: Any) -> None:
         """As `TensorPipeAgent`, with `FaultyTensorPipeRpcBackendOptions`."""
