@@ -30,6 +30,11 @@ from typing import Any, Final
 import torch
 from torch.nn import Parameter
 
+try:
+    import numpy
+except ImportError:  # torch can do without
+    numpy = None  # type: ignore[assignment]
+
 from farcall.pytorch.layouts import reduce_storage, reduce_typed_storage, reduce_unplain
 from farcall.serialization import OUT_OF_BAND_SIZE, register_reducer
 
@@ -44,9 +49,13 @@ _NAMES: Final[dict[torch.dtype, str]] = {
 }
 """Of the types of elements that are plain memory."""
 _TYPES: Final[dict[str, torch.dtype]] = {name: kind for kind, name in _NAMES.items()}
+_IN_NUMPY: Final[dict[str, Any]] = {} if numpy is None else {n: numpy.dtype(n) for n in _TYPES if hasattr(numpy, n)}
+"""The same in numpy, of those that it has: a tensor over an array over memory is made quicker than one over memory."""
 
 _strided: Final = torch.strided
 _frombuffer: Final = torch.frombuffer
+_from_numpy: Final = torch.from_numpy
+_ndarray: Final = None if numpy is None else numpy.ndarray
 
 
 # Apart from the pickle
@@ -182,14 +191,13 @@ def rebuild_tensor(
         memory = bytearray(memory)
     else:
         memory = memoryview(memory)  # of our own: nobody gives it back, or makes it longer, while the tensor lives
-    if memory:
-        tensor = _frombuffer(memory, dtype=_TYPES[name])
-        if strides is not None:
-            tensor = tensor.as_strided(shape, strides)
-        elif len(shape) != 1:
-            tensor = tensor.view(shape)
-    else:
+    if not memory:
         tensor = torch.empty(0, dtype=_TYPES[name]).view(shape)
+    elif strides is None and name in _IN_NUMPY:
+        tensor = _from_numpy(_ndarray(shape, _IN_NUMPY[name], memory))  # type: ignore[misc]
+    else:
+        tensor = _frombuffer(memory, dtype=_TYPES[name])
+        tensor = tensor.view(shape) if strides is None else tensor.as_strided(shape, strides)
     return tensor.requires_grad_() if requires_grad else tensor
 
 
