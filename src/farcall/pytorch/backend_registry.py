@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 import torch
 import torch.distributed as dist
 
-from farcall.pytorch import api, device_maps
+from farcall.pytorch import api, device_maps, devices
 from farcall.pytorch import constants as rpc_constants
 from farcall.pytorch.agent import TensorPipeAgent
 from farcall.pytorch.options import TensorPipeRpcBackendOptions
@@ -98,4 +98,5 @@ def _tensorpipe_init_backend_handler(
     return agent
 
 
+devices.ride()
 register_backend("TENSORPIPE", _tensorpipe_construct_rpc_backend_options_handler, _tensorpipe_init_backend_handler)

@@ -1,7 +1,7 @@
 """How tensors travel: as what they show, beside the pickle where they are large.
 
-`reduce_tensor` is the reducer of `torch.Tensor` in farcall's messages, and in nobody else's pickles: torch's own pickles
-of a tensor copy all of the storage behind it. What is not plain memory of this host (sparse, quantized ...) is in
+`reduce_tensor` is the reducer of `torch.Tensor` in farcall's messages, and in nobody else's pickles: torch's own
+pickles of a tensor copy all of the storage behind it. What is not plain memory of this host (sparse, quantized ...) is in
 `layouts`.
 
 Rules
@@ -194,7 +194,7 @@ def rebuild_tensor(
     if not memory:
         tensor = torch.empty(0, dtype=_TYPES[name]).view(shape)
     elif strides is None and name in _IN_NUMPY:
-        tensor = _from_numpy(_ndarray(shape, _IN_NUMPY[name], memory))  # type: ignore[misc]
+        tensor = _from_numpy(_ndarray(shape, _IN_NUMPY[name], memory))
     else:
         tensor = _frombuffer(memory, dtype=_TYPES[name])
         tensor = tensor.view(shape) if strides is None else tensor.as_strided(shape, strides)
