@@ -1,8 +1,8 @@
 """How tensors travel: as what they show, beside the pickle where they are large.
 
 `reduce_tensor` is the reducer of `torch.Tensor` in farcall's messages, and in nobody else's pickles: torch's own
-pickles of a tensor copy all of the storage behind it. What is not plain memory of this host (sparse, quantized ...) is in
-`layouts`.
+pickles of a tensor copy all of the storage behind it. What is not plain memory of this host (sparse, quantized ...) is
+in `layouts`.
 
 Rules
 - A tensor arrives with the same type, shape and values, in memory of its own, which can be written to. Of a view, what
