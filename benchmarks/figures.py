@@ -25,6 +25,8 @@ class Results:
     """For each system: the time of a no-op as a multiple of the raw spinning ping-pong's, in slices side by side."""
     shared: dict[str, list[float]] = field(default_factory=dict)
     """For each system: references per second that are made, shared with a third worker, used once and dropped."""
+    tensors: dict[str, list[dict[str, float]]] = field(default_factory=dict)
+    """As `calls`, for tensors there and back: see `measure_tensors`."""
     import_ms: list[float] = field(default_factory=list)
     idle_percent: list[float] = field(default_factory=list)
     busy_spinning: list[float] = field(default_factory=list)
@@ -47,6 +49,10 @@ class Results:
         """The median over the rounds; None if it was not measured."""
         values = [found[measurement] for found in self.calls.get(system, ()) if measurement in found]
         return _median(values)
+
+    def median_tensors(self, system: str, measurement: str) -> float | None:
+        """The same of tensors there and back."""
+        return _median([found[measurement] for found in self.tensors.get(system, ())])
 
     def median_shared(self, system: str) -> float | None:
         """The median rate of shared references; None if it was not measured."""
@@ -141,6 +147,9 @@ def wanted_figures(results: Results) -> list[Figure]:
     def rate(system: str) -> float | None:
         return results.median(system, "calls_per_s")
 
+    def tensors(measurement: str) -> float | None:
+        return _ratio(results.median_tensors("torch", measurement), results.median_tensors("edge", measurement))
+
     torch = torch_ratios(results)
     return [
         Figure("no-op, unix: faster than torch", torch.call, 12, aim=20),
@@ -162,6 +171,8 @@ def wanted_figures(results: Results) -> list[Figure]:
         Figure("remote + to_here, unix: faster than torch", torch.remote, 12),
         Figure("proxy call, unix: faster than torch", torch.proxy, 15),
         Figure("shared references, unix: torch's rate", torch.shared, 10),
+        Figure("2 x 2 tensor there and back, farcall.pytorch: faster than torch", tensors("small_us"), 12),
+        Figure("64 MiB tensor there and back, farcall.pytorch: torch's bandwidth", tensors("large_us"), 8),
         Figure("idle worker: share of a core", _median(results.idle_percent), 1, bound="<", unit=" %"),
         Figure(
             "8 busy workers: rate with spinning, of that without",

@@ -24,6 +24,7 @@ _SLICE: Final = 100
 _SLICE_WARMUP: Final = 20
 _BUSY_SLICE: Final = 0.5
 """Seconds. Long against the time slices of a scheduler, short against the changes of a machine's speed."""
+LARGE_TENSOR: Final = 64 << 20
 _SETTLE: Final = 0.5
 """Seconds between the last call and the beginning of idleness."""
 
@@ -37,6 +38,8 @@ class Effort:
     warmup: int = 200
     pipelined: int = 5_000
     references: int = 10_000
+    large: int = 25
+    """Large tensors there and back."""
     imports: int = 5
     idle_seconds: float = 5.0
     busy_seconds: float = 8.0
@@ -44,7 +47,15 @@ class Effort:
 
 
 QUICK: Final = Effort(
-    rounds=2, calls=300, warmup=50, pipelined=1_000, references=500, imports=2, idle_seconds=1.0, busy_seconds=1.0
+    rounds=2,
+    calls=300,
+    warmup=50,
+    pipelined=1_000,
+    references=500,
+    large=5,
+    imports=2,
+    idle_seconds=1.0,
+    busy_seconds=1.0,
 )
 """Enough to see that everything works; too little for figures to believe in."""
 
@@ -64,6 +75,18 @@ def measure_calls(system: System, effort: Effort) -> dict[str, float]:
             for command, name in (("remotes", "remote_us"), ("proxies", "proxy_us")):
                 result[name] = caller.ask(command, calls=effort.calls, warmup=effort.warmup)["p50_us"]
         return result
+
+
+def measure_tensors(system: System, effort: Effort) -> dict[str, float]:
+    """One round of tensors there and back: `small_us`, of 2 x 2, and `large_us`, of `LARGE_TENSOR` bytes (p50).
+
+    Raises EndpointFailed.
+    """
+    with Endpoints() as endpoints:
+        _, caller = start_ends(endpoints, system)
+        small = caller.ask("small_tensors", calls=effort.calls, warmup=effort.warmup)
+        large = caller.ask("echoes", size=LARGE_TENSOR, calls=effort.large, warmup=effort.large // 5, seconds=60.0)
+        return {"small_us": small["p50_us"], "large_us": large["p50_us"]}
 
 
 def measure_beside(system: System, yardstick: System, effort: Effort) -> float:

@@ -14,7 +14,7 @@ from farcall.bench import systems
 from farcall.bench.machine import describe
 from farcall.bench.tables import ABSENT, TextTable, number
 from figures import Figure, Results, torch_ratios
-from measurements import Effort
+from measurements import LARGE_TENSOR, Effort
 
 _PACKAGES: Final = ("farcall", "torch", "rpyc")
 _STYLES: Final = {"missed": "red", "not measured": "yellow", "within noise": "yellow"}
@@ -41,6 +41,15 @@ def tables(results: Results, figures: Iterable[Figure], effort: Effort) -> list[
         ]
         for system in systems.ALL
         if system.refers and system.name in results.calls
+    ]
+    tensors = [
+        [
+            system.label,
+            number(results.median_tensors(system.name, "small_us"), ",.1f"),
+            number(_gigabytes_per_second(results.median_tensors(system.name, "large_us")), ".2f"),
+        ]
+        for system in systems.ALL
+        if system.name in results.tensors
     ]
     busy = [
         [label, f"{statistics.median(rates):,.0f}"]
@@ -75,6 +84,11 @@ def tables(results: Results, figures: Iterable[Figure], effort: Effort) -> list[
             references,
         ),
         TextTable(
+            f"Tensors there and back (medians over {effort.rounds} rounds)",
+            ["system", "2 x 2: p50 µs", "64 MiB: GB/s, both ways together"],
+            tensors,
+        ),
+        TextTable(
             f"{systems.BUSY_WORKERS} busy farcall workers that call each other",
             ["waiting", "calls/s, all together"],
             busy,
@@ -82,6 +96,10 @@ def tables(results: Results, figures: Iterable[Figure], effort: Effort) -> list[
         TextTable("The figures that are wanted", ["figure", "found", "wanted", "aim", "verdict"], wanted, _STYLES),
     ]
     return [table for table in every if table.rows]
+
+
+def _gigabytes_per_second(microseconds: float | None) -> float | None:
+    return None if not microseconds else 2e-3 * LARGE_TENSOR / microseconds
 
 
 def machine(results: Results) -> dict[str, str]:

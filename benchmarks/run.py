@@ -33,6 +33,7 @@ from measurements import (
     measure_idle,
     measure_import,
     measure_shared,
+    measure_tensors,
 )
 from recording import Block
 
@@ -105,6 +106,9 @@ def plan(chosen: Sequence[systems.System], effort: Effort, results: Results) -> 
     def shared(system: systems.System) -> None:
         results.shared.setdefault(system.name, []).append(measure_shared(system, effort))
 
+    def tensors(system: systems.System) -> None:
+        results.tensors.setdefault(system.name, []).append(measure_tensors(system, effort))
+
     def idle(system: systems.System) -> None:
         results.idle_percent.append(measure_idle(system, effort))
 
@@ -122,6 +126,8 @@ def plan(chosen: Sequence[systems.System], effort: Effort, results: Results) -> 
                 turns.append((f"{title} beside {raw.label}", lambda system=system, raw=raw: beside_raw(system, raw)))  # type: ignore[misc]
             if system.refers:
                 turns.append((f"{title}, shared references", lambda system=system: shared(system)))  # type: ignore[misc]
+        for system in rotated([each for each in chosen if each.package == "torch"], number):
+            turns.append((f"round {number + 1}: {system.label}, tensors", lambda system=system: tensors(system)))  # type: ignore[misc]
         if farcall is None:
             continue
         turns.append((f"round {number + 1}: an idle worker", lambda: idle(farcall)))

@@ -63,6 +63,8 @@ def caller_commands(caller: systems.Caller) -> dict[str, Command]:
     if isinstance(caller, systems.EchoCaller):
         commands["echoes"] = functools.partial(echoes, caller)
         commands["in_flight"] = functools.partial(in_flight, caller)
+    if echo_small := getattr(caller, "echo_small", None):  # of those who send tensors
+        commands["small_tensors"] = functools.partial(timing.time_each, echo_small)
     # Some have the one and not the other, or lack the proxies.
     if fetch := getattr(caller, "remote_to_here", None):
         commands["remotes"] = functools.partial(timing.time_each, fetch)
