@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 import torch
 import torch.distributed as dist
 
-from farcall.pytorch import api, device_maps, devices
+from farcall.pytorch import api, device_maps, devices, plain_tensors
 from farcall.pytorch import constants as rpc_constants
 from farcall.pytorch.agent import TensorPipeAgent
 from farcall.pytorch.options import TensorPipeRpcBackendOptions
@@ -103,4 +103,5 @@ def _tensorpipe_init_backend_handler(
 
 
 devices.ride()
+plain_tensors.count_as_plain()
 register_backend("TENSORPIPE", _tensorpipe_construct_rpc_backend_options_handler, _tensorpipe_init_backend_handler)
