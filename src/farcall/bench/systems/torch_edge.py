@@ -27,6 +27,7 @@ class TorchEdge(System):
     package = "torch"
     refers = True
     in_summary = False
+    threads = True
     starts_together = True
     usage = "`rpc_sync`, `rpc_async`, `remote`; tensors"
 

@@ -33,6 +33,10 @@ def echo(payload: Any) -> Any:
     return payload
 
 
+def take(payload: Any) -> None:
+    """The callee that keeps nothing."""
+
+
 class TorchEnd(ReferenceUses, FutureCalls):
     """One worker of a group."""
 
@@ -70,9 +74,12 @@ class TorchEnd(ReferenceUses, FutureCalls):
 
         return torch.ones(2, 2)
 
-    def echo_small(self) -> Any:
-        """Send a tensor of 2 x 2 there and have it back."""
-        return self._rpc.rpc_sync(OWNER, echo, args=(self._small,))
+    def echo_small(self) -> None:
+        """Send a tensor of 2 × 2 there and have it back."""
+        self._rpc.rpc_sync(OWNER, echo, args=(self._small,))
+
+    def send(self, payload: Any) -> None:
+        self._rpc.rpc_sync(OWNER, take, args=(payload,))
 
     def start(self) -> Any:
         return self._rpc.rpc_async(OWNER, noop)
@@ -102,6 +109,7 @@ class Torch(System):
     label = "torch.distributed.rpc"
     package = "torch"
     refers = True
+    threads = True
     starts_together = True
     usage = "`rpc_sync`, `rpc_async`, `remote`; tensors"
 
