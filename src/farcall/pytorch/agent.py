@@ -1,7 +1,7 @@
 """`TensorPipeAgent`: farcall's agent under torch's name, with torch's constructor and methods.
 
-In a fixed group it meets the others at a store of torch's (`store`); in an open one it does so as any worker of farcall
-does, and the store is None. The device maps are kept here; what is done with them is in `devices`.
+It meets the others at a store of torch's (`store`). The device maps are kept here; what is done with them is in
+`devices`.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from farcall.pytorch.interpreter_waits import InterpreterWaits
 from farcall.pytorch.options import DeviceMap, _TensorPipeRpcBackendOptionsBase
 from farcall.pytorch.store import TorchStore
 from farcall.pytorch.workers import WorkerInfo, as_torch
-from farcall.rendezvous import Rendezvous, rendezvous
+from farcall.rendezvous import Rendezvous
 from farcall.security import Credentials
 from farcall.transports.network import local_address_towards, local_addresses
 
@@ -50,7 +50,7 @@ class TensorPipeAgent(Agent):
         """Joins the group. Raises `RendezvousError`, `RuntimeError` for a name that torch does not take."""
         WorkerInfo(name, worker_id)  # refuses the name
         self.store = store
-        """Of torch's, by which the workers met; None if they met otherwise."""
+        """Of torch's, by which the workers met."""
         self.is_static_group = bool(world_size)
         """Whether no worker can join or leave."""
         self._opts = opts
@@ -63,18 +63,7 @@ class TensorPipeAgent(Agent):
         self._interpreter_waits: InterpreterWaits | None = None
 
         def meet(credentials: Credentials) -> Rendezvous:
-            if world_size and store is not None:
-                return _meet(store, worker_id, world_size)
-            options = opts
-            return rendezvous(
-                options.init_method,
-                name,
-                worker_id,
-                world_size or None,
-                options.init_timeout,
-                options.interface,
-                credentials,
-            )
+            return _meet(store, worker_id, world_size or None)
 
         def make(*given: Any) -> Agent:
             super(TensorPipeAgent, self).__init__(*given)
@@ -206,7 +195,7 @@ def _within(surroundings: Sequence[Around]) -> Around | None:
     return around
 
 
-def _meet(store: Any, rank: int, world_size: int) -> Rendezvous:
+def _meet(store: Any, rank: int, world_size: int | None) -> Rendezvous:
     """The group that has the store; the first worker to come names this run of it."""
     ours = TorchStore(store, rank, world_size)
     run = ours.set_new(_RUN_KEY, uuid.uuid4().hex.encode()).decode()

@@ -78,9 +78,7 @@ class HeldBack:
         ]
 
 
-def _reduced(
-    reducer: Reducer, gradients: dict[torch.Tensor, torch.Tensor]
-) -> list[tuple[torch.Tensor, torch.Tensor]]:
+def _reduced(reducer: Reducer, gradients: dict[torch.Tensor, torch.Tensor]) -> list[tuple[torch.Tensor, torch.Tensor]]:
     parameters = list(gradients)
     with reducer.turn:
         before = [parameter.grad for parameter in parameters]
