@@ -64,7 +64,7 @@ class Agent(RpcAgent):
     failure_to_send: Callable[[str, BaseException], BaseException] | None = None
     """For a subclass: see `Workplace`."""
     left: Inventory | None = None
-    """What was left when everybody was about to go; before anybody went, which ends references, too."""
+    """What was left when everybody was about to go, and nobody had gone yet."""
 
     def __init__(
         self,
@@ -122,8 +122,8 @@ class Agent(RpcAgent):
                 "MemoryError", "there was not even memory to tell what is wrong", name, "a function"
             )
             jobs = jobs_for(options.allow, name)
-            told = (*jobs, self.failure_to_send)
-            self._place = Workplace(name, self._loop, self._serving, self.book, last_resort, *told)
+            outcomes = (last_resort, *jobs, self.failure_to_send)
+            self._place = Workplace(name, self._loop, self._serving, self.book, *outcomes)
             self.calling = self.book.calling = Calling(self.info, self.book, self._place, options.rpc_timeout)
             # The methods of these names, one frame shorter: they are the fast path.
             self.call = self.calling.call  # type: ignore[method-assign]
@@ -484,7 +484,7 @@ class Agent(RpcAgent):
             lane.pin()
 
     def abandon(self) -> None:
-        """In a forked child: lets go of what belongs to the parent, taking no lock and ending nothing there."""
+        """See `RpcAgent`."""
         self._ended = True
         forked = self.calling.closed = ForkedProcessError(
             f"this process was forked from worker {self.info.name!r} and cannot use its agent; "
