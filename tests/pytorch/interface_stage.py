@@ -1,6 +1,7 @@
 """`python interface_stage.py (torch | farcall) module ...`: what these modules of torch's define, as JSON.
 
-With `farcall`, after `install()`. A process of its own for each, as one cannot go back.
+With `farcall`, after `install()`. A process of its own for each, as one cannot go back. With `keywords`, for modules
+that are C++: the parameters that can be given by name, of all functions and methods, as their documentation has them.
 """
 
 from __future__ import annotations
@@ -9,12 +10,13 @@ import importlib
 import inspect
 import json
 import logging
+import re
 import sys
 import typing
 from types import ModuleType
 from typing import Any
 
-OF_RPC = ("torch.distributed.rpc", "torch.distributed.autograd", "torch._C._distributed_rpc", "farcall.pytorch")
+OF_RPC = ("torch.distributed.rpc", "torch.distributed.autograd", "torch._C._distributed_", "farcall.pytorch")
 """Where what belongs to RPC is defined."""
 
 Parameters = list[tuple[str, str, str]]
@@ -53,12 +55,38 @@ def interface(module: ModuleType, everything: bool) -> dict[str, Parameters | No
     return {
         name: parameters(value)
         for name, value in vars(module).items()
-        if not name.startswith("__") and (everything or is_defined_by(module, value))
+        if not name.startswith("__") and name != "TYPE_CHECKING" and (everything or is_defined_by(module, value))
     }
+
+
+SIGNATURE = re.compile(r"^(?:\d+\. )?\w+\((.*)\)(?: -> .*)?$", re.MULTILINE)
+KEYWORD = re.compile(r"(?:^|, )(?!arg\d|self)(\w+): ")
+
+
+def keywords(value: Any) -> list[str]:
+    """What pybind11 says of a function's parameters; `arg0` and so on have no names."""
+    found = {name for line in SIGNATURE.findall(value.__doc__ or "") for name in KEYWORD.findall(line)}
+    return sorted(found)
+
+
+def documented(module: ModuleType) -> dict[str, list[str]]:
+    """All functions and methods of a module."""
+    found: dict[str, list[str]] = {}
+    for name, value in vars(module).items():
+        if isinstance(value, type):
+            methods = {f"{name}.{each}": method for each, method in vars(value).items() if callable(method)}
+            found |= {each: keywords(method) for each, method in methods.items()}
+        elif callable(value):
+            found[name] = keywords(value)
+    return found
 
 
 def main(whose: str, *names: str) -> None:
     importlib.import_module("torch.distributed.rpc")
+    if whose == "keywords":
+        importlib.import_module("torch.distributed.rpc._testing")
+        json.dump({name: documented(importlib.import_module(name)) for name in names}, sys.stdout)
+        return
     if whose == "farcall":
         importlib.import_module("farcall.pytorch").install()
     found = {name: interface(importlib.import_module(name), everything=whose == "farcall") for name in names}

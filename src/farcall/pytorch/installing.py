@@ -15,6 +15,7 @@ import torch
 
 _MODULES: Final = {
     "torch.distributed.rpc": "farcall.pytorch",
+    "torch.distributed.rpc._utils": "farcall.pytorch._utils",
     "torch.distributed.rpc.api": "farcall.pytorch.api",
     "torch.distributed.rpc.backend_registry": "farcall.pytorch.backend_registry",
     "torch.distributed.rpc.constants": "farcall.pytorch.constants",

@@ -6,9 +6,11 @@ import dataclasses
 from dataclasses import dataclass, field
 from typing import Any
 
+import torch
+
 from farcall.options import RpcBackendOptions
 from farcall.pytorch.agent import TensorPipeAgent
-from farcall.pytorch.options import TensorPipeRpcBackendOptions
+from farcall.pytorch.options import DeviceMap, TensorPipeRpcBackendOptions
 from farcall.testing.faulty import FaultyAgent
 from farcall.testing.faulty_options import FaultyRpcBackendOptions
 
@@ -35,6 +37,15 @@ class FaultyTensorPipeRpcBackendOptions(TensorPipeRpcBackendOptions):
 class FaultyTensorPipeAgent(TensorPipeAgent, FaultyAgent):
     """An agent with faults, for programs written for torch."""
 
-    def __init__(self, *args: Any) -> None:
-        """As `TensorPipeAgent`, with `FaultyTensorPipeRpcBackendOptions`."""
-        super().__init__(*args)
+    def __init__(
+        self,
+        store: Any,
+        name: str,
+        rank: int,
+        world_size: int | None,
+        opts: FaultyTensorPipeRpcBackendOptions,
+        reverse_device_maps: dict[str, DeviceMap],
+        devices: list[torch.device],
+    ) -> None:
+        """As `TensorPipeAgent`."""
+        super().__init__(store, name, rank, world_size, opts, reverse_device_maps, devices)
