@@ -68,6 +68,8 @@ def test_who_never_ends_its_turn(caplog: pytest.LogCaptureFixture) -> None:
 
 
 class Hearing:
+    is_forked = False
+
     def __init__(self) -> None:
         self.heard: list[Any] = []
 

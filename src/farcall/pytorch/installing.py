@@ -13,6 +13,8 @@ from typing import Final
 
 import torch
 
+from farcall.pytorch.children import install_in_children
+
 _MODULES: Final = {
     "torch.distributed.rpc": "farcall.pytorch",
     "torch.distributed.rpc._utils": "farcall.pytorch._utils",
@@ -43,7 +45,8 @@ _NAMES: Final = (
 def install() -> None:
     """Puts farcall in the place of `torch.distributed.rpc`, its submodules, and what belongs to it. Twice is once.
 
-    Call it before the program imports them. It starts nothing. Raises `RuntimeError` if torch's own RPC is running.
+    Call it before the program imports them. It starts nothing; processes that `multiprocessing` starts later have it,
+    too. Raises `RuntimeError` if torch's own RPC is running.
     """
     native = sys.modules.get("torch._C._distributed_rpc")
     if native is not None and native.__name__ != "farcall.pytorch.native" and native._is_current_rpc_agent_set():
@@ -52,6 +55,7 @@ def install() -> None:
         _replace(name, importlib.import_module(ours))
     for module, name, ours, ours_name in _NAMES:
         setattr(importlib.import_module(module), name, getattr(importlib.import_module(ours), ours_name))
+    install_in_children()
 
 
 def _replace(name: str, module: ModuleType) -> None:
