@@ -11,7 +11,10 @@ import pytest
 
 import ports
 
-LIMIT = 50.0
+LIMIT = 150.0
+"""Seconds. Each program imports torch three times, which a busy machine does in its own time."""
+
+pytestmark = pytest.mark.timeout(LIMIT + 10)
 
 IMPORTS = {
     "from a package": "from torch.distributed import rpc\nrpc_sync, remote, RRef = rpc.rpc_sync, rpc.remote, rpc.RRef",
@@ -122,11 +125,11 @@ def test_a_program_that_starts_its_workers(tmp_path: Path, imports: str, end: st
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("command", [["program.py"], ["-m", "program"]], ids=["script", "module"])
-def test_workers_that_are_started_one_by_one(tmp_path: Path, command: list[str]) -> None:
+def test_workers_that_are_started_one_by_one(tmp_path: Path) -> None:
     tmp_path.joinpath("program.py").write_text(WORK.format(imports=IMPORTS["by names"]) + ENVIRONMENT)
     env = environment(WORLD_SIZE="2")
-    workers = [start(["-m", "farcall.pytorch", *command], tmp_path, {**env, "RANK": str(rank)}) for rank in range(2)]
+    command = ["-m", "farcall.pytorch", "program.py"]
+    workers = [start(command, tmp_path, {**env, "RANK": str(rank)}) for rank in range(2)]
     assert [line for worker in workers for line in finish(worker)] == ON_FARCALL
 
 
