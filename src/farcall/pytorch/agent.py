@@ -41,19 +41,19 @@ class TensorPipeAgent(Agent):
         self,
         store: Any,
         name: str,
-        worker_id: int,
+        rank: int,
         world_size: int | None,
-        opts: _TensorPipeRpcBackendOptionsBase,
+        rpc_backend_options: _TensorPipeRpcBackendOptionsBase,
         reverse_device_maps: dict[str, DeviceMap],
         devices: list[torch.device],
     ) -> None:
         """Joins the group. Raises `RendezvousError`, `RuntimeError` for a name that torch does not take."""
-        WorkerInfo(name, worker_id)  # refuses the name
+        WorkerInfo(name, rank)  # refuses the name
         self.store = store
         """Of torch's, by which the workers met."""
         self.is_static_group = bool(world_size)
         """Whether no worker can join or leave."""
-        self._opts = opts
+        self._opts = rpc_backend_options
         self._has_parted = False
         self.reverse_device_maps = reverse_device_maps
         """For a caller's name: where its device is that stands for ours."""
@@ -63,14 +63,14 @@ class TensorPipeAgent(Agent):
         self._interpreter_waits: InterpreterWaits | None = None
 
         def meet(credentials: Credentials) -> Rendezvous:
-            return _meet(store, worker_id, world_size or None)
+            return _meet(store, rank, world_size or None)
 
         def make(*given: Any) -> Agent:
             super(TensorPipeAgent, self).__init__(*given)
             return self
 
-        join_at(make, name, self._own_options(opts), meet)
-        self.device_maps = opts.device_maps
+        join_at(make, name, self._own_options(rpc_backend_options), meet)
+        self.device_maps = rpc_backend_options.device_maps
 
     def _own_options(self, opts: _TensorPipeRpcBackendOptionsBase) -> RpcBackendOptions:
         return opts.for_agent()

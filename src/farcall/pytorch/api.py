@@ -278,8 +278,12 @@ class _Gatherings:
 _gatherings: Final = _Gatherings()
 
 
-def _gather_to_leader(sequence_id: Any, worker_name: str, obj: Any, worker_names: Collection[str]) -> None:
-    """At the leader: a worker has come."""
+def _gather_to_leader(
+    sequence_id: Any, worker_name: str, obj: Any, worker_names: Collection[str] | None = None
+) -> None:
+    """At the leader: a worker has come. All workers of the group have to, by default."""
+    if worker_names is None:
+        worker_names = [info.name for info in _get_current_rpc_agent().get_worker_infos()]
     gathering = _gatherings.find(sequence_id)
     with _gatherings.lock:
         if worker_name in gathering.objects:
