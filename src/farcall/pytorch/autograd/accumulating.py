@@ -42,8 +42,8 @@ def _taken(new: torch.Tensor, variable: torch.Tensor, is_unshared: bool) -> torc
         indices, values = new._indices(), new._values()
         if is_unshared and indices.is_contiguous() and values.is_contiguous():
             # Not detach(): what is detached shares its shape with the original, and may not change it.
-            return torch._sparse_coo_tensor_unsafe(
-                indices, values, new.shape, check_invariants=False, is_coalesced=new.is_coalesced()
+            return torch.sparse_coo_tensor(
+                indices, values, new.shape, is_coalesced=new.is_coalesced(), check_invariants=False
             )
         return new.clone()
     if new.layout is not torch.strided or new.is_nested:

@@ -196,10 +196,10 @@ class LocalPass:
                 around.callback(hook.remove)
                 variables.append(node.variable)
                 continue
-            if is_receive_function(node):
-                continue
             if node._sequence_nr() == _LAST and not isinstance(node, _Gate._backward_cls):
                 node._set_sequence_nr(_LAST + 1)  # the first node of some thread: it comes before the gates, too
+            if is_receive_function(node):
+                continue
             for following, _ in node.next_functions:
                 if following is not None and following not in seen:
                     seen.add(following)
