@@ -75,7 +75,7 @@ def _get_debug_info() -> dict[str, str]:
     return {"num_current_backward_passes": str(passes), "num_autograd_contexts": str(contexts)}
 
 
-class context:
+class context:  # noqa: N801  # torch's name
     """`with context() as context_id:` is a context for a forward pass and the backward passes over it."""
 
     _made: DistAutogradContext | None = None
@@ -96,8 +96,8 @@ class context:
         made = self._made
         if made is not None and not made.is_released:
             warnings.warn(
-                f"the autograd context {made.context_id}, made at {made.made_at}, was dropped and never left: use it in "
-                "a `with` statement",
+                f"the autograd context {made.context_id}, made at {made.made_at}, was dropped and never left: use it "
+                "in a `with` statement",
                 ResourceWarning,
                 stacklevel=2,
             )

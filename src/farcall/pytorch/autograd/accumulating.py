@@ -54,7 +54,7 @@ def _taken(new: torch.Tensor, variable: torch.Tensor, is_unshared: bool) -> torc
     return torch.empty_strided(new.shape, strides, dtype=new.dtype, device=new.device).copy_(new)
 
 
-def _wanted_strides(new: torch.Tensor, variable: torch.Tensor) -> Sequence[int]:
+def _wanted_strides(new: torch.Tensor, variable: torch.Tensor) -> Any:
     """Those of the variable if each of its elements has a place of its own and there are no gaps; else row by row."""
     if variable.layout is torch.strided and torch.ops.aten.is_non_overlapping_and_dense(variable):
         return variable.stride()
@@ -63,8 +63,7 @@ def _wanted_strides(new: torch.Tensor, variable: torch.Tensor) -> Sequence[int]:
 
 def _lies_so(tensor: torch.Tensor, strides: Sequence[int]) -> bool:
     return all(
-        size == 1 or mine == wanted
-        for size, mine, wanted in zip(tensor.shape, tensor.stride(), strides, strict=True)
+        size == 1 or mine == wanted for size, mine, wanted in zip(tensor.shape, tensor.stride(), strides, strict=True)
     )
 
 

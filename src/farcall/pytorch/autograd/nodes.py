@@ -21,7 +21,7 @@ from farcall.pytorch.autograd.contexts import DistAutogradContext, Received, Sen
 if TYPE_CHECKING:
     from farcall.pytorch.autograd.passes import LocalPass
 
-running: Final[dict[int, "LocalPass"]] = {}
+running: Final[dict[int, LocalPass]] = {}
 """The passes that the engine runs in this process, by the numbers of its tasks."""
 
 EMPTY: Final = torch.empty(0)
@@ -84,14 +84,15 @@ class _Hold:
         return None
 
 
-def _function(name: str, methods: type) -> Any:
-    """A function whose node has that name with `Backward` after it. These names are torch's, and not Python's."""
-    return type(Function)(name, (methods, Function), {})
+def function(name: str, methods: type) -> Any:
+    """An autograd function of these methods, whose node has that name with `Backward` after it."""
+    make: Any = type(Function)  # names with colons are torch's, and no names of classes in Python
+    return make(name, (methods, Function), {})
 
 
-_SendRpc: Final = _function("torch::distributed::autograd::SendRpc", _Send)
-_RecvRpc: Final = _function("torch::distributed::autograd::RecvRpc", _Receive)
-_HoldNode: Final = _function("farcall::HoldNode", _Hold)
+_SendRpc: Final = function("torch::distributed::autograd::SendRpc", _Send)
+_RecvRpc: Final = function("torch::distributed::autograd::RecvRpc", _Receive)
+_HoldNode: Final = function("farcall::HoldNode", _Hold)
 
 
 def is_receive_function(node: Any) -> bool:

@@ -35,14 +35,13 @@ from functools import partial
 from typing import Any, Final
 
 import torch
-from torch.autograd import Function
 
 from farcall.errors import RpcError
 from farcall.futures import Future
 from farcall.protocol.ids import WorkerInfo
 from farcall.pytorch.autograd.accumulating import Gradients, accumulate, unshared_holders
 from farcall.pytorch.autograd.contexts import Contexts, DistAutogradContext, PassId
-from farcall.pytorch.autograd.nodes import EMPTY, is_receive_function, running, running_pass
+from farcall.pytorch.autograd.nodes import EMPTY, function, is_receive_function, running, running_pass
 from farcall.pytorch.autograd.reducers import lent_to_reducers
 from farcall.sleeping import FOREVER
 
@@ -160,8 +159,9 @@ class LocalPass:
         with torch.enable_grad():
             gates: tuple[torch.Tensor, ...] = ()
             for sent in self._sent:
-                gates = (_Gate.apply(self, sent.message_id, sent.end, *gates),)
-                gates[0].grad_fn._set_sequence_nr(_LAST)
+                gate = _Gate.apply(self, sent.message_id, sent.end, *gates)
+                gate.grad_fn._set_sequence_nr(_LAST)
+                gates = (gate,)
             if not gates and not self._roots:
                 return
             start = _Start.apply(self, *self._roots, *gates)
@@ -217,7 +217,7 @@ class LocalPass:
         return (None,)
 
 
-class _Start(Function):  # type: ignore[misc]  # torch may not be there when types are checked
+class _Starting:
     """What the engine begins with: from here on it knows whose run it is."""
 
     @staticmethod
@@ -230,7 +230,7 @@ class _Start(Function):  # type: ignore[misc]  # torch may not be there when typ
         return None, *ctx.local_pass.started()
 
 
-class _Gate(Function):  # type: ignore[misc]
+class _Waiting:
     """Waits for the gradients of one send function; then come that function and the next gate."""
 
     @staticmethod
@@ -242,6 +242,10 @@ class _Gate(Function):  # type: ignore[misc]
     def backward(ctx: Any, _: Any) -> tuple[Any, ...]:
         ctx.local_pass.wait_for(ctx.message_id)
         return None, None, *([EMPTY] * ctx.width)
+
+
+_Start: Final = function("farcall::Start", _Starting)
+_Gate: Final = function("farcall::Gate", _Waiting)
 
 
 def _settle(arrival: Future[Any], gradients: list[torch.Tensor]) -> None:

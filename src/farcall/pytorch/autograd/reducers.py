@@ -1,9 +1,9 @@
 """DistributedDataParallel inside of distributed autograd: its reducer averages what is in `.grad`.
 
-torch's reducer asks torch's own distributed autograd whether the gradients are in a context, and takes them from `.grad`
-if not. So the variables of a reducer lend it their `.grad` for the time of a backward pass: it has the gradients of the
-context, and what it had before comes back. Two backward passes over the variables of one reducer at once are no more
-possible than torch's own.
+torch's reducer asks torch's own distributed autograd whether the gradients are in a context, and takes them from
+`.grad` if not. So the variables of a reducer lend it their `.grad` for the time of a backward pass: it has the
+gradients of the context, and what it had before comes back. Two backward passes over the variables of one reducer at
+once are no more possible than torch's own.
 
 `Reducer` stands for torch's after `install()`, and notes whose variables it has.
 """
@@ -16,6 +16,7 @@ from contextlib import contextmanager
 from typing import Any, Final
 
 import torch
+from torch import distributed
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from farcall.pytorch.autograd.contexts import DistAutogradContext
@@ -24,12 +25,18 @@ _together: Final[Any] = WeakTensorKeyDictionary()
 """For a variable of a reducer: weak references to all variables of that."""
 
 
-class Reducer(torch.distributed.Reducer):  # type: ignore[misc]  # torch may not be there when types are checked
-    """torch's, and we know of its variables."""
+_TorchReducer: Final[Any] = vars(distributed)["Reducer"]
 
-    def __init__(self, params: Sequence[torch.Tensor], *others: Any, **options: Any) -> None:
-        super().__init__(params, *others, **options)
-        note_reduced(params)
+
+def _begin(self: Any, params: Sequence[torch.Tensor], *others: Any, **options: Any) -> None:
+    _TorchReducer.__init__(self, params, *others, **options)
+    note_reduced(params)
+
+
+# Not by `class`: without torch, its type is not known when types are checked.
+Reducer: Final[Any] = type(
+    "Reducer", (_TorchReducer,), {"__init__": _begin, "__doc__": "torch's, and it notes its own."}
+)
 
 
 def note_reduced(variables: Sequence[torch.Tensor]) -> None:

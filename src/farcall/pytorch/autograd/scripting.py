@@ -11,14 +11,12 @@ import torch
 from farcall.pytorch.autograd import engine, post
 
 
-@torch.jit.ignore
 def _get_gradients(context_id: int) -> Dict[torch.Tensor, torch.Tensor]:  # noqa: UP006
     context = post.contexts().retrieve(context_id)
     with context.lock:
         return dict(context.gradients)
 
 
-@torch.jit.ignore
 def _dist_backward(context_id: int, roots: List[torch.Tensor], retain_graph: bool) -> None:  # noqa: UP006
     if not _is_id(context_id) or not _are_tensors(roots):
         raise TypeError(
@@ -27,6 +25,11 @@ def _dist_backward(context_id: int, roots: List[torch.Tensor], retain_graph: boo
             f"Invoked with: {context_id!r}, {roots!r}"
         )
     engine.run_backward(post.contexts(), context_id, roots, bool(retain_graph))
+
+
+_left_to_python: Any = torch.jit.ignore
+_left_to_python(_get_gradients)
+_left_to_python(_dist_backward)
 
 
 def get_gradients(context_id: int) -> Dict[torch.Tensor, torch.Tensor]:  # noqa: UP006
