@@ -1,11 +1,11 @@
 """Workers with contexts and no agents: what one tells another is done by a thread of this process.
 
-    with Workers(2) as workers:
-        context_id = workers.new_context()
-        (there,) = workers.move(context_id, 0, 1, [x])        # as an argument of a call, or a result
-        (back,) = workers.move(context_id, 1, 0, [there * 2])
-        workers.backward(context_id, 0, [back.sum()])
-        workers.gradients(context_id, 0)[x]
+with Workers(2) as workers:
+    context_id = workers.new_context()
+    (there,) = workers.move(context_id, 0, 1, [x])        # as an argument of a call, or a result
+    (back,) = workers.move(context_id, 1, 0, [there * 2])
+    workers.backward(context_id, 0, [back.sum()])
+    workers.gradients(context_id, 0)[x]
 """
 
 from __future__ import annotations
