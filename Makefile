@@ -8,10 +8,10 @@ VENV := .venv
 BENCH_VENV := .venv-bench
 PEERS_VENV := .venv-peers
 PIP := python -m pip --disable-pip-version-check -qq
-SOURCES = $(wildcard src tests benchmarks examples)
+SOURCES = $(wildcard src tests benchmarks conformance examples)
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test check bench bench-peers simulate simulate-group chaos many bench-startup bench-workloads bench-encryption explore format clean
+.PHONY: help demo test check conformance bench bench-peers simulate simulate-group chaos many bench-startup bench-workloads bench-encryption explore format clean
 
 help:  ## say what there is (this)
 	@echo "make TARGET, where TARGET is one of"
@@ -28,6 +28,9 @@ check: $(VENV)/.installed  ## formatting, lint, types, and who imports whom
 	$(VENV)/bin/ruff check $(SOURCES)
 	$(VENV)/bin/mypy
 	$(VENV)/bin/python -m pytest -q tests/test_architecture.py
+
+conformance: $(BENCH_VENV)/.installed  ## run PyTorch's own RPC tests on farcall (large download, once): ARGS="--category rref"
+	$(BENCH_VENV)/bin/python -m conformance $(or $(ARGS),--category reachable)
 
 bench: $(BENCH_VENV)/.installed  ## measure against torch, RPyC and raw sockets (large download, once)
 	$(BENCH_VENV)/bin/python benchmarks/run.py $(ARGS)

@@ -269,7 +269,7 @@ def test_importing_it_imports_no_optional_package(module: str) -> None:
 
 def project_files() -> Iterator[Path]:
     """All files that belong to the project: no environments, no caches, no `.git` (a file in a worktree)."""
-    directories = [".ci", "src", "tests", "benchmarks", "examples", "docs"]
+    directories = [".ci", "src", "tests", "benchmarks", "conformance", "examples", "docs"]
     paths = [*ROOT.iterdir(), *(path for name in directories for path in (ROOT / name).rglob("*"))]
     return (path for path in paths if path.is_file() and path.name != ".git" and "__pycache__" not in path.parts)
 

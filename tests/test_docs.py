@@ -38,7 +38,12 @@ from test_architecture import MAY_IMPORT
 
 ROOT = Path(__file__).parents[1]
 DOCUMENTS = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
-MORE_DOCUMENTS = [ROOT / "CONTRIBUTING.md", ROOT / "CHANGELOG.md", ROOT / "examples" / "README.md"]
+MORE_DOCUMENTS = [
+    ROOT / "CONTRIBUTING.md",
+    ROOT / "CHANGELOG.md",
+    ROOT / "conformance" / "README.md",
+    ROOT / "examples" / "README.md",
+]
 LIMIT = 40.0
 """Seconds after which a program that does not end fails its test."""
 

@@ -122,8 +122,8 @@ class RRef(Generic[T]):
             seconds = self._calling.resolve_timeout(timeout)
             if not value.block(monotonic() + seconds if seconds else FOREVER):
                 raise RpcTimeoutError(
-                    f"the value of {self!r} was not there within {seconds:g} s: its function is still running. "
-                    "Give a longer timeout, or 0 for none"
+                    f"RPC ran for more than set timeout: the value of {self!r} was not there within {seconds:g} s, as "
+                    "its function is still running. Give a longer timeout, or 0 for none"
                 )
         if what == TYPE:
             return value.then(lambda done: type(done.value()))

@@ -296,7 +296,7 @@ def test_a_group_that_is_not_whole_does_not_start() -> None:
 
 
 def test_two_workers_of_one_name_do_not_start() -> None:
-    with pytest.raises(RpcError, match="two workers are called 'same'"):
+    with pytest.raises(RpcError, match="the worker name 'same' is not unique"):
         LocalGroup(2, names=["same", "same"])
 
 

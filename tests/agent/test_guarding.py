@@ -108,7 +108,9 @@ def test_an_error_of_ours_or_of_the_language_arrives_as_itself(guarded: LocalGro
 
 def job_of(callee: bytes, resubmitted: list[Any]) -> Any:
     """A call of that callee at a worker that exposes nothing but the service's model."""
-    place: Any = SimpleNamespace(worker="guarded", serving=SimpleNamespace(submit=resubmitted.append))
+    place: Any = SimpleNamespace(
+        worker="guarded", serving=SimpleNamespace(submit=resubmitted.append), failure_to_send=None
+    )
     origin: Any = SimpleNamespace()
     return jobs_for(["service_stage.Model"], "guarded")[0](place, origin, 1, callee, b"", ())
 

@@ -101,7 +101,7 @@ def test_two_of_one_name_are_told(workers: StartWorkers) -> None:
     """
     for facts in workers(script).finish(quiet=False):
         assert facts["error"] == "RendezvousError"
-        assert "two workers are called 'same'" in facts["text"]
+        assert "the worker name 'same' is not unique" in facts["text"]
         assert facts["seconds"] < 10
 
 

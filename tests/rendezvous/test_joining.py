@@ -90,7 +90,7 @@ def test_two_workers_of_one_name_are_an_error_for_everybody(stage: Stage, backgr
         background.submit(join, arrive(stage, rank), name, b"", 30) for rank, name in enumerate(["a", "b", "c", "b"])
     ]
     for future in joining:
-        with pytest.raises(RendezvousError, match="two workers are called 'b', rank 1 and rank 3"):
+        with pytest.raises(RendezvousError, match="the worker name 'b' is not unique: rank 1 and rank 3"):
             future.result(10)
 
 
@@ -101,7 +101,7 @@ def test_those_who_wait_hear_of_a_name_that_was_refused(stage: Stage, background
         stage.hello(2, "worker1")
     late = background.submit(join, arrive(stage, 3), "worker3", b"", 30)
     for future in [*joining, late]:
-        with pytest.raises(RendezvousError, match="two workers are called 'worker1', rank 1 and rank 2"):
+        with pytest.raises(RendezvousError, match="the worker name 'worker1' is not unique: rank 1 and rank 2"):
             future.result(10)
 
 

@@ -123,7 +123,7 @@ def test_a_refusal_by_the_remains_of_an_earlier_worker_passes(
 def test_a_refusal_that_is_final_is_believed_at_once(stage: Stage, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(locate, "REFUSAL_PATIENCE", 1000)
     stage.client(0, "w")
-    with pytest.raises(RendezvousError, match="two workers are called 'w', rank 0 and rank 1"):
+    with pytest.raises(RendezvousError, match="the worker name 'w' is not unique: rank 0 and rank 1"):
         find(lambda: [at(stage.server.port)], True, 30)
 
 

@@ -18,7 +18,7 @@ from farcall.agent.calling import Calling, To
 from farcall.agent.calls import ChoreJob, PendingCall
 from farcall.agent.coroutines import EventLoop
 from farcall.agent.counting import Counting
-from farcall.agent.departure import Occasion, meet, say_farewell, wait_for_everybody, wait_until_idle
+from farcall.agent.departure import Occasion, deadline_of, meet, say_farewell, wait_for_everybody, wait_until_idle
 from farcall.agent.doorstep import Doorstep
 from farcall.agent.entrance import Entrance
 from farcall.agent.execution import Workplace
@@ -26,6 +26,7 @@ from farcall.agent.group import Group, info_of
 from farcall.agent.guarding import jobs_for, reply_for
 from farcall.agent.handle import Handle
 from farcall.agent.incoming import Incoming
+from farcall.agent.inventory import Inventory
 from farcall.agent.lanes import Lane, pool_for
 from farcall.agent.listening import Listening, listen_on
 from farcall.agent.outgoing import Outgoing
@@ -42,7 +43,6 @@ from farcall.protocol.wire import Sizes
 from farcall.rendezvous.store import PATIENCE
 from farcall.security import Credentials, credentials_of
 from farcall.serialization import encode_text
-from farcall.sleeping import FOREVER
 from farcall.transports.base import Channel, Transport
 
 if TYPE_CHECKING:
@@ -61,6 +61,10 @@ class Agent(RpcAgent):
     """One worker of a group."""
 
     book: ReferenceBook
+    failure_to_send: Callable[[str, BaseException], BaseException] | None = None
+    """For a subclass: see `Workplace`."""
+    left: Inventory | None = None
+    """What was left when everybody was about to go, and nobody had gone yet."""
 
     def __init__(
         self,
@@ -118,7 +122,8 @@ class Agent(RpcAgent):
                 "MemoryError", "there was not even memory to tell what is wrong", name, "a function"
             )
             jobs = jobs_for(options.allow, name)
-            self._place = Workplace(name, self._loop, self._serving, self.book, last_resort, *jobs)
+            outcomes = (last_resort, *jobs, self.failure_to_send)
+            self._place = Workplace(name, self._loop, self._serving, self.book, *outcomes)
             self.calling = self.book.calling = Calling(self.info, self.book, self._place, options.rpc_timeout)
             # The methods of these names, one frame shorter: they are the fast path.
             self.call = self.calling.call  # type: ignore[method-assign]
@@ -323,9 +328,9 @@ class Agent(RpcAgent):
     def join(self, shutdown: bool = False, timeout: float = 0.0) -> None:
         """See `RpcAgent`."""
         if self._entrance.is_open:
-            wait_until_idle(self, _deadline(timeout))
+            wait_until_idle(self, deadline_of(timeout))
         else:
-            wait_for_everybody(self, self._rendezvous, _deadline(timeout), self._next_meeting("join()"))
+            wait_for_everybody(self, self._rendezvous, deadline_of(timeout), self._next_meeting("join()"))
         if shutdown:
             self.group.is_quiet = True
 
@@ -333,7 +338,7 @@ class Agent(RpcAgent):
         """See `RpcAgent`."""
         if self._entrance.is_open:
             raise UsageError("in an open group nobody knows for whom to wait: use _barrier(names) for some workers")
-        meet(self, self._rendezvous, _deadline(timeout), self._next_meeting("sync()"))
+        meet(self, self._rendezvous, deadline_of(timeout), self._next_meeting("sync()"))
 
     def _next_meeting(self, where: str) -> Occasion:
         with self._lock:
@@ -391,10 +396,10 @@ class Agent(RpcAgent):
 
     def part(self, timeout: float) -> None:
         """Waits until everybody in a fixed group may go, and all know it. Raises `ShutdownError`."""
-        deadline = _deadline(timeout)
+        deadline = deadline_of(timeout)
         wait_for_everybody(self, self._rendezvous, deadline)
         self.group.is_quiet = True
-        self._report_what_is_left()
+        self.left = self._report_what_is_left()
         say_farewell(self, self._rendezvous, deadline)
 
     def close_after_parting(self) -> None:
@@ -406,16 +411,17 @@ class Agent(RpcAgent):
 
         Raises `ShutdownError`.
         """
-        deadline = _deadline(timeout)
+        deadline = deadline_of(timeout)
         wait_until_idle(self, deadline)
         self.book.give_up_handles(f"worker {self.info.name!r} (this one) has left the group")
         wait_until_idle(self, deadline)
         self._report_what_is_left()
 
-    def _report_what_is_left(self) -> None:
+    def _report_what_is_left(self) -> Inventory:
         left = self.book.inventory()
         if left.owned or left.held:
             logger.warning("worker %r shuts down with references left: it %s", self.info.name, left)
+        return left
 
     def _close(self, early: bool, patience: float, timeout: float) -> None:
         """Frees everything, unless another thread is at it, or a frame below this one (of a signal handler's)."""
@@ -478,7 +484,7 @@ class Agent(RpcAgent):
             lane.pin()
 
     def abandon(self) -> None:
-        """In a forked child: lets go of what belongs to the parent, taking no lock and ending nothing there."""
+        """See `RpcAgent`."""
         self._ended = True
         forked = self.calling.closed = ForkedProcessError(
             f"this process was forked from worker {self.info.name!r} and cannot use its agent; "
@@ -493,7 +499,3 @@ class Agent(RpcAgent):
         self._pool.close()
         self._poller.abandon()
         self._rendezvous.store.abandon()
-
-
-def _deadline(timeout: float) -> float:
-    return monotonic() + timeout if timeout else FOREVER

@@ -384,8 +384,8 @@ class ReferenceBook:
         with self._lock:
             return not self.has_work() and self.mailboxes.delivery.is_quiet() and not self._values_to_come()
 
-    def _values_to_come(self) -> int:
-        return sum(not value.done() for value in self._values.values())
+    def _values_to_come(self) -> set[RRefId]:
+        return {reference for reference, value in self._values.items() if not value.done()}
 
     # The end
 

@@ -291,7 +291,8 @@ class Calling:
                 self._book.resend(peer.number)  # the group will find that out, and tell all
             if timeout and monotonic() >= began + timeout:
                 raise RpcTimeoutError(
-                    f"`{callable_name(function)}` was not sent within {timeout:g} s: {error}"
+                    f"RPC ran for more than set timeout: `{callable_name(function)}` was not sent within "
+                    f"{timeout:g} s: {error}"
                 ) from None
             raise
         return connection, monotonic() - began
@@ -303,7 +304,9 @@ class Calling:
         if not isinstance(to, (str, int, WorkerInfo)):
             return bad_callee(to)
         known = ", ".join(f"{info.name!r} (rank {info.id})" for info in self.worker_infos())
-        return UnknownWorkerError(f"there is no worker {to!r} in this group; there are {known}")
+        return UnknownWorkerError(
+            f"could not find destination: there is no worker {to!r} in this group; there are {known}"
+        )
 
     def worker_infos(self) -> list[WorkerInfo]:
         """All workers that are there, by rank."""

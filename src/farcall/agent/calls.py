@@ -70,8 +70,9 @@ class PendingCall(Future[Any]):
     def too_late(self) -> RpcTimeoutError:
         """What it fails with when its time is over."""
         return RpcTimeoutError(
-            f"worker {self.connection.peer.name!r} did not answer `{callable_name(self.function)}` within "
-            f"{self.timeout:g} s; it may still be running there. Give the call a longer timeout, or 0 for none"
+            f"RPC ran for more than set timeout: worker {self.connection.peer.name!r} did not answer "
+            f"`{callable_name(self.function)}` within {self.timeout:g} s; it may still be running there. "
+            "Give the call a longer timeout, or 0 for none"
         )
 
     def cut_off(self, lost: RpcError, advice: str) -> RpcError:

@@ -80,6 +80,11 @@ class Leaver(Protocol):
         """Whether the group has taken this worker for dead."""
 
 
+def deadline_of(timeout: float) -> float:
+    """The moment so many seconds from now; 0 is without limit."""
+    return monotonic() + timeout if timeout else FOREVER
+
+
 def wait_for_everybody(
     leaver: Leaver, rendezvous: Rendezvous, deadline: float, occasion: Occasion = _DEPARTURE
 ) -> None:

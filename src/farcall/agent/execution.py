@@ -66,6 +66,8 @@ class Workplace(NamedTuple):
     call_job: type[CallJob]
     """What is made of a call from another worker, and of a remote call: others than these if not all is allowed."""
     remote_job: type[RemoteJob]
+    failure_to_send: Callable[[str, BaseException], BaseException] | None = None
+    """Given a function's name and what it raised here for others: what its caller is to hear. Raises nothing."""
 
 
 class Caller(Answerable, Protocol):
@@ -173,6 +175,8 @@ class FunctionJob(ABC):
     def _failed(self, function: Any, error: BaseException) -> Reply | None:
         """It raised; the reply, if there is one."""
         name = callable_name(function) if function is not None else self._name()
+        if self._place.failure_to_send is not None:
+            error = self._place.failure_to_send(name, error)
         return self._failed_with(encode_failure(error, self._place.worker, name))
 
     def failed(self, error: BaseException) -> Reply | None:

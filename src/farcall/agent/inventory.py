@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Set
 from dataclasses import dataclass
 
 from farcall.agent.handle import Handle, Made, described
@@ -104,12 +104,13 @@ def take_inventory(
     return Inventory(tuple(owned), tuple(held))
 
 
-def count_references(references: References, values_to_come: int) -> dict[str, str]:
-    """Counters, by the names that torch gives them."""
+def count_references(references: References, values_to_come: Set[RRefId]) -> dict[str, str]:
+    """Counters, by the names that torch gives them. It does not count a value that nobody else has heard of."""
+    owned = sum(bool(each.forks) or reference in values_to_come for reference, each in references.owned.items())
     pending = sum(held.standing is Standing.UNCONFIRMED for held in references.held.values())
     return {
-        "num_owner_rrefs": str(len(references.owned)),
+        "num_owner_rrefs": str(owned),
         "num_pending_users": str(pending),
-        "num_pending_futures": str(values_to_come),
+        "num_pending_futures": str(len(values_to_come)),
         "num_forks": str(sum(len(owned.forks) for owned in references.owned.values())),
     }

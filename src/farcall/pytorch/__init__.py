@@ -16,7 +16,6 @@ from farcall.pytorch import (
     server_process_global_profiler,
 )
 from farcall.pytorch.api import (
-    RRef,
     get_worker_info,
     remote,
     rpc_async,
@@ -34,6 +33,7 @@ from farcall.pytorch.backend_registry import (
 from farcall.pytorch.installing import install
 from farcall.pytorch.native import *  # noqa: F403
 from farcall.pytorch.options import TensorPipeRpcBackendOptions
+from farcall.pytorch.rref import RRef
 from farcall.pytorch.server_process_global_profiler import _server_process_global_profile
 from farcall.pytorch.starting import _get_debug_info, _init_rpc_backend, _validate_rpc_args, init_rpc, is_available
 

@@ -6,6 +6,9 @@ does, and the store is None. The device maps are kept here; what is done with th
 
 from __future__ import annotations
 
+import contextlib
+import sys
+import traceback
 import uuid
 from typing import Any, Final
 
@@ -74,6 +77,26 @@ class TensorPipeAgent(Agent):
 
     def _own_options(self, opts: _TensorPipeRpcBackendOptionsBase) -> RpcBackendOptions:
         return opts.for_agent()
+
+    def failure_to_send(self, name: str, error: BaseException) -> BaseException:
+        """As torch: what a function raises goes to stderr here, besides to its caller.
+
+        Programs for torch expect a `RuntimeError` for an exception whose type is not made of a message alone. The
+        exception itself is the cause of it.
+        """
+        with contextlib.suppress(Exception):
+            trace = "".join(traceback.format_exception(error))
+            print(f"On {self.get_worker_info()}:\n{error!r}\n{trace}", file=sys.stderr)
+        try:
+            type(error)(str(error))
+            return error
+        except Exception as refusal:
+            stands_in = RuntimeError(
+                f"Failed to create original exception type. Error msg was {refusal} "
+                f"Original exception on remote side was {error!r}, in `{name}` on worker {self.info.name!r}"
+            )
+            stands_in.__cause__ = error
+            return stands_in
 
     # The end
 

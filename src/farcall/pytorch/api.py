@@ -24,9 +24,9 @@ from farcall.futures import Future
 from farcall.pytorch.callees import callee_of
 from farcall.pytorch.constants import UNSET_RPC_TIMEOUT
 from farcall.pytorch.envelopes import Departure, Request, Trip, board, reply_of, rides_along, run, run_remotely
-from farcall.pytorch.futures import RpcFuture, wait_all
+from farcall.pytorch.futures import RpcFuture, failed_with, settled, wait_all
 from farcall.pytorch.internal import RPCExecMode, _internal_rpc_pickler
-from farcall.pytorch.rref import RRef
+from farcall.pytorch.rref import PyRRef, RRef, labels
 from farcall.pytorch.workers import WorkerInfo, as_torch
 from farcall.sleeping import FOREVER
 
@@ -95,6 +95,7 @@ def _init_rpc_states(agent: Any) -> None:
     """Makes it the agent of this process, unless its backend has done so."""
     if not _is_current_rpc_agent_set():
         _gatherings.begin()  # before it serves: others may come to the first one at once
+        labels.begin()
         _set_and_start_rpc_agent(agent)
 
 
@@ -188,14 +189,17 @@ def _invoke_rpc(
     callee, first = callee_of(func)
     if first:
         args, kwargs = (*first, tuple(args or ()), dict(kwargs or {})), None
-    if not rides_along(agent, info):
-        return agent.call(info, callee, args or None, kwargs or None, rpc_timeout, unattended)
-    trips = board(agent, Departure(info, func, rpc_type))
-    request = Request(agent, callee, args or (), kwargs or {}, trips)
-    future: Any = reply_of(agent.call(info, run, (request,), None, rpc_timeout, unattended), trips)
-    for trip in trips.values():
-        future = trip.awaited(future)
-    return future
+    try:
+        if not rides_along(agent, info):
+            return agent.call(info, callee, args or None, kwargs or None, rpc_timeout, unattended)
+        trips = board(agent, Departure(info, func, rpc_type))
+        request = Request(agent, callee, args or (), kwargs or {}, trips)
+        future: Any = reply_of(agent.call(info, run, (request,), None, rpc_timeout, unattended), trips)
+        for trip in trips.values():
+            future = trip.awaited(future)
+        return future
+    except (RpcTimeoutError, WorkerLost) as error:  # there is no way to that worker: torch says so when one waits
+        return failed_with(error)
 
 
 @_require_initialized
@@ -218,6 +222,7 @@ def remote(
     if first:
         args, kwargs = (*first, tuple(args or ()), dict(kwargs or {})), None
     rref: RRef[Any] = _new_rref(RRef)
+    rref._label = labels.next(2)
     trips: dict[str, Trip] = {}
     if not rides_along(agent, info):
         rref._handle = agent.remote(info, callee, args or None, kwargs or None)
@@ -230,6 +235,18 @@ def remote(
     for trip in trips.values():
         trip.referenced(rref)
     return rref
+
+
+def _rref_typeof_on_owner(rref: PyRRef[Any], blocking: bool = True) -> Any:
+    """The type of a value that is here; with `blocking=False` a future of it."""
+    kind = type(rref.local_value())
+    return kind if blocking else settled(kind)
+
+
+def _rref_typeof_on_user(rref: PyRRef[Any], timeout: float = UNSET_RPC_TIMEOUT, blocking: bool = True) -> Any:
+    """The type of a value that another worker has; with `blocking=False` a future of it."""
+    future = rpc_async(rref.owner(), _rref_typeof_on_owner, args=(rref,), timeout=timeout)
+    return future.wait() if blocking else future
 
 
 # All together
@@ -384,7 +401,7 @@ def _destroy_rref_context(ignore_rref_leak: bool) -> None:
     What only this worker itself has is no leak: torch lets go of that at the end, too.
     """
     book = _farcall.current_book()
-    left = book.inventory()
+    left = getattr(_get_current_rpc_agent(), "left", None) or book.inventory()
     book.forget("the references of this worker were destroyed")
     if not ignore_rref_leak and any(owned.holders for owned in left.owned):
         raise RuntimeError(f"Leaking RRef: worker {get_worker_info().name!r} {left}")

@@ -28,9 +28,13 @@ class BackendValue(NamedTuple):
 
 def _backend_types(backends: dict[str, BackendValue]) -> Any:
     made = enum.Enum("BackendType", backends)  # type: ignore[misc]  # made of what is registered
-    made.__repr__ = lambda self: f"BackendType.{self.name}"  # type: ignore[method-assign,assign]
+    setattr(made, "__repr__", _repr)  # noqa: B010 (a method of what is made here)
     made.__doc__ = "The backends that are registered, by name."
     return made
+
+
+def _repr(backend: enum.Enum) -> str:
+    return f"BackendType.{backend.name}"
 
 
 BackendType: Any = _backend_types({})

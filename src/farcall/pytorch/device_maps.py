@@ -17,7 +17,7 @@ from farcall.pytorch.options import DeviceMap
 class DeviceInfo(NamedTuple):
     """What a worker tells the others of its devices."""
 
-    count: int
+    device_count: int
     maps: dict[str, DeviceMap]
     devices: list[torch.device]
 
@@ -45,9 +45,10 @@ def check(everybody: Mapping[str, DeviceInfo], is_static_group: bool = True) -> 
     for node, info in everybody.items():
         if len(set(info.devices)) != len(info.devices):
             raise ValueError(f"Node {node} has duplicated devices\ndevices = {info.devices}")
-        if not _are_there(info.devices, info.count):
+        if not _are_there(info.devices, info.device_count):
             raise ValueError(
-                f"Node {node} has devices with invalid indices\ndevices = {info.devices}\ndevice count = {info.count}"
+                f"Node {node} has devices with invalid indices\ndevices = {info.devices}\n"
+                f"device count = {info.device_count}"
             )
     for node, info in everybody.items():
         if is_static_group and not info.maps.keys() <= everybody.keys():
@@ -70,9 +71,10 @@ def _check_map(node: str, info: DeviceInfo, target: str, other: DeviceInfo | Non
         if owner.devices:
             if not set(devices) <= set(owner.devices):
                 raise ValueError(f"Node {node} has unexpected {side} devices in its {told}\ndevices = {owner.devices}")
-        elif not _are_there(devices, owner.count):
+        elif not _are_there(devices, owner.device_count):
             raise ValueError(
-                f"Node {node} has {side} devices with invalid indices in its {told}\ndevice count = {owner.count}"
+                f"Node {node} has {side} devices with invalid indices in its {told}\n"
+                f"device count = {owner.device_count}"
             )
 
 

@@ -3,8 +3,8 @@
 Most calls go as farcall's own do. Where something has to see the tensors that cross workers, or has to be around the
 function where it runs (distributed autograd, device maps, the profiler), the call is put into an *envelope*: the pickle
 of function and arguments, with the tensors in a list beside it, and for each *rider* some words for its counterpart at
-the other end. The reply comes in an envelope, too. Nothing below this package knows of it: an envelope is an argument of
-a plain call to `run`, and one is its result.
+the other end. The reply comes in an envelope, too. Nothing below this package knows of it: an envelope is an argument
+of a plain call to `run`, and one is its result.
 
 Rules
 - What concerns no rider goes without an envelope.
@@ -204,7 +204,7 @@ class _Reply:
     def open(self, trips: Mapping[str, Trip]) -> Any:
         """What the function gave."""
         body, tensors, words = self._result
-        for key in reversed(trips):
+        for key in reversed(list(trips)):
             tensors = trips[key].unpack(tensors, words.get(key))
         return loads_apart(body, tensors)
 

@@ -8,12 +8,16 @@ that somebody waits. Whoever else waits in C++ has its reply read by the serving
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any
+from time import monotonic
+from typing import Any, Final
 
 import torch
 
 from farcall.futures import Future
 from farcall.sleeping import FOREVER
+
+_GLANCE: Final = 0.02
+"""Seconds after which whoever waits for one of many looks whether another one has failed."""
 
 
 class RpcFuture(torch.futures.Future):  # type: ignore[misc]  # torch may not be there when types are checked
@@ -23,9 +27,11 @@ class RpcFuture(torch.futures.Future):  # type: ignore[misc]  # torch may not be
         super().__init__()
         self.call: Future[Any] | None = call
         """Until it is settled."""
+        self.failed = False
         call.watch(self._settle, waker=False, attended=True)
 
     def _settle(self, call: Future[Any]) -> None:
+        self.failed = call.exception() is not None
         settle(self, call)
         self.call = None
 
@@ -70,6 +76,13 @@ def settled(value: Any) -> torch.futures.Future:
     return future
 
 
+def failed_with(error: BaseException) -> Future[Any]:
+    """A future of farcall's that has failed already."""
+    future: Future[Any] = Future()
+    future.set_exception(error)
+    return future
+
+
 def adopted(future: Any) -> Future[Any] | None:
     """A future of farcall's for one of torch's; one of farcall's itself; None for anything else."""
     if isinstance(future, Future):
@@ -99,10 +112,13 @@ def collect_all(futures: Sequence[Any]) -> Any:
 
 
 def wait_all(futures: Sequence[Any]) -> list[Any]:
-    """The results of all of these, when all are there. Raises the first of their errors."""
-    for future in futures:
-        if isinstance(future, RpcFuture) and (call := future.call) is not None:
-            call.block(FOREVER)
+    """The results of all of these, when all are there. Raises an error of theirs, as soon as one is known."""
+    calls = [future for future in futures if isinstance(future, RpcFuture)]
+    for future in calls:
+        while (call := future.call) is not None and not call.block(monotonic() + _GLANCE):
+            for failed in calls:
+                if failed.failed:
+                    failed.wait()
     return [future.wait() for future in torch._C._collect_all(futures).wait()]
 
 

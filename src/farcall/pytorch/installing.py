@@ -53,7 +53,7 @@ def install() -> None:
 
     Call it before the program imports them. It starts nothing. Raises `RuntimeError` if torch's own RPC is running.
     """
-    native = sys.modules["torch._C._distributed_rpc"] if "torch._C._distributed_rpc" in sys.modules else None
+    native = sys.modules.get("torch._C._distributed_rpc")
     if native is not None and native.__name__ != "farcall.pytorch.native" and native._is_current_rpc_agent_set():
         raise RuntimeError("torch's own RPC is running in this process: call install() before init_rpc")
     for name, ours in _MODULES.items():

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from numbers import Real
 from typing import Any, TypeAlias
@@ -97,6 +97,6 @@ class TensorPipeRpcBackendOptions(_TensorPipeRpcBackendOptionsBase):
                 )
         self._set_device_map(to, device_map)
 
-    def set_devices(self, devices: Sequence[DeviceType]) -> None:
+    def set_devices(self, devices: Iterable[DeviceType]) -> None:
         """Says which CUDA devices calls may use here. Raises `ValueError` for any other."""
         self.devices = list(devices)

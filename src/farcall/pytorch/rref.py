@@ -6,13 +6,15 @@ call, so that whatever rides along sees the value's tensors.
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable
-from typing import Any, Generic, TypeVar, cast
+from time import monotonic, sleep
+from typing import Any, Final, Generic, TypeVar, cast
 
 import torch
 
 from farcall.api import current_agent
-from farcall.errors import NotInitializedError, RpcTimeoutError
+from farcall.errors import NotInitializedError, RpcTimeoutError, SerializationError, UsageError
 from farcall.futures import Future
 from farcall.protocol.wire import PRESENCE, TYPE
 from farcall.pytorch.constants import UNSET_RPC_TIMEOUT
@@ -21,18 +23,25 @@ from farcall.pytorch.futures import RpcFuture
 from farcall.pytorch.workers import WorkerInfo, as_torch
 from farcall.rref import RRef as _OwnRRef
 from farcall.serialization import collect, take_offered
+from farcall.sleeping import FOREVER
 
 T = TypeVar("T")
+
+_PAUSE: Final = 1e-3
 
 
 class PyRRef(_OwnRRef[T]):
     """A reference to a value of type `T` on some worker."""
 
-    __slots__ = ("_creation", "_profiling_future")
+    __slots__ = ("_creation", "_label", "_profiling_future", "_type")
 
-    _creation: Future[Any] | None
+    _creation: Future[Any]
     """Of a remote call: done when its function has run."""
+    _label: int
+    """For people: the number by which they know the reference, on all workers."""
     _profiling_future: Any
+    _type: Any
+    """A future of the value's type, once somebody has asked for it."""
 
     def __init__(self, value: T, type_hint: Any = None) -> None:
         """A reference to a value that is here. `type_hint`: the interface of a script module.
@@ -41,6 +50,7 @@ class PyRRef(_OwnRRef[T]):
         """
         try:
             super().__init__(value, type_hint)
+            self._label = labels.next(1)
         except NotInitializedError as error:
             raise NotInitializedError(
                 "Current RPC agent is not set! Did you initialize the RPC framework (e.g. by calling `rpc.init_rpc`)?"
@@ -52,6 +62,19 @@ class PyRRef(_OwnRRef[T]):
         """The worker on which the value lives."""
         return as_torch(super().owner())
 
+    def confirmed_by_owner(self) -> bool:
+        """Whether the owner has counted this reference. It does so by itself, soon; that is waited for.
+
+        Raises what every use raises, if it leads nowhere; `RpcTimeoutError`.
+        """
+        deadline = monotonic() + (current_agent().rpc_timeout or FOREVER)
+        while not self._handle.confirmed:
+            self._handle.check()
+            if monotonic() >= deadline:
+                raise RpcTimeoutError(f"the owner of {self} has not confirmed it in time; is it still running?")
+            sleep(_PAUSE)
+        return True
+
     # The value
 
     def to_here(self, timeout: float = UNSET_RPC_TIMEOUT) -> T:
@@ -60,6 +83,7 @@ class PyRRef(_OwnRRef[T]):
         Raises what the function of the remote call raised; `RpcTimeoutError` also if that was not through in the time
         that `remote` was given for it.
         """
+        self._refuse_if_deleted("to_here() on it")
         creation = getattr(self, "_creation", None)
         if creation is not None and creation.done() and isinstance(error := creation.exception(), RpcTimeoutError):
             raise RpcTimeoutError(f"RRef creation via rpc.remote() timed out: {error}") from None
@@ -80,16 +104,24 @@ class PyRRef(_OwnRRef[T]):
         return super().local_value()
 
     def _get_type(self, timeout: float = UNSET_RPC_TIMEOUT, blocking: bool = True) -> Any:
-        """The type of the value; with `blocking=False` a future of it."""
-        if blocking:
-            return self._fetch(TYPE, timeout).wait()
-        return RpcFuture(self._fetch(TYPE, timeout, unattended=True))
+        """The type of the value; with `blocking=False` a future of it. Asked for once."""
+        from farcall.pytorch import api
+
+        future = getattr(self, "_type", None)
+        if future is None or (future.done() and getattr(future, "failed", False)):
+            if self.is_owner():
+                future = RpcFuture(self._fetch(TYPE, timeout, unattended=not blocking))
+            elif rides_along(cast(Any, current_agent()), self.owner()):
+                future = api._rref_typeof_on_user(self, timeout, blocking=False)
+            else:
+                future = RpcFuture(self._fetch(TYPE, timeout, unattended=True))
+            self._type = future
+        return future.wait() if blocking else future
 
     def _get_future(self) -> torch.futures.Future:
         """Done when the value is there, or its function failed; fails if that takes longer than `remote` allowed."""
         if getattr(self, "_creation", None) is None:
             self._creation = self._fetch(PRESENCE, UNSET_RPC_TIMEOUT, unattended=True)
-        assert self._creation is not None
         return RpcFuture(self._creation)
 
     def _watch_creation(self, timeout: float) -> None:
@@ -135,19 +167,34 @@ class PyRRef(_OwnRRef[T]):
     # Travelling
 
     def __reduce__(self) -> tuple[Callable[..., Any], tuple[Any, ...]]:
-        return _receive, (collect(self._handle, self),)
+        return _receive, self._serialize()
 
-    def __reduce_ex__(self, protocol: Any) -> tuple[Callable[..., Any], tuple[Any, ...]]:
-        return self.__reduce__()
+    def _serialize(self) -> tuple[Any, ...]:
+        """What stands for it in a pickle: its place among the references of the message that is being made."""
+        self._refuse_if_deleted("fork an UserRRef")
+        try:
+            return collect(self._handle, self), self._label
+        except SerializationError as error:
+            raise SerializationError(f"Can not pickle rref in python pickler: {error}") from None
 
     @staticmethod
-    def _deserialize(place: tuple[int]) -> RRef[Any]:
+    def _deserialize(place: tuple[Any, ...]) -> RRef[Any]:
         """The reference at that place in the message that is being read."""
         return _receive(*place)
 
+    def _refuse_if_deleted(self, what: str) -> None:
+        try:
+            self._handle.check()
+        except UsageError as error:
+            raise UsageError(f"{self} is gone ({error}). Cannot call {what} after deletion.") from None
+
     def _ids(self) -> tuple[str, str]:
+        """Of the reference and of this handle. Its creator's own handle has the number behind the reference's."""
         reference, fork = self._handle.reference, self._handle.fork
-        return _unique(reference.creator, reference.number), "" if fork is None else _unique(fork.creator, fork.number)
+        rref_id = _unique(reference.creator, self._label)
+        if fork is None or reference.creator == self._handle.book.me:
+            return rref_id, _unique(reference.creator, self._label + 1)
+        return rref_id, _unique(fork.creator, fork.number)
 
     def __str__(self) -> str:
         rref_id, fork_id = self._ids()
@@ -166,8 +213,32 @@ def _unique(creator: int, number: int) -> str:
     return f"GloballyUniqueId(created_on={creator}, local_id={number})"
 
 
-def _receive(place: int) -> RRef[Any]:
-    return cast("RRef[Any]", RRef.of(take_offered(place)))
+def _receive(place: int, label: int) -> RRef[Any]:
+    rref = cast("RRef[Any]", RRef.of(take_offered(place)))
+    rref._label = label
+    return rref
+
+
+class _Labels:
+    """The numbers by which people know the references that this worker makes, as torch counts: references and their
+    creator's handles in one row."""
+
+    def __init__(self) -> None:
+        self.begin()
+
+    def begin(self) -> None:
+        """With a new agent: none were made yet."""
+        self._next = 0
+        self._lock = threading.Lock()
+
+    def next(self, count: int) -> int:
+        """The first of the next so many numbers."""
+        with self._lock:
+            first, self._next = self._next, self._next + count
+        return first
+
+
+labels: Final = _Labels()
 
 
 def _value_of(rref: PyRRef[T]) -> T:

@@ -15,7 +15,7 @@ from farcall.pytorch import api
 from farcall.pytorch.constants import UNSET_RPC_TIMEOUT
 from farcall.pytorch.envelopes import rides_along
 from farcall.pytorch.futures import RpcFuture
-from farcall.pytorch.rref import PyRRef, RRef
+from farcall.pytorch.rref import PyRRef, RRef, labels
 
 
 def _local_invoke(rref: PyRRef[Any], func_name: str, args: Any, kwargs: Any) -> Future[Any]:
@@ -35,7 +35,9 @@ def _invoke_rpc(
         return rpc_api(owner, _local_invoke, args=(rref, func_name, args, kwargs), timeout=timeout)
     handle = rref._handle
     if rpc_api is api.remote:
+        getattr(rref._get_type(timeout), func_name)  # nobody would hear of it before the result is asked for
         result = cast("RRef[Any]", RRef.of(handle.book.calling.remote_on(handle, func_name, args, kwargs)))
+        result._label = labels.next(2)
         if timeout != UNSET_RPC_TIMEOUT:
             result._watch_creation(timeout)
         return result

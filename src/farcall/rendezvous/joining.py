@@ -76,7 +76,7 @@ def _refuse_double_names(arrivals: Mapping[int, _Arrival]) -> None:
         name = arrivals[rank].name
         if name in first:
             raise RendezvousError(
-                f"two workers are called {name!r}, rank {first[name]} and rank {rank}; "
+                f"the worker name {name!r} is not unique: rank {first[name]} and rank {rank} have it; "
                 "give each worker a name of its own"
             )
         first[name] = rank

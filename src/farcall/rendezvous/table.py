@@ -127,7 +127,7 @@ class StoreTable:
             if member.name == hello.name:
                 self._break(
                     hello.rank,
-                    f"two workers are called {hello.name!r}, rank {member.rank} and rank {hello.rank}; "
+                    f"the worker name {hello.name!r} is not unique: rank {member.rank} and rank {hello.rank} have it; "
                     "give each worker a name of its own",
                 )
                 return StoreRefused(self._broken[hello.rank], final=True)

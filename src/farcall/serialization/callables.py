@@ -144,7 +144,10 @@ def _find_function(blob: bytes, worker: str) -> Any:
     try:
         function = path(found)
     except Exception as error:
-        raise SerializationError(f"{worker} has no function `{qualname}` in module `{module}`: {advice}") from error
+        raise SerializationError(
+            f"{worker} has no function `{qualname}` in module `{module}`: {advice} It goes by its name: the RPC "
+            "pickler does not serialize the code of a module's functions"
+        ) from error
     if len(_names) >= _MAX_NAMES:
         _names.clear()
     _names[blob] = module, path

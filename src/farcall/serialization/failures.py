@@ -339,7 +339,7 @@ def _stand_in(node: _Node, worker: str, function: str, reason: BaseException) ->
     traceback = "\n".join(node.notes).strip("\n")
     return RemoteError(
         f"worker {worker!r} raised {node.type_name} in `{function}`: {node.message}\n"
-        f"(it cannot be rebuilt here: {_text(reason)})",
+        f"(it cannot be rebuilt here: {_text(reason)}. Original exception on remote side was: {node.type_name})",
         node.type_name,
         node.message,
         traceback,
