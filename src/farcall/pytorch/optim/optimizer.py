@@ -39,7 +39,7 @@ class _CompiledStep(nn.Module):  # type: ignore[misc]  # torch may not be there 
         super().__init__()
         self.optim = optim
 
-    @torch.jit.export
+    @torch.jit.export  # type: ignore[untyped-decorator]  # as torch is
     def step(self, gradients: list[torch.Tensor | None]) -> None:
         self.optim.step(gradients)
 
