@@ -39,9 +39,10 @@ class _CompiledStep(nn.Module):  # type: ignore[misc]  # torch may not be there 
         super().__init__()
         self.optim = optim
 
-    @torch.jit.export  # type: ignore[untyped-decorator]  # as torch is
     def step(self, gradients: list[torch.Tensor | None]) -> None:
         self.optim.step(gradients)
+
+    step = torch.jit.export(step)  # not above it: mypy wants a comment there that TorchScript takes for a type
 
 
 class _FunctionalOptimizer:
