@@ -344,7 +344,8 @@ def test_the_architecture_names_every_layer_and_every_module_of_the_agent() -> N
     entries = re.findall(r"^ {2,4}(\S+(?:, \S+)*)(?:  |$)", tree, re.MULTILINE)
     named = {name for entry in entries for name in entry.split(", ")}
     assert (layers | agent) - {"__pycache__/", "py.typed", "__init__"} <= named
-    assert named <= layers | agent | {path.stem for path in package.glob("*/*.py")}
+    folders = {f"{path.parent.name}/" for path in package.glob("*/*/__init__.py")}
+    assert named <= layers | agent | folders | {path.stem for path in package.glob("*/*.py")}
 
 
 def test_the_architecture_shows_the_import_table_that_is_enforced() -> None:

@@ -215,7 +215,7 @@ def test_a_name_that_is_there_is_refused_and_all_who_collect_are_told() -> None:
     desk.ask(0, Collect(1, "p/", 3, 5))
     desk.ask(1, Get(1, "k", 5))
     refusal = desk.hello(2, name="worker1")
-    why = "the worker name 'worker1' is not unique: rank 1 and rank 2; give each worker a name of its own"
+    why = "the worker name 'worker1' is not unique: rank 1 and rank 2 have it; give each worker a name of its own"
     assert refusal == StoreRefused(why, final=True)
     assert desk.table.take_replies() == [(0, Failed(1, why))]
     assert desk.ask(1, Collect(2, "p/", 3, 5)) == [(1, Failed(2, why))]

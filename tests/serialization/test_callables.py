@@ -222,8 +222,8 @@ def test_a_missing_function_says_who_lacks_what() -> None:
     with pytest.raises(SerializationError) as caught:
         resolve_function(blob("absent"), "worker2")
     assert str(caught.value) == (
-        f"worker 'worker2' has no function `absent` in module `{HERE}`: is the same code installed there? It goes by its "
-        "name: the RPC pickler does not serialize the code of a module's functions"
+        f"worker 'worker2' has no function `absent` in module `{HERE}`: is the same code installed there? It goes by "
+        "its name: the RPC pickler does not serialize the code of a module's functions"
     )
     with pytest.raises(SerializationError) as caught:
         resolve_function(b"absent_module\0train", "worker2")

@@ -87,7 +87,6 @@ class Agent(RpcAgent):
         self.device_maps = options.device_maps
         """Stored for those who move tensors; the agent itself does nothing with it."""
         self._rendezvous = rendezvous
-        self._transports = transports
         self._incoming: set[Incoming] = set()
         self._connections: dict[Outgoing, object] = {}
         self._counting = Counting()
@@ -122,8 +121,8 @@ class Agent(RpcAgent):
                 "MemoryError", "there was not even memory to tell what is wrong", name, "a function"
             )
             jobs = jobs_for(options.allow, name)
-            outcomes = (last_resort, *jobs, self.failure_to_send)
-            self._place = Workplace(name, self._loop, self._serving, self.book, *outcomes)
+            last = (last_resort, *jobs, self.failure_to_send)
+            self._place = Workplace(name, self._loop, self._serving, self.book, *last)
             self.calling = self.book.calling = Calling(self.info, self.book, self._place, options.rpc_timeout)
             # The methods of these names, one frame shorter: they are the fast path.
             self.call = self.calling.call  # type: ignore[method-assign]
@@ -367,8 +366,8 @@ class Agent(RpcAgent):
 
     def calls_started(self) -> int:
         """How many calls this worker has made so far, and messages about references: a release may lead to others."""
-        calls = sum(connection.calls_started for connection in list(self._connections))
-        return self._counting.calls_before() + calls + self.book.mailboxes.messages_sent()
+        now = sum(connection.calls_started for connection in list(self._connections))
+        return self._counting.calls_before() + now + self.book.mailboxes.messages_sent()
 
     def shutdown(self, graceful: bool = False, timeout: float = 0.0) -> None:
         """Leaves the group and frees everything, in any case.
