@@ -21,6 +21,7 @@ from typing import Any, Final, ParamSpec, TypeAlias, TypeVar
 from farcall import api as _farcall
 from farcall.errors import NotInitializedError, RpcTimeoutError, WorkerLost
 from farcall.futures import Future
+from farcall.pytorch import autograd
 from farcall.pytorch.callees import callee_of
 from farcall.pytorch.constants import UNSET_RPC_TIMEOUT
 from farcall.pytorch.envelopes import Departure, Request, Trip, board, reply_of, rides_along, run, run_remotely
@@ -436,4 +437,5 @@ def _finalize_shutdown() -> None:
             _get_current_rpc_agent().shutdown()
         finally:
             _cleanup_python_rpc_handler()
+            autograd.close()
             _reset_current_rpc_agent()

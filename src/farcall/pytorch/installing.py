@@ -42,6 +42,7 @@ _NAMES: Final = (
     ("torch._jit_internal", "PyRRef", "farcall.pytorch.rref", "PyRRef"),
     ("torch.jit.annotations", "RRef", "farcall.pytorch.rref", "RRef"),
     ("torch.nn.parallel.distributed", "RRef", "farcall.pytorch.rref", "RRef"),
+    ("torch.distributed", "Reducer", "farcall.pytorch.autograd.reducers", "Reducer"),
     ("torch.futures", "collect_all", "farcall.pytorch.futures", "collect_all"),
     ("torch.futures", "wait_all", "farcall.pytorch.futures", "wait_all"),
 )
