@@ -1,1 +1,1 @@
-"""A training step with distributed autograd, on torch's RPC and on farcall: the same program, after `install()` or not."""
+"""A training step with distributed autograd, on torch's RPC and on farcall: the same program on both."""

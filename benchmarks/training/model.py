@@ -1,4 +1,4 @@
-"""What is trained, as PyTorch's tutorial on distributed RNNs has it: table and decoder on a server, layers between here.
+"""What is trained, as in PyTorch's tutorial on distributed RNNs: table and decoder on a server, layers between here.
 
 A step: the words go to the server's embedding table, what comes back through the recurrent layers of the trainer, and
 from there to the server's decoder; then a backward pass through all of it, and a step of the optimizers on both.

@@ -102,9 +102,8 @@ def main(arguments: list[str] | None = None) -> int:
         system: {name: statistics.median(each[name] for each in found) for name in found[0]}
         for system, found in rounds.items()
     }
-    ratios = {
-        name: medians["torch"][name] / micros for name, micros in medians.get("farcall", {}).items() if "torch" in rounds
-    }
+    both = SYSTEMS if set(SYSTEMS) <= rounds.keys() else ()
+    ratios = {name: medians["torch"][name] / micros for name, micros in medians["farcall"].items()} if both else {}
     rows = [
         [name, *(f"{medians[system][name]:,.0f}" for system in rounds), f"{ratios[name]:.2f}" if ratios else "–"]
         for name in next(iter(medians.values()))
