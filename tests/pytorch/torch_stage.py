@@ -23,6 +23,7 @@ import torch.distributed as dist
 
 import farcall.pytorch as rpc
 from farcall.pytorch import api
+from gates import gates, new_gate
 
 LIMIT: Final = 30.0
 """Seconds that a forked group has for everything."""
@@ -145,3 +146,13 @@ def add(left: Any, right: Any) -> Any:
 
 def fail(message: str = "no") -> Any:
     raise ValueError(message)
+
+
+def make_gate(name: str) -> None:
+    """On another worker: a gate for `wait_at`."""
+    new_gate(name)
+
+
+def open_gate(name: str) -> None:
+    """On another worker: opens that gate."""
+    gates[name].set()

@@ -137,14 +137,17 @@ def noted(future: Any) -> Any:
 @contextlib.contextmanager
 def _wait_all() -> Iterator[None]:
     """Waits at its end for all futures that `rpc_async` has given to this thread inside. Raises their first error."""
-    _thread_local_var.future_list = []
+    outer = getattr(_thread_local_var, "future_list", None)
+    futures: list[Any] = []
+    _thread_local_var.future_list = futures
     try:
         yield
     finally:
-        try:
-            wait_all(_thread_local_var.future_list)
-        finally:
+        if outer is None:
             del _thread_local_var.future_list
+        else:
+            _thread_local_var.future_list = outer
+        wait_all(futures)
 
 
 @_require_initialized

@@ -127,6 +127,7 @@ class PyRRef(_OwnRRef[T]):
     def _watch_creation(self, timeout: float) -> None:
         """Of a remote call that must be through in a given time."""
         self._creation = self._fetch(PRESENCE, timeout, unattended=True)
+        self._creation.watch(_known, waker=False, attended=True)  # whoever fetches the value hears of its failure
 
     def _get_profiling_future(self) -> torch.futures.Future:
         """Done when the profiler has what it wants of the remote call. Raises `RuntimeError` if it was not profiled."""
@@ -239,6 +240,10 @@ class _Labels:
 
 
 labels: Final = _Labels()
+
+
+def _known(creation: Future[Any]) -> None:
+    """That it has failed is no news to anybody."""
 
 
 def _value_of(rref: PyRRef[T]) -> T:
