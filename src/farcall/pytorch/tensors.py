@@ -21,12 +21,11 @@ have to see them (`envelopes`).
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from ctypes import c_char, string_at
-from functools import wraps
 from pickle import PickleBuffer
-from typing import Any, Final, ParamSpec, TypeVar
+from typing import Any, Final
 
 import torch
 from torch.nn import Parameter
@@ -53,10 +52,6 @@ _TYPES: Final[dict[str, torch.dtype]] = {name: kind for kind, name in _NAMES.ite
 _IN_NUMPY: Final[dict[str, Any]] = {} if numpy is None else {n: numpy.dtype(n) for n in _TYPES if hasattr(numpy, n)}
 """The same in numpy, of those that it has: a tensor over an array over memory is made quicker than one over memory."""
 
-P = ParamSpec("P")
-R = TypeVar("R")
-
-_profiler_enabled: Final = torch.autograd._profiler_enabled
 _strided: Final = torch.strided
 _frombuffer: Final = torch.frombuffer
 _from_numpy: Final = torch.from_numpy
@@ -113,26 +108,6 @@ def _place_apart(sent: _Apart, tensor: torch.Tensor) -> tuple[Any, ...]:
     return take_apart, (list(sent).index(id(tensor)),)
 
 
-def _unrecorded(function: Callable[P, R]) -> Callable[P, R]:
-    """What it does is not shown in profiles: how a tensor travels is none of the program's operators."""
-
-    @wraps(function)
-    def unrecorded(*args: P.args, **kwargs: P.kwargs) -> R:
-        if not _profiler_enabled():
-            return function(*args, **kwargs)
-        torch.autograd._enable_record_function(False)
-        try:
-            return function(*args, **kwargs)
-        finally:
-            torch.autograd._enable_record_function(True)
-
-    return unrecorded
-
-
-# Sending
-
-
-@_unrecorded
 def reduce_tensor(tensor: torch.Tensor) -> Any:
     """What pickle makes of a tensor. Raises `RuntimeError` for one on another device than the processor."""
     if _thread.sent is not None:
@@ -147,7 +122,6 @@ def reduce_tensor(tensor: torch.Tensor) -> Any:
     return rebuild_tensor, (_memory(tensor), name, tuple(tensor.shape))
 
 
-@_unrecorded
 def reduce_parameter(parameter: Parameter) -> Any:
     """The same for a parameter of a module, which arrives as one."""
     if _thread.sent is not None:
@@ -223,7 +197,6 @@ def _extent(shape: Sequence[int], strides: Sequence[int]) -> int:
 # Receiving
 
 
-@_unrecorded
 def rebuild_tensor(
     memory: Any, name: str, shape: tuple[int, ...], strides: tuple[int, ...] | None = None, requires_grad: bool = False
 ) -> torch.Tensor:
@@ -260,7 +233,6 @@ def rebuild_with_gaps(dense: torch.Tensor, strides: tuple[int, ...], requires_gr
     return tensor.requires_grad_() if requires_grad else tensor
 
 
-@_unrecorded
 def rebuild_parameter(tensor: torch.Tensor, requires_grad: bool) -> Parameter:
     """A parameter of a module again."""
     return Parameter(tensor, requires_grad)
