@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 import torch
 import torch.distributed as dist
 
-from farcall.pytorch import api, device_maps
+from farcall.pytorch import api, device_maps, devices, plain_tensors
 from farcall.pytorch import constants as rpc_constants
 from farcall.pytorch.agent import TensorPipeAgent
 from farcall.pytorch.options import TensorPipeRpcBackendOptions
@@ -100,7 +100,7 @@ def _tensorpipe_construct_rpc_backend_options_handler(
 def _tensorpipe_init_backend_handler(
     store: Any, name: str, rank: int, world_size: int | None, rpc_backend_options: Any
 ) -> TensorPipeAgent:
-    if world_size and not isinstance(store, dist.Store):
+    if not isinstance(store, dist.Store):
         raise TypeError(f"`store` must be a c10d::Store. {store}")
     if not isinstance(rpc_backend_options, TensorPipeRpcBackendOptions):
         raise TypeError(f"`rpc_backend_options` must be a `TensorPipeRpcBackendOptions`. {rpc_backend_options}")
@@ -117,4 +117,6 @@ def _tensorpipe_init_backend_handler(
     return agent
 
 
+devices.ride()
+plain_tensors.count_as_plain()
 register_backend("TENSORPIPE", _tensorpipe_construct_rpc_backend_options_handler, _tensorpipe_init_backend_handler)

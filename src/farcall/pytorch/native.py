@@ -31,14 +31,13 @@ from farcall.pytorch.invoking import (
     _invoke_rpc_torchscript,
 )
 from farcall.pytorch.options import _TensorPipeRpcBackendOptionsBase
-from farcall.pytorch.profiling import (
-    RemoteProfilerManager,
-    _disable_server_process_global_profiler,
-    _enable_server_process_global_profiler,
-    _set_profiler_node_id,
-)
+from farcall.pytorch.profiling import RemoteProfilerManager, _set_profiler_node_id
 from farcall.pytorch.rref import PyRRef
 from farcall.pytorch.script_modules import _disable_jit_rref_pickle, _enable_jit_rref_pickle
+from farcall.pytorch.server_process_global_profiler import (
+    _disable_server_process_global_profiler,
+    _enable_server_process_global_profiler,
+)
 from farcall.pytorch.workers import WorkerInfo
 
 __all__ = [
