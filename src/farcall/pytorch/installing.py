@@ -13,6 +13,8 @@ from typing import Final
 
 import torch
 
+from farcall.pytorch.later import substitute_later
+
 _MODULES: Final = {
     "torch.distributed.rpc": "farcall.pytorch",
     "torch.distributed.rpc.api": "farcall.pytorch.api",
@@ -27,6 +29,18 @@ _MODULES: Final = {
     "torch._C._distributed_rpc": "farcall.pytorch.native",
 }
 """What stands for which module of torch's."""
+
+_LATER: Final = {
+    "torch.distributed.rpc._testing": ("farcall.pytorch._testing", None),
+    "torch.distributed.rpc._testing.faulty_agent_backend_registry": (
+        "farcall.pytorch._testing.faulty_agent_backend_registry",
+        None,
+    ),
+    "torch.distributed.optim.optimizer": ("farcall.pytorch.optim.optimizer", "DistributedOptimizer"),
+    "torch.distributed.nn.api.remote_module": ("farcall.pytorch.nn.remote_module", "RemoteModule"),
+    "torch.distributed.nn.jit.instantiator": ("farcall.pytorch.nn.instantiator", None),
+}
+"""The same for modules that torch imports only when asked to, and the name that the package of each has from it."""
 
 _NAMES: Final = (
     ("torch._jit_internal", "RRef", "farcall.pytorch.rref", "RRef"),
@@ -52,6 +66,13 @@ def install() -> None:
         _replace(name, importlib.import_module(ours))
     for module, name, ours, ours_name in _NAMES:
         setattr(importlib.import_module(module), name, getattr(importlib.import_module(ours), ours_name))
+    substitute_later({name: ours for name, (ours, _) in _LATER.items()})
+    for name, (ours, bound) in _LATER.items():
+        if name in sys.modules:  # somebody has been earlier
+            _replace(name, importlib.import_module(ours))
+            if bound is not None:
+                package = sys.modules[".".join(name.split(".")[:3])]
+                setattr(package, bound, getattr(sys.modules[name], bound))
 
 
 def _replace(name: str, module: ModuleType) -> None:

@@ -9,14 +9,20 @@ have to see them (`envelopes`).
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from functools import wraps
 from pickle import PickleBuffer
-from typing import Any
+from typing import Any, ParamSpec, TypeVar
 
 import torch
 
 from farcall.serialization import register_reducer
+
+P = ParamSpec("P")
+R = TypeVar("R")
+
+_profiler_enabled = torch.autograd._profiler_enabled
 
 
 class _Apart(dict[int, torch.Tensor]):
@@ -59,6 +65,23 @@ def take_apart(place: int) -> torch.Tensor:
     return _thread.received[place]
 
 
+def _unrecorded(function: Callable[P, R]) -> Callable[P, R]:
+    """What it does is not shown in profiles: how a tensor travels is none of the program's operators."""
+
+    @wraps(function)
+    def unrecorded(*args: P.args, **kwargs: P.kwargs) -> R:
+        if not _profiler_enabled():
+            return function(*args, **kwargs)
+        torch.autograd._enable_record_function(False)
+        try:
+            return function(*args, **kwargs)
+        finally:
+            torch.autograd._enable_record_function(True)
+
+    return unrecorded
+
+
+@_unrecorded
 def reduce_tensor(tensor: torch.Tensor) -> Any:
     """What pickle makes of a tensor."""
     sent = _thread.sent
@@ -74,6 +97,7 @@ def reduce_tensor(tensor: torch.Tensor) -> Any:
     return rebuild_tensor, (PickleBuffer(memory), tensor.dtype, tuple(tensor.shape), tensor.requires_grad)
 
 
+@_unrecorded
 def rebuild_tensor(memory: Any, dtype: torch.dtype, shape: tuple[int, ...], requires_grad: bool) -> torch.Tensor:
     """A tensor again, in the memory that came."""
     view = memoryview(memory)

@@ -30,6 +30,7 @@ from farcall.errors import NotAllowedError, SerializationError
 from farcall.serialization.arrays import ARRAY, STAND_INS, PendingArray
 from farcall.serialization.pending import Pending
 from farcall.serialization.pickler import Buffer, as_arguments, not_rebuilt
+from farcall.serialization.plain_arrays import MARK, unpack
 from farcall.serialization.plain_types import ARGUMENTS, QUICK, is_reserved, is_sound, takes_state
 
 _IMMUTABLE: Final = 1 << 8
@@ -266,6 +267,9 @@ def loads_guarded(payload: Buffer, buffers: Sequence[Buffer], guard: Guard) -> A
     if not payload:
         return None
     try:
+        if payload[0] == MARK:
+            guard.check_name("numpy", "ndarray")
+            return unpack(payload, buffers)
         try:
             if copyreg._extension_cache:  # type: ignore[attr-defined]  # the quick one hands out what is in it unasked
                 raise _Changeable

@@ -32,6 +32,10 @@ def echo(payload: Any) -> Any:
     return payload
 
 
+def take(payload: Any) -> None:
+    """The callee that keeps nothing."""
+
+
 class _TorchEnd(ReferenceUses, FutureCalls):
     """One worker of a group."""
 
@@ -62,6 +66,9 @@ class _TorchEnd(ReferenceUses, FutureCalls):
     def echo(self, payload: Any) -> Any:
         return self._rpc.rpc_sync(OWNER, echo, args=(payload,))
 
+    def send(self, payload: Any) -> None:
+        self._rpc.rpc_sync(OWNER, take, args=(payload,))
+
     def start(self) -> Any:
         return self._rpc.rpc_async(OWNER, noop)
 
@@ -90,6 +97,7 @@ class Torch(System):
     label = "torch.distributed.rpc"
     package = "torch"
     refers = True
+    threads = True
     starts_together = True
     usage = "`rpc_sync`, `rpc_async`, `remote`; tensors"
 
