@@ -65,7 +65,7 @@ class TestOnAnotherWorker:
         assert api.remote("worker1", scaled, (torch.ones(2),)).owner_name() == "worker1"
 
     def test_what_a_script_function_raises(self) -> None:
-        with pytest.raises(Exception, match="not two of them"):
+        with pytest.raises(RuntimeError, match=r"not two of them"):
             api.rpc_sync("worker1", refused, (torch.ones(2),))
 
     def test_of_a_marked_one_the_caller_gets_what_its_future_gives(self) -> None:

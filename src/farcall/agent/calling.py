@@ -221,7 +221,7 @@ class Calling:
                 body, buffers = dumps_arguments(function, args or (), kwargs, peer.info.name, by_value=not head)
             handles = list(collected)
         if peer.number == self._book.me:
-            check_usable(handles)
+            check_usable(handles, self._book)
             copies = [memoryview(bytearray(buffer)) for buffer in buffers]  # the caller may change its own
             value = Value()
             handle = self._book.make(value)

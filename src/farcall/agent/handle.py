@@ -12,7 +12,7 @@ from types import CodeType, FrameType
 from typing import TYPE_CHECKING, Any
 
 from farcall.agent.values import Value
-from farcall.errors import ExpelledError, OwnerLost, ReferenceRefused, RpcError, SerializationError
+from farcall.errors import ExpelledError, OwnerLost, ReferenceRefused, RpcError, SerializationError, UsageError
 from farcall.protocol.control import MOST_HANDLES
 from farcall.protocol.ids import ForkId, RRefId, Worker
 from farcall.serialization import collect, take_offered
@@ -97,8 +97,11 @@ def described(made: Made) -> str:
     return f"{code.co_filename}:{next(lines, code.co_firstlineno)}"
 
 
-def check_usable(handles: Sequence[Handle]) -> None:
-    """Raises the error of a handle that leads nowhere, and `SerializationError` if they are too many for a message."""
+def check_usable(handles: Sequence[Handle], book: ReferenceBook) -> None:
+    """Raises the error of a handle that leads nowhere, and `SerializationError` if they are too many for a message.
+
+    And `UsageError` for a handle of another book, in whose numbers it may be taken for something else.
+    """
     if len(handles) > MOST_HANDLES:
         raise SerializationError(
             f"a message with {len(handles)} references cannot be sent; at most {MOST_HANDLES} are allowed: "
@@ -106,6 +109,11 @@ def check_usable(handles: Sequence[Handle]) -> None:
         )
     for handle in handles:
         handle.check()
+        if handle.book is not book:
+            raise UsageError(
+                f"{handle.reference} is of another group, or of this worker before it was shut down: it cannot be "
+                "passed on here. Create it anew"
+            )
 
 
 def owner_lost(reference: RRefId, name: str) -> OwnerLost:

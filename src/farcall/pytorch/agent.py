@@ -1,7 +1,7 @@
 """`TensorPipeAgent`: farcall's agent under torch's name, with torch's constructor and methods.
 
-In a fixed group it meets the others at a store of torch's (`store`); in an open one it does so as any worker of farcall
-does, and the store is None. The device maps are kept here; what is done with them is in `devices`.
+It meets the others at a store of torch's (`store`). The device maps are kept here; what is done with them is in
+`devices`.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from farcall.pytorch.interpreter_waits import InterpreterWaits
 from farcall.pytorch.options import DeviceMap, _TensorPipeRpcBackendOptionsBase
 from farcall.pytorch.store import TorchStore
 from farcall.pytorch.workers import WorkerInfo, as_torch
-from farcall.rendezvous import Rendezvous, rendezvous
+from farcall.rendezvous import Rendezvous
 from farcall.security import Credentials
 from farcall.transports.network import local_address_towards, local_addresses
 
@@ -41,20 +41,21 @@ class TensorPipeAgent(Agent):
         self,
         store: Any,
         name: str,
-        worker_id: int,
+        rank: int,
         world_size: int | None,
-        opts: _TensorPipeRpcBackendOptionsBase,
+        rpc_backend_options: _TensorPipeRpcBackendOptionsBase,
         reverse_device_maps: dict[str, DeviceMap],
         devices: list[torch.device],
     ) -> None:
         """Joins the group. Raises `RendezvousError`, `RuntimeError` for a name that torch does not take."""
-        WorkerInfo(name, worker_id)  # refuses the name
+        WorkerInfo(name, rank)  # refuses the name
         self.store = store
-        """Of torch's, by which the workers met; None if they met otherwise."""
+        """Of torch's, by which the workers met."""
         self.is_static_group = bool(world_size)
         """Whether no worker can join or leave."""
-        self._opts = opts
+        self._opts = rpc_backend_options
         self._has_parted = False
+        self._infos: dict[int, WorkerInfo] = {}
         self.reverse_device_maps = reverse_device_maps
         """For a caller's name: where its device is that stands for ours."""
         self.used_devices = devices
@@ -63,25 +64,14 @@ class TensorPipeAgent(Agent):
         self._interpreter_waits: InterpreterWaits | None = None
 
         def meet(credentials: Credentials) -> Rendezvous:
-            if world_size and store is not None:
-                return _meet(store, worker_id, world_size)
-            options = opts
-            return rendezvous(
-                options.init_method,
-                name,
-                worker_id,
-                world_size or None,
-                options.init_timeout,
-                options.interface,
-                credentials,
-            )
+            return _meet(store, rank, world_size or None)
 
         def make(*given: Any) -> Agent:
             super(TensorPipeAgent, self).__init__(*given)
             return self
 
-        join_at(make, name, self._own_options(opts), meet)
-        self.device_maps = opts.device_maps
+        join_at(make, name, self._own_options(rpc_backend_options), meet)
+        self.device_maps = rpc_backend_options.device_maps
 
     def _own_options(self, opts: _TensorPipeRpcBackendOptionsBase) -> RpcBackendOptions:
         return opts.for_agent()
@@ -128,8 +118,14 @@ class TensorPipeAgent(Agent):
     # Who is there
 
     def get_worker_info(self, to: str | int | AnyWorkerInfo | None = None) -> WorkerInfo:
-        """See `RpcAgent`."""
-        return as_torch(super().get_worker_info(to))
+        """See `RpcAgent`. On the path of every call."""
+        peer = self._peers.get(to) if to is not None else None
+        if peer is None:
+            return as_torch(super().get_worker_info(to))
+        known = self._infos.get(peer.number)
+        if known is None:
+            known = self._infos[peer.number] = as_torch(peer.info)
+        return known
 
     def get_worker_infos(self) -> list[AnyWorkerInfo]:
         """See `RpcAgent`."""
@@ -206,7 +202,7 @@ def _within(surroundings: Sequence[Around]) -> Around | None:
     return around
 
 
-def _meet(store: Any, rank: int, world_size: int) -> Rendezvous:
+def _meet(store: Any, rank: int, world_size: int | None) -> Rendezvous:
     """The group that has the store; the first worker to come names this run of it."""
     ours = TorchStore(store, rank, world_size)
     run = ours.set_new(_RUN_KEY, uuid.uuid4().hex.encode()).decode()

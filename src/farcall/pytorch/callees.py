@@ -83,7 +83,7 @@ def script_call(
 
 
 def run_script(name: str, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
-    """Runs a script function. Raises what it raises, `RuntimeError` if there is none of that name here."""
+    """Runs a script function. Raises `RuntimeError` with what it raises, and if there is none of that name here."""
     function = torch.jit._state._python_cu.find_function(name)
     if function is None:
         module = name.removeprefix("__torch__.").rpartition(".")[0] or "the script"
@@ -91,7 +91,10 @@ def run_script(name: str, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any
             f"there is no script function `{name}` here: {module} has to be imported on this worker as on its caller, "
             "before it is called"
         )
-    return function(*args, **kwargs)
+    try:
+        return function(*args, **kwargs)
+    except torch.jit.Error as error:  # what its own code raised; torch tells callers of that as of all else
+        raise RuntimeError(str(error)) from None
 
 
 def run_async_script(name: str, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:

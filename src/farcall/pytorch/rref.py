@@ -188,6 +188,11 @@ class PyRRef(_OwnRRef[T]):
     def __reduce__(self) -> tuple[Callable[..., Any], tuple[Any, ...]]:
         return _receive, self._serialize()
 
+    def __copy__(self) -> RRef[T]:
+        rref = cast("RRef[T]", RRef.of(self._handle))
+        rref._label = self._label
+        return rref
+
     def _serialize(self) -> tuple[Any, ...]:
         """What stands for it in a pickle: its place among the references of the message that is being made."""
         self._refuse_if_deleted("fork an UserRRef")

@@ -6,7 +6,7 @@ workers that restrict what may be loaded. No sockets, no threads, no agent: byte
 
 from farcall.serialization.callables import callable_name, encode_function, resolve_function
 from farcall.serialization.failures import decode_failure, describe_failure, encode_failure, encode_text
-from farcall.serialization.guarded import Guard, loads_arguments_guarded, loads_guarded
+from farcall.serialization.guarded import Guard, loads_arguments_guarded, loads_guarded, register_plain
 from farcall.serialization.handles import collect, collecting, offering, take_offered
 from farcall.serialization.pickler import (
     Pickled,
@@ -45,6 +45,7 @@ __all__ = [
     "not_rebuilt",
     "offering",
     "register_family_reducer",
+    "register_plain",
     "register_reducer",
     "resolve_function",
     "take_offered",

@@ -54,10 +54,14 @@ def family_reducer(kind: type) -> Reducer | None:
     return None
 
 
+class _Pickler(pickle.Pickler):
+    """Knows our reducers from the start: quicker than to be told."""
+
+    dispatch_table = REDUCERS
+
+
 def dumps_reduced(value: Any, buffer_callback: Callable[[pickle.PickleBuffer], Any] | None) -> bytes:
     """As `pickle.dumps` with protocol 5, with our reducers. Raises whatever pickle raises."""
     file = io.BytesIO()
-    pickler = pickle.Pickler(file, 5, buffer_callback=buffer_callback)
-    pickler.dispatch_table = REDUCERS
-    pickler.dump(value)
+    _Pickler(file, 5, buffer_callback=buffer_callback).dump(value)
     return file.getvalue()

@@ -14,12 +14,14 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, Final
 
+import torch
+
 from farcall.agent.handle import Handle, stillborn
 from farcall.errors import RpcTimeoutError
 from farcall.options import RpcBackendOptions
 from farcall.pytorch import callees, envelopes
 from farcall.pytorch.agent import TensorPipeAgent
-from farcall.pytorch.options import TensorPipeRpcBackendOptions
+from farcall.pytorch.options import DeviceMap, TensorPipeRpcBackendOptions
 from farcall.serialization import callable_name, encode_function
 from farcall.testing.faulty import FaultyAgent
 from farcall.testing.faulty_options import (
@@ -70,9 +72,18 @@ class FaultyTensorPipeAgent(TensorPipeAgent, FaultyAgent):
 
     named: Mapping[bytes, Names] | None = _NAMED
 
-    def __init__(self, *args: Any) -> None:
-        """As `TensorPipeAgent`, with `FaultyTensorPipeRpcBackendOptions`."""
-        super().__init__(*args)
+    def __init__(
+        self,
+        store: Any,
+        name: str,
+        rank: int,
+        world_size: int | None,
+        opts: FaultyTensorPipeRpcBackendOptions,
+        reverse_device_maps: dict[str, DeviceMap],
+        devices: list[torch.device],
+    ) -> None:
+        """As `TensorPipeAgent`."""
+        super().__init__(store, name, rank, world_size, opts, reverse_device_maps, devices)
         # The methods of these names belong to the instance: they are a fast path.
         calling: Any = self.calling
         self._remote, self._remote_on = calling.remote, calling.remote_on

@@ -1,11 +1,11 @@
 """Methods for remote modules that have an interface of TorchScript's, generated from the signature of its `forward`.
 
 A generated module has `forward_async` and `forward` for plain Python (`_generated_methods`), and `Scriptable`, the
-class of the module that TorchScript gets to see in the place of a remote module. It compiles only what it has the source
-of, and its code cannot call ours: it calls methods that it is told to ignore, which Python runs. They find the remote
-module in an attribute, since they are bound anew at each call; TorchScript keeps no Python object in one, but a future
-whose value is such an object. A call is begun in the thread that asks for it, so that whatever rides along sees it;
-TorchScript waits for it in a task of its own, because a future of ours would give it a value that has no type there.
+class of the module that TorchScript gets to see in the place of a remote module. It compiles only what it has the
+source of, and its code cannot call ours: it calls methods that it is told to ignore, which Python runs. They find the
+remote module in an attribute, since they are bound anew at each call; TorchScript keeps no Python object in one, but a
+future whose value is such an object. A call is begun in the thread that asks for it, so that whatever rides along sees
+it; TorchScript waits for it in a task of its own, as a future of ours would give it a value that has no type there.
 """
 
 from __future__ import annotations

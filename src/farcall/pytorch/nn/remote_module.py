@@ -40,6 +40,8 @@ _REMOTE_MODULE_PICKLED_ATTRIBUTES: Final = (
 _REMOTE_MODULE_ATTRIBUTES_IGNORE_FOR_PICKLING: Final = (*vars(nn.Module()), "forward_async", "forward")
 """What does not: everything of `torch.nn.Module`, and the methods, which are installed anew."""
 
+_KNOWN_ATTRIBUTES: Final = {*_REMOTE_MODULE_PICKLED_ATTRIBUTES, *_REMOTE_MODULE_ATTRIBUTES_IGNORE_FOR_PICKLING}
+
 _REFUSED: Final = (
     *("register_buffer", "register_parameter", "add_module", "apply", "cuda", "ipu", "xpu", "cpu", "type", "float"),
     *("double", "half", "bfloat16", "to", "register_backward_hook", "register_forward_pre_hook"),
@@ -102,7 +104,8 @@ class _RemoteModule(nn.Module):  # type: ignore[misc]  # torch may not be there 
         info = agent.get_worker_info(where)
         self.on = where if where is not None else info.name
         self.device = str(place.device())
-        self.is_device_map_set = bool(agent._get_device_map(info))
+        device_map_for = getattr(agent, "_get_device_map", None)  # agents of other backends may know no devices
+        self.is_device_map_set = device_map_for is not None and bool(device_map_for(info))
 
     def _equip(self, interface: Any) -> None:
         """Sets its methods: those for that interface, or those that take anything."""
@@ -246,7 +249,7 @@ def _train(module_rref: PyRRef[Any], mode: bool) -> None:
 
 def _reduce_remote_module(remote_module: RemoteModule) -> Any:
     for name in remote_module.__dict__:
-        if name not in _REMOTE_MODULE_PICKLED_ATTRIBUTES + _REMOTE_MODULE_ATTRIBUTES_IGNORE_FOR_PICKLING:
+        if name not in _KNOWN_ATTRIBUTES:
             logger.warning("the attribute %r of a RemoteModule stays here: it is none of those that travel", name)
     state = {name: getattr(remote_module, name) for name in _REMOTE_MODULE_PICKLED_ATTRIBUTES}
     # Not the methods: a worker that has not generated them could not find them by their names.

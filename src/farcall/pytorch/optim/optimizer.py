@@ -14,7 +14,9 @@ from __future__ import annotations
 
 import logging
 import threading
-from collections.abc import Callable, Iterable, Sequence
+import warnings
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any, Final
 
 import torch
@@ -26,10 +28,21 @@ from farcall.pytorch.workers import WorkerInfo
 
 logger = logging.getLogger("farcall")
 
-_compiling: Final = threading.Lock()
+_compiler: Final = threading.Lock()
 """TorchScript compiles for one thread at a time."""
 _stepping: Final = threading.Lock()
 """All plain optimizers of a worker may be for the same parameters: one step at a time."""
+
+
+@contextmanager
+def _compiling() -> Iterator[None]:
+    """Around whatever has TorchScript compile: nobody asked for TorchScript, so nobody is told that it is deprecated."""
+    with _compiler:
+        with warnings.catch_warnings(record=True) as caught:
+            yield
+        for warning in caught:
+            if not issubclass(warning.category, DeprecationWarning):
+                warnings.warn_explicit(warning.message, warning.category, warning.filename, warning.lineno)
 
 
 class _CompiledStep(nn.Module):  # type: ignore[misc]  # torch may not be there when types are checked
@@ -39,9 +52,10 @@ class _CompiledStep(nn.Module):  # type: ignore[misc]  # torch may not be there 
         super().__init__()
         self.optim = optim
 
-    @torch.jit.export
     def step(self, gradients: list[torch.Tensor | None]) -> None:
         self.optim.step(gradients)
+
+    step = torch.jit.export(step)  # not above it: mypy wants a comment there that TorchScript takes for a type
 
 
 class _FunctionalOptimizer:
@@ -49,9 +63,8 @@ class _FunctionalOptimizer:
 
     def __init__(self, optimizer_class: Callable[..., Any], parameters: list[torch.Tensor], *args: Any, **kwargs: Any):
         self._parameters = parameters
-        optimizer = optimizer_class(parameters, *args, **kwargs)
-        with _compiling:
-            self._compiled = torch.jit.script(_CompiledStep(optimizer))
+        with _compiling():
+            self._compiled = torch.jit.script(_CompiledStep(optimizer_class(parameters, *args, **kwargs)))
 
     def step(self, context_id: int) -> None:
         """Applies the gradients of that context."""
@@ -143,8 +156,8 @@ class DistributedOptimizer:
 
 def _functional_class(optimizer_class: Any) -> Any:
     """Torch's compiled version of that class; None if there is none, or nothing is to be compiled."""
-    from torch.distributed.optim.utils import functional_optim_map  # imports what may be importing this module
-
+    with _compiling():
+        from torch.distributed.optim.utils import functional_optim_map  # imports what may be importing this module
     return functional_optim_map.get(optimizer_class) if torch.jit._state._enabled else None
 
 
