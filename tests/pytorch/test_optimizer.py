@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Iterator
 from typing import Any
 
@@ -79,6 +80,15 @@ def test_steps_are_those_of_the_optimizer(
     assert torch.allclose(here, there)
     assert not torch.allclose(there, torch.ones(3))
     assert there.grad is None  # it belongs to whoever trains here without contexts
+
+
+def test_nobody_is_told_that_torchscript_is_deprecated(gradients: dict[torch.Tensor, torch.Tensor]) -> None:
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("error", DeprecationWarning)
+        DistributedOptimizer(torch.optim.SGD, [RRef(torch.ones(1, requires_grad=True))], lr=0.1)
+        with optimizer._compiling():
+            warnings.warn("something else", UserWarning, stacklevel=1)
+    assert [str(warning.message) for warning in caught] == ["something else"]
 
 
 def test_parameters_without_a_gradient_are_let_be(gradients: dict[torch.Tensor, torch.Tensor]) -> None:

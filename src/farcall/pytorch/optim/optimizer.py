@@ -36,9 +36,10 @@ _stepping: Final = threading.Lock()
 
 @contextmanager
 def _compiling() -> Iterator[None]:
-    """Around whatever has TorchScript compile: nobody asked for TorchScript, so nobody is told that it is deprecated."""
+    """Around what has TorchScript compile: nobody asked for TorchScript, so nobody is told that it is deprecated."""
     with _compiler:
-        with warnings.catch_warnings(record=True) as caught:
+        with warnings.catch_warnings(record=True) as caught:  # some of torch's come through any filter
+            warnings.simplefilter("ignore", DeprecationWarning)
             yield
         for warning in caught:
             if not issubclass(warning.category, DeprecationWarning):
