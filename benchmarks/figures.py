@@ -25,6 +25,10 @@ class Results:
     """For each system: the time of a no-op as a multiple of the raw spinning ping-pong's, in slices side by side."""
     shared: dict[str, list[float]] = field(default_factory=dict)
     """For each system: references per second that are made, shared with a third worker, used once and dropped."""
+    data: dict[str, list[dict[str, float]]] = field(default_factory=dict)
+    """As `calls`, for large data and many threads: see `measure_data`."""
+    copy_us: list[float] = field(default_factory=list)
+    """Of memory to memory in one process, there and back."""
     import_ms: list[float] = field(default_factory=list)
     idle_percent: list[float] = field(default_factory=list)
     busy_spinning: list[float] = field(default_factory=list)
@@ -47,6 +51,15 @@ class Results:
         """The median over the rounds; None if it was not measured."""
         values = [found[measurement] for found in self.calls.get(system, ()) if measurement in found]
         return _median(values)
+
+    def median_data(self, system: str, measurement: str) -> float | None:
+        """The same of large data and many threads."""
+        return _median([found[measurement] for found in self.data.get(system, ()) if measurement in found])
+
+    @property
+    def median_copy(self) -> float | None:
+        """Microseconds; None if it was not measured."""
+        return _median(self.copy_us)
 
     def median_shared(self, system: str) -> float | None:
         """The median rate of shared references; None if it was not measured."""
@@ -162,6 +175,7 @@ def wanted_figures(results: Results) -> list[Figure]:
         Figure("remote + to_here, unix: faster than torch", torch.remote, 12),
         Figure("proxy call, unix: faster than torch", torch.proxy, 15),
         Figure("shared references, unix: torch's rate", torch.shared, 10),
+        *_data_figures(results),
         Figure("idle worker: share of a core", _median(results.idle_percent), 1, bound="<", unit=" %"),
         Figure(
             "8 busy workers: rate with spinning, of that without",
@@ -170,4 +184,30 @@ def wanted_figures(results: Results) -> list[Figure]:
             noise=_noise(results.busy_ratios),
         ),
         Figure("import farcall", results.median_import, 150, bound="<", unit=" ms"),
+    ]
+
+
+def _data_figures(results: Results) -> list[Figure]:
+    def faster(than: str, system: str, size: str) -> float | None:
+        return _ratio(results.median_data(than, f"echo {size}"), results.median_data(system, f"echo {size}"))
+
+    def threads(system: str, number: int) -> float | None:
+        return results.median_data(system, f"threads {number}")
+
+    return [
+        Figure("64 MiB there and back, unix: torch's bandwidth", faster("torch", "farcall-unix", "64 MiB"), 8, aim=12),
+        Figure(
+            "64 MiB tensor there and back, farcall.pytorch: torch's bandwidth", faster("torch", "edge", "64 MiB"), 8
+        ),
+        Figure(
+            "2 × 2 tensor there and back, farcall.pytorch: faster than torch",
+            _ratio(results.median("torch", "tensor_us"), results.median("edge", "tensor_us")),
+            12,
+        ),
+        Figure("1 MiB there and back, unix: torch's bandwidth", faster("torch", "farcall-unix", "1 MiB"), 6),
+        Figure("64 MiB there and back, tcp: torch's bandwidth", faster("torch", "farcall-tcp", "64 MiB"), 1.5),
+        Figure("64 MiB there and back, tcp: of a raw copy's", faster("raw-copy-tcp", "farcall-tcp", "64 MiB"), 0.8),
+        Figure("4 KiB there and back, unix: torch's rate", faster("torch", "farcall-unix", "4 KiB"), 10),
+        Figure("16 threads, unix: torch's rate", _ratio(threads("farcall-unix", 16), threads("torch", 16)), 10),
+        Figure("16 threads, unix: of one alone", _ratio(threads("farcall-unix", 16), threads("farcall-unix", 1)), 1),
     ]

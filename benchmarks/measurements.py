@@ -1,4 +1,5 @@
-"""What is measured: calls between two processes, references among three, an idle worker, many busy workers, an import.
+"""What is measured: calls and data between two processes, references among three, an idle worker, many busy workers, an
+import.
 
 Each function is one round.
 
@@ -24,6 +25,10 @@ _SLICE: Final = 100
 _SLICE_WARMUP: Final = 20
 _BUSY_SLICE: Final = 0.5
 """Seconds. Long against the time slices of a scheduler, short against the changes of a machine's speed."""
+SIZES: Final = {"4 KiB": 1 << 12, "1 MiB": 1 << 20, "64 MiB": 1 << 26}
+"""Of the arrays that are sent there and back."""
+THREADS: Final = (1, 16)
+"""That call at once."""
 _SETTLE: Final = 0.5
 """Seconds between the last call and the beginning of idleness."""
 
@@ -37,6 +42,10 @@ class Effort:
     warmup: int = 200
     pipelined: int = 5_000
     references: int = 10_000
+    data_seconds: float = 2.0
+    """For each size, for each number of threads, and for the no-ops beside a stream."""
+    streamed: int = 1 << 28
+    """Bytes of each array of the stream."""
     imports: int = 5
     idle_seconds: float = 5.0
     busy_seconds: float = 8.0
@@ -44,7 +53,16 @@ class Effort:
 
 
 QUICK: Final = Effort(
-    rounds=2, calls=300, warmup=50, pipelined=1_000, references=500, imports=2, idle_seconds=1.0, busy_seconds=1.0
+    rounds=2,
+    calls=300,
+    warmup=50,
+    pipelined=1_000,
+    references=500,
+    data_seconds=0.2,
+    streamed=1 << 24,
+    imports=2,
+    idle_seconds=1.0,
+    busy_seconds=1.0,
 )
 """Enough to see that everything works; too little for figures to believe in."""
 
@@ -52,7 +70,8 @@ QUICK: Final = Effort(
 def measure_calls(system: System, effort: Effort) -> dict[str, float]:
     """One round of calls between two processes: no-ops and, where the system can, many at once, and references.
 
-    The result has `p50_us` and `p99_us`, `calls_per_s` if it pipelines, `remote_us` and `proxy_us` (p50) if it refers.
+    The result has `p50_us` and `p99_us`, `calls_per_s` if it pipelines, `remote_us` and `proxy_us` (p50) if it refers,
+    `tensor_us` (p50), a tensor of 2 × 2 there and back, if it sends tensors.
     Raises EndpointFailed.
     """
     with Endpoints() as endpoints:
@@ -63,7 +82,42 @@ def measure_calls(system: System, effort: Effort) -> dict[str, float]:
         if system.refers:
             for command, name in (("remotes", "remote_us"), ("proxies", "proxy_us")):
                 result[name] = caller.ask(command, calls=effort.calls, warmup=effort.warmup)["p50_us"]
+        if system.package == "torch":
+            result["tensor_us"] = caller.ask("small_tensors", calls=effort.calls, warmup=effort.warmup)["p50_us"]
         return result
+
+
+def measure_data(system: System, effort: Effort) -> dict[str, float]:
+    """One round of arrays there and back and, where many threads may call at once, of these and of a stream.
+
+    The result has `echo <size>`, µs (p50), for each of `SIZES`; `threads <number>`, calls per second, for each of
+    `THREADS`; and `streaming`, the p99 of a no-op beside a stream of large arrays, µs. Raises EndpointFailed.
+    """
+    seconds = effort.data_seconds
+    result: dict[str, float] = {}
+    with Endpoints() as endpoints:
+        _, caller = start_ends(endpoints, system)
+        for name, size in SIZES.items():
+            times = caller.ask("echoes", size=size, calls=10 * effort.calls, warmup=effort.warmup, seconds=seconds)
+            result[f"echo {name}"] = times["p50_us"]
+        if system.threads:
+            for number in THREADS:
+                result[f"threads {number}"] = caller.ask("threads", threads=number, seconds=seconds)
+            result["streaming"] = caller.ask("streaming", size=effort.streamed, seconds=seconds)["p99_us"]
+    return result
+
+
+def measure_copy(effort: Effort) -> float:
+    """Microseconds in which memory of the largest of `SIZES` is copied in this process and copied back."""
+    source = bytearray(os.urandom(1 << 16) * (max(SIZES.values()) >> 16))
+    target = bytearray(len(source))
+    times = []
+    for _ in range(max(5, effort.imports)):
+        start = time.perf_counter()
+        target[:] = source
+        source[:] = target
+        times.append(time.perf_counter() - start)
+    return 1e6 * statistics.median(times)
 
 
 def measure_beside(system: System, yardstick: System, effort: Effort) -> float:

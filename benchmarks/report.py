@@ -12,9 +12,9 @@ from typing import Any, Final
 
 from farcall.bench import systems
 from farcall.bench.machine import describe
-from farcall.bench.tables import ABSENT, TextTable, number
+from farcall.bench.tables import ABSENT, TextTable, in_bytes, number, three_digits
 from figures import Figure, Results, torch_ratios
-from measurements import Effort
+from measurements import SIZES, THREADS, Effort
 
 _PACKAGES: Final = ("farcall", "torch", "rpyc")
 _STYLES: Final = {"missed": "red", "not measured": "yellow", "within noise": "yellow"}
@@ -41,6 +41,25 @@ def tables(results: Results, figures: Iterable[Figure], effort: Effort) -> list[
         ]
         for system in systems.ALL
         if system.refers and system.name in results.calls
+    ]
+    data = [
+        [
+            system.label,
+            *(_bandwidth(size, results.median_data(system.name, f"echo {name}")) for name, size in SIZES.items()),
+            *(number(results.median_data(system.name, f"threads {count}"), ",.0f") for count in THREADS),
+            number(results.median_data(system.name, "streaming"), ",.0f"),
+        ]
+        for system in (*systems.ALL, systems.COPY)
+        if system.name in results.data
+    ]
+    if data and results.median_copy is not None:
+        copied = _bandwidth(max(SIZES.values()), results.median_copy)
+        absent = [ABSENT] * (len(SIZES) - 1)
+        data.append(["memory, copied in one process", *absent, copied, *[ABSENT] * len(THREADS), ABSENT])
+    tensors = [
+        [system.label, number(results.median(system.name, "tensor_us"), ",.1f")]
+        for system in systems.ALL
+        if results.median(system.name, "tensor_us") is not None
     ]
     busy = [
         [label, f"{statistics.median(rates):,.0f}"]
@@ -75,6 +94,19 @@ def tables(results: Results, figures: Iterable[Figure], effort: Effort) -> list[
             references,
         ),
         TextTable(
+            f"Arrays there and back, and many threads (medians over {effort.rounds} rounds)",
+            [
+                "system",
+                *(f"{name}: GB/s" for name in SIZES),
+                *(f"{count} thread{'s' if count > 1 else ''}: calls/s" for count in THREADS),
+                f"no-op p99 µs beside a stream of {in_bytes(effort.streamed)}",
+            ],
+            data,
+        ),
+        TextTable(
+            f"A tensor of 2 × 2 there and back (medians over {effort.rounds} rounds)", ["system", "p50 µs"], tensors
+        ),
+        TextTable(
             f"{systems.BUSY_WORKERS} busy farcall workers that call each other",
             ["waiting", "calls/s, all together"],
             busy,
@@ -82,6 +114,11 @@ def tables(results: Results, figures: Iterable[Figure], effort: Effort) -> list[
         TextTable("The figures that are wanted", ["figure", "found", "wanted", "aim", "verdict"], wanted, _STYLES),
     ]
     return [table for table in every if table.rows]
+
+
+def _bandwidth(size: int, microseconds: float | None) -> str:
+    """Both ways together."""
+    return ABSENT if not microseconds else three_digits(2e-3 * size / microseconds)
 
 
 def machine(results: Results) -> dict[str, str]:

@@ -30,6 +30,8 @@ from measurements import (
     measure_beside,
     measure_busy,
     measure_calls,
+    measure_copy,
+    measure_data,
     measure_idle,
     measure_import,
     measure_shared,
@@ -94,6 +96,7 @@ def plan(chosen: Sequence[systems.System], effort: Effort, results: Results) -> 
     """All turns of the run in their order: a description, and what measures and records."""
     turns: list[Turn] = []
     farcall = next((system for system in chosen if system.family == "farcall"), None)
+    copies = [systems.COPY] if any(system.family == "raw" for system in chosen) else []
     yardsticks = {f"farcall-{kind}": systems.find(f"raw-spin-{kind}") for kind in ("unix", "tcp")}
 
     def calls(system: systems.System) -> None:
@@ -101,6 +104,9 @@ def plan(chosen: Sequence[systems.System], effort: Effort, results: Results) -> 
 
     def beside_raw(system: systems.System, raw: systems.System) -> None:
         results.beside_raw.setdefault(system.name, []).append(measure_beside(system, raw, effort))
+
+    def data(system: systems.System) -> None:
+        results.data.setdefault(system.name, []).append(measure_data(system, effort))
 
     def shared(system: systems.System) -> None:
         results.shared.setdefault(system.name, []).append(measure_shared(system, effort))
@@ -122,8 +128,12 @@ def plan(chosen: Sequence[systems.System], effort: Effort, results: Results) -> 
                 turns.append((f"{title} beside {raw.label}", lambda system=system, raw=raw: beside_raw(system, raw)))  # type: ignore[misc]
             if system.refers:
                 turns.append((f"{title}, shared references", lambda system=system: shared(system)))  # type: ignore[misc]
+        for system in rotated([*(each for each in chosen if each.threads), *copies], number):
+            title = f"round {number + 1}: {system.label}, large data and many threads"
+            turns.append((title, lambda system=system: data(system)))  # type: ignore[misc]
         if farcall is None:
             continue
+        turns.append((f"round {number + 1}: memory", lambda: results.copy_us.append(measure_copy(effort))))
         turns.append((f"round {number + 1}: an idle worker", lambda: idle(farcall)))
         turns.append((f"round {number + 1}: {systems.BUSY_WORKERS} busy workers, spinning and not", busy))
         turns.append((f"round {number + 1}: import farcall", lambda: results.import_ms.append(measure_import(effort))))

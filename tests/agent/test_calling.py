@@ -189,7 +189,8 @@ def test_no_memory_for_the_copies_of_large_arguments_takes_nothing(
 
     before, owned = numbers(group), len(group[0].book._references.owned)
     with monkeypatch.context() as patch:
-        patch.setattr(calling_module, "bytearray", no_memory, raising=False)
+        for name in ("bytearray", "bytes"):
+            patch.setattr(calling_module, name, no_memory, raising=False)
         with pytest.raises(MemoryError):
             remote(group[0], to, echo, numpy.zeros(100_000), passed)
     assert (numbers(group), len(group[0].book._references.owned)) == (before, owned)

@@ -16,7 +16,7 @@ from farcall.agent import reading as reading_module
 from farcall.agent.reading import Reading
 from farcall.errors import UsageError
 from farcall.futures import DONE, Future, run_callbacks
-from farcall.sleeping import FOREVER
+from farcall.sleeping import FOREVER, Gate
 from interleaving import Schedule, explore
 from interruption import At, Interrupt
 
@@ -274,6 +274,23 @@ def test_replies_that_nobody_reads_are_reported_when_the_reader_leaves(
     assert explore(scenario, files, preemptions) > 10
 
 
+def test_the_role_goes_to_a_thread_whose_reply_has_not_come() -> None:
+    """One whose reply has come is awake, or about to be: it would hand the role on, and nobody would read meanwhile."""
+    wire = Wire(Schedule((), ()))
+    settled, pending, last = [reading_module.Seat(Gate(), thread, wire.call(thread)) for thread in (1, 2, 3)]
+    settled.future.settle(DONE, 1)
+    reading = wire.reading
+    reading._queue.extend((settled, pending, last))
+    reading._holder = 9
+    reading.leave()
+    assert reading._holder == 2
+    assert list(reading._queue) == [settled, last]
+    assert [seat.gate.sleep(0.0) for seat in (settled, pending, last)] == [False, True, False]
+    last.future.settle(DONE, 3)
+    reading.leave()
+    assert reading._holder == 0, "those who are left need it no more"
+
+
 # Ctrl-C
 
 MACHINE = ("agent/reading.py",)
@@ -347,15 +364,32 @@ def test_an_interrupt_at_any_point_leaves_the_replies_to_somebody(urgent: bool) 
 # Waiting in the midst of a wait, as signal handlers and finalizers do
 
 
-@pytest.mark.parametrize("first", [False, True], ids=["queues", "reads"])
-def test_a_wait_at_any_point_of_a_wait_is_served_or_refused(first: bool) -> None:
+@pytest.mark.parametrize("replies", [(2, 1, 0), (1, 0, 2), (1, 2, 0)], ids=["queues", "reads", "settled within"])
+def test_a_wait_at_any_point_of_a_wait_is_served_or_refused(replies: tuple[int, ...]) -> None:
     """The nested wait takes the outer one's role and leaves it there; no other thread reads meanwhile."""
+    assert waits_within_a_wait(replies, Reading) == {"served", "refused"}
+
+
+class PassesAnInnerWait(Reading):
+    """Gives the role to an outer wait whose thread still waits further in, and gives it up there."""
+
+    def _next(self) -> reading_module.Seat | None:
+        return next((seat for seat in self._queue if not seat.future.done()), None)
+
+
+def test_the_role_does_not_pass_an_inner_wait() -> None:
+    with pytest.raises((AssertionError, RuntimeError)):
+        waits_within_a_wait((1, 2, 0), PassesAnInnerWait)
+
+
+def waits_within_a_wait(replies: tuple[int, ...], reading: type[Reading]) -> set[str]:
+    """A thread that waits for 0 waits for 1 at each point of it, and another waits for 2; what became of the former."""
     waited: set[str] = set()
     for point in itertools.count():
         hit: list[str] = []
 
         def scenario(schedule: Schedule, point: int = point, hit: list[str] = hit) -> Any:
-            wire = Wire(schedule)
+            wire = Wire(schedule, reading)
             outer, inner, other = wire.call(0), wire.call(1), wire.call(2)
             refused: list[str] = []
 
@@ -382,14 +416,14 @@ def test_a_wait_at_any_point_of_a_wait_is_served_or_refused(first: bool) -> None
                 wire.reading.wait(other, FOREVER)
                 assert other.value() == 2
 
-            wire.arrived.extend((1, 0, 2) if first else (2, 1, 0))
+            wire.arrived.extend(replies)
             return [interrupted, wait], lambda: idle_at_the_end(wire)
 
         explore(scenario, (), preemptions=1)
         if not hit:
             assert point > 10
             break
-    assert waited == {"served", "refused"}
+    return waited
 
 
 def test_a_wait_in_the_midst_of_reading_uses_the_role_and_leaves_it() -> None:
@@ -461,7 +495,7 @@ class LooksBeforeItQueues(Reading):
         if not self._holder:
             super().wait(future, deadline)
             return
-        seat = reading_module.Seat(self._new_gate(), threading.get_ident())
+        seat = reading_module.Seat(self._new_gate(), threading.get_ident(), future)
         self._new_gate().open()  # a step: another thread may run here
         with self._lock:
             self._queue.append(seat)

@@ -19,6 +19,8 @@ from farcall.errors import UsageError
 ANSWERS: dict[str, Any] = {
     "echoes": {"p50_us": 30.0, "p99_us": 90.0},
     "in_flight": 50_000.0,
+    "threads": 40_000.0,
+    "streaming": {"p50_us": 70.0, "p99_us": 777.0},
     "remotes": {"p50_us": 100.0, "p99_us": 200.0},
     "share_rate": 2_000.0,
     "start": 0.5,
@@ -56,6 +58,8 @@ def test_a_run_shows_tables_and_writes_json(ends: FakeEnds, tmp_path: Path, caps
     assert run(QUICK, [], Outputs(json=tmp_path / "found.json")) == 0
     out, err = capsys.readouterr()
     assert "30.0 µs" in out
+    assert "777 µs" in out
+    assert "40,000" in out
     assert "This was a quick run" in err
     found = json.loads((tmp_path / "found.json").read_text())
     assert found["measures"]["in_flight"]["systems"]["farcall"][0]["rounds"] == [50_000.0]

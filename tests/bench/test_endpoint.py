@@ -38,6 +38,17 @@ class Caller(FutureCalls):
         pass
 
 
+class StreamingCaller(Caller):
+    """Many threads may call it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.sent: list[int] = []
+
+    def send(self, payload: Any) -> None:
+        self.sent.append(len(payload))
+
+
 class ForgetfulCaller(Caller):
     def echo(self, payload: Any) -> Any:
         return payload[:-1] + b"\0"
@@ -74,6 +85,7 @@ class SharingCaller(Caller):
 def test_what_a_caller_can_be_asked_for_depends_on_what_it_can_do() -> None:
     plain = {"noops", "pipelined", "echoes", "in_flight", "stop"}
     assert set(endpoint.caller_commands(Caller())) == plain
+    assert set(endpoint.caller_commands(StreamingCaller())) == plain | {"threads", "streaming"}
     assert set(endpoint.caller_commands(SharingCaller())) == plain | {"remotes", "share_rate"}
 
 
@@ -106,6 +118,14 @@ def test_a_rate_in_flight_makes_the_calls() -> None:
     caller = Caller()
     assert endpoint.in_flight(caller, window=4, calls=100, seconds=60.0) > 0
     assert caller.noops == 5 + 100
+
+
+def test_payloads_are_sent_while_no_ops_are_timed() -> None:
+    caller = StreamingCaller()
+    found = endpoint.caller_commands(caller)["streaming"](size=1000, seconds=0.01)
+    assert 0 < found["p50_us"] <= found["p99_us"]  # type: ignore[index]
+    assert set(caller.sent) == {1000}
+    assert caller.noops > 0
 
 
 def test_a_role_that_cannot_be_taken_up_is_told_and_ends_it() -> None:

@@ -17,13 +17,17 @@ from farcall.bench.findings import (
     LATENCY_P99,
     SHARED,
     STARTUP,
+    STREAMING,
+    THREADS,
     Findings,
 )
 from farcall.bench.measurements import MEMORY_FACTOR, Measurer
 from farcall.bench.processes import EndpointFailed
 from farcall.bench.systems import OWN, PEERS, System
 
-EFFORT = dataclasses.replace(QUICK, sizes=(0, 65536, 1 << 20), windows=(1, 8), workers=(1, 2))
+EFFORT = dataclasses.replace(
+    QUICK, sizes=(0, 65536, 1 << 20), windows=(1, 8), workers=(1, 2), threads=(1, 4), streamed=(1 << 20,)
+)
 
 
 def usual(system: System, command: str, options: dict[str, Any]) -> Any:
@@ -32,6 +36,10 @@ def usual(system: System, command: str, options: dict[str, Any]) -> Any:
             return {"p50_us": 2.0 + options["size"], "p99_us": 9.0}
         case "in_flight":
             return 1000.0 * options["window"]
+        case "threads":
+            return 500.0 * options["threads"]
+        case "streaming":
+            return {"p50_us": 60.0, "p99_us": 0.001 * options["size"]}
         case "remotes":
             return {"p50_us": 50.0, "p99_us": 90.0}
         case "share_rate":
@@ -57,14 +65,18 @@ def test_a_payload_turn_finds_latency_and_from_64_kib_bandwidth() -> None:
 
 def test_the_other_turns_find_what_they_are_for() -> None:
     findings, ends = found_beside(), FakeEnds(usual)
-    for part in ("in-flight", "references", "startup"):
+    for part in ("in-flight", "threads", "streaming", "references", "startup"):
         measurer(findings, ends).turn(part, OWN)
     assert findings.median(IN_FLIGHT, OWN, 8) == 8000.0
+    assert findings.median(THREADS, OWN, 4) == 2000.0
+    assert findings.median(STREAMING, OWN, 1 << 20) == pytest.approx(1048.576e-6)
     assert findings.median(FETCHED, OWN, 1) == pytest.approx(20_000.0)
     assert findings.median(SHARED, OWN, 1) == 333.0
     assert [findings.median(STARTUP, OWN, count) for count in (1, 2)] == [0.5, 1.0]
     # Sharing needs a third end; workers are started by a process of their own each time.
-    assert [part for _, part in ends.opened] == ["in-flight", "references", "shared", "startup", "startup"]
+    assert [part for _, part in ends.opened] == [
+        *("in-flight", "threads", "streaming", "references", "shared", "startup", "startup")
+    ]
 
 
 def test_what_a_system_cannot_do_is_not_tried_and_has_its_reason() -> None:
@@ -74,6 +86,27 @@ def test_what_a_system_cannot_do_is_not_tried_and_has_its_reason() -> None:
     assert ends.opened == []
     assert findings.reason(IN_FLIGHT, PYRO5, 8) == "a proxy of Pyro5 has one call under way at a time"
     assert "no references" in str(findings.reason(SHARED, PYRO5, 1))
+
+
+def test_a_system_whose_caller_is_for_one_thread_is_not_tried_with_more() -> None:
+    findings, ends = found_beside(PYRO5, TORCH), FakeEnds(usual)
+    for part in ("threads", "streaming"):
+        measurer(findings, ends).turn(part, PYRO5)
+    assert ends.opened == []
+    assert findings.reason(THREADS, PYRO5, 4) == "its caller is used by one thread here"
+    assert findings.reason(STREAMING, PYRO5, 1 << 20) == "its caller is used by one thread here"
+    measurer(findings, ends).turn("threads", TORCH)
+    assert findings.times_as_fast(THREADS, TORCH, 4) is None
+    measurer(findings, ends).turn("threads", OWN)
+    assert findings.times_as_fast(THREADS, TORCH, 4) == 1.0
+
+
+def test_a_stream_for_which_there_is_no_memory_is_not_tried() -> None:
+    findings, ends = found_beside(), FakeEnds(usual)
+    measurer(findings, ends, memory=1 << 20).turn("streaming", OWN)
+    assert findings.median(STREAMING, OWN, 1 << 20) is None
+    assert "may be needed" in str(findings.reason(STREAMING, OWN, 1 << 20))
+    assert findings.reason(LATENCY, OWN, 1 << 20) is None
 
 
 def test_a_size_that_fails_ends_the_turn_and_is_not_tried_again() -> None:

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import asyncio
+import threading
 from collections.abc import Callable
 
 import pytest
@@ -96,3 +97,55 @@ def test_so_many_are_under_way_and_the_oldest_is_finished_first(count: int, wind
     keep_under_way(count, window, start, finished.append)
     assert finished == list(range(count))
     assert seen == most
+
+
+def test_all_threads_call_at_once_and_their_calls_are_counted() -> None:
+    together = threading.Barrier(3)
+    made: list[int] = []
+
+    def call() -> None:
+        me = threading.get_ident()
+        if threading.current_thread() is not threading.main_thread():
+            if me not in made:
+                together.wait(20)  # none gets past its first call before all three are there
+            made.append(me)
+
+    rate = timing.time_threads(call, threads=3, seconds=0.05)
+    assert len(set(made)) == 3
+    assert 0 < rate <= len(made) / 0.05
+
+
+def test_what_a_call_of_a_thread_raises_is_raised() -> None:
+    def call() -> None:
+        if threading.current_thread() is not threading.main_thread():
+            raise ValueError("no")
+
+    with pytest.raises(ValueError, match="no"):
+        timing.time_threads(call, threads=2, seconds=10.0)
+
+
+def test_calls_are_timed_while_the_load_goes_on() -> None:
+    loaded = threading.Semaphore(0)
+    loads: list[int] = []
+
+    def load() -> None:
+        loads.append(threading.get_ident())
+        loaded.release()
+
+    def call() -> None:
+        assert loaded.acquire(timeout=20)  # so there is a load for each call at least
+
+    found = timing.time_beside(call, load, seconds=0.02)
+    assert 0 < found["p50_us"] <= found["p99_us"]
+    assert set(loads[1:]) == {loads[-1]} != {threading.get_ident()}
+    assert len(loads) > timing.LEAST
+    assert not any(thread.name == "load" for thread in threading.enumerate())
+
+
+def test_a_load_that_fails_ends_the_timing() -> None:
+    def load() -> None:
+        if threading.current_thread() is not threading.main_thread():
+            raise ValueError("full")
+
+    with pytest.raises(ValueError, match="full"):
+        timing.time_beside(lambda: None, load, seconds=60.0)

@@ -13,15 +13,18 @@ from farcall.errors import ProtocolError
 from farcall.protocol import wire
 from farcall.protocol.wire import (
     CALL,
+    CONTROL,
     FAILURE,
     HEADER,
     LARGE,
     MAX_BUFFERS,
     MAX_HEAD,
     MAX_MESSAGE,
+    REMOTE,
     RESULT,
     Decoder,
     Message,
+    as_shared,
     encode,
     encode_shared,
     encode_start,
@@ -217,6 +220,15 @@ def test_the_layout() -> None:
         + b"hb"
     )
     assert HEADER.size == 24
+
+
+def test_a_message_with_buffers_can_be_told_to_have_them_in_shared_memory() -> None:
+    buffers = [memoryview(b"abc"), memoryview(bytes(16))]
+    whole = encode_start(REMOTE, 0, b"head", b"body", buffers)
+    shared = encode_shared(REMOTE, 0, b"head", b"body", [3, 16], 12, 34)
+    assert as_shared(whole, 12, 34) == shared
+    before = encode(CONTROL, 0, b"", b"letters") + encode(CONTROL, 0, b"x", b"")
+    assert as_shared(before + whole, 12, 34) == before + shared
 
 
 @pytest.mark.parametrize("body", [b"", b"body", b"b" * (LARGE + 1)])

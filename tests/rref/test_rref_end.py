@@ -61,6 +61,22 @@ def test_a_shutdown_with_nothing_left_is_silent(caplog: pytest.LogCaptureFixture
         assert [tables(agent) for agent in group] == [{}] * 3
 
 
+def test_a_reference_of_before_is_not_taken_for_one_of_now() -> None:
+    with LocalGroup(2) as before:
+        old = here(before[0], "old")
+        with LocalGroup(2) as group:
+            new = here(group[0], "new")
+            assert (old._handle.reference, old._handle.fork) == (new._handle.reference, new._handle.fork)
+            for to in (0, 1):
+                with pytest.raises(UsageError, match=r"before it was shut down.*Create it anew"):
+                    call(group[0], to, fetch, old)
+                with pytest.raises(UsageError, match="of another group"):
+                    remote(group[0], to, fetch, old)
+            assert call(group[0], 1, fetch, new) == "new"
+            del new
+        del old
+
+
 @pytest.mark.parametrize("graceful", [True, False])
 def test_a_use_after_the_shutdown_says_so(graceful: bool) -> None:
     with LocalGroup(2) as group:

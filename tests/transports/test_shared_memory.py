@@ -625,3 +625,48 @@ def test_many_threads_at_once(ends: Ends, background: ThreadPoolExecutor) -> Non
     assert sum(missed) < 8 * 60
     assert len(ends.numbers()) <= MOST_SEGMENTS
     assert all(segment.state() == 0 for segment in ends.lender._segments)
+
+
+# What the lender keeps
+
+
+def test_what_is_kept_is_not_lent_again_before_the_lender_lets_go(ends: Ends) -> None:
+    place, kept = ends.lender.keep([memoryview(data(1)), memoryview(b"xyz")]) or (None, [])
+    assert place is not None
+    assert [bytes(view) for view in kept] == [data(1), b"xyz"]
+    ends.borrower.take(place, [LEAST, 3])  # and lets go at once
+    other = ends.lend(data(2), b"abc")
+    assert other is not None
+    assert other.number != place.number
+    ends.lender.sweep(float("inf"))
+    assert place.number in ends.numbers()
+    assert bytes(kept[0]) == data(1)
+    kept.clear()
+    again = ends.lend(data(3), b"abc")
+    assert again is not None
+    assert again.number == place.number
+
+
+def test_what_is_kept_outlives_the_lender(ends: Ends) -> None:
+    place, kept = ends.lender.keep([memoryview(data(5))]) or (None, [])
+    assert place is not None
+    ends.borrower.take(place, [LEAST])
+    ends.close()
+    assert bytes(kept[0]) == data(5)
+    kept.clear()
+    assert (mapped(), descriptors()) == (0, 0)
+
+
+def test_what_was_not_told_can_be_taken_back(ends: Ends) -> None:
+    place, kept = ends.lender.keep([memoryview(data(6))]) or (None, [])
+    assert place is not None
+    ends.lender.take_back(place)
+    kept.clear()
+    again = ends.lend(data(7))
+    assert again == place
+
+
+def test_nothing_is_kept_where_nothing_is_lent() -> None:
+    ends = Ends(limit=0)
+    assert ends.lender.keep([memoryview(data(1))]) is None
+    ends.close()

@@ -27,7 +27,7 @@ from farcall.agent.guarding import jobs_for, reply_for
 from farcall.agent.handle import Handle
 from farcall.agent.incoming import Incoming
 from farcall.agent.inventory import Inventory
-from farcall.agent.lanes import Lane, pool_for
+from farcall.agent.lanes import IDLE, Lane, pool_for, received_memory
 from farcall.agent.listening import Listening, listen_on
 from farcall.agent.outgoing import Outgoing
 from farcall.agent.peers import Peer
@@ -83,6 +83,7 @@ class Agent(RpcAgent):
         self._strangers = Doorstep(self._credentials.limits)
         self._sizes = Sizes(options.max_head_size, options.max_message_size)
         self._pool = pool_for(name, options.shared_memory)
+        self._received = received_memory()
         self.options = options
         self.device_maps = options.device_maps
         """Stored for those who move tensors; the agent itself does nothing with it."""
@@ -180,6 +181,7 @@ class Agent(RpcAgent):
         self._strangers.expire(now)
         for lane in self._lanes():
             lane.sweep(now)
+        self._received.sweep(now - IDLE)
         if self.closed is None:
             self._listening.go_on()  # what took the last descriptor may not have been a connection of ours
 
@@ -196,6 +198,7 @@ class Agent(RpcAgent):
             self._pool,
         )
         incoming.traffic.decoder.limits = self._sizes
+        incoming.traffic.decoder.new_memory = self._received.take
         self._incoming.add(incoming)
         self._strangers.came(incoming, monotonic())
 
@@ -229,6 +232,7 @@ class Agent(RpcAgent):
             lost,
         )
         connection.traffic.decoder.limits = self._sizes
+        connection.traffic.decoder.new_memory = self._received.take
         connection.new_reply = reply_for(self.options.allow, self.info.name)
         self._connections[connection] = None
         if self.closed is not None:  # meanwhile
@@ -466,6 +470,7 @@ class Agent(RpcAgent):
         for incoming in list(self._incoming):
             incoming.close()
         self._pool.close()
+        self._received.close()
         self._poller.close()
 
     @property
@@ -496,5 +501,6 @@ class Agent(RpcAgent):
         for listener in self._listeners:
             listener.abandon()
         self._pool.close()
+        self._received.abandon()
         self._poller.abandon()
         self._rendezvous.store.abandon()

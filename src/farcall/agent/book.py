@@ -153,7 +153,7 @@ class ReferenceBook:
         if self._lock._is_owned():  # type: ignore[attr-defined]
             self._refuse_finalizers()
         if passed:
-            check_usable(passed)
+            check_usable(passed, self)
         made = made_here(self._record_stacks, depth=4)
         boxes = self.mailboxes
         with self._lock:
@@ -190,7 +190,7 @@ class ReferenceBook:
         Raises the error of a handle that leads nowhere, `WorkerLost` if the receiver is lost; then none was passed.
         """
         self._refuse_finalizers()
-        check_usable(handles)
+        check_usable(handles, self)
         with self._lock:
             self._check_peer(to)
             before, parcel = self._references.ids_given(to), None

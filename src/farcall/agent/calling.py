@@ -16,7 +16,7 @@ from typing import Any
 
 from farcall.agent.book import ReferenceBook
 from farcall.agent.calls import PendingCall
-from farcall.agent.execution import RemoteJob, Workplace
+from farcall.agent.execution import Workplace
 from farcall.agent.handle import Handle, check_usable
 from farcall.agent.lanes import FEW_HANDLES, SMALL_BODY, SMALL_HEAD
 from farcall.agent.outgoing import Outgoing
@@ -27,7 +27,7 @@ from farcall.errors import OwnerLost, RpcError, RpcTimeoutError, UnknownWorkerEr
 from farcall.options import UNSET_RPC_TIMEOUT
 from farcall.protocol.control import pack_handle, pack_section
 from farcall.protocol.ids import ForkId, Worker, WorkerInfo
-from farcall.protocol.wire import CALL, CALL_CARRYING, METHOD
+from farcall.protocol.wire import CALL, CALL_CARRYING, METHOD, as_shared
 from farcall.serialization import callable_name, collecting, dumps_arguments, encode_function
 from farcall.sleeping import FOREVER
 
@@ -215,27 +215,38 @@ class Calling:
     ) -> Handle:
         body = b""
         handles: Sequence[Handle] = ()
-        copies: Sequence[memoryview] = ()
+        buffers: Sequence[memoryview] = ()
         if args or kwargs or not head:
             with collecting() as collected:
                 body, buffers = dumps_arguments(function, args or (), kwargs, peer.info.name, by_value=not head)
             handles = list(collected)
-            # They are kept, and the caller may change its own.
-            copies = [memoryview(bytearray(buffer)) for buffer in buffers]
         if peer.number == self._book.me:
-            check_usable(handles)
+            check_usable(handles, self._book)
+            copies = [memoryview(bytearray(buffer)) for buffer in buffers]  # the caller may change its own
             value = Value()
             handle = self._book.make(value)
-            self._place.serving.submit(RemoteJob(self._place, value, head, body, copies, handles, keeps))
+            job = self._place.own_remote_job(self._place, value, head, body, copies, handles, keeps)
+            self._place.serving.submit(job)
             return handle
         connection = peer.connection
         if connection is None:
             connection, _ = self._connect(peer, function, self.rpc_timeout)
-        if copies or len(body) > SMALL_BODY or len(handles) > FEW_HANDLES or len(head) > SMALL_HEAD:
-            self._check_size(connection, function, head, len(handles) + 1, body, copies)
+        if buffers or len(body) > SMALL_BODY or len(handles) > FEW_HANDLES or len(head) > SMALL_HEAD:
+            self._check_size(connection, function, head, len(handles) + 1, body, buffers)
+        # What is sent is kept until it has arrived, as it may have to be sent again, and the caller may change its own.
+        lent = connection.lane.keep(buffers) if buffers else None
+        kept = lent[1] if lent is not None else [memoryview(bytes(buffer)) for buffer in buffers]
         try:
-            handle, message = self._book.call_remote(peer.number, handles, head, body, copies, connection, keeps)
-            connection.send_control(message, copies, self.rpc_timeout or FOREVER)
+            try:
+                handle, message = self._book.call_remote(peer.number, handles, head, body, kept, connection, keeps)
+            except RpcError:
+                if lent is not None:
+                    connection.lane.take_back(lent[0])
+                raise
+            if lent is not None:
+                connection.send_control(as_shared(message, *lent[0]), (), self.rpc_timeout or FOREVER)
+            else:
+                connection.send_control(message, kept, self.rpc_timeout or FOREVER)
         except RpcError:
             raise
         except BaseException as error:

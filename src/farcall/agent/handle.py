@@ -12,9 +12,9 @@ from types import CodeType, FrameType
 from typing import TYPE_CHECKING, Any
 
 from farcall.agent.values import Value
-from farcall.errors import ExpelledError, OwnerLost, ReferenceRefused, RpcError, SerializationError
+from farcall.errors import ExpelledError, OwnerLost, ReferenceRefused, RpcError, SerializationError, UsageError
 from farcall.protocol.control import MOST_HANDLES
-from farcall.protocol.ids import ForkId, RRefId
+from farcall.protocol.ids import ForkId, RRefId, Worker
 from farcall.serialization import collect, take_offered
 
 if TYPE_CHECKING:
@@ -62,6 +62,16 @@ class Handle:
         self.book.drop_later(self.reference, self.fork)
 
 
+def stillborn(book: ReferenceBook, owner: Worker, new_error: Callable[[], RpcError]) -> Handle:
+    """A handle of a reference that could not be made at `owner`: every use raises. Nobody else knows of it."""
+    if owner == book.me:
+        handle = book.own(None)  # which nobody gets to see
+    else:  # no reference has the number 0
+        handle = Handle(book, RRefId(owner, book.me, 0), ForkId(book.me, 0), None, made_here(False))
+    handle.new_error = new_error
+    return handle
+
+
 Made = str | tuple[CodeType, int]
 """Where a handle was made: a text, or a place in the bytecode, which is made a text only when somebody asks."""
 
@@ -87,8 +97,11 @@ def described(made: Made) -> str:
     return f"{code.co_filename}:{next(lines, code.co_firstlineno)}"
 
 
-def check_usable(handles: Sequence[Handle]) -> None:
-    """Raises the error of a handle that leads nowhere, and `SerializationError` if they are too many for a message."""
+def check_usable(handles: Sequence[Handle], book: ReferenceBook) -> None:
+    """Raises the error of a handle that leads nowhere, and `SerializationError` if they are too many for a message.
+
+    And `UsageError` for a handle of another book, in whose numbers it may be taken for something else.
+    """
     if len(handles) > MOST_HANDLES:
         raise SerializationError(
             f"a message with {len(handles)} references cannot be sent; at most {MOST_HANDLES} are allowed: "
@@ -96,6 +109,11 @@ def check_usable(handles: Sequence[Handle]) -> None:
         )
     for handle in handles:
         handle.check()
+        if handle.book is not book:
+            raise UsageError(
+                f"{handle.reference} is of another group, or of this worker before it was shut down: it cannot be "
+                "passed on here. Create it anew"
+            )
 
 
 def owner_lost(reference: RRefId, name: str) -> OwnerLost:

@@ -19,7 +19,7 @@ from farcall.agent.execution import Workplace
 from farcall.agent.jobs import Reply
 from farcall.agent.lanes import Lane
 from farcall.agent.poller import READABLE, WRITABLE, Poller
-from farcall.agent.reading import CHUNK
+from farcall.agent.reading import CHUNK, receive_large
 from farcall.agent.sending import InParts, Sender, Traffic
 from farcall.errors import ProtocolError, SerializationError
 from farcall.protocol.control import unpack_remote, unpack_section
@@ -100,8 +100,7 @@ class Incoming:
         try:
             decoder = self._decoder
             if decoder.space is not None:
-                count = self._channel.receive_into(decoder.space)
-                messages = decoder.filled(count) if count else None
+                messages = receive_large(self._channel, decoder)
             else:
                 data = self._channel.receive(CHUNK)
                 if self._peer is None:

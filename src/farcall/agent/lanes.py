@@ -22,6 +22,7 @@ from farcall.errors import ProtocolError
 from farcall.protocol.control import HANDLE_SIZE, SECTION_SIZE
 from farcall.protocol.wire import MAX_BUFFERS, Bytes, Sizes, encode_in_parts, encode_shared, encode_start
 from farcall.transports.base import Buffer, Channel
+from farcall.transports.received_memory import ReceivedMemory
 from farcall.transports.shared_memory import Borrower, Lender, Place, Pool
 
 logger = logging.getLogger("farcall")
@@ -29,6 +30,8 @@ logger = logging.getLogger("farcall")
 LEAST: Final = 1 << 16
 """Bytes from which on the buffers of a message go into shared memory. Less is faster through a socket."""
 _USUAL: Final = 4 << 30
+_MOST_KEPT: Final = 1 << 30
+"""Bytes that were received into and are kept for the next message, at most."""
 _MOST_SEGMENTS: Final = 128
 """At one worker: each has a descriptor."""
 FEW_HANDLES: Final = 16
@@ -48,6 +51,11 @@ def pool_for(name: str, limit: int | None) -> Pool:
         logger.warning("worker %r: %s; large data goes through sockets instead, and slower", name, what)
 
     return Pool(limit, _MOST_SEGMENTS, trouble)
+
+
+def received_memory() -> ReceivedMemory:
+    """What a worker receives large messages into, where they do not come in shared memory."""
+    return ReceivedMemory(min(_MOST_KEPT, os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // 16))
 
 
 class Lane:
@@ -122,6 +130,21 @@ class Lane:
         if total + len(body) >= LARGE:
             return InParts(encode_in_parts(kind, call_id, head, body, buffers), call_id, (head, body, *buffers))
         return (encode_start(kind, call_id, head, body, buffers), *buffers)
+
+    def keep(self, buffers: Sequence[memoryview]) -> tuple[Place, list[memoryview]] | None:
+        """Puts the buffers of a message into shared memory that is not used again while the views of it are there.
+
+        None if they go on the channel.
+        """
+        lender = self._lender
+        if lender is None or len(buffers) > MAX_BUFFERS or sum([buffer.nbytes for buffer in buffers]) < LEAST:
+            return None
+        return lender.keep(buffers)
+
+    def take_back(self, place: Place) -> None:
+        """The message with what was kept there is not going to be sent."""
+        if self._lender is not None:
+            self._lender.take_back(place)
 
     def take(self, descriptor: int, number: int, sizes: Sequence[int]) -> Sequence[Bytes]:
         """The buffers of a message that the other side has put into a segment. Raises `ProtocolError`."""

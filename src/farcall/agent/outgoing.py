@@ -28,7 +28,7 @@ from farcall.agent.calls import CallbackJob, PendingCall, Reply
 from farcall.agent.handle import Handle
 from farcall.agent.lanes import Lane
 from farcall.agent.poller import HUNG_UP, READABLE, WRITABLE, Poller
-from farcall.agent.reading import CANNOT_WAIT, CHUNK, LOOK_AGAIN, Reading, first_pause
+from farcall.agent.reading import CANNOT_WAIT, CHUNK, LOOK_AGAIN, Reading, first_pause, receive_large
 from farcall.agent.sending import LARGE, MAX_WAITING, Sender, Traffic
 from farcall.agent.serving import Serving
 from farcall.agent.spinning import Dozing, Spinning
@@ -283,8 +283,7 @@ class Outgoing:
                 data = self._channel.receive(CHUNK)
                 messages = decoder.feed(data) if data else None
             else:
-                count = self._channel.receive_into(decoder.space)
-                messages = decoder.filled(count) if count else None
+                messages = receive_large(self._channel, decoder)
             if messages is None:
                 self.lose(self._parting or "it closed the connection", "" if self._parting else LOST_ADVICE)
                 return

@@ -10,6 +10,8 @@ replies later, all at once, is cheaper for everybody.
 Rules, each tested over every interleaving
 - At most one thread has the role.
 - No wake-up is lost: while the role is free, nobody sleeps in the queue.
+- The role goes to a thread whose reply has not come yet: one that was woken by its reply would only hand it on, and
+  waking takes longer than reading.
 - A thread that leaves (its reply came, its time is over, Ctrl-C) and has just been handed the role hands it on. Ctrl-C
   may come at any line; so the role is known by its holder, and every step of leaving can be done again.
 - A signal handler or a finalizer may wait in the midst of a wait of the same thread. The lock lets it in. If the thread
@@ -31,7 +33,9 @@ from typing import Any, Final, Protocol
 
 from farcall.errors import UsageError
 from farcall.futures import Future
+from farcall.protocol.wire import Decoder, Message
 from farcall.sleeping import Gate
+from farcall.transports.base import Channel
 
 
 class Readable(Protocol):
@@ -78,11 +82,12 @@ CANNOT_WAIT: Final = (
 class Seat:
     """One thread in the queue for the role."""
 
-    __slots__ = ("gate", "thread")
+    __slots__ = ("future", "gate", "thread")
 
-    def __init__(self, gate: Gate, thread: int) -> None:
+    def __init__(self, gate: Gate, thread: int, future: Future[Any]) -> None:
         self.gate = gate
         self.thread = thread
+        self.future = future
 
 
 class Reading:
@@ -124,7 +129,7 @@ class Reading:
                 elif self._holder == me:
                     nested = True  # perhaps just now, handed to the outer wait
                 else:
-                    seat = Seat(self._new_gate(), me)
+                    seat = Seat(self._new_gate(), me, future)
                     self._enqueue(seat)
             if nested:
                 self._connection.read_until(future, deadline, nested=True)
@@ -188,13 +193,16 @@ class Reading:
             self.leave()
 
     def leave(self) -> None:
-        """The holder gives the role up; the first in the queue gets it. To be called again if it was interrupted."""
+        """The holder gives the role up; the first in the queue that needs it gets it.
+
+        To be called again if it was interrupted.
+        """
         with self._lock:
-            if self._queue:
-                seat = self._queue[0]
+            seat = self._next() if self._queue else None
+            if seat is not None:
                 seat.gate.open()
                 self._holder = seat.thread  # last: until then the role is ours to hand on
-                self._queue.popleft()
+                self._queue.remove(seat)
                 return
             if self._connection.has_pending():
                 if self._urgent and not self._watched:
@@ -205,6 +213,18 @@ class Reading:
             else:
                 self._urgent = False
             self._holder = 0  # last, as above
+
+    def _next(self) -> Seat | None:
+        """Who is to have the role: the first whose reply has not come. Others have been woken, and would only leave.
+
+        But a thread that waits further out as well gets it where it waits now: there it goes on.
+        """
+        settled: dict[int, Seat] = {}
+        for seat in self._queue:
+            if not seat.future._state:
+                return settled.get(seat.thread, seat)
+            settled.setdefault(seat.thread, seat)
+        return None
 
     def enter_in_background(self) -> bool:
         """Takes the role for the background reader, which reads what is there and leaves; False if somebody has it."""
@@ -230,6 +250,23 @@ class Reading:
         if not self._holder and not self._watched:
             self._connection.watch_in_background(True)
             self._watched = True
+
+
+def receive_large(channel: Channel, decoder: Decoder) -> list[Message] | None:
+    """Goes on receiving a large message into its place, as far as it has come, or to the end of a part.
+
+    What is whole now; None if the other side has closed the connection. Raises `OSError`, `BlockingIOError` if nothing
+    has come, and `ProtocolError`.
+    """
+    messages: list[Message] = []
+    while (space := decoder.space) is not None and not messages:
+        count = channel.receive_into(space)
+        if not count:
+            return None
+        messages = decoder.filled(count)
+        if count < space.nbytes:
+            break  # most likely that was all: to ask again would cost more than the poller does
+    return messages
 
 
 def first_pause() -> float:

@@ -13,7 +13,7 @@ MIB: Final = 1 << 20
 _SIZE: Final = re.compile(r"(\d+)\s*(B|KIB|MIB|GIB)?", re.IGNORECASE)
 _UNITS: Final = {"": 1, "B": 1, "KIB": KIB, "MIB": MIB, "GIB": 1 << 30}
 
-PARTS: Final = ("payload", "in-flight", "references", "startup")
+PARTS: Final = ("payload", "in-flight", "threads", "streaming", "references", "startup")
 """What a run is made of: each is a turn of each system in each round."""
 
 
@@ -27,6 +27,10 @@ class Effort:
     """Of payloads, in bytes."""
     windows: tuple[int, ...] = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512)
     """Calls in flight."""
+    threads: tuple[int, ...] = (1, 4, 16)
+    """That call at once."""
+    streamed: tuple[int, ...] = (256 * MIB,)
+    """Bytes of the arrays that are sent all the time while no-ops are timed."""
     workers: tuple[int, ...] = (1, 2, 4, 8, 16)
     """That are started."""
     seconds: float = 2.0
@@ -42,6 +46,8 @@ QUICK: Final = Effort(
     rounds=1,
     sizes=(0, KIB, 64 * KIB, MIB, 16 * MIB),
     windows=(1, 8, 64),
+    threads=(1, 4),
+    streamed=(16 * MIB,),
     workers=(1, 2),
     seconds=0.3,
     echoes=300,

@@ -63,6 +63,11 @@ def caller_commands(caller: systems.Caller) -> dict[str, Command]:
     if isinstance(caller, systems.EchoCaller):
         commands["echoes"] = functools.partial(echoes, caller)
         commands["in_flight"] = functools.partial(in_flight, caller)
+    if isinstance(caller, systems.StreamingCaller):
+        commands["threads"] = functools.partial(timing.time_threads, caller.noop)
+        commands["streaming"] = functools.partial(streaming, caller)
+    if echo_small := getattr(caller, "echo_small", None):  # of those who send tensors
+        commands["small_tensors"] = functools.partial(timing.time_each, echo_small)
     # Some have the one and not the other, or lack the proxies.
     if fetch := getattr(caller, "remote_to_here", None):
         commands["remotes"] = functools.partial(timing.time_each, fetch)
@@ -90,6 +95,12 @@ def echoes(caller: systems.EchoCaller, size: int, calls: int, warmup: int, secon
 def in_flight(caller: systems.EchoCaller, window: int, calls: int, seconds: float) -> float:
     """The rate of no-op calls of which so many are under way at once."""
     return timing.rate(functools.partial(caller.in_flight, window=window), calls, seconds)
+
+
+def streaming(caller: systems.StreamingCaller, size: int, seconds: float) -> dict[str, float]:
+    """Time no-ops while payloads of so many bytes are sent all the time."""
+    payload = caller.payload(size)
+    return timing.time_beside(caller.noop, functools.partial(caller.send, payload), seconds)
 
 
 def attempt(act: Command, *args: object, **options: object) -> tuple[str, Any]:

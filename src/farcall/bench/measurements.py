@@ -75,6 +75,11 @@ class Measurer:
                 self._points(part, system, measures, sizes, self._echoes)
             case "in-flight":
                 self._points(part, system, [found.IN_FLIGHT], effort.windows, self._in_flight, systems.IN_FLIGHT)
+            case "threads":
+                self._points(part, system, [found.THREADS], effort.threads, self._threads, systems.THREADS)
+            case "streaming":
+                sizes = [size for size in effort.streamed if self._fits(system, size, found.STREAMING)]
+                self._points(part, system, [found.STREAMING], sizes, self._streaming, systems.STREAMING)
             case "references":
                 self._points(part, system, [found.FETCHED], found.ONCE, self._fetched, systems.FETCHED)
                 self._points("shared", system, [found.SHARED], found.ONCE, self._shared, systems.SHARED)
@@ -92,7 +97,7 @@ class Measurer:
         measure: Callable[[Asked, System, int], None],
         needs: str = "",
     ) -> None:
-        if reason := system.cannot.get(needs):
+        if reason := system.cannot.get(needs) or system.untried(needs):
             for point in wanted:
                 self._findings.explain(measures, system, point, reason)
             return
@@ -118,11 +123,12 @@ class Measurer:
                 for point in rest[1:]:
                     self._findings.explain(measures, system, point, f"not tried: it failed at {where}")
 
-    def _fits(self, system: System, size: int) -> bool:
+    def _fits(self, system: System, size: int, *measures: Measure) -> bool:
         if size * MEMORY_FACTOR <= self._memory():
             return True
         reason = f"not tried: {in_bytes(size * MEMORY_FACTOR)} of memory may be needed, and are not free"
-        self._findings.explain([found.LATENCY, found.LATENCY_P99, found.BANDWIDTH], system, size, reason)
+        measures = measures or (found.LATENCY, found.LATENCY_P99, found.BANDWIDTH)
+        self._findings.explain(measures, system, size, reason)
         return False
 
     def _echoes(self, asked: Asked, system: System, size: int) -> None:
@@ -137,6 +143,14 @@ class Measurer:
     def _in_flight(self, asked: Asked, system: System, window: int) -> None:
         rate = asked.ask("in_flight", window=window, calls=self._effort.calls, seconds=self._effort.seconds)
         self._findings.record(found.IN_FLIGHT, system, window, rate)
+
+    def _threads(self, asked: Asked, system: System, threads: int) -> None:
+        rate = asked.ask("threads", threads=threads, seconds=self._effort.seconds)
+        self._findings.record(found.THREADS, system, threads, rate)
+
+    def _streaming(self, asked: Asked, system: System, size: int) -> None:
+        times = asked.ask("streaming", size=size, seconds=self._effort.seconds)
+        self._findings.record(found.STREAMING, system, size, times["p99_us"] / 1e6)
 
     def _fetched(self, asked: Asked, system: System, point: int) -> None:
         effort = self._effort

@@ -25,6 +25,7 @@ _LABELS: Final[dict[Measure, tuple[str, str]]] = {
     found.LATENCY: ("payload", "time of a call, there and back"),
     found.BANDWIDTH: ("payload", "bandwidth, both ways together (GB/s)"),
     found.IN_FLIGHT: ("calls in flight", "calls per second"),
+    found.THREADS: ("threads that call", "calls per second, all together"),
     found.STARTUP: ("workers", "time until all can be used"),
 }
 _DIVISORS: Final = {found.BANDWIDTH: 1e9}

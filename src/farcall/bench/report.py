@@ -12,13 +12,17 @@ from farcall.bench.systems import System
 from farcall.bench.tables import ABSENT, TextTable, in_bytes, in_time, three_digits
 
 _REFERENCES: Final = ((found.FETCHED, "fetched, one by one"), (found.SHARED, "shared with a third worker"))
-_SHOWN: Final = (found.LATENCY, found.BANDWIDTH, found.IN_FLIGHT, found.STARTUP)
+_SHOWN: Final = (found.LATENCY, found.BANDWIDTH, found.IN_FLIGHT, found.THREADS, found.STREAMING, found.STARTUP)
 
 _EXPLAINED: Final[dict[Measure, str]] = {
     found.LATENCY: "A payload goes to the other process and comes back: the median of many such calls, one after"
     " another. Both axes are logarithmic.",
     found.BANDWIDTH: "The same calls: the bytes that went both ways, by the time of a call.",
     found.IN_FLIGHT: "No-op calls of one caller, of which so many are always under way.",
+    found.THREADS: "So many threads of one process each make no-op calls, one after another, over the one caller that"
+    " they share; their calls together.",
+    found.STREAMING: "One thread sends an array of that size again and again; another makes no-op calls to the same"
+    " worker meanwhile.",
     found.FETCHED: "*Fetched*: a reference to a value that a call has made in the other process, whose value is then"
     " fetched and which is dropped; one after another. *Shared*: such a reference is passed on to a third worker, which"
     " fetches the value; at most 12 at a time.",

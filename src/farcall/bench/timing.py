@@ -7,6 +7,7 @@ point has a median too.
 from __future__ import annotations
 
 import statistics
+import threading
 import time
 from collections.abc import Awaitable, Callable
 from typing import Final
@@ -87,6 +88,75 @@ def rate(run: Callable[[int], object], count: int, seconds: float) -> float:
     start = time.perf_counter()
     run(number)
     return number / (time.perf_counter() - start)
+
+
+def time_threads(call: Callable[[], object], threads: int, seconds: float) -> float:
+    """How many calls per second so many threads make together for so long, each one after another.
+
+    Raises what a call has raised, once all have ended.
+    """
+    call()
+    counts: list[int] = []
+    errors: list[BaseException] = []
+    ready = threading.Barrier(threads + 1)
+
+    def run() -> None:
+        made = 0
+        try:
+            ready.wait()
+            end = time.perf_counter() + seconds
+            while time.perf_counter() < end:
+                call()
+                made += 1
+        except BaseException as error:
+            errors.append(error)
+        counts.append(made)
+
+    every = [threading.Thread(target=run, name=f"caller-{number}") for number in range(threads)]
+    for thread in every:
+        thread.start()
+    ready.wait()
+    start = time.perf_counter()
+    for thread in every:
+        thread.join()
+    if errors:
+        raise errors[0]
+    return sum(counts) / (time.perf_counter() - start)
+
+
+def time_beside(call: Callable[[], object], load: Callable[[], object], seconds: float) -> dict[str, float]:
+    """Time each call, for so long, while another thread does `load` again and again. Raises what either raises."""
+    load()
+    call()
+    over = False
+    loads = 0
+    errors: list[BaseException] = []
+
+    def run() -> None:
+        nonlocal loads
+        try:
+            while not over:
+                load()
+                loads += 1
+        except BaseException as error:
+            errors.append(error)
+
+    thread = threading.Thread(target=run, name="load")
+    thread.start()
+    times: list[float] = []
+    try:
+        end = time.perf_counter() + seconds
+        # The load counts as well: a point with none of it under way would be another one.
+        while not errors and (loads < LEAST or time.perf_counter() < end):
+            start = time.perf_counter_ns()
+            call()
+            times.append((time.perf_counter_ns() - start) / 1000)
+    finally:
+        over = True
+        thread.join()
+    if errors:
+        raise errors[0]
+    return _summary(times)
 
 
 def time_shared(caller: ReferenceCaller, references: int, warmup: int) -> float:

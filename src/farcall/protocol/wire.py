@@ -42,7 +42,7 @@ Rules
 - `Decoder` is fed whatever came, in any chunking, and gives whole messages. A large message is received straight into
   its final place: while one is under way, `space` is where its next bytes belong.
 - Memory is not taken at once on the other side's word: parts of a message get theirs one after the other, as bytes
-  come, and large ones get address space that becomes memory only as it is filled.
+  come, and large ones get what the owner of the decoder says, which must become memory only as it is filled.
 - Anything that cannot be a message raises `ProtocolError`; the connection is of no more use then.
 - A message is a plain tuple, because it is made for every call and every reply.
 """
@@ -82,8 +82,8 @@ MAX_BUFFERS: Final = 0xFFFF
 LARGE: Final = 1 << 16
 """From this size on, a message that has not come whole is received into its final place."""
 
-_HUGE: Final = 1 << 25
-"""From this size on a part gets address space only. Below it, memory that is used again costs less."""
+HUGE: Final = 1 << 20
+"""From this size on a part gets memory from `Decoder.new_memory`."""
 
 
 class Sizes(NamedTuple):
@@ -131,6 +131,18 @@ def encode_shared(
     return _pack(kind, _SHARED, count, len(head), len(body), call_id) + table + head + body
 
 
+def as_shared(messages: bytes, descriptor: int, number: int) -> bytes:
+    """The same messages, the last of them an `encode_start`, whose buffers are in that segment of shared memory."""
+    at = 0
+    while True:
+        start, head_size, body_size, _ = _unpack_from(messages, at)
+        table = at + _SIZE + 8 * (start >> 16)
+        if start >> 16:
+            place = _PLACE.pack(descriptor, number)
+            return messages[: at + 1] + bytes((_SHARED,)) + messages[at + 2 : table] + place + messages[table:]
+        at = table + head_size + body_size
+
+
 def encode_in_parts(kind: int, call_id: int, head: bytes, body: bytes, buffers: Sequence[memoryview]) -> bytes:
     """The start of a message whose head, body and buffers follow in parts, each behind an `encode_part`."""
     count = len(buffers)
@@ -160,9 +172,11 @@ def _no_shared_memory(descriptor: int, number: int, sizes: Sequence[int]) -> NoR
 class Decoder:
     """Turns a stream of bytes into messages."""
 
-    __slots__ = ("_large", "_part_left", "_rest", "_unfinished", "limits", "received", "shared", "space")
+    __slots__ = ("_large", "_part_left", "_rest", "_unfinished", "limits", "new_memory", "received", "shared", "space")
 
     def __init__(self) -> None:
+        self.new_memory: Callable[[int], memoryview] = _address_space
+        """Gives so many bytes, for a part of a message of `HUGE` bytes or more."""
         self._unfinished: dict[int, _LargeMessage] = {}  # those that come in parts, by call id
         self._part_left = 0  # bytes that are still to come of the part that is under way
         self.shared: Callable[[int, int, Sequence[int]], Sequence[Bytes]] = _no_shared_memory
@@ -213,7 +227,7 @@ class Decoder:
                     shared = self.shared(descriptor, number, sizes)
                     table += _PLACE.size
                     sizes = ()
-                large = _LargeMessage(kind, call_id, head_size, body_size, sizes, shared)
+                large = _LargeMessage(kind, call_id, head_size, body_size, sizes, shared, self.new_memory)
                 if flags == _IN_PARTS:
                     self._begin(call_id, large, messages)
                     at = table
@@ -294,7 +308,7 @@ class _LargeMessage:
     Those that are `shared` are there already.
     """
 
-    __slots__ = ("_call_id", "_head_size", "_kind", "_parts", "_shared", "_sizes", "space")
+    __slots__ = ("_call_id", "_head_size", "_kind", "_new_memory", "_parts", "_shared", "_sizes", "space")
 
     def __init__(
         self,
@@ -304,7 +318,9 @@ class _LargeMessage:
         body_size: int,
         sizes: Sequence[int],
         shared: Sequence[Bytes] | None,
+        new_memory: Callable[[int], memoryview],
     ) -> None:
+        self._new_memory = new_memory
         self._kind = kind
         self._shared = shared
         self._call_id = call_id
@@ -317,7 +333,7 @@ class _LargeMessage:
         """Memory for the next part that is not empty."""
         while len(self._parts) < len(self._sizes):
             size = self._sizes[len(self._parts)]
-            part = bytearray(size) if size < _HUGE else _address_space(size)
+            part = bytearray(size) if size < HUGE else self._new_memory(size)
             self._parts.append(part)
             if size:
                 return memoryview(part)

@@ -19,7 +19,8 @@ from time import monotonic
 from typing import Any, Final, ParamSpec, TypeAlias, TypeVar
 
 from farcall import api as _farcall
-from farcall.errors import NotInitializedError, RpcTimeoutError, WorkerLost
+from farcall.agent import Agent
+from farcall.errors import NotInitializedError, RpcTimeoutError, UsageError, WorkerLost
 from farcall.futures import Future
 from farcall.pytorch import autograd
 from farcall.pytorch.callees import callee_of
@@ -29,7 +30,7 @@ from farcall.pytorch.futures import RpcFuture, failed_with, settled, wait_all
 from farcall.pytorch.internal import RPCExecMode, _internal_rpc_pickler
 from farcall.pytorch.rref import PyRRef, RRef, labels
 from farcall.pytorch.workers import WorkerInfo, as_torch
-from farcall.sleeping import FOREVER
+from farcall.sleeping import FOREVER, on_serving_thread
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -138,14 +139,17 @@ def noted(future: Any) -> Any:
 @contextlib.contextmanager
 def _wait_all() -> Iterator[None]:
     """Waits at its end for all futures that `rpc_async` has given to this thread inside. Raises their first error."""
-    _thread_local_var.future_list = []
+    outer = getattr(_thread_local_var, "future_list", None)
+    futures: list[Any] = []
+    _thread_local_var.future_list = futures
     try:
         yield
     finally:
-        try:
-            wait_all(_thread_local_var.future_list)
-        finally:
+        if outer is None:
             del _thread_local_var.future_list
+        else:
+            _thread_local_var.future_list = outer
+        wait_all(futures)
 
 
 @_require_initialized
@@ -187,9 +191,7 @@ def _invoke_rpc(
     agent = _get_current_rpc_agent()
     unattended = rpc_type is not RPCExecMode.SYNC
     info = _to_worker_info(to)
-    callee, first = callee_of(func)
-    if first:
-        args, kwargs = (*first, tuple(args or ()), dict(kwargs or {})), None
+    callee, args, kwargs = callee_of(func, args, kwargs, _default_pickler)
     try:
         if not rides_along(agent, info):
             return agent.call(info, callee, args or None, kwargs or None, rpc_timeout, unattended)
@@ -219,9 +221,7 @@ def remote(
         raise TypeError("function should be callable.")
     agent = _get_current_rpc_agent()
     info = _to_worker_info(to)
-    callee, first = callee_of(func)
-    if first:
-        args, kwargs = (*first, tuple(args or ()), dict(kwargs or {})), None
+    callee, args, kwargs = callee_of(func, args, kwargs, _default_pickler)
     rref: RRef[Any] = _new_rref(RRef)
     rref._label = labels.next(2)
     trips: dict[str, Trip] = {}
@@ -271,21 +271,46 @@ class _Gatherings:
 
     def begin(self) -> None:
         """With a new agent: nothing has been gathered yet."""
-        with self.lock:
-            self.numbers.clear()
-            self.running.clear()
+        self.lock = threading.RLock()  # in a forked child, a thread of the parent may have held the old one
+        self.numbers.clear()
+        self.running.clear()
 
-    def find(self, sequence_id: Any) -> _Gathering:
+    def enter(self, names: tuple[str, ...]) -> tuple[Any, _Gathering]:
+        """This worker comes to the next one of those: by what others know it, and itself. `leave` it at the end."""
         with self.lock:
+            sequence_id = names, self.numbers.get(names, 0)
+            gathering = self.running.setdefault(sequence_id, _Gathering())
+            self.numbers[names] = sequence_id[1] + 1
+        return sequence_id, gathering
+
+    def find(self, sequence_id: Any) -> _Gathering | None:
+        """One that this worker is in, or has still to come to. None if it has left it."""
+        names, number = sequence_id
+        with self.lock:
+            if number < self.numbers.get(names, 0):
+                return self.running.get(sequence_id)
             return self.running.setdefault(sequence_id, _Gathering())
+
+    def leave(self, sequence_id: Any) -> None:
+        with self.lock:
+            del self.running[sequence_id]
 
 
 _gatherings: Final = _Gatherings()
 
 
-def _gather_to_leader(sequence_id: Any, worker_name: str, obj: Any, worker_names: Collection[str]) -> None:
-    """At the leader: a worker has come."""
+def _gather_to_leader(
+    sequence_id: Any, worker_name: str, obj: Any, worker_names: Collection[str] | None = None
+) -> None:
+    """At the leader: a worker has come. All workers of the group have to, by default.
+
+    Raises `RuntimeError` if the leader has given up waiting for it.
+    """
+    if worker_names is None:
+        worker_names = [info.name for info in _get_current_rpc_agent().get_worker_infos()]
     gathering = _gatherings.find(sequence_id)
+    if gathering is None:
+        raise RuntimeError(f"{worker_name} came too late to _all_gather: its leader has given up waiting for everybody")
     with _gatherings.lock:
         if worker_name in gathering.objects:
             raise RuntimeError(f"{worker_name} reported intent sequence id {sequence_id} twice.")
@@ -297,7 +322,9 @@ def _gather_to_leader(sequence_id: Any, worker_name: str, obj: Any, worker_names
 
 def _broadcast_to_followers(sequence_id: Any, objects_map: dict[str, Any]) -> None:
     """At everybody else: all have come."""
-    _gatherings.find(sequence_id).proceed.set_result(objects_map)
+    gathering = _gatherings.find(sequence_id)
+    if gathering is not None:  # else this worker has given up
+        gathering.proceed.set_result(objects_map)
 
 
 @_require_initialized
@@ -307,19 +334,17 @@ def _all_gather(
     """What each of these workers (all by default) has given to it, by name, when all of them have called it.
 
     The first by name leads: the others bring it what they have, and it tells them what all brought. `timeout` limits
-    these calls, and the waiting if it is given. Raises `RuntimeError` if they take longer, or a worker is lost.
+    these calls, and the waiting if it is given. Raises `RuntimeError` if they take longer, or a worker is lost;
+    `UsageError`, one too, if this worker is none of them.
     """
     agent = _get_current_rpc_agent()
-    names = set(worker_names) if worker_names else {info.name for info in agent.get_worker_infos()}
+    names = set(worker_names) if worker_names else _all_names(agent)
     leader, me = min(names), agent.get_worker_info().name
-    key = tuple(sorted(names))
-    with _gatherings.lock:
-        number = _gatherings.numbers.get(key, 0)
-        _gatherings.numbers[key] = number + 1
-    sequence_id = (key, number)
+    if me not in names:
+        raise UsageError(f"{me} is not expected by leader {leader!r} of _all_gather: it is none of {sorted(names)}")
     rpc_timeout = get_rpc_timeout() if timeout == UNSET_RPC_TIMEOUT else timeout
     limit = 0.0 if timeout == UNSET_RPC_TIMEOUT else timeout
-    gathering = _gatherings.find(sequence_id)
+    sequence_id, gathering = _gatherings.enter(tuple(sorted(names)))
     try:
         if leader == me:
             _gather_to_leader(sequence_id, me, obj, names)
@@ -330,8 +355,14 @@ def _all_gather(
             _tell_followers(sequence_id, sorted(names - {me}), objects, rpc_timeout)
         return objects
     finally:
-        with _gatherings.lock:
-            _gatherings.running.pop(sequence_id, None)
+        _gatherings.leave(sequence_id)
+
+
+def _all_names(agent: Any) -> set[str]:
+    """Of a fixed group those who are lost, too: else workers who do not know of it yet would wait for others."""
+    if isinstance(agent, Agent) and getattr(agent, "is_static_group", True):
+        return {info.name for info, _ in agent.everybody()}
+    return {info.name for info in agent.get_worker_infos()}
 
 
 def _wait_for(agent: Any, gathering: _Gathering, names: set[str], limit: float) -> dict[str, Any]:
@@ -352,11 +383,12 @@ def _wait_for(agent: Any, gathering: _Gathering, names: set[str], limit: float) 
 
 
 def _tell_followers(sequence_id: Any, followers: Sequence[str], objects: dict[str, Any], rpc_timeout: float) -> None:
-    told = {
-        name: rpc_async(name, _broadcast_to_followers, args=(sequence_id, objects), timeout=rpc_timeout)
-        for name in followers
-    }
-    errors = {}
+    told, errors = {}, {}
+    for name in followers:
+        try:
+            told[name] = rpc_async(name, _broadcast_to_followers, args=(sequence_id, objects), timeout=rpc_timeout)
+        except RuntimeError as error:  # the others are told all the same
+            errors[name] = error
     for name, future in told.items():
         try:
             future.wait()
@@ -416,8 +448,14 @@ def _cleanup_python_rpc_handler() -> None:
 def shutdown(graceful: bool = True, timeout: float = 0) -> None:
     """Takes this worker down. Graceful: waits first until all workers have called it and all calls have ended.
 
-    Raises what went wrong while waiting; everything is freed here all the same.
+    Raises what went wrong while waiting; everything is freed here all the same. `UsageError` if a function that runs
+    here for others calls it gracefully.
     """
+    if graceful and on_serving_thread():
+        raise UsageError(
+            "a graceful shutdown waits for all functions that run here for others, so it cannot be called by one of "
+            "them; call it where init_rpc was called, or use shutdown(graceful=False)"
+        )
     try:
         if graceful:
             agent = _get_current_rpc_agent()
@@ -436,6 +474,8 @@ def _finalize_shutdown() -> None:
         try:
             _get_current_rpc_agent().shutdown()
         finally:
-            _cleanup_python_rpc_handler()
-            autograd.close()
-            _reset_current_rpc_agent()
+            try:
+                _cleanup_python_rpc_handler()
+                autograd.close()
+            finally:
+                _reset_current_rpc_agent()

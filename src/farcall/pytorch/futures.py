@@ -89,8 +89,9 @@ def adopted(future: Any) -> Future[Any] | None:
         return future
     if not isinstance(future, torch._C.Future):
         return None
-    if isinstance(future, RpcFuture) and future.call is not None:
-        return future.call
+    call = future.call if isinstance(future, RpcFuture) else None  # once: it may be settled just now
+    if call is not None:
+        return call
     mine: Future[Any] = Future()
 
     def follow(done: Any) -> None:
@@ -113,13 +114,18 @@ def collect_all(futures: Sequence[Any]) -> Any:
 
 def wait_all(futures: Sequence[Any]) -> list[Any]:
     """The results of all of these, when all are there. Raises an error of theirs, as soon as one is known."""
+    together = torch._C._collect_all(futures)  # fails early, too, but knows only of errors that come from torch itself
     calls = [future for future in futures if isinstance(future, RpcFuture)]
     for future in calls:
         while (call := future.call) is not None and not call.block(monotonic() + _GLANCE):
+            if together.done():
+                together.wait()
             for failed in calls:
                 if failed.failed:
                     failed.wait()
-    return [future.wait() for future in torch._C._collect_all(futures).wait()]
+    for future in calls:
+        future.wait()
+    return [future.wait() for future in together.wait()]
 
 
 def _hasten(futures: Sequence[Any]) -> None:

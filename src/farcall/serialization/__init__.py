@@ -6,10 +6,9 @@ workers that restrict what may be loaded. No sockets, no threads, no agent: byte
 
 from farcall.serialization.callables import callable_name, encode_function, resolve_function
 from farcall.serialization.failures import decode_failure, describe_failure, encode_failure, encode_text
-from farcall.serialization.guarded import Guard, loads_arguments_guarded, loads_guarded
+from farcall.serialization.guarded import Guard, loads_arguments_guarded, loads_guarded, register_plain
 from farcall.serialization.handles import collect, collecting, offering, take_offered
 from farcall.serialization.pickler import (
-    OUT_OF_BAND_SIZE,
     Pickled,
     dumps,
     dumps_arguments,
@@ -19,7 +18,8 @@ from farcall.serialization.pickler import (
     loads_arguments,
     not_rebuilt,
 )
-from farcall.serialization.reducers import dumps_reduced, register_reducer
+from farcall.serialization.plain_arrays import OUT_OF_BAND_SIZE
+from farcall.serialization.reducers import dumps_reduced, register_family_reducer, register_reducer
 
 __all__ = [
     "OUT_OF_BAND_SIZE",
@@ -44,6 +44,8 @@ __all__ = [
     "loads_guarded",
     "not_rebuilt",
     "offering",
+    "register_family_reducer",
+    "register_plain",
     "register_reducer",
     "resolve_function",
     "take_offered",

@@ -8,6 +8,7 @@ Rules
 - An empty payload is None, or a call without arguments: what is sent most costs nothing.
 - A buffer of less than `OUT_OF_BAND_SIZE` bytes stays in the payload: one more piece to send costs more than its copy.
 - Plain memory (`bytes`, a `memoryview` ...) that is an argument or a result itself is such a buffer, too (`raw`).
+- Arguments that are all plain arrays, and a result that is one, do without pickle (`plain_arrays`).
 - Functions and classes of a script's `__main__` go by name, as those of any module do: all workers run that script,
   and a function must see the globals of the worker that runs it. An interactive `__main__` (a notebook, a prompt,
   `python -c`) exists in one process only, so what it defines goes by value.
@@ -31,11 +32,19 @@ from typing import Any, Final, TypeAlias
 
 from farcall.errors import SerializationError, UsageError
 from farcall.serialization.callables import IN_THE_SCRIPT, callable_name
+from farcall.serialization.plain_arrays import (
+    ARRAYS,
+    MARK,
+    OUT_OF_BAND_SIZE,
+    notice,
+    pack_arguments,
+    pack_value,
+    unpack,
+)
 from farcall.serialization.raw import RAW, has_raw, lifted
 from farcall.serialization.reducers import REDUCERS, dumps_reduced
 from farcall.serialization.unpicklable import find_unpicklable, type_name
 
-OUT_OF_BAND_SIZE: Final = 16 * 1024
 MOST_OUT_OF_BAND: Final = 0xFFFF
 """A message can carry only so many."""
 
@@ -54,6 +63,8 @@ class _OutOfBand(list[memoryview]):
 
     def __call__(self, buffer: pickle.PickleBuffer) -> bool:
         """Whether the buffer shall stay in the payload. Pickle itself has refused those that are not contiguous."""
+        if not ARRAYS:
+            notice()
         view = buffer.raw()
         if view.nbytes < OUT_OF_BAND_SIZE:
             return True
@@ -93,6 +104,8 @@ def loads(payload: Buffer, buffers: Sequence[Buffer] = ()) -> Any:
     if not payload:
         return None
     try:
+        if payload[0] == MARK:
+            return unpack(payload, buffers)
         return _pickle_loads(payload, buffers=buffers) if buffers else _pickle_loads(payload)
     except Exception as error:
         if isinstance(error, ModuleNotFoundError) and error.name == "__mp_main__" not in _modules:
@@ -136,6 +149,8 @@ def dumps_arguments(
     if kwargs:
         named = kwargs if type(kwargs) is dict else _as_dict(kwargs)
         sent = lifted([sent, named]) if has_raw(sent) or has_raw(named.values()) else [sent, named]
+    elif type(sent[0]) in ARRAYS and (packed := pack_arguments(sent)) is not None:
+        return packed
     elif has_raw(sent):
         sent, _ = lifted([sent, {}])
     buffers = _OutOfBand()
@@ -174,6 +189,8 @@ def dumps_result(function: Callable[..., Any] | str, value: Any, worker: str = "
     """
     if value is None:
         return b"", []
+    if type(value) in ARRAYS and (packed := pack_value(value)) is not None:
+        return packed
     if type(value) in RAW:
         ((value,), _) = lifted([(value,), {}])
     buffers = _OutOfBand()

@@ -16,6 +16,8 @@ Rules
 - A segment is a sealed memfd: it has no name, so a process that is killed leaves nothing behind; it cannot shrink, so
   nobody who has mapped it can be hurt by the other side.
 - A segment is for one borrower, and holds one message at a time, which is the borrower's own until it lets go of it.
+- What the lender keeps, in case that it must be sent again, stays as it is until the lender lets go of it, unless the
+  borrower, who has it then, writes into it.
 - Where a segment cannot be made, or what may be lent is lent, `lend` gives None, and the data takes another way.
 - Nothing here waits. Any thread may call anything, a signal handler or a finalizer too in the midst of anything; views
   are let go of in any thread, even inside the collector.
@@ -146,6 +148,29 @@ class Lender:
 
     def lend(self, buffers: Sequence[memoryview]) -> Place | None:
         """Copies the buffers into a segment; None if there is none for them."""
+        segment = self._lent(buffers)
+        return None if segment is None else Place(segment.descriptor, segment.number)
+
+    def keep(self, buffers: Sequence[memoryview]) -> tuple[Place, list[memoryview]] | None:
+        """As `lend`, with views of the copies: the segment is not used again while one of them is there."""
+        segment = self._lent(buffers)
+        if segment is None:
+            return None
+        try:
+            kept = segment.keep([buffer.nbytes for buffer in buffers])
+            return Place(segment.descriptor, segment.number), kept
+        except BaseException:
+            segment.take_back()
+            raise
+
+    def take_back(self, place: Place) -> None:
+        """What was lent there was not told to the other side."""
+        with self._lock:
+            for segment in self._segments:
+                if segment.number == place.number:
+                    segment.take_back()
+
+    def _lent(self, buffers: Sequence[memoryview]) -> _Segment | None:
         total = _ends(tuple(buffer.nbytes for buffer in buffers))[-1]
         segment = None
         try:
@@ -161,12 +186,12 @@ class Lender:
                 segment.take_back()
             raise
         self.lent += total
-        return Place(segment.descriptor, segment.number)
+        return segment
 
     def _claimed(self, total: int) -> _Segment | None:
         """The least of those that are free and fit; lent from now on."""
         while True:
-            fitting = (each for each in self._segments if each.capacity >= total and each.state() == _FREE)
+            fitting = (each for each in self._segments if each.capacity >= total and each.is_free())
             least = min(fitting, key=lambda segment: segment.capacity, default=None)
             if least is None:
                 return None
@@ -188,7 +213,8 @@ class Lender:
 
     def _drop_one(self) -> bool:
         """Gives up the one that is not lent for the longest; whether there was one."""
-        idle = sorted((each for each in self._segments if each.state() != _LENT), key=lambda segment: segment.used)
+        unused = (each for each in self._segments if each.state() != _LENT and not each.is_kept())
+        idle = sorted(unused, key=lambda segment: segment.used)
         for segment in idle:
             state = self._withdrawn(segment)
             if state != _LENT:
@@ -204,7 +230,7 @@ class Lender:
         return state
 
     def _give_up(self, segment: _Segment, state: int) -> None:
-        if state == _FREE:
+        if state == _FREE and not segment.is_kept():
             segment.empty()
         segment.close()
         self._pool.give_back(segment.capacity)
@@ -217,7 +243,9 @@ class Lender:
     def sweep(self, before: float) -> None:
         """Gives up the segments that are free and were last used before that moment, and those that never come back."""
         with self._lock:
-            idle = [each for each in self._segments if each.state() == _KEPT or each.used < before]
+            idle = [
+                each for each in self._segments if (each.state() == _KEPT or each.used < before) and not each.is_kept()
+            ]
             states = [self._withdrawn(segment) for segment in idle]
         for segment, state in zip(idle, states, strict=True):  # not under the lock: it takes its time
             if state != _LENT:
@@ -256,6 +284,7 @@ class _Segment:
         except BaseException:
             os.close(self.descriptor)
             raise
+        self._kept: weakref.ref[Any] | None = None
         self._bytes[:_NUMBER_AT] = token
         _NUMBER.pack_into(self._bytes, _NUMBER_AT, number)
 
@@ -274,6 +303,21 @@ class _Segment:
 
     def state(self) -> int:
         return self._bytes[_LENT_AT]
+
+    def is_free(self) -> bool:
+        return self._bytes[_LENT_AT] == _FREE and not self.is_kept()
+
+    def keep(self, sizes: Sequence[int]) -> list[memoryview]:
+        """Views of the buffers in it, of which it knows when they are gone."""
+        import ctypes  # not at the head, as for `_Mapping`
+
+        lease_type: Any = type("_Kept", (ctypes.c_char * len(self._bytes),), {})
+        lease = lease_type.from_buffer(self._bytes.obj)
+        self._kept = weakref.ref(lease)
+        return _views(memoryview(lease).cast("B")[_DATA:], sizes)
+
+    def is_kept(self) -> bool:
+        return self._kept is not None and self._kept() is not None
 
     def is_mapped(self) -> bool:
         return self._bytes[_MAPPED_AT] != 0
@@ -389,8 +433,7 @@ class _Mapping:
         self.used = monotonic()
         lease = self._lease_type.from_buffer(self._memory)
         self._lease = weakref.ref(lease, self._returned)
-        data = memoryview(lease).cast("B")[_DATA:]
-        return [data[end - _aligned(size) : end - _aligned(size) + size] for end, size in zip(ends, sizes, strict=True)]
+        return _views(memoryview(lease).cast("B")[_DATA:], sizes)
 
     def _returned(self, _: object) -> None:
         if not self._is_kept:
@@ -409,6 +452,12 @@ def _ends(sizes: Sequence[int]) -> list[int]:
         end += _aligned(size)
         ends.append(end)
     return ends
+
+
+def _views(data: memoryview, sizes: Sequence[int]) -> list[memoryview]:
+    """The buffers of these sizes in a segment's data."""
+    begins = [end - _aligned(size) for end, size in zip(_ends(sizes), sizes, strict=True)]
+    return [data[begin : begin + size] for begin, size in zip(begins, sizes, strict=True)]
 
 
 def _rounded(total: int) -> int:

@@ -13,12 +13,15 @@ from farcall.bench.systems.base import (
     IN_FLIGHT,
     SHARED,
     START_LIMIT,
+    STREAMING,
+    THREADS,
     Address,
     AwaitingCaller,
     Caller,
     EchoCaller,
     ReferenceCaller,
     Server,
+    StreamingCaller,
     System,
     Workers,
 )
@@ -27,15 +30,17 @@ from farcall.bench.systems.farcall_rpc import BUSY_WORKERS, BusyWorker, Farcall
 from farcall.bench.systems.grpc_unary import Grpc
 from farcall.bench.systems.monarch_actors import Monarch
 from farcall.bench.systems.pyro5_proxy import Pyro5
-from farcall.bench.systems.raw import Raw
+from farcall.bench.systems.raw import Raw, RawCopy
 from farcall.bench.systems.ray_actors import Ray
 from farcall.bench.systems.rpyc_rpc import Rpyc
+from farcall.bench.systems.torch_edge import TorchEdge
 from farcall.bench.systems.torch_rpc import Torch
 from farcall.bench.systems.xoscar_actors import Xoscar
 
 ALL: Final[tuple[System, ...]] = (
     Farcall("unix"),
     Farcall("tcp"),
+    TorchEdge(),
     Torch(),
     Rpyc("unix"),
     Rpyc("tcp"),
@@ -44,6 +49,8 @@ ALL: Final[tuple[System, ...]] = (
     Raw("unix", spins=False),
     Raw("tcp", spins=False),
 )
+COPY: Final = RawCopy()
+"""What farcall over TCP is measured by, where large data is sent."""
 OWN: Final = Farcall()
 PEERS: Final[dict[str, System]] = {
     system.family: system
@@ -55,12 +62,15 @@ __all__ = [
     "ALL",
     "BUSY_WORKERS",
     "COMPARED",
+    "COPY",
     "FETCHED",
     "IN_FLIGHT",
     "OWN",
     "PEERS",
     "SHARED",
     "START_LIMIT",
+    "STREAMING",
+    "THREADS",
     "Address",
     "AwaitingCaller",
     "BusyWorker",
@@ -68,6 +78,7 @@ __all__ = [
     "EchoCaller",
     "ReferenceCaller",
     "Server",
+    "StreamingCaller",
     "System",
     "Workers",
     "find",
@@ -77,7 +88,7 @@ __all__ = [
 
 def find(name: str) -> System:
     """The system of this name. Raises KeyError if there is none."""
-    for system in (*ALL, *COMPARED):
+    for system in (*ALL, COPY, *COMPARED):
         if system.name == name:
             return system
     raise KeyError(name)

@@ -40,6 +40,9 @@ IN_FLIGHT: Final = "in flight"
 FETCHED: Final = "fetched"
 SHARED: Final = "shared"
 """What some systems cannot do: the keys of `System.cannot`."""
+THREADS: Final = "threads"
+STREAMING: Final = "streaming"
+"""What is tried only of systems whose `threads` is True."""
 
 T = TypeVar("T")
 
@@ -119,6 +122,14 @@ class EchoCaller(Caller, Protocol):
 
 
 @runtime_checkable
+class StreamingCaller(EchoCaller, Protocol):
+    """The calling end of a system whose `threads` is True."""
+
+    def send(self, payload: Any) -> None:
+        """Send it there; returns when it has been taken. Nothing comes back."""
+
+
+@runtime_checkable
 class AwaitingCaller(Protocol):
     """A calling end whose users write coroutines: it is measured inside its event loop."""
 
@@ -195,6 +206,8 @@ class System(ABC):
     """Seconds that a caller, with what it spawns, has to come up."""
     cannot: Mapping[str, str] = MappingProxyType({})
     """What it cannot do of `IN_FLIGHT`, `FETCHED` and `SHARED`, and why."""
+    threads: bool = False
+    """Whether many threads may use its caller at once, which then is a `StreamingCaller`."""
     distribution: str | None = None
     """What `pip` calls the package, if not by its own name."""
     usage: str = ""
@@ -204,6 +217,12 @@ class System(ABC):
     def family(self) -> str:
         """The part of the name that all its variants share: `farcall` for `farcall-tcp`."""
         return self.name.partition("-")[0]
+
+    def untried(self, what: str) -> str | None:
+        """Why `THREADS` or `STREAMING` is not tried of it; None for anything that is."""
+        if self.threads or what not in (THREADS, STREAMING):
+            return None
+        return "its caller is used by one thread here"
 
     def serve(self, address: Address) -> Server:
         """Start the serving end in this process. Raises NotImplementedError for a system that `spawns`."""

@@ -43,6 +43,10 @@ def echo(payload: Any) -> Any:
     return payload
 
 
+def take(payload: Any) -> None:
+    """The callee that keeps nothing."""
+
+
 class _FarcallEnd(ReferenceUses, FutureCalls):
     """One worker of a group."""
 
@@ -69,6 +73,9 @@ class _FarcallEnd(ReferenceUses, FutureCalls):
     def echo(self, payload: Any) -> Any:
         return self._rpc.rpc_sync(OWNER, echo, args=(payload,))
 
+    def send(self, payload: Any) -> None:
+        self._rpc.rpc_sync(OWNER, take, args=(payload,))
+
     def start(self) -> Any:
         return self._rpc.rpc_async(OWNER, noop)
 
@@ -93,6 +100,7 @@ class Farcall(System):
 
     package = "farcall"
     refers = True
+    threads = True
     starts_together = True
     usage = "`rpc_sync`, `rpc_async`, `remote`; numpy arrays"
 

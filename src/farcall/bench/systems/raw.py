@@ -5,6 +5,9 @@ No thread to hop to, no errors, no futures, no second call under way.
 A request is the pickle of (id, function name, args, kwargs), a reply that of (id, result), each behind its length. One
 side has at most one message under way, so what `recv` returns is one message or the beginning of one.
 
+`RawCopy` is the yardstick for large data: bytes there and back over TCP, sent from where they are and received into
+memory that is there already, with nothing else around it.
+
 Two ways to wait: blocking, and spinning, where both ends ask `poll` without waiting for at most `SPIN` seconds before
 they sleep. Trying `recv` on a non-blocking socket instead was not faster.
 """
@@ -20,11 +23,13 @@ import time
 from collections.abc import Callable
 from typing import Any, Final
 
+from farcall.bench.systems import payloads
 from farcall.bench.systems.base import START_LIMIT, Address, Caller, Server, System
 
 SPIN: Final = 100e-6
 """Seconds; the default of farcall's `spin` option, so that both are alike."""
 _LENGTH: Final = struct.Struct("!I")
+_SIZE: Final = struct.Struct("!Q")
 _READ: Final = 65536
 
 
@@ -57,6 +62,19 @@ class _Link:
         while len(data) < 4 or len(data) < 4 + _LENGTH.unpack_from(data)[0]:
             data += self._recv()
         return pickle.loads(memoryview(data)[4:])
+
+    def send_bytes(self, data: bytes | bytearray) -> None:
+        self._sock.sendall(data)
+
+    def receive_into(self, memory: bytearray) -> bytearray:
+        """The memory, filled. Raises EOFError once the other end has hung up."""
+        view = memoryview(memory)
+        while view:
+            count = self._sock.recv_into(view)
+            if not count:
+                raise EOFError
+            view = view[count:]
+        return memory
 
     def _recv_blocking(self) -> bytes:
         data = self._sock.recv(_READ)
@@ -156,7 +174,7 @@ class Raw(System):
         else:
             listener = socket.create_server(("127.0.0.1", address.port), backlog=1)
         listener.settimeout(START_LIMIT)
-        return _RawServer(listener, self._spins)
+        return self._server(listener)
 
     def connect(self, address: Address) -> Caller:
         if self._unix:
@@ -165,4 +183,68 @@ class Raw(System):
             sock.connect(address.socket_path)
         else:
             sock = socket.create_connection(("127.0.0.1", address.port), START_LIMIT)
-        return _RawCaller(_Link(sock, self._spins))
+        return self._caller(_Link(sock, self._spins))
+
+    def _server(self, listener: socket.socket) -> Server:
+        return _RawServer(listener, self._spins)
+
+    def _caller(self, link: _Link) -> Caller:
+        return _RawCaller(link)
+
+
+class _CopyServer(_RawServer):
+    """Sends back what it gets, each message behind its length."""
+
+    def _run(self) -> None:
+        try:
+            connection, _ = self._listener.accept()
+        except OSError:
+            return
+        link = self._link = _Link(connection, self._spins)
+        memory = bytearray()
+        try:
+            while True:
+                size = _SIZE.unpack(link.receive_into(bytearray(_SIZE.size)))[0]
+                if len(memory) != size:
+                    memory = bytearray(size)
+                link.send_bytes(link.receive_into(memory))
+        except (EOFError, OSError):
+            return
+
+
+class _CopyCaller(_RawCaller):
+    def __init__(self, link: _Link) -> None:
+        super().__init__(link)
+        self._memory = bytearray()
+
+    def noop(self) -> None:
+        self.echo(bytearray(1))
+
+    def payload(self, size: int) -> bytearray:
+        return bytearray(payloads.plain(size))
+
+    def echo(self, payload: bytearray) -> bytearray:
+        """What came back; it is overwritten by the next."""
+        if len(self._memory) != len(payload):
+            self._memory = bytearray(len(payload))
+        self._link.send_bytes(_SIZE.pack(len(payload)))
+        self._link.send_bytes(payload)
+        return self._link.receive_into(self._memory)
+
+    def in_flight(self, calls: int, window: int) -> None:
+        raise NotImplementedError("the copy has one message under way at a time")
+
+
+class RawCopy(Raw):
+    """Bytes there and back over TCP, by `sendall` and `recv_into`."""
+
+    def __init__(self) -> None:
+        super().__init__("tcp", spins=False)
+        self.name = "raw-copy-tcp"
+        self.label = "raw socket, copy, tcp"
+
+    def _server(self, listener: socket.socket) -> Server:
+        return _CopyServer(listener, self._spins)
+
+    def _caller(self, link: _Link) -> Caller:
+        return _CopyCaller(link)

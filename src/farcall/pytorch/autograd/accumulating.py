@@ -48,6 +48,8 @@ def _taken(new: torch.Tensor, variable: torch.Tensor, is_unshared: bool) -> torc
         return new.clone()
     if new.layout is not torch.strided or new.is_nested:
         return new.clone()
+    if is_unshared and new.is_contiguous() and variable.is_contiguous():  # the rule, and quick to see
+        return new.detach()
     strides = _wanted_strides(new, variable)
     if is_unshared and _lies_so(new, strides):
         return new.detach()
@@ -86,8 +88,8 @@ def unshared_holders() -> tuple[int, int]:
         return (None,)
 
     with torch.enable_grad():
-        output = variable * 2
+        output = (variable * 2).sum()
     handle = get_gradient_edge(variable).node.register_prehook(look)
-    torch.autograd.backward((output,), (torch.ones(1),))
+    torch.autograd.backward((output,))
     handle.remove()
     return seen[0]  # type: ignore[no-any-return]

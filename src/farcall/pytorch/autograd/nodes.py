@@ -117,10 +117,10 @@ def record_received(
     context: DistAutogradContext, message_id: int, sender: WorkerInfo, tensors: Sequence[torch.Tensor]
 ) -> tuple[torch.Tensor, ...]:
     """These came from that worker; the tensors to use in their place. Raises `RuntimeError` as `record_sent`."""
+    origin = _Origin(context.context_id, message_id, sender)
+    fresh = [tensor.data for tensor in tensors]  # no views: autograd does not let those be changed in place
     with torch.enable_grad():
-        outputs: tuple[torch.Tensor, ...] = _RecvRpc.apply(
-            _LURE, _Origin(context.context_id, message_id, sender), tensors
-        )
+        outputs: tuple[torch.Tensor, ...] = _RecvRpc.apply(_LURE, origin, fresh)
         holder = _HoldNode.apply(outputs[0])
     context.add_received(Received(message_id, outputs[0].grad_fn, sender, holder))
     return outputs

@@ -170,7 +170,7 @@ class LocalPass:
             variables = self._watch_variables(start.grad_fn, around)
             self._lent = around.enter_context(lent_to_reducers(self.context, variables))
             around.callback(self._finished)
-            torch.autograd.backward((start,), (EMPTY,), self.retain_graph)
+            torch.autograd.backward((start,), retain_graph=self.retain_graph)
 
     def started(self) -> Iterator[torch.Tensor]:
         """The engine has begun: the gradients with which it does."""
@@ -223,7 +223,7 @@ class _Starting:
     @staticmethod
     def forward(ctx: Any, local_pass: LocalPass, *roots: torch.Tensor) -> torch.Tensor:
         ctx.local_pass = local_pass
-        return torch.empty(0)
+        return torch.zeros(())  # a scalar, for which torch makes the gradient: those given it checks by slow means
 
     @staticmethod
     def backward(ctx: Any, _: Any) -> tuple[Any, ...]:

@@ -1,0 +1,156 @@
+"""Arrays of plain numbers as bytes, without pickle: arguments that are nothing else, or a result that is one.
+
+numpy has pickle write down how to make an array: functions, types and states, whose finding and calling take several
+times as long as the copy of some kilobytes. Here a few bytes say it all. Whatever else there is goes through pickle.
+
+    offset  size  what (little-endian)
+    0       1     1, with which no pickle begins
+    1       1     how many arrays, for the arguments of a call; 0 for one array that is the value itself
+    2       ...   of each array: its type's place in `_CODES` and, if it cannot be written to, 128; how many
+                  dimensions (1 byte each); its lengths (8 bytes each)
+            ...   the contents of those of less than `OUT_OF_BAND_SIZE` bytes, in order; the others' are beside it
+
+Rules
+- Only `numpy.ndarray` itself, C-contiguous and not empty, of numpy's own type for bools, integers, floats or complex
+  numbers in the byte order of the machine. These arrive as they would through pickle: their own memory, as writable.
+- One array that is several arguments is left to pickle, which makes it one again.
+- An array is made only of just its own bytes: what is read may have been written by anybody. One whose memory came
+  beside the payload uses that, through a view which keeps the memory where it is; a bytearray can be made longer.
+- numpy is not imported to write: it is noticed by the first array that pickle meets (`notice`).
+"""
+
+from __future__ import annotations
+
+import math
+import struct
+import sys
+from collections.abc import Sequence
+from pickle import PickleBuffer
+from typing import Any, Final
+
+MARK: Final = 1
+OUT_OF_BAND_SIZE: Final = 16 * 1024
+"""Bytes from which on a buffer travels beside the payload: one more piece to send costs more than a copy of less."""
+MOST_ARRAYS: Final = 16
+_MOST_DIMENSIONS: Final = 8
+_READ_ONLY: Final = 128
+
+ARRAYS: set[type] = set()
+"""The class of arrays, once it is known."""
+
+_CODES: Final = ("|b1", "|i1", "|u1", "<i2", "<u2", "<i4", "<u4", "<i8", "<u8", "<f2", "<f4", "<f8", "<c8", "<c16")
+_types: list[Any] = []  # as `_CODES`, as numpy's types
+_codes: dict[Any, tuple[Any, int]] = {}  # by type: the very object, and its place
+_shapes: Final = tuple(struct.Struct(f"<{count}Q") for count in range(_MOST_DIMENSIONS + 1))
+_lengths: Final = tuple(struct.Struct(f"<BB{count}Q") for count in range(_MOST_DIMENSIONS + 1))
+
+
+def notice() -> None:
+    """Gets to know numpy, if somebody has imported it."""
+    numpy: Any = sys.modules.get("numpy")
+    if numpy is not None and not ARRAYS:
+        _learn(numpy)
+
+
+def _over(memory: memoryview, dtype: Any) -> Any:
+    import numpy
+
+    return numpy.frombuffer(memory, dtype)
+
+
+def _learn(numpy: Any) -> None:
+    types = [numpy.dtype(code) for code in _CODES]
+    _codes.update({dtype: (dtype, place) for place, dtype in enumerate(types)})
+    _types[:] = types
+    ARRAYS.add(numpy.ndarray)  # last: it says that all else is there
+
+
+def pack_arguments(values: Sequence[Any]) -> tuple[bytes, list[memoryview]] | None:
+    """The payload of these arguments and the buffers beside it; None if they are to be pickled."""
+    count = len(values)
+    if count == 1:
+        return pack_value(values[0], _ONE)
+    if count > MOST_ARRAYS or len({id(value) for value in values}) < count:
+        return None
+    payload = bytes((MARK, count))
+    contents: list[bytes] = []
+    buffers: list[memoryview] = []
+    for value in values:
+        packed = pack_value(value, b"") if type(value) in ARRAYS else None
+        if packed is None:
+            return None
+        start = 2 + 8 * value.ndim
+        payload += packed[0][:start]
+        contents.append(packed[0][start:])
+        buffers += packed[1]
+    return b"".join([payload, *contents]), buffers
+
+
+_ONE: Final = bytes((MARK, 1))
+_VALUE: Final = bytes((MARK, 0))
+
+
+def pack_value(array: Any, start: bytes = _VALUE) -> tuple[bytes, list[memoryview]] | None:
+    """The same for a result, an array."""
+    dtype = array.dtype
+    known = _codes.get(dtype)
+    flags = array.flags
+    shape = array.shape
+    size = array.nbytes
+    # Types that are equal may still differ, by what users have attached to them: only numpy's very own will do.
+    if known is None or known[0] is not dtype or not flags.c_contiguous or not size or len(shape) > _MOST_DIMENSIONS:
+        return None
+    code = known[1] if flags.writeable else known[1] | _READ_ONLY
+    start += _lengths[len(shape)].pack(code, len(shape), *shape)
+    if size < OUT_OF_BAND_SIZE:
+        return start + array.tobytes(), []
+    return start, [PickleBuffer(array).raw()]
+
+
+def unpack(payload: bytes | bytearray | memoryview, buffers: Sequence[Any]) -> Any:
+    """What was packed: a tuple of arrays, or one.
+
+    Raises `ImportError` if numpy is not installed; `ValueError`, `IndexError`, `struct.error` or `TypeError` for what
+    is no such payload.
+    """
+    if not ARRAYS:
+        import numpy
+
+        _learn(numpy)
+    (ndarray,) = ARRAYS
+    count = payload[1]
+    if count <= 1 and not buffers and payload[2] < _READ_ONLY:
+        # What comes most, on its own: the same as below in half the time.
+        lengths = _shapes[payload[3]].unpack_from(payload, 4)
+        at = 4 + 8 * len(lengths)
+        dtype = _types[payload[2]]
+        if not 0 < math.prod(lengths) * dtype.itemsize == len(payload) - at < OUT_OF_BAND_SIZE:
+            raise ValueError(f"{len(payload) - at} bytes came for an array of {lengths}")
+        array = ndarray(lengths, dtype, payload, at).copy()
+        return (array,) if count else array
+    found = []
+    at = 2
+    for _ in range(count or 1):
+        found.append((payload[at], _shapes[payload[at + 1]].unpack_from(payload, at + 2)))
+        at += 2 + 8 * payload[at + 1]
+    arrays = []
+    left = list(buffers)
+    for code, lengths in found:
+        dtype = _types[code & ~_READ_ONLY]
+        size = math.prod(lengths) * dtype.itemsize
+        if size < OUT_OF_BAND_SIZE:
+            if not 0 < size <= len(payload) - at:
+                raise ValueError(f"an array of {size} bytes came in {len(payload) - at}")
+            array = ndarray(lengths, dtype, payload, at).copy()
+            at += size
+        else:
+            memory = memoryview(left.pop(0))
+            if memory.nbytes != size:
+                raise ValueError(f"{memory.nbytes} bytes came for an array of {size}")
+            array = _over(memory, dtype).reshape(lengths)  # not ndarray(), which lets go of the view
+        if code & _READ_ONLY:
+            array.flags.writeable = False
+        arrays.append(array)
+    if left or at != len(payload):
+        raise ValueError("more came than the arrays that were announced")
+    return tuple(arrays) if count else arrays[0]
