@@ -55,6 +55,7 @@ class TensorPipeAgent(Agent):
         """Whether no worker can join or leave."""
         self._opts = rpc_backend_options
         self._has_parted = False
+        self._infos: dict[int, WorkerInfo] = {}
         self.reverse_device_maps = reverse_device_maps
         """For a caller's name: where its device is that stands for ours."""
         self.used_devices = devices
@@ -117,8 +118,14 @@ class TensorPipeAgent(Agent):
     # Who is there
 
     def get_worker_info(self, to: str | int | AnyWorkerInfo | None = None) -> WorkerInfo:
-        """See `RpcAgent`."""
-        return as_torch(super().get_worker_info(to))
+        """See `RpcAgent`. On the path of every call."""
+        peer = self._peers.get(to) if to is not None else None
+        if peer is None:
+            return as_torch(super().get_worker_info(to))
+        known = self._infos.get(peer.number)
+        if known is None:
+            known = self._infos[peer.number] = as_torch(peer.info)
+        return known
 
     def get_worker_infos(self) -> list[AnyWorkerInfo]:
         """See `RpcAgent`."""
