@@ -196,6 +196,14 @@ def _data_figures(results: Results) -> list[Figure]:
 
     return [
         Figure("64 MiB there and back, unix: torch's bandwidth", faster("torch", "farcall-unix", "64 MiB"), 8, aim=12),
+        Figure(
+            "64 MiB tensor there and back, farcall.pytorch: torch's bandwidth", faster("torch", "edge", "64 MiB"), 8
+        ),
+        Figure(
+            "2 × 2 tensor there and back, farcall.pytorch: faster than torch",
+            _ratio(results.median("torch", "tensor_us"), results.median("edge", "tensor_us")),
+            12,
+        ),
         Figure("1 MiB there and back, unix: torch's bandwidth", faster("torch", "farcall-unix", "1 MiB"), 6),
         Figure("64 MiB there and back, tcp: torch's bandwidth", faster("torch", "farcall-tcp", "64 MiB"), 1.5),
         Figure("64 MiB there and back, tcp: of a raw copy's", faster("raw-copy-tcp", "farcall-tcp", "64 MiB"), 0.8),

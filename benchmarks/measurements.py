@@ -70,7 +70,8 @@ QUICK: Final = Effort(
 def measure_calls(system: System, effort: Effort) -> dict[str, float]:
     """One round of calls between two processes: no-ops and, where the system can, many at once, and references.
 
-    The result has `p50_us` and `p99_us`, `calls_per_s` if it pipelines, `remote_us` and `proxy_us` (p50) if it refers.
+    The result has `p50_us` and `p99_us`, `calls_per_s` if it pipelines, `remote_us` and `proxy_us` (p50) if it refers,
+    `tensor_us` (p50), a tensor of 2 × 2 there and back, if it sends tensors.
     Raises EndpointFailed.
     """
     with Endpoints() as endpoints:
@@ -81,6 +82,8 @@ def measure_calls(system: System, effort: Effort) -> dict[str, float]:
         if system.refers:
             for command, name in (("remotes", "remote_us"), ("proxies", "proxy_us")):
                 result[name] = caller.ask(command, calls=effort.calls, warmup=effort.warmup)["p50_us"]
+        if system.package == "torch":
+            result["tensor_us"] = caller.ask("small_tensors", calls=effort.calls, warmup=effort.warmup)["p50_us"]
         return result
 
 

@@ -56,6 +56,11 @@ def tables(results: Results, figures: Iterable[Figure], effort: Effort) -> list[
         copied = _bandwidth(max(SIZES.values()), results.median_copy)
         absent = [ABSENT] * (len(SIZES) - 1)
         data.append(["memory, copied in one process", *absent, copied, *[ABSENT] * len(THREADS), ABSENT])
+    tensors = [
+        [system.label, number(results.median(system.name, "tensor_us"), ",.1f")]
+        for system in systems.ALL
+        if results.median(system.name, "tensor_us") is not None
+    ]
     busy = [
         [label, f"{statistics.median(rates):,.0f}"]
         for label, rates in (("spinning (default)", results.busy_spinning), ("spin=0", results.busy_blocking))
@@ -97,6 +102,9 @@ def tables(results: Results, figures: Iterable[Figure], effort: Effort) -> list[
                 f"no-op p99 µs beside a stream of {in_bytes(effort.streamed)}",
             ],
             data,
+        ),
+        TextTable(
+            f"A tensor of 2 × 2 there and back (medians over {effort.rounds} rounds)", ["system", "p50 µs"], tensors
         ),
         TextTable(
             f"{systems.BUSY_WORKERS} busy farcall workers that call each other",

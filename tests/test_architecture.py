@@ -51,7 +51,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "cli": BELOW_AGENT | {"api", "farcall", "last_words", "bench"},
     "bench": {"errors", "farcall"},
     "testing": BELOW_API | {"rref", "api", "farcall"},
-    "pytorch": BELOW_API | {"rref", "api", "farcall"},
+    "pytorch": BELOW_API | {"rref", "api", "farcall", "testing"},
 }
 
 # The protocol is pure: ids, time and chance are handed in, and it waits for nothing.

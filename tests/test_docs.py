@@ -131,6 +131,12 @@ def snippets(document: Path) -> str:
     return FAILURE.sub(lambda match: f"expect_error(lambda: {match[1]}, {match[2]!r})", source)
 
 
+def skip_without_torch(document: Path) -> None:
+    """Some documents are about torch, which is an extra."""
+    if "import torch" in document.read_text(encoding="utf-8"):
+        pytest.importorskip("torch", reason="torch is not installed: pip install farcall[torch]")
+
+
 def run_program(command: list[str], directory: Path) -> subprocess.CompletedProcess[str]:
     return subprocess.run(
         command,
@@ -174,6 +180,7 @@ TRANSCRIPTS = [
 
 @pytest.mark.parametrize(("document", "transcript"), TRANSCRIPTS)
 def test_a_program_prints_what_its_transcript_shows(document: Path, transcript: Block, tmp_path: Path) -> None:
+    skip_without_torch(document)
     for block in blocks(document):
         if block.program is not None:
             (tmp_path / block.program).write_text(block.text, encoding="utf-8")
@@ -193,6 +200,7 @@ def test_a_program_prints_what_its_transcript_shows(document: Path, transcript: 
 
 @pytest.mark.parametrize("document", [path for path in DOCUMENTS if snippets(path)], ids=name_of)
 def test_the_small_examples_of_a_document_do_what_it_says(document: Path, tmp_path: Path) -> None:
+    skip_without_torch(document)
     (tmp_path / "runner.py").write_text(RUNNER, encoding="utf-8")
     (tmp_path / "snippets").write_text(snippets(document), encoding="utf-8")
     result = run_program(

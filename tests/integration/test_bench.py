@@ -46,9 +46,9 @@ def bench(
                 process.kill()
 
 
-def run_bench(*arguments: str, benchmarks: Path = BENCHMARKS) -> tuple[int, str, str]:
+def run_bench(*arguments: str, benchmarks: Path = BENCHMARKS, limit: float = LIMIT) -> tuple[int, str, str]:
     with bench(*arguments, benchmarks=benchmarks) as process:
-        out, err = process.communicate(timeout=LIMIT)
+        out, err = process.communicate(timeout=limit)
         return process.returncode, out, err
 
 
@@ -92,12 +92,14 @@ def wait_until(condition: Any, what: str) -> None:
         time.sleep(0.01)
 
 
+@pytest.mark.timeout(4 * LIMIT)
 def test_a_quick_run_measures_raw_sockets_and_farcall(tmp_path: Path) -> None:
     benchmarks = a_clone(tmp_path)
     findings = tmp_path / "findings.json"
     status, out, err = run_bench(
         *("--quick", "--rounds", "1", "--systems", "raw,farcall", "--json", str(findings), "--write-readme"),
         benchmarks=benchmarks,
+        limit=3 * LIMIT,
     )
     assert status == 0, err
     found = json.loads(findings.read_text())
@@ -118,6 +120,23 @@ def test_a_quick_run_measures_raw_sockets_and_farcall(tmp_path: Path) -> None:
     assert set(found["rounds"]["shared"]) == {"farcall-unix", "farcall-tcp"}
     assert found["rounds"]["shared"]["farcall-unix"][0] > 0
     assert 0 < found["rounds"]["import_ms"][0] < 10_000
+    data = {name: rounds[0] for name, rounds in found["rounds"]["data"].items()}
+    sizes, threads = {"echo 4 KiB", "echo 1 MiB", "echo 64 MiB"}, {"threads 1", "threads 16", "streaming"}
+    assert {name: set(measured) for name, measured in data.items()} == {
+        "farcall-unix": sizes | threads,
+        "farcall-tcp": sizes | threads,
+        "raw-copy-tcp": sizes,
+    }
+    assert all(value > 0 for measured in data.values() for value in measured.values())
+    figures = {figure["title"]: figure["value"] for figure in found["figures"]}
+    assert figures["64 MiB there and back, tcp: of a raw copy's"] == pytest.approx(
+        data["raw-copy-tcp"]["echo 64 MiB"] / data["farcall-tcp"]["echo 64 MiB"]
+    )
+    assert figures["16 threads, unix: of one alone"] == pytest.approx(
+        data["farcall-unix"]["threads 16"] / data["farcall-unix"]["threads 1"]
+    )
+    assert figures["4 KiB there and back, unix: torch's rate"] is None
+    assert "beside a stream of 16 MiB" in " ".join(out.split())
     assert len(found["rounds"]["idle_percent"]) == 1
     assert found["rounds"]["busy_spinning"][0] > 0
     assert found["rounds"]["busy_blocking"][0] > 0

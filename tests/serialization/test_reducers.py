@@ -9,9 +9,9 @@ from typing import Any
 
 import pytest
 
-from farcall.serialization import dumps, dumps_inline, loads, register_reducer
+from farcall.serialization import dumps, dumps_inline, loads, reducers, register_family_reducer, register_reducer
 from farcall.serialization.by_value import dumps_by_value
-from farcall.serialization.reducers import REDUCERS
+from farcall.serialization.reducers import REDUCERS, family_reducer
 
 
 class Parcel:
@@ -33,6 +33,7 @@ def registered() -> Iterator[None]:
     register_reducer(Parcel, lambda parcel: (_unpack, (parcel.content,)))
     yield
     REDUCERS.clear()
+    reducers._families.clear()
 
 
 def test_it_is_used_wherever_the_object_is() -> None:
@@ -49,6 +50,20 @@ def test_other_pickles_know_nothing_of_it() -> None:
 
 def test_subclasses_are_not_meant() -> None:
     assert loads(*dumps(Gift(1))).way == "its own"
+
+
+def test_a_family_is_a_type_and_its_subclasses() -> None:
+    register_family_reducer(Parcel, lambda parcel: (_unpack, (parcel.content, "the family's")))
+    assert loads(*dumps(Gift(1))).way == "the family's"
+    assert pickle.loads(dumps_by_value((Gift(1), lambda: 0), None))[0].way == "the family's"
+    assert loads(*dumps(Parcel(1))).way == "registered", "that of the very type comes first"
+    assert family_reducer(int) is None
+
+
+def test_of_two_families_the_nearer_one_counts() -> None:
+    register_family_reducer(object, lambda parcel: (_unpack, (parcel.content, "far")))
+    register_family_reducer(Gift, lambda parcel: (_unpack, (parcel.content, "near")))
+    assert loads(*dumps(Gift(1))).way == "near"
 
 
 def test_what_is_registered_for_all_picklers_counts_too(monkeypatch: pytest.MonkeyPatch) -> None:

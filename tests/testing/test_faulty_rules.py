@@ -13,6 +13,7 @@ from farcall.protocol.reference_messages import (
 )
 from farcall.protocol.wire import CALL, CALL_CARRYING, METHOD, PRESENCE, VALUE
 from farcall.testing import Failure, FaultyRpcBackendOptions
+from farcall.testing.faulty_options import Names
 from farcall.testing.faulty_rules import Rules, Verdict, callee_of, name_of_call, name_of_reference_message
 
 REFERENCE, FORK = RRefId(1, 0, 1), ForkId(0, 1)
@@ -77,3 +78,42 @@ def test_reference_messages_have_them_too() -> None:
     assert [name_of_reference_message(kind(REFERENCE, FORK)) for kind in kinds] == [
         "RREF_FORK_REQUEST", "RREF_CHILD_ACCEPT", "RREF_USER_DELETE", "", "", "",
     ]  # fmt: skip
+
+
+def test_calls_are_told_apart_if_the_agent_says_how() -> None:
+    named = {b"m\0script": Names("SCRIPT_CALL", "SCRIPT_REMOTE_CALL"), b"m\0other": Names()}
+    options = FaultyRpcBackendOptions(messages_to_delay={"PYTHON_CALL": 1, "SCRIPT_CALL": 2, "SCRIPT_REMOTE_CALL": 3})
+    mine = Rules(options, named)
+
+    def delay(name: str, callee: bytes) -> float:
+        return mine.judge(mine.name_for(name, callee), 1).delay
+
+    assert [delay("PYTHON_CALL", callee) for callee in (b"m\0script", b"m\0any", b"m\0other")] == [2, 1, 0]
+    assert [delay("PYTHON_REMOTE_CALL", callee) for callee in (b"m\0script", b"m\0any", b"m\0other")] == [3, 0, 0]
+    mine.fail("SCRIPT_CALL", 1, Failure.ERROR)
+    assert mine.judge("PYTHON_CALL", 1).failure is None
+    assert mine.judge("SCRIPT_CALL", 1).failure is Failure.ERROR
+
+
+def test_without_that_one_name_means_both() -> None:
+    mine = rules(messages_to_delay={"SCRIPT_CALL": 2})
+    assert mine.name_for("PYTHON_CALL", b"m\0script") == "PYTHON_CALL"
+    assert mine.delay_of("PYTHON_CALL") == 2
+
+
+def test_what_has_no_name_is_meant_by_no_rule_also_not_by_one_for_what_is_never_sent() -> None:
+    every = ["PYTHON_CALL", "CLEANUP_AUTOGRAD_CONTEXT_REQ"]
+    mine = Rules(FaultyRpcBackendOptions(messages_to_fail=every), {b"m\0other": Names()})
+    assert mine.judge(mine.name_for("PYTHON_CALL", b"m\0other"), 1) == Verdict()
+    assert mine.judge(mine.name_for("PYTHON_CALL", b"m\0any"), 1).failure is Failure.ERROR
+
+
+def test_a_function_can_stand_for_a_message_that_farcall_has_not() -> None:
+    options = FaultyRpcBackendOptions(messages_to_fail=["CLEANUP_AUTOGRAD_CONTEXT_REQ"])
+    mine = Rules(options, {b"m\0clean": Names("CLEANUP_AUTOGRAD_CONTEXT_REQ")})
+    assert mine.judge(mine.name_for("PYTHON_CALL", b"m\0clean"), 1).failure is Failure.ERROR
+
+
+def test_a_fetch_has_two_names_in_any_case() -> None:
+    mine = Rules(FaultyRpcBackendOptions(messages_to_delay={"SCRIPT_RREF_FETCH_CALL": 2}), {})
+    assert mine.judge(mine.name_for("PYTHON_RREF_FETCH_CALL", VALUE + b"x" * 28), 1).delay == 2

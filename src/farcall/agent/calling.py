@@ -16,7 +16,7 @@ from typing import Any
 
 from farcall.agent.book import ReferenceBook
 from farcall.agent.calls import PendingCall
-from farcall.agent.execution import RemoteJob, Workplace
+from farcall.agent.execution import Workplace
 from farcall.agent.handle import Handle, check_usable
 from farcall.agent.lanes import FEW_HANDLES, SMALL_BODY, SMALL_HEAD
 from farcall.agent.outgoing import Outgoing
@@ -225,7 +225,8 @@ class Calling:
             copies = [memoryview(bytearray(buffer)) for buffer in buffers]  # the caller may change its own
             value = Value()
             handle = self._book.make(value)
-            self._place.serving.submit(RemoteJob(self._place, value, head, body, copies, handles, keeps))
+            job = self._place.own_remote_job(self._place, value, head, body, copies, handles, keeps)
+            self._place.serving.submit(job)
             return handle
         connection = peer.connection
         if connection is None:

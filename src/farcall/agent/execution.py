@@ -14,8 +14,9 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
 from types import CoroutineType
-from typing import Any, Final, NamedTuple, Protocol
+from typing import Any, Final, Protocol
 
 from farcall.agent.book import ReferenceBook
 from farcall.agent.coroutines import EventLoop
@@ -54,7 +55,8 @@ from farcall.serialization import (
 from farcall.transports.base import Buffer
 
 
-class Workplace(NamedTuple):
+@dataclass(slots=True)
+class Workplace:
     """Where functions run: what all jobs of an agent share."""
 
     worker: str
@@ -68,6 +70,8 @@ class Workplace(NamedTuple):
     remote_job: type[RemoteJob]
     failure_to_send: Callable[[str, BaseException], BaseException] | None = None
     """Given a function's name and what it raised here for others: what its caller is to hear. Raises nothing."""
+    own_remote_job: type[RemoteJob] = field(default_factory=lambda: RemoteJob)
+    """The same for a remote call of this worker's to itself."""
 
 
 class Caller(Answerable, Protocol):

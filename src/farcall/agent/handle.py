@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 from farcall.agent.values import Value
 from farcall.errors import ExpelledError, OwnerLost, ReferenceRefused, RpcError, SerializationError, UsageError
 from farcall.protocol.control import MOST_HANDLES
-from farcall.protocol.ids import ForkId, RRefId
+from farcall.protocol.ids import ForkId, RRefId, Worker
 from farcall.serialization import collect, take_offered
 
 if TYPE_CHECKING:
@@ -60,6 +60,16 @@ class Handle:
 
     def __del__(self) -> None:
         self.book.drop_later(self.reference, self.fork)
+
+
+def stillborn(book: ReferenceBook, owner: Worker, new_error: Callable[[], RpcError]) -> Handle:
+    """A handle of a reference that could not be made at `owner`: every use raises. Nobody else knows of it."""
+    if owner == book.me:
+        handle = book.own(None)  # which nobody gets to see
+    else:  # no reference has the number 0
+        handle = Handle(book, RRefId(owner, book.me, 0), ForkId(book.me, 0), None, made_here(False))
+    handle.new_error = new_error
+    return handle
 
 
 Made = str | tuple[CodeType, int]

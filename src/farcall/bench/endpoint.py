@@ -66,6 +66,8 @@ def caller_commands(caller: systems.Caller) -> dict[str, Command]:
     if isinstance(caller, systems.StreamingCaller):
         commands["threads"] = functools.partial(timing.time_threads, caller.noop)
         commands["streaming"] = functools.partial(streaming, caller)
+    if echo_small := getattr(caller, "echo_small", None):  # of those who send tensors
+        commands["small_tensors"] = functools.partial(timing.time_each, echo_small)
     # Some have the one and not the other, or lack the proxies.
     if fetch := getattr(caller, "remote_to_here", None):
         commands["remotes"] = functools.partial(timing.time_each, fetch)

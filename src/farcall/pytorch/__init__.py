@@ -5,6 +5,7 @@
 """
 
 from farcall.pytorch import (
+    _utils,
     api,
     autograd,
     backend_registry,
@@ -32,12 +33,10 @@ from farcall.pytorch.backend_registry import (
 )
 from farcall.pytorch.installing import install
 from farcall.pytorch.native import *  # noqa: F403
-from farcall.pytorch.options import TensorPipeRpcBackendOptions
+from farcall.pytorch.options import TensorPipeRpcBackendOptions, _is_tensorpipe_available
 from farcall.pytorch.rref import RRef
 from farcall.pytorch.server_process_global_profiler import _server_process_global_profile
 from farcall.pytorch.starting import _get_debug_info, _init_rpc_backend, _validate_rpc_args, init_rpc, is_available
-
-_is_tensorpipe_available = True
 
 __all__ = [
     "BackendType",
@@ -46,7 +45,9 @@ __all__ = [
     "TensorPipeRpcBackendOptions",
     "_get_debug_info",
     "_init_rpc_backend",
+    "_is_tensorpipe_available",
     "_server_process_global_profile",
+    "_utils",
     "_validate_rpc_args",
     "api",
     "autograd",

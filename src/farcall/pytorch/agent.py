@@ -1,27 +1,32 @@
 """`TensorPipeAgent`: farcall's agent under torch's name, with torch's constructor and methods.
 
-In a fixed group it meets the others at a store of torch's (`store`); in an open one it does so as any worker of farcall
-does, and the store is None. The device maps are kept here; what is done with them is in `devices`.
+It meets the others at a store of torch's (`store`). The device maps are kept here; what is done with them is in
+`devices`.
 """
 
 from __future__ import annotations
 
 import contextlib
 import sys
+import threading
 import traceback
 import uuid
+from collections.abc import Iterator, Sequence
 from typing import Any, Final
 
 import torch
 
 from farcall.agent import Agent
+from farcall.agent.surrounding import Around, surround
+from farcall.api import current_agent
 from farcall.backends.default import join_at
 from farcall.options import RpcBackendOptions
 from farcall.protocol.ids import WorkerInfo as AnyWorkerInfo
+from farcall.pytorch.interpreter_waits import InterpreterWaits
 from farcall.pytorch.options import DeviceMap, _TensorPipeRpcBackendOptionsBase
 from farcall.pytorch.store import TorchStore
 from farcall.pytorch.workers import WorkerInfo, as_torch
-from farcall.rendezvous import Rendezvous, rendezvous
+from farcall.rendezvous import Rendezvous
 from farcall.security import Credentials
 from farcall.transports.network import local_address_towards, local_addresses
 
@@ -36,44 +41,36 @@ class TensorPipeAgent(Agent):
         self,
         store: Any,
         name: str,
-        worker_id: int,
+        rank: int,
         world_size: int | None,
-        opts: _TensorPipeRpcBackendOptionsBase,
+        rpc_backend_options: _TensorPipeRpcBackendOptionsBase,
         reverse_device_maps: dict[str, DeviceMap],
         devices: list[torch.device],
     ) -> None:
         """Joins the group. Raises `RendezvousError`, `RuntimeError` for a name that torch does not take."""
-        WorkerInfo(name, worker_id)  # refuses the name
+        WorkerInfo(name, rank)  # refuses the name
         self.store = store
-        """Of torch's, by which the workers met; None if they met otherwise."""
+        """Of torch's, by which the workers met."""
         self.is_static_group = bool(world_size)
         """Whether no worker can join or leave."""
-        self._opts = opts
+        self._opts = rpc_backend_options
         self._has_parted = False
         self.reverse_device_maps = reverse_device_maps
         """For a caller's name: where its device is that stands for ours."""
         self.used_devices = devices
+        self._surroundings: dict[str, Around] = {}
+        self._surroundings_lock = threading.Lock()
+        self._interpreter_waits: InterpreterWaits | None = None
 
         def meet(credentials: Credentials) -> Rendezvous:
-            if world_size and store is not None:
-                return _meet(store, worker_id, world_size)
-            options = opts
-            return rendezvous(
-                options.init_method,
-                name,
-                worker_id,
-                world_size or None,
-                options.init_timeout,
-                options.interface,
-                credentials,
-            )
+            return _meet(store, rank, world_size or None)
 
         def make(*given: Any) -> Agent:
             super(TensorPipeAgent, self).__init__(*given)
             return self
 
-        join_at(make, name, self._own_options(opts), meet)
-        self.device_maps = opts.device_maps
+        join_at(make, name, self._own_options(rpc_backend_options), meet)
+        self.device_maps = rpc_backend_options.device_maps
 
     def _own_options(self, opts: _TensorPipeRpcBackendOptionsBase) -> RpcBackendOptions:
         return opts.for_agent()
@@ -137,8 +134,29 @@ class TensorPipeAgent(Agent):
             "agent.client_active_calls": str(metrics["calls_pending"]),
             "agent.server_active_calls": str(metrics["threads_running"]),
             "agent.server_active_async_calls": "0",
-            **waiting_for_the_interpreter(),
+            **self._waits_for_the_interpreter(),
         }
+
+    def _waits_for_the_interpreter(self) -> dict[str, str]:
+        waits = self._interpreter_waits
+        return {} if waits is None else {"agent.gil_average_wait_time_us": f"{waits.average():.3f}"}
+
+    # What is around the functions that run here for others
+
+    def surround(self, what: str, around: Around | None) -> None:
+        """Has all functions that run here for others run inside `around()`, too; None: inside of that not any more."""
+        with self._surroundings_lock:
+            if around is None:
+                self._surroundings.pop(what, None)
+            else:
+                self._surroundings[what] = around
+            surround(self._place, _within(list(self._surroundings.values())))
+
+    def enable_gil_profiling(self, flag: bool) -> None:
+        """Whether it is measured how long a thread waits for the interpreter before it runs a function for others."""
+        waits = InterpreterWaits() if flag else None
+        self._interpreter_waits = waits
+        self.surround("interpreter waits", None if waits is None else waits.before_function)
 
     # Devices
 
@@ -163,7 +181,21 @@ class TensorPipeAgent(Agent):
             self.reverse_device_maps.pop(worker_info.name, None)
 
 
-def _meet(store: Any, rank: int, world_size: int) -> Rendezvous:
+def _within(surroundings: Sequence[Around]) -> Around | None:
+    if len(surroundings) < 2:
+        return next(iter(surroundings), None)
+
+    @contextlib.contextmanager
+    def around() -> Iterator[None]:
+        with contextlib.ExitStack() as stack:
+            for each in surroundings:
+                stack.enter_context(each())
+            yield
+
+    return around
+
+
+def _meet(store: Any, rank: int, world_size: int | None) -> Rendezvous:
     """The group that has the store; the first worker to come names this run of it."""
     ours = TorchStore(store, rank, world_size)
     run = ours.set_new(_RUN_KEY, uuid.uuid4().hex.encode()).decode()
@@ -180,20 +212,9 @@ def _address_for_others(store: Any) -> str:
     return next(iter(local_addresses()), _LOOPBACK)
 
 
-class _GilWait:
-    """How long functions waited for the interpreter; measured only when somebody has asked for it."""
-
-    def __init__(self) -> None:
-        self.is_measured = False
-
-
-_gil_wait: Final = _GilWait()
-
-
 def enable_gil_profiling(flag: bool) -> None:
-    """Whether `get_debug_info` tells how long a thread waits for the interpreter on average."""
-    _gil_wait.is_measured = bool(flag)
+    """Whether this worker measures how long its threads wait for the interpreter; `get_debug_info` tells the average.
 
-
-def waiting_for_the_interpreter() -> dict[str, str]:
-    return {"agent.gil_average_wait_time_us": "0"} if _gil_wait.is_measured else {}
+    Raises `NotInitializedError` if this process is no worker.
+    """
+    current_agent().enable_gil_profiling(flag)  # type: ignore[attr-defined]  # one of these

@@ -22,6 +22,7 @@ from farcall import api as _farcall
 from farcall.agent import Agent
 from farcall.errors import NotInitializedError, RpcTimeoutError, UsageError, WorkerLost
 from farcall.futures import Future
+from farcall.pytorch import autograd
 from farcall.pytorch.callees import callee_of
 from farcall.pytorch.constants import UNSET_RPC_TIMEOUT
 from farcall.pytorch.envelopes import (
@@ -200,9 +201,7 @@ def _invoke_rpc(
     agent = _get_current_rpc_agent()
     unattended = rpc_type is not RPCExecMode.SYNC
     info = _to_worker_info(to)
-    callee, first = callee_of(func)
-    if first:
-        args, kwargs = (*first, tuple(args or ()), dict(kwargs or {})), None
+    callee, args, kwargs = callee_of(func, args, kwargs, _default_pickler)
     try:
         if not rides_along(agent, info):
             return agent.call(info, callee, args or None, kwargs or None, rpc_timeout, unattended)
@@ -234,9 +233,7 @@ def remote(
         raise TypeError("function should be callable.")
     agent = _get_current_rpc_agent()
     info = _to_worker_info(to)
-    callee, first = callee_of(func)
-    if first:
-        args, kwargs = (*first, tuple(args or ()), dict(kwargs or {})), None
+    callee, args, kwargs = callee_of(func, args, kwargs, _default_pickler)
     rref: RRef[Any] = _new_rref(RRef)
     rref._label = labels.next(2)
     trips: dict[str, Trip] = {}
@@ -315,8 +312,15 @@ class _Gatherings:
 _gatherings: Final = _Gatherings()
 
 
-def _gather_to_leader(sequence_id: Any, worker_name: str, obj: Any, worker_names: Collection[str]) -> None:
-    """At the leader: a worker has come. Raises `RuntimeError` if the leader has given up waiting for it."""
+def _gather_to_leader(
+    sequence_id: Any, worker_name: str, obj: Any, worker_names: Collection[str] | None = None
+) -> None:
+    """At the leader: a worker has come. All workers of the group have to, by default.
+
+    Raises `RuntimeError` if the leader has given up waiting for it.
+    """
+    if worker_names is None:
+        worker_names = [info.name for info in _get_current_rpc_agent().get_worker_infos()]
     gathering = _gatherings.find(sequence_id)
     if gathering is None:
         raise RuntimeError(f"{worker_name} came too late to _all_gather: its leader has given up waiting for everybody")
@@ -485,5 +489,6 @@ def _finalize_shutdown() -> None:
         finally:
             try:
                 _cleanup_python_rpc_handler()
+                autograd.close()
             finally:
                 _reset_current_rpc_agent()

@@ -7,13 +7,13 @@ it before does not see the new one. How the maps of devices are exchanged and ch
 from __future__ import annotations
 
 import enum
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
 
-from farcall.pytorch import api, device_maps
+from farcall.pytorch import api, device_maps, devices, plain_tensors
 from farcall.pytorch import constants as rpc_constants
 from farcall.pytorch.agent import TensorPipeAgent
 from farcall.pytorch.options import TensorPipeRpcBackendOptions
@@ -28,13 +28,16 @@ class BackendValue(NamedTuple):
 
 def _backend_types(backends: dict[str, BackendValue]) -> Any:
     made = enum.Enum("BackendType", backends)  # type: ignore[misc]  # made of what is registered
-    setattr(made, "__repr__", _repr)  # noqa: B010 (a method of what is made here)
-    made.__doc__ = "The backends that are registered, by name."
+    setattr(made, "__repr__", _backend_type_repr)  # noqa: B010 (a method of what is made here)
+    made.__doc__ = _backend_type_doc
     return made
 
 
-def _repr(backend: enum.Enum) -> str:
-    return f"BackendType.{backend.name}"
+def _backend_type_repr(self: enum.Enum) -> str:
+    return f"BackendType.{self.name}"
+
+
+_backend_type_doc = "The backends that are registered, by name."
 
 
 BackendType: Any = _backend_types({})
@@ -77,15 +80,27 @@ def init_backend(backend: Any, *args: Any, **kwargs: Any) -> Any:
 
 
 def _tensorpipe_construct_rpc_backend_options_handler(
-    rpc_timeout: float, init_method: str, **kwargs: Any
+    rpc_timeout: float,
+    init_method: str,
+    num_worker_threads: int = rpc_constants.DEFAULT_NUM_WORKER_THREADS,
+    _transports: Sequence[str] | None = None,
+    _channels: Sequence[str] | None = None,
+    **kwargs: Any,
 ) -> TensorPipeRpcBackendOptions:
-    return TensorPipeRpcBackendOptions(rpc_timeout=rpc_timeout, init_method=init_method, **kwargs)
+    return TensorPipeRpcBackendOptions(
+        rpc_timeout=rpc_timeout,
+        init_method=init_method,
+        num_worker_threads=num_worker_threads,
+        _transports=_transports,
+        _channels=_channels,
+        **kwargs,
+    )
 
 
 def _tensorpipe_init_backend_handler(
     store: Any, name: str, rank: int, world_size: int | None, rpc_backend_options: Any
 ) -> TensorPipeAgent:
-    if world_size and not isinstance(store, dist.Store):
+    if not isinstance(store, dist.Store):
         raise TypeError(f"`store` must be a c10d::Store. {store}")
     if not isinstance(rpc_backend_options, TensorPipeRpcBackendOptions):
         raise TypeError(f"`rpc_backend_options` must be a `TensorPipeRpcBackendOptions`. {rpc_backend_options}")
@@ -102,4 +117,6 @@ def _tensorpipe_init_backend_handler(
     return agent
 
 
+devices.ride()
+plain_tensors.count_as_plain()
 register_backend("TENSORPIPE", _tensorpipe_construct_rpc_backend_options_handler, _tensorpipe_init_backend_handler)

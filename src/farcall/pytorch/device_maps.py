@@ -1,17 +1,24 @@
 """Device maps between all workers: exchanged and checked at the start, with torch's words for what is wrong.
 
 A map says, for a callee, on which of its devices a tensor arrives that is on one of ours. Replies go the other way by
-the reverse of the caller's map.
+the reverse of the caller's map. How tensors are moved is in `devices`.
+
+In an open group a worker that comes asks those who are there, and tells them of its own maps; a map may name workers
+that have not come yet.
 """
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
+from contextlib import suppress
 from typing import Any, NamedTuple
 
 import torch
 
+from farcall.api import current_agent
+from farcall.errors import UnknownWorkerError, WorkerLost
 from farcall.pytorch.options import DeviceMap
+from farcall.pytorch.workers import WorkerInfo
 
 
 class DeviceInfo(NamedTuple):
@@ -23,21 +30,54 @@ class DeviceInfo(NamedTuple):
 
 
 def exchange(agent: Any) -> None:
-    """Has all workers of a fixed group know each other's maps, and this one its reverse maps and its devices.
+    """Has the workers know each other's maps, and this one its reverse maps and its devices.
 
-    Raises `ValueError` for maps that cannot be, at every worker.
+    Raises `ValueError` for maps that cannot be: in a fixed group at every worker, in an open one at that which comes.
     """
     from farcall.pytorch import api
 
-    options = agent._get_backend_options()
-    mine = DeviceInfo(torch.cuda.device_count(), options.device_maps, options.devices)
-    if not agent.is_static_group:
-        return
-    everybody: dict[str, DeviceInfo] = api._all_gather(mine, timeout=options.rpc_timeout)
-    check(everybody)
-    name = agent.get_worker_info().name
-    agent.reverse_device_maps = reverse_maps(name, everybody)
+    mine = _info_of(agent)
+    me = agent.get_worker_info()
+    if agent.is_static_group:
+        everybody: dict[str, DeviceInfo] = api._all_gather(mine, timeout=api.get_rpc_timeout())
+        others = []
+    else:
+        others = [info for info in agent.get_worker_infos() if info != me]
+        everybody = {me.name: mine, **_answers(others, _info_of_this, ())}
+    check(everybody, agent.is_static_group)
+    agent.reverse_device_maps = reverse_maps(me.name, everybody)
     agent.used_devices = used_devices(mine.devices, mine.maps, agent.reverse_device_maps)
+    _answers(others, _has_joined, (me, mine))
+
+
+def _answers(workers: Iterable[WorkerInfo], function: Callable[..., Any], args: tuple[Any, ...]) -> dict[str, Any]:
+    """What that gave at these workers, by name; without those that have gone meanwhile."""
+    from farcall.pytorch import api
+
+    answers = {}
+    for worker, future in [(worker, api.rpc_async(worker, function, args)) for worker in workers]:
+        with suppress(WorkerLost, UnknownWorkerError):
+            answers[worker.name] = future.wait()
+    return answers
+
+
+def _info_of(agent: Any) -> DeviceInfo:
+    options = agent._get_backend_options()
+    return DeviceInfo(torch.cuda.device_count(), options.device_maps, options.devices)
+
+
+def _info_of_this() -> DeviceInfo:
+    return _info_of(current_agent())
+
+
+def _has_joined(worker: WorkerInfo, info: DeviceInfo) -> None:
+    """At the others of an open group: that worker has come, with these maps."""
+    agent: Any = current_agent()
+    reverse = reverse_maps(agent.get_worker_info().name, {worker.name: info})
+    options = agent._get_backend_options()
+    agent.reverse_device_maps.pop(worker.name, None)  # of an earlier one of that name
+    devices = used_devices(options.devices, options.device_maps, {**agent.reverse_device_maps, **reverse})
+    agent._update_group_membership(worker, devices, reverse, True)
 
 
 def check(everybody: Mapping[str, DeviceInfo], is_static_group: bool = True) -> None:

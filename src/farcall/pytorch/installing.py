@@ -13,8 +13,12 @@ from typing import Final
 
 import torch
 
+from farcall.pytorch.children import install_in_children
+from farcall.pytorch.later import substitute_later
+
 _MODULES: Final = {
     "torch.distributed.rpc": "farcall.pytorch",
+    "torch.distributed.rpc._utils": "farcall.pytorch._utils",
     "torch.distributed.rpc.api": "farcall.pytorch.api",
     "torch.distributed.rpc.backend_registry": "farcall.pytorch.backend_registry",
     "torch.distributed.rpc.constants": "farcall.pytorch.constants",
@@ -28,11 +32,24 @@ _MODULES: Final = {
 }
 """What stands for which module of torch's."""
 
+_LATER: Final = {
+    "torch.distributed.rpc._testing": ("farcall.pytorch._testing", None),
+    "torch.distributed.rpc._testing.faulty_agent_backend_registry": (
+        "farcall.pytorch._testing.faulty_agent_backend_registry",
+        None,
+    ),
+    "torch.distributed.optim.optimizer": ("farcall.pytorch.optim.optimizer", "DistributedOptimizer"),
+    "torch.distributed.nn.api.remote_module": ("farcall.pytorch.nn.remote_module", "RemoteModule"),
+    "torch.distributed.nn.jit.instantiator": ("farcall.pytorch.nn.instantiator", None),
+}
+"""The same for modules that torch imports only when asked to, and the name that the package of each has from it."""
+
 _NAMES: Final = (
     ("torch._jit_internal", "RRef", "farcall.pytorch.rref", "RRef"),
     ("torch._jit_internal", "PyRRef", "farcall.pytorch.rref", "PyRRef"),
     ("torch.jit.annotations", "RRef", "farcall.pytorch.rref", "RRef"),
     ("torch.nn.parallel.distributed", "RRef", "farcall.pytorch.rref", "RRef"),
+    ("torch.distributed", "Reducer", "farcall.pytorch.autograd.reducers", "Reducer"),
     ("torch.futures", "collect_all", "farcall.pytorch.futures", "collect_all"),
     ("torch.futures", "wait_all", "farcall.pytorch.futures", "wait_all"),
 )
@@ -42,7 +59,8 @@ _NAMES: Final = (
 def install() -> None:
     """Puts farcall in the place of `torch.distributed.rpc`, its submodules, and what belongs to it. Twice is once.
 
-    Call it before the program imports them. It starts nothing. Raises `RuntimeError` if torch's own RPC is running.
+    Call it before the program imports them. It starts nothing; processes that `multiprocessing` starts later have it,
+    too. Raises `RuntimeError` if torch's own RPC is running.
     """
     native = sys.modules.get("torch._C._distributed_rpc")
     if native is not None and native.__name__ != "farcall.pytorch.native" and native._is_current_rpc_agent_set():
@@ -51,6 +69,14 @@ def install() -> None:
         _replace(name, importlib.import_module(ours))
     for module, name, ours, ours_name in _NAMES:
         setattr(importlib.import_module(module), name, getattr(importlib.import_module(ours), ours_name))
+    substitute_later({name: ours for name, (ours, _) in _LATER.items()})
+    for name, (ours, bound) in _LATER.items():
+        if name in sys.modules:  # somebody has been earlier
+            _replace(name, importlib.import_module(ours))
+            if bound is not None:
+                package = sys.modules[".".join(name.split(".")[:3])]
+                setattr(package, bound, getattr(sys.modules[name], bound))
+    install_in_children()
 
 
 def _replace(name: str, module: ModuleType) -> None:

@@ -12,6 +12,9 @@ import torch
 
 from farcall.options import RpcBackendOptions
 
+_is_tensorpipe_available = True
+"""For programs that ask: what stands for it is there wherever torch is."""
+
 DeviceType: TypeAlias = int | str | torch.device
 
 DeviceMap: TypeAlias = dict[torch.device, torch.device]

@@ -14,12 +14,13 @@ from typing import Any, Final, Generic, TypeVar, cast
 import torch
 
 from farcall.api import current_agent
-from farcall.errors import NotInitializedError, RpcTimeoutError, SerializationError, UsageError
+from farcall.errors import NotInitializedError, RpcError, RpcTimeoutError, SerializationError, UsageError
 from farcall.futures import Future
 from farcall.protocol.wire import PRESENCE, TYPE
 from farcall.pytorch.constants import UNSET_RPC_TIMEOUT
 from farcall.pytorch.envelopes import rides_along
-from farcall.pytorch.futures import RpcFuture
+from farcall.pytorch.futures import RpcFuture, failed_with
+from farcall.pytorch.script_modules import check_type_hint
 from farcall.pytorch.workers import WorkerInfo, as_torch
 from farcall.rref import RRef as _OwnRRef
 from farcall.serialization import collect, take_offered
@@ -46,8 +47,9 @@ class PyRRef(_OwnRRef[T]):
     def __init__(self, value: T, type_hint: Any = None) -> None:
         """A reference to a value that is here. `type_hint`: the interface of a script module.
 
-        Raises `RuntimeError` if this process is no worker.
+        Raises `RuntimeError` if this process is no worker, and if it is a script module's, and not given or wrong.
         """
+        check_type_hint(value, type_hint)
         try:
             super().__init__(value, type_hint)
             self._label = labels.next(1)
@@ -88,10 +90,18 @@ class PyRRef(_OwnRRef[T]):
         if creation is not None and creation.done() and isinstance(error := creation.exception(), RpcTimeoutError):
             raise RpcTimeoutError(f"RRef creation via rpc.remote() timed out: {error}") from None
         if not self.is_owner() and rides_along(cast(Any, current_agent()), self.owner()):
-            from farcall.pytorch.api import rpc_sync
-
-            return cast(T, rpc_sync(self.owner(), _value_of, (self,), timeout=timeout))
+            return self._ride_here(timeout)
         return super().to_here(timeout)
+
+    def _ride_here(self, timeout: float) -> T:
+        from farcall.pytorch.api import rpc_sync
+        from farcall.pytorch.profiling import shown_as
+
+        agent, owner = current_agent(), self.owner()
+        with shown_as(f"to_here#({agent.info.name})->({owner.name})"):
+            if rides_along(cast(Any, agent), owner):
+                return cast(T, rpc_sync(owner, _value_of, (self,), timeout=timeout))
+            return super().to_here(timeout)
 
     def local_value(self) -> T:
         """The value itself, at its owner. Raises what made it fail; `RuntimeError` on any other worker."""
@@ -121,13 +131,21 @@ class PyRRef(_OwnRRef[T]):
     def _get_future(self) -> torch.futures.Future:
         """Done when the value is there, or its function failed; fails if that takes longer than `remote` allowed."""
         if getattr(self, "_creation", None) is None:
-            self._creation = self._fetch(PRESENCE, UNSET_RPC_TIMEOUT, unattended=True)
+            try:
+                self._creation = self._fetch(PRESENCE, UNSET_RPC_TIMEOUT, unattended=True)
+            except RpcError as error:  # it leads nowhere
+                self._creation = failed_with(error)
         return RpcFuture(self._creation)
 
     def _watch_creation(self, timeout: float) -> None:
-        """Of a remote call that must be through in a given time."""
-        self._creation = self._fetch(PRESENCE, timeout, unattended=True)
-        self._creation.watch(_known, waker=False, attended=True)  # whoever fetches the value hears of its failure
+        """Of a remote call that must be through in a given time; also of one to this very worker."""
+        ask = self._calling.call_on
+        try:
+            self._creation = ask(self._handle, PRESENCE, "_get_future", (), None, timeout, unattended=True)
+        except RpcError as error:
+            self._creation = failed_with(error)
+        # If it fails and the reference is never used, nobody wants to hear of it.
+        self._creation.watch(_ignore, waker=False, attended=True)
 
     def _get_profiling_future(self) -> torch.futures.Future:
         """Done when the profiler has what it wants of the remote call. Raises `RuntimeError` if it was not profiled."""
@@ -247,8 +265,8 @@ class _Labels:
 labels: Final = _Labels()
 
 
-def _known(creation: Future[Any]) -> None:
-    """That it has failed is no news to anybody."""
+def _ignore(creation: Future[Any]) -> None:
+    """Somebody has looked at it."""
 
 
 def _value_of(rref: PyRRef[T]) -> T:

@@ -24,6 +24,7 @@ def _local_invoke(rref: PyRRef[Any], func_name: str, args: Any, kwargs: Any) -> 
 
 
 mark_async(_local_invoke, _local_invoke, lambda name, result: result)
+_local_invoke_async_execution = _local_invoke  # torch has one for each kind of method
 
 
 def _invoke_rpc(

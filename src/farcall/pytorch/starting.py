@@ -46,7 +46,7 @@ def init_rpc(
         backend = _backend_for(rpc_backend_options)
     if rpc_backend_options is None:
         rpc_backend_options = backend_registry.construct_rpc_backend_options(backend)
-    store = _meet_at_store(rpc_backend_options, rank, world_size) if world_size else None
+    store = _meet_at_store(rpc_backend_options, rank, world_size)
     autograd._init(rank)
     _set_profiler_node_id(rank)
     _init_rpc_backend(backend, store, name, rank, world_size, rpc_backend_options)
@@ -71,14 +71,29 @@ def _backend_for(options: Any) -> Any:
     raise TypeError(f"Could not infer backend for options {options}")
 
 
-def _meet_at_store(options: Any, rank: int, world_size: int) -> Any:
-    """A part of torch's store that this group has for itself. Raises what torch's rendezvous raises."""
+def _meet_at_store(options: Any, rank: int, world_size: int | None) -> Any:
+    """A part of torch's store that this group has for itself.
+
+    Raises what torch's rendezvous raises, `ValueError` among it; `RuntimeError` if there is a group of the other kind.
+    """
     global _init_counter
-    store, _, _ = next(dist.rendezvous(options.init_method, rank=rank, world_size=world_size))
+    if world_size:
+        store, _, _ = next(dist.rendezvous(options.init_method, rank=rank, world_size=world_size))
+    else:
+        store = dist._create_store_from_options(options, rank)
     store.set_timeout(timedelta(seconds=options.rpc_timeout or 86400))
     with _init_counter_lock:
         number, _init_counter = _init_counter, _init_counter + 1
-    return dist.PrefixStore(f"rpc_prefix_{number}", store)
+    # Of a fixed group the workers come together, and it is the how many-th for all of them. Into an open one a worker
+    # may come for the second time, while it is still the first for the others.
+    part = dist.PrefixStore(f"rpc_prefix_{number}", store)
+    kind = "fixed" if world_size else "open"
+    if part.compare_set("kind", "", kind).decode() != kind:
+        raise RuntimeError(
+            "RPC group mixes statically and dynamically initialized members which is not supported. Give either all "
+            "workers a world_size, the same, or none"
+        )
+    return part if world_size else dist.PrefixStore("rpc_open", store)
 
 
 def _validate_rpc_args(
@@ -86,7 +101,7 @@ def _validate_rpc_args(
 ) -> None:
     wanted = [
         (backend, backend_registry.BackendType),
-        (store, (dist.Store, type(None)) if not world_size else dist.Store),
+        (store, dist.Store),
         (name, str),
         (rank, numbers.Integral),
         (world_size, (numbers.Integral, type(None))),

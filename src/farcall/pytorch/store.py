@@ -1,7 +1,8 @@
 """A store of torch's as farcall's: workers find each other where torch's `init_process_group` would, too.
 
-The keys are those that farcall's rendezvous uses for a fixed group, under a prefix of their own; each ends in a rank,
-so that those of all workers can be waited for by name: torch's stores cannot list what they have.
+The keys are those that farcall's rendezvous uses, under a prefix of their own. In a fixed group each ends in a rank, so
+that those of all workers can be waited for by name. In an open one they are listed; there a key that is deleted stays,
+with an empty value, as a store that compares and sets in one step cannot compare and delete.
 
 Nothing here waits inside torch's store, which answers one thread at a time: it is asked again and again.
 """
@@ -28,9 +29,9 @@ _ANSWER: Final = timedelta(seconds=30)
 
 
 class TorchStore(Store):
-    """One worker's end of a torch store."""
+    """One worker's end of a torch store. Without a world size the group is open."""
 
-    def __init__(self, store: Any, rank: int, world_size: int) -> None:
+    def __init__(self, store: Any, rank: int, world_size: int | None) -> None:
         self._store = dist.PrefixStore("farcall", store)
         self._rank = rank
         self._world_size = world_size
@@ -52,12 +53,21 @@ class TorchStore(Store):
         return self._ask(lambda: int(self._store.add(key, amount)))
 
     def delete(self, key: str, expected: bytes | None = None) -> bool:
+        if self._world_size is None:
+            found = self.read(key).get(key)
+            if found is None or found != (expected or found):
+                return False
+            if expected is None:
+                self.set(key, b"")
+                return True
+            return self._ask(lambda: bytes(self._store.compare_set(key, expected.decode("latin-1"), ""))) == b""
         if expected is not None and self.read(key).get(key) != expected:
             return False
         return self._ask(lambda: bool(self._store.delete_key(key)))
 
     def read(self, prefix: str) -> Mapping[str, bytes]:
-        return {key: self.get(key, 0.0) for key in self._present(prefix)}
+        entries = {key: self.get(key, 0.0) for key in self._present(prefix)}
+        return {key: value for key, value in entries.items() if value}
 
     def collect(self, prefix: str, count: int, timeout: float) -> Mapping[str, bytes]:
         keys = self._keys(prefix)
@@ -88,7 +98,7 @@ class TorchStore(Store):
         if self._closed:
             return
         self._closed = True
-        if early:
+        if early or self._world_size is None:
             return
         try:
             self._store.set(f"bye/{self._rank}", b"1")
@@ -100,9 +110,11 @@ class TorchStore(Store):
     # Waiting
 
     def _keys(self, prefix: str) -> list[str]:
-        return [f"{prefix}{rank}" for rank in range(self._world_size)]
+        return [f"{prefix}{rank}" for rank in range(self._world_size or 0)]
 
     def _present(self, prefix: str) -> list[str]:
+        if self._world_size is None:
+            return [key for key in self._ask(self._store.list_keys) if key.startswith(prefix)]
         return [key for key in self._keys(prefix) if self._ask(lambda key=key: self._store.check([key]))]  # type: ignore[misc]
 
     def _wait(self, keys: Iterable[str], timeout: float) -> bool:

@@ -1,6 +1,18 @@
 """How tensors travel: as what they show, beside the pickle where they are large.
 
-`reduce_tensor` is the reducer of `torch.Tensor` in farcall's messages, and in nobody else's pickles.
+`reduce_tensor` is the reducer of `torch.Tensor` in farcall's messages, and in nobody else's pickles: torch's own
+pickles of a tensor copy all of the storage behind it. What is not plain memory of this host (sparse, quantized ...) is
+in `layouts`.
+
+Rules
+- A tensor arrives with the same type, shape and values, in memory of its own, which can be written to. Of a view, what
+  it shows travels, not the storage behind it.
+- Its strides are the same, too, with two exceptions: a view with gaps of more than `LARGEST_WITH_GAPS`, and one whose
+  elements overlap, arrive without gaps. An expanded tensor arrives expanded, and travels as what was expanded.
+- It requires gradients if it did, and has no history: it is a leaf.
+- Two tensors that share memory arrive as two; one object that is there twice arrives as one.
+- Attributes and hooks of a tensor do not travel, as with torch's own RPC.
+- Whatever a pickle says, a rebuilt tensor lies inside of the memory that came.
 
 Around it, `sending_apart` and `receiving_apart` let the tensors of a value travel in a list of their own, for those who
 have to see them (`envelopes`).
@@ -9,14 +21,49 @@ have to see them (`envelopes`).
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from ctypes import c_char, string_at
+from functools import wraps
 from pickle import PickleBuffer
-from typing import Any
+from typing import Any, Final, ParamSpec, TypeVar
 
 import torch
+from torch.nn import Parameter
 
-from farcall.serialization import register_reducer
+try:
+    import numpy
+except ImportError:  # torch can do without
+    numpy = None  # type: ignore[assignment]
+
+from farcall.pytorch.layouts import reduce_storage, reduce_typed_storage, reduce_unplain
+from farcall.serialization import OUT_OF_BAND_SIZE, register_reducer
+
+LARGEST_WITH_GAPS: Final = 16 * 1024
+"""Bytes from the first to the last element of a view up to which its gaps are made again where it arrives."""
+
+_QUANTIZED: Final = {torch.qint8, torch.quint8, torch.qint32, torch.quint4x2, torch.quint2x4}
+_NAMES: Final[dict[torch.dtype, str]] = {
+    kind: name
+    for name, kind in vars(torch).items()
+    if isinstance(kind, torch.dtype) and kind not in _QUANTIZED and str(kind) == f"torch.{name}"
+}
+"""Of the types of elements that are plain memory."""
+_TYPES: Final[dict[str, torch.dtype]] = {name: kind for kind, name in _NAMES.items()}
+_IN_NUMPY: Final[dict[str, Any]] = {} if numpy is None else {n: numpy.dtype(n) for n in _TYPES if hasattr(numpy, n)}
+"""The same in numpy, of those that it has: a tensor over an array over memory is made quicker than one over memory."""
+
+P = ParamSpec("P")
+R = TypeVar("R")
+
+_profiler_enabled: Final = torch.autograd._profiler_enabled
+_strided: Final = torch.strided
+_frombuffer: Final = torch.frombuffer
+_from_numpy: Final = torch.from_numpy
+_ndarray: Final = None if numpy is None else numpy.ndarray
+
+
+# Apart from the pickle
 
 
 class _Apart(dict[int, torch.Tensor]):
@@ -25,7 +72,7 @@ class _Apart(dict[int, torch.Tensor]):
 
 class _Thread(threading.local):
     sent: _Apart | None = None
-    received: list[torch.Tensor] | None = None
+    received: Sequence[torch.Tensor] | None = None
 
 
 _thread = _Thread()
@@ -43,7 +90,7 @@ def sending_apart() -> Iterator[Mapping[int, torch.Tensor]]:
 
 
 @contextmanager
-def receiving_apart(tensors: list[torch.Tensor]) -> Iterator[None]:
+def receiving_apart(tensors: Sequence[torch.Tensor]) -> Iterator[None]:
     """What is unpickled inside finds its tensors in this list."""
     before, _thread.received = _thread.received, tensors
     try:
@@ -59,28 +106,146 @@ def take_apart(place: int) -> torch.Tensor:
     return _thread.received[place]
 
 
+def _place_apart(sent: _Apart, tensor: torch.Tensor) -> tuple[Any, ...]:
+    if id(tensor) not in sent:
+        sent[id(tensor)] = tensor
+        return take_apart, (len(sent) - 1,)
+    return take_apart, (list(sent).index(id(tensor)),)
+
+
+def _unrecorded(function: Callable[P, R]) -> Callable[P, R]:
+    """What it does is not shown in profiles: how a tensor travels is none of the program's operators."""
+
+    @wraps(function)
+    def unrecorded(*args: P.args, **kwargs: P.kwargs) -> R:
+        if not _profiler_enabled():
+            return function(*args, **kwargs)
+        torch.autograd._enable_record_function(False)
+        try:
+            return function(*args, **kwargs)
+        finally:
+            torch.autograd._enable_record_function(True)
+
+    return unrecorded
+
+
+# Sending
+
+
+@_unrecorded
 def reduce_tensor(tensor: torch.Tensor) -> Any:
-    """What pickle makes of a tensor."""
-    sent = _thread.sent
-    if sent is not None:
-        if id(tensor) not in sent:
-            sent[id(tensor)] = tensor
-            return take_apart, (len(sent) - 1,)
-        return take_apart, (list(sent).index(id(tensor)),)
-    if tensor.layout is not torch.strided or tensor.device.type != "cpu" or tensor.is_quantized:
-        return tensor.__reduce_ex__(2)
-    dense = tensor.detach().contiguous().resolve_conj().resolve_neg()
-    memory = dense.reshape(-1).view(torch.uint8).numpy() if dense.numel() else b""
-    return rebuild_tensor, (PickleBuffer(memory), tensor.dtype, tuple(tensor.shape), tensor.requires_grad)
+    """What pickle makes of a tensor. Raises `RuntimeError` for one on another device than the processor."""
+    if _thread.sent is not None:
+        return _place_apart(_thread.sent, tensor)
+    name = _NAMES.get(tensor.dtype)
+    if name is None or tensor.layout is not _strided or not tensor.is_cpu or tensor.is_nested:
+        return reduce_unplain(tensor)
+    if not tensor.is_contiguous() or tensor.is_conj() or tensor.is_neg() or tensor._is_zerotensor():
+        return _reduce_view(tensor.detach(), name, tensor.requires_grad)
+    if tensor.requires_grad:
+        return rebuild_tensor, (_memory(tensor), name, tuple(tensor.shape), None, True)
+    return rebuild_tensor, (_memory(tensor), name, tuple(tensor.shape))
 
 
-def rebuild_tensor(memory: Any, dtype: torch.dtype, shape: tuple[int, ...], requires_grad: bool) -> torch.Tensor:
-    """A tensor again, in the memory that came."""
-    view = memoryview(memory)
-    if not view.nbytes:
-        return torch.empty(shape, dtype=dtype, requires_grad=requires_grad)
-    tensor = torch.frombuffer(view if not view.readonly else bytearray(view), dtype=dtype).reshape(shape)
+@_unrecorded
+def reduce_parameter(parameter: Parameter) -> Any:
+    """The same for a parameter of a module, which arrives as one."""
+    if _thread.sent is not None:
+        return _place_apart(_thread.sent, parameter)
+    return rebuild_parameter, (parameter.detach(), parameter.requires_grad)
+
+
+def _memory(tensor: torch.Tensor) -> Any:
+    """The memory of a tensor without gaps: a copy if it is small, else the memory itself."""
+    size = tensor.nbytes
+    if size < OUT_OF_BAND_SIZE:
+        return string_at(tensor.data_ptr(), size) if size else b""
+    memory: Any = (c_char * size).from_address(tensor.data_ptr())
+    memory.owner = tensor.untyped_storage()  # it stays where it is for as long as somebody sends it
+    return PickleBuffer(memory)
+
+
+def _reduce_view(tensor: torch.Tensor, name: str, requires_grad: bool) -> Any:
+    shape = tuple(tensor.shape)
+    if tensor.is_conj() or tensor.is_neg() or tensor._is_zerotensor():
+        tensor = tensor.clone().resolve_conj().resolve_neg()
+        return rebuild_tensor, (_memory(tensor.contiguous()), name, shape, None, requires_grad)
+    strides = tensor.stride()
+    if 0 in strides:
+        once = tuple(slice(0, 1) if not stride else slice(None) for stride in strides)
+        return rebuild_expanded, (tensor[once], shape, requires_grad)
+    if _has_no_gaps(shape, strides):
+        return rebuild_tensor, (_memory(tensor), name, shape, strides, requires_grad)
+    extent = _extent(shape, strides) * tensor.itemsize
+    if extent <= LARGEST_WITH_GAPS and extent >= tensor.nbytes:
+        return rebuild_with_gaps, (tensor.contiguous(), strides, requires_grad)
+    dense = tensor.clone()  # in the order in which the view has its dimensions in memory
+    return rebuild_tensor, (_memory(dense), name, shape, dense.stride(), requires_grad)
+
+
+def _has_no_gaps(shape: Sequence[int], strides: Sequence[int]) -> bool:
+    """Whether its elements fill its memory, each place once."""
+    expected = 1
+    for stride, length in sorted(zip(strides, shape, strict=True)):
+        if length != 1:
+            if stride != expected:
+                return False
+            expected *= length
+    return True
+
+
+def _extent(shape: Sequence[int], strides: Sequence[int]) -> int:
+    """Elements from the first to the last that it shows."""
+    return 1 + sum((length - 1) * stride for length, stride in zip(shape, strides, strict=True))
+
+
+# Receiving
+
+
+@_unrecorded
+def rebuild_tensor(
+    memory: Any, name: str, shape: tuple[int, ...], strides: tuple[int, ...] | None = None, requires_grad: bool = False
+) -> torch.Tensor:
+    """A tensor again, in the memory that came. Raises if it does not fit in there."""
+    if type(memory) is bytes:
+        memory = bytearray(memory)
+    elif not isinstance(memory, (bytearray, memoryview)):
+        raise TypeError(f"a {type(memory).__name__} was sent as the memory of a tensor")
+    elif memoryview(memory).readonly:
+        memory = bytearray(memory)
+    else:
+        memory = memoryview(memory)  # of our own: nobody gives it back, or makes it longer, while the tensor lives
+    if not memory:
+        tensor = torch.empty(0, dtype=_TYPES[name]).view(shape)
+    elif strides is None and name in _IN_NUMPY:
+        tensor = _from_numpy(_ndarray(shape, _IN_NUMPY[name], memory))
+    else:
+        tensor = _frombuffer(memory, dtype=_TYPES[name])
+        tensor = tensor.view(shape) if strides is None else tensor.as_strided(shape, strides)
     return tensor.requires_grad_() if requires_grad else tensor
 
 
+def rebuild_expanded(once: torch.Tensor, shape: tuple[int, ...], requires_grad: bool) -> torch.Tensor:
+    """A tensor that shows some of its elements many times."""
+    tensor = once.expand(shape)
+    return tensor.requires_grad_() if requires_grad else tensor
+
+
+def rebuild_with_gaps(dense: torch.Tensor, strides: tuple[int, ...], requires_grad: bool) -> torch.Tensor:
+    """A view with gaps between its elements. Raises `ValueError` if they are larger than they are made."""
+    if _extent(dense.shape, strides) * dense.itemsize > LARGEST_WITH_GAPS:
+        raise ValueError(f"a tensor was sent with strides {strides}, which need more than {LARGEST_WITH_GAPS} bytes")
+    tensor = torch.empty_strided(dense.shape, strides, dtype=dense.dtype).copy_(dense)
+    return tensor.requires_grad_() if requires_grad else tensor
+
+
+@_unrecorded
+def rebuild_parameter(tensor: torch.Tensor, requires_grad: bool) -> Parameter:
+    """A parameter of a module again."""
+    return Parameter(tensor, requires_grad)
+
+
 register_reducer(torch.Tensor, reduce_tensor)
+register_reducer(Parameter, reduce_parameter)
+register_reducer(torch.UntypedStorage, reduce_storage)
+register_reducer(torch.TypedStorage, reduce_typed_storage)

@@ -6,7 +6,7 @@ workers that restrict what may be loaded. No sockets, no threads, no agent: byte
 
 from farcall.serialization.callables import callable_name, encode_function, resolve_function
 from farcall.serialization.failures import decode_failure, describe_failure, encode_failure, encode_text
-from farcall.serialization.guarded import Guard, loads_arguments_guarded, loads_guarded
+from farcall.serialization.guarded import Guard, loads_arguments_guarded, loads_guarded, register_plain
 from farcall.serialization.handles import collect, collecting, offered, offering, take_offered
 from farcall.serialization.pickler import (
     Pickled,
@@ -19,7 +19,7 @@ from farcall.serialization.pickler import (
     not_rebuilt,
 )
 from farcall.serialization.plain_arrays import OUT_OF_BAND_SIZE
-from farcall.serialization.reducers import dumps_reduced, register_reducer
+from farcall.serialization.reducers import dumps_reduced, register_family_reducer, register_reducer
 
 __all__ = [
     "OUT_OF_BAND_SIZE",
@@ -45,6 +45,8 @@ __all__ = [
     "not_rebuilt",
     "offered",
     "offering",
+    "register_family_reducer",
+    "register_plain",
     "register_reducer",
     "resolve_function",
     "take_offered",

@@ -22,7 +22,7 @@ import cloudpickle
 
 from farcall.serialization.callables import is_interactive, leads_to
 from farcall.serialization.raw import reduce_raw
-from farcall.serialization.reducers import REDUCERS
+from farcall.serialization.reducers import REDUCERS, family_reducer
 
 
 def dumps_by_value(value: Any, buffer_callback: Callable[[PickleBuffer], bool] | None) -> bytes:
@@ -43,7 +43,7 @@ class _Pickler(cloudpickle.Pickler):  # type: ignore[misc]  # cloudpickle has no
             raise TypeError("an open file belongs to its process")
         if type(obj) is memoryview:
             return reduce_raw(obj)
-        reduce = REDUCERS.get(type(obj))
+        reduce = REDUCERS.get(type(obj)) or family_reducer(type(obj))
         if reduce is not None:
             return reduce(obj)
         return super().reducer_override(obj)

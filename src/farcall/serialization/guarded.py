@@ -12,6 +12,7 @@ Rules
 - A state sets no attributes of the interpreter's or of pickle's (`__class__`, `__reduce_ex__`).
 - What belongs to numpy is never handed out (`arrays`), and the types of plain data get what pickle itself gives them
   (`plain_types`).
+- What an edge has registered as plain data (`register_plain`) is made by what it has registered for it, unasked.
 - What is refused raises `NotAllowedError`, and nothing of it has run.
 - `loads_plain` is for what is plain data by its nature: there is nothing to ask about.
 """
@@ -37,6 +38,19 @@ _IMMUTABLE: Final = 1 << 8
 """Py_TPFLAGS_IMMUTABLETYPE: a class whose attributes cannot be set."""
 
 _EXCEPTION_STATE: Final[Any] = BaseException.__setstate__
+
+
+_PLAIN: Final[dict[tuple[str, str], Callable[..., Any]]] = {}
+"""What edges have registered, by the module and the name that a pickle asks for."""
+
+
+def register_plain(function: Callable[..., Any], checked: Callable[..., Any]) -> None:
+    """Has what that function of a module makes count as plain data, which any worker takes: tensors, say.
+
+    `checked` is what is called in its place where a worker restricts what is sent to it. It gets whatever a pickle can
+    make, and has to raise for what the function must not be called with.
+    """
+    _PLAIN[function.__module__, function.__qualname__] = checked
 
 
 class Guard(Protocol):
@@ -74,7 +88,8 @@ class _Unpickler(pickle.Unpickler):
 
     def find_class(self, module: str, name: str) -> Any:
         if f"{module}.{name}" not in QUICK:
-            self._guard.check_name(module, name)
+            if (module, name) not in _PLAIN:
+                self._guard.check_name(module, name)
             raise _Changeable
         found = find(module, name, self._guard)
         if not found.__flags__ & _IMMUTABLE:
@@ -127,11 +142,13 @@ class _CarefulUnpickler(pickle._Unpickler):
         return value
 
     def find_class(self, module: str, name: str) -> Any:
-        found = STAND_INS.get((module, name))
+        found = _PLAIN.get((module, name))
         if found is None:
-            found = find(module, name, self._guard)
-        else:
-            self._guard.check_name(module, name)
+            found = STAND_INS.get((module, name))
+            if found is None:
+                found = find(module, name, self._guard)
+            else:
+                self._guard.check_name(module, name)
         self._named[id(found)] = found, f"{module}.{name}"
         return found
 

@@ -11,6 +11,7 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any, Final
 
 from farcall.agent import Agent
+from farcall.agent.execution import RemoteJob
 from farcall.api import current_agent
 from farcall.backends.default import join_group
 from farcall.backends.interface import RpcAgent
@@ -19,7 +20,7 @@ from farcall.errors import UsageError
 from farcall.options import RpcBackendOptions
 from farcall.security import Credentials
 from farcall.testing.faulty_control import Faults
-from farcall.testing.faulty_options import FaultyRpcBackendOptions
+from farcall.testing.faulty_options import FaultyRpcBackendOptions, Names
 from farcall.testing.faulty_transport import FaultyTransport
 from farcall.transports.base import Transport
 
@@ -32,6 +33,9 @@ NAME: Final = "FAULTY_TENSORPIPE"
 class FaultyAgent(Agent):
     """An agent with faults. Its `options` are `FaultyRpcBackendOptions`; with others nothing fails until it is told."""
 
+    named: Mapping[bytes, Names] | None = None
+    """For a subclass: which functions stand for what torch sends under other names; see `Rules`."""
+
     def __init__(
         self,
         name: str,
@@ -42,7 +46,7 @@ class FaultyAgent(Agent):
     ) -> None:
         """Joins the group; `start` it next. Raises as `Agent`; then nothing is left running."""
         faulty = options if isinstance(options, FaultyRpcBackendOptions) else FaultyRpcBackendOptions()
-        self.faults = Faults(name, faulty)
+        self.faults = Faults(name, faulty, self.named)
         """What goes wrong."""
         try:
             wrapped = {scheme: FaultyTransport(each, self.faults) for scheme, each in transports.items()}
@@ -51,6 +55,7 @@ class FaultyAgent(Agent):
             self.faults.relay.close()
             raise
         self.faults.check_name = self.get_worker_info
+        self._place.own_remote_job = _own_remote_job(self.faults)
 
     def shutdown(self, graceful: bool = False, timeout: float = 0.0) -> None:
         """See `Agent`. What is delayed or frozen still is dropped."""
@@ -63,6 +68,21 @@ class FaultyAgent(Agent):
         """See `Agent`."""
         super().abandon()
         self.faults.relay.abandon()
+
+
+def _own_remote_job(faults: Faults) -> type[RemoteJob]:
+    """What is made of a remote call of the agent to itself: one that may be late."""
+
+    class OwnRemoteJob(RemoteJob):
+        def run(self) -> None:
+            delay = faults.own_remote_call_delay(self._callee) if not hasattr(self, "was_late") else 0.0
+            if delay:
+                self.was_late = True
+                faults.later(delay, lambda: self._place.serving.submit(self))
+                return None
+            return super().run()  # type: ignore[return-value]  # a remote job has no reply
+
+    return OwnRemoteJob
 
 
 def faults(agent: RpcAgent | None = None) -> Faults:

@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Final, NamedTuple
 
 from farcall.protocol.ids import Worker
 from farcall.testing.faulty_link import Link
 from farcall.testing.faulty_options import (
+    REMOTE_CALL,
     Failure,
     FaultyRpcBackendOptions,
+    Names,
     check_failure,
     check_seconds,
     check_sends,
@@ -58,9 +60,9 @@ class Faults:
     Any thread may change it at any time, and what it says of messages and workers holds when the method returns.
     """
 
-    def __init__(self, name: str, options: FaultyRpcBackendOptions) -> None:
+    def __init__(self, name: str, options: FaultyRpcBackendOptions, named: Mapping[bytes, Names] | None = None) -> None:
         self.name = name
-        self.rules = Rules(options)
+        self.rules = Rules(options, named)
         self.relay = Relay()
         self.check_name: Callable[[str], object] = lambda name: None
         """Raises if there is no such worker; set by the agent."""
@@ -121,6 +123,17 @@ class Faults:
             for link in list(self.relay.links):
                 if link.peer == worker:
                     link.conditions_changed()
+
+    def own_remote_call_delay(self, callee: bytes) -> float:
+        """By how much a remote call of the worker to itself is late: it goes on no connection."""
+        with self.relay.lock:
+            return self.rules.delay_of(self.rules.name_for(REMOTE_CALL, callee))
+
+    def later(self, seconds: float, action: Callable[[], None]) -> None:
+        """Has it done after so many seconds, by the relay's thread; not at all if the end comes before."""
+        with self.relay.lock:
+            self.relay.start()
+            self.relay.later(seconds, action)
 
     # For links, under the relay's lock
 

@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING, Final
 
 from farcall.agent.poller import READABLE, WRITABLE
 from farcall.errors import ProtocolError, WorkerLost
-from farcall.protocol.control import pack_control, pack_section, unpack_control, unpack_section
+from farcall.protocol.control import pack_control, pack_section, unpack_control, unpack_remote, unpack_section
 from farcall.protocol.handshake import Hello
 from farcall.protocol.ids import Worker
 from farcall.protocol.wire import (
@@ -38,7 +38,7 @@ from farcall.protocol.wire import (
     encode,
 )
 from farcall.serialization import encode_failure
-from farcall.testing.faulty_options import REMOTE_CALL, Failure
+from farcall.testing.faulty_options import REMOTE_CALL, SCRIPT_REMOTE_CALL, Failure
 from farcall.testing.faulty_rules import Verdict, callee_of, name_of_call, name_of_reference_message
 from farcall.testing.faulty_stream import Item, Stream, encode_message
 from farcall.transports.base import Buffer, Channel
@@ -214,8 +214,9 @@ class Link:
         if kind in (CALL, CALL_CARRYING):
             self._send_call(message)
         elif kind == REMOTE:
-            number = unpack_section(message[2])[0]
-            self._send_reliably(REMOTE_CALL, number, encode_message(message))
+            number, *_, callee = unpack_remote(message[2])
+            name = self._faults.rules.name_for(REMOTE_CALL, callee)
+            self._send_reliably(name, number, encode_message(message))
         elif kind == CONTROL:
             acknowledged, entries = unpack_control(message[3])
             unnamed = [entry for entry in entries if not name_of_reference_message(entry[1])]
@@ -230,9 +231,9 @@ class Link:
 
     def _send_call(self, message: Message) -> None:
         kind, call_id, head, body, buffers = message
-        name = name_of_call(kind, head)
-        late = self._correspondence.sent_again(name)
         callee = callee_of(kind, head)
+        name = self._faults.rules.name_for(name_of_call(kind, head), callee)
+        late = self._correspondence.sent_again(name)
         content = (self.number, callee, bytes(body), tuple(bytes(buffer) for buffer in buffers))
         verdict = self._faults.rules.judge(name, hash(content))
         self._last_call = monotonic()
@@ -272,7 +273,7 @@ class Link:
             self._hold(number, pieces)
         if verdict.failure is not None:
             # Who has lost a remote call often waits for its value next, in vain: there is nothing to be spared.
-            self._break_when_quiet(_explained(name, verdict), at_once=name == REMOTE_CALL)
+            self._break_when_quiet(_explained(name, verdict), at_once=name in (REMOTE_CALL, SCRIPT_REMOTE_CALL))
         for release in late:
             release()
 
@@ -346,6 +347,7 @@ class Link:
         now = monotonic()
         if self._closed or self._outbound.ended:
             return
+        self._read(self._outbound)  # a call may be there that nobody has seen yet
         busy = (self._pending or now - self._last_call < _QUIET) and now < deadline
         if busy or self._conditions.frozen:
             self._relay.later(_QUIET, lambda: self._try_to_break(reason, deadline))

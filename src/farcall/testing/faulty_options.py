@@ -1,7 +1,8 @@
 """What the faulty agent is told to do: messages by torch's names for them, and how each of them fails.
 
 torch sends builtin operators and scripted functions under names of their own (`SCRIPT_CALL` ...). farcall has one kind
-of call, so such a name means what its `PYTHON_` brother means.
+of call, so such a name means what its `PYTHON_` brother means; unless the agent says which functions stand for those
+(`Names`). A fetch does not tell what has made the value, so both of its names mean it in any case.
 """
 
 from __future__ import annotations
@@ -10,7 +11,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from enum import StrEnum
 from numbers import Real
-from typing import Any, Final
+from typing import Any, Final, NamedTuple
 
 from farcall.errors import UsageError
 from farcall.options import RpcBackendOptions
@@ -22,6 +23,10 @@ FORK_REQUEST: Final = "RREF_FORK_REQUEST"
 CHILD_ACCEPT: Final = "RREF_CHILD_ACCEPT"
 USER_DELETE: Final = "RREF_USER_DELETE"
 
+CLEANUP: Final = "CLEANUP_AUTOGRAD_CONTEXT_REQ"
+SCRIPT_CALL: Final = "SCRIPT_CALL"
+SCRIPT_REMOTE_CALL: Final = "SCRIPT_REMOTE_CALL"
+
 _MEANING: Final[Mapping[str, str]] = {
     CALL: CALL,
     FETCH: FETCH,
@@ -29,13 +34,20 @@ _MEANING: Final[Mapping[str, str]] = {
     FORK_REQUEST: FORK_REQUEST,
     CHILD_ACCEPT: CHILD_ACCEPT,
     USER_DELETE: USER_DELETE,
-    "SCRIPT_CALL": CALL,
+    SCRIPT_CALL: CALL,
     "SCRIPT_RREF_FETCH_CALL": FETCH,
-    "SCRIPT_REMOTE_CALL": REMOTE_CALL,
-    "CLEANUP_AUTOGRAD_CONTEXT_REQ": "",  # nothing of farcall's: accepted, and never sent
+    SCRIPT_REMOTE_CALL: REMOTE_CALL,
+    CLEANUP: "",  # nothing of farcall's: accepted, and never sent
 }
 MESSAGES: Final = tuple(_MEANING)
 """The names that are understood."""
+
+
+class Names(NamedTuple):
+    """Under which names torch would send calls and remote calls of a function; empty: under none that is known here."""
+
+    call: str = ""
+    remote_call: str = ""
 
 
 class Failure(StrEnum):

@@ -3,7 +3,7 @@
 Rules
 - Everything that links and timers do is done under `lock`, by this thread or by whoever changes the faults. So a change
   holds when the method that makes it returns.
-- The thread starts with the first link. `close` ends it, and whatever is open still.
+- The thread starts with the first link or timer. `close` ends it, and whatever is open still.
 - Nothing of a user runs here.
 """
 
@@ -45,10 +45,14 @@ class Relay:
     def add(self, link: Link) -> None:
         """Runs that link from now on. Under the lock; not when it is closing."""
         self.links.add(link)
-        if self._thread is None:
+        self.start()
+        self.poller.ring()
+
+    def start(self) -> None:
+        """Has the thread run, if it does not, and it is not closing. Under the lock."""
+        if self._thread is None and not self.is_closing:
             self._thread = threading.Thread(target=self._run, name="farcall-faults", daemon=True)
             self._thread.start()
-        self.poller.ring()
 
     def later(self, seconds: float, action: Callable[[], None]) -> None:
         """Has the action done after so many seconds; not at all if the end comes before. Under the lock."""

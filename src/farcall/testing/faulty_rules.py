@@ -10,7 +10,7 @@ Rules
 
 from __future__ import annotations
 
-from collections.abc import Hashable
+from collections.abc import Hashable, Mapping
 from typing import Final, NamedTuple
 
 from farcall.protocol.control import unpack_section
@@ -18,7 +18,7 @@ from farcall.protocol.reference_messages import ChildAccepted, ForkRequest, User
 from farcall.protocol.reference_messages import Message as ReferenceMessage
 from farcall.protocol.wire import CALL_CARRYING, VALUE
 from farcall.testing import faulty_options as names
-from farcall.testing.faulty_options import Failure, FaultyRpcBackendOptions, meaning
+from farcall.testing.faulty_options import Failure, FaultyRpcBackendOptions, Names, meaning
 
 _NAMES: Final[dict[type, str]] = {
     ForkRequest: names.FORK_REQUEST,
@@ -46,7 +46,10 @@ class _Failing(NamedTuple):
 class Rules:
     """Which messages fail, how, and how often; and which are delayed."""
 
-    def __init__(self, options: FaultyRpcBackendOptions) -> None:
+    def __init__(self, options: FaultyRpcBackendOptions, named: Mapping[bytes, Names] | None = None) -> None:
+        """`named`: functions, by what a call says of whom it calls, whose calls have other names than `PYTHON_CALL`."""
+        self._named = named or {}
+        self._told_apart = {name for each in self._named.values() for name in each if name}
         self._failing: dict[str, _Failing] = {}
         self._delays: dict[str, float] = {}
         self._failed: dict[tuple[str, Hashable], int] = {}
@@ -54,27 +57,41 @@ class Rules:
             self.fail(name, options.num_fail_sends, options.failures.get(name, Failure.ERROR))
         for name, seconds in options.messages_to_delay.items():
             # Of two names for one message, the longer delay counts.
-            self.delay(name, max(seconds, self._delays.get(meaning(name), 0.0)))
+            self.delay(name, max(seconds, self._delays.get(self._meaning(name), 0.0)))
 
     def fail(self, message: str, sends: int, failure: Failure) -> None:
         """From now on, that many sends of each such message fail; 0: none. Counts anew."""
-        name = meaning(message)
+        name = self._meaning(message)
         self._failing[name] = _Failing(failure, sends)
         self._failed = {key: count for key, count in self._failed.items() if key[0] != name}
 
     def delay(self, message: str, seconds: float) -> None:
         """From now on, each such message arrives so much later; 0: as usual."""
-        self._delays[meaning(message)] = seconds
+        self._delays[self._meaning(message)] = seconds
+
+    def _meaning(self, message: str) -> str:
+        return message if message in self._told_apart else meaning(message)
+
+    def name_for(self, name: str, callee: bytes) -> str:
+        """The name of a call of that function, given what it is to farcall; empty if no rule can mean it."""
+        names_of = self._named.get(callee)
+        if names_of is None:
+            return name
+        return names_of.remote_call if name == names.REMOTE_CALL else names_of.call
 
     def judge(self, name: str, message: Hashable) -> Verdict:
         """What happens to this send of a message of that name; it counts as one."""
-        failing = self._failing.get(name)
+        failing = self._failing.get(name) if name else None
         if failing is not None:
             count = self._failed.get((name, message), 0)
             if count < failing.sends:
                 self._failed[name, message] = count + 1
                 return Verdict(failing.failure, count + 1, failing.sends)
-        return Verdict(delay=self._delays.get(name, 0.0))
+        return Verdict(delay=self.delay_of(name))
+
+    def delay_of(self, name: str) -> float:
+        """By how many seconds a message of that name is late, unless it fails."""
+        return self._delays.get(name, 0.0) if name else 0.0
 
 
 def name_of_call(kind: int, head: bytes) -> str:

@@ -33,12 +33,14 @@ from farcall.bench.systems.pyro5_proxy import Pyro5
 from farcall.bench.systems.raw import Raw, RawCopy
 from farcall.bench.systems.ray_actors import Ray
 from farcall.bench.systems.rpyc_rpc import Rpyc
+from farcall.bench.systems.torch_edge import TorchEdge
 from farcall.bench.systems.torch_rpc import Torch
 from farcall.bench.systems.xoscar_actors import Xoscar
 
 ALL: Final[tuple[System, ...]] = (
     Farcall("unix"),
     Farcall("tcp"),
+    TorchEdge(),
     Torch(),
     Rpyc("unix"),
     Rpyc("tcp"),

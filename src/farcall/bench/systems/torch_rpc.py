@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import importlib
 from typing import Any
 
@@ -36,14 +37,15 @@ def take(payload: Any) -> None:
     """The callee that keeps nothing."""
 
 
-class _TorchEnd(ReferenceUses, FutureCalls):
+class TorchEnd(ReferenceUses, FutureCalls):
     """One worker of a group."""
 
-    def __init__(self, name: str, rank: int, address: Address, many: bool = False) -> None:
-        import torch.distributed.rpc as rpc
+    package = "torch.distributed.rpc"
 
+    def __init__(self, name: str, rank: int, address: Address, many: bool = False) -> None:
+        rpc: Any = importlib.import_module(self.package)
         super().__init__(rpc)
-        self._rpc: Any = rpc
+        self._rpc = rpc
         self._others = [other for other in range(address.ends) if other != rank]
         self._leave_limit = GROUP_LIMIT if many else LEAVE_LIMIT
         options = rpc.TensorPipeRpcBackendOptions(
@@ -65,6 +67,16 @@ class _TorchEnd(ReferenceUses, FutureCalls):
 
     def echo(self, payload: Any) -> Any:
         return self._rpc.rpc_sync(OWNER, echo, args=(payload,))
+
+    @functools.cached_property
+    def _small(self) -> Any:
+        import torch
+
+        return torch.ones(2, 2)
+
+    def echo_small(self) -> None:
+        """Send a tensor of 2 × 2 there and have it back."""
+        self._rpc.rpc_sync(OWNER, echo, args=(self._small,))
 
     def send(self, payload: Any) -> None:
         self._rpc.rpc_sync(OWNER, take, args=(payload,))
@@ -102,16 +114,16 @@ class Torch(System):
     usage = "`rpc_sync`, `rpc_async`, `remote`; tensors"
 
     def serve(self, address: Address) -> Server:
-        return _TorchEnd(OWNER, 0, address)
+        return TorchEnd(OWNER, 0, address)
 
     def connect(self, address: Address) -> ReferenceCaller:
-        return _TorchEnd(CALLER, 1, address)
+        return TorchEnd(CALLER, 1, address)
 
     def join(self, address: Address) -> Server:
-        return _TorchEnd(THIRD, 2, address)
+        return TorchEnd(THIRD, 2, address)
 
     def member(self, rank: int, address: Address) -> Workers:
-        return _TorchEnd(f"worker{rank}", rank, address, many=True)
+        return TorchEnd(f"worker{rank}", rank, address, many=True)
 
     def load(self) -> None:
         importlib.import_module("torch.distributed.rpc")

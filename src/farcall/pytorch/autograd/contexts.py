@@ -1,0 +1,373 @@
+"""The contexts of distributed autograd on one worker: their ids, what each holds, and when they go.
+
+A context is what the workers know of one forward pass and the backward passes over it: which tensors went out (*sent*)
+and which came in (*received*), the gradients of this worker's variables, and the backward passes that are under way.
+The worker that makes a context names it: its own number in the upper 16 bits, a counter below. The others have one of
+the same name from the first call that comes in it.
+
+Rules
+- Each thread has at most one current context; a thread that serves a call has that of the caller.
+- Who releases a context tells the workers to which it has made calls in it; they do the same. What is told to release a
+  context, or to end a backward pass, before it has heard of it remembers that for a while, so that a message that was
+  overtaken does not bring it back.
+- The contexts of a worker that is gone are released.
+- Every message carries a stamp, and a worker's clock is always past all stamps that it has seen. So of two sendings of
+  one worker, the gradients of the one with the greater stamp never wait for what the other brings (`passes`).
+- Nothing is sent and no user code runs under a lock.
+"""
+
+from __future__ import annotations
+
+import itertools
+import logging
+import sys
+import threading
+from collections import OrderedDict
+from collections.abc import Hashable
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, Final, NamedTuple, Protocol
+
+import torch
+
+from farcall.futures import Future
+from farcall.protocol.ids import WorkerInfo
+
+if TYPE_CHECKING:
+    from farcall.pytorch.autograd.passes import LocalPass
+
+logger = logging.getLogger("farcall")
+
+COUNTER_BITS: Final = 48
+MAX_WORKER_ID: Final = 65535
+_REMEMBERED: Final = 4096
+"""How many contexts, or backward passes, that have ended are remembered."""
+
+
+class PassId(NamedTuple):
+    """A backward pass: the worker that began it, and its how-manieth it is."""
+
+    worker: int
+    number: int
+
+
+class Post(Protocol):
+    """How a worker tells others about contexts. The futures are done when the other has done it."""
+
+    def propagate(
+        self,
+        to: WorkerInfo,
+        context_id: int,
+        pass_id: PassId,
+        message_id: int,
+        gradients: list[torch.Tensor],
+        retain_graph: bool,
+    ) -> Future[None]:
+        """The gradients of the tensors that came with that message. Raises if it cannot be sent."""
+
+    def release(self, to: WorkerInfo, context_id: int) -> None:
+        """The context is released. Raises nothing."""
+
+    def abandon(self, to: WorkerInfo, context_id: int, pass_id: PassId, reason: str) -> None:
+        """The backward pass has failed. Raises nothing."""
+
+
+@dataclass
+class Sent:
+    """Tensors that went out with one message."""
+
+    message_id: int
+    stamp: int
+    to: WorkerInfo
+    end: torch.Tensor
+    """What comes out of the send function. It keeps the function alive."""
+
+
+@dataclass
+class Received:
+    """Tensors that came with one message."""
+
+    message_id: int
+    node: Any
+    """The receive function."""
+    sender: WorkerInfo
+    holder: torch.Tensor
+    """Keeps the function alive: its Python object does not."""
+
+
+class _Memory:
+    """The last names of things that have ended."""
+
+    def __init__(self) -> None:
+        self._names: OrderedDict[Hashable, None] = OrderedDict()
+
+    def add(self, name: Hashable) -> None:
+        self._names[name] = None
+        if len(self._names) > _REMEMBERED:
+            self._names.popitem(last=False)
+
+    def __contains__(self, name: Hashable) -> bool:
+        return name in self._names
+
+
+@dataclass(eq=False)
+class DistAutogradContext:
+    """What this worker knows of one distributed forward pass, and of the backward passes over it."""
+
+    context_id: int
+    made_at: str = ""
+    """The line of the program, at its maker."""
+    lock: threading.Lock = field(default_factory=threading.Lock)
+    sent: dict[int, Sent] = field(default_factory=dict)
+    received: dict[int, Received] = field(default_factory=dict)
+    known_workers: dict[int, WorkerInfo] = field(default_factory=dict)
+    """To whom calls were made in it."""
+    gradients: dict[torch.Tensor, torch.Tensor] = field(default_factory=dict)
+    passes: dict[PassId, LocalPass] = field(default_factory=dict)
+    is_released: bool = False
+
+    def add_known_worker(self, worker: WorkerInfo) -> None:
+        """A call goes there. Raises `RuntimeError` if the context is released."""
+        with self.lock:
+            self._check_valid()
+            self.known_workers[worker.id] = worker
+
+    def add_sent(self, sent: Sent) -> None:
+        """Tensors go out. Raises `RuntimeError` if the context is released."""
+        with self.lock:
+            self._check_valid()
+            self.sent[sent.message_id] = sent
+
+    def add_received(self, received: Received) -> None:
+        """Tensors have come. Raises `RuntimeError` if the context is released."""
+        with self.lock:
+            self._check_valid()
+            self.received[received.message_id] = received
+
+    def _check_valid(self) -> None:
+        if self.is_released:
+            raise RuntimeError(
+                f"Could not find autograd context with id: {self.context_id}: it was released while a call in it was "
+                "under way. Wait for the calls of a context inside of its `with` block"
+            )
+
+    def everybody(self) -> list[WorkerInfo]:
+        """The workers that have to do with it: whom we called, and who sent us tensors."""
+        with self.lock:
+            found = {received.sender.id: received.sender for received in self.received.values()}
+            found.update(self.known_workers)
+        return list(found.values())
+
+    # As torch has it
+
+    def _context_id(self) -> int:
+        return self.context_id
+
+    def _send_functions(self) -> dict[int, Any]:
+        """The send functions, by the numbers of their messages."""
+        with self.lock:
+            return {number: sent.end.grad_fn for number, sent in self.sent.items()}
+
+    def _recv_functions(self) -> dict[int, Any]:
+        """The receive functions, by the numbers of their messages."""
+        with self.lock:
+            return {number: received.node for number, received in self.received.items()}
+
+    def _known_worker_ids(self) -> set[int]:
+        """The numbers of the workers to which calls were made in it."""
+        with self.lock:
+            return set(self.known_workers)
+
+
+class _Thread(threading.local):
+    context_id: int | None = None
+
+
+class Contexts:
+    """Those of one worker. Raises `RuntimeError` for a number that is none of a worker."""
+
+    def __init__(self, worker_id: int, post: Post) -> None:
+        if not 0 <= worker_id <= MAX_WORKER_ID:
+            raise RuntimeError(f"worker_id needs to be in the range [0, {MAX_WORKER_ID}]")
+        self.worker_id = worker_id
+        self.post = post
+        base = worker_id << COUNTER_BITS
+        self.max_id = base | ((1 << COUNTER_BITS) - 1)
+        self._lock = threading.Lock()
+        self._contexts: dict[int, DistAutogradContext] = {}
+        self._ids = itertools.count(base)
+        self._message_ids = itertools.count(base)
+        self._passes = itertools.count()
+        self._released = _Memory()
+        self._abandoned = _Memory()
+        self._clock = 0
+        self._thread = _Thread()
+
+    # Numbers
+
+    def new_message_id(self) -> int:
+        """Never given before, by any worker."""
+        return next(self._message_ids)
+
+    def new_pass_id(self) -> PassId:
+        """Never given before, by any worker."""
+        return PassId(self.worker_id, next(self._passes))
+
+    def stamp(self) -> int:
+        """Greater than any that was given or heard before."""
+        with self._lock:
+            self._clock += 1
+            return self._clock
+
+    def hear(self, stamp: int) -> None:
+        """A message has come with that stamp."""
+        with self._lock:
+            self._clock = max(self._clock, stamp)
+
+    # Finding them
+
+    def new(self) -> DistAutogradContext:
+        """A new one, the current one of this thread. Raises `RuntimeError` if the thread has one already."""
+        if self._thread.context_id is not None:
+            raise RuntimeError("Already have an autograd context id for this thread.")
+        context = DistAutogradContext(next(self._ids), _caller())
+        with self._lock:
+            self._contexts[context.context_id] = context
+        self._thread.context_id = context.context_id
+        return context
+
+    def retrieve(self, context_id: int) -> DistAutogradContext:
+        """The one of that name. Raises `RuntimeError` if it is not here."""
+        context = self._contexts.get(context_id)
+        if context is None:
+            raise RuntimeError(f"Could not find autograd context with id: {context_id}")
+        return context
+
+    def retrieve_or_make(self, context_id: int) -> DistAutogradContext:
+        """The one of that name, which another worker has made. Raises `RuntimeError` if it was released."""
+        with self._lock:
+            context = self._contexts.get(context_id)
+            if context is None:
+                if context_id in self._released:
+                    raise RuntimeError(
+                        f"Could not find autograd context with id: {context_id}: it was released before this call came"
+                    )
+                context = self._contexts[context_id] = DistAutogradContext(context_id)
+            return context
+
+    @property
+    def current_id(self) -> int | None:
+        """The name of this thread's current context."""
+        return self._thread.context_id
+
+    @current_id.setter
+    def current_id(self, context_id: int | None) -> None:
+        self._thread.context_id = context_id
+
+    def current(self) -> DistAutogradContext:
+        """This thread's current context. Raises `RuntimeError` if it has none."""
+        context_id = self._thread.context_id
+        if context_id is None:
+            raise RuntimeError(
+                "Current thread doesn't have a valid autograd context. Please wrap your code using: `with "
+                "torch.distributed.autograd.context() as context_id` to generate a valid context"
+            )
+        context = self._contexts.get(context_id)
+        if context is None:
+            raise RuntimeError(
+                f"Couldn't find autograd context data for current autograd context id {context_id}: it was released "
+                "while this thread still works in it"
+            )
+        return context
+
+    def counts(self) -> tuple[int, int]:
+        """How many backward passes are under way here, and how many contexts there are."""
+        with self._lock:
+            contexts = list(self._contexts.values())
+        return sum(len(context.passes) for context in contexts), len(contexts)
+
+    # Releasing them
+
+    def release(self, context_id: int) -> None:
+        """Releases it here and on the workers that were called in it. Raises `RuntimeError` if it is not here."""
+        self.retrieve(context_id)
+        self.release_if_present(context_id)
+        if self._thread.context_id == context_id:
+            self._thread.context_id = None
+
+    def release_if_present(self, context_id: int, is_told: bool = False) -> None:
+        """The same if it is here. `is_told`: another worker wants it, who may know more than we do yet."""
+        with self._lock:
+            context = self._contexts.pop(context_id, None)
+            if context is not None or is_told:
+                self._released.add(context_id)
+        if context is not None:
+            self._end(context, "it was released")
+            for worker in context.known_workers.values():
+                if worker.id != self.worker_id:
+                    self.post.release(worker, context_id)
+
+    def lost(self, worker: WorkerInfo) -> None:
+        """That worker is gone: so are its contexts."""
+        with self._lock:
+            orphans = [each for each in self._contexts if each >> COUNTER_BITS == worker.id]
+        for context_id in orphans:
+            self.release_if_present(context_id, is_told=True)
+
+    def close(self) -> None:
+        """This worker ends: so does everything. Who has forgotten a context is told."""
+        with self._lock:
+            left, self._contexts = self._contexts, {}
+        for context in left.values():
+            self._end(context, "this worker was shut down")
+            if context.made_at:
+                logger.warning(
+                    "the autograd context %d was never released: it was made at %s. Use `with dist_autograd.context()`",
+                    context.context_id,
+                    context.made_at,
+                )
+
+    def _end(self, context: DistAutogradContext, why: str) -> None:
+        with context.lock:
+            context.is_released = True
+            running = list(context.passes.values())
+        for each in running:
+            each.fail(
+                RuntimeError(
+                    f"Autograd context no longer valid! The backward pass in autograd context {context.context_id} "
+                    f"cannot go on: {why}"
+                )
+            )
+
+    # Passes that have failed
+
+    def abandon(self, context_id: int, pass_id: PassId, reason: str) -> None:
+        """A backward pass has failed somewhere: ends it here, and tells the others, once."""
+        with self._lock:
+            if pass_id in self._abandoned:
+                return
+            self._abandoned.add(pass_id)
+            context = self._contexts.get(context_id)
+        if context is None:
+            return
+        with context.lock:
+            running = context.passes.get(pass_id)
+        if running is not None:
+            running.fail(RuntimeError(reason))
+        for worker in context.everybody():
+            if worker.id != self.worker_id:
+                self.post.abandon(worker, context_id, pass_id, reason)
+
+    def is_abandoned(self, pass_id: PassId) -> bool:
+        """Whether that pass has failed, as far as is known and remembered here."""
+        return pass_id in self._abandoned
+
+
+_OWN: Final = __name__.rpartition(".")[0]
+
+
+def _caller() -> str:
+    """The line of the program that asked us."""
+    frame = sys._getframe(1)
+    while frame.f_back is not None and frame.f_globals.get("__name__", "").startswith(_OWN):
+        frame = frame.f_back
+    return f"{frame.f_code.co_filename}:{frame.f_lineno}"

@@ -1,0 +1,126 @@
+"""Send and receive functions: the nodes of the autograd graph where it goes on at another worker.
+
+The tensors that require gradients and go out in one message are the inputs of one send function; those that come in one
+are the outputs of one receive function. Backwards, the receive function sends the gradients of what came to the worker
+from which it came, and the send function there hands them on to what was sent.
+
+Both know the backward pass by the engine's task in which they run (`running`): a graph may be used in several at once.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any, Final, NamedTuple
+
+import torch
+from torch.autograd import Function
+
+from farcall.protocol.ids import WorkerInfo
+from farcall.pytorch.autograd.contexts import DistAutogradContext, Received, Sent
+
+if TYPE_CHECKING:
+    from farcall.pytorch.autograd.passes import LocalPass
+
+running: Final[dict[int, LocalPass]] = {}
+"""The passes that the engine runs in this process, by the numbers of its tasks."""
+
+EMPTY: Final = torch.empty(0)
+"""What flows along edges that only order nodes."""
+
+
+def running_pass() -> LocalPass | None:
+    """The pass that this thread runs nodes for."""
+    return running.get(torch._C._current_graph_task_id())
+
+
+class _Origin(NamedTuple):
+    """Where received tensors came from."""
+
+    context_id: int
+    message_id: int
+    sender: WorkerInfo
+
+
+class _Send:
+    @staticmethod
+    def forward(ctx: Any, message_id: int, *tensors: torch.Tensor) -> torch.Tensor:
+        ctx.message_id = message_id
+        return torch.empty(0)
+
+    @staticmethod
+    def backward(ctx: Any, _: Any) -> tuple[Any, ...]:
+        local_pass = running_pass()
+        if local_pass is None:
+            raise RuntimeError("SendRpcBackward runs in a distributed backward pass only: use dist_autograd.backward")
+        return None, *local_pass.take(ctx.message_id)
+
+
+class _Receive:
+    @staticmethod
+    def forward(ctx: Any, lure: torch.Tensor, origin: _Origin, tensors: Sequence[torch.Tensor]) -> tuple[Any, ...]:
+        ctx.origin = origin
+        return tuple(tensors)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[Any, ...]:
+        local_pass = running_pass()
+        origin = ctx.origin
+        if local_pass is None or local_pass.context.context_id != origin.context_id:
+            raise RuntimeError(
+                f"a tensor came from worker {origin.sender.name!r} in autograd context {origin.context_id}: its graph "
+                "goes on there. Use torch.distributed.autograd.backward with that context"
+            )
+        local_pass.propagate(origin.sender, origin.message_id, list(gradients))
+        return None, None, None
+
+
+class _Hold:
+    @staticmethod
+    def forward(ctx: Any, tensor: torch.Tensor) -> torch.Tensor:
+        return torch.empty(0)
+
+    @staticmethod
+    def backward(ctx: Any, _: Any) -> Any:
+        return None
+
+
+def function(name: str, methods: type) -> Any:
+    """An autograd function of these methods, whose node has that name with `Backward` after it."""
+    make: Any = type(Function)  # names with colons are torch's, and no names of classes in Python
+    return make(name, (methods, Function), {})
+
+
+_SendRpc: Final = function("torch::distributed::autograd::SendRpc", _Send)
+_RecvRpc: Final = function("torch::distributed::autograd::RecvRpc", _Receive)
+_HoldNode: Final = function("farcall::HoldNode", _Hold)
+
+
+def is_receive_function(node: Any) -> bool:
+    """Whether the graph goes on at another worker there."""
+    return isinstance(node, _RecvRpc._backward_cls)
+
+
+_LURE: Final = torch.empty(0, requires_grad=True)
+"""An input that requires gradients, so that the outputs do."""
+
+
+def record_sent(
+    context: DistAutogradContext, message_id: int, stamp: int, to: WorkerInfo, tensors: Sequence[torch.Tensor]
+) -> None:
+    """These tensors, which require gradients, go to that worker. Raises `RuntimeError` if the context is released."""
+    with torch.enable_grad():
+        end = _SendRpc.apply(message_id, *tensors)
+    context.add_sent(Sent(message_id, stamp, to, end))
+
+
+def record_received(
+    context: DistAutogradContext, message_id: int, sender: WorkerInfo, tensors: Sequence[torch.Tensor]
+) -> tuple[torch.Tensor, ...]:
+    """These came from that worker; the tensors to use in their place. Raises `RuntimeError` as `record_sent`."""
+    origin = _Origin(context.context_id, message_id, sender)
+    fresh = [tensor.data for tensor in tensors]  # no views: autograd does not let those be changed in place
+    with torch.enable_grad():
+        outputs: tuple[torch.Tensor, ...] = _RecvRpc.apply(_LURE, origin, fresh)
+        holder = _HoldNode.apply(outputs[0])
+    context.add_received(Received(message_id, outputs[0].grad_fn, sender, holder))
+    return outputs

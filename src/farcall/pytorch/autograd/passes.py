@@ -1,0 +1,255 @@
+"""A backward pass on one worker: one run of torch's engine, which waits where gradients come from others.
+
+The algorithm is FAST of PyTorch's note on distributed autograd: all send functions of a context take part in every
+backward pass, so each worker can work out alone what its nodes depend on. Where torch steers its engine from inside, we
+give it a graph that makes it do the same:
+
+    start ──> the roots (at the worker that begins)
+      └────> gate ──> send function of the greatest stamp ──> what was sent ...
+               └──> gate ──> send function of the next one ...
+
+A gate waits until the gradients of its send function are there. The engine takes what is ready by sequence number, and
+gates have the lowest: it comes to a gate only when nothing else is left to do. So one run of the engine counts the
+dependencies of all roots and send functions together, each node runs once with the whole sum, and hooks, retained
+graphs, profilers and errors are the engine's own affair.
+
+Why no gate waits for what is behind it: the gradients of a send function S come out of receive functions at its
+receiver, which depend on send functions there that were recorded after that receipt, and so on. All of these have
+greater stamps than S (`contexts`). Of this worker's they have passed their gates before; at other workers the same
+goes for theirs. The outstanding send function with the greatest stamp of all is always the next that gets gradients.
+
+Rules
+- Gradients of variables go into the context, by a hook before torch's own accumulation, which then finds none to add.
+  All other hooks of the variable run as ever, before and after it.
+- The worker whose gradients begin a pass here hears of its end, the others only that their gradients came. So whoever
+  began it all hears when all is done, or what went wrong, from one worker to the next.
+- What fails first is the error of the pass; it wakes whoever waits at a gate.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Collection, Iterator, Sequence
+from contextlib import ExitStack
+from functools import partial
+from typing import Any, Final
+
+import torch
+
+from farcall.errors import RpcError
+from farcall.futures import Future
+from farcall.protocol.ids import WorkerInfo
+from farcall.pytorch.autograd.accumulating import Gradients, accumulate, unshared_holders
+from farcall.pytorch.autograd.contexts import Contexts, DistAutogradContext, PassId
+from farcall.pytorch.autograd.nodes import EMPTY, function, is_receive_function, running, running_pass
+from farcall.pytorch.autograd.reducers import lent_to_reducers
+from farcall.sleeping import FOREVER
+
+_LEAF: Final = "AccumulateGrad"
+_LAST: Final = 0
+"""The sequence number of what the engine comes to when nothing else is ready."""
+
+
+class LocalPass:
+    """One backward pass on this worker."""
+
+    def __init__(
+        self,
+        contexts: Contexts,
+        context: DistAutogradContext,
+        pass_id: PassId,
+        retain_graph: bool,
+        roots: Sequence[torch.Tensor] = (),
+    ) -> None:
+        """Enters it into the context, whose lock is held."""
+        self.context = context
+        self.retain_graph = retain_graph
+        self._contexts = contexts
+        self._pass_id = pass_id
+        self._roots = roots
+        self._sent = sorted(context.sent.values(), key=lambda sent: sent.stamp)
+        self._arrivals: dict[int, Future[list[torch.Tensor]]] = {sent.message_id: Future() for sent in self._sent}
+        self._outstanding: list[tuple[Future[None], list[torch.Tensor]]] = []
+        self._gathered: list[torch.Tensor] = []
+        self._lock = threading.Lock()
+        self._error: BaseException | None = None
+        self._task = -1
+        self._lent: Collection[int] = ()
+        context.passes[pass_id] = self
+
+    # What comes from other workers
+
+    def arrived(self, message_id: int, gradients: list[torch.Tensor]) -> None:
+        """The gradients of what was sent with that message. Raises `RuntimeError` if nothing was."""
+        arrival = self._arrivals.get(message_id)
+        if arrival is None:
+            raise RuntimeError(f"Could not find send function for autograd message id: {message_id}")
+        _settle(arrival, gradients)
+
+    def fail(self, error: BaseException) -> None:
+        """The pass cannot go on. Only the first error counts."""
+        with self._lock:
+            if self._error is not None:
+                return
+            self._error = error
+            waited_for = [arrival for arrival in self._arrivals.values() if not arrival.done()]
+        for arrival in waited_for:
+            _settle(arrival, [])
+
+    # For the nodes
+
+    def wait_for(self, message_id: int) -> None:
+        """Returns when the gradients of that message are there. Raises what ended the pass meanwhile."""
+        self._arrivals[message_id].block(FOREVER)
+        self._check()
+
+    def take(self, message_id: int) -> list[torch.Tensor]:
+        """The gradients of that message."""
+        return self._arrivals[message_id].value()
+
+    def propagate(self, to: WorkerInfo, message_id: int, gradients: list[torch.Tensor]) -> None:
+        """Sends the gradients of what came with that message to where it came from. Raises if that cannot be done."""
+        self._check()
+        future = self._contexts.post.propagate(
+            to, self.context.context_id, self._pass_id, message_id, gradients, self.retain_graph
+        )
+        # The gradients are kept: they may be sent from where they lie, and nobody must write there.
+        self._outstanding.append((future, gradients))
+        future.add_done_callback(self._answered)
+
+    def _answered(self, future: Future[None]) -> None:
+        error = future.exception()
+        if error is not None:
+            self.fail(error)
+
+    def _check(self) -> None:
+        error = self._error
+        if error is not None:
+            try:
+                raise error
+            finally:
+                del error  # its traceback holds this frame
+
+    # Running it
+
+    def run(self) -> None:
+        """Returns when it is through here, and at those whom it reached from here. Raises what went wrong."""
+        try:
+            try:
+                self._run_engine()
+            except RpcError:
+                raise
+            except Exception as error:
+                if error is self._error:
+                    raise
+                raise RuntimeError(f"Error on Node {self._contexts.worker_id}: {error}") from error
+            self._check()
+            for future, _ in self._outstanding:
+                future.wait()
+        except BaseException as error:
+            self.fail(error)
+            raise
+        finally:
+            with self.context.lock:
+                self.context.passes.pop(self._pass_id, None)
+            self._outstanding.clear()
+            self._error = None  # its traceback holds this frame, which holds us
+
+    def _run_engine(self) -> None:
+        with torch.enable_grad():
+            gates: tuple[torch.Tensor, ...] = ()
+            for sent in self._sent:
+                gate = _Gate.apply(self, sent.message_id, sent.end, *gates)
+                gate.grad_fn._set_sequence_nr(_LAST)
+                gates = (gate,)
+            if not gates and not self._roots:
+                return
+            start = _Start.apply(self, *self._roots, *gates)
+        unshared_holders()
+        with ExitStack() as around:
+            variables = self._watch_variables(start.grad_fn, around)
+            self._lent = around.enter_context(lent_to_reducers(self.context, variables))
+            around.callback(self._finished)
+            torch.autograd.backward((start,), retain_graph=self.retain_graph)
+
+    def started(self) -> Iterator[torch.Tensor]:
+        """The engine has begun: the gradients with which it does."""
+        self._task = torch._C._current_graph_task_id()
+        running[self._task] = self
+        for root in self._roots:
+            yield torch.ones_like(root, memory_format=torch.contiguous_format)
+        if self._sent:
+            yield EMPTY
+
+    def _finished(self) -> None:
+        running.pop(self._task, None)
+        self._gathered.clear()
+
+    def _watch_variables(self, start: Any, around: ExitStack) -> list[torch.Tensor]:
+        """Walks through the graph: has us told of the gradients of all variables. The variables."""
+        variables = []
+        seen, ahead = {start}, [start]
+        while ahead:
+            node = ahead.pop()
+            if type(node).__name__ == _LEAF:
+                hook = node.register_prehook(partial(self._gather, node.variable))
+                around.callback(hook.remove)
+                variables.append(node.variable)
+                continue
+            if node._sequence_nr() == _LAST and not isinstance(node, _Gate._backward_cls):
+                node._set_sequence_nr(_LAST + 1)  # the first node of some thread: it comes before the gates, too
+            if is_receive_function(node):
+                continue
+            for following, _ in node.next_functions:
+                if following is not None and following not in seen:
+                    seen.add(following)
+                    ahead.append(following)
+        return variables
+
+    def _gather(self, variable: torch.Tensor, gradients: Gradients) -> Gradients | None:
+        """Before torch adds a gradient to `.grad`: nothing is left for it to add, if it is in this pass."""
+        if running_pass() is not self or gradients[0] is None or id(variable) in self._lent:
+            return None
+        with self.context.lock:
+            accumulate(self.context.gradients, variable, gradients)
+        # Kept to the end: a tensor that is the gradient of two variables is in nobody's hands alone.
+        self._gathered.append(gradients[0])
+        return (None,)
+
+
+class _Starting:
+    """What the engine begins with: from here on it knows whose run it is."""
+
+    @staticmethod
+    def forward(ctx: Any, local_pass: LocalPass, *roots: torch.Tensor) -> torch.Tensor:
+        ctx.local_pass = local_pass
+        return torch.zeros(())  # a scalar, for which torch makes the gradient: those given it checks by slow means
+
+    @staticmethod
+    def backward(ctx: Any, _: Any) -> tuple[Any, ...]:
+        return None, *ctx.local_pass.started()
+
+
+class _Waiting:
+    """Waits for the gradients of one send function; then come that function and the next gate."""
+
+    @staticmethod
+    def forward(ctx: Any, local_pass: LocalPass, message_id: int, *ends: torch.Tensor) -> torch.Tensor:
+        ctx.local_pass, ctx.message_id, ctx.width = local_pass, message_id, len(ends)
+        return torch.empty(0)
+
+    @staticmethod
+    def backward(ctx: Any, _: Any) -> tuple[Any, ...]:
+        ctx.local_pass.wait_for(ctx.message_id)
+        return None, None, *([EMPTY] * ctx.width)
+
+
+_Start: Final = function("farcall::Start", _Starting)
+_Gate: Final = function("farcall::Gate", _Waiting)
+
+
+def _settle(arrival: Future[Any], gradients: list[torch.Tensor]) -> None:
+    try:
+        arrival.set_result(gradients)
+    except RuntimeError:
+        pass  # the pass has failed, or the gradients have come just as it did

@@ -1,0 +1,137 @@
+"""The contexts of this process's worker, and how it talks with others about them: by plain calls of functions of here.
+
+Nothing rides along with these calls. They have no time limit of their own: a worker that is lost ends them.
+"""
+
+from __future__ import annotations
+
+import logging
+import weakref
+from typing import Any, Final
+
+import torch
+
+from farcall.agent import Agent
+from farcall.api import current_agent, is_initialized
+from farcall.backends.interface import MembershipChange
+from farcall.errors import RpcError, WorkerLost
+from farcall.futures import Future
+from farcall.protocol.ids import WorkerInfo
+from farcall.pytorch.autograd import engine
+from farcall.pytorch.autograd.contexts import Contexts, PassId
+
+logger = logging.getLogger("farcall")
+
+_NO_LIMIT: Final = 0.0
+_ATTEMPTS: Final = 20
+
+
+class AgentPost:
+    """Calls by the agent of this process."""
+
+    def propagate(
+        self,
+        to: WorkerInfo,
+        context_id: int,
+        pass_id: PassId,
+        message_id: int,
+        gradients: list[torch.Tensor],
+        retain_graph: bool,
+    ) -> Future[None]:
+        """See `Post`."""
+        args = (context_id, tuple(pass_id), message_id, gradients, retain_graph)
+        return call(to, _propagate, args)
+
+    def release(self, to: WorkerInfo, context_id: int) -> None:
+        """See `Post`."""
+        _tell(to, _release, (context_id,), _ATTEMPTS)
+
+    def abandon(self, to: WorkerInfo, context_id: int, pass_id: PassId, reason: str) -> None:
+        """See `Post`."""
+        _tell(to, _abandon, (context_id, tuple(pass_id), reason), _ATTEMPTS)
+
+
+def call(to: WorkerInfo, function: Any, args: tuple[Any, ...]) -> Future[None]:
+    agent: Any = current_agent()
+    return agent.call(to, function, args, None, _NO_LIMIT, True)  # type: ignore[no-any-return]
+
+
+def _tell(to: WorkerInfo, function: Any, args: tuple[Any, ...], attempts: int) -> None:
+    """Has it done there, though connections break. If it cannot be, the other is gone, or we are."""
+    try:
+        future = call(to, function, args)
+    except RpcError as error:
+        logger.debug("worker %r was not told %s: %s", to.name, function.__name__, error)
+        return
+
+    def answered(done: Future[None]) -> None:
+        error = done.exception()
+        if error is None or isinstance(error, WorkerLost):
+            return
+        if attempts > 1:
+            _tell(to, function, args, attempts - 1)
+        else:
+            logger.error("worker %r could not be told %s of autograd context %d", to.name, function.__name__, args[0])
+
+    future.add_done_callback(answered)
+
+
+def _propagate(
+    context_id: int, pass_id: tuple[int, int], message_id: int, gradients: list[torch.Tensor], retain_graph: bool
+) -> None:
+    engine.take_part(contexts(), context_id, PassId(*pass_id), message_id, gradients, retain_graph)
+
+
+def _release(context_id: int) -> None:
+    contexts().release_if_present(context_id, is_told=True)
+
+
+def _abandon(context_id: int, pass_id: tuple[int, int], reason: str) -> None:
+    contexts().abandon(context_id, PassId(*pass_id), reason)
+
+
+class _Process:
+    """What this process has: the contexts of its worker, and the agent at which we watch who is lost."""
+
+    contexts: Contexts | None = None
+    watched: weakref.ref[Agent] | None = None
+
+
+_process: Final = _Process()
+
+
+def begin(worker_id: int) -> None:
+    """This process is that worker. Raises `RuntimeError` for a number that is none."""
+    end()
+    _process.contexts = Contexts(worker_id, AgentPost())
+
+
+def end() -> None:
+    """The worker ends, and its contexts do."""
+    ended, _process.contexts, _process.watched = _process.contexts, None, None
+    if ended is not None:
+        ended.close()
+
+
+def contexts() -> Contexts:
+    """Those of this process's worker. Raises `RuntimeError` if it is none."""
+    found = _process.contexts
+    if found is None:
+        raise RuntimeError("Need to initialize distributed autograd using torch.distributed.autograd._init()")
+    if (_process.watched is None or _process.watched() is None) and is_initialized():
+        _watch(found, current_agent())
+    return found
+
+
+def contexts_of(agent: Agent) -> Contexts:
+    """Those of that agent, which is the one of this process."""
+    return contexts()
+
+
+def _watch(found: Contexts, agent: Any) -> None:
+    def changed(change: MembershipChange) -> None:
+        if change.kind != "joined":
+            found.lost(change.worker)
+
+    _process.watched = weakref.ref(agent)
+    agent.watch_members(changed)

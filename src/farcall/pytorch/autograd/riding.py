@@ -1,0 +1,126 @@
+"""What rides along with calls in a context: the context's name, and which tensors require gradients.
+
+The tensors of a call or its reply that require gradients are recorded as sent; they travel without their graph, and are
+recorded as received at the other end. The words that go along are a `Ticket`.
+
+Outside of a context nothing rides along: tensors arrive as leaves, as torch's do.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import NamedTuple
+
+import torch
+
+from farcall.agent import Agent
+from farcall.protocol.ids import WorkerInfo
+from farcall.pytorch.autograd.contexts import Contexts, DistAutogradContext
+from farcall.pytorch.autograd.nodes import record_received, record_sent
+from farcall.pytorch.envelopes import Departure, Tensors, Trip, Visit
+
+
+class Ticket(NamedTuple):
+    """The words of one message."""
+
+    context_id: int
+    stamp: int
+    message_id: int
+    places: list[int]
+    """Which tensors require gradients."""
+
+
+def pack(
+    contexts: Contexts, context: DistAutogradContext, to: WorkerInfo, tensors: Tensors, is_recorded: bool
+) -> tuple[Tensors, Ticket]:
+    """Tensors go out: what to send, and the words. Raises `RuntimeError` if the context is released."""
+    places = [place for place, tensor in enumerate(tensors) if tensor.requires_grad] if is_recorded else []
+    stamp = contexts.stamp()
+    message_id = contexts.new_message_id()
+    if places:
+        record_sent(context, message_id, stamp, to, [tensors[place] for place in places])
+        tensors = list(tensors)
+        for place in places:
+            tensors[place] = tensors[place].detach()
+    return tensors, Ticket(context.context_id, stamp, message_id, places)
+
+
+def unpack(
+    contexts: Contexts, context: DistAutogradContext, sender: WorkerInfo, tensors: Tensors, ticket: Ticket
+) -> Tensors:
+    """Tensors have come: what to hand out. Raises `RuntimeError` if the context is released."""
+    contexts.hear(ticket.stamp)
+    if not ticket.places:
+        return tensors
+    received = record_received(context, ticket.message_id, sender, [tensors[place] for place in ticket.places])
+    tensors = list(tensors)
+    for place, tensor in zip(ticket.places, received, strict=True):
+        tensors[place] = tensor
+    return tensors
+
+
+class _Trip(Trip):
+    def __init__(self, contexts: Contexts, context: DistAutogradContext, to: WorkerInfo) -> None:
+        self._contexts = contexts
+        self._context = context
+        self._to = to
+        self._is_recorded = torch.is_grad_enabled()  # where the call is made: others may pack, and read the reply
+
+    def pack(self, tensors: Tensors) -> tuple[Tensors, Ticket]:
+        """See `Trip`."""
+        self._context.add_known_worker(self._to)
+        return pack(self._contexts, self._context, self._to, tensors, self._is_recorded)
+
+    def unpack(self, tensors: Tensors, words: Ticket | None) -> Tensors:
+        """See `Trip`."""
+        if words is None or not self._is_recorded:
+            return tensors
+        return unpack(self._contexts, self._context, self._to, tensors, words)
+
+
+class _Visit(Visit):
+    def __init__(self, contexts: Contexts, caller: WorkerInfo, ticket: Ticket) -> None:
+        self._contexts = contexts
+        self._context = contexts.retrieve_or_make(ticket.context_id)
+        self._caller = caller
+        self._ticket = ticket
+
+    def unpack(self, tensors: Tensors) -> Tensors:
+        """See `Visit`."""
+        return unpack(self._contexts, self._context, self._caller, tensors, self._ticket)
+
+    @contextmanager
+    def around(self) -> Iterator[None]:
+        """See `Visit`. The function works in the context."""
+        before, self._contexts.current_id = self._contexts.current_id, self._context.context_id
+        try:
+            yield
+        finally:
+            self._contexts.current_id = before
+
+    def pack(self, tensors: Tensors) -> tuple[Tensors, Ticket]:
+        """See `Visit`."""
+        return pack(self._contexts, self._context, self._caller, tensors, is_recorded=True)
+
+
+class AutogradRider:
+    """Distributed autograd, as calls see it."""
+
+    key = "autograd"
+
+    def __init__(self, contexts_of: Callable[[Agent], Contexts]) -> None:
+        self._contexts_of = contexts_of
+
+    def concerns(self, agent: Agent, to: WorkerInfo) -> bool:
+        """See `Rider`. In a context every call does: its result may require gradients, though no argument does."""
+        return self._contexts_of(agent).current_id is not None
+
+    def board(self, agent: Agent, departure: Departure) -> Trip:
+        """See `Rider`. Raises `RuntimeError` if the context was released."""
+        contexts = self._contexts_of(agent)
+        return _Trip(contexts, contexts.current(), departure.to)
+
+    def visit(self, agent: Agent, caller: WorkerInfo, words: Ticket) -> Visit:
+        """See `Rider`. Raises `RuntimeError` if the context was released."""
+        return _Visit(self._contexts_of(agent), caller, words)

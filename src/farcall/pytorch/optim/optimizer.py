@@ -1,0 +1,180 @@
+"""`DistributedOptimizer`: what `torch.distributed.optim.optimizer` has, on farcall.
+
+Each worker that owns some of the parameters gets an optimizer of its own for them, which stays there; the one who made
+them all holds references to them. A step asks each of them, all at the same time, to apply the gradients that a
+distributed autograd context holds on its worker.
+
+There are two kinds of them:
+- *functional* ones, for the classes that torch has compiled versions of: they are handed the gradients and never touch
+  `.grad`, so steps of several contexts may run at the same time, and their arithmetic without the interpreter's lock;
+- any other class of `torch.optim`: gradients are put into `.grad` for it, one step after the other on each worker.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+import warnings
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any, Final
+
+import torch
+from torch import nn
+
+from farcall.pytorch import api, autograd
+from farcall.pytorch.rref import PyRRef, RRef
+from farcall.pytorch.workers import WorkerInfo
+
+logger = logging.getLogger("farcall")
+
+_compiler: Final = threading.Lock()
+"""TorchScript compiles for one thread at a time."""
+_stepping: Final = threading.Lock()
+"""All plain optimizers of a worker may be for the same parameters: one step at a time."""
+
+
+@contextmanager
+def _compiling() -> Iterator[None]:
+    """Around whatever has TorchScript compile: nobody asked for TorchScript, so nobody is told that it is deprecated."""
+    with _compiler:
+        with warnings.catch_warnings(record=True) as caught:
+            yield
+        for warning in caught:
+            if not issubclass(warning.category, DeprecationWarning):
+                warnings.warn_explicit(warning.message, warning.category, warning.filename, warning.lineno)
+
+
+class _CompiledStep(nn.Module):  # type: ignore[misc]  # torch may not be there when types are checked
+    """A functional optimizer in TorchScript: an object of its class is compiled only as an attribute of a module."""
+
+    def __init__(self, optim: Any) -> None:
+        super().__init__()
+        self.optim = optim
+
+    def step(self, gradients: list[torch.Tensor | None]) -> None:
+        self.optim.step(gradients)
+
+    step = torch.jit.export(step)  # not above it: mypy wants a comment there that TorchScript takes for a type
+
+
+class _FunctionalOptimizer:
+    """Of one worker's parameters, with gradients handed in."""
+
+    def __init__(self, optimizer_class: Callable[..., Any], parameters: list[torch.Tensor], *args: Any, **kwargs: Any):
+        self._parameters = parameters
+        with _compiling():
+            self._compiled = torch.jit.script(_CompiledStep(optimizer_class(parameters, *args, **kwargs)))
+
+    def step(self, context_id: int) -> None:
+        """Applies the gradients of that context."""
+        gradients = autograd.get_gradients(context_id)
+        self._compiled.step([gradients.get(parameter) for parameter in self._parameters])
+
+
+class _PlainOptimizer:
+    """Of one worker's parameters, with gradients in their `.grad`."""
+
+    def __init__(self, optimizer_class: Callable[..., Any], parameters: list[torch.Tensor], *args: Any, **kwargs: Any):
+        self._optimizer = optimizer_class(parameters, *args, **kwargs)
+
+    def step(self, context_id: int) -> None:
+        """Applies the gradients of that context."""
+        gradients = autograd.get_gradients(context_id)
+        with _stepping:
+            for parameter, gradient in gradients.items():
+                parameter.grad = gradient
+            self._optimizer.step()
+
+
+def _make(
+    kind: type[_FunctionalOptimizer | _PlainOptimizer],
+    optimizer_class: Callable[..., Any],
+    parameters: Sequence[PyRRef[torch.Tensor]],
+    args: Sequence[Any],
+    kwargs: dict[str, Any],
+) -> RRef[Any]:
+    """At the owner of the parameters."""
+    return RRef(kind(optimizer_class, [rref.local_value() for rref in parameters], *args, **kwargs))
+
+
+def _step(optimizer: PyRRef[Any], context_id: int) -> None:
+    """At its owner."""
+    optimizer.local_value().step(context_id)
+
+
+class DistributedOptimizer:
+    """An optimizer of parameters that live on several workers.
+
+    `optimizer_class` is one of `torch.optim`, or any other with such a constructor; `params_rref` are references to the
+    parameters, from whatever workers. Everything else is for the constructor of the optimizer on each worker.
+
+    Raises what a constructor raised on its worker. If several did, the others' errors are notes of the first.
+    """
+
+    def __init__(
+        self, optimizer_class: Callable[..., Any], params_rref: Iterable[PyRRef[Any]], *args: Any, **kwargs: Any
+    ) -> None:
+        by_owner: dict[WorkerInfo, list[PyRRef[Any]]] = {}
+        for rref in params_rref:
+            by_owner.setdefault(rref.owner(), []).append(rref)
+        made: Any = _functional_class(optimizer_class)
+        self.is_functional_optim = made is not None
+        """Whether steps run compiled, without the interpreter's lock."""
+        if made is None:
+            made = optimizer_class
+            logger.warning(
+                "Creating the optimizer %s without TorchScript support: its steps hold the interpreter's lock, which "
+                "slows down workers that serve several trainers at the same time",
+                optimizer_class,
+            )
+        kind = _FunctionalOptimizer if self.is_functional_optim else _PlainOptimizer
+        self.remote_optimizers: list[RRef[Any]] = _all_of(
+            [
+                (owner, api.rpc_async(owner, _make, (kind, made, rrefs, args, kwargs)))
+                for owner, rrefs in by_owner.items()
+            ]
+        )
+        """One for each worker that owns some of the parameters."""
+
+    def step(self, context_id: int) -> None:
+        """Applies the gradients of that context, on all workers at the same time; returns when all have.
+
+        Parameters without a gradient in it are left alone. Raises `RuntimeError` if there is no such context here, and
+        what a step raised on its worker; if several did, the others' errors are notes of the first. The steps of other
+        workers may have been taken then.
+        """
+        autograd._is_valid_context(context_id)
+        _all_of(
+            [
+                (owner, api.rpc_async(owner, _step, (optimizer, context_id)))
+                for optimizer in self.remote_optimizers
+                for owner in (optimizer.owner(),)
+            ]
+        )
+
+
+def _functional_class(optimizer_class: Any) -> Any:
+    """Torch's compiled version of that class; None if there is none, or nothing is to be compiled."""
+    with _compiling():
+        from torch.distributed.optim.utils import functional_optim_map  # imports what may be importing this module
+    return functional_optim_map.get(optimizer_class) if torch.jit._state._enabled else None
+
+
+def _all_of(calls: Sequence[tuple[WorkerInfo, Any]]) -> list[Any]:
+    """The results of all these calls, when all have ended. Raises the first error, with the others as its notes."""
+    results, failed = [], None
+    try:
+        for owner, future in calls:
+            try:
+                results.append(future.wait())
+            except Exception as error:
+                if failed is None:
+                    failed = error
+                else:
+                    failed.add_note(f"worker {owner.name!r} failed as well: {type(error).__name__}: {error}")
+        if failed is not None:
+            raise failed
+        return results
+    finally:
+        del failed

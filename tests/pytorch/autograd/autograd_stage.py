@@ -1,0 +1,131 @@
+"""Workers with contexts and no agents: what one tells another is done by a thread of this process.
+
+with Workers(2) as workers:
+    context_id = workers.new_context()
+    (there,) = workers.move(context_id, 0, 1, [x])        # as an argument of a call, or a result
+    (back,) = workers.move(context_id, 1, 0, [there * 2])
+    workers.backward(context_id, 0, [back.sum()])
+    workers.gradients(context_id, 0)[x]
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from types import TracebackType
+from typing import Any
+
+import torch
+
+from farcall.errors import WorkerLost
+from farcall.futures import Future
+from farcall.protocol.ids import WorkerInfo
+from farcall.pytorch.autograd.contexts import Contexts, DistAutogradContext, PassId
+from farcall.pytorch.autograd.engine import run_backward, take_part
+from farcall.pytorch.autograd.riding import pack, unpack
+
+
+class StagePost:
+    """Hands messages over in threads of its own, which `Workers` waits for."""
+
+    def __init__(self, workers: Workers) -> None:
+        self.workers = workers
+
+    def propagate(
+        self,
+        to: WorkerInfo,
+        context_id: int,
+        pass_id: PassId,
+        message_id: int,
+        gradients: list[torch.Tensor],
+        retain_graph: bool,
+    ) -> Future[None]:
+        if to.id in self.workers.lost:
+            raise WorkerLost(f"worker {to.name!r} is gone", to.name)
+        copies = [gradient.clone() for gradient in gradients]
+        self.workers.propagated.append((to.id, message_id, copies))
+        return self.workers.in_thread(
+            lambda: take_part(self.workers[to.id], context_id, pass_id, message_id, copies, retain_graph)
+        )
+
+    def release(self, to: WorkerInfo, context_id: int) -> None:
+        self.workers.told.append(("release", to.id))
+        self.workers[to.id].release_if_present(context_id, is_told=True)
+
+    def abandon(self, to: WorkerInfo, context_id: int, pass_id: PassId, reason: str) -> None:
+        self.workers.told.append(("abandon", to.id))
+        self.workers[to.id].abandon(context_id, pass_id, reason)
+
+
+class Workers:
+    """So many of them. At the end nothing may be left running."""
+
+    def __init__(self, size: int) -> None:
+        self.lost: set[int] = set()
+        self.propagated: list[tuple[int, int, list[torch.Tensor]]] = []
+        self.told: list[tuple[str, int]] = []
+        self._threads: list[threading.Thread] = []
+        self._contexts = [Contexts(number, StagePost(self)) for number in range(size)]
+
+    def __getitem__(self, number: int) -> Contexts:
+        return self._contexts[number]
+
+    def in_thread(self, work: Callable[[], Any]) -> Future[Any]:
+        future: Future[Any] = Future()
+
+        def run() -> None:
+            try:
+                result = work()
+            except BaseException as error:
+                future.set_exception(error)
+            else:
+                future.set_result(result)
+
+        thread = threading.Thread(target=run)
+        self._threads.append(thread)
+        thread.start()
+        return future
+
+    def new_context(self, number: int = 0) -> int:
+        """Made by that worker; no thread has it as its current one."""
+        context_id = self[number].new().context_id
+        self[number].current_id = None
+        return context_id
+
+    def context(self, context_id: int, number: int) -> DistAutogradContext:
+        return self[number].retrieve(context_id)
+
+    def move(
+        self, context_id: int, source: int, target: int, tensors: list[torch.Tensor], is_recorded: bool = True
+    ) -> list[torch.Tensor]:
+        """What arrives at the target."""
+        sender = self[source].retrieve_or_make(context_id)
+        sender.add_known_worker(info(target))
+        sent, ticket = pack(self[source], sender, info(target), tensors, is_recorded)
+        receiver = self[target].retrieve_or_make(context_id)
+        return unpack(self[target], receiver, info(source), [tensor.clone() for tensor in sent], ticket)
+
+    def backward(self, context_id: int, number: int, roots: list[torch.Tensor], retain_graph: bool = False) -> None:
+        run_backward(self[number], context_id, roots, retain_graph)
+
+    def gradients(self, context_id: int, number: int) -> dict[torch.Tensor, torch.Tensor]:
+        return self.context(context_id, number).gradients
+
+    def __enter__(self) -> Workers:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if kind is not None:
+            for contexts in self._contexts:
+                contexts.close()
+        for thread in self._threads:
+            thread.join(10)
+        if kind is None:
+            assert not any(thread.is_alive() for thread in self._threads)
+            assert [contexts.counts()[0] for contexts in self._contexts] == [0] * len(self._contexts)
+
+
+def info(number: int) -> WorkerInfo:
+    return WorkerInfo(f"worker{number}", number)

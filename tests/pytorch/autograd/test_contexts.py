@@ -1,0 +1,144 @@
+"""Contexts: their names, which thread has which, when they are released and who is told."""
+
+from __future__ import annotations
+
+import logging
+
+import pytest
+import torch
+from autograd_stage import Workers, info
+
+from farcall.pytorch.autograd.contexts import COUNTER_BITS, Contexts, _Memory
+
+
+@pytest.fixture
+def workers() -> Workers:
+    return Workers(4)
+
+
+def test_names_begin_with_the_worker(workers: Workers) -> None:
+    one, two = workers.new_context(3), workers.new_context(3)
+    assert one >> COUNTER_BITS == two >> COUNTER_BITS == 3
+    assert two == one + 1
+    assert workers[3].max_id == (3 << 48) + 281474976710655
+    assert workers[3].new_message_id() >> COUNTER_BITS == 3
+    assert workers[1].new_pass_id() != workers[2].new_pass_id()
+
+
+@pytest.mark.parametrize("number", [-1, 65536])
+def test_a_worker_has_a_number_of_16_bits(workers: Workers, number: int) -> None:
+    with pytest.raises(RuntimeError, match=r"range \[0, 65535\]"):
+        Contexts(number, workers[0].post)
+
+
+def test_a_thread_has_one_current_context(workers: Workers) -> None:
+    contexts = workers[0]
+    with pytest.raises(RuntimeError, match="Current thread doesn't have a valid autograd context"):
+        contexts.current()
+    made = contexts.new()
+    assert contexts.current() is made
+    with pytest.raises(RuntimeError, match="Already have an autograd context id for this thread"):
+        contexts.new()
+    assert workers.in_thread(lambda: contexts.current_id).wait() is None
+    contexts.release(made.context_id)
+    assert contexts.current_id is None
+
+
+def test_a_context_that_was_released_under_a_thread_is_not_found_by_it(workers: Workers) -> None:
+    contexts = workers[0]
+    made = contexts.new()
+    workers.in_thread(lambda: contexts.release(made.context_id)).wait()
+    with pytest.raises(RuntimeError, match="Couldn't find autograd context data"):
+        contexts.current()
+    with pytest.raises(RuntimeError, match="it was released while a call in it was under way"):
+        made.add_known_worker(info(1))
+
+
+def test_unknown_contexts(workers: Workers) -> None:
+    for ask in (workers[0].retrieve, workers[0].release):
+        with pytest.raises(RuntimeError, match="Could not find autograd context with id: 100"):
+            ask(100)
+
+
+def test_releasing_reaches_all_who_were_called_from_one_to_the_next(workers: Workers) -> None:
+    context_id = workers.new_context()
+    x = torch.ones(1, requires_grad=True)
+    (one,) = workers.move(context_id, 0, 1, [x])
+    (two,) = workers.move(context_id, 1, 2, [one])
+    workers.move(context_id, 2, 0, [two])
+    assert [workers[number].counts()[1] for number in range(4)] == [1, 1, 1, 0]
+    workers[0].release(context_id)
+    assert [workers[number].counts()[1] for number in range(4)] == [0, 0, 0, 0]
+    assert ("release", 3) not in workers.told
+
+
+def test_a_message_that_was_overtaken_does_not_bring_a_context_back(workers: Workers) -> None:
+    context_id = workers.new_context()
+    workers[1].release_if_present(context_id, is_told=True)
+    with pytest.raises(RuntimeError, match="it was released before this call came"):
+        workers[1].retrieve_or_make(context_id)
+    assert workers[1].counts() == (0, 0)
+
+
+def test_what_has_ended_is_not_remembered_for_ever() -> None:
+    memory = _Memory()
+    for number in range(5000):
+        memory.add(number)
+    assert 0 not in memory
+    assert 4999 in memory
+    assert len(memory._names) == 4096
+
+
+def test_the_contexts_of_a_lost_worker_go(workers: Workers) -> None:
+    theirs, ours = workers.new_context(3), workers.new_context(0)
+    x = torch.ones(1, requires_grad=True)
+    (one,) = workers.move(theirs, 3, 0, [x])
+    workers.move(theirs, 0, 1, [one])
+    workers[0].lost(info(3))
+    assert workers[0].counts() == (0, 1)
+    assert workers[1].counts() == (0, 0)
+    workers[0].retrieve(ours)
+
+
+def test_a_forgotten_context_is_reported_with_where_it_was_made(
+    workers: Workers, caplog: pytest.LogCaptureFixture
+) -> None:
+    context_id = workers[0].new().context_id
+    workers[0].retrieve_or_make(5 << COUNTER_BITS)  # another's, whose affair it is
+    with caplog.at_level(logging.WARNING, "farcall"):
+        workers[0].close()
+    (record,) = caplog.records
+    assert f"context {context_id} was never released: it was made at {__file__}:" in record.getMessage()
+    assert workers[0].counts() == (0, 0)
+
+
+def test_clocks_are_past_all_they_have_seen(workers: Workers) -> None:
+    contexts = workers[0]
+    first = contexts.stamp()
+    contexts.hear(first + 50)
+    assert contexts.stamp() == first + 51
+    contexts.hear(3)
+    assert contexts.stamp() == first + 52
+
+
+def test_what_torch_asks_of_a_context(workers: Workers) -> None:
+    context_id = workers.new_context()
+    x, y = torch.ones(1, requires_grad=True), torch.ones(2)
+    (there, plain) = workers.move(context_id, 0, 2, [x, y])
+    context = workers.context(context_id, 0)
+    assert context._context_id() == context_id
+    assert context._known_worker_ids() == {2}
+    ((message_id, send),) = context._send_functions().items()
+    assert send.name() == "torch::distributed::autograd::SendRpcBackward"
+    assert [node.variable for node, _ in send.next_functions] == [x]
+    assert context._recv_functions() == {}
+    assert workers.context(context_id, 2)._recv_functions() == {message_id: there.grad_fn}
+    assert there.grad_fn.name() == "torch::distributed::autograd::RecvRpcBackward"
+    assert not plain.requires_grad
+
+
+def test_a_receive_function_lives_as_long_as_its_context(workers: Workers) -> None:
+    context_id = workers.new_context()
+    workers.move(context_id, 0, 1, [torch.ones(1, requires_grad=True)])
+    (node,) = workers.context(context_id, 1)._recv_functions().values()
+    assert node.next_functions  # raises if torch's node is gone

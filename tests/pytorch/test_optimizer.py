@@ -1,0 +1,145 @@
+"""`optim`: one optimizer on each worker, whose steps apply the gradients of a context."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+
+import farcall.api
+from farcall.pytorch import autograd
+from farcall.pytorch.optim import DistributedOptimizer, optimizer
+from farcall.pytorch.rref import RRef
+from farcall.pytorch.workers import WorkerInfo
+from farcall.testing.local import LocalGroup
+
+CONTEXT = 7
+
+
+@pytest.fixture
+def gradients(monkeypatch: pytest.MonkeyPatch) -> Iterator[dict[torch.Tensor, torch.Tensor]]:
+    """Those of the context 7 on the only worker there is."""
+    found: dict[torch.Tensor, torch.Tensor] = {}
+
+    def check(context_id: int) -> None:
+        if context_id != CONTEXT:
+            raise RuntimeError(f"Could not find autograd context with id: {context_id}")
+
+    def get_gradients(context_id: int) -> dict[torch.Tensor, torch.Tensor]:
+        check(context_id)
+        return found
+
+    monkeypatch.setattr(autograd, "_is_valid_context", check, raising=False)
+    monkeypatch.setattr(autograd, "get_gradients", get_gradients, raising=False)
+    with LocalGroup(1) as group:
+        monkeypatch.setattr(farcall.api, "_agent", group[0])
+        yield found
+
+
+class Halving(torch.optim.Optimizer):  # type: ignore[misc]
+    """Halves what it has a gradient for; it has no compiled version."""
+
+    def __init__(self, params: Any, refused: bool = False) -> None:
+        super().__init__(params, {})
+        if refused:
+            raise ValueError("none is made")
+
+    def step(self, closure: Any = None) -> None:
+        for parameter in self.param_groups[0]["params"]:
+            if parameter.grad is not None:
+                if parameter.grad.isnan().any():
+                    raise ValueError("not a number")
+                with torch.no_grad():
+                    parameter.mul_(0.5)
+
+
+@pytest.mark.parametrize(
+    ("kind", "settings"),
+    [
+        (torch.optim.SGD, {"lr": 0.1}),
+        (torch.optim.SGD, {"lr": 0.1, "momentum": 0.9, "nesterov": True}),
+        (torch.optim.Adam, {"lr": 0.1}),
+        (torch.optim.Adagrad, {"lr": 0.1}),
+    ],
+)
+def test_steps_are_those_of_the_optimizer(
+    gradients: dict[torch.Tensor, torch.Tensor], kind: Any, settings: dict[str, Any]
+) -> None:
+    here = torch.ones(3, requires_grad=True)
+    there = torch.ones(3, requires_grad=True)
+    alone, distributed = kind([here], **settings), DistributedOptimizer(kind, [RRef(there)], **settings)
+    assert distributed.is_functional_optim
+    for number in range(3):
+        here.grad = torch.full((3,), float(number + 1))
+        alone.step()
+        gradients[there] = torch.full((3,), float(number + 1))
+        distributed.step(CONTEXT)
+    assert torch.allclose(here, there)
+    assert not torch.allclose(there, torch.ones(3))
+    assert there.grad is None  # it belongs to whoever trains here without contexts
+
+
+def test_parameters_without_a_gradient_are_let_be(gradients: dict[torch.Tensor, torch.Tensor]) -> None:
+    used, unused = torch.ones(2, requires_grad=True), torch.ones(2, requires_grad=True)
+    distributed = DistributedOptimizer(torch.optim.SGD, [RRef(used), RRef(unused)], lr=1.0)
+    gradients[used] = torch.ones(2)
+    distributed.step(CONTEXT)
+    assert (used.tolist(), unused.tolist()) == ([0.0, 0.0], [1.0, 1.0])
+
+
+def test_any_optimizer_will_do_and_one_that_is_not_compiled_is_told(
+    gradients: dict[torch.Tensor, torch.Tensor], caplog: pytest.LogCaptureFixture
+) -> None:
+    parameter = torch.ones(2, requires_grad=True)
+    distributed = DistributedOptimizer(Halving, [RRef(parameter)])
+    assert not distributed.is_functional_optim
+    assert "Halving'> without TorchScript support" in caplog.text
+    gradients[parameter] = torch.ones(2)
+    distributed.step(CONTEXT)
+    assert parameter.tolist() == [0.5, 0.5]
+
+
+def test_without_torchscript_none_is_compiled(
+    gradients: dict[torch.Tensor, torch.Tensor], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(torch.jit._state._enabled, "enabled", False)
+    parameter = torch.ones(2, requires_grad=True)
+    distributed = DistributedOptimizer(torch.optim.SGD, [RRef(parameter)], lr=1.0)
+    assert not distributed.is_functional_optim
+    gradients[parameter] = torch.ones(2)
+    distributed.step(CONTEXT)
+    assert parameter.tolist() == [0.0, 0.0]
+
+
+def test_what_goes_wrong_reaches_the_caller(gradients: dict[torch.Tensor, torch.Tensor]) -> None:
+    parameter = torch.ones(2, requires_grad=True)
+    with pytest.raises(ValueError, match="none is made"):
+        DistributedOptimizer(Halving, [RRef(parameter)], refused=True)
+    distributed = DistributedOptimizer(Halving, [RRef(parameter)])
+    gradients[parameter] = torch.full((2,), torch.nan)
+    with pytest.raises(ValueError, match="not a number"):
+        distributed.step(CONTEXT)
+    with pytest.raises(RuntimeError, match="Could not find autograd context with id: 8"):
+        distributed.step(8)
+
+
+class Settled:
+    def __init__(self, error: Exception | None = None) -> None:
+        self.error = error
+        self.waited = False
+
+    def wait(self) -> str:
+        self.waited = True
+        if self.error is not None:
+            raise self.error
+        return "done"
+
+
+def test_of_several_errors_the_first_is_raised_with_the_others_as_notes_when_all_have_ended() -> None:
+    calls = [Settled(), Settled(ValueError("one")), Settled(KeyError("two")), Settled()]
+    with pytest.raises(ValueError, match="one") as caught:
+        optimizer._all_of([(WorkerInfo(f"worker{number}", number), call) for number, call in enumerate(calls)])
+    assert caught.value.__notes__ == ["worker 'worker2' failed as well: KeyError: 'two'"]
+    assert all(call.waited for call in calls)
