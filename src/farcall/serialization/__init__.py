@@ -7,7 +7,7 @@ workers that restrict what may be loaded. No sockets, no threads, no agent: byte
 from farcall.serialization.callables import callable_name, encode_function, resolve_function
 from farcall.serialization.failures import decode_failure, describe_failure, encode_failure, encode_text
 from farcall.serialization.guarded import Guard, loads_arguments_guarded, loads_guarded, register_plain
-from farcall.serialization.handles import collect, collecting, offering, take_offered
+from farcall.serialization.handles import collect, collecting, offered, offering, take_offered
 from farcall.serialization.pickler import (
     Pickled,
     dumps,
@@ -44,6 +44,7 @@ __all__ = [
     "loads_arguments_guarded",
     "loads_guarded",
     "not_rebuilt",
+    "offered",
     "offering",
     "register_family_reducer",
     "register_kind",
