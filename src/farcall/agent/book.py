@@ -72,6 +72,7 @@ class ReferenceBook:
         self._values: dict[RRefId, Value] = {}
         self._handles: dict[ForkId, weakref.ref[Handle]] = {}  # until a drop is worked off
         self._dropped: deque[tuple[RRefId, ForkId | None]] = deque()
+        self._lent_before: list[ForkId] = []  # what was lent to this worker already at the last `work_off`
         self._origins: dict[RRefId, Made] = {}  # where values of this worker got their reference
         self._refused: list[tuple[RRefId, Value]] = []  # values that never come, to be settled outside the lock
         self._released: list[Value | None] = []  # values that may go, by `work_off`
@@ -277,14 +278,20 @@ class ReferenceBook:
             self._work_soon()
 
     def has_work(self) -> bool:
-        """Whether finalizers have left something to do, or a peer is to be told something."""
-        return bool(self._dropped or self.mailboxes.outboxes or self.mailboxes.owed or self._released)
+        """Whether finalizers have left something to do, a peer is to be told something, or an owner to be asked."""
+        boxes = self.mailboxes
+        return bool(self._dropped or boxes.outboxes or boxes.owed or self._released or self._references.lent)
 
     def work_off(self) -> None:
-        """Handles what finalizers left, sends all that is to be said, and lets go of the values that may go."""
+        """Handles what finalizers left, sends all that is to be said, and lets go of the values that may go.
+
+        It is called every few milliseconds while there is something to do, and that is the moment for which a handle
+        is lent: the owner is asked for those that were there at the last time already.
+        """
         while True:
             with self._lock:
                 self._work_off()
+                self._ask_owners()
                 addressees = self.mailboxes.addressees()
                 values, self._released = self._released, []
             self._act()
@@ -307,6 +314,14 @@ class ReferenceBook:
                 if held is None or held.dropped:  # refused or orphaned; or given up before
                     continue
             self._decide(self._references.handle_dropped(reference, fork))
+
+    def _ask_owners(self) -> None:
+        lent = self._references.lent
+        for fork in self._lent_before:
+            held = lent.get(fork)
+            if held is not None and not held.dropped:
+                self._decide(self._references.handle_kept(held.reference, fork))
+        self._lent_before = list(lent)
 
     # Values
 
@@ -417,6 +432,7 @@ class ReferenceBook:
         self._ended = True
         with self._lock:
             self._dropped.clear()
+            self._lent_before.clear()
             values, self._values = self._values, {}
             going, self._released = self._released, []
             self._references = References(self.me)

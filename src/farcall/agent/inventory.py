@@ -8,7 +8,8 @@ from dataclasses import dataclass
 from farcall.agent.handle import Handle, Made, described
 from farcall.agent.values import Value
 from farcall.protocol.ids import ForkId, RRefId, Worker
-from farcall.protocol.references import References, Standing
+from farcall.protocol.reference_tables import Standing
+from farcall.protocol.references import References
 
 
 @dataclass(frozen=True)
@@ -106,7 +107,7 @@ def take_inventory(
 
 def count_references(references: References, values_to_come: int) -> dict[str, str]:
     """Counters, by the names that torch gives them."""
-    pending = sum(held.standing is Standing.UNCONFIRMED for held in references.held.values())
+    pending = sum(held.standing is not Standing.CONFIRMED for held in references.held.values())
     return {
         "num_owner_rrefs": str(len(references.owned)),
         "num_pending_users": str(pending),
