@@ -281,7 +281,7 @@ def test_live_is_broken_by_a_release_under_a_confirmed_handle() -> None:
 def test_lent_is_broken_by_a_release_under_a_lent_handle() -> None:
     network = play("call 1 0; deliver 1 0 1; ack 1 0; pass 1 2 1; deliver 1 2 1; drop 1 1")
     network.workers[0].released.add(RRefId(0, 1, 1))
-    with pytest.raises(BrokenInvariant, match="LENT: reference 1:1 .* was released, and was lent to worker 2"):
+    with pytest.raises(BrokenInvariant, match=r"LENT: reference 1:1 .* was released, and was lent to worker 2"):
         network.step("call", 2, 1)
 
 

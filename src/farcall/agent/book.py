@@ -28,7 +28,7 @@ from farcall.agent.mailboxes import ANSWERS, Mailboxes
 from farcall.agent.parcels import CarriedFrame, Parcel, RemoteFrame, Way
 from farcall.agent.values import Value
 from farcall.errors import RpcError, UsageError, WorkerLost
-from farcall.protocol.control import HANDLE_SIZE, pack_remote, unpack_control
+from farcall.protocol.control import HANDLE_SIZE, pack_remote, unpack_control, unpack_handle, unpack_reference
 from farcall.protocol.ids import ForkId, RRefId, Worker
 from farcall.protocol.reference_messages import (
     Carried,
@@ -325,6 +325,16 @@ class ReferenceBook:
 
     # Values
 
+    def value_at(self, callee: bytes) -> Value:
+        """The value of the handle behind the first byte of that. As `value`, with fewer frames for one that is there.
+
+        Raises `ProtocolError` if there is no handle.
+        """
+        value = None
+        if len(callee) > HANDLE_SIZE:
+            value = self._values.get(unpack_reference(callee, 1))  # type: ignore[call-overload]  # equal to an RRefId
+        return value if value is not None else self.value(unpack_handle(callee[1:])[0])
+
     def value(self, reference: RRefId) -> Value:
         """A value that this worker owns, or will; one that is refused if there is none."""
         value = self._values.get(reference)
@@ -362,7 +372,10 @@ class ReferenceBook:
                     self._decide(effects)
                 return value, self._receive_all(sender, carried) if carried else ()
         finally:
-            self._act()
+            if self._refused:
+                self._act()
+            else:
+                self._work_soon()  # it is to be acknowledged at least
 
     def control_received(self, sender: Worker, body: bytes | bytearray | memoryview) -> None:
         """Handles a control message. Raises `ProtocolError`."""

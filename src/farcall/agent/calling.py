@@ -117,10 +117,11 @@ class Calling:
             raise self.closed
         timeout = self.rpc_timeout if timeout == UNSET_RPC_TIMEOUT else self.resolve_timeout(timeout)
         peer = self.numbered.get(handle.reference.owner) or self._owner(handle)
-        if what == METHOD or handle.packed is None:
+        packed = handle.packed
+        if packed is None:
             head = self._head_on(handle, what, method if what == METHOD else "")
         else:
-            head = what + handle.packed
+            head = what + packed + method.encode() if what == METHOD else what + packed
         if args or kwargs:
             future = self._call_with_arguments(peer, method, head, args, kwargs, timeout)
         else:
@@ -139,7 +140,7 @@ class Calling:
             if mail is not None and connection.is_lost():
                 self._book.resend(peer.number)
         future.keeps = handle
-        if future.done():  # answered already, and perhaps before that was set
+        if future._state:  # answered already, and perhaps before that was set
             future.keeps = None
         if unattended:
             future.connection.unattended()

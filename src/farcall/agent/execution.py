@@ -13,7 +13,7 @@ Rules
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from types import CoroutineType
 from typing import Any, Final, NamedTuple, Protocol
 
@@ -27,8 +27,8 @@ from farcall.agent.serving import Serving
 from farcall.agent.values import Value
 from farcall.errors import ProtocolError, SerializationError
 from farcall.functions import is_async_execution
-from farcall.futures import Future
-from farcall.protocol.control import pack_section, unpack_handle
+from farcall.futures import DONE, Future, run_callbacks
+from farcall.protocol.control import HANDLE_SIZE, pack_section
 from farcall.protocol.ids import Worker
 from farcall.protocol.wire import (
     FAILURE,
@@ -42,8 +42,10 @@ from farcall.protocol.wire import (
     encode,
 )
 from farcall.serialization import (
+    ATOMS,
     callable_name,
     collecting,
+    dumps_atom,
     dumps_result,
     encode_failure,
     loads_arguments,
@@ -108,9 +110,9 @@ class FunctionJob(ABC):
         """For a request on the value of a reference: holds that from now on, though the reference may be given up."""
         callee = self._callee
         if callee:
-            reference, _, rest = unpack_handle(callee[1:])
-            self._subject = self._place.book.value(reference)
-            self.kind = callee[:1] + rest  # how long a method takes has nothing to do with whose it is
+            self._subject = self._place.book.value_at(callee)
+            # How long a method takes has nothing to do with whose it is.
+            self.kind = callee[:1] + callee[1 + HANDLE_SIZE :]
 
     def run(self) -> Reply | None:
         """See `Job`."""
@@ -127,16 +129,24 @@ class FunctionJob(ABC):
                 subject = self._subject
                 if subject is None:
                     function = resolve_function(callee, self._place.worker)
-                elif not subject.done():
+                elif not subject._state:
                     subject.watch(lambda _: self._place.serving.submit(self), waker=True, attended=True)
                     return None
                 elif subject.failure:
                     return self._failed_with(subject.failure)
-                elif callee[:1] == METHOD:
-                    function = _method(subject.value(), self.kind[1:].decode())
                 else:
-                    name, answer = _QUESTIONS[callee[:1]]
-                    return self._done(name, answer(subject.value()))
+                    value = subject._value if subject._state == DONE else subject.value()  # which raises
+                    what = callee[:1]
+                    if what == VALUE:
+                        return self._done("to_here", value)
+                    if what != METHOD:
+                        name, answer = _QUESTIONS[what]
+                        return self._done(name, answer(value))
+                    name = self.kind[1:].decode()
+                    function = getattr(value, name) if name != "__call__" else value
+                    if not callable(function) and name != "__call__":  # else Python says so
+                        function = _reader_of(value, name, function)
+                    del value
                 if self._body:
                     args, kwargs = self._arguments()
                     result = function(*args, **kwargs)
@@ -208,20 +218,14 @@ class FunctionJob(ABC):
 
 
 _QUESTIONS: Final[dict[bytes, tuple[str, Callable[[Any], Any]]]] = {
-    VALUE: ("to_here", lambda value: value),
     PRESENCE: ("_get_future", lambda value: None),
     TYPE: ("_get_type", type),
 }
-"""What is asked about a value, by which method of the reference, and what answers it."""
+"""What else is asked about a value, by which method of the reference, and what answers it."""
 
 
-def _method(value: Any, name: str) -> Callable[..., Any]:
-    """A method of a value; or what reads an attribute that cannot be called."""
-    if name == "__call__":
-        return value  # type: ignore[no-any-return]  # if it cannot be called, Python says so
-    attribute = getattr(value, name)
-    if callable(attribute):
-        return attribute  # type: ignore[no-any-return]
+def _reader_of(value: Any, name: str, attribute: Any) -> Callable[..., Any]:
+    """What reads an attribute of a value that cannot be called."""
 
     def read(*args: Any, **kwargs: Any) -> Any:
         if args or kwargs:
@@ -266,9 +270,14 @@ class CallJob(FunctionJob):
     def _done(self, function: Callable[..., Any] | str, result: Any) -> Reply | None:
         if result is None:
             return encode(RESULT, self._call_id, b"", b"")
+        handles: Mapping[Handle, int] = {}
+        buffers: Sequence[memoryview] = ()
         try:
-            with collecting() as handles:
-                body, buffers = dumps_result(function, result, self._place.worker)
+            if type(result) in ATOMS:
+                body = dumps_atom(result)
+            else:
+                with collecting() as handles:
+                    body, buffers = dumps_result(function, result, self._place.worker)
             if buffers or len(body) > SMALL_BODY or len(handles) > FEW_HANDLES:
                 self.origin.check_reply(function, len(handles), body, buffers)
             if handles:
@@ -324,7 +333,9 @@ class RemoteJob(FunctionJob):
             self._find_subject()
 
     def _done(self, function: Callable[..., Any] | str, result: Any) -> None:
-        self._value.give(result)
+        callbacks = self._value.settle(DONE, result)  # as `Value.give`, without its frame
+        if callbacks:
+            run_callbacks(self._value, callbacks)
 
     def _failed_with(self, failure: bytes) -> None:
         self._value.fail(failure)

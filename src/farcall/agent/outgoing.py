@@ -253,7 +253,7 @@ class Outgoing:
             if self._sender.busy:
                 self.check_wait()
             pause = min(2 * pause, LOOK_AGAIN) if pause else first_pause()
-            if on_serving_thread() and self._dozing.doze(poll):
+            if on_serving_thread() and self._serving.doze(self._dozing, poll):
                 self._receive(future)
                 continue
             with asleep():
@@ -393,7 +393,7 @@ class Outgoing:
         """See `Readable`."""
         if self.pending or self._late:
             return True
-        if self._awaits_control:
+        if self._awaits_control and not self._attendance.since:  # else that asks, in a moment
             # First unset, then asked: whoever sends something just now sets it after the book knows of that.
             self._awaits_control = False
             if self._book.mailboxes.awaits(self.number):

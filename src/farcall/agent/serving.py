@@ -24,13 +24,14 @@ import logging
 import threading
 from collections import deque
 from collections.abc import Callable
+from threading import get_ident
 from time import monotonic, perf_counter, sleep
-from typing import Final
+from typing import Any, Final
 
 from farcall.agent.follower import EXIT, LEAD, Follower, Order
 from farcall.agent.jobs import Answerable, Awaited, Job, Reply
 from farcall.agent.poller import Poller
-from farcall.agent.spinning import Spinning
+from farcall.agent.spinning import Dozing, Spinning
 from farcall.errors import UsageError
 from farcall.sleeping import blocking_thread
 
@@ -62,6 +63,7 @@ class Serving:
         self._slow: dict[object, None] = {}
         self._closing = False
         self._closed = False
+        self._dozing = False  # the leader's function has come to wait, most likely for a moment only
         self._sleeping = 0  # functions that sleep in a wait of ours
         self._leader: Follower | None = None
         self._supervised = False  # the supervisor was woken since the leader slept last
@@ -307,7 +309,7 @@ class Serving:
             with self._lock:
                 self._running -= follower.counted
                 follower.counted = False
-                job = self._take_job(follower)
+                job = None if self._dozing else self._take_job(follower)
                 if job is None:
                     if self._closing or len(self._idle) >= self._limit:
                         return False
@@ -371,6 +373,7 @@ class Serving:
 
     def _live(self, follower: Follower) -> None:
         """The life of a thread: sleep, lead or run, sleep again."""
+        follower.thread = get_ident()
         blocking_thread.before = lambda: self._before_sleep(follower)
         blocking_thread.after = lambda: self._after_sleep(follower)
         try:
@@ -417,6 +420,17 @@ class Serving:
             return False
 
     # A function of this pool sleeps in a wait of ours
+
+    def doze(self, dozing: Dozing, poll: Callable[[int], list[Any]]) -> list[Any]:
+        """See `Dozing.doze`. While the leader does, nobody else takes what is ready: it will be back in a moment."""
+        leader = self._leader
+        if leader is None or leader.thread != get_ident():
+            return dozing.doze(poll)
+        self._dozing = True
+        try:
+            return dozing.doze(poll)
+        finally:
+            self._dozing = False
 
     def _before_sleep(self, follower: Follower) -> None:
         if follower.depth:

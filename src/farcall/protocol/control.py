@@ -19,7 +19,7 @@ from collections.abc import Sequence
 from typing import Final
 
 from farcall.errors import ProtocolError
-from farcall.protocol.ids import ForkId, RRefId
+from farcall.protocol.ids import ForkId, RRefId, new_tuple
 from farcall.protocol.reference_messages import (
     Carried,
     ChildAccepted,
@@ -47,6 +47,9 @@ _SECTION: Final = struct.Struct("<QH")
 _HANDLE: Final = struct.Struct("<IIQIQ")
 _REMOTE: Final = struct.Struct("<QHIIQIQ")
 HANDLE_SIZE: Final = _HANDLE.size
+unpack_reference: Final = struct.Struct("<IIQ").unpack_from
+"""`unpack_reference(head, at)`: the reference of a handle in a head, as a plain tuple, which is equal to its `RRefId`.
+Bound to struct's own method: raises `struct.error`."""
 SECTION_SIZE: Final = _SECTION.size
 """Without the handles."""
 MOST_HANDLES: Final = 0xFFFF
@@ -74,7 +77,8 @@ def unpack_control(body: bytes | bytearray | memoryview) -> tuple[int, list[tupl
     ):
         if code >= len(_KINDS):
             raise ProtocolError(f"a control message of unknown kind {code} came")
-        messages.append((number, _KINDS[code](RRefId(owner, creator, count), ForkId(fork_creator, fork_number))))
+        named = new_tuple(RRefId, (owner, creator, count)), new_tuple(ForkId, (fork_creator, fork_number))
+        messages.append((number, new_tuple(_KINDS[code], named)))
     return acknowledged, messages
 
 
@@ -95,7 +99,8 @@ def unpack_remote(head: bytes) -> tuple[int, list[Carried], RRefId, ForkId, byte
     if len(head) >= _REMOTE.size:
         number, count, owner, creator, place, fork_creator, fork_number = _REMOTE.unpack_from(head)
         if not count:
-            return number, [], RRefId(owner, creator, place), ForkId(fork_creator, fork_number), head[_REMOTE.size :]
+            reference, fork = new_tuple(RRefId, (owner, creator, place)), new_tuple(ForkId, (fork_creator, fork_number))
+            return number, [], reference, fork, head[_REMOTE.size :]
     number, carried, rest = unpack_section(head)
     return number, carried, *unpack_handle(rest)
 
@@ -109,7 +114,7 @@ def unpack_section(head: bytes) -> tuple[int, list[Carried], bytes]:
     if len(head) < end:
         raise ProtocolError(f"a message announced {count} references, but does not carry as many")
     handles = [
-        Carried(RRefId(owner, creator, count), ForkId(fork_creator, fork_number))
+        new_tuple(Carried, (new_tuple(RRefId, (owner, creator, count)), new_tuple(ForkId, (fork_creator, fork_number))))
         for owner, creator, count, fork_creator, fork_number in _HANDLE.iter_unpack(head[_SECTION.size : end])
     ]
     return number, handles, head[end:]

@@ -25,9 +25,8 @@ Invariants, checked by name in the tests
 - SETTLED: the loss of a worker settles everything that waited for it; no table keeps anything of it.
 - ANSWERED: every handle that is neither confirmed nor lent has a request under way, or noted at the owner.
 
-Most handles that are passed on go to a function, which uses them and ends. So its holder asks the owner only for what
-has been kept for a moment (`HandleKept`; how long that is, is not decided here), or at once if the parent dies: until
-then the parent's fork keeps the value for both. What is lent is used, and passed on, like any other.
+Most handles that are passed on go to a function that uses them and ends. So the owner is asked only for what has been
+kept for a moment (`HandleKept`), or whose parent has died: until then the parent's fork keeps the value for both.
 
 It holds under any order of messages. Two things make that so. A delete is not sent before the fork is confirmed, so it
 can't arrive before the request. And a request for a reference that the owner does not know is told apart: numbers of
@@ -52,7 +51,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from farcall.errors import ProtocolError
-from farcall.protocol.ids import ForkId, RRefId, Worker
+from farcall.protocol.ids import ForkId, RRefId, Worker, new_tuple
 from farcall.protocol.reference_messages import (
     Carried,
     ChildAccepted,
@@ -163,7 +162,7 @@ class References:
         """New ids, and `remote_called` with them, for an owner that is there. In one frame, for speed."""
         number = self._numbers[owner] = self._numbers.get(owner, 0) + 1
         self._forks += 1
-        reference, fork = RRefId(owner, self.me, number), ForkId(self.me, self._forks)
+        reference, fork = new_tuple(RRefId, (owner, self.me, number)), new_tuple(ForkId, (self.me, self._forks))
         self.held[fork] = Held(reference, Standing.UNCONFIRMED, None)
         return reference, fork
 
@@ -324,11 +323,11 @@ class References:
         if sender == reference.owner:
             self.held[fork] = Held(reference, Standing.CONFIRMED, None)
             return [ConfirmHandle(reference, fork)]
-        if sender not in self.peers:  # nobody keeps it for us
-            held = self.held[fork] = Held(reference, Standing.LENT, None)
-            return self._ask(fork, held)
-        self.held[fork] = self.lent[fork] = Held(reference, Standing.LENT, sender)
-        return []
+        self.held[fork] = self.lent[fork] = held = Held(reference, Standing.LENT, sender)
+        if sender in self.peers:
+            return []
+        held.parent = None  # who would have kept it for us
+        return self._ask(fork, held)
 
     def _own_handle_received(self, reference: RRefId, fork: ForkId, sender: Worker) -> list[Effect]:
         owned = self.owned.get(reference)
@@ -351,7 +350,7 @@ class References:
 
     def _ask(self, fork: ForkId, held: Held) -> list[Effect]:
         held.standing = Standing.UNCONFIRMED
-        self.lent.pop(fork, None)
+        del self.lent[fork]
         return [SendMessage(held.reference.owner, ForkRequest(held.reference, fork))]
 
     def handle_dropped(self, reference: RRefId, fork: ForkId | None) -> list[Effect]:
@@ -387,7 +386,10 @@ class References:
         owned = self.owned.get(reference)
         if owned is not None and fork in owned.forks:
             raise ProtocolError(f"{fork} is counted already")
-        if not self.peers[sender].add(reference.number):
+        created, number = self.peers[sender], reference.number
+        if number == created.mark + 1 and not created.beyond:  # the rule, without a frame
+            created.mark = number
+        elif not created.add(number):
             raise ProtocolError(f"{reference} was made before")
         if owned is None:
             owned = self.owned[reference] = Owned(created=True)

@@ -9,10 +9,12 @@ from farcall.serialization.failures import decode_failure, describe_failure, enc
 from farcall.serialization.guarded import Guard, loads_arguments_guarded, loads_guarded
 from farcall.serialization.handles import collect, collecting, offering, take_offered
 from farcall.serialization.pickler import (
+    ATOMS,
     OUT_OF_BAND_SIZE,
     Pickled,
     dumps,
     dumps_arguments,
+    dumps_atom,
     dumps_inline,
     dumps_result,
     loads,
@@ -21,6 +23,7 @@ from farcall.serialization.pickler import (
 )
 
 __all__ = [
+    "ATOMS",
     "OUT_OF_BAND_SIZE",
     "Guard",
     "Pickled",
@@ -31,6 +34,7 @@ __all__ = [
     "describe_failure",
     "dumps",
     "dumps_arguments",
+    "dumps_atom",
     "dumps_inline",
     "dumps_result",
     "encode_failure",
