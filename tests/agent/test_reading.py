@@ -61,6 +61,12 @@ class Wire:
             self.take_one()
         self.readers = outer
 
+    dozes = False
+
+    def doze(self, gate: Any) -> None:
+        if self.dozes:
+            gate.sleep(FOREVER)
+
     def check_wait(self) -> None:
         if self.sending:
             raise UsageError("sending")

@@ -190,10 +190,12 @@ class ReferenceBook:
 
         Raises the error of a handle that leads nowhere, `WorkerLost` if the receiver is lost; then none was passed.
         """
-        self._refuse_finalizers()
+        if self._lock._is_owned():  # type: ignore[attr-defined]
+            self._refuse_finalizers()
         check_usable(handles)
         with self._lock:
-            self._check_peer(to)
+            if to not in self._references.peers:
+                self._check_peer(to)
             before, parcel = self._references.ids_given(to), None
             try:
                 carried = self._fork_all(handles, to)
@@ -239,25 +241,25 @@ class ReferenceBook:
         """The handles that came in a message; None if that message came before. Raises `ProtocolError`."""
         try:
             with self._lock:
-                if not self._is_new(sender, number):
+                self._owe(sender)
+                if not self.mailboxes.delivery.receive(sender, number):
                     return None
                 return self._receive_all(sender, carried)
         finally:
             self._act()
 
-    def _is_new(self, sender: Worker, number: int) -> bool:
-        """Whether a message is to be taken. Acknowledged in any case: of what comes twice, its sender did not know."""
-        boxes = self.mailboxes
+    def _owe(self, sender: Worker) -> None:
+        """Something is to be acknowledged, though it came before: then its sender did not know. Under the lock."""
         if sender in self._references.peers:
-            boxes.owed[sender] = None
-        return boxes.delivery.receive(sender, number)
+            self.mailboxes.owed[sender] = None
 
     def _receive_all(self, sender: Worker, carried: Sequence[Carried]) -> list[Handle]:
-        handles = []
+        handles, made = [], f"a message of {self._name_of(sender)!r}"
         for each in carried:
             effects = self._references.handle_received(each, sender)
-            handles.append(self._new_handle(each, f"a message of {self._name_of(sender)!r}"))
-            self._decide(effects)
+            handles.append(self._new_handle(each, made))
+            if effects:
+                self._decide(effects)
         return handles
 
     def _new_handle(self, carried: Carried, made: Made) -> Handle:
@@ -285,8 +287,7 @@ class ReferenceBook:
     def work_off(self) -> None:
         """Handles what finalizers left, sends all that is to be said, and lets go of the values that may go.
 
-        It is called every few milliseconds while there is something to do, and that is the moment for which a handle
-        is lent: the owner is asked for those that were there at the last time already.
+        Called every few milliseconds while `has_work`: the moment for which a handle is lent is from one to the next.
         """
         while True:
             with self._lock:
@@ -317,19 +318,14 @@ class ReferenceBook:
 
     def _ask_owners(self) -> None:
         lent = self._references.lent
-        for fork in self._lent_before:
-            held = lent.get(fork)
-            if held is not None and not held.dropped:
-                self._decide(self._references.handle_kept(held.reference, fork))
+        for fork in [fork for fork in self._lent_before if fork in lent and not lent[fork].dropped]:
+            self._decide(self._references.handle_kept(lent[fork].reference, fork))
         self._lent_before = list(lent)
 
     # Values
 
     def value_at(self, callee: bytes) -> Value:
-        """The value of the handle behind the first byte of that. As `value`, with fewer frames for one that is there.
-
-        Raises `ProtocolError` if there is no handle.
-        """
+        """As `value`, of the handle behind the first byte; `ProtocolError` if none is. Quick for what is there."""
         value = None
         if len(callee) > HANDLE_SIZE:
             value = self._values.get(unpack_reference(callee, 1))  # type: ignore[call-overload]  # equal to an RRefId
@@ -359,10 +355,9 @@ class ReferenceBook:
         """
         try:
             with self._lock:
-                boxes = self.mailboxes
-                if sender in self._references.peers:  # as in `_is_new`, without its frame
-                    boxes.owed[sender] = None
-                if not boxes.delivery.receive(sender, number):
+                if sender in self._references.peers:  # as in `_owe`, without its frame
+                    self.mailboxes.owed[sender] = None
+                if not self.mailboxes.delivery.receive(sender, number):
                     return None
                 effects = self._references.create_requested(sender, reference, fork)
                 value = self._values.get(reference)  # there already, if a fork came before
@@ -372,10 +367,7 @@ class ReferenceBook:
                     self._decide(effects)
                 return value, self._receive_all(sender, carried) if carried else ()
         finally:
-            if self._refused:
-                self._act()
-            else:
-                self._work_soon()  # it is to be acknowledged at least
+            (self._act if self._refused else self._work_soon)()  # it is to be acknowledged at least
 
     def control_received(self, sender: Worker, body: bytes | bytearray | memoryview) -> None:
         """Handles a control message. Raises `ProtocolError`."""
@@ -386,8 +378,10 @@ class ReferenceBook:
                 for parcel in boxes.delivery.acknowledged(sender, acknowledged):
                     if type(parcel) is RemoteFrame:
                         self._decide(self._references.create_delivered(parcel.reference, parcel.fork))
+                if messages:
+                    self._owe(sender)
                 for number, message in messages:
-                    if self._is_new(sender, number):
+                    if boxes.delivery.receive(sender, number):
                         self._decide(self._references.message_received(sender, message))
                         if type(message) in ANSWERS:
                             boxes.asked[sender] = max(0, boxes.asked.get(sender, 0) - 1)

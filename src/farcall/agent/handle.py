@@ -95,7 +95,8 @@ def check_usable(handles: Sequence[Handle]) -> None:
             "send them in parts"
         )
     for handle in handles:
-        handle.check()
+        if handle.new_error is not None:
+            raise handle.new_error()
 
 
 def owner_lost(reference: RRefId, name: str) -> OwnerLost:

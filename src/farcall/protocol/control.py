@@ -59,9 +59,10 @@ MOST_HANDLES: Final = 0xFFFF
 def pack_control(acknowledged: int, messages: Sequence[tuple[int, Message]]) -> bytes:
     """An acknowledgement and numbered messages."""
     parts = [_ACKNOWLEDGEMENT.pack(acknowledged)]
+    codes, pack = _CODES, _ENTRY.pack
     for number, message in messages:
         reference, fork = message
-        parts.append(_ENTRY.pack(number, _CODES[type(message)], *reference, *fork))
+        parts.append(pack(number, codes[type(message)], *reference, *fork))
     return b"".join(parts)
 
 
@@ -84,6 +85,9 @@ def unpack_control(body: bytes | bytearray | memoryview) -> tuple[int, list[tupl
 
 def pack_section(number: int, handles: Sequence[Carried]) -> bytes:
     """The front of the head of a message that carries handles, at most `MOST_HANDLES`. Does not fail."""
+    if len(handles) == 1:
+        ((reference, fork),) = handles
+        return _REMOTE.pack(number, 1, *reference, *fork)
     return _SECTION.pack(number, len(handles)) + b"".join([pack_handle(*handle) for handle in handles])
 
 
@@ -110,6 +114,10 @@ def unpack_section(head: bytes) -> tuple[int, list[Carried], bytes]:
     if len(head) < _SECTION.size:
         raise ProtocolError("a message that should carry references has no place for them")
     number, count = _SECTION.unpack_from(head)
+    if count == 1 and len(head) >= _REMOTE.size:
+        _, _, owner, creator, place, fork_creator, fork_number = _REMOTE.unpack_from(head)
+        named = new_tuple(RRefId, (owner, creator, place)), new_tuple(ForkId, (fork_creator, fork_number))
+        return number, [new_tuple(Carried, named)], head[_REMOTE.size :]
     end = _SECTION.size + count * HANDLE_SIZE
     if len(head) < end:
         raise ProtocolError(f"a message announced {count} references, but does not carry as many")

@@ -136,7 +136,7 @@ class References:
     def new_fork(self) -> ForkId:
         """An id for a fork that this worker is about to make."""
         self._forks += 1
-        return ForkId(self.me, self._forks)
+        return new_tuple(ForkId, (self.me, self._forks))  # type: ignore[no-any-return]
 
     def ids_given(self, owner: Worker) -> tuple[int, int]:
         """How many references at `owner`, and how many forks, have got ids so far: for `take_back`."""
@@ -324,10 +324,9 @@ class References:
             self.held[fork] = Held(reference, Standing.CONFIRMED, None)
             return [ConfirmHandle(reference, fork)]
         self.held[fork] = self.lent[fork] = held = Held(reference, Standing.LENT, sender)
-        if sender in self.peers:
-            return []
-        held.parent = None  # who would have kept it for us
-        return self._ask(fork, held)
+        if sender not in self.peers:
+            held.parent = None  # who would have kept it for us
+        return self._ask(fork, held) if held.parent is None else []
 
     def _own_handle_received(self, reference: RRefId, fork: ForkId, sender: Worker) -> list[Effect]:
         owned = self.owned.get(reference)
@@ -465,7 +464,8 @@ class References:
     # What follows
 
     def _tell_parent(self, parent: Worker, reference: RRefId, fork: ForkId) -> list[Effect]:
-        return [SendMessage(parent, ChildAccepted(reference, fork))] if parent in self.peers else []
+        told = new_tuple(ChildAccepted, (reference, fork))
+        return [new_tuple(SendMessage, (parent, told))] if parent in self.peers else []
 
     def _delete_if_done(self, fork: ForkId, held: Held) -> list[Effect]:
         if not held.dropped or held.children or held.standing is Standing.UNCONFIRMED:
@@ -473,7 +473,7 @@ class References:
         self._forget(fork, held)
         if held.parent is not None:  # it was lent, and is given back
             return self._tell_parent(held.parent, held.reference, fork)
-        return [SendMessage(held.reference.owner, UserDeleted(held.reference, fork))]
+        return [new_tuple(SendMessage, (held.reference.owner, new_tuple(UserDeleted, (held.reference, fork))))]
 
     def _forget(self, fork: ForkId, held: Held) -> None:
         del self.held[fork]
