@@ -93,8 +93,8 @@ class RRef(Generic[T]):
         Raises what the function of the remote call raised; `RpcTimeoutError`, `OwnerLost`, `ReferenceRefused`.
         """
         handle = self._handle
-        if handle.fork is not None:  # with fewer frames, as most fetches are of what others own
-            return handle.book.calling.call_on(handle, VALUE, "to_here", (), None, timeout).wait()  # type: ignore[no-any-return]
+        if handle.fork is not None:
+            return handle.book.calling.fetch(handle, timeout)  # type: ignore[no-any-return]
         return cast(T, self._fetch(VALUE, timeout).wait())
 
     def local_value(self) -> T:

@@ -58,6 +58,8 @@ USES: dict[str, Callable[[LocalGroup, RRef[Any], RRef[Any]], object]] = {
     "remote with references": lambda group, own, other: remote(group[0], 1, echo, own, other),
     "call with references": lambda group, own, other: start(group[0], 2, echo, [own, other]),
     "method": lambda group, own, other: other.rpc_async().copy(),
+    "remote that is told": lambda group, own, other: remote(group[0], 1, int),
+    "fetch of what is told": lambda group, own, other: (rref := remote(group[0], 1, int), rref.to_here()),
 }
 
 
@@ -74,6 +76,7 @@ def test_an_interrupt_at_any_point_of_a_use_of_references_leaves_nothing_behind(
         expect_confirmed(other)
         expect_confirmed(extra)
         assert call(group[0], 2, echo, 1) == 1  # connected
+        assert remote(group[0], 1, int).to_here() == 0  # wanted: it is told the next time
         del extra  # so that there is something to be said
         with group[0].book._lock:
             group[0].book._work_off()

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any, Final
 
 from farcall.agent.book import ReferenceBook
 from farcall.agent.calling import Calling, To
-from farcall.agent.calls import ChoreJob, PendingCall
+from farcall.agent.calls import ChoreJob, PendingCall, ToldCall
 from farcall.agent.coroutines import EventLoop
 from farcall.agent.counting import Counting
 from farcall.agent.departure import Occasion, meet, say_farewell, wait_for_everybody, wait_until_idle
@@ -347,7 +347,7 @@ class Agent(RpcAgent):
         """Nothing runs here for others, and nothing is awaited from others."""
         return (
             not self._serving.is_busy()
-            and not any(connection.pending for connection in list(self._connections))
+            and not any(connection.pending and _has_calls(connection) for connection in list(self._connections))
             and not any(incoming.has_unsent() for incoming in list(self._incoming))
             and self.book.is_quiet()
         )
@@ -481,6 +481,11 @@ class Agent(RpcAgent):
         self._pool.close()
         self._poller.abandon()
         self._rendezvous.store.abandon()
+
+
+def _has_calls(connection: Outgoing) -> bool:
+    """Whether somebody may wait for an answer, and not only for what is told without being asked."""
+    return any(not isinstance(future, ToldCall) for future in list(connection.pending.values()))
 
 
 def _deadline(timeout: float) -> float:

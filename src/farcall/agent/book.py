@@ -44,6 +44,7 @@ from farcall.protocol.wire import CONTROL, REMOTE, encode, encode_start
 
 if TYPE_CHECKING:
     from farcall.agent.calling import Calling
+    from farcall.agent.calls import ToldCall
 
 
 class ReferenceBook:
@@ -145,11 +146,12 @@ class ReferenceBook:
         buffers: Sequence[memoryview],
         via: Way,
         keeps: object = None,
+        told: ToldCall | None = None,
     ) -> tuple[Handle, bytes]:
         """A reference that `owner` is asked to make, and what asks, to be sent before the buffers.
 
-        `passed` are the handles among the arguments, `keeps` is what must live until the message has arrived. Raises
-        the error of a handle that leads nowhere, `WorkerLost` if the owner is lost; then nothing was passed.
+        `passed` are the handles among the arguments, `keeps` lives until it has arrived, by `told` the owner answers.
+        Raises the error of a handle that leads nowhere, `WorkerLost` if the owner is lost; then nothing was passed.
         """
         if self._lock._is_owned():  # type: ignore[attr-defined]
             self._refuse_finalizers()
@@ -171,11 +173,9 @@ class ReferenceBook:
                 parcel = RemoteFrame(reference, fork, buffers, via, keeps)
                 number = boxes.delivery.send(owner, parcel)
                 front = pack_remote(number, self._fork_all(passed, owner) if passed else (), reference, fork)
-                handle.packed = front[-HANDLE_SIZE:]
-                if buffers:
-                    parcel.frame = encode_start(REMOTE, 0, front + callee, body, buffers)
-                else:
-                    parcel.frame = encode(REMOTE, 0, front + callee, body)
+                handle.packed, handle.callee, handle.told = front[-HANDLE_SIZE:], callee if keeps is None else b"", told
+                rest = told.call_id if told is not None else 0, front + callee, body
+                parcel.frame = encode_start(REMOTE, *rest, buffers) if buffers else encode(REMOTE, *rest)
             except BaseException:
                 self._take_back(owner, before, passed, parcel)
                 raise

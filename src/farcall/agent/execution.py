@@ -37,6 +37,7 @@ from farcall.protocol.wire import (
     RESULT,
     RESULT_CARRYING,
     TYPE,
+    UNTOLD,
     VALUE,
     Bytes,
     encode,
@@ -304,9 +305,12 @@ class CallJob(FunctionJob):
 
 
 class RemoteJob(FunctionJob):
-    """One remote call, whose outcome is the value of a reference."""
+    """One remote call, whose outcome is the value of a reference; and is told to the caller if it is plain, and wanted.
 
-    __slots__ = ("_keeps", "_value")
+    Plain is what cannot change: else a copy that is made now may not be what is there when it is used.
+    """
+
+    __slots__ = ("_call_id", "_keeps", "_value")
 
     def __init__(
         self,
@@ -317,11 +321,14 @@ class RemoteJob(FunctionJob):
         buffers: Sequence[Bytes],
         handles: Sequence[Handle],
         keeps: Handle | None = None,
+        origin: Caller | None = None,
+        call_id: int = 0,
     ) -> None:
-        """`keeps`: what must live until it has run, the handle whose method it is."""
+        """`keeps` must live until it has run: the handle whose method it is. `call_id`: answered if it is not 0."""
         # Not super().__init__: one call less for every remote call.
         self._place = place
-        self.origin = None
+        self.origin = origin
+        self._call_id = call_id
         self._body = body
         self._buffers = buffers
         self._handles = handles
@@ -332,24 +339,29 @@ class RemoteJob(FunctionJob):
         if callee[:1] <= TYPE:
             self._find_subject()
 
-    def _done(self, function: Callable[..., Any] | str, result: Any) -> None:
+    def _done(self, function: Callable[..., Any] | str, result: Any) -> Reply | None:
         callbacks = self._value.settle(DONE, result)  # as `Value.give`, without its frame
         if callbacks:
             run_callbacks(self._value, callbacks)
+        if not self._call_id:
+            return None
+        body = b"" if result is None else dumps_atom(result) if type(result) in ATOMS else UNTOLD
+        return encode(RESULT, self._call_id, b"", body if len(body) <= SMALL_BODY else UNTOLD)
 
-    def _failed_with(self, failure: bytes) -> None:
+    def _failed_with(self, failure: bytes) -> Reply | None:
         self._value.fail(failure)
+        return encode(FAILURE, self._call_id, b"", failure) if self._call_id else None
 
-    def failed(self, error: BaseException) -> None:
+    def failed(self, error: BaseException) -> Reply | None:
         """See `Awaited`."""
         if not self._value.done():
-            super().failed(error)
+            return super().failed(error)
+        return encode(RESULT, self._call_id, b"", UNTOLD) if self._call_id else None
 
     def _finish(self, function: Callable[..., Any], result: Any, error: BaseException | None) -> None:
         try:
-            if error is None:
-                self._done(function, result)
-            else:
-                self._failed(function, error)
+            reply = self._done(function, result) if error is None else self._failed(function, error)
         except BaseException as escaped:
-            self.failed(escaped)
+            reply = self.failed(escaped)
+        if reply is not None and self.origin is not None:
+            self.origin.answer(reply)

@@ -159,7 +159,7 @@ class Incoming:
             taken = book.create_requested(caller, number, reference, fork, carried)
             if taken is not None:
                 value, handles = taken
-                job = self._place.remote_job(self._place, value, callee, body, buffers, handles)
+                job = self._place.remote_job(self._place, value, callee, body, buffers, handles, None, self, call_id)
                 self._place.serving.ready.append(job)
             return
         if kind == CONTROL:

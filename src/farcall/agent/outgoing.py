@@ -80,7 +80,7 @@ class Outgoing:
         self._awaits_control = False  # what was sent about references is not acknowledged yet
         self._on_news, self._on_lost = on_news, on_lost
         self.new_reply: Callable[..., Reply] = Reply  # the agent sets another one if not all may be loaded
-        self._ids, self._decoder = itertools.count(1), Decoder()
+        self._ids, self.told_ids, self._decoder = itertools.count(1), itertools.count(1 << 63), Decoder()
         self._decoder.shared = lane.take
         self._reading = Reading(self)
         self._attendance = Attendance(self, supervisor, self._reading.look_after)
