@@ -8,6 +8,7 @@ from typing import Any
 
 from farcall.agent.book import ReferenceBook
 from farcall.agent.handle import Handle
+from farcall.agent.lending import LENT_FOR
 from farcall.agent.parcels import Letter
 from farcall.errors import RpcError
 from farcall.protocol.control import unpack_remote
@@ -62,13 +63,13 @@ class Books:
                         letters += 1
                         self[to].control_received(sender, letter.body)
             quiet = quiet + 1 if letters == before else 0
-            if quiet == 2:  # what is lent is asked for at the second look
+            if quiet == 2 * LENT_FOR:  # what is lent is asked for at the second look
                 return letters
 
     def moment(self, rank: int) -> None:
         """Passes at a worker: the owners of what is lent to it are to be asked."""
-        self[rank].work_off()
-        self[rank].work_off()
+        for _ in range(2 * LENT_FOR):
+            self[rank].work_off()
 
     def remote(self, creator: int, owner: int, *passed: Handle, deliver: bool = True) -> tuple[Handle, Any]:
         """A remote call: the creator's handle, and what the owner got: the value and the handles."""

@@ -278,7 +278,8 @@ def test_a_fetch_takes_along_that_a_reference_was_kept(group: LocalGroup) -> Non
     with group[2].book._lock:
         group[2].book._ask_owners()
         assert not group[2].book.mailboxes.outboxes, "it may be dropped in a moment"
-        group[2].book._ask_owners()
+        while not group[2].book.mailboxes.outboxes:
+            group[2].book._ask_owners()
     assert kept[0].to_here(timeout=SOON) == "tea"
     eventually(lambda: kept[0].confirmed_by_owner())
 

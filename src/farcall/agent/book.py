@@ -24,6 +24,7 @@ from typing import TYPE_CHECKING, Any
 
 from farcall.agent.handle import Handle, Made, check_usable, cut_off, made_here, owner_lost, refused, released
 from farcall.agent.inventory import Inventory, count_references, take_inventory
+from farcall.agent.lending import Lending
 from farcall.agent.mailboxes import ANSWERS, Mailboxes
 from farcall.agent.parcels import CarriedFrame, Parcel, RemoteFrame, Way
 from farcall.agent.values import Value
@@ -73,7 +74,7 @@ class ReferenceBook:
         self._values: dict[RRefId, Value] = {}
         self._handles: dict[ForkId, weakref.ref[Handle]] = {}  # until a drop is worked off
         self._dropped: deque[tuple[RRefId, ForkId | None]] = deque()
-        self._lent_before: list[ForkId] = []  # what was lent to this worker already at the last `work_off`
+        self._lending = Lending()
         self._origins: dict[RRefId, Made] = {}  # where values of this worker got their reference
         self._refused: list[tuple[RRefId, Value]] = []  # values that never come, to be settled outside the lock
         self._released: list[Value | None] = []  # values that may go, by `work_off`
@@ -287,7 +288,7 @@ class ReferenceBook:
     def work_off(self) -> None:
         """Handles what finalizers left, sends all that is to be said, and lets go of the values that may go.
 
-        Called every few milliseconds while `has_work`: the moment for which a handle is lent is from one to the next.
+        Called every few milliseconds while `has_work`; what is lent is asked for after some times.
         """
         while True:
             with self._lock:
@@ -317,10 +318,8 @@ class ReferenceBook:
             self._decide(self._references.handle_dropped(reference, fork))
 
     def _ask_owners(self) -> None:
-        lent = self._references.lent
-        for fork in [fork for fork in self._lent_before if fork in lent and not lent[fork].dropped]:
-            self._decide(self._references.handle_kept(lent[fork].reference, fork))
-        self._lent_before = list(lent)
+        for reference, fork in self._lending.due(self._references.lent):
+            self._decide(self._references.handle_kept(reference, fork))
 
     # Values
 
@@ -439,7 +438,7 @@ class ReferenceBook:
         self._ended = True
         with self._lock:
             self._dropped.clear()
-            self._lent_before.clear()
+            self._lending = Lending()
             values, self._values = self._values, {}
             going, self._released = self._released, []
             self._references = References(self.me)
