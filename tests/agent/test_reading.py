@@ -147,6 +147,14 @@ def test_two_threads_wait_each_for_its_own_reply(
     assert explore(waiters(replies), files, preemptions) > 100
 
 
+@DEPTHS
+def test_a_thread_that_dozes_in_the_queue_is_woken_by_its_reply_and_by_the_role(
+    monkeypatch: pytest.MonkeyPatch, files: tuple[str, ...], preemptions: int
+) -> None:
+    monkeypatch.setattr(Wire, "dozes", True)
+    assert explore(waiters((0, 1)), files, preemptions) > 100
+
+
 def test_three_threads_wait_each_for_its_own_reply() -> None:
     assert explore(waiters((2, 0, 1)), (), 1) > 100
 
