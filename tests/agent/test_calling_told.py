@@ -188,20 +188,27 @@ def test_what_is_lost_with_its_connection_is_asked_for_and_made_once(group: Loca
 def test_a_call_that_is_lost_before_it_arrives_is_sent_again_and_answered_to_nobody(
     group: LocalGroup, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    wanted(group, make, 1)
+    new_gate("open").set()
+    wanted(group, wait_at, "open", 1)
     one = connection(group)
 
     def lost(*_: object, **__: object) -> None:
         one.lose("the test has it so", advice="")
 
+    first, second = new_gate("first"), new_gate("second")
     with monkeypatch.context() as patch:
         patch.setattr(one, "send_control", lost)
-        rref = remote(group[0], 1, make, "sent again")
-    assert rref._handle.told is None
+        again = remote(group[0], 1, wait_at, "first", "sent again")
+    assert again._handle.told is None
     assert not one.pending
     group[0].book.resend(group[1].book.me)
-    assert rref.to_here(timeout=SOON) == "sent again"
-    assert made == ["int", "str"]
+    assert arrived["first"].wait(SOON)
+    other = remote(group[0], 1, wait_at, "second", "another")
+    assert other._handle.told is not None, "on a new connection, where ids are counted anew"
+    first.set()
+    assert again.to_here(timeout=SOON) == "sent again"
+    second.set()
+    assert other.to_here(timeout=SOON) == "another"
 
 
 def test_who_only_may_be_told_something_is_idle(group: LocalGroup) -> None:
