@@ -30,11 +30,11 @@ from farcall.pytorch.envelopes import (
     Request,
     Trip,
     board,
-    handling,
     reply_of,
     rides_along,
     run,
     run_remotely,
+    sending,
 )
 from farcall.pytorch.futures import RpcFuture, failed_with, settled, wait_all
 from farcall.pytorch.internal import RPCExecMode, _internal_rpc_pickler
@@ -205,9 +205,9 @@ def _invoke_rpc(
             return agent.call(info, callee, args or None, kwargs or None, rpc_timeout, unattended)
         trips = board(agent, Departure(info, func, rpc_type))
         request = Request(agent, callee, args or (), kwargs or {}, trips)
-        with handling(trips):
-            sent = agent.call(info, run, (request,), None, rpc_timeout, unattended)
-        future: Any = reply_of(sent, trips)
+        with sending(trips):
+            call = agent.call(info, run, (request,), None, rpc_timeout, unattended)
+        future: Any = reply_of(call, trips)
         for trip in trips.values():
             future = trip.awaited(future)
         return future
@@ -239,7 +239,7 @@ def remote(
     else:
         trips = board(agent, Departure(info, func, RPCExecMode.REMOTE))
         request = Request(agent, callee, args or (), kwargs or {}, trips)
-        with handling(trips):
+        with sending(trips):
             rref._handle = agent.remote(info, run_remotely, (request,), None)
     if timeout != UNSET_RPC_TIMEOUT:
         rref._watch_creation(timeout)

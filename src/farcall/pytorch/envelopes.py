@@ -9,9 +9,10 @@ of a plain call to `run`, and one is its result.
 Rules
 - What concerns no rider goes without an envelope.
 - Riders see the tensors in the order in which they stand in `RIDERS`, and at the other end in the reverse order.
-- An envelope is packed while it is pickled, so that references inside are counted as those of any call; it is opened
-  while it is unpickled.
-- An error is no envelope: it travels as that of any call. Trips and visits hear of it by `failed`.
+- An envelope is packed while it is pickled, so that references inside are counted as those of any call. A request is
+  opened while it is unpickled; a reply when it is known whose it is, and keeps the references until then.
+- An error is no envelope: it travels as that of any call. Trips hear of it by `failed`, as they do of a call that could
+  not be sent.
 """
 
 from __future__ import annotations
@@ -30,7 +31,7 @@ from farcall.protocol.ids import WorkerInfo
 from farcall.pytorch.internal import RPCExecMode
 from farcall.pytorch.tensors import receiving_apart, sending_apart
 from farcall.pytorch.workers import as_torch
-from farcall.serialization import dumps_inline, loads
+from farcall.serialization import dumps_inline, loads, offered, offering
 
 Tensors = list[torch.Tensor]
 
@@ -159,6 +160,18 @@ def handling(trips: Mapping[str, Trip]) -> Iterator[None]:
         yield
 
 
+@contextmanager
+def sending(trips: Mapping[str, Trip]) -> Iterator[None]:
+    """Around the sending of a request: the trips hear of what it raises."""
+    try:
+        with handling(trips):
+            yield
+    except BaseException as error:
+        for trip in trips.values():
+            trip.failed(error)
+        raise
+
+
 def reply_of(future: Future[Any], trips: Mapping[str, Trip]) -> Future[Any]:
     """A future of what the function gave, for one of the envelope that comes back."""
 
@@ -218,14 +231,15 @@ class _Reply:
 
     def open(self, trips: Mapping[str, Trip]) -> Any:
         """What the function gave."""
-        body, tensors, words = self._result
+        body, tensors, words, handles = self._result
         for key in reversed(list(trips)):
             tensors = trips[key].unpack(tensors, words.get(key))
-        return loads_apart(body, tensors)
+        with offering(handles):
+            return loads_apart(body, tensors)
 
 
 def _received(body: bytes, tensors: Tensors, words: dict[str, Any]) -> _Reply:
-    return _Reply((body, tensors, words), {})
+    return _Reply((body, tensors, words, offered()), {})
 
 
 def run(request: _Opened) -> Future[Any]:

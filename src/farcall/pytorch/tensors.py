@@ -36,7 +36,7 @@ except ImportError:  # torch can do without
     numpy = None  # type: ignore[assignment]
 
 from farcall.pytorch.layouts import reduce_storage, reduce_typed_storage, reduce_unplain
-from farcall.serialization import OUT_OF_BAND_SIZE, register_reducer
+from farcall.serialization import OUT_OF_BAND_SIZE, code_of, register_kind, register_reducer
 
 LARGEST_WITH_GAPS: Final = 16 * 1024
 """Bytes from the first to the last element of a view up to which its gaps are made again where it arrives."""
@@ -139,13 +139,34 @@ def _memory(tensor: torch.Tensor) -> Any:
     return PickleBuffer(memory)
 
 
+def describe_tensor(tensor: torch.Tensor) -> tuple[int, Sequence[int], Any] | None:
+    """What a tensor is that needs no pickle, see `register_kind`: most do not. None for one that is pickled."""
+    code = _CODES.get(tensor.dtype)
+    if (
+        code is None
+        or tensor.requires_grad
+        or tensor.layout is not _strided
+        or not tensor.is_cpu
+        or tensor.is_nested
+        or not tensor.is_contiguous()
+        or tensor.is_conj()
+        or tensor.is_neg()
+        or tensor._is_zerotensor()
+    ):
+        return None
+    memory = _memory(tensor)
+    if type(memory) is bytes:
+        return (code, tensor.shape, memory) if memory else None
+    return code, tensor.shape, memory.raw()
+
+
 def _reduce_view(tensor: torch.Tensor, name: str, requires_grad: bool) -> Any:
     shape = tuple(tensor.shape)
     if tensor.is_conj() or tensor.is_neg() or tensor._is_zerotensor():
         tensor = tensor.clone().resolve_conj().resolve_neg()
         return rebuild_tensor, (_memory(tensor.contiguous()), name, shape, None, requires_grad)
     strides = tensor.stride()
-    if 0 in strides:
+    if any(stride == 0 and length > 1 for stride, length in zip(strides, shape, strict=True)):
         once = tuple(slice(0, 1) if not stride else slice(None) for stride in strides)
         return rebuild_expanded, (tensor[once], shape, requires_grad)
     if _has_no_gaps(shape, strides):
@@ -216,6 +237,12 @@ def rebuild_parameter(tensor: torch.Tensor, requires_grad: bool) -> Parameter:
     """A parameter of a module again."""
     return Parameter(tensor, requires_grad)
 
+
+_CODES: Final[dict[torch.dtype, int]] = {}
+"""The types of elements of tensors that need no pickle. Truth values do: see `plain_arrays`."""
+if numpy is not None:
+    register_kind(torch.Tensor, describe_tensor, _from_numpy)
+    _CODES.update({_TYPES[n]: code for n in _IN_NUMPY if n != "bool" and (code := code_of(n)) is not None})
 
 register_reducer(torch.Tensor, reduce_tensor)
 register_reducer(Parameter, reduce_parameter)
