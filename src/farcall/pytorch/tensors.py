@@ -241,7 +241,7 @@ def rebuild_parameter(tensor: torch.Tensor, requires_grad: bool) -> Parameter:
 _CODES: Final[dict[torch.dtype, int]] = {}
 """The types of elements of tensors that need no pickle. Truth values do: see `plain_arrays`."""
 if numpy is not None:
-    register_kind(torch.Tensor, describe_tensor, _unrecorded(_from_numpy))
+    register_kind(torch.Tensor, describe_tensor, _from_numpy)
     _CODES.update({_TYPES[n]: code for n in _IN_NUMPY if n != "bool" and (code := code_of(n)) is not None})
 
 register_reducer(torch.Tensor, reduce_tensor)
