@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import argparse
 import os
+
 import torch
 from torch import nn
 
