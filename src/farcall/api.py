@@ -300,7 +300,10 @@ def current_book() -> Book:
 
 
 def _not_initialized() -> NotInitializedError:
-    return NotInitializedError("this process is no worker: call farcall.init_rpc(...) first (after a shutdown, again)")
+    return NotInitializedError(
+        "RPC has not been initialized: this process is no worker: call farcall.init_rpc(...) first (after a shutdown, "
+        "again)"
+    )
 
 
 def _abandon_in_child() -> None:

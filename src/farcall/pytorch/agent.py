@@ -31,6 +31,7 @@ from farcall.security import Credentials
 from farcall.transports.network import local_address_towards, local_addresses
 
 _RUN_KEY: Final = "run"
+_EXCHANGE: Final = "exchange/"
 _LOOPBACK: Final = "127.0.0.1"
 
 
@@ -55,6 +56,7 @@ class TensorPipeAgent(Agent):
         """Whether no worker can join or leave."""
         self._opts = rpc_backend_options
         self._has_parted = False
+        self._infos: dict[int, WorkerInfo] = {}
         self.reverse_device_maps = reverse_device_maps
         """For a caller's name: where its device is that stands for ours."""
         self.used_devices = devices
@@ -117,8 +119,14 @@ class TensorPipeAgent(Agent):
     # Who is there
 
     def get_worker_info(self, to: str | int | AnyWorkerInfo | None = None) -> WorkerInfo:
-        """See `RpcAgent`."""
-        return as_torch(super().get_worker_info(to))
+        """See `RpcAgent`. On the path of every call."""
+        peer = self._peers.get(to) if to is not None else None
+        if peer is None:
+            return as_torch(super().get_worker_info(to))
+        known = self._infos.get(peer.number)
+        if known is None:
+            known = self._infos[peer.number] = as_torch(peer.info)
+        return known
 
     def get_worker_infos(self) -> list[AnyWorkerInfo]:
         """See `RpcAgent`."""
@@ -157,6 +165,16 @@ class TensorPipeAgent(Agent):
         waits = InterpreterWaits() if flag else None
         self._interpreter_waits = waits
         self.surround("interpreter waits", None if waits is None else waits.before_function)
+
+    def exchange(self, told: bytes) -> dict[str, bytes]:
+        """What each worker of a fixed group has told so far as this, by name, when all have. Once, at the start.
+
+        Raises `RendezvousError`.
+        """
+        store = self._rendezvous.store
+        store.set(f"{_EXCHANGE}{self.info.id}", told)
+        everybody = store.collect(_EXCHANGE, len(self.get_worker_infos()), self.options.init_timeout)
+        return {info.name: everybody[f"{_EXCHANGE}{info.id}"] for info in self.get_worker_infos()}
 
     # Devices
 

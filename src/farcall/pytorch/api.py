@@ -117,11 +117,11 @@ def get_worker_info(worker_name: str | int | WorkerInfo | None = None) -> Worker
     return as_torch(_get_current_rpc_agent().get_worker_info(worker_name))
 
 
-def _to_worker_info(to: Any) -> WorkerInfo:
+def _to_worker_info(to: Any, agent: Any = None) -> WorkerInfo:
     if isinstance(to, WorkerInfo):
         return to
     if isinstance(to, (str, int)):
-        return get_worker_info(to)
+        return as_torch((agent or _farcall.current_agent()).get_worker_info(to))
     raise ValueError(f"Cannot get WorkerInfo from name {to}")
 
 
@@ -162,7 +162,6 @@ def _wait_all() -> Iterator[None]:
         wait_all(futures)
 
 
-@_require_initialized
 def rpc_sync(
     to: To,
     func: Callable[..., Any],
@@ -174,7 +173,6 @@ def rpc_sync(
     return _invoke_rpc(to, func, RPCExecMode.SYNC, args, kwargs, timeout).wait()
 
 
-@_require_initialized
 def rpc_async(
     to: To,
     func: Callable[..., Any],
@@ -198,9 +196,9 @@ def _invoke_rpc(
     """A future of farcall's, or, if something that rides along wants it so, of torch's."""
     if not callable(func):
         raise TypeError("function should be callable.")
-    agent = _get_current_rpc_agent()
+    agent: Any = _farcall.current_agent()
     unattended = rpc_type is not RPCExecMode.SYNC
-    info = _to_worker_info(to)
+    info = to if isinstance(to, WorkerInfo) else _to_worker_info(to, agent)
     callee, args, kwargs = callee_of(func, args, kwargs, _default_pickler)
     try:
         if not rides_along(agent, info):
@@ -217,7 +215,6 @@ def _invoke_rpc(
         return failed_with(error)
 
 
-@_require_initialized
 def remote(
     to: To,
     func: Callable[..., Any],
@@ -231,8 +228,8 @@ def remote(
     """
     if not callable(func):
         raise TypeError("function should be callable.")
-    agent = _get_current_rpc_agent()
-    info = _to_worker_info(to)
+    agent: Any = _farcall.current_agent()
+    info = to if isinstance(to, WorkerInfo) else _to_worker_info(to, agent)
     callee, args, kwargs = callee_of(func, args, kwargs, _default_pickler)
     rref: RRef[Any] = _new_rref(RRef)
     rref._label = labels.next(2)

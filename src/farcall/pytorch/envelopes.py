@@ -43,6 +43,11 @@ class Trip:
         """The request is made: the tensors to send in place of these, and words for the other end."""
         return tensors, None
 
+    @contextmanager
+    def handling(self) -> Iterator[None]:
+        """Around the pickling of the request, and around the reading of the reply, in the thread that does it."""
+        yield
+
     def unpack(self, tensors: Tensors, words: Any) -> Tensors:
         """The reply has come: the tensors to hand out in place of these."""
         return tensors
@@ -147,10 +152,20 @@ class Request:
 
 
 @contextmanager
+def handling(trips: Mapping[str, Trip]) -> Iterator[None]:
+    """Around what becomes of a request before it is sent, and of a reply that has come; see `Trip`."""
+    with ExitStack() as around:
+        for trip in trips.values():
+            around.enter_context(trip.handling())
+        yield
+
+
+@contextmanager
 def sending(trips: Mapping[str, Trip]) -> Iterator[None]:
     """Around the sending of a request: the trips hear of what it raises."""
     try:
-        yield
+        with handling(trips):
+            yield
     except BaseException as error:
         for trip in trips.values():
             trip.failed(error)
@@ -162,7 +177,8 @@ def reply_of(future: Future[Any], trips: Mapping[str, Trip]) -> Future[Any]:
 
     def unpack(done: Future[Any]) -> Any:
         try:
-            envelope = done.value()
+            with handling(trips):
+                envelope = done.value()
         except BaseException as error:
             for trip in trips.values():
                 trip.failed(error)

@@ -18,7 +18,7 @@ from farcall.serialization.pickler import (
     loads_arguments,
     not_rebuilt,
 )
-from farcall.serialization.plain_arrays import OUT_OF_BAND_SIZE
+from farcall.serialization.plain_arrays import OUT_OF_BAND_SIZE, code_of, register_kind
 from farcall.serialization.reducers import dumps_reduced, register_family_reducer, register_reducer
 
 __all__ = [
@@ -26,6 +26,7 @@ __all__ = [
     "Guard",
     "Pickled",
     "callable_name",
+    "code_of",
     "collect",
     "collecting",
     "decode_failure",
@@ -46,6 +47,7 @@ __all__ = [
     "offered",
     "offering",
     "register_family_reducer",
+    "register_kind",
     "register_plain",
     "register_reducer",
     "resolve_function",

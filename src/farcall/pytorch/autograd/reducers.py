@@ -64,5 +64,12 @@ def lent_to_reducers(context: DistAutogradContext, variables: Sequence[torch.Ten
         with context.lock:
             for reduced, before in lent.values():
                 if reduced.grad is not None:
-                    context.gradients[reduced] = reduced.grad
+                    context.gradients[reduced] = _own(reduced.grad)
                 reduced.grad = before
+
+
+def _own(gradient: torch.Tensor) -> torch.Tensor:
+    """Itself, or a copy if it is a part of the reducer's memory, to which the next pass writes."""
+    if gradient.layout is torch.strided and gradient.untyped_storage().nbytes() > gradient.nbytes:
+        return gradient.clone()
+    return gradient
