@@ -6,6 +6,8 @@ import os
 import re
 import subprocess
 import sys
+import textwrap
+from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
@@ -15,14 +17,14 @@ LIMIT = 40.0
 """Seconds after which an example that does not end fails its test."""
 
 
-def run_example(name: str, workers: int) -> subprocess.CompletedProcess[str]:
+def run_example(name: str, workers: int, *arguments: str, limit: float = LIMIT) -> subprocess.CompletedProcess[str]:
     return subprocess.run(
-        [sys.executable, "-m", "farcall", "run", "-n", str(workers), f"examples/{name}"],
+        [sys.executable, "-m", "farcall", "run", "-n", str(workers), f"examples/{name}", *arguments],
         cwd=ROOT,
         env={**os.environ, "NO_COLOR": "1", "PYTHONWARNINGS": "error"},
         capture_output=True,
         encoding="utf-8",
-        timeout=LIMIT,
+        timeout=limit,
     )
 
 
@@ -80,3 +82,68 @@ def test_the_parameter_server_says_that_it_needs_a_trainer() -> None:
     result = run_example("parameter_server.py", workers=1)
     assert result.returncode == 1
     assert "start at least two workers" in result.stderr
+
+
+needs_torch = pytest.mark.skipif(
+    find_spec("torch") is None, reason="torch is not installed: pip install 'farcall[torch]'"
+)
+TORCH_LIMIT = 150.0
+"""Four processes import torch and compile optimizers."""
+
+
+@needs_torch
+@pytest.mark.slow
+@pytest.mark.timeout(2 * TORCH_LIMIT)
+def test_training_with_a_server_brings_the_losses_down_and_draws_them(tmp_path: Path) -> None:
+    pytest.importorskip("matplotlib")
+    plot = tmp_path / "losses.png"
+    result = run_example("training_server.py", 4, "--steps", "25", "--plot", str(plot), limit=TORCH_LIMIT)
+    assert (result.returncode, result.stderr) == (0, "")
+    *losses, drawn = result.stdout.splitlines()
+    for trainer, line in zip(("worker2", "worker3"), losses, strict=True):
+        match = re.fullmatch(rf"worker0 \| {trainer}: loss (\d\.\d\d) at first, (\d\.\d\d) at the end", line)
+        assert match, line
+        assert float(match[2]) < 0.8 * float(match[1])
+    assert drawn == "worker0 | the losses are drawn in losses.png"
+    assert plot.read_bytes().startswith(b"\x89PNG")
+
+
+@needs_torch
+@pytest.mark.slow
+@pytest.mark.timeout(2 * TORCH_LIMIT)
+def test_a_pipeline_learns_what_the_same_model_learns_in_one_process() -> None:
+    result = run_example("training_pipeline.py", 4, "--steps", "12", limit=TORCH_LIMIT)
+    assert (result.returncode, result.stderr) == (0, "")
+    match = re.fullmatch(r"worker0 \| loss (\d\.\d\d) at first, (\d\.\d\d) after 12 steps\n", result.stdout)
+    assert match, result.stdout
+    assert [float(each) for each in match.groups()] == pytest.approx(trained_here(12), abs=0.011)
+
+
+def trained_here(steps: int) -> list[float]:
+    """The first loss, and the mean of the last five, of the pipeline's model as one model of this process."""
+    script = textwrap.dedent(f"""
+        import torch, training_pipeline as example
+        from torch import nn
+
+        torch.set_num_threads(1)
+        model = nn.Sequential(*[example.make_part(*widths) for widths in ((2, 32), (32, 32), (32, 2))])
+        optimizer, generator = torch.optim.Adam(model.parameters(), lr=0.02), torch.Generator().manual_seed(0)
+        losses = []
+        for _ in range({steps}):
+            points, classes = example.spirals(generator)
+            loss = nn.functional.cross_entropy(model(points), classes)
+            optimizer.zero_grad()
+            loss.backward()
+            optimizer.step()
+            losses.append(loss.item())
+        print(losses[0], sum(losses[-5:]) / 5)
+    """)
+    done = subprocess.run(
+        [sys.executable, "-c", script],
+        cwd=ROOT / "examples",
+        capture_output=True,
+        text=True,
+        timeout=TORCH_LIMIT,
+        check=True,
+    )
+    return [float(word) for word in done.stdout.split()]

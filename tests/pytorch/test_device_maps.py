@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
+import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 
 import farcall.pytorch as rpc
 from farcall.errors import WorkerLost
@@ -78,13 +78,13 @@ def test_devices_in_use() -> None:
 @contextmanager
 def worker(world_size: int | None, maps: dict[str, Any]) -> Iterator[Any]:
     options = rpc.TensorPipeRpcBackendOptions(device_maps=maps)
-    rpc._init_rpc_backend(
-        store=dist.HashStore(), name="alone", rank=0, world_size=world_size, rpc_backend_options=options
-    )
-    try:
-        yield api._get_current_rpc_agent()
-    finally:
-        rpc.shutdown()
+    with tempfile.TemporaryDirectory() as directory:
+        options.init_method = f"file://{directory}/store"
+        rpc.init_rpc("alone", rank=0, world_size=world_size, rpc_backend_options=options)
+        try:
+            yield api._get_current_rpc_agent()
+        finally:
+            rpc.shutdown()
 
 
 @pytest.mark.parametrize("world_size", [1, None])

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
+import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 from torch.nn import Parameter
 
 import farcall.pytorch as rpc
@@ -34,11 +34,13 @@ def device_of(tensor: torch.Tensor) -> str:
 def worker(device_maps: dict[str, Any] | None) -> Iterator[None]:
     """A worker that is a group of its own: what it sends to itself is pickled, too."""
     options = rpc.TensorPipeRpcBackendOptions(device_maps=device_maps)
-    rpc._init_rpc_backend(store=dist.HashStore(), name="alone", rank=0, world_size=1, rpc_backend_options=options)
-    try:
-        yield
-    finally:
-        rpc.shutdown()
+    with tempfile.TemporaryDirectory() as directory:
+        options.init_method = f"file://{directory}/store"
+        rpc.init_rpc("alone", rank=0, world_size=1, rpc_backend_options=options)
+        try:
+            yield
+        finally:
+            rpc.shutdown()
 
 
 # The moves

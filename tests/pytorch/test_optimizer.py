@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Iterator
 from typing import Any
 
 import pytest
 import torch
+from torch.distributed.optim.utils import functional_optim_map
 
 import farcall.api
 from farcall.pytorch import autograd
@@ -15,27 +17,23 @@ from farcall.pytorch.rref import RRef
 from farcall.pytorch.workers import WorkerInfo
 from farcall.testing.local import LocalGroup
 
-CONTEXT = 7
 
-
-@pytest.fixture
-def gradients(monkeypatch: pytest.MonkeyPatch) -> Iterator[dict[torch.Tensor, torch.Tensor]]:
-    """Those of the context 7 on the only worker there is."""
-    found: dict[torch.Tensor, torch.Tensor] = {}
-
-    def check(context_id: int) -> None:
-        if context_id != CONTEXT:
-            raise RuntimeError(f"Could not find autograd context with id: {context_id}")
-
-    def get_gradients(context_id: int) -> dict[torch.Tensor, torch.Tensor]:
-        check(context_id)
-        return found
-
-    monkeypatch.setattr(autograd, "_is_valid_context", check, raising=False)
-    monkeypatch.setattr(autograd, "get_gradients", get_gradients, raising=False)
+@pytest.fixture(autouse=True)
+def alone(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """The only worker there is."""
     with LocalGroup(1) as group:
         monkeypatch.setattr(farcall.api, "_agent", group[0])
-        yield found
+        autograd._init(0)
+        yield
+        autograd.close()
+
+
+def step(optimizer: DistributedOptimizer, gradients: dict[torch.Tensor, torch.Tensor]) -> None:
+    """One with these gradients."""
+    with autograd.context() as context_id:
+        loss = torch.stack([(parameter * gradient).sum() for parameter, gradient in gradients.items()]).sum()
+        autograd.backward(context_id, [loss])
+        optimizer.step(context_id)
 
 
 class Halving(torch.optim.Optimizer):  # type: ignore[misc]
@@ -55,6 +53,19 @@ class Halving(torch.optim.Optimizer):  # type: ignore[misc]
                     parameter.mul_(0.5)
 
 
+@torch.jit.script
+class Descent:
+    def __init__(self, parameters: list[torch.Tensor], rate: float):
+        self.parameters = parameters
+        self.rate = rate
+
+    def step(self, gradients: list[torch.Tensor | None]) -> None:
+        with torch.no_grad():
+            for parameter, gradient in zip(self.parameters, gradients):  # noqa: B905 (TorchScript has no strict)
+                if gradient is not None:
+                    parameter.sub_(gradient * self.rate)
+
+
 @pytest.mark.parametrize(
     ("kind", "settings"),
     [
@@ -64,9 +75,7 @@ class Halving(torch.optim.Optimizer):  # type: ignore[misc]
         (torch.optim.Adagrad, {"lr": 0.1}),
     ],
 )
-def test_steps_are_those_of_the_optimizer(
-    gradients: dict[torch.Tensor, torch.Tensor], kind: Any, settings: dict[str, Any]
-) -> None:
+def test_steps_are_those_of_the_optimizer(kind: Any, settings: dict[str, Any]) -> None:
     here = torch.ones(3, requires_grad=True)
     there = torch.ones(3, requires_grad=True)
     alone, distributed = kind([here], **settings), DistributedOptimizer(kind, [RRef(there)], **settings)
@@ -74,55 +83,65 @@ def test_steps_are_those_of_the_optimizer(
     for number in range(3):
         here.grad = torch.full((3,), float(number + 1))
         alone.step()
-        gradients[there] = torch.full((3,), float(number + 1))
-        distributed.step(CONTEXT)
+        step(distributed, {there: torch.full((3,), float(number + 1))})
     assert torch.allclose(here, there)
     assert not torch.allclose(there, torch.ones(3))
     assert there.grad is None  # it belongs to whoever trains here without contexts
 
 
-def test_parameters_without_a_gradient_are_let_be(gradients: dict[torch.Tensor, torch.Tensor]) -> None:
+def test_nobody_is_told_that_torchscript_is_deprecated() -> None:
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        warnings.simplefilter("error", DeprecationWarning)
+        DistributedOptimizer(torch.optim.SGD, [RRef(torch.ones(1, requires_grad=True))], lr=0.1)
+        with optimizer._compiling():
+            warnings.warn("something else", UserWarning, stacklevel=1)
+    assert [str(warning.message) for warning in caught] == ["something else"]
+
+
+def test_parameters_without_a_gradient_are_let_be() -> None:
     used, unused = torch.ones(2, requires_grad=True), torch.ones(2, requires_grad=True)
     distributed = DistributedOptimizer(torch.optim.SGD, [RRef(used), RRef(unused)], lr=1.0)
-    gradients[used] = torch.ones(2)
-    distributed.step(CONTEXT)
+    step(distributed, {used: torch.ones(2)})
     assert (used.tolist(), unused.tolist()) == ([0.0, 0.0], [1.0, 1.0])
 
 
-def test_any_optimizer_will_do_and_one_that_is_not_compiled_is_told(
-    gradients: dict[torch.Tensor, torch.Tensor], caplog: pytest.LogCaptureFixture
-) -> None:
+def test_any_optimizer_will_do_and_one_that_is_not_compiled_is_told(caplog: pytest.LogCaptureFixture) -> None:
     parameter = torch.ones(2, requires_grad=True)
     distributed = DistributedOptimizer(Halving, [RRef(parameter)])
     assert not distributed.is_functional_optim
     assert "Halving'> without TorchScript support" in caplog.text
-    gradients[parameter] = torch.ones(2)
-    distributed.step(CONTEXT)
+    step(distributed, {parameter: torch.ones(2)})
     assert parameter.tolist() == [0.5, 0.5]
 
 
-def test_without_torchscript_none_is_compiled(
-    gradients: dict[torch.Tensor, torch.Tensor], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_without_torchscript_none_is_compiled(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.jit._state._enabled, "enabled", False)
     parameter = torch.ones(2, requires_grad=True)
     distributed = DistributedOptimizer(torch.optim.SGD, [RRef(parameter)], lr=1.0)
     assert not distributed.is_functional_optim
-    gradients[parameter] = torch.ones(2)
-    distributed.step(CONTEXT)
+    step(distributed, {parameter: torch.ones(2)})
     assert parameter.tolist() == [0.0, 0.0]
 
 
-def test_what_goes_wrong_reaches_the_caller(gradients: dict[torch.Tensor, torch.Tensor]) -> None:
+def test_what_goes_wrong_reaches_the_caller() -> None:
     parameter = torch.ones(2, requires_grad=True)
     with pytest.raises(ValueError, match="none is made"):
         DistributedOptimizer(Halving, [RRef(parameter)], refused=True)
     distributed = DistributedOptimizer(Halving, [RRef(parameter)])
-    gradients[parameter] = torch.full((2,), torch.nan)
     with pytest.raises(ValueError, match="not a number"):
-        distributed.step(CONTEXT)
+        step(distributed, {parameter: torch.full((2,), torch.nan)})
     with pytest.raises(RuntimeError, match="Could not find autograd context with id: 8"):
         distributed.step(8)
+
+
+def test_a_functional_optimizer_of_ones_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(functional_optim_map, "descent", Descent)
+    parameter = torch.ones(2, requires_grad=True)
+    distributed = DistributedOptimizer("descent", [RRef(parameter)], rate=0.5)  # type: ignore[arg-type]
+    assert distributed.is_functional_optim
+    step(distributed, {parameter: torch.ones(2)})
+    assert parameter.tolist() == [0.5, 0.5]
 
 
 class Settled:

@@ -14,6 +14,7 @@ from torch.autograd.profiler_legacy import profile
 
 import farcall.api
 from farcall.pytorch import api, envelopes, functions, profiling
+from farcall.pytorch.autograd import post
 from farcall.pytorch.internal import RPCExecMode
 from farcall.testing.local import LocalGroup
 
@@ -51,7 +52,9 @@ class Counter:
 def group(monkeypatch: pytest.MonkeyPatch) -> Iterator[LocalGroup]:
     with LocalGroup(2) as group:
         monkeypatch.setattr(farcall.api, "_agent", group[0])
+        post.begin(0)
         yield group
+        post.end()
 
 
 def events_of(action: Callable[[], Any], **settings: Any) -> list[Any]:

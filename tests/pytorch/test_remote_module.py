@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 import farcall.api
-from farcall.pytorch import api
+from farcall.pytorch import api, autograd
 from farcall.pytorch.nn import RemoteModule, forwarding, instantiator
 from farcall.pytorch.nn.remote_module import _REFUSED, _REMOTE_MODULE_PICKLED_ATTRIBUTES, _RemoteModule
 from farcall.testing.local import LocalGroup
@@ -49,7 +49,9 @@ class Both:
 def group(monkeypatch: pytest.MonkeyPatch) -> Iterator[LocalGroup]:
     with LocalGroup(2) as group:
         monkeypatch.setattr(farcall.api, "_agent", group[0])
+        autograd._init(0)
         yield group
+        autograd.close()
 
 
 @pytest.mark.usefixtures("group")

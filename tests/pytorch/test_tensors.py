@@ -15,7 +15,7 @@ from torch import nn
 from farcall.errors import SerializationError
 from farcall.pytorch import tensors
 from farcall.pytorch.tensors import LARGEST_WITH_GAPS, rebuild_tensor, rebuild_with_gaps, receiving_apart, sending_apart
-from farcall.serialization import OUT_OF_BAND_SIZE, dumps, dumps_inline, loads
+from farcall.serialization import OUT_OF_BAND_SIZE, dumps, dumps_arguments, dumps_inline, dumps_result, loads
 
 KINDS = sorted(tensors._TYPES)
 
@@ -129,6 +129,13 @@ def test_a_view_sends_what_it_shows() -> None:
         assert torch.equal(loads(payload, buffers), view)
 
 
+def test_expanded_tensors_with_dimensions_of_one() -> None:
+    view = torch.arange(6.0).view(3, 2)[::2].unsqueeze(2).expand(2, 2, 1).unsqueeze(0).expand(4, 2, 2, 1)[:, :, 1:]
+    got = travelled(view)
+    assert torch.equal(got, view)
+    assert got.stride(0) == 0
+
+
 def test_gaps_are_not_filled_with_what_was_in_them() -> None:
     secret = torch.full((5, 5), 77, dtype=torch.uint8)
     secret[:, 2:4] = 1
@@ -235,6 +242,52 @@ def test_modules_and_packed_sequences() -> None:
     assert all(torch.equal(ours, theirs) for ours, theirs in zip(got.parameters(), module.parameters(), strict=True))
     packed = nn.utils.rnn.pack_sequence([torch.ones(3), torch.ones(2)])
     assert torch.equal(travelled(packed).data, packed.data)
+
+
+# Without pickle
+
+
+@pytest.mark.parametrize("shape", [(3,), (2, 2), (), (1, 2, 3), (OUT_OF_BAND_SIZE,)])
+@pytest.mark.parametrize("kind", [torch.float32, torch.int64, torch.int16, torch.complex64])
+def test_plain_tensors_need_no_pickle(shape: tuple[int, ...], kind: torch.dtype) -> None:
+    sent = torch.arange(torch.Size(shape).numel()).reshape(shape).to(kind)
+    for payload, buffers in (dumps_result(len, sent), dumps_arguments(len, (sent, sent + 1))):
+        assert payload[0] == 1
+        got = loads(payload, [bytearray(buffer) for buffer in buffers])
+        first = got[0] if type(got) is tuple else got
+        assert type(first) is torch.Tensor
+        assert first.dtype == kind
+        assert torch.equal(first, sent)
+        first += 1
+        assert torch.equal(first, sent + 1)
+
+
+@pytest.mark.parametrize(
+    "sent",
+    [
+        torch.ones(2, requires_grad=True),
+        torch.ones(2, 2)[:, 0],
+        torch.ones(2, dtype=torch.bfloat16),
+        torch.ones(2, dtype=torch.bool),
+        torch.ones(2, dtype=torch.complex64).conj(),
+        torch.empty(0),
+        torch.eye(2).to_sparse(),
+        nn.Parameter(torch.ones(2)),
+        torch.ones([1] * 9),
+    ],
+)
+def test_other_tensors_are_pickled(sent: torch.Tensor) -> None:
+    for payload, buffers in (dumps_result(len, sent), dumps_arguments(len, (sent,))):
+        assert payload[0] == 0x80
+        got = loads(payload, buffers)
+        first = got[0] if type(got) is tuple else got
+        assert (type(first), first.dtype, first.requires_grad) == (type(sent), sent.dtype, sent.requires_grad)
+
+
+def test_one_tensor_that_is_two_arguments_arrives_as_one() -> None:
+    sent = torch.ones(2)
+    one, other = loads(*dumps_arguments(max, (sent, sent)))
+    assert one is other
 
 
 # Apart

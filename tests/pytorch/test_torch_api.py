@@ -267,6 +267,7 @@ def test_the_agent_of_the_process_is_the_one_of_farcall() -> None:
 
 
 def test_another_agent_may_be_set_and_reset(tmp_path: Path) -> None:
+    rpc.autograd._init(0)
     agent = rpc.TensorPipeAgent(_store(tmp_path), "by_hand", 0, 1, options(tmp_path), {}, [])  # type: ignore[attr-defined]
     try:
         api._init_rpc_states(agent)
@@ -275,6 +276,7 @@ def test_another_agent_may_be_set_and_reset(tmp_path: Path) -> None:
     finally:
         agent.shutdown()
         api._reset_current_rpc_agent()
+        rpc.autograd.close()
     assert not api._is_current_rpc_agent_set()
 
 

@@ -262,10 +262,6 @@ def test_a_reference_at_its_users(tmp_path: Path) -> None:
         assert rpc.rpc_sync("worker1", local_value_of, (rpc.remote("worker1", echo, (9,)),)) == 9
         with pytest.raises(AttributeError, match="nothing"):
             rref.remote().nothing()
-        with pytest.raises(RuntimeError, match="RPC ran for more than set timeout"):
-            rpc.rpc_sync("worker1", make_gate, ("type",))
-            rpc.remote("worker1", wait_at, ("type",))._get_type(timeout=0.02)
-        rpc.rpc_sync("worker1", open_gate, ("type",))
         return str(rref)
 
     run_group(tmp_path, body)

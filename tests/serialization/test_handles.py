@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from farcall.errors import SerializationError
-from farcall.serialization.handles import collect, collecting, offering, take_offered
+from farcall.serialization.handles import collect, collecting, offered, offering, take_offered
 
 
 class Handle:
@@ -121,3 +121,12 @@ def test_a_message_may_be_full_of_handles() -> None:
                 raise TimeoutError(f"only {len(places)} in 3 seconds")
     assert places == list(range(65_535))
     assert list(handles) == many
+
+
+def test_what_is_offered_may_be_offered_again_later() -> None:
+    assert offered() == ()
+    with offering(["one", "two"]):
+        later = offered()
+    assert offered() == ()
+    with offering(later):
+        assert take_offered(1) == "two"

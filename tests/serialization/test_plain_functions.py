@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from farcall.errors import NotAllowedError
-from farcall.serialization import dumps, loads_guarded, register_plain
+from farcall.serialization import code_of, dumps, loads_guarded, plain_arrays, register_kind, register_plain
 
 
 class Made:
@@ -68,3 +68,59 @@ def test_the_checked_one_is_called() -> None:
 def test_what_was_made_is_not_changed() -> None:
     with pytest.raises(NotAllowedError, match="change"):
         loads_guarded(*dumps(Changed("", 1)), Nothing())
+
+
+# Kinds of arrays of an edge
+
+
+class Wrapped:
+    """An array of an edge's kind."""
+
+    def __init__(self, array: Any) -> None:
+        self.array = array
+
+
+@pytest.fixture
+def _kind(monkeypatch: pytest.MonkeyPatch) -> None:
+    numpy = pytest.importorskip("numpy")
+    monkeypatch.setattr(plain_arrays, "_kind", plain_arrays._Kind())
+    plain_arrays.notice() if plain_arrays.ARRAYS else plain_arrays._learn(numpy)
+    monkeypatch.setattr(plain_arrays, "ARRAYS", set(plain_arrays.ARRAYS))
+
+
+def described(value: Wrapped) -> plain_arrays.Described | None:
+    if value.array.ndim == 2:
+        return None
+    code = code_of(value.array.dtype.name)
+    assert code is not None
+    return code, value.array.shape, value.array.tobytes()
+
+
+@pytest.mark.usefixtures("_kind")
+def test_a_kind_goes_without_pickle_and_arrives_as_one() -> None:
+    import numpy
+
+    register_kind(Wrapped, described, Wrapped)
+    payload, _ = plain_arrays.pack_value(Wrapped(numpy.arange(3))) or (b"", [])
+    found = plain_arrays.unpack(payload, [])
+    assert type(found) is Wrapped
+    assert found.array.tolist() == [0, 1, 2]
+    packed = plain_arrays.pack_arguments([Wrapped(numpy.arange(2)), numpy.arange(3)])
+    assert packed is not None
+    first, second = plain_arrays.unpack(*packed)
+    assert (type(first), type(second)) == (Wrapped, numpy.ndarray)
+    assert plain_arrays.pack_value(Wrapped(numpy.ones((2, 2)))) is None
+
+
+@pytest.mark.usefixtures("_kind")
+def test_a_kind_that_is_not_known_is_refused_and_so_are_its_truth_values() -> None:
+    import numpy
+
+    register_kind(Wrapped, described, Wrapped)
+    payload, _ = plain_arrays.pack_value(Wrapped(numpy.arange(3))) or (b"", [])
+    truths, _ = plain_arrays.pack_value(Wrapped(numpy.array([True]))) or (b"", [])
+    with pytest.raises(ValueError, match="not known here"):
+        plain_arrays.unpack(truths, [])
+    plain_arrays._kind.make = None
+    with pytest.raises(ValueError, match="not known here"):
+        plain_arrays.unpack(payload, [])

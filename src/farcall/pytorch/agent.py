@@ -31,6 +31,7 @@ from farcall.security import Credentials
 from farcall.transports.network import local_address_towards, local_addresses
 
 _RUN_KEY: Final = "run"
+_EXCHANGE: Final = "exchange/"
 _LOOPBACK: Final = "127.0.0.1"
 
 
@@ -164,6 +165,16 @@ class TensorPipeAgent(Agent):
         waits = InterpreterWaits() if flag else None
         self._interpreter_waits = waits
         self.surround("interpreter waits", None if waits is None else waits.before_function)
+
+    def exchange(self, told: bytes) -> dict[str, bytes]:
+        """What each worker of a fixed group has told so far as this, by name, when all have. Once, at the start.
+
+        Raises `RendezvousError`.
+        """
+        store = self._rendezvous.store
+        store.set(f"{_EXCHANGE}{self.info.id}", told)
+        everybody = store.collect(_EXCHANGE, len(self.get_worker_infos()), self.options.init_timeout)
+        return {info.name: everybody[f"{_EXCHANGE}{info.id}"] for info in self.get_worker_infos()}
 
     # Devices
 

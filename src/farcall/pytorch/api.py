@@ -25,7 +25,17 @@ from farcall.futures import Future
 from farcall.pytorch import autograd
 from farcall.pytorch.callees import callee_of
 from farcall.pytorch.constants import UNSET_RPC_TIMEOUT
-from farcall.pytorch.envelopes import Departure, Request, Trip, board, reply_of, rides_along, run, run_remotely
+from farcall.pytorch.envelopes import (
+    Departure,
+    Request,
+    Trip,
+    board,
+    reply_of,
+    rides_along,
+    run,
+    run_remotely,
+    sending,
+)
 from farcall.pytorch.futures import RpcFuture, failed_with, settled, wait_all
 from farcall.pytorch.internal import RPCExecMode, _internal_rpc_pickler
 from farcall.pytorch.rref import PyRRef, RRef, labels
@@ -195,7 +205,9 @@ def _invoke_rpc(
             return agent.call(info, callee, args or None, kwargs or None, rpc_timeout, unattended)
         trips = board(agent, Departure(info, func, rpc_type))
         request = Request(agent, callee, args or (), kwargs or {}, trips)
-        future: Any = reply_of(agent.call(info, run, (request,), None, rpc_timeout, unattended), trips)
+        with sending(trips):
+            call = agent.call(info, run, (request,), None, rpc_timeout, unattended)
+        future: Any = reply_of(call, trips)
         for trip in trips.values():
             future = trip.awaited(future)
         return future
@@ -227,7 +239,8 @@ def remote(
     else:
         trips = board(agent, Departure(info, func, RPCExecMode.REMOTE))
         request = Request(agent, callee, args or (), kwargs or {}, trips)
-        rref._handle = agent.remote(info, run_remotely, (request,), None)
+        with sending(trips):
+            rref._handle = agent.remote(info, run_remotely, (request,), None)
     if timeout != UNSET_RPC_TIMEOUT:
         rref._watch_creation(timeout)
     for trip in trips.values():

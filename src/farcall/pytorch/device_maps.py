@@ -9,6 +9,7 @@ that have not come yet.
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable, Collection, Iterable, Mapping
 from contextlib import suppress
 from typing import Any, NamedTuple
@@ -34,13 +35,12 @@ def exchange(agent: Any) -> None:
 
     Raises `ValueError` for maps that cannot be: in a fixed group at every worker, in an open one at that which comes.
     """
-    from farcall.pytorch import api
-
     mine = _info_of(agent)
     me = agent.get_worker_info()
+    others: list[WorkerInfo] = []
     if agent.is_static_group:
-        everybody: dict[str, DeviceInfo] = api._all_gather(mine, timeout=api.get_rpc_timeout())
-        others = []
+        # By the store, not by calls: a worker may be through with all it has to do as soon as this is over.
+        everybody = {name: _decode(told) for name, told in agent.exchange(_encode(mine)).items()}
     else:
         others = [info for info in agent.get_worker_infos() if info != me]
         everybody = {me.name: mine, **_answers(others, _info_of_this, ())}
@@ -59,6 +59,23 @@ def _answers(workers: Iterable[WorkerInfo], function: Callable[..., Any], args: 
         with suppress(WorkerLost, UnknownWorkerError):
             answers[worker.name] = future.wait()
     return answers
+
+
+def _encode(info: DeviceInfo) -> bytes:
+    """As plain text: nobody has proved yet who writes to a store."""
+    maps = {name: {str(ours): str(theirs) for ours, theirs in each.items()} for name, each in info.maps.items()}
+    return json.dumps([info.device_count, maps, [str(device) for device in info.devices]]).encode()
+
+
+def _decode(told: bytes) -> DeviceInfo:
+    """Raises `ValueError` for anything else."""
+    count, maps, devices = json.loads(told)
+    device = torch.device
+    return DeviceInfo(
+        int(count),
+        {name: {device(ours): device(theirs) for ours, theirs in each.items()} for name, each in maps.items()},
+        [device(each) for each in devices],
+    )
 
 
 def _info_of(agent: Any) -> DeviceInfo:

@@ -9,9 +9,10 @@ of a plain call to `run`, and one is its result.
 Rules
 - What concerns no rider goes without an envelope.
 - Riders see the tensors in the order in which they stand in `RIDERS`, and at the other end in the reverse order.
-- An envelope is packed while it is pickled, so that references inside are counted as those of any call; it is opened
-  while it is unpickled.
-- An error is no envelope: it travels as that of any call. Trips and visits hear of it by `failed`.
+- An envelope is packed while it is pickled, so that references inside are counted as those of any call. A request is
+  opened while it is unpickled; a reply when it is known whose it is, and keeps the references until then.
+- An error is no envelope: it travels as that of any call. Trips hear of it by `failed`, as they do of a call that could
+  not be sent.
 """
 
 from __future__ import annotations
@@ -30,7 +31,7 @@ from farcall.protocol.ids import WorkerInfo
 from farcall.pytorch.internal import RPCExecMode
 from farcall.pytorch.tensors import receiving_apart, sending_apart
 from farcall.pytorch.workers import as_torch
-from farcall.serialization import dumps_inline, loads
+from farcall.serialization import dumps_inline, loads, offered, offering
 
 Tensors = list[torch.Tensor]
 
@@ -41,6 +42,11 @@ class Trip:
     def pack(self, tensors: Tensors) -> tuple[Tensors, Any]:
         """The request is made: the tensors to send in place of these, and words for the other end."""
         return tensors, None
+
+    @contextmanager
+    def handling(self) -> Iterator[None]:
+        """Around the pickling of the request, and around the reading of the reply, in the thread that does it."""
+        yield
 
     def unpack(self, tensors: Tensors, words: Any) -> Tensors:
         """The reply has come: the tensors to hand out in place of these."""
@@ -145,12 +151,34 @@ class Request:
         return _Opened, (as_torch(self._agent.info), body, tensors, words)
 
 
+@contextmanager
+def handling(trips: Mapping[str, Trip]) -> Iterator[None]:
+    """Around what becomes of a request before it is sent, and of a reply that has come; see `Trip`."""
+    with ExitStack() as around:
+        for trip in trips.values():
+            around.enter_context(trip.handling())
+        yield
+
+
+@contextmanager
+def sending(trips: Mapping[str, Trip]) -> Iterator[None]:
+    """Around the sending of a request: the trips hear of what it raises."""
+    try:
+        with handling(trips):
+            yield
+    except BaseException as error:
+        for trip in trips.values():
+            trip.failed(error)
+        raise
+
+
 def reply_of(future: Future[Any], trips: Mapping[str, Trip]) -> Future[Any]:
     """A future of what the function gave, for one of the envelope that comes back."""
 
     def unpack(done: Future[Any]) -> Any:
         try:
-            envelope = done.value()
+            with handling(trips):
+                envelope = done.value()
         except BaseException as error:
             for trip in trips.values():
                 trip.failed(error)
@@ -203,14 +231,15 @@ class _Reply:
 
     def open(self, trips: Mapping[str, Trip]) -> Any:
         """What the function gave."""
-        body, tensors, words = self._result
+        body, tensors, words, handles = self._result
         for key in reversed(list(trips)):
             tensors = trips[key].unpack(tensors, words.get(key))
-        return loads_apart(body, tensors)
+        with offering(handles):
+            return loads_apart(body, tensors)
 
 
 def _received(body: bytes, tensors: Tensors, words: dict[str, Any]) -> _Reply:
-    return _Reply((body, tensors, words), {})
+    return _Reply((body, tensors, words, offered()), {})
 
 
 def run(request: _Opened) -> Future[Any]:

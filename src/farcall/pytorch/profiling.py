@@ -79,14 +79,24 @@ def is_profiled() -> bool:
 
 
 @contextmanager
+def _unrecorded() -> Iterator[None]:
+    """What this thread does inside is not shown: how tensors travel is none of the program's operators."""
+    torch.autograd._enable_record_function(False)
+    try:
+        yield
+    finally:
+        torch.autograd._enable_record_function(True)
+
+
+@contextmanager
 def shown_as(name: str) -> Iterator[None]:
-    """The calls of this thread inside are not shown, but a record of that name is, if a profiler is on."""
+    """What this thread does inside is not shown, but a record of that name is, if a profiler is on."""
     if not is_profiled():
         yield
         return
     _thread.silent = True
     try:
-        with torch.autograd.profiler.record_function(name):
+        with torch.autograd.profiler.record_function(name), _unrecorded():
             yield
     finally:
         _thread.silent = False
@@ -128,6 +138,14 @@ class _Trip(Trip):
         self._settings = _thread.settings
         self._number = uuid.uuid4().hex if departure.mode is RPCExecMode.REMOTE else None
         self._call = ProfiledCall(key or key_of(agent, departure))
+
+    @contextmanager
+    def handling(self) -> Iterator[None]:
+        if not _profiler_enabled():
+            yield
+            return
+        with _unrecorded():
+            yield
 
     def pack(self, tensors: Tensors) -> tuple[Tensors, Any]:
         return tensors, (self._number, tuple(self._settings))
@@ -210,7 +228,7 @@ class ProfilerRider:
 
     def concerns(self, agent: Agent, to: WorkerInfo) -> bool:
         """See `Rider`."""
-        return bool(_profiler_enabled()) and is_profiled()
+        return _profiler_enabled() and is_profiled()  # not bool(): it is on the path of every call
 
     def board(self, agent: Agent, departure: Departure) -> Trip:
         """See `Rider`."""

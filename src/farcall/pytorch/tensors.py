@@ -21,12 +21,11 @@ have to see them (`envelopes`).
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from ctypes import c_char, string_at
-from functools import wraps
 from pickle import PickleBuffer
-from typing import Any, Final, ParamSpec, TypeVar
+from typing import Any, Final
 
 import torch
 from torch.nn import Parameter
@@ -37,7 +36,7 @@ except ImportError:  # torch can do without
     numpy = None  # type: ignore[assignment]
 
 from farcall.pytorch.layouts import reduce_storage, reduce_typed_storage, reduce_unplain
-from farcall.serialization import OUT_OF_BAND_SIZE, register_reducer
+from farcall.serialization import OUT_OF_BAND_SIZE, code_of, register_kind, register_reducer
 
 LARGEST_WITH_GAPS: Final = 16 * 1024
 """Bytes from the first to the last element of a view up to which its gaps are made again where it arrives."""
@@ -53,10 +52,6 @@ _TYPES: Final[dict[str, torch.dtype]] = {name: kind for kind, name in _NAMES.ite
 _IN_NUMPY: Final[dict[str, Any]] = {} if numpy is None else {n: numpy.dtype(n) for n in _TYPES if hasattr(numpy, n)}
 """The same in numpy, of those that it has: a tensor over an array over memory is made quicker than one over memory."""
 
-P = ParamSpec("P")
-R = TypeVar("R")
-
-_profiler_enabled: Final = torch.autograd._profiler_enabled
 _strided: Final = torch.strided
 _frombuffer: Final = torch.frombuffer
 _from_numpy: Final = torch.from_numpy
@@ -113,26 +108,6 @@ def _place_apart(sent: _Apart, tensor: torch.Tensor) -> tuple[Any, ...]:
     return take_apart, (list(sent).index(id(tensor)),)
 
 
-def _unrecorded(function: Callable[P, R]) -> Callable[P, R]:
-    """What it does is not shown in profiles: how a tensor travels is none of the program's operators."""
-
-    @wraps(function)
-    def unrecorded(*args: P.args, **kwargs: P.kwargs) -> R:
-        if not _profiler_enabled():
-            return function(*args, **kwargs)
-        torch.autograd._enable_record_function(False)
-        try:
-            return function(*args, **kwargs)
-        finally:
-            torch.autograd._enable_record_function(True)
-
-    return unrecorded
-
-
-# Sending
-
-
-@_unrecorded
 def reduce_tensor(tensor: torch.Tensor) -> Any:
     """What pickle makes of a tensor. Raises `RuntimeError` for one on another device than the processor."""
     if _thread.sent is not None:
@@ -147,7 +122,6 @@ def reduce_tensor(tensor: torch.Tensor) -> Any:
     return rebuild_tensor, (_memory(tensor), name, tuple(tensor.shape))
 
 
-@_unrecorded
 def reduce_parameter(parameter: Parameter) -> Any:
     """The same for a parameter of a module, which arrives as one."""
     if _thread.sent is not None:
@@ -165,13 +139,34 @@ def _memory(tensor: torch.Tensor) -> Any:
     return PickleBuffer(memory)
 
 
+def describe_tensor(tensor: torch.Tensor) -> tuple[int, Sequence[int], Any] | None:
+    """What a tensor is that needs no pickle, see `register_kind`: most do not. None for one that is pickled."""
+    code = _CODES.get(tensor.dtype)
+    if (
+        code is None
+        or tensor.requires_grad
+        or tensor.layout is not _strided
+        or not tensor.is_cpu
+        or tensor.is_nested
+        or not tensor.is_contiguous()
+        or tensor.is_conj()
+        or tensor.is_neg()
+        or tensor._is_zerotensor()
+    ):
+        return None
+    memory = _memory(tensor)
+    if type(memory) is bytes:
+        return (code, tensor.shape, memory) if memory else None
+    return code, tensor.shape, memory.raw()
+
+
 def _reduce_view(tensor: torch.Tensor, name: str, requires_grad: bool) -> Any:
     shape = tuple(tensor.shape)
     if tensor.is_conj() or tensor.is_neg() or tensor._is_zerotensor():
         tensor = tensor.clone().resolve_conj().resolve_neg()
         return rebuild_tensor, (_memory(tensor.contiguous()), name, shape, None, requires_grad)
     strides = tensor.stride()
-    if 0 in strides:
+    if any(stride == 0 and length > 1 for stride, length in zip(strides, shape, strict=True)):
         once = tuple(slice(0, 1) if not stride else slice(None) for stride in strides)
         return rebuild_expanded, (tensor[once], shape, requires_grad)
     if _has_no_gaps(shape, strides):
@@ -202,7 +197,6 @@ def _extent(shape: Sequence[int], strides: Sequence[int]) -> int:
 # Receiving
 
 
-@_unrecorded
 def rebuild_tensor(
     memory: Any, name: str, shape: tuple[int, ...], strides: tuple[int, ...] | None = None, requires_grad: bool = False
 ) -> torch.Tensor:
@@ -239,11 +233,16 @@ def rebuild_with_gaps(dense: torch.Tensor, strides: tuple[int, ...], requires_gr
     return tensor.requires_grad_() if requires_grad else tensor
 
 
-@_unrecorded
 def rebuild_parameter(tensor: torch.Tensor, requires_grad: bool) -> Parameter:
     """A parameter of a module again."""
     return Parameter(tensor, requires_grad)
 
+
+_CODES: Final[dict[torch.dtype, int]] = {}
+"""The types of elements of tensors that need no pickle. Truth values do: see `plain_arrays`."""
+if numpy is not None:
+    register_kind(torch.Tensor, describe_tensor, _from_numpy)
+    _CODES.update({_TYPES[n]: code for n in _IN_NUMPY if n != "bool" and (code := code_of(n)) is not None})
 
 register_reducer(torch.Tensor, reduce_tensor)
 register_reducer(Parameter, reduce_parameter)

@@ -7,31 +7,36 @@ workers that restrict what may be loaded. No sockets, no threads, no agent: byte
 from farcall.serialization.callables import callable_name, encode_function, resolve_function
 from farcall.serialization.failures import decode_failure, describe_failure, encode_failure, encode_text
 from farcall.serialization.guarded import Guard, loads_arguments_guarded, loads_guarded, register_plain
-from farcall.serialization.handles import collect, collecting, offering, take_offered
+from farcall.serialization.handles import collect, collecting, offered, offering, take_offered
 from farcall.serialization.pickler import (
+    ATOMS,
     Pickled,
     dumps,
     dumps_arguments,
+    dumps_atom,
     dumps_inline,
     dumps_result,
     loads,
     loads_arguments,
     not_rebuilt,
 )
-from farcall.serialization.plain_arrays import OUT_OF_BAND_SIZE
+from farcall.serialization.plain_arrays import OUT_OF_BAND_SIZE, code_of, register_kind
 from farcall.serialization.reducers import dumps_reduced, register_family_reducer, register_reducer
 
 __all__ = [
+    "ATOMS",
     "OUT_OF_BAND_SIZE",
     "Guard",
     "Pickled",
     "callable_name",
+    "code_of",
     "collect",
     "collecting",
     "decode_failure",
     "describe_failure",
     "dumps",
     "dumps_arguments",
+    "dumps_atom",
     "dumps_inline",
     "dumps_reduced",
     "dumps_result",
@@ -43,8 +48,10 @@ __all__ = [
     "loads_arguments_guarded",
     "loads_guarded",
     "not_rebuilt",
+    "offered",
     "offering",
     "register_family_reducer",
+    "register_kind",
     "register_plain",
     "register_reducer",
     "resolve_function",

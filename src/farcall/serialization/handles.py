@@ -69,6 +69,11 @@ def collect(handle: Any, subject: object) -> int:
     return handles.setdefault(handle, len(handles))
 
 
+def offered() -> Sequence[Any]:
+    """For who will unpickle a part of this message later: the handles to be offered then."""
+    return _thread.offered
+
+
 def take_offered(place: int) -> Any:
     """For the unpickler: the handle at that place. Raises `SerializationError` if the message carried none there."""
     try:

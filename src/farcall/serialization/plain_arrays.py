@@ -6,13 +6,14 @@ times as long as the copy of some kilobytes. Here a few bytes say it all. Whatev
     offset  size  what (little-endian)
     0       1     1, with which no pickle begins
     1       1     how many arrays, for the arguments of a call; 0 for one array that is the value itself
-    2       ...   of each array: its type's place in `_CODES` and, if it cannot be written to, 128; how many
-                  dimensions (1 byte each); its lengths (8 bytes each)
+    2       ...   of each array: its type's place in `_CODES` and, if it cannot be written to, 128, and if it is of an
+                  edge's kind, 64; how many dimensions (1 byte each); its lengths (8 bytes each)
             ...   the contents of those of less than `OUT_OF_BAND_SIZE` bytes, in order; the others' are beside it
 
 Rules
 - Only `numpy.ndarray` itself, C-contiguous and not empty, of numpy's own type for bools, integers, floats or complex
   numbers in the byte order of the machine. These arrive as they would through pickle: their own memory, as writable.
+- An edge may have one kind of arrays of its own go the same way (`register_kind`): the tensors of torch.
 - One array that is several arguments is left to pickle, which makes it one again.
 - An array is made only of just its own bytes: what is read may have been written by anybody. One whose memory came
   beside the payload uses that, through a view which keeps the memory where it is; a bytearray can be made longer.
@@ -24,7 +25,7 @@ from __future__ import annotations
 import math
 import struct
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pickle import PickleBuffer
 from typing import Any, Final
 
@@ -34,15 +35,60 @@ OUT_OF_BAND_SIZE: Final = 16 * 1024
 MOST_ARRAYS: Final = 16
 _MOST_DIMENSIONS: Final = 8
 _READ_ONLY: Final = 128
+_KIND: Final = 64
+_TYPE: Final = 63
 
 ARRAYS: set[type] = set()
-"""The class of arrays, once it is known."""
+"""The classes of arrays, once they are known."""
+
+Described = tuple[int, Sequence[int], bytes | memoryview]
+"""Of an array: its type's place in `_CODES`, its lengths, and its contents; these as a view if they are large."""
 
 _CODES: Final = ("|b1", "|i1", "|u1", "<i2", "<u2", "<i4", "<u4", "<i8", "<u8", "<f2", "<f4", "<f8", "<c8", "<c16")
+_numpy_array: list[Any] = []  # its class
 _types: list[Any] = []  # as `_CODES`, as numpy's types
 _codes: dict[Any, tuple[Any, int]] = {}  # by type: the very object, and its place
 _shapes: Final = tuple(struct.Struct(f"<{count}Q") for count in range(_MOST_DIMENSIONS + 1))
 _lengths: Final = tuple(struct.Struct(f"<BB{count}Q") for count in range(_MOST_DIMENSIONS + 1))
+
+
+class _Kind:
+    """The kind of an edge, if there is one."""
+
+    describe: Callable[[Any], Described | None]
+    make: Callable[[Any], Any] | None = None
+
+
+_kind: Final = _Kind()
+
+
+def register_kind(kind: type, describe: Callable[[Any], Described | None], make: Callable[[Any], Any]) -> None:
+    """Has arrays of that type, which is not numpy's, go this way, too; instead of the one before, if there was one.
+
+    `describe` gives None for one that is to be pickled; `make` makes one of an array of numpy's, in its memory. Raises
+    `ImportError` if numpy is not installed.
+    """
+    if not ARRAYS:
+        import numpy
+
+        _learn(numpy)
+    _kind.describe, _kind.make = describe, make
+    ARRAYS.add(kind)
+
+
+def code_of(name: str) -> int | None:
+    """The place in `_CODES` of a type of elements by numpy's name for it, if it is there."""
+    for place, dtype in enumerate(_types):
+        if dtype.name == name:
+            return place
+    return None
+
+
+def _made(array: Any, code: int) -> Any:
+    """One of the edge's kind. Truth values are not taken: only pickle's way sees to it that each is 0 or 1."""
+    if _kind.make is None or not code & _TYPE:
+        raise ValueError("an array came of a kind that is not known here")
+    return _kind.make(array)
 
 
 def notice() -> None:
@@ -62,6 +108,7 @@ def _learn(numpy: Any) -> None:
     types = [numpy.dtype(code) for code in _CODES]
     _codes.update({dtype: (dtype, place) for place, dtype in enumerate(types)})
     _types[:] = types
+    _numpy_array.append(numpy.ndarray)
     ARRAYS.add(numpy.ndarray)  # last: it says that all else is there
 
 
@@ -79,7 +126,7 @@ def pack_arguments(values: Sequence[Any]) -> tuple[bytes, list[memoryview]] | No
         packed = pack_value(value, b"") if type(value) in ARRAYS else None
         if packed is None:
             return None
-        start = 2 + 8 * value.ndim
+        start = 2 + 8 * packed[0][1]
         payload += packed[0][:start]
         contents.append(packed[0][start:])
         buffers += packed[1]
@@ -92,6 +139,15 @@ _VALUE: Final = bytes((MARK, 0))
 
 def pack_value(array: Any, start: bytes = _VALUE) -> tuple[bytes, list[memoryview]] | None:
     """The same for a result, an array."""
+    if type(array) is not _numpy_array[0]:
+        described = _kind.describe(array)
+        if described is None:
+            return None
+        code, shape, contents = described
+        if len(shape) > _MOST_DIMENSIONS:
+            return None
+        start += _lengths[len(shape)].pack(code | _KIND, len(shape), *shape)
+        return (start + contents, []) if type(contents) is bytes else (start, [contents])  # type: ignore[list-item]
     dtype = array.dtype
     known = _codes.get(dtype)
     flags = array.flags
@@ -117,16 +173,19 @@ def unpack(payload: bytes | bytearray | memoryview, buffers: Sequence[Any]) -> A
         import numpy
 
         _learn(numpy)
-    (ndarray,) = ARRAYS
+    ndarray = _numpy_array[0]
     count = payload[1]
     if count <= 1 and not buffers and payload[2] < _READ_ONLY:
         # What comes most, on its own: the same as below in half the time.
         lengths = _shapes[payload[3]].unpack_from(payload, 4)
         at = 4 + 8 * len(lengths)
-        dtype = _types[payload[2]]
+        code = payload[2]
+        dtype = _types[code & _TYPE]
         if not 0 < math.prod(lengths) * dtype.itemsize == len(payload) - at < OUT_OF_BAND_SIZE:
             raise ValueError(f"{len(payload) - at} bytes came for an array of {lengths}")
         array = ndarray(lengths, dtype, payload, at).copy()
+        if code & _KIND:
+            array = _made(array, code)
         return (array,) if count else array
     found = []
     at = 2
@@ -136,7 +195,7 @@ def unpack(payload: bytes | bytearray | memoryview, buffers: Sequence[Any]) -> A
     arrays = []
     left = list(buffers)
     for code, lengths in found:
-        dtype = _types[code & ~_READ_ONLY]
+        dtype = _types[code & _TYPE]
         size = math.prod(lengths) * dtype.itemsize
         if size < OUT_OF_BAND_SIZE:
             if not 0 < size <= len(payload) - at:
@@ -150,7 +209,7 @@ def unpack(payload: bytes | bytearray | memoryview, buffers: Sequence[Any]) -> A
             array = _over(memory, dtype).reshape(lengths)  # not ndarray(), which lets go of the view
         if code & _READ_ONLY:
             array.flags.writeable = False
-        arrays.append(array)
+        arrays.append(_made(array, code) if code & _KIND else array)
     if left or at != len(payload):
         raise ValueError("more came than the arrays that were announced")
     return tuple(arrays) if count else arrays[0]

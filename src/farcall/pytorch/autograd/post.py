@@ -120,6 +120,9 @@ def end() -> None:
 def contexts() -> Contexts:
     """Those of this process's worker. Raises `RuntimeError` if it is none."""
     found = _process.contexts
+    if found is None and is_initialized():  # by farcall's own init_rpc, which knows nothing of this
+        begin(current_agent().get_worker_info().id)
+        found = _process.contexts
     if found is None:
         raise RuntimeError("Need to initialize distributed autograd using torch.distributed.autograd._init()")
     if (_process.watched is None or _process.watched() is None) and is_initialized():

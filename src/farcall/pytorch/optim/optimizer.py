@@ -36,9 +36,10 @@ _stepping: Final = threading.Lock()
 
 @contextmanager
 def _compiling() -> Iterator[None]:
-    """Around whatever has TorchScript compile: nobody asked for TorchScript, so nobody is told that it is deprecated."""
+    """Around what has TorchScript compile: nobody asked for TorchScript, so nobody is told that it is deprecated."""
     with _compiler:
-        with warnings.catch_warnings(record=True) as caught:
+        with warnings.catch_warnings(record=True) as caught:  # some of torch's come through any filter
+            warnings.simplefilter("ignore", DeprecationWarning)
             yield
         for warning in caught:
             if not issubclass(warning.category, DeprecationWarning):
@@ -63,8 +64,9 @@ class _FunctionalOptimizer:
 
     def __init__(self, optimizer_class: Callable[..., Any], parameters: list[torch.Tensor], *args: Any, **kwargs: Any):
         self._parameters = parameters
+        made = _functional_class(optimizer_class) or optimizer_class
         with _compiling():
-            self._compiled = torch.jit.script(_CompiledStep(optimizer_class(parameters, *args, **kwargs)))
+            self._compiled = torch.jit.script(_CompiledStep(made(parameters, *args, **kwargs)))
 
     def step(self, context_id: int) -> None:
         """Applies the gradients of that context."""
@@ -118,11 +120,12 @@ class DistributedOptimizer:
         by_owner: dict[WorkerInfo, list[PyRRef[Any]]] = {}
         for rref in params_rref:
             by_owner.setdefault(rref.owner(), []).append(rref)
-        made: Any = _functional_class(optimizer_class)
-        self.is_functional_optim = made is not None
+        functional = _functional_class(optimizer_class)
+        self.is_functional_optim = functional is not None
         """Whether steps run compiled, without the interpreter's lock."""
-        if made is None:
-            made = optimizer_class
+        # Torch's own are looked up at the owners: to load one by its name is to compile all of them.
+        made = optimizer_class if functional is None or functional.__module__.startswith("torch.") else functional
+        if functional is None:
             logger.warning(
                 "Creating the optimizer %s without TorchScript support: its steps hold the interpreter's lock, which "
                 "slows down workers that serve several trainers at the same time",
