@@ -99,11 +99,21 @@ class Workers:
         self, context_id: int, source: int, target: int, tensors: list[torch.Tensor], is_recorded: bool = True
     ) -> list[torch.Tensor]:
         """What arrives at the target."""
+        return self.send(context_id, source, target, tensors, is_recorded)()
+
+    def send(
+        self, context_id: int, source: int, target: int, tensors: list[torch.Tensor], is_recorded: bool = True
+    ) -> Callable[[], list[torch.Tensor]]:
+        """The half of it; the function that is returned is the other half, and gives what arrives."""
         sender = self[source].retrieve_or_make(context_id)
         sender.add_known_worker(info(target))
         sent, ticket = pack(self[source], sender, info(target), tensors, is_recorded)
-        receiver = self[target].retrieve_or_make(context_id)
-        return unpack(self[target], receiver, info(source), [tensor.clone() for tensor in sent], ticket)
+
+        def receive() -> list[torch.Tensor]:
+            receiver = self[target].retrieve_or_make(context_id)
+            return unpack(self[target], receiver, info(source), [tensor.clone() for tensor in sent], ticket)
+
+        return receive
 
     def backward(self, context_id: int, number: int, roots: list[torch.Tensor], retain_graph: bool = False) -> None:
         run_backward(self[number], context_id, roots, retain_graph)

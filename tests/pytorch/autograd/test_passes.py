@@ -13,7 +13,7 @@ from torch.autograd import Function
 
 from farcall.errors import WorkerLost
 from farcall.pytorch.autograd import passes
-from farcall.pytorch.autograd.nodes import running
+from farcall.pytorch.autograd.nodes import record_received, running
 
 
 @pytest.fixture
@@ -102,13 +102,12 @@ def test_nodes_made_in_new_threads_come_before_the_gates(workers: Workers) -> No
     """Each thread counts its nodes from 0, the number of gates: what a new thread makes first must not wait behind."""
     x = leaf(1, 2)
     context_id = workers.new_context()
-    (there,) = workers.move(context_id, 0, 1, [x])
-    doubled = workers.in_thread(lambda: there * 2).wait()
-    (again,) = workers.in_thread(lambda: workers.move(context_id, 1, 2, [doubled])).wait()
-    (back,) = workers.in_thread(lambda: workers.move(context_id, 2, 1, [again])).wait()
-    (home,) = workers.move(context_id, 1, 0, [back + there])
-    workers.backward(context_id, 0, [home.sum()])
-    assert workers.gradients(context_id, 0)[x].tolist() == [3, 3]
+    value = x
+    for _ in range(6):
+        (there,) = workers.in_thread(workers.send(context_id, 0, 0, [value])).wait()
+        value = workers.in_thread(lambda there=there: there * 2).wait()
+    workers.backward(context_id, 0, [value.sum()])
+    assert workers.gradients(context_id, 0)[x].tolist() == [64, 64]
 
 
 def test_what_is_received_and_not_used_gets_zeros(workers: Workers) -> None:
@@ -217,6 +216,15 @@ def test_what_was_received_can_be_changed_in_place(workers: Workers) -> None:
     assert workers.gradients(context_id, 0)[x].tolist() == [0, 3]
 
 
+def test_nor_does_it_matter_that_it_came_as_a_view(workers: Workers) -> None:
+    context_id = workers.new_context()
+    views = [torch.ones(4).view(2, 2), torch.ones(4).view(2, 2).t()]
+    outputs = record_received(workers.context(context_id, 0), 1, info(1), views)
+    for output in outputs:
+        output.mul_(2)
+        assert output.grad_fn.name() == "MulBackward0"
+
+
 def test_a_parameter_that_is_sent_stays_in_the_graph(workers: Workers) -> None:
     weight = torch.nn.Parameter(torch.tensor([1.0, 2.0]))
     context_id = workers.new_context()
@@ -273,6 +281,17 @@ def test_an_error_on_another_worker_ends_the_pass_everywhere(workers: Workers) -
         workers.backward(context_id, 0, [home.sum()])
     assert isinstance(caught.value.__cause__, ValueError)
     assert {("abandon", 1), ("abandon", 2)} <= set(workers.told)
+
+
+def test_who_waits_for_gradients_that_never_come_is_told(workers: Workers) -> None:
+    x = leaf(1, 2)
+    context_id = workers.new_context()
+    (one,) = workers.move(context_id, 2, 1, [x])
+    (two,) = workers.move(context_id, 1, 0, [failing(one)])
+    (three,) = workers.move(context_id, 2, 0, [x * 2])  # begins the pass at worker2, which then waits for worker1
+    with pytest.raises(RuntimeError, match="Error on Node 1: the hook refuses"):
+        workers.backward(context_id, 0, [(two + three).sum()])
+    assert workers.gradients(context_id, 2) == {}
 
 
 def test_after_an_error_the_next_pass_is_as_good_as_any(workers: Workers) -> None:

@@ -76,6 +76,8 @@ class LocalPass:
         self._sent = sorted(context.sent.values(), key=lambda sent: sent.stamp)
         self._arrivals: dict[int, Future[list[torch.Tensor]]] = {sent.message_id: Future() for sent in self._sent}
         self._outstanding: list[tuple[Future[None], list[torch.Tensor]]] = []
+        self._is_drained = False
+        self._answers: Future[Any] = Future()
         self._gathered: list[torch.Tensor] = []
         self._lock = threading.Lock()
         self._error: BaseException | None = None
@@ -98,9 +100,8 @@ class LocalPass:
             if self._error is not None:
                 return
             self._error = error
-            waited_for = [arrival for arrival in self._arrivals.values() if not arrival.done()]
-        for arrival in waited_for:
-            _settle(arrival, [])
+        for awaited in (*self._arrivals.values(), self._answers):
+            _settle(awaited, [])
 
     # For the nodes
 
@@ -135,6 +136,14 @@ class LocalPass:
         error = future.exception()
         if error is not None:
             self.fail(error)
+        else:
+            self._note_answers()
+
+    def _note_answers(self) -> None:
+        with self._lock:
+            is_through = self._is_drained and all(future.done() for future, _ in self._outstanding)
+        if is_through:
+            _settle(self._answers, [])
 
     def _check(self) -> None:
         error = self._error
@@ -157,17 +166,30 @@ class LocalPass:
                 if error is self._error:
                     raise
                 raise RuntimeError(f"Error on Node {self._contexts.worker_id}: {error}") from error
-            self._check()
-            for future, _ in self._outstanding:
-                future.wait()
+            self._wait_for_the_others()
         except BaseException as error:
             self.fail(error)
             raise
         finally:
             with self.context.lock:
                 self.context.passes.pop(self._pass_id, None)
-            self._outstanding.clear()
+            with self._lock:
+                self._outstanding.clear()
             self._error = None  # its traceback holds this frame, which holds us
+
+    def _wait_for_the_others(self) -> None:
+        """Until all have answered, or one with an error, though others then never do."""
+        self._check()
+        if len(self._outstanding) == 1:
+            self._outstanding[0][0].wait()  # this thread reads the answer itself
+            return
+        with self._lock:
+            self._is_drained = True
+        self._note_answers()
+        self._answers.block(FOREVER)
+        self._check()
+        for future, _ in self._outstanding:
+            future.wait()  # it is done, but we may not have been told yet how
 
     def _run_engine(self) -> None:
         with torch.enable_grad():
@@ -262,8 +284,8 @@ _Start: Final = function("farcall::Start", _Starting)
 _Gate: Final = function("farcall::Gate", _Waiting)
 
 
-def _settle(arrival: Future[Any], gradients: list[torch.Tensor]) -> None:
+def _settle(awaited: Future[Any], gradients: list[torch.Tensor]) -> None:
     try:
-        arrival.set_result(gradients)
+        awaited.set_result(gradients)
     except RuntimeError:
-        pass  # the pass has failed, or the gradients have come just as it did
+        pass  # the pass has failed, or they have come just as it did
