@@ -88,7 +88,7 @@ def test_what_is_wrong_with_a_call_is_raised_at_once(call: Any) -> None:
 
 @pytest.mark.parametrize("call", [rpc.rpc_sync, rpc.rpc_async, rpc.remote])
 def test_nothing_works_before_init_rpc(call: Any) -> None:
-    with pytest.raises(RuntimeError, match=r"RPC has not been initialized\. Call torch"):
+    with pytest.raises(RuntimeError, match="RPC has not been initialized"):
         call(ME, echo)
 
 
