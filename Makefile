@@ -11,7 +11,7 @@ PIP := python -m pip --disable-pip-version-check -qq
 SOURCES = $(wildcard src tests benchmarks conformance examples)
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test check conformance bench bench-peers simulate simulate-group chaos many bench-startup bench-workloads bench-encryption explore format clean
+.PHONY: help demo test check conformance bench bench-peers simulate simulate-group chaos many bench-startup bench-workloads bench-training bench-encryption explore format clean
 
 help:  ## say what there is (this)
 	@echo "make TARGET, where TARGET is one of"
@@ -56,6 +56,9 @@ bench-startup: $(BENCH_VENV)/.installed  ## how long 32 workers take to start, b
 
 bench-workloads: $(BENCH_VENV)/.installed  ## reinforcement learning and a parameter server, beside torch's RPC
 	PYTHONPATH=benchmarks $(BENCH_VENV)/bin/python -m workloads.run $(ARGS)
+
+bench-training: $(BENCH_VENV)/.installed  ## a training step with distributed autograd, beside torch's RPC
+	PYTHONPATH=benchmarks $(BENCH_VENV)/bin/python -m training.run $(ARGS)
 
 bench-encryption: $(VENV)/.installed  ## measure what encryption between hosts costs
 	$(VENV)/bin/python benchmarks/encryption.py $(ARGS)

@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import argparse
 import os
-from typing import Any
 
 import torch
 from torch import nn
@@ -46,7 +45,16 @@ def examples(generator: torch.Generator) -> tuple[torch.Tensor, torch.Tensor]:
     return words, ((words % 2 == 0).sum(1) > LENGTH // 2).long()
 
 
-def train(watching: Any, table: RemoteModule, steps: int) -> None:
+watching: Watching | None = None  # there is one in the process of rank 0 only
+
+
+def report(trainer: str, loss: float) -> None:
+    """What trainers call on worker0."""
+    assert watching is not None
+    watching.report(trainer, loss)
+
+
+def train(table: RemoteModule, steps: int) -> None:
     """Runs on each trainer."""
     me = rpc.get_worker_info()
     generator = torch.Generator().manual_seed(me.id)
@@ -59,15 +67,15 @@ def train(watching: Any, table: RemoteModule, steps: int) -> None:
             loss = nn.functional.cross_entropy(layer(table(words)), classes)
             dist_autograd.backward(context, [loss])
             optimizer.step(context)
-        watching.rpc_sync().report(me.name, loss.item())
+        rpc.rpc_sync("worker0", report, args=(me.name, loss.item()))
 
 
 def watch(steps: int, plot: str | None) -> None:
     """worker0's part."""
+    global watching
     watching = Watching(steps)
     table = RemoteModule(f"{SERVER}/cpu", nn.EmbeddingBag, args=(WORDS, FEATURES))
-    arguments = (rpc.RRef(watching), table, steps)
-    futures = [rpc.rpc_async(trainer, train, args=arguments, timeout=0) for trainer in TRAINERS]
+    futures = [rpc.rpc_async(trainer, train, args=(table, steps), timeout=0) for trainer in TRAINERS]
     for future in futures:
         future.wait()
     watching.progress.close()

@@ -49,7 +49,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "backend_registry": {"backends"},
     "__main__": {"cli"},
     "cli": BELOW_AGENT | {"api", "farcall", "last_words", "bench"},
-    "bench": {"errors", "farcall"},
+    "bench": {"errors", "farcall", "pytorch"},
     "testing": BELOW_API | {"rref", "api", "farcall"},
     "pytorch": BELOW_API | {"rref", "api", "farcall", "testing"},
 }
@@ -75,6 +75,7 @@ LAZILY = {
     "rref": {"backends", "api"},
     "backends": {"agent", "rendezvous", "security", "transports"},
     "cli": {"bench"},
+    "bench": {"pytorch"},
 }
 
 LONGEST_MODULE = 500

@@ -37,9 +37,11 @@ class RRef(Generic[T]):
     Made by `remote`, by `RRef(value)` for a value of this worker, or received in a call.
     """
 
-    __slots__ = ("__weakref__", "_handle")
+    __slots__ = ("__weakref__", "_handle", "_proxy")
 
     _handle: Handle
+    _proxy: Proxy
+    """What `rpc_sync()` gives, from the first time on."""
 
     def __init__(self, value: T, type_hint: Any = None) -> None:
         """A reference to a value that is here. `type_hint` is accepted for programs written for torch.
@@ -91,8 +93,8 @@ class RRef(Generic[T]):
         Raises what the function of the remote call raised; `RpcTimeoutError`, `OwnerLost`, `ReferenceRefused`.
         """
         handle = self._handle
-        if handle.fork is not None:  # with fewer frames, as most fetches are of what others own
-            return handle.book.calling.call_on(handle, VALUE, "to_here", (), None, timeout).wait()  # type: ignore[no-any-return]
+        if handle.fork is not None:
+            return handle.book.calling.fetch(handle, timeout)  # type: ignore[no-any-return]
         return cast(T, self._fetch(VALUE, timeout).wait())
 
     def local_value(self) -> T:
@@ -145,15 +147,21 @@ class RRef(Generic[T]):
 
     def rpc_sync(self, timeout: float = UNSET_RPC_TIMEOUT) -> Any:
         """A proxy: `rref.rpc_sync().method(args)` runs the method where the value lives, and gives its result."""
-        return Proxy(_call, self._handle, timeout, self, "rpc_sync")
+        if timeout != UNSET_RPC_TIMEOUT:
+            return Proxy(_call, self._handle, timeout, "rpc_sync")
+        try:
+            return self._proxy
+        except AttributeError:
+            proxy = self._proxy = Proxy(_call, self._handle, timeout, "rpc_sync")
+            return proxy
 
     def rpc_async(self, timeout: float = UNSET_RPC_TIMEOUT) -> Any:
         """As `rpc_sync`, but the method gives a `Future` at once."""
-        return Proxy(_call_later, self._handle, timeout, self, "rpc_async")
+        return Proxy(_call_later, self._handle, timeout, "rpc_async")
 
     def remote(self, timeout: float = UNSET_RPC_TIMEOUT) -> Any:
         """As `rpc_sync`, but the method gives an `RRef` of its result at once, which stays where the value lives."""
-        return Proxy(_call_remote, self._handle, timeout, self, "remote")
+        return Proxy(_call_remote, self._handle, timeout, "remote")
 
     # Travelling
 
@@ -196,16 +204,16 @@ def _receive(place: int) -> RRef[Any]:
 class Proxy:
     """What stands for the value of a reference: its methods are called where it lives.
 
-    Its own attributes are private by name: a value may have a method of any other.
+    Its own attributes are private by name: a value may have a method of any other. It holds no `RRef`, as an `RRef` may
+    hold it, and what is in a circle goes late.
     """
 
-    __slots__ = ("__call", "__handle", "__rref", "__timeout", "__way")
+    __slots__ = ("__call", "__handle", "__timeout", "__way")
 
-    def __init__(self, call: Callable[..., Any], handle: Handle, timeout: float, rref: RRef[Any], way: str) -> None:
+    def __init__(self, call: Callable[..., Any], handle: Handle, timeout: float, way: str) -> None:
         self.__call = call
         self.__handle = handle
         self.__timeout = timeout
-        self.__rref = rref
         self.__way = way
 
     def __getattr__(self, name: str) -> Callable[..., Any]:
@@ -215,13 +223,13 @@ class Proxy:
         return self.__call(self.__handle, self.__timeout, "__call__", *args, **kwargs)
 
     def __reduce__(self) -> tuple[Callable[..., Any], tuple[Any, ...]]:
-        return Proxy, (self.__call, self.__handle, self.__timeout, self.__rref, self.__way)
+        return Proxy, (self.__call, self.__handle, self.__timeout, self.__way)
 
     def __deepcopy__(self, memo: object) -> NoReturn:
         raise UsageError(f"{self!r} cannot be copied deeply; copy the value of the reference, to_here()")
 
     def __repr__(self) -> str:
-        return f"{self.__rref!r}.{self.__way}()"
+        return f"{RRef.of(self.__handle)!r}.{self.__way}()"
 
 
 # What a proxy does with a method. What comes first goes by position only: a method may have arguments of any name.

@@ -69,6 +69,10 @@ class Gate:
         with asleep():
             return self.rest(deadline)
 
+    def doze(self, milliseconds: int) -> bool:
+        """As `rest`, for so long at most."""
+        return self._lock.acquire(timeout=milliseconds / 1000)
+
     def rest(self, deadline: float) -> bool:
         """As `sleep`, without a word to the owner of the thread."""
         if deadline == FOREVER:

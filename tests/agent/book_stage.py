@@ -8,6 +8,7 @@ from typing import Any
 
 from farcall.agent.book import ReferenceBook
 from farcall.agent.handle import Handle
+from farcall.agent.lending import LENT_FOR
 from farcall.agent.parcels import Letter
 from farcall.errors import RpcError
 from farcall.protocol.control import unpack_remote
@@ -51,7 +52,7 @@ class Books:
 
     def deliver(self) -> int:
         """Carries control messages to and fro until nobody has anything to say; how many letters that were."""
-        letters = 0
+        letters = quiet = 0
         while True:
             before = letters
             for sender, book in enumerate(self.books):
@@ -61,8 +62,14 @@ class Books:
                     if letter is not None:
                         letters += 1
                         self[to].control_received(sender, letter.body)
-            if letters == before:
+            quiet = quiet + 1 if letters == before else 0
+            if quiet == 2 * LENT_FOR:  # what is lent is asked for at the second look
                 return letters
+
+    def moment(self, rank: int) -> None:
+        """Passes at a worker: the owners of what is lent to it are to be asked."""
+        for _ in range(2 * LENT_FOR):
+            self[rank].work_off()
 
     def remote(self, creator: int, owner: int, *passed: Handle, deliver: bool = True) -> tuple[Handle, Any]:
         """A remote call: the creator's handle, and what the owner got: the value and the handles."""

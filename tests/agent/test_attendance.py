@@ -79,9 +79,14 @@ def test_nothing_is_looked_after_where_nothing_can_come(scene: Scene, why: str) 
 
 def test_a_call_that_comes_just_as_the_last_one_is_settled_is_not_overlooked(scene: Scene) -> None:
     scene.one.unattended()
-    answers = iter([False, True])
-    scene.connection.has_pending = lambda: next(answers)
-    assert scene.tick(1), "it found the connection attended, and told nobody"
+
+    def look() -> bool:
+        scene.one.unattended()
+        return False  # it came after the look
+
+    scene.connection.has_pending = look
+    assert not scene.tick(1)
+    assert scene.attended == 2, "it found the connection unattended, and told the supervisor"
     assert scene.one.since == scene.now
 
 

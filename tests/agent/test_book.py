@@ -10,6 +10,7 @@ import pytest
 from book_stage import WAY, Books, Sensitive, made
 
 from farcall.agent.book import ReferenceBook
+from farcall.agent.lending import LENT_FOR
 from farcall.agent.values import Value
 from farcall.errors import ReferenceRefused, UsageError
 from farcall.serialization import encode_failure
@@ -190,3 +191,40 @@ def test_clearing_forgets_everything(books: Books) -> None:
     del handle, there
     gc.collect()
     books[0].work_off()
+
+
+def test_what_a_function_uses_and_drops_is_never_asked_for(books: Books) -> None:
+    handle, _ = books.remote(0, 1)
+    books.deliver()
+    (lent,) = books.pass_on(0, 2, handle)
+    reference = handle.reference
+    del handle
+    gc.collect()
+    books[0].work_off()
+    assert books[0].mailboxes.outbox(1) is None, "it keeps the value for the one to whom it is lent"
+    books[2].work_off()
+    assert books[2].has_work(), "its owner is to be asked if it is kept"
+    assert not books[2].is_quiet()
+    del lent
+    gc.collect()
+    books[2].work_off()
+    assert books[2].mailboxes.outbox(1) is None, "the owner has never heard of it"
+    assert not books[2].has_work() or books[2].mailboxes.outboxes
+    assert not books[1].value(reference).done()
+    assert books.left() == {}
+
+
+def test_what_is_kept_for_a_moment_is_asked_for_and_confirmed(books: Books) -> None:
+    handle, _ = books.remote(0, 1)
+    (lent,) = books.pass_on(0, 2, handle)
+    del handle
+    for _ in range(LENT_FOR):
+        books[2].work_off()
+        assert 1 not in books[2].mailboxes.outboxes
+    books.moment(2)
+    assert 1 in books[2].mailboxes.outboxes
+    books.deliver()
+    assert lent.confirmed
+    assert not books[2].has_work()
+    del lent
+    assert books.left() == {}

@@ -77,6 +77,7 @@ def test_a_letter_of_answers_only_says_so(books: Books) -> None:
     assert letter.is_bare, "an acknowledgement alone"
     assert not letter.only_answers
     assert books[1].mailboxes.outbox(0) is None
+    books.moment(2)
     letter = only(books[2].mailboxes.outbox(1))
     assert not letter.only_answers, "a request"
     books[1].control_received(2, letter.body)
@@ -152,6 +153,7 @@ def test_whether_the_owner_has_more_to_answer(books: Books) -> None:
     """Its answer may come long after the acknowledgement: only when the creator's own request has come."""
     handle, _ = books.remote(0, 1, deliver=False)
     children = books.pass_on(0, 2, handle), books.pass_on(0, 2, handle)
+    books.moment(2)
     books[1].control_received(2, only(books[2].mailboxes.outbox(1)).body)
     books[2].control_received(1, only(books[1].mailboxes.outbox(2)).body)
     assert books[2].mailboxes.unacknowledged(1) == []

@@ -35,7 +35,7 @@ def test_a_handle_whose_creators_request_never_comes_is_refused(books: Books) ->
     """Worker 0 asks worker 1 for a value and passes the handle to worker 2; then it dies, and its request is lost."""
     handle, _ = books.remote(0, 1, deliver=False)
     (child,) = books.pass_on(0, 2, handle)
-    books[2].work_off()
+    books.moment(2)
     letter = books[2].mailboxes.outbox(1)
     assert letter is not None
     books[1].control_received(2, letter.body)
@@ -55,7 +55,7 @@ def test_a_value_that_is_not_yet_created_is_waited_for(books: Books) -> None:
     """A third worker may ask for it before the creator's own request has come."""
     handle, _ = books.remote(0, 1, deliver=False)
     passed = books.pass_on(0, 2, handle)
-    books[2].work_off()
+    books.moment(2)
     letter = books[2].mailboxes.outbox(1)
     assert letter is not None
     books[1].control_received(2, letter.body)

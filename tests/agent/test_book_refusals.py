@@ -120,6 +120,7 @@ def test_a_message_that_is_none_is_refused(books: Books) -> None:
 def test_what_came_before_a_message_that_is_none_is_done(books: Books) -> None:
     first, _ = books.remote(2, 1)
     (handle,) = books.pass_on(2, 0, first)
+    books.moment(0)
     good = ForkAccepted(handle.reference, handle.fork)  # type: ignore[arg-type]
     bad = UserDeleted(RRefId(0, 1, 1), ForkId(1, 1))
     with pytest.raises(ProtocolError):

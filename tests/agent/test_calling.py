@@ -58,6 +58,8 @@ USES: dict[str, Callable[[LocalGroup, RRef[Any], RRef[Any]], object]] = {
     "remote with references": lambda group, own, other: remote(group[0], 1, echo, own, other),
     "call with references": lambda group, own, other: start(group[0], 2, echo, [own, other]),
     "method": lambda group, own, other: other.rpc_async().copy(),
+    "remote that is told": lambda group, own, other: remote(group[0], 1, int),
+    "fetch of what is told": lambda group, own, other: (rref := remote(group[0], 1, int), rref.to_here()),
 }
 
 
@@ -69,10 +71,12 @@ def test_an_interrupt_at_any_point_of_a_use_of_references_leaves_nothing_behind(
     """A number that was taken and never sent would hold up all that follow: nothing would ever be given back."""
     group = new_group(3, spin=0.0)
     for point in itertools.count():
-        own, other = here(group[0], [1]), remote(group[0], 1, list, (1,))
+        own, other, extra = here(group[0], [1]), remote(group[0], 1, list, (1,)), remote(group[0], 1, list)
         assert other.to_here() == [1]
         expect_confirmed(other)
-        extra = call(group[0], 2, echo, other)
+        expect_confirmed(extra)
+        assert call(group[0], 2, echo, 1) == 1  # connected
+        assert remote(group[0], 1, int).to_here() == 0  # wanted: it is told the next time
         del extra  # so that there is something to be said
         with group[0].book._lock:
             group[0].book._work_off()
@@ -266,18 +270,23 @@ def test_the_arguments_of_a_remote_call_to_oneself_go_with_its_value(group: Loca
 # -- What the protocol has to say goes along
 
 
-def test_a_fetch_takes_along_that_a_reference_came(group: LocalGroup) -> None:
+def test_a_fetch_takes_along_that_a_reference_was_kept(group: LocalGroup) -> None:
     """No other message need be sent for it: the owner counts the fork when the fetch comes."""
     rref = remote(group[0], 1, echo, "tea")
     expect_confirmed(rref)
     group[2]._supervisor.has_chores = lambda: False
-    assert call(group[0], 2, keep_and_fetch, rref) == "tea"
+    call(group[0], 2, keep, rref)
+    with group[2].book._lock:
+        group[2].book._ask_owners()
+        assert not group[2].book.mailboxes.outboxes, "it may be dropped in a moment"
+        while not group[2].book.mailboxes.outboxes:
+            group[2].book._ask_owners()
+    assert kept[0].to_here(timeout=SOON) == "tea"
     eventually(lambda: kept[0].confirmed_by_owner())
 
 
-def keep_and_fetch(rref: RRef[Any]) -> Any:
+def keep(rref: RRef[Any]) -> None:
     kept.append(rref)
-    return rref.to_here(timeout=SOON)
 
 
 def test_a_remote_call_takes_along_what_is_to_be_said(group: LocalGroup) -> None:

@@ -61,6 +61,12 @@ class Wire:
             self.take_one()
         self.readers = outer
 
+    dozes = False
+
+    def doze(self, gate: Any) -> None:
+        if self.dozes:
+            gate.sleep(FOREVER)
+
     def check_wait(self) -> None:
         if self.sending:
             raise UsageError("sending")
@@ -139,6 +145,14 @@ def test_two_threads_wait_each_for_its_own_reply(
     replies: tuple[int, ...], files: tuple[str, ...], preemptions: int
 ) -> None:
     assert explore(waiters(replies), files, preemptions) > 100
+
+
+@DEPTHS
+def test_a_thread_that_dozes_in_the_queue_is_woken_by_its_reply_and_by_the_role(
+    monkeypatch: pytest.MonkeyPatch, files: tuple[str, ...], preemptions: int
+) -> None:
+    monkeypatch.setattr(Wire, "dozes", True)
+    assert explore(waiters((0, 1)), files, preemptions) > 100
 
 
 def test_three_threads_wait_each_for_its_own_reply() -> None:

@@ -121,6 +121,17 @@ def test_it_is_left_by_the_thread_that_entered_it_though_another_has_the_result(
     assert sorted(entered) == sorted(left)
 
 
+def test_a_thread_that_has_only_the_result_does_not_leave_it(group: LocalGroup) -> None:
+    job = object.__new__(group[1]._place.call_job)
+    job._inside, job._thread = noting(), threading.get_ident() + 1  # type: ignore[attr-defined]
+    job._inside.__enter__()  # type: ignore[attr-defined]
+    job._leave()  # type: ignore[attr-defined]
+    assert events == ["["]
+    job._thread = threading.get_ident()  # type: ignore[attr-defined]
+    job._leave()  # type: ignore[attr-defined]
+    assert events == ["[", "]"]
+
+
 def test_it_can_be_taken_away_and_changed(group: LocalGroup) -> None:
     place = group[1]._place
     surround(place, noting)  # again: it does not pile up

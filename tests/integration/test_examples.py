@@ -93,7 +93,7 @@ TORCH_LIMIT = 150.0
 
 @needs_torch
 @pytest.mark.slow
-@pytest.mark.timeout(TORCH_LIMIT + 10)
+@pytest.mark.timeout(2 * TORCH_LIMIT)
 def test_training_with_a_server_brings_the_losses_down_and_draws_them(tmp_path: Path) -> None:
     pytest.importorskip("matplotlib")
     plot = tmp_path / "losses.png"
@@ -110,7 +110,7 @@ def test_training_with_a_server_brings_the_losses_down_and_draws_them(tmp_path: 
 
 @needs_torch
 @pytest.mark.slow
-@pytest.mark.timeout(TORCH_LIMIT + 10)
+@pytest.mark.timeout(2 * TORCH_LIMIT)
 def test_a_pipeline_learns_what_the_same_model_learns_in_one_process() -> None:
     result = run_example("training_pipeline.py", 4, "--steps", "12", limit=TORCH_LIMIT)
     assert (result.returncode, result.stderr) == (0, "")
@@ -139,6 +139,11 @@ def trained_here(steps: int) -> list[float]:
         print(losses[0], sum(losses[-5:]) / 5)
     """)
     done = subprocess.run(
-        [sys.executable, "-c", script], cwd=ROOT / "examples", capture_output=True, text=True, timeout=LIMIT, check=True
+        [sys.executable, "-c", script],
+        cwd=ROOT / "examples",
+        capture_output=True,
+        text=True,
+        timeout=TORCH_LIMIT,
+        check=True,
     )
     return [float(word) for word in done.stdout.split()]

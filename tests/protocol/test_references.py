@@ -22,6 +22,7 @@ from farcall.protocol.reference_messages import (
     ForkRefused,
     ForkRequest,
     HandleDropped,
+    HandleKept,
     HandlePassed,
     HandleReceived,
     Message,
@@ -37,7 +38,8 @@ from farcall.protocol.reference_messages import (
     UserDeleted,
     ValueMade,
 )
-from farcall.protocol.references import References, Standing
+from farcall.protocol.reference_tables import Standing
+from farcall.protocol.references import References
 from farcall.testing.illegal_events import illegal_events
 from farcall.testing.simulated_workers import tables
 
@@ -75,6 +77,7 @@ CONFIRMED = CreateDelivered(REMOTE, FIRST)
 TO_TWO = HandlePassed(REMOTE, FIRST, CHILD, to=2)
 RECEIVED = HandleReceived(Carried(REMOTE, CHILD), sender=1)
 """At worker 2, or at the owner."""
+KEPT = HandleKept(REMOTE, CHILD)
 
 
 # -- what is taken back
@@ -216,7 +219,8 @@ def test_a_message_with_a_fork_that_the_owner_holds_itself_was_never_sent() -> N
 def test_g2_a_parent_is_not_given_up_before_its_child_is_counted() -> None:
     creator, user, owner = worker(1, CALLED, CONFIRMED, TO_TWO), worker(2), worker(0, CREATED)
     leads(creator, HandleDropped(REMOTE, FIRST))
-    leads(user, RECEIVED, SendMessage(0, ForkRequest(REMOTE, CHILD)))
+    leads(user, RECEIVED)
+    leads(user, KEPT, SendMessage(0, ForkRequest(REMOTE, CHILD)))
     leads(owner, came(2, ForkRequest(REMOTE, CHILD)), SendMessage(2, ForkAccepted(REMOTE, CHILD)))
     accepted = ConfirmHandle(REMOTE, CHILD), SendMessage(1, ChildAccepted(REMOTE, CHILD))
     leads(user, came(0, ForkAccepted(REMOTE, CHILD)), *accepted)
@@ -227,7 +231,7 @@ def test_g2_a_parent_is_not_given_up_before_its_child_is_counted() -> None:
 
 
 def test_a_child_that_was_dropped_meanwhile_tells_its_parent_and_is_deleted() -> None:
-    user = worker(2, RECEIVED, HandleDropped(REMOTE, CHILD))
+    user = worker(2, RECEIVED, KEPT, HandleDropped(REMOTE, CHILD))
     leads(
         user,
         came(0, ForkAccepted(REMOTE, CHILD)),
@@ -240,7 +244,8 @@ def test_a_child_that_was_dropped_meanwhile_tells_its_parent_and_is_deleted() ->
 
 def test_a_worker_passes_a_fork_to_itself() -> None:
     creator = worker(1, CALLED, CONFIRMED, HandlePassed(REMOTE, FIRST, CHILD, to=1), HandleDropped(REMOTE, FIRST))
-    leads(creator, RECEIVED, SendMessage(0, ForkRequest(REMOTE, CHILD)))
+    leads(creator, RECEIVED)
+    leads(creator, KEPT, SendMessage(0, ForkRequest(REMOTE, CHILD)))
     accepted = ConfirmHandle(REMOTE, CHILD), SendMessage(1, ChildAccepted(REMOTE, CHILD))
     leads(creator, came(0, ForkAccepted(REMOTE, CHILD)), *accepted)
     leads(creator, came(1, ChildAccepted(REMOTE, CHILD)), SendMessage(0, UserDeleted(REMOTE, FIRST)))
@@ -326,7 +331,7 @@ def test_released_is_told_from_not_yet_created_while_the_creator_lives() -> None
 
 
 def test_a_refused_handle_is_forgotten_and_its_parent_told() -> None:
-    user = worker(2, RECEIVED)
+    user = worker(2, RECEIVED, KEPT)
     refused = RefuseHandle(REMOTE, CHILD), SendMessage(1, ChildAccepted(REMOTE, CHILD))
     leads(user, came(0, ForkRefused(REMOTE, CHILD)), *refused)
     assert user.is_empty()
@@ -334,7 +339,7 @@ def test_a_refused_handle_is_forgotten_and_its_parent_told() -> None:
 
 
 def test_a_refused_parent_gives_its_children_up() -> None:
-    user = worker(2, RECEIVED, HandlePassed(REMOTE, CHILD, ForkId(2, 1), to=3))
+    user = worker(2, RECEIVED, KEPT, HandlePassed(REMOTE, CHILD, ForkId(2, 1), to=3))
     user.handle(came(0, ForkRefused(REMOTE, CHILD)))
     leads(user, came(3, ChildAccepted(REMOTE, ForkId(2, 1))))
     assert tables(user) == tables(worker(2))
@@ -403,7 +408,7 @@ def test_the_loss_of_a_child_lets_its_parent_go() -> None:
 
 
 def test_the_loss_of_a_parent_leaves_its_child_to_the_owner() -> None:
-    user = worker(2, RECEIVED)
+    user = worker(2, RECEIVED, KEPT)
     leads(user, PeerLost(1))
     assert user.held[CHILD].standing is Standing.UNCONFIRMED
     assert user.held[CHILD].parent is None
@@ -475,9 +480,9 @@ STRANGE = ForkId(3, 8)
         (worker(1, CALLED), came(0, ForkAccepted(NOT_OURS, FIRST)), "which did not ask"),
         (worker(1, CALLED), came(0, ForkAccepted(REMOTE, FIRST)), "which asked to make it"),
         (worker(1, CALLED), CreateDelivered(RRefId(0, 1, 9), FIRST), "did not ask for"),
-        (worker(2, RECEIVED), CreateDelivered(REMOTE, CHILD), "was not asked for by"),
+        (worker(2, RECEIVED, KEPT), CreateDelivered(REMOTE, CHILD), "was not asked for by"),
         (worker(1, CALLED, CONFIRMED), came(0, ForkRefused(REMOTE, FIRST)), "which did not ask"),
-        (worker(2, RECEIVED), came(1, ForkRefused(REMOTE, CHILD)), "worker 1 answered for"),
+        (worker(2, RECEIVED, KEPT), came(1, ForkRefused(REMOTE, CHILD)), "worker 1 answered for"),
         (worker(1), came(2, ChildAccepted(REMOTE, STRANGE)), "fork 3:8 was not made here"),
         (worker(1, CALLED, TO_TWO), came(3, ChildAccepted(REMOTE, CHILD)), "was not made for worker 3"),
         (worker(0), came(1, UserDeleted(REMOTE, FIRST)), "which it does not hold"),

@@ -28,6 +28,7 @@ from farcall.protocol.wire import (
     encode,
     encode_shared,
     encode_start,
+    unanswered,
 )
 
 Plain = tuple[int, int, bytes, bytes, list[bytes]]
@@ -310,3 +311,10 @@ def test_garbage_is_refused_with_our_error_or_waited_for(pieces: Sequence[bytes]
                     rest = rest[count:]
         except ProtocolError:
             pass
+
+
+def test_a_message_that_is_sent_again_has_no_call_id() -> None:
+    message = encode(REMOTE, (1 << 63) + 5, b"head", b"body")
+    assert unanswered(message) == encode(REMOTE, 0, b"head", b"body")
+    view = memoryview(b"buffer")
+    assert unanswered(encode_start(REMOTE, 5, b"h", b"b", [view])) == encode_start(REMOTE, 0, b"h", b"b", [view])

@@ -134,10 +134,13 @@ def test_none_fails_if_no_send_shall(tmp_path: Path) -> None:
 
 
 def test_a_remote_call_of_a_worker_to_itself_can_be_late(tmp_path: Path) -> None:
-    with worker(tmp_path, delay={"SCRIPT_REMOTE_CALL": 0.3}):
+    with worker(tmp_path, delay={"SCRIPT_REMOTE_CALL": 1}):
         rref = rpc.remote(0, torch.neg, (ONE,), timeout=0.02)
         with pytest.raises(RuntimeError, match="RPC ran for more than"):
             rref._get_future().wait()
         with pytest.raises(RuntimeError, match="RRef creation"):
             rref.to_here()
-        assert rpc.remote(0, torch.neg, (ONE,)).to_here() == -1
+        late = rpc.remote(0, torch.neg, (ONE,))
+        rpc.rpc_sync(0, doubled, (1,))  # which begins after what was to be run before
+        assert not late._value_here().done()
+        assert late.to_here() == -1

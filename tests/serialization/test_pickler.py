@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from pickler_stage import Holder, plain_data, train
 
 from farcall.errors import SerializationError
-from farcall.serialization import OUT_OF_BAND_SIZE, dumps, dumps_inline, loads
+from farcall.serialization import ATOMS, OUT_OF_BAND_SIZE, dumps, dumps_atom, dumps_inline, loads
 
 SCRIPT = """
 state = "sender's"
@@ -271,3 +271,10 @@ def test_parent_and_spawned_child_of_a_real_script_understand_each_other(tmp_pat
     )
     done = subprocess.run([sys.executable, str(script)], capture_output=True, text=True, timeout=50, check=False)
     assert (done.stdout, done.stderr) == ("understood 0\n", "")
+
+
+@pytest.mark.parametrize("value", [0, -(2**200), 0.5, float("inf"), 1j, True, "", "tea \ud800"], ids=repr)
+def test_an_atom_is_pickled_as_any_value_is(value: Any) -> None:
+    assert type(value) in ATOMS
+    assert (dumps_atom(value), []) == dumps(value)
+    assert loads(dumps_atom(value)) == value

@@ -12,7 +12,8 @@ from farcall.protocol.reference_messages import (
     SendMessage,
     UserDeleted,
 )
-from farcall.protocol.references import Held, Owned, References, Standing
+from farcall.protocol.reference_tables import Held, Owned, Standing
+from farcall.protocol.references import References
 
 ELSEWHERE: Worker = -1
 
@@ -137,6 +138,59 @@ class OwnForkPassedAsUsers(References):
         return effects
 
 
+class LentNotGivenBack(References):
+    """What was lent, and is dropped, is forgotten without a word to the parent."""
+
+    def _delete_if_done(self, fork: Any, held: Held) -> list[Effect]:
+        lent = held.standing is Standing.LENT
+        effects = super()._delete_if_done(fork, held)
+        return [] if lent else effects
+
+
+class LentGivenBackWithChildren(References):
+    """What was lent is given back though it was passed on meanwhile, and nobody keeps the value for the children."""
+
+    def _delete_if_done(self, fork: Any, held: Held) -> list[Effect]:
+        if held.standing is Standing.LENT and held.dropped and held.parent is not None:
+            self._forget(fork, held)
+            return self._tell_parent(held.parent, held.reference, fork)
+        return super()._delete_if_done(fork, held)
+
+
+class LentDeletedAtTheOwner(References):
+    """The end of what was lent is told to the owner, who never heard of its beginning."""
+
+    def _delete_if_done(self, fork: Any, held: Held) -> list[Effect]:
+        if held.standing is Standing.LENT and held.dropped and not held.children:
+            self._forget(fork, held)
+            return [SendMessage(held.reference.owner, UserDeleted(held.reference, fork))]
+        return super()._delete_if_done(fork, held)
+
+
+class LentOfTheLostNotAskedFor(References):
+    """Who was lent a handle by a worker that is lost goes on as if that kept the value."""
+
+    def peer_lost(self, lost: Worker) -> list[Effect]:
+        lent = [(fork, held) for fork, held in self.lent.items() if held.parent == lost != held.reference.owner]
+        for _, held in lent:
+            held.parent = ELSEWHERE
+        try:
+            return super().peer_lost(lost)
+        finally:
+            for _, held in lent:
+                held.parent = lost
+
+
+class PassedBeforeItIsKept(References):
+    """The children of what is lent are not waited for."""
+
+    def handle_passed(self, reference: RRefId, parent: Any, child: Any, to: Worker) -> list[Effect]:
+        effects = super().handle_passed(reference, parent, child, to)
+        if parent in self.lent and child in self.lent[parent].children:
+            self._settle_child(self.lent[parent], child)
+        return effects
+
+
 class NoDeduplication(Delivery[Any]):
     """Whatever arrives is taken."""
 
@@ -204,7 +258,8 @@ def _all() -> list[Planted]:
     for bug in [
         G2Dropped, DeleteBeforeAccept, NoReaping, ChildrenOfTheLostKept, OrphansKept, NotedNotRefused, NoHighWaterMark,
         HolderNotRecorded, OwnersPassNotCounted, ParentNotTold, AllNotedAccepted, OwnForkPassedAsUsers,
-        NoDeduplication, AcknowledgedTooEarly, ForgottenOnceSent, KeptForTheLost,
+        LentNotGivenBack, LentGivenBackWithChildren, LentDeletedAtTheOwner, LentOfTheLostNotAskedFor,
+        PassedBeforeItIsKept, NoDeduplication, AcknowledgedTooEarly, ForgottenOnceSent, KeptForTheLost,
     ]:  # fmt: skip
         kind = "references" if issubclass(bug, References) else "delivery"
         found.append(Planted(bug.__name__, {kind: bug}))

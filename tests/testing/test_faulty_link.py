@@ -298,12 +298,17 @@ def test_what_is_about_references_arrives_though_it_failed_three_times(
     group = new_group(3, **all_fail([name], failure, sends=3))
     shelf = remote(group[0], 1, make_once, "tea")
     expect_confirmed(shelf)
-    assert call(group[0], 2, fetch, shelf) == ["tea"]
+    assert call(group[0], 2, keep_and_fetch, shelf) == ["tea"]
     del shelf
     expect_nothing_left(group)
     assert runs == ["tea"]
     assert sum(agent.get_metrics()["resends"] for agent in group) >= (1 if failure is Failure.LATE else 3)
     group.shutdown()
+
+
+def keep_and_fetch(shelf: RRef[list[str]]) -> list[str]:
+    expect_confirmed(shelf)  # what is not kept for a moment is not asked for
+    return shelf.to_here()
 
 
 def make_once(item: str) -> list[str]:

@@ -14,7 +14,7 @@ from farcall.testing.random_schedules import RandomSchedule
 from farcall.testing.simulation import show
 
 MOST_SCHEDULES = 2000
-BOUNDS = (Bound(1, 0, 1), Bound(1, 1, 0), Bound(1, 0, 0, 1, 1), Bound(2, 1, 0))
+BOUNDS = (Bound(1, 0, 1), Bound(1, 1, 0), Bound(2, 0, 0), Bound(1, 0, 0, 1, 1), Bound(2, 1, 0))
 """From the cheapest on; all within what the full exploration covers."""
 
 

@@ -86,7 +86,11 @@ def test_handles_arrive_pending_from_users_and_confirmed_from_the_owner() -> Non
     worker.receive(2, 1, Parcel((from_user,), False))
     worker.receive(1, 1, Parcel((from_owner,), False))
     assert [handle.standing for handle in worker.handles.values()] == [PENDING, CONFIRMED]
+    assert worker.outbox == []
+    assert worker.lent() == [1]
+    worker.keep(1)
     assert [(to, type(payload)) for to, _, payload in worker.outbox] == [(1, ForkRequest)]
+    assert worker.lent() == []
 
 
 def test_nothing_is_taken_that_names_a_worker_of_whom_it_was_not_told() -> None:

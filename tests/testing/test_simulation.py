@@ -278,8 +278,22 @@ def test_live_is_broken_by_a_release_under_a_confirmed_handle() -> None:
         network.step("drop", 0, 1)
 
 
+def test_lent_is_broken_by_a_release_under_a_lent_handle() -> None:
+    network = play("call 1 0; deliver 1 0 1; ack 1 0; pass 1 2 1; deliver 1 2 1; drop 1 1")
+    network.workers[0].released.add(RRefId(0, 1, 1))
+    with pytest.raises(BrokenInvariant, match=r"LENT: reference 1:1 .* was released, and was lent to worker 2"):
+        network.step("call", 2, 1)
+
+
+def test_lent_is_broken_by_a_lender_that_does_not_wait() -> None:
+    network = play("call 1 0; deliver 1 0 1; ack 1 0; pass 1 2 1; deliver 1 2 1")
+    network.workers[1].references._parents.clear()
+    with pytest.raises(BrokenInvariant, match="LENT: worker 1 does not know that it lent fork 1:2"):
+        network.step("call", 2, 1)
+
+
 def test_answered_is_broken_by_a_request_that_nobody_sent() -> None:
-    network = play("call 1 0; deliver 1 0 1; pass 1 2 1; deliver 1 2 1")
+    network = play("call 1 0; deliver 1 0 1; pass 1 2 1; deliver 1 2 1; keep 2 1")
     network._asked.clear()
     with pytest.raises(BrokenInvariant, match="ANSWERED: worker 2 waits for an answer about fork 1:2"):
         network.step("call", 2, 1)
@@ -293,7 +307,7 @@ def test_empty_is_broken_by_whatever_is_left() -> None:
 
 
 def test_promised_is_broken_by_a_handle_that_waits_for_ever() -> None:
-    network = play("call 1 0; deliver 1 0 1; ack 1 0; pass 1 2 1; deliver 1 2 1")
+    network = play("call 1 0; deliver 1 0 1; ack 1 0; pass 1 2 1; deliver 1 2 1; keep 2 1")
     network.under_way.clear()
     network.not_taken.clear()
     with pytest.raises(BrokenInvariant, match="PROMISED: worker 2 has a pending handle"):

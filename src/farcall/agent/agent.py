@@ -18,7 +18,6 @@ from farcall.agent.calling import Calling, To
 from farcall.agent.calls import ChoreJob, PendingCall
 from farcall.agent.coroutines import EventLoop
 from farcall.agent.counting import Counting
-from farcall.agent.departure import Occasion, deadline_of, meet, say_farewell, wait_for_everybody, wait_until_idle
 from farcall.agent.doorstep import Doorstep
 from farcall.agent.entrance import Entrance
 from farcall.agent.execution import Workplace
@@ -26,7 +25,6 @@ from farcall.agent.group import Group, info_of
 from farcall.agent.guarding import jobs_for, reply_for
 from farcall.agent.handle import Handle
 from farcall.agent.incoming import Incoming
-from farcall.agent.inventory import Inventory
 from farcall.agent.lanes import IDLE, Lane, pool_for, received_memory
 from farcall.agent.listening import Listening, listen_on
 from farcall.agent.outgoing import Outgoing
@@ -34,8 +32,8 @@ from farcall.agent.peers import Peer
 from farcall.agent.poller import Poller
 from farcall.agent.serving import Serving
 from farcall.agent.supervisor import Supervisor
-from farcall.agent.under_way import describe_under_way
-from farcall.backends.interface import MembershipChange, Metrics, RpcAgent
+from farcall.agent.waiting import WaitingAgent
+from farcall.backends.interface import MembershipChange, Metrics
 from farcall.errors import ExpelledError, ForkedProcessError, NotInitializedError, RpcError, ShutdownError, UsageError
 from farcall.options import RpcBackendOptions
 from farcall.protocol.ids import Worker, WorkerInfo
@@ -57,14 +55,12 @@ _SHORT_PATIENCE: Final = 1.0
 _GONE: Final = object()
 
 
-class Agent(RpcAgent):
+class Agent(WaitingAgent):
     """One worker of a group."""
 
     book: ReferenceBook
     failure_to_send: Callable[[str, BaseException], BaseException] | None = None
     """For a subclass: see `Workplace`."""
-    left: Inventory | None = None
-    """What was left when everybody was about to go, and nobody had gone yet."""
 
     def __init__(
         self,
@@ -271,15 +267,6 @@ class Agent(RpcAgent):
             raise self.calling.refusal(to)
         return peer.info
 
-    def everybody(self) -> list[tuple[WorkerInfo, bool]]:
-        """See `Leaver`."""
-        peers = sorted(self.calling.numbered.values(), key=lambda peer: peer.info.id)
-        return [(peer.info, peer.is_lost) for peer in peers]
-
-    def lost(self) -> list[str]:
-        """See `Leaver`."""
-        return list(self._lost)
-
     def get_worker_infos(self) -> list[WorkerInfo]:
         """All workers of the group, by rank."""
         return self.calling.worker_infos()
@@ -326,52 +313,7 @@ class Agent(RpcAgent):
         """See `RpcAgent`."""
         return self._counting.report(list(self._connections), self.group, self._serving.counts())
 
-    # Waiting for the others
-
-    def join(self, shutdown: bool = False, timeout: float = 0.0) -> None:
-        """See `RpcAgent`."""
-        if self._entrance.is_open:
-            wait_until_idle(self, deadline_of(timeout))
-        else:
-            wait_for_everybody(self, self._rendezvous, deadline_of(timeout), self._next_meeting("join()"))
-        if shutdown:
-            self.group.is_quiet = True
-
-    def sync(self, timeout: float = 0.0) -> None:
-        """See `RpcAgent`."""
-        if self._entrance.is_open:
-            raise UsageError("in an open group nobody knows for whom to wait: use _barrier(names) for some workers")
-        meet(self, self._rendezvous, deadline_of(timeout), self._next_meeting("sync()"))
-
-    def _next_meeting(self, where: str) -> Occasion:
-        with self._lock:
-            self._meetings += 1
-            number = self._meetings
-        return Occasion(f"meeting/{number}/", where, f"in {where}", f"gave up in {where}", "this worker goes on")
-
     # The end
-
-    def is_idle(self) -> bool:
-        """Nothing runs here for others, and nothing is awaited from others."""
-        return (
-            not self._serving.is_busy()
-            and not any(connection.pending for connection in list(self._connections))
-            and not any(incoming.has_unsent() for incoming in list(self._incoming))
-            and self.book.is_quiet()
-        )
-
-    def under_way(self) -> str:
-        """What keeps this worker from being idle, in words."""
-        return describe_under_way(self._serving.thread_idents(), list(self._connections))
-
-    def is_expelled(self) -> bool:
-        """See `Leaver`."""
-        return isinstance(self.closed, ExpelledError)
-
-    def calls_started(self) -> int:
-        """How many calls this worker has made so far, and messages about references: a release may lead to others."""
-        now = sum(connection.calls_started for connection in list(self._connections))
-        return self._counting.calls_before() + now + self.book.mailboxes.messages_sent()
 
     def shutdown(self, graceful: bool = False, timeout: float = 0.0) -> None:
         """Leaves the group and frees everything, in any case.
@@ -397,34 +339,9 @@ class Agent(RpcAgent):
                 self._close(early, 0.0, _HURRY)
                 raise
 
-    def part(self, timeout: float) -> None:
-        """Waits until everybody in a fixed group may go, and all know it. Raises `ShutdownError`."""
-        deadline = deadline_of(timeout)
-        wait_for_everybody(self, self._rendezvous, deadline)
-        self.group.is_quiet = True
-        self.left = self._report_what_is_left()
-        say_farewell(self, self._rendezvous, deadline)
-
     def close_after_parting(self) -> None:
         """Frees everything, after `part`."""
         self._close(early=False, patience=PATIENCE, timeout=_CLOSE_TIMEOUT)
-
-    def wind_up(self, timeout: float) -> None:
-        """Makes ready to leave an open group: what is under way here ends, and what is held is handed back.
-
-        Raises `ShutdownError`.
-        """
-        deadline = deadline_of(timeout)
-        wait_until_idle(self, deadline)
-        self.book.give_up_handles(f"worker {self.info.name!r} (this one) has left the group")
-        wait_until_idle(self, deadline)
-        self._report_what_is_left()
-
-    def _report_what_is_left(self) -> Inventory:
-        left = self.book.inventory()
-        if left.owned or left.held:
-            logger.warning("worker %r shuts down with references left: it %s", self.info.name, left)
-        return left
 
     def _close(self, early: bool, patience: float, timeout: float) -> None:
         """Frees everything, unless another thread is at it, or a frame below this one (of a signal handler's)."""

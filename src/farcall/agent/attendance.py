@@ -49,12 +49,12 @@ class Attendance:
         if not since:
             return False
         connection = self._connection
+        # First unset, then asked: a call that comes just now either is seen, or finds it unattended. And while it is
+        # set, a connection may take for granted that something is awaited.
+        self.since = 0.0
         if not connection.has_pending() or connection.is_lost():
-            self.since = 0.0
-            if connection.has_pending() and not connection.is_lost():  # a call that came just now found it attended
-                self.since = now
-                return True
             return False
+        self.since = since
         bursting = connection.calls_started != self._calls_at_last_tick
         self._calls_at_last_tick = connection.calls_started
         if now - since < (_LONGEST_PATIENCE if bursting else _PATIENCE):

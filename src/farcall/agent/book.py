@@ -24,11 +24,12 @@ from typing import TYPE_CHECKING, Any
 
 from farcall.agent.handle import Handle, Made, check_usable, cut_off, made_here, owner_lost, refused, released
 from farcall.agent.inventory import Inventory, count_references, take_inventory
+from farcall.agent.lending import Lending
 from farcall.agent.mailboxes import ANSWERS, Mailboxes
 from farcall.agent.parcels import CarriedFrame, Parcel, RemoteFrame, Way
 from farcall.agent.values import Value
 from farcall.errors import RpcError, UsageError, WorkerLost
-from farcall.protocol.control import HANDLE_SIZE, pack_remote, unpack_control
+from farcall.protocol.control import HANDLE_SIZE, pack_remote, unpack_control, unpack_handle, unpack_reference
 from farcall.protocol.ids import ForkId, RRefId, Worker
 from farcall.protocol.reference_messages import (
     Carried,
@@ -44,6 +45,7 @@ from farcall.protocol.wire import CONTROL, REMOTE, encode, encode_start
 
 if TYPE_CHECKING:
     from farcall.agent.calling import Calling
+    from farcall.agent.calls import ToldCall
 
 
 class ReferenceBook:
@@ -72,6 +74,7 @@ class ReferenceBook:
         self._values: dict[RRefId, Value] = {}
         self._handles: dict[ForkId, weakref.ref[Handle]] = {}  # until a drop is worked off
         self._dropped: deque[tuple[RRefId, ForkId | None]] = deque()
+        self._lending = Lending()
         self._origins: dict[RRefId, Made] = {}  # where values of this worker got their reference
         self._refused: list[tuple[RRefId, Value]] = []  # values that never come, to be settled outside the lock
         self._released: list[Value | None] = []  # values that may go, by `work_off`
@@ -144,11 +147,12 @@ class ReferenceBook:
         buffers: Sequence[memoryview],
         via: Way,
         keeps: object = None,
+        told: ToldCall | None = None,
     ) -> tuple[Handle, bytes]:
         """A reference that `owner` is asked to make, and what asks, to be sent before the buffers.
 
-        `passed` are the handles among the arguments, `keeps` is what must live until the message has arrived. Raises
-        the error of a handle that leads nowhere, `WorkerLost` if the owner is lost; then nothing was passed.
+        `passed` are the handles among the arguments, `keeps` lives until it has arrived, by `told` the owner answers.
+        Raises the error of a handle that leads nowhere, `WorkerLost` if the owner is lost; then nothing was passed.
         """
         if self._lock._is_owned():  # type: ignore[attr-defined]
             self._refuse_finalizers()
@@ -170,11 +174,9 @@ class ReferenceBook:
                 parcel = RemoteFrame(reference, fork, buffers, via, keeps)
                 number = boxes.delivery.send(owner, parcel)
                 front = pack_remote(number, self._fork_all(passed, owner) if passed else (), reference, fork)
-                handle.packed = front[-HANDLE_SIZE:]
-                if buffers:
-                    parcel.frame = encode_start(REMOTE, 0, front + callee, body, buffers)
-                else:
-                    parcel.frame = encode(REMOTE, 0, front + callee, body)
+                handle.packed, handle.callee, handle.told = front[-HANDLE_SIZE:], callee if keeps is None else b"", told
+                rest = told.call_id if told is not None else 0, front + callee, body
+                parcel.frame = encode_start(REMOTE, *rest, buffers) if buffers else encode(REMOTE, *rest)
             except BaseException:
                 self._take_back(owner, before, passed, parcel)
                 raise
@@ -189,10 +191,12 @@ class ReferenceBook:
 
         Raises the error of a handle that leads nowhere, `WorkerLost` if the receiver is lost; then none was passed.
         """
-        self._refuse_finalizers()
+        if self._lock._is_owned():  # type: ignore[attr-defined]
+            self._refuse_finalizers()
         check_usable(handles, self)
         with self._lock:
-            self._check_peer(to)
+            if to not in self._references.peers:
+                self._check_peer(to)
             before, parcel = self._references.ids_given(to), None
             try:
                 carried = self._fork_all(handles, to)
@@ -238,25 +242,25 @@ class ReferenceBook:
         """The handles that came in a message; None if that message came before. Raises `ProtocolError`."""
         try:
             with self._lock:
-                if not self._is_new(sender, number):
+                self._owe(sender)
+                if not self.mailboxes.delivery.receive(sender, number):
                     return None
                 return self._receive_all(sender, carried)
         finally:
             self._act()
 
-    def _is_new(self, sender: Worker, number: int) -> bool:
-        """Whether a message is to be taken. Acknowledged in any case: of what comes twice, its sender did not know."""
-        boxes = self.mailboxes
+    def _owe(self, sender: Worker) -> None:
+        """Something is to be acknowledged, though it came before: then its sender did not know. Under the lock."""
         if sender in self._references.peers:
-            boxes.owed[sender] = None
-        return boxes.delivery.receive(sender, number)
+            self.mailboxes.owed[sender] = None
 
     def _receive_all(self, sender: Worker, carried: Sequence[Carried]) -> list[Handle]:
-        handles = []
+        handles, made = [], f"a message of {self._name_of(sender)!r}"
         for each in carried:
             effects = self._references.handle_received(each, sender)
-            handles.append(self._new_handle(each, f"a message of {self._name_of(sender)!r}"))
-            self._decide(effects)
+            handles.append(self._new_handle(each, made))
+            if effects:
+                self._decide(effects)
         return handles
 
     def _new_handle(self, carried: Carried, made: Made) -> Handle:
@@ -277,14 +281,19 @@ class ReferenceBook:
             self._work_soon()
 
     def has_work(self) -> bool:
-        """Whether finalizers have left something to do, or a peer is to be told something."""
-        return bool(self._dropped or self.mailboxes.outboxes or self.mailboxes.owed or self._released)
+        """Whether finalizers have left something to do, a peer is to be told something, or an owner to be asked."""
+        boxes = self.mailboxes
+        return bool(self._dropped or boxes.outboxes or boxes.owed or self._released or self._references.lent)
 
     def work_off(self) -> None:
-        """Handles what finalizers left, sends all that is to be said, and lets go of the values that may go."""
+        """Handles what finalizers left, sends all that is to be said, and lets go of the values that may go.
+
+        Called every few milliseconds while `has_work`; what is lent is asked for after some times.
+        """
         while True:
             with self._lock:
                 self._work_off()
+                self._ask_owners()
                 addressees = self.mailboxes.addressees()
                 values, self._released = self._released, []
             self._act()
@@ -308,7 +317,18 @@ class ReferenceBook:
                     continue
             self._decide(self._references.handle_dropped(reference, fork))
 
+    def _ask_owners(self) -> None:
+        for reference, fork in self._lending.due(self._references.lent):
+            self._decide(self._references.handle_kept(reference, fork))
+
     # Values
+
+    def value_at(self, callee: bytes) -> Value:
+        """As `value`, of the handle behind the first byte; `ProtocolError` if none is. Quick for what is there."""
+        value = None
+        if len(callee) > HANDLE_SIZE:
+            value = self._values.get(unpack_reference(callee, 1))  # type: ignore[call-overload]  # equal to an RRefId
+        return value if value is not None else self.value(unpack_handle(callee[1:])[0])
 
     def value(self, reference: RRefId) -> Value:
         """A value that this worker owns, or will; one that is refused if there is none."""
@@ -334,10 +354,9 @@ class ReferenceBook:
         """
         try:
             with self._lock:
-                boxes = self.mailboxes
-                if sender in self._references.peers:  # as in `_is_new`, without its frame
-                    boxes.owed[sender] = None
-                if not boxes.delivery.receive(sender, number):
+                if sender in self._references.peers:  # as in `_owe`, without its frame
+                    self.mailboxes.owed[sender] = None
+                if not self.mailboxes.delivery.receive(sender, number):
                     return None
                 effects = self._references.create_requested(sender, reference, fork)
                 value = self._values.get(reference)  # there already, if a fork came before
@@ -347,7 +366,7 @@ class ReferenceBook:
                     self._decide(effects)
                 return value, self._receive_all(sender, carried) if carried else ()
         finally:
-            self._act()
+            (self._act if self._refused else self._work_soon)()  # it is to be acknowledged at least
 
     def control_received(self, sender: Worker, body: bytes | bytearray | memoryview) -> None:
         """Handles a control message. Raises `ProtocolError`."""
@@ -358,8 +377,10 @@ class ReferenceBook:
                 for parcel in boxes.delivery.acknowledged(sender, acknowledged):
                     if type(parcel) is RemoteFrame:
                         self._decide(self._references.create_delivered(parcel.reference, parcel.fork))
+                if messages:
+                    self._owe(sender)
                 for number, message in messages:
-                    if self._is_new(sender, number):
+                    if boxes.delivery.receive(sender, number):
                         self._decide(self._references.message_received(sender, message))
                         if type(message) in ANSWERS:
                             boxes.asked[sender] = max(0, boxes.asked.get(sender, 0) - 1)
@@ -417,6 +438,7 @@ class ReferenceBook:
         self._ended = True
         with self._lock:
             self._dropped.clear()
+            self._lending = Lending()
             values, self._values = self._values, {}
             going, self._released = self._released, []
             self._references = References(self.me)

@@ -5,6 +5,8 @@ Rules
 - Numbers of messages are taken last, when nothing can fail any more (see `book.py`). Whatever is raised from there on,
   but for our own errors, is Ctrl-C or as bad.
 - What the reference protocol has to say to a worker goes along with what is sent to it about references.
+- What a remote call makes is told to the caller without being asked, if it was plain data and wanted the last time:
+  one message less. It is used once, and what was not told, or is lost with its connection, is asked for as ever.
 - A reference lives until the owner has answered what was asked of it, though the program drops it meanwhile.
 """
 
@@ -12,10 +14,10 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from time import monotonic
-from typing import Any
+from typing import Any, Final
 
 from farcall.agent.book import ReferenceBook
-from farcall.agent.calls import PendingCall
+from farcall.agent.calls import PendingCall, ToldCall
 from farcall.agent.execution import Workplace
 from farcall.agent.handle import Handle, check_usable
 from farcall.agent.lanes import FEW_HANDLES, SMALL_BODY, SMALL_HEAD
@@ -27,13 +29,14 @@ from farcall.errors import OwnerLost, RpcError, RpcTimeoutError, UnknownWorkerEr
 from farcall.options import UNSET_RPC_TIMEOUT
 from farcall.protocol.control import pack_handle, pack_section
 from farcall.protocol.ids import ForkId, Worker, WorkerInfo
-from farcall.protocol.wire import CALL, CALL_CARRYING, METHOD, as_shared
-from farcall.serialization import callable_name, collecting, dumps_arguments, encode_function
+from farcall.protocol.wire import CALL, CALL_CARRYING, METHOD, VALUE, as_shared
+from farcall.serialization import ATOMS, callable_name, collecting, dumps_arguments, encode_function
 from farcall.sleeping import FOREVER
 
 To = str | int | WorkerInfo
 Callee = Callable[..., Any] | str
 """A function; or the name of a method, for messages."""
+_MOST_PLAIN: Final = 1024
 
 
 class Calling:
@@ -51,6 +54,9 @@ class Calling:
         """Set at the end: what every call raises from then on."""
         self._book = book
         self._place = place
+        self._plain: dict[bytes, None] = {}
+        """Functions of remote calls of which the value is worth being told without being asked: it was plain, and
+        wanted here, the last time."""
 
     # Calls
 
@@ -117,10 +123,11 @@ class Calling:
             raise self.closed
         timeout = self.rpc_timeout if timeout == UNSET_RPC_TIMEOUT else self.resolve_timeout(timeout)
         peer = self.numbered.get(handle.reference.owner) or self._owner(handle)
-        if what == METHOD or handle.packed is None:
+        packed = handle.packed
+        if packed is None:
             head = self._head_on(handle, what, method if what == METHOD else "")
         else:
-            head = what + handle.packed
+            head = what + packed + method.encode() if what == METHOD else what + packed
         if args or kwargs:
             future = self._call_with_arguments(peer, method, head, args, kwargs, timeout)
         else:
@@ -139,11 +146,44 @@ class Calling:
             if mail is not None and connection.is_lost():
                 self._book.resend(peer.number)
         future.keeps = handle
-        if future.done():  # answered already, and perhaps before that was set
+        if future._state:  # answered already, and perhaps before that was set
             future.keeps = None
         if unattended:
             future.connection.unattended()
         return future
+
+    def fetch(self, handle: Handle, timeout: float) -> Any:
+        """The value of a reference that another worker owns: a copy. Raises as `call_on`, and what made it fail."""
+        told = handle.told
+        if told is not None:
+            handle.told = None
+            if handle.new_error is not None:
+                raise handle.new_error()
+            if self.closed is not None:
+                raise self.closed
+            seconds = self.rpc_timeout if timeout == UNSET_RPC_TIMEOUT else self.resolve_timeout(timeout)
+            if not told._state:
+                deadline = monotonic() + seconds if seconds else FOREVER
+                told.connection.drive(told, deadline)
+                if not told._state and not told.block(deadline):
+                    handle.told, told.timeout = told, seconds
+                    raise told.too_late()
+            if told.is_told():
+                try:
+                    return told.value()
+                finally:
+                    del told  # see `Future.value`
+            self._plain.pop(handle.callee, None)
+        value = self.call_on(handle, VALUE, "to_here", (), None, timeout).wait()
+        if handle.callee and (value is None or type(value) in ATOMS):
+            if len(self._plain) >= _MOST_PLAIN:
+                self._plain.clear()
+            self._plain[handle.callee] = None
+        return value
+
+    def told_in_vain(self, handle: Handle) -> None:
+        """A reference goes, and nobody wanted to know its value. For finalizers: takes no lock."""
+        self._plain.pop(handle.callee, None)
 
     def _call_with_arguments(
         self,
@@ -236,9 +276,15 @@ class Calling:
         # What is sent is kept until it has arrived, as it may have to be sent again, and the caller may change its own.
         lent = connection.lane.keep(buffers) if buffers else None
         kept = lent[1] if lent is not None else [memoryview(bytes(buffer)) for buffer in buffers]
+        told = None
         try:
+            if head in self._plain and keeps is None:
+                told = ToldCall(connection, next(connection.told_ids), "to_here", 0.0, FOREVER)
+                connection.pending[told.call_id] = told
             try:
-                handle, message = self._book.call_remote(peer.number, handles, head, body, kept, connection, keeps)
+                handle, message = self._book.call_remote(
+                    peer.number, handles, head, body, kept, connection, keeps, told
+                )
             except RpcError:
                 if lent is not None:
                     connection.lane.take_back(lent[0])
@@ -248,10 +294,15 @@ class Calling:
             else:
                 connection.send_control(message, kept, self.rpc_timeout or FOREVER)
         except RpcError:
+            if told is not None:
+                connection.pending.pop(told.call_id, None)
             raise
         except BaseException as error:
             connection.interrupted(error)
             raise
+        if told is not None and connection.is_lost():  # and perhaps does not know of it
+            handle.told = None
+            connection.pending.pop(told.call_id, None)
         return handle
 
     # What they share

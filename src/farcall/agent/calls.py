@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from farcall.errors import RpcError, RpcTimeoutError, SerializationError, WorkerLost
 from farcall.futures import DONE, FAILED, PENDING, Callbacks, Future, run_callbacks
-from farcall.protocol.wire import FAILURE, Bytes
+from farcall.protocol.wire import FAILURE, UNTOLD, Bytes
 from farcall.serialization import callable_name, decode_failure, describe_failure, loads, not_rebuilt, offering
 from farcall.sleeping import FOREVER
 
@@ -84,6 +84,20 @@ class PendingCall(Future[Any]):
         return f"{super().__repr__()[:-1]} of `{callable_name(self.function)}`>"
 
 
+class ToldCall(PendingCall):
+    """What the owner tells of the value of a remote call as soon as it is there. Nobody need look at it."""
+
+    __slots__ = ()
+
+    def report_unseen(self, describe: Callable[[], str]) -> None:
+        """See `Future`; whoever uses the reference hears of the failure."""
+
+    def is_told(self) -> bool:
+        """Of one that is done: whether it has the value, or the failure of its function. Else ask for it."""
+        reply = self._reply
+        return self._state != FAILED and not (isinstance(reply, Reply) and reply.is_untold())
+
+
 class Reply:
     """A reply as it came: unpickled by the thread that wants the value, not by the one that read it."""
 
@@ -105,6 +119,10 @@ class Reply:
         self._body = body
         self._buffers = buffers
         self._handles = handles
+
+    def is_untold(self) -> bool:
+        """Whether it says nothing but that the value has to be asked for."""
+        return self._body == UNTOLD
 
     def load(self) -> tuple[int, Any]:
         """See `Unloaded`."""

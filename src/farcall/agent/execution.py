@@ -13,7 +13,7 @@ Rules
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from types import CoroutineType
 from typing import Any, Final, Protocol
@@ -28,8 +28,8 @@ from farcall.agent.serving import Serving
 from farcall.agent.values import Value
 from farcall.errors import ProtocolError, SerializationError
 from farcall.functions import async_result
-from farcall.futures import Future
-from farcall.protocol.control import pack_section, unpack_handle
+from farcall.futures import DONE, Future, run_callbacks
+from farcall.protocol.control import HANDLE_SIZE, pack_section
 from farcall.protocol.ids import Worker
 from farcall.protocol.wire import (
     FAILURE,
@@ -38,13 +38,16 @@ from farcall.protocol.wire import (
     RESULT,
     RESULT_CARRYING,
     TYPE,
+    UNTOLD,
     VALUE,
     Bytes,
     encode,
 )
 from farcall.serialization import (
+    ATOMS,
     callable_name,
     collecting,
+    dumps_atom,
     dumps_result,
     encode_failure,
     loads_arguments,
@@ -114,9 +117,9 @@ class FunctionJob(ABC):
         """For a request on the value of a reference: holds that from now on, though the reference may be given up."""
         callee = self._callee
         if callee:
-            reference, _, rest = unpack_handle(callee[1:])
-            self._subject = self._place.book.value(reference)
-            self.kind = callee[:1] + rest  # how long a method takes has nothing to do with whose it is
+            self._subject = self._place.book.value_at(callee)
+            # How long a method takes has nothing to do with whose it is.
+            self.kind = callee[:1] + callee[1 + HANDLE_SIZE :]
 
     def run(self) -> Reply | None:
         """See `Job`."""
@@ -133,16 +136,24 @@ class FunctionJob(ABC):
                 subject = self._subject
                 if subject is None:
                     function = resolve_function(callee, self._place.worker)
-                elif not subject.done():
+                elif not subject._state:
                     subject.watch(lambda _: self._place.serving.submit(self), waker=True, attended=True)
                     return None
                 elif subject.failure:
                     return self._failed_with(subject.failure)
-                elif callee[:1] == METHOD:
-                    function = _method(subject.value(), self.kind[1:].decode())
                 else:
-                    name, answer = _QUESTIONS[callee[:1]]
-                    return self._done(name, answer(subject.value()))
+                    value = subject._value if subject._state == DONE else subject.value()  # which raises
+                    what = callee[:1]
+                    if what == VALUE:
+                        return self._done("to_here", value)
+                    if what != METHOD:
+                        name, answer = _QUESTIONS[what]
+                        return self._done(name, answer(value))
+                    name = self.kind[1:].decode()
+                    function = getattr(value, name) if name != "__call__" else value
+                    if not callable(function) and name != "__call__":  # else Python says so
+                        function = _reader_of(value, name, function)
+                    del value
                 if self._body:
                     args, kwargs = self._arguments()
                     result = function(*args, **kwargs)
@@ -211,20 +222,14 @@ class FunctionJob(ABC):
 
 
 _QUESTIONS: Final[dict[bytes, tuple[str, Callable[[Any], Any]]]] = {
-    VALUE: ("to_here", lambda value: value),
     PRESENCE: ("_get_future", lambda value: None),
     TYPE: ("_get_type", type),
 }
-"""What is asked about a value, by which method of the reference, and what answers it."""
+"""What else is asked about a value, by which method of the reference, and what answers it."""
 
 
-def _method(value: Any, name: str) -> Callable[..., Any]:
-    """A method of a value; or what reads an attribute that cannot be called."""
-    if name == "__call__":
-        return value  # type: ignore[no-any-return]  # if it cannot be called, Python says so
-    attribute = getattr(value, name)
-    if callable(attribute):
-        return attribute  # type: ignore[no-any-return]
+def _reader_of(value: Any, name: str, attribute: Any) -> Callable[..., Any]:
+    """What reads an attribute of a value that cannot be called."""
 
     def read(*args: Any, **kwargs: Any) -> Any:
         if args or kwargs:
@@ -269,9 +274,14 @@ class CallJob(FunctionJob):
     def _done(self, function: Callable[..., Any] | str, result: Any) -> Reply | None:
         if result is None:
             return encode(RESULT, self._call_id, b"", b"")
+        handles: Mapping[Handle, int] = {}
+        buffers: Sequence[memoryview] = ()
         try:
-            with collecting() as handles:
-                body, buffers = dumps_result(function, result, self._place.worker)
+            if type(result) in ATOMS:
+                body = dumps_atom(result)
+            else:
+                with collecting() as handles:
+                    body, buffers = dumps_result(function, result, self._place.worker)
             if buffers or len(body) > SMALL_BODY or len(handles) > FEW_HANDLES:
                 self.origin.check_reply(function, len(handles), body, buffers)
             if handles:
@@ -298,9 +308,12 @@ class CallJob(FunctionJob):
 
 
 class RemoteJob(FunctionJob):
-    """One remote call, whose outcome is the value of a reference."""
+    """One remote call, whose outcome is the value of a reference; and is told to the caller if it is plain, and wanted.
 
-    __slots__ = ("_keeps", "_value")
+    Plain is what cannot change: else a copy that is made now may not be what is there when it is used.
+    """
+
+    __slots__ = ("_call_id", "_keeps", "_value")
 
     def __init__(
         self,
@@ -311,11 +324,14 @@ class RemoteJob(FunctionJob):
         buffers: Sequence[Bytes],
         handles: Sequence[Handle],
         keeps: Handle | None = None,
+        origin: Caller | None = None,
+        call_id: int = 0,
     ) -> None:
-        """`keeps`: what must live until it has run, the handle whose method it is."""
+        """`keeps` must live until it has run: the handle whose method it is. `call_id`: answered if it is not 0."""
         # Not super().__init__: one call less for every remote call.
         self._place = place
-        self.origin = None
+        self.origin = origin
+        self._call_id = call_id
         self._body = body
         self._buffers = buffers
         self._handles = handles
@@ -326,22 +342,29 @@ class RemoteJob(FunctionJob):
         if callee[:1] <= TYPE:
             self._find_subject()
 
-    def _done(self, function: Callable[..., Any] | str, result: Any) -> None:
-        self._value.give(result)
+    def _done(self, function: Callable[..., Any] | str, result: Any) -> Reply | None:
+        callbacks = self._value.settle(DONE, result)  # as `Value.give`, without its frame
+        if callbacks:
+            run_callbacks(self._value, callbacks)
+        if not self._call_id:
+            return None
+        body = b"" if result is None else dumps_atom(result) if type(result) in ATOMS else UNTOLD
+        return encode(RESULT, self._call_id, b"", body if len(body) <= SMALL_BODY else UNTOLD)
 
-    def _failed_with(self, failure: bytes) -> None:
+    def _failed_with(self, failure: bytes) -> Reply | None:
         self._value.fail(failure)
+        return encode(FAILURE, self._call_id, b"", failure) if self._call_id else None
 
-    def failed(self, error: BaseException) -> None:
+    def failed(self, error: BaseException) -> Reply | None:
         """See `Awaited`."""
         if not self._value.done():
-            super().failed(error)
+            return super().failed(error)
+        return encode(RESULT, self._call_id, b"", UNTOLD) if self._call_id else None
 
     def _finish(self, function: Callable[..., Any], result: Any, error: BaseException | None) -> None:
         try:
-            if error is None:
-                self._done(function, result)
-            else:
-                self._failed(function, error)
+            reply = self._done(function, result) if error is None else self._failed(function, error)
         except BaseException as escaped:
-            self.failed(escaped)
+            reply = self.failed(escaped)
+        if reply is not None and self.origin is not None:
+            self.origin.answer(reply)

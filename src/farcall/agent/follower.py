@@ -22,7 +22,7 @@ EXIT: Final = Order()
 class Follower:
     """One thread of the pool."""
 
-    __slots__ = ("_gate", "_order", "counted", "depth", "lead", "thread")
+    __slots__ = ("_gate", "_order", "counted", "depth", "lead", "rested", "thread")
 
     def __init__(self) -> None:
         self._gate = Gate()
@@ -31,6 +31,8 @@ class Follower:
         self.thread = 0
         self.counted = False
         """The function it runs is among those that count for the limit. Under the pool's lock."""
+        self.rested = 0.0
+        """Seconds for which the function that it runs has slept or dozed in waits of ours so far."""
         self.depth = 0
         """How many waits of ours its function sleeps in; a callback may wait inside a wait."""
 

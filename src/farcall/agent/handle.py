@@ -19,12 +19,16 @@ from farcall.serialization import collect, take_offered
 
 if TYPE_CHECKING:
     from farcall.agent.book import ReferenceBook
+    from farcall.agent.calls import ToldCall
 
 
 class Handle:
     """One handle of a reference on this worker."""
 
-    __slots__ = ("__weakref__", "_made", "book", "confirmed", "fork", "new_error", "packed", "reference", "value")
+    __slots__ = (
+        "__weakref__", "_made", "book", "callee", "confirmed", "fork", "new_error", "packed", "reference", "told",
+        "value",
+    )  # fmt: skip
 
     def __init__(
         self, book: ReferenceBook, reference: RRefId, fork: ForkId | None, value: Value | None, made: Made
@@ -40,6 +44,10 @@ class Handle:
         """Set if the value is gone: makes the error that every use must raise, a new one each time."""
         self.packed: bytes | None = None
         """Reference and fork as they stand in messages, once somebody has packed them."""
+        self.callee = b""
+        """The function that makes its value, by its name, if this worker has called it."""
+        self.told: ToldCall | None = None
+        """What the owner tells of the value without being asked, until that is used."""
         self._made = made
 
     @property
@@ -59,6 +67,8 @@ class Handle:
         return f"<handle of {self.reference}>"
 
     def __del__(self) -> None:
+        if self.told is not None:
+            self.book.calling.told_in_vain(self)
         self.book.drop_later(self.reference, self.fork)
 
 
@@ -108,7 +118,8 @@ def check_usable(handles: Sequence[Handle], book: ReferenceBook) -> None:
             "send them in parts"
         )
     for handle in handles:
-        handle.check()
+        if handle.new_error is not None:
+            raise handle.new_error()
         if handle.book is not book:
             raise UsageError(
                 f"{handle.reference} is of another group, or of this worker before it was shut down: it cannot be "

@@ -83,6 +83,7 @@ class Incoming:
         self._decoder.shared = self.lane.take
         self._greeting = bytearray()
         self._peer: Hello | None = None
+        self._caller: Worker = -1  # its number, once it has greeted
         self._closed = False
         self.calls_served = 0
         """How many calls have come on it."""
@@ -149,7 +150,7 @@ class Incoming:
     def _take(self, kind: int, call_id: int, head: bytes, body: Bytes, buffers: Sequence[Bytes]) -> None:
         """What has to do with references: they are counted here, before anything of the message is used."""
         book = self._place.book
-        caller = self.caller()
+        caller = self._caller
         if kind != CALL_CARRYING:
             self.calls_served -= 1
         if kind == REMOTE:
@@ -157,7 +158,7 @@ class Incoming:
             taken = book.create_requested(caller, number, reference, fork, carried)
             if taken is not None:
                 value, handles = taken
-                job = self._place.remote_job(self._place, value, callee, body, buffers, handles)
+                job = self._place.remote_job(self._place, value, callee, body, buffers, handles, None, self, call_id)
                 self._place.serving.ready.append(job)
             return
         if kind == CONTROL:
@@ -213,14 +214,14 @@ class Incoming:
         welcome = Welcome(us.name, us.rank, us.number, self._decoder.limits, shares, *self.lane.offer())
         self._sender.send(pack(Purpose.CALLS, welcome))
         self._doorkeeper, self._greeting = None, bytearray()
-        self._peer = hello
+        self._peer, self._caller = hello, hello.number
         self._reception.greeted(self, hello)
         return bytes(buffer)
 
     def caller(self) -> Worker:
         """Who is at the other end, once it has greeted."""
         assert self._peer is not None
-        return self._peer.number
+        return self._caller
 
     def has_greeted(self) -> bool:
         """Whether it is known who is at the other end."""

@@ -8,7 +8,8 @@ from dataclasses import dataclass
 from farcall.agent.handle import Handle, Made, described
 from farcall.agent.values import Value
 from farcall.protocol.ids import ForkId, RRefId, Worker
-from farcall.protocol.references import References, Standing
+from farcall.protocol.reference_tables import Standing
+from farcall.protocol.references import References
 
 
 @dataclass(frozen=True)
@@ -107,7 +108,7 @@ def take_inventory(
 def count_references(references: References, values_to_come: Set[RRefId]) -> dict[str, str]:
     """Counters, by the names that torch gives them. It does not count a value that nobody else has heard of."""
     owned = sum(bool(each.forks) or reference in values_to_come for reference, each in references.owned.items())
-    pending = sum(held.standing is Standing.UNCONFIRMED for held in references.held.values())
+    pending = sum(held.standing is not Standing.CONFIRMED for held in references.held.values())
     return {
         "num_owner_rrefs": str(owned),
         "num_pending_users": str(pending),

@@ -48,7 +48,7 @@ from farcall.protocol.wire import (
     Decoder,
     encode,
 )
-from farcall.sleeping import FOREVER, asleep, on_serving_thread
+from farcall.sleeping import FOREVER, Gate, asleep
 from farcall.transports.base import Buffer, Channel
 
 LOST_ADVICE: Final = "is it still running, and does every worker call rpc.shutdown() at its end?"
@@ -80,17 +80,14 @@ class Outgoing:
         self._awaits_control = False  # what was sent about references is not acknowledged yet
         self._on_news, self._on_lost = on_news, on_lost
         self.new_reply: Callable[..., Reply] = Reply  # the agent sets another one if not all may be loaded
-        self._ids = itertools.count(1)
-        self._decoder = Decoder()
+        self._ids, self.told_ids, self._decoder = itertools.count(1), itertools.count(1 << 63), Decoder()
         self._decoder.shared = lane.take
         self._reading = Reading(self)
         self._attendance = Attendance(self, supervisor, self._reading.look_after)
         self.unattended = self._attendance.unattended
         """See `Readable`; also called for a call that nobody waits for yet. One frame less than a method would be."""
-        self._spinning, self._dozing = Spinning(spin), Dozing()
-        self._poll = self._new_poll()
-        self._lock = threading.RLock()
-        self._receiving = False  # the holder of the reader's role is at it just now
+        self._spinning, self._dozing, self._poll = Spinning(spin), Dozing(), self._new_poll()
+        self._lock, self._receiving = threading.RLock(), False  # the holder of the reader's role is at it just now
         self._lost: RpcError | None = None
         self._advice = self._parting = ""  # the latter: why it is about to end, once the peer has left
         self._first_deadline = FOREVER
@@ -115,9 +112,8 @@ class Outgoing:
     ) -> PendingCall:
         """Sends a call, for which `spent` of its timeout is over already. `function` may be a name, for messages only.
 
-        `mail` is the body of a control message that goes along, in front.
-
-        Its future is settled in any case, with `WorkerLost` if it cannot be sent.
+        `mail` is the body of a control message that goes along, in front. The future is settled in any case, with
+        `WorkerLost` if it cannot be sent.
         """
         call_id = next(self._ids)
         deadline = monotonic() + timeout - spent if timeout else FOREVER
@@ -253,7 +249,7 @@ class Outgoing:
             if self._sender.busy:
                 self.check_wait()
             pause = min(2 * pause, LOOK_AGAIN) if pause else first_pause()
-            if on_serving_thread() and self._dozing.doze(poll):
+            if self._serving.doze(self._dozing, poll):
                 self._receive(future)
                 continue
             with asleep():
@@ -262,6 +258,10 @@ class Outgoing:
                 self._receive(future)
             else:
                 self._handle(WRITABLE)  # a thread that was to send for others as well may have been interrupted
+
+    def doze(self, gate: Gate) -> None:
+        """See `Readable`."""
+        self._serving.doze(self._dozing, gate.doze)
 
     def check_wait(self) -> None:
         """See `Readable`."""
@@ -392,7 +392,7 @@ class Outgoing:
         """See `Readable`."""
         if self.pending or self._late:
             return True
-        if self._awaits_control:
+        if self._awaits_control and not self._attendance.since:  # else that asks, in a moment
             # First unset, then asked: whoever sends something just now sets it after the book knows of that.
             self._awaits_control = False
             if self._book.mailboxes.awaits(self.number):

@@ -33,7 +33,7 @@ from farcall.agent.serving import Serving
 from farcall.errors import WorkerLost
 from farcall.protocol.control import pack_control, pack_section
 from farcall.protocol.reference_messages import Message
-from farcall.protocol.wire import CARRIED, CONTROL, encode
+from farcall.protocol.wire import CARRIED, CONTROL, encode, unanswered
 
 logger = logging.getLogger("farcall")
 
@@ -169,7 +169,7 @@ class Post:
                 if parcel.via.is_lost():
                     parcel.via = connection
                     self.resends += 1
-                    connection.send_control(parcel.frame, parcel.buffers)
+                    connection.send_control(unanswered(parcel.frame), parcel.buffers)
             elif isinstance(parcel, CarriedFrame):
                 if parcel.via.is_lost():
                     parcel.via = connection

@@ -47,6 +47,9 @@ class Readable(Protocol):
         `nested`: this thread reads already, further out. Raises `UsageError` if that must go on first.
         """
 
+    def doze(self, gate: Gate) -> None:
+        """Waits there for a moment, if this thread has a place that it would give away, and that has paid before."""
+
     def check_wait(self) -> None:
         """Raises `UsageError` if this thread is in the midst of something that must go on before a reply can come."""
 
@@ -137,6 +140,8 @@ class Reading:
             if seat is not None:
                 self._connection.check_wait()
                 future.watch(seat.gate.open, waker=True, attended=True)
+                if not future._state:
+                    self._connection.doze(seat.gate)
                 while not future.done() and not self._is_holder(me) and seat.gate.sleep(deadline):
                     pass
             if not future._state and (seat is None or self._is_holder(me)):

@@ -24,20 +24,22 @@ import logging
 import threading
 from collections import deque
 from collections.abc import Callable
+from threading import get_ident
 from time import monotonic, perf_counter, sleep
-from typing import Final
+from typing import Any, Final
 
 from farcall.agent.follower import EXIT, LEAD, Follower, Order
 from farcall.agent.jobs import Answerable, Awaited, Job, Reply
 from farcall.agent.poller import Poller
-from farcall.agent.spinning import Spinning
+from farcall.agent.spinning import Dozing, Spinning
 from farcall.errors import UsageError
 from farcall.sleeping import blocking_thread
 
 logger = logging.getLogger("farcall")
 
 SLOW: Final = 1e-3
-"""A function that took longer than this is run with the lead given away first, next time."""
+"""A function that took longer than this, its waits for others not counted, is run with the lead given away first, next
+time. One that only waits gives the lead away when it comes to that, and need not do so before."""
 _BURST: Final = 64
 _IDLE_LIFE: Final = 10.0
 _PAUSE: Final = 0.01
@@ -62,6 +64,7 @@ class Serving:
         self._slow: dict[object, None] = {}
         self._closing = False
         self._closed = False
+        self._dozing = False  # the leader's function has come to wait, most likely for a moment only
         self._sleeping = 0  # functions that sleep in a wait of ours
         self._leader: Follower | None = None
         self._supervised = False  # the supervisor was woken since the leader slept last
@@ -186,20 +189,22 @@ class Serving:
                 continue
             kind = job.kind
             if kind in slow and self._replace(follower):
-                self._run_as_follower(job)
+                self._run_as_follower(job, follower)
                 return True
+            follower.rested = 0.0
             began = perf_counter()
             try:
                 reply = job.run()
             except BaseException as error:
                 reply = self._escaped(job, error)
-            took = perf_counter() - began
-            if not lead.end():
-                self._note_slow(kind)
-                self._answer(job, reply)
-                return True
+            took = perf_counter() - began - follower.rested
             if took > SLOW:
                 self._note_slow(kind)
+            if not lead.end():
+                if not follower.rested:  # it was seen to be slow, and did not come to wait
+                    self._note_slow(kind)
+                self._answer(job, reply)
+                return True
             origin = job.origin
             del job  # what it holds must not live on until there is another
             if reply is not None:
@@ -286,13 +291,14 @@ class Serving:
 
     # The followers
 
-    def _run_as_follower(self, job: Job) -> None:
+    def _run_as_follower(self, job: Job, follower: Follower) -> None:
+        follower.rested = 0.0
         began = perf_counter()
         try:
             reply = job.run()
         except BaseException as error:
             reply = self._escaped(job, error)
-        if perf_counter() - began < SLOW / 2:
+        if perf_counter() - began - follower.rested < SLOW / 2:
             self._slow.pop(job.kind, None)
         self._answer(job, reply)
 
@@ -307,13 +313,13 @@ class Serving:
             with self._lock:
                 self._running -= follower.counted
                 follower.counted = False
-                job = self._take_job(follower)
+                job = None if self._dozing else self._take_job(follower)
                 if job is None:
                     if self._closing or len(self._idle) >= self._limit:
                         return False
                     self._idle.append(follower)
                     return True
-            self._run_as_follower(job)
+            self._run_as_follower(job, follower)
             job = None  # what it holds must not live on until there is another
 
     def _has_place(self) -> bool:
@@ -371,6 +377,7 @@ class Serving:
 
     def _live(self, follower: Follower) -> None:
         """The life of a thread: sleep, lead or run, sleep again."""
+        follower.thread = get_ident()
         blocking_thread.before = lambda: self._before_sleep(follower)
         blocking_thread.after = lambda: self._after_sleep(follower)
         try:
@@ -396,7 +403,7 @@ class Serving:
                     if not self._lead(follower):
                         return False
                 elif order is not None:
-                    self._run_as_follower(order)  # type: ignore[arg-type]  # EXIT does not come here
+                    self._run_as_follower(order, follower)  # type: ignore[arg-type]  # EXIT does not come here
                 order = None
                 return self._follow(follower)
             except BaseException:  # nothing should come here; if it does, the service must not end
@@ -418,6 +425,22 @@ class Serving:
 
     # A function of this pool sleeps in a wait of ours
 
+    def doze(self, dozing: Dozing, poll: Callable[[int], Any]) -> Any:
+        """See `Dozing.doze`, for the leader's function. Nothing in another thread: it has no lead to give away.
+
+        While the leader dozes, nobody else takes what is ready: it will be back in a moment, and one thread that does
+        it all costs less than two that take turns.
+        """
+        leader = self._leader
+        if leader is None or leader.thread != get_ident() or not leader.lead.is_running():
+            return None
+        began, self._dozing = perf_counter(), True
+        try:
+            return dozing.doze(poll)
+        finally:
+            self._dozing = False
+            leader.rested += perf_counter() - began
+
     def _before_sleep(self, follower: Follower) -> None:
         if follower.depth:
             follower.depth += 1
@@ -430,6 +453,7 @@ class Serving:
                     "use rpc_async in it"
                 )
             follower.depth = 1
+            follower.rested -= perf_counter()
             self._sleeping += 1
             self._running -= follower.counted
             follower.counted = False
@@ -445,7 +469,7 @@ class Serving:
     def _fill_place(self) -> None:
         """A function that ran has come to sleep: another thread runs what is ready."""
         with self._lock:
-            if self._closing or not self._has_place():
+            if self._closing or self._dozing or not self._has_place():
                 return
         helper = self._have_follower()
         if helper is None:
@@ -464,6 +488,7 @@ class Serving:
             return
         with self._lock:
             follower.depth = 0
+            follower.rested += perf_counter()
             if not follower.lead.is_running():  # no thread could be had for the lead: it is the leader still
                 self._running += 1
                 follower.counted = True

@@ -48,6 +48,9 @@ class _Trust:
 
     __slots__ = ("_rest", "_resting", "_score")
 
+    _chances = 1
+    """So many misses after a rest, and it rests again."""
+
     def __init__(self) -> None:
         self._score = _TRUST
         self._resting = 0  # how many waits to go without it
@@ -65,7 +68,7 @@ class _Trust:
             self._take_a_rest()
 
     def _take_a_rest(self) -> None:
-        self._score = _MISS_COSTS  # one more miss after the rest, and it rests again
+        self._score = self._chances * _MISS_COSTS
         self._resting = self._rest
         self._rest = min(2 * self._rest, _LONGEST_REST)
 
@@ -75,11 +78,14 @@ class Dozing(_Trust):
 
     __slots__ = ()
 
-    def doze(self, poll: Callable[[int], list[Any]]) -> list[Any]:
-        """What `poll` gives within a millisecond, if that has paid before; nothing if the place should be given up."""
+    _chances = 4
+    """After a rest there are many threads that wait at once, for longer than one alone would: they must go first."""
+
+    def doze(self, poll: Callable[[int], Any]) -> Any:
+        """What `poll(1)` gives within a millisecond, if that has paid; nothing if the lead should be given up."""
         if self._resting:
             self._resting -= 1
-            return []
+            return None
         before = perf_counter()
         events = poll(1)
         if events and perf_counter() - before < _WORTH:

@@ -81,6 +81,9 @@ class ReferenceCalls(Protocol):
         Raises as `RpcAgent.call`, and as `Handle.check`.
         """
 
+    def fetch(self, handle: Any, timeout: float) -> Any:
+        """The value of a reference that another worker owns, a copy. Raises as `call_on`, and what made it fail."""
+
     def remote_on(self, handle: Any, method: str, args: Sequence[Any], kwargs: Mapping[str, Any] | None) -> Handle:
         """As `call_on`, for a method; the result stays with the owner. Raises as `call_on`."""
 

@@ -19,7 +19,7 @@ from collections.abc import Sequence
 from typing import Final
 
 from farcall.errors import ProtocolError
-from farcall.protocol.ids import ForkId, RRefId
+from farcall.protocol.ids import ForkId, RRefId, new_tuple
 from farcall.protocol.reference_messages import (
     Carried,
     ChildAccepted,
@@ -47,6 +47,9 @@ _SECTION: Final = struct.Struct("<QH")
 _HANDLE: Final = struct.Struct("<IIQIQ")
 _REMOTE: Final = struct.Struct("<QHIIQIQ")
 HANDLE_SIZE: Final = _HANDLE.size
+unpack_reference: Final = struct.Struct("<IIQ").unpack_from
+"""`unpack_reference(head, at)`: the reference of a handle in a head, as a plain tuple, which is equal to its `RRefId`.
+Bound to struct's own method: raises `struct.error`."""
 SECTION_SIZE: Final = _SECTION.size
 """Without the handles."""
 MOST_HANDLES: Final = 0xFFFF
@@ -56,9 +59,10 @@ MOST_HANDLES: Final = 0xFFFF
 def pack_control(acknowledged: int, messages: Sequence[tuple[int, Message]]) -> bytes:
     """An acknowledgement and numbered messages."""
     parts = [_ACKNOWLEDGEMENT.pack(acknowledged)]
+    codes, pack = _CODES, _ENTRY.pack
     for number, message in messages:
         reference, fork = message
-        parts.append(_ENTRY.pack(number, _CODES[type(message)], *reference, *fork))
+        parts.append(pack(number, codes[type(message)], *reference, *fork))
     return b"".join(parts)
 
 
@@ -74,12 +78,16 @@ def unpack_control(body: bytes | bytearray | memoryview) -> tuple[int, list[tupl
     ):
         if code >= len(_KINDS):
             raise ProtocolError(f"a control message of unknown kind {code} came")
-        messages.append((number, _KINDS[code](RRefId(owner, creator, count), ForkId(fork_creator, fork_number))))
+        named = new_tuple(RRefId, (owner, creator, count)), new_tuple(ForkId, (fork_creator, fork_number))
+        messages.append((number, new_tuple(_KINDS[code], named)))
     return acknowledged, messages
 
 
 def pack_section(number: int, handles: Sequence[Carried]) -> bytes:
     """The front of the head of a message that carries handles, at most `MOST_HANDLES`. Does not fail."""
+    if len(handles) == 1:
+        ((reference, fork),) = handles
+        return _REMOTE.pack(number, 1, *reference, *fork)
     return _SECTION.pack(number, len(handles)) + b"".join([pack_handle(*handle) for handle in handles])
 
 
@@ -95,7 +103,8 @@ def unpack_remote(head: bytes) -> tuple[int, list[Carried], RRefId, ForkId, byte
     if len(head) >= _REMOTE.size:
         number, count, owner, creator, place, fork_creator, fork_number = _REMOTE.unpack_from(head)
         if not count:
-            return number, [], RRefId(owner, creator, place), ForkId(fork_creator, fork_number), head[_REMOTE.size :]
+            reference, fork = new_tuple(RRefId, (owner, creator, place)), new_tuple(ForkId, (fork_creator, fork_number))
+            return number, [], reference, fork, head[_REMOTE.size :]
     number, carried, rest = unpack_section(head)
     return number, carried, *unpack_handle(rest)
 
@@ -105,11 +114,15 @@ def unpack_section(head: bytes) -> tuple[int, list[Carried], bytes]:
     if len(head) < _SECTION.size:
         raise ProtocolError("a message that should carry references has no place for them")
     number, count = _SECTION.unpack_from(head)
+    if count == 1 and len(head) >= _REMOTE.size:
+        _, _, owner, creator, place, fork_creator, fork_number = _REMOTE.unpack_from(head)
+        named = new_tuple(RRefId, (owner, creator, place)), new_tuple(ForkId, (fork_creator, fork_number))
+        return number, [new_tuple(Carried, named)], head[_REMOTE.size :]
     end = _SECTION.size + count * HANDLE_SIZE
     if len(head) < end:
         raise ProtocolError(f"a message announced {count} references, but does not carry as many")
     handles = [
-        Carried(RRefId(owner, creator, count), ForkId(fork_creator, fork_number))
+        new_tuple(Carried, (new_tuple(RRefId, (owner, creator, count)), new_tuple(ForkId, (fork_creator, fork_number))))
         for owner, creator, count, fork_creator, fork_number in _HANDLE.iter_unpack(head[_SECTION.size : end])
     ]
     return number, handles, head[end:]

@@ -66,7 +66,13 @@ class Delivery(Generic[M]):
     def receive(self, peer: Worker, number: int) -> bool:
         """Whether the message of that number is to be taken: it is new, and its sender is not lost."""
         link = self._links.get(peer)
-        return link is not None and link.received.add(number)
+        if link is None:
+            return False
+        received = link.received
+        if number == received.mark + 1 and not received.beyond:  # the rule, without a frame
+            received.mark = number
+            return True
+        return received.add(number)
 
     def acknowledgement(self, peer: Worker) -> int:
         """The number up to which all messages of the peer have come; 0 for none, or if it is lost."""

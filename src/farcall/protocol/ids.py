@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import NamedTuple, TypeAlias
+from typing import Any, Final, NamedTuple, TypeAlias
 
 Worker: TypeAlias = int
 """A worker as the protocols see it: a number that no other worker, nor the same one started again, ever has."""
+
+new_tuple: Final[Callable[..., Any]] = tuple.__new__
+"""`new_tuple(RRefId, (owner, creator, number))`: what is made for every reference and message, without a frame."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -42,7 +42,7 @@ class ForkRefused(NamedTuple):
 
 
 class ChildAccepted(NamedTuple):
-    """Child to parent: the owner has counted the fork you made for me; you need not hold on for it."""
+    """Child to parent: the owner has counted the fork you made for me, or it is no more; do not hold on for it."""
 
     reference: RRefId
     fork: ForkId
@@ -124,6 +124,13 @@ class HandleReceived(NamedTuple):
     sender: Worker
 
 
+class HandleKept(NamedTuple):
+    """The program has not dropped a handle that came in a message, and was lent to it, for longer than a moment."""
+
+    reference: RRefId
+    fork: ForkId
+
+
 class HandleDropped(NamedTuple):
     """The program let go of a handle. `fork` is None for the owner's own handle."""
 
@@ -147,6 +154,7 @@ Event: TypeAlias = (
     | HandlePassed
     | PassingFailed
     | HandleReceived
+    | HandleKept
     | HandleDropped
     | MessageReceived
 )

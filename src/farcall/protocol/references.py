@@ -6,22 +6,27 @@ keeps a table of who holds which. A worker that puts a handle into a message mak
 fork's *parent*, the receiver holds the *child*. Nobody waits for any of this: handles are used at once.
 
     remote call    creator ──CreateRequest──▸ owner; confirmed by its delivery, as the owner never refuses it
-    user to user   parent ──(child in a message)──▸ child ──ForkRequest──▸ owner ──ForkAccepted──▸ child
-                   child ──ChildAccepted──▸ parent
+    user to user   parent ──(child in a message)──▸ child, lent for a moment. If it is dropped by then:
+                   child ──ChildAccepted──▸ parent, and the owner never hears of it. Else:
+                   child ──ForkRequest──▸ owner ──ForkAccepted──▸ child ──ChildAccepted──▸ parent
     owner to user  counted by the owner as it is passed; confirmed as it arrives, and never asked for
     user to owner  becomes one of the owner's own handles; owner ──ChildAccepted──▸ parent
     the end        holder ──UserDeleted──▸ owner, once the handle was dropped, is confirmed, and has no child pending
 
 Guarantees
 - G1: the owner hears of the end of every fork, by `UserDeleted` or by the loss of its holder.
-- G2: a parent's fork is not given up before the owner has counted its children.
+- G2: a parent's fork is not given up before the owner has counted its children, or they have come to their end.
 
 Invariants, checked by name in the tests
 - LIVE: no value is released while a confirmed handle of it lives.
+- LENT: nor while a lent one lives, as long as everybody lives through whose hands it came from one that is confirmed.
 - EMPTY: when all handles are gone and no message is under way, every table is empty.
 - UNCHANGED: illegal input raises `ProtocolError` and changes nothing.
 - SETTLED: the loss of a worker settles everything that waited for it; no table keeps anything of it.
-- ANSWERED: every handle that is not confirmed has a request under way, or noted at the owner.
+- ANSWERED: every handle that is neither confirmed nor lent has a request under way, or noted at the owner.
+
+Most handles that are passed on go to a function that uses them and ends. So the owner is asked only for what has been
+kept for a moment (`HandleKept`), or whose parent has died: until then the parent's fork keeps the value for both.
 
 It holds under any order of messages. Two things make that so. A delete is not sent before the fork is confirmed, so it
 can't arrive before the request. And a request for a reference that the owner does not know is told apart: numbers of
@@ -43,11 +48,10 @@ Pure: events in, effects out. It holds no value, sends nothing, and knows no tim
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from enum import Enum
 from typing import Any
 
 from farcall.errors import ProtocolError
-from farcall.protocol.ids import ForkId, RRefId, Worker
+from farcall.protocol.ids import ForkId, RRefId, Worker, new_tuple
 from farcall.protocol.reference_messages import (
     Carried,
     ChildAccepted,
@@ -60,6 +64,7 @@ from farcall.protocol.reference_messages import (
     ForkRefused,
     ForkRequest,
     HandleDropped,
+    HandleKept,
     HandlePassed,
     HandleReceived,
     Message,
@@ -75,39 +80,8 @@ from farcall.protocol.reference_messages import (
     UserDeleted,
     ValueMade,
 )
+from farcall.protocol.reference_tables import Held, Owned, Standing
 from farcall.protocol.watermark import Watermark
-
-
-class Owned:
-    """A reference whose value lives here, or will (`created` is False while its creator's request is under way)."""
-
-    __slots__ = ("created", "forks", "handles", "refused")
-
-    def __init__(self, created: bool) -> None:
-        self.created = created
-        self.refused = False  # the value is gone, or will never come: an error stands for it
-        self.handles = 0
-        self.forks: dict[ForkId, Worker] = {}  # who holds which
-
-
-class Standing(Enum):
-    """What the owner has said about a fork of ours."""
-
-    UNCONFIRMED = "unconfirmed"
-    CONFIRMED = "confirmed"
-
-
-class Held:
-    """A fork that this worker holds."""
-
-    __slots__ = ("children", "dropped", "parent", "reference", "standing")
-
-    def __init__(self, reference: RRefId, standing: Standing, parent: Worker | None) -> None:
-        self.reference = reference
-        self.standing = standing
-        self.parent = parent  # who waits for our ChildAccepted; None if nobody does
-        self.dropped = False
-        self.children: dict[ForkId, Worker] = {}  # made from this one, not yet counted by the owner: who gets which
 
 
 class References:
@@ -117,6 +91,8 @@ class References:
         self.me = me
         self.owned: dict[RRefId, Owned] = {}
         self.held: dict[ForkId, Held] = {}
+        self.lent: dict[ForkId, Held] = {}
+        """Those of the held that the owner was not asked for yet."""
         self.peers: dict[Worker, Watermark] = {}
         """The workers that are there, and which references each has created here."""
         self._parents: dict[ForkId, ForkId] = {}  # of the children that are pending
@@ -131,6 +107,7 @@ class References:
             HandlePassed: self.handle_passed,
             PassingFailed: self.passing_failed,
             HandleReceived: self.handle_received,
+            HandleKept: self.handle_kept,
             HandleDropped: self.handle_dropped,
             MessageReceived: self.message_received,
         }
@@ -159,7 +136,7 @@ class References:
     def new_fork(self) -> ForkId:
         """An id for a fork that this worker is about to make."""
         self._forks += 1
-        return ForkId(self.me, self._forks)
+        return new_tuple(ForkId, (self.me, self._forks))  # type: ignore[no-any-return]
 
     def ids_given(self, owner: Worker) -> tuple[int, int]:
         """How many references at `owner`, and how many forks, have got ids so far: for `take_back`."""
@@ -185,7 +162,7 @@ class References:
         """New ids, and `remote_called` with them, for an owner that is there. In one frame, for speed."""
         number = self._numbers[owner] = self._numbers.get(owner, 0) + 1
         self._forks += 1
-        reference, fork = RRefId(owner, self.me, number), ForkId(self.me, self._forks)
+        reference, fork = new_tuple(RRefId, (owner, self.me, number)), new_tuple(ForkId, (self.me, self._forks))
         self.held[fork] = Held(reference, Standing.UNCONFIRMED, None)
         return reference, fork
 
@@ -239,6 +216,8 @@ class References:
                 continue
             if held.parent == lost:
                 held.parent = None  # the owner decides whether the fork counts; nobody waits for our word
+                if held.standing is Standing.LENT:
+                    effects += self._ask(fork, held)
             for child in [child for child, to in held.children.items() if to == lost]:
                 self._settle_child(held, child)
             effects += self._delete_if_done(fork, held)
@@ -344,8 +323,10 @@ class References:
         if sender == reference.owner:
             self.held[fork] = Held(reference, Standing.CONFIRMED, None)
             return [ConfirmHandle(reference, fork)]
-        self.held[fork] = Held(reference, Standing.UNCONFIRMED, sender if sender in self.peers else None)
-        return [SendMessage(reference.owner, ForkRequest(reference, fork))]
+        self.held[fork] = self.lent[fork] = held = Held(reference, Standing.LENT, sender)
+        if sender not in self.peers:
+            held.parent = None  # who would have kept it for us
+        return self._ask(fork, held) if held.parent is None else []
 
     def _own_handle_received(self, reference: RRefId, fork: ForkId, sender: Worker) -> list[Effect]:
         owned = self.owned.get(reference)
@@ -358,6 +339,18 @@ class References:
             owned.forks.pop(fork, None)
             return effects
         return effects + self._tell_parent(sender, reference, fork)
+
+    def handle_kept(self, reference: RRefId, fork: ForkId) -> list[Effect]:
+        """See `HandleKept`."""
+        held = self.lent.get(fork)
+        if held is None or held.dropped or held.reference != reference:
+            raise ProtocolError(f"{fork} of {reference} is not lent to this worker")
+        return self._ask(fork, held)
+
+    def _ask(self, fork: ForkId, held: Held) -> list[Effect]:
+        held.standing = Standing.UNCONFIRMED
+        del self.lent[fork]
+        return [SendMessage(held.reference.owner, ForkRequest(held.reference, fork))]
 
     def handle_dropped(self, reference: RRefId, fork: ForkId | None) -> list[Effect]:
         """See `HandleDropped`."""
@@ -392,7 +385,10 @@ class References:
         owned = self.owned.get(reference)
         if owned is not None and fork in owned.forks:
             raise ProtocolError(f"{fork} is counted already")
-        if not self.peers[sender].add(reference.number):
+        created, number = self.peers[sender], reference.number
+        if number == created.mark + 1 and not created.beyond:  # the rule, without a frame
+            created.mark = number
+        elif not created.add(number):
             raise ProtocolError(f"{reference} was made before")
         if owned is None:
             owned = self.owned[reference] = Owned(created=True)
@@ -468,16 +464,20 @@ class References:
     # What follows
 
     def _tell_parent(self, parent: Worker, reference: RRefId, fork: ForkId) -> list[Effect]:
-        return [SendMessage(parent, ChildAccepted(reference, fork))] if parent in self.peers else []
+        told = new_tuple(ChildAccepted, (reference, fork))
+        return [new_tuple(SendMessage, (parent, told))] if parent in self.peers else []
 
     def _delete_if_done(self, fork: ForkId, held: Held) -> list[Effect]:
-        if not held.dropped or held.children or held.standing is not Standing.CONFIRMED:
+        if not held.dropped or held.children or held.standing is Standing.UNCONFIRMED:
             return []  # G2, and: a delete must not overtake its own request
         self._forget(fork, held)
-        return [SendMessage(held.reference.owner, UserDeleted(held.reference, fork))]
+        if held.parent is not None:  # it was lent, and is given back
+            return self._tell_parent(held.parent, held.reference, fork)
+        return [new_tuple(SendMessage, (held.reference.owner, new_tuple(UserDeleted, (held.reference, fork))))]
 
     def _forget(self, fork: ForkId, held: Held) -> None:
         del self.held[fork]
+        self.lent.pop(fork, None)
         for child in held.children:
             del self._parents[child]
 

@@ -26,8 +26,9 @@
 
 A message that carries references has a *section* in front of its head (`control.py`). `carried` brings the references
 of a call or reply that was lost with its connection. `shares` says that the other side may put buffers into shared
-memory from now on. A large message comes in parts, so that others need not wait for its end: each has its call id, and
-its bytes are the next of head, body and buffers. The *callee* is
+memory from now on. A `remote` with a call id is answered as a call for its value would be, as soon as that is there; by
+`UNTOLD` if it has to be asked for. A large message comes in parts, so that others need not wait for its end: each has
+its call id, and its bytes are the next of head, body and buffers. The *callee* is
 
     empty                              a function by value: it is the first of the arguments
     module, 0, name                    a function by name
@@ -75,6 +76,9 @@ VALUE: Final = b"\2"
 PRESENCE: Final = b"\3"
 TYPE: Final = b"\4"
 
+UNTOLD: Final = b"\0"
+"""The body of a result that says: the value is there, and has to be asked for. No pickle begins like that."""
+
 HEADER: Final = struct.Struct("<BBHIQQ")
 MAX_HEAD: Final = 1 << 22
 MAX_MESSAGE: Final = 1 << 40
@@ -111,6 +115,11 @@ _unpack_from = struct.Struct("<IIQQ").unpack_from
 def encode(kind: int, call_id: int, head: bytes, body: bytes) -> bytes:
     """A message without out-of-band buffers."""
     return _pack(kind, 0, 0, len(head), len(body), call_id) + head + body
+
+
+def unanswered(message: bytes) -> bytes:
+    """The same message without a call id: what is sent again, on another connection, is not answered there."""
+    return message[:16] + bytes(8) + message[24:]
 
 
 def encode_start(kind: int, call_id: int, head: bytes, body: bytes, buffers: Sequence[memoryview]) -> bytes:

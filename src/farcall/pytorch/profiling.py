@@ -228,7 +228,7 @@ class ProfilerRider:
 
     def concerns(self, agent: Agent, to: WorkerInfo) -> bool:
         """See `Rider`."""
-        return bool(_profiler_enabled()) and is_profiled()
+        return _profiler_enabled() and is_profiled()  # not bool(): it is on the path of every call
 
     def board(self, agent: Agent, departure: Departure) -> Trip:
         """See `Rider`."""

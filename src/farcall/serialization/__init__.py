@@ -9,9 +9,11 @@ from farcall.serialization.failures import decode_failure, describe_failure, enc
 from farcall.serialization.guarded import Guard, loads_arguments_guarded, loads_guarded, register_plain
 from farcall.serialization.handles import collect, collecting, offered, offering, take_offered
 from farcall.serialization.pickler import (
+    ATOMS,
     Pickled,
     dumps,
     dumps_arguments,
+    dumps_atom,
     dumps_inline,
     dumps_result,
     loads,
@@ -22,6 +24,7 @@ from farcall.serialization.plain_arrays import OUT_OF_BAND_SIZE, code_of, regist
 from farcall.serialization.reducers import dumps_reduced, register_family_reducer, register_reducer
 
 __all__ = [
+    "ATOMS",
     "OUT_OF_BAND_SIZE",
     "Guard",
     "Pickled",
@@ -33,6 +36,7 @@ __all__ = [
     "describe_failure",
     "dumps",
     "dumps_arguments",
+    "dumps_atom",
     "dumps_inline",
     "dumps_reduced",
     "dumps_result",

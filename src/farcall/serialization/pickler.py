@@ -53,6 +53,9 @@ Pickled: TypeAlias = tuple[bytes, list[memoryview]]
 
 Buffer: TypeAlias = bytes | bytearray | memoryview
 
+ATOMS: Final = frozenset({int, float, complex, bool, str})
+"""What holds nothing else, neither a buffer nor a reference, and needs no code to be made again."""
+
 _modules = sys.modules
 
 
@@ -94,6 +97,11 @@ def dumps_inline(value: Any) -> bytes:
     Raises whatever pickle raises.
     """
     return _payload(value, None)
+
+
+def dumps_atom(value: Any) -> bytes:
+    """The payload of a value whose type is one of `ATOMS`. For that, the same as `dumps` and with fewer frames."""
+    return _pickle_dumps(value, 5)
 
 
 def loads(payload: Buffer, buffers: Sequence[Buffer] = ()) -> Any:

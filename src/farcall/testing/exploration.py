@@ -38,6 +38,7 @@ from farcall.testing.invariants import (
     check_answered,
     check_empty,
     check_kept,
+    check_lent,
     check_live,
     check_rest,
     check_settled,
@@ -177,6 +178,8 @@ class Exploration:
                 continue
             for number in worker.handles:
                 yield ("drop", me, number), None
+                if worker.handles[number].fork in worker.references.lent:
+                    yield ("keep", me, number), None
                 if left.forks and worker.can_pass(number):
                     for to in range(len(state.workers)):
                         yield ("pass", me, to, number), None
@@ -225,7 +228,7 @@ class Exploration:
                 return self._lose(state, packet)
             case ("resend", *_), Packet():
                 return self._resend(state, packet)
-            case ("drop", int(me), _), _:
+            case ("drop" | "keep", int(me), _), _:
                 return self._act(state, step, me)
             case ("pass", int(me), _, _), _:
                 return self._act(state._replace(left=left._replace(forks=left.forks - 1)), step, me)
@@ -330,6 +333,8 @@ class Exploration:
                 worker.send((handle,), to)
             case "drop", _, int(handle):
                 worker.drop(handle)
+            case "keep", _, int(handle):
+                worker.keep(handle)
             case "tell", _, int(dead):
                 worker.lose(dead)
             case "crash", _:
@@ -348,6 +353,7 @@ class Exploration:
                 self._check_alone(self._workers[position])
                 self._sound[position] = True
         check_live(workers)
+        check_lent(workers)
         packets = [*self._sets[state.under_way], *self._sets[state.lost]]
         asked = {p.payload.fork for p in packets if not p.taken and isinstance(p.payload, _ABOUT_STANDING)}
         check_answered(workers, [worker for worker in workers.values() if worker.alive], asked)
@@ -358,6 +364,8 @@ class Exploration:
         if state.untold or any(not packet.taken for packet in packets):
             return False
         living = [worker for worker in workers.values() if worker.alive]
+        if any(worker.lent() for worker in living):
+            return False
         if any(self._confirms(one, other) for one in living for other in living):
             return False
         check_rest(workers, deaths=self._deaths_possible - state.left.crashes)

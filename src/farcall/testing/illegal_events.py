@@ -16,6 +16,7 @@ from farcall.protocol.reference_messages import (
     ForkRefused,
     ForkRequest,
     HandleDropped,
+    HandleKept,
     HandlePassed,
     HandleReceived,
     MessageReceived,
@@ -51,6 +52,7 @@ def _always(references: References) -> list[Event]:
         HandlePassed(theirs, nowhere, ForkId(me, NEVER + 1), peer),
         HandlePassed(ours, None, nowhere, peer),
         HandleReceived(Carried(foreign, ForkId(NOBODY, NEVER)), peer),
+        HandleKept(theirs, nowhere),
         HandleDropped(ours, None),
         MessageReceived(NOBODY, ForkRequest(ours, ForkId(NOBODY, 1))),
         MessageReceived(peer, CreateRequest(RRefId(NOBODY, peer, NEVER), ForkId(peer, NEVER))),
@@ -95,7 +97,11 @@ def _of_what_is_held(references: References) -> list[Event]:
             if other != owner:
                 found.append(MessageReceived(other, ForkAccepted(reference, fork)))
                 found.append(MessageReceived(other, ForkRefused(reference, fork)))
-        if held.standing.value == "confirmed":
+        if held.standing.value != "lent" or held.dropped:
+            found.append(HandleKept(reference, fork))
+        else:
+            found.append(HandleKept(RRefId(owner, NOBODY, NEVER), fork))
+        if held.standing.value != "unconfirmed":
             found.append(CreateDelivered(reference, fork))
             found.append(MessageReceived(owner, ForkAccepted(reference, fork)))
             found.append(MessageReceived(owner, ForkRefused(reference, fork)))

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Collection, Iterable, Mapping
 
 from farcall.protocol.ids import ForkId, RRefId, Worker
-from farcall.protocol.references import Standing
+from farcall.protocol.reference_tables import Standing
 from farcall.testing.simulated_workers import CONFIRMED, ORPHANED, PENDING, REFUSED, SimulatedWorker
 
 Workers = Mapping[Worker, SimulatedWorker]
@@ -32,6 +32,34 @@ def check_live(workers: Workers) -> None:
             for handle in worker.handles.values():
                 if handle.standing is CONFIRMED:
                     check_not_released(workers, worker.me, handle.reference)
+
+
+def check_lent(workers: Workers) -> None:
+    """LENT: nor while one lives that is lent, if all do through whose hands it came from one that is confirmed."""
+    for worker in workers.values():
+        if worker.alive:
+            for fork in worker.references.lent:
+                _check_lender(workers, worker, fork)
+
+
+def _check_lender(workers: Workers, holder: SimulatedWorker, fork: ForkId) -> None:
+    """Its parent waits for a word about it, and so on, up to one that is not lent."""
+    at = holder
+    while (held := at.references.held.get(fork)) is not None and held.standing is Standing.LENT:
+        assert held.parent is not None
+        at = workers[held.parent]
+        if not at.alive:
+            return  # the holder will be told, and ask
+        parent = at.references._parents.get(fork)
+        if parent is None and held.reference.owner not in at.lost and not any(w.lost for w in workers.values()):
+            raise BrokenInvariant("LENT", f"worker {at.me} does not know that it lent {fork} of {held.reference}")
+        if parent is None:
+            return  # refused or orphaned, because somebody died; and so will this one be
+        fork = parent
+    if held is not None and (held.standing is Standing.CONFIRMED or all(w.alive for w in workers.values())):
+        owner = workers[held.reference.owner]
+        if owner.alive and held.reference in owner.released:
+            raise BrokenInvariant("LENT", f"{held.reference} was released, and was lent to worker {holder.me}")
 
 
 def check_not_released(workers: Workers, holder: Worker, reference: RRefId) -> None:
@@ -128,6 +156,7 @@ def check_empty(workers: Workers) -> None:
         left: dict[str, Collection[object]] = {
             "owned": references.owned,
             "held": references.held,
+            "lent": references.lent,
             "pending children": references._parents,
             "values": worker.values,
             "errors for values": worker.refused,

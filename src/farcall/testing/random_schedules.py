@@ -132,7 +132,11 @@ class RandomSchedule:
         me = worker.me
         handle = self._choose(list(worker.handles))
         if dice < 0.4:
-            step("drop", me, handle)
+            lent = worker.lent()
+            if lent and self._random() < 0.4:
+                step("keep", me, self._choose(lent))
+            else:
+                step("drop", me, handle)
             return
         to = self._below(len(self.network.workers))
         if dice < 0.75:

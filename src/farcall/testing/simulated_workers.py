@@ -23,6 +23,7 @@ from farcall.protocol.reference_messages import (
     CreateRequest,
     Effect,
     HandleDropped,
+    HandleKept,
     HandlePassed,
     HandleReceived,
     Message,
@@ -36,7 +37,8 @@ from farcall.protocol.reference_messages import (
     SendMessage,
     ValueMade,
 )
-from farcall.protocol.references import Held, Owned, References
+from farcall.protocol.reference_tables import Held, Owned
+from farcall.protocol.references import References
 from farcall.protocol.watermark import Watermark
 
 PENDING, CONFIRMED, REFUSED, ORPHANED = "pending", "confirmed", "refused", "orphaned"
@@ -160,6 +162,17 @@ class SimulatedWorker:
         if handle.fork is not None:
             del self.by_fork[handle.fork]
         self.perform(self.references.handle(HandleDropped(handle.reference, handle.fork)))
+
+    def lent(self) -> list[int]:
+        """The handles that the program has, and that their owner was not asked for yet."""
+        lent = self.references.lent
+        return [number for number, handle in self.handles.items() if handle.fork in lent] if lent else []
+
+    def keep(self, number: int) -> None:
+        """The program has kept a handle for a moment that was lent to it."""
+        handle = self.handles[number]
+        assert handle.fork is not None
+        self.perform(self.references.handle(HandleKept(handle.reference, handle.fork)))
 
     def takes(self, sender: Worker, payload: Payload) -> bool:
         """Whether it knows of everybody whom the message names."""
@@ -294,6 +307,7 @@ def tables(references: References) -> Hashable:
             (fork, held.reference, held.standing.value, held.parent, held.dropped, frozenset(held.children.items()))
             for fork, held in references.held.items()
         ),
+        frozenset(references.lent),
         frozenset((worker, seen.mark, frozenset(seen.beyond)) for worker, seen in references.peers.items()),
         frozenset(references._parents.items()),
         frozenset(references._numbers.items()),
@@ -318,6 +332,8 @@ def copy_references(old: References) -> References:
     for fork, held in old.held.items():
         taken = new.held[fork] = Held(held.reference, held.standing, held.parent)
         taken.dropped, taken.children = held.dropped, dict(held.children)
+        if fork in old.lent:
+            new.lent[fork] = taken
     new.peers = {worker: _copy_watermark(seen) for worker, seen in old.peers.items()}
     new._parents, new._numbers, new._forks = dict(old._parents), dict(old._numbers), old._forks
     return new

@@ -6,7 +6,7 @@ happens is a *step*, a tuple of a word and numbers. The program's steps:
     make w            worker w gives a value a reference        call w o         w calls remote at o
     pass w t h ...    w sends its handles h ... to t            use w t h ...    ... and t drops them on arrival
     draft w t h       h goes into a message never to be sent    abandon w n      ... which turns out so (n: its fork)
-    drop w h          w lets go of its handle h
+    drop w h          w lets go of its handle h                 keep w h         ... has it for longer than a moment
 
 the network's:
 
@@ -54,6 +54,7 @@ from farcall.testing.invariants import (
     check_answered,
     check_empty,
     check_kept,
+    check_lent,
     check_live,
     check_not_released,
     check_rest,
@@ -156,6 +157,7 @@ class SimulatedNetwork:
         elif acted.references.held:
             check_answered(self.workers, (acted,), self._asked)  # what others hold is as it was
         self._others_may_wait = False
+        check_lent(self.workers)
         if acted.lost:
             check_settled(acted)
 
@@ -208,6 +210,13 @@ class SimulatedNetwork:
         if worker is None or handle not in worker.handles:
             return None
         worker.drop(handle)
+        return worker
+
+    def _keep(self, me: Worker, handle: int) -> SimulatedWorker | None:
+        worker = self._living(me)
+        if worker is None or handle not in worker.lent():
+            return None
+        worker.keep(handle)
         return worker
 
     def _illegal(self, me: Worker, kind: int) -> SimulatedWorker | None:
@@ -352,6 +361,8 @@ class SimulatedNetwork:
                 step = "deliver", *choose(list(self.under_way))
             elif drafts := [(worker.me, child.number) for worker in self.alive for child in worker.drafts]:
                 step = "abandon", *choose(drafts)
+            elif lent := [(worker.me, handle) for worker in self.alive for handle in worker.lent()]:
+                step = "keep", *choose(lent)
             elif lost := [link for link, messages in self.not_taken.items() if messages]:
                 step = "resend", *choose(lost)
             elif silent := [
@@ -407,7 +418,8 @@ class SimulatedNetwork:
 _STEPS: dict[str | int, Callable[..., SimulatedWorker | None]] = {
     "make": SimulatedNetwork._make, "call": SimulatedNetwork._call, "pass": SimulatedNetwork._pass,
     "use": SimulatedNetwork._use, "draft": SimulatedNetwork._draft, "abandon": SimulatedNetwork._abandon,
-    "drop": SimulatedNetwork._drop, "deliver": SimulatedNetwork._deliver, "again": SimulatedNetwork._again,
+    "drop": SimulatedNetwork._drop, "keep": SimulatedNetwork._keep,
+    "deliver": SimulatedNetwork._deliver, "again": SimulatedNetwork._again,
     "lose": SimulatedNetwork._lose, "resend": SimulatedNetwork._resend, "ack": SimulatedNetwork._ack,
     "cut": SimulatedNetwork._cut, "heal": SimulatedNetwork._heal, "crash": SimulatedNetwork._crash,
     "tell": SimulatedNetwork._tell, "restart": SimulatedNetwork._restart, "greet": SimulatedNetwork._greet,

@@ -12,6 +12,7 @@ from autograd_stage import Workers, info
 from torch.autograd import Function
 
 from farcall.errors import WorkerLost
+from farcall.pytorch.autograd import passes
 from farcall.pytorch.autograd.nodes import running
 
 
@@ -329,6 +330,26 @@ def test_a_context_that_is_released_ends_its_passes(workers: Workers) -> None:
         begun.wait()
     with pytest.raises(RuntimeError, match="Could not find autograd context"):
         workers.context(context_id, 1)
+
+
+def test_who_waits_for_long_says_for_whom(workers: Workers, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(passes, "_PATIENCE", 0.0)
+    context_id = workers.new_context()
+    x = leaf(1)
+    workers.move(context_id, 0, 2, [x])
+    said: list[str] = []
+    warned = threading.Event()
+
+    def warn(words: str, *more: object) -> None:
+        said.append(words % more)
+        warned.set()
+
+    monkeypatch.setattr(passes.logger, "warning", warn)
+    begun = workers.in_thread(lambda: workers.backward(context_id, 0, [(x * 2).sum()]))
+    assert warned.wait(10)
+    workers[0].release(context_id)
+    assert isinstance(begun.exception(), RuntimeError)
+    assert ["waits for gradients from worker 'worker2'" in words for words in said] == [True]
 
 
 def test_gradients_that_come_for_a_pass_that_has_failed_do_not_begin_it_again(workers: Workers) -> None:

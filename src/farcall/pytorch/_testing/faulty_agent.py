@@ -2,7 +2,8 @@
 
 It differs from farcall's own in what torch does otherwise:
 - Builtin operators and script functions are told apart from Python functions (`SCRIPT_CALL`, `PYTHON_CALL`); what goes
-  in an envelope has a name of its own in torch, too, and no rule can mean it.
+  in an envelope has a name of its own in torch, too, and no rule can mean it. Nor can one mean gradients; that a
+  context of distributed autograd is released is a `CLEANUP_AUTOGRAD_CONTEXT_REQ`.
 - A remote call is not sent again: if it fails, there is no value, and every use of the reference says so.
 """
 
@@ -21,10 +22,12 @@ from farcall.errors import RpcTimeoutError
 from farcall.options import RpcBackendOptions
 from farcall.pytorch import callees, envelopes
 from farcall.pytorch.agent import TensorPipeAgent
+from farcall.pytorch.autograd import post
 from farcall.pytorch.options import DeviceMap, TensorPipeRpcBackendOptions
 from farcall.serialization import callable_name, encode_function
 from farcall.testing.faulty import FaultyAgent
 from farcall.testing.faulty_options import (
+    CLEANUP,
     REMOTE_CALL,
     SCRIPT_CALL,
     SCRIPT_REMOTE_CALL,
@@ -41,6 +44,9 @@ def _named() -> dict[bytes, Names]:
         callees.run_async_script: script,
         envelopes.run: enveloped,
         envelopes.run_remotely: enveloped,
+        post._propagate: enveloped,
+        post._abandon: enveloped,
+        post._release: Names(CLEANUP),
     }
     return {encode_function(function) or b"": names for function, names in functions.items()}
 

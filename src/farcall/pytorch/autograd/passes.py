@@ -28,10 +28,12 @@ Rules
 
 from __future__ import annotations
 
+import logging
 import threading
 from collections.abc import Collection, Iterator, Sequence
 from contextlib import ExitStack
 from functools import partial
+from time import monotonic
 from typing import Any, Final
 
 import torch
@@ -45,6 +47,10 @@ from farcall.pytorch.autograd.nodes import EMPTY, function, is_receive_function,
 from farcall.pytorch.autograd.reducers import lent_to_reducers
 from farcall.sleeping import FOREVER
 
+logger = logging.getLogger("farcall")
+
+_PATIENCE: Final = 30.0
+"""Seconds after which whoever waits for gradients says so."""
 _LEAF: Final = "AccumulateGrad"
 _LAST: Final = 0
 """The sequence number of what the engine comes to when nothing else is ready."""
@@ -100,7 +106,15 @@ class LocalPass:
 
     def wait_for(self, message_id: int) -> None:
         """Returns when the gradients of that message are there. Raises what ended the pass meanwhile."""
-        self._arrivals[message_id].block(FOREVER)
+        arrival = self._arrivals[message_id]
+        if not arrival.block(monotonic() + _PATIENCE):
+            logger.warning(
+                "the backward pass in autograd context %d waits for gradients from worker %r, to which tensors were "
+                "sent: is the result of that call used? All calls of a context take part in its backward passes",
+                self.context.context_id,
+                self.context.sent[message_id].to.name,
+            )
+            arrival.block(FOREVER)
         self._check()
 
     def take(self, message_id: int) -> list[torch.Tensor]:

@@ -14,7 +14,7 @@ import torch
 from farcall.agent import Agent
 from farcall.api import current_agent, is_initialized
 from farcall.backends.interface import MembershipChange
-from farcall.errors import RpcError, WorkerLost
+from farcall.errors import RpcError
 from farcall.futures import Future
 from farcall.protocol.ids import WorkerInfo
 from farcall.pytorch.autograd import engine
@@ -66,14 +66,18 @@ def _tell(to: WorkerInfo, function: Any, args: tuple[Any, ...], attempts: int) -
 
     def answered(done: Future[None]) -> None:
         error = done.exception()
-        if error is None or isinstance(error, WorkerLost):
+        if error is None or not _is_there(to):
             return
         if attempts > 1:
             _tell(to, function, args, attempts - 1)
         else:
-            logger.error("worker %r could not be told %s of autograd context %d", to.name, function.__name__, args[0])
+            logger.error("worker %r could not be told %s%r: %s", to.name, function.__name__, args, error)
 
     future.add_done_callback(answered)
+
+
+def _is_there(worker: WorkerInfo) -> bool:
+    return is_initialized() and worker.name in {info.name for info in current_agent().get_worker_infos()}
 
 
 def _propagate(
@@ -116,6 +120,9 @@ def end() -> None:
 def contexts() -> Contexts:
     """Those of this process's worker. Raises `RuntimeError` if it is none."""
     found = _process.contexts
+    if found is None and is_initialized():  # by farcall's own init_rpc, which knows nothing of this
+        begin(current_agent().get_worker_info().id)
+        found = _process.contexts
     if found is None:
         raise RuntimeError("Need to initialize distributed autograd using torch.distributed.autograd._init()")
     if (_process.watched is None or _process.watched() is None) and is_initialized():

@@ -10,7 +10,6 @@ It travels in calls, as a reference does, and in no other pickle. What it consis
 
 from __future__ import annotations
 
-import io
 import logging
 import types
 from collections.abc import Callable, Mapping, Sequence
@@ -23,6 +22,7 @@ from torch.distributed import _remote_device
 from farcall.pytorch import api
 from farcall.pytorch.nn import forwarding, instantiator
 from farcall.pytorch.rref import PyRRef, RRef
+from farcall.pytorch.script_modules import reduce_script_module
 from farcall.serialization import register_reducer
 
 logger = logging.getLogger("farcall")
@@ -271,13 +271,7 @@ def _reduce_script_module(module: Any) -> Any:
             "Passing a script RemoteModule over RPC is not supported. Send its module_rref, and make another one from "
             "that by RemoteModule.init_from_module_rref where it arrives."
         )
-    file = io.BytesIO()
-    torch.jit.save(module, file)
-    return _receive_script_module, (file.getvalue(),)
-
-
-def _receive_script_module(saved: bytes) -> Any:
-    return torch.jit.load(io.BytesIO(saved))
+    return reduce_script_module(module)
 
 
 register_reducer(RemoteModule, _reduce_remote_module)
