@@ -7,6 +7,7 @@ It meets the others at a store of torch's (`store`). The device maps are kept he
 from __future__ import annotations
 
 import contextlib
+import copy
 import sys
 import threading
 import traceback
@@ -54,7 +55,8 @@ class TensorPipeAgent(Agent):
         """Of torch's, by which the workers met."""
         self.is_static_group = bool(world_size)
         """Whether no worker can join or leave."""
-        self._opts = rpc_backend_options
+        self._opts = copy.copy(rpc_backend_options)  # the program may go on to change its own
+        self._opts.device_maps = dict(rpc_backend_options.device_maps)
         self._has_parted = False
         self._infos: dict[int, WorkerInfo] = {}
         self.reverse_device_maps = reverse_device_maps

@@ -36,7 +36,8 @@ def init_rpc(
     """Makes this process a worker, and returns when all workers are there.
 
     Without a `world_size` the group is open: workers may join and leave. Raises `TypeError` for a backend or options
-    that are none, `RuntimeError` if this process is a worker already or the others do not come.
+    that are none, `ValueError` for a rank that is none, `RuntimeError` if this process is a worker already or the
+    others do not come.
     """
     if backend is not None and not isinstance(backend, backend_registry.BackendType):
         raise TypeError("Argument backend must be a member of BackendType")
@@ -46,6 +47,7 @@ def init_rpc(
         backend = _backend_for(rpc_backend_options)
     if rpc_backend_options is None:
         rpc_backend_options = backend_registry.construct_rpc_backend_options(backend)
+    _refuse_unless_new(rank, world_size)  # before anybody has met this worker
     store = _meet_at_store(rpc_backend_options, rank, world_size)
     autograd._init(rank)
     _set_profiler_node_id(rank)
@@ -112,6 +114,13 @@ def _validate_rpc_args(
             raise RuntimeError(f"Argument {argument} must be of type {kind} but got type {type(argument)}")
 
 
+def _refuse_unless_new(rank: int, world_size: int | None) -> None:
+    if api._is_current_rpc_agent_set():
+        raise RuntimeError("RPC is already initialized")
+    if world_size and rank >= world_size:
+        raise ValueError(f"rank {rank} is none of a group of {world_size}: ranks go from 0 to {world_size - 1}")
+
+
 def _init_rpc_backend(
     backend: Any = None,
     store: Any = None,
@@ -123,8 +132,7 @@ def _init_rpc_backend(
     """As `init_rpc`, with a store of torch's at which the workers meet."""
     backend = backend if backend is not None else backend_registry.BackendType.TENSORPIPE
     _validate_rpc_args(backend, store, name, rank, world_size, rpc_backend_options)
-    if api._is_current_rpc_agent_set():
-        raise RuntimeError("RPC is already initialized")
+    _refuse_unless_new(rank, world_size)
     agent = backend_registry.init_backend(
         backend, store=store, name=name, rank=rank, world_size=world_size, rpc_backend_options=rpc_backend_options
     )

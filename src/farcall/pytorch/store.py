@@ -12,7 +12,6 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
-from datetime import timedelta
 from typing import Any, Final, TypeVar
 
 import torch.distributed as dist
@@ -24,8 +23,6 @@ T = TypeVar("T")
 
 _FIRST_PAUSE: Final = 0.5e-3
 _LONGEST_PAUSE: Final = 20e-3
-_ANSWER: Final = timedelta(seconds=30)
-"""How long torch's store may take for anything that does not wait."""
 
 
 class TorchStore(Store):
