@@ -81,7 +81,7 @@ class Workers:
             else:
                 future.set_result(result)
 
-        thread = threading.Thread(target=run)
+        thread = threading.Thread(target=run, daemon=True)  # so that a test that fails can end
         self._threads.append(thread)
         thread.start()
         return future
