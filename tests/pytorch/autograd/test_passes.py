@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import threading
 from collections.abc import Iterator
 from typing import Any
@@ -198,7 +199,10 @@ def test_hooks_of_a_variable_run_before_and_after_its_gradient_is_gathered(worke
 def test_our_own_hooks_are_gone_afterwards(workers: Workers) -> None:
     x = leaf(1, 2)
     context_id = workers.new_context()
-    workers.backward(context_id, 0, [(x * 2).sum()])
+    loss = (x * 2).sum()
+    workers.backward(context_id, 0, [loss])
+    gc.collect()
+    assert not [each for each in gc.get_objects() if isinstance(each, passes.LocalPass)]  # though its graph is there
     (x * 2).sum().backward()
     assert x.grad is not None
     assert x.grad.tolist() == [2, 2]
