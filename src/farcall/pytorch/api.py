@@ -404,6 +404,9 @@ def _tell_followers(sequence_id: Any, followers: Sequence[str], objects: dict[st
             future.wait()
         except RuntimeError as error:
             errors[name] = error
+    lost = [name for name, error in errors.items() if isinstance(error, WorkerLost)]
+    if errors and len(lost) == len(errors):
+        raise WorkerLost(f"workers {lost} were lost while all waited for each other (_all_gather)", lost[0])
     if errors:
         raise RpcTimeoutError(
             f"Followers {list(errors)} timed out in _all_gather after {rpc_timeout:.2f} seconds. "
