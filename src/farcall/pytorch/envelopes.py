@@ -25,8 +25,8 @@ import torch
 
 from farcall.agent import Agent
 from farcall.backends.running import run_here
-from farcall.functions import mark_async
 from farcall.errors import NotAllowedError
+from farcall.functions import mark_async
 from farcall.futures import Future
 from farcall.protocol.ids import WorkerInfo
 from farcall.pytorch.guarding import check_kinds, check_tensors, judge_function, load, may_be_called

@@ -95,10 +95,11 @@ def find_operator(name: str) -> Callable[..., Any]:
                 "the option allow"
             )
     # Asked for by name first: torch.ops has other attributes, too, one of which loads libraries.
-    found = getattr(getattr(torch.ops, namespace), operator) if torch._C._jit_get_operation(name)[0] else None
+    found: Any = getattr(getattr(torch.ops, namespace), operator) if torch._C._jit_get_operation(name)[0] else None
     if not isinstance(found, torch._ops.OpOverloadPacket):
         raise RuntimeError(f"there is no operator `{name}` here; import what defines it on this worker, too")
-    return found
+    packet: Callable[..., Any] = found
+    return packet
 
 
 def _texts(name: str) -> list[Any]:
