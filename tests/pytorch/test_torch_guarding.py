@@ -135,9 +135,9 @@ class TestPickles:
 
     def test_a_function_in_a_context_is_judged_and_runs_if_it_is_allowed(self) -> None:
         x = torch.ones(2, requires_grad=True)
+        with autograd.context(), pytest.raises(NotAllowedError, match="private"):
+            rpc.rpc_sync(ME, private, (x,))
         with autograd.context() as context_id:
-            with pytest.raises(NotAllowedError, match="private"):
-                rpc.rpc_sync(ME, private, (x,))
             loss = rpc.rpc_sync(ME, double, (x,)).sum()
             autograd.backward(context_id, [loss])
             assert autograd.get_gradients(context_id)[x].tolist() == [2, 2]
