@@ -14,6 +14,7 @@ import service_stage
 from farcall.errors import NotAllowedError, UsageError
 from farcall.functions import exposed
 from farcall.options import RpcBackendOptions
+from farcall.security import allowed as allowed_module
 from farcall.security.allowed import Allowed
 
 HERE = service_stage.__name__
@@ -202,3 +203,12 @@ def test_only_what_can_carry_the_mark_is_marked() -> None:
     assert farcall.exposed is exposed
     with pytest.raises(TypeError, match="cannot be marked"):
         exposed(len)
+
+
+def test_edges_have_functions_that_may_always_be_called(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(allowed_module, "_OWN", set())
+    name = test_edges_have_functions_that_may_always_be_called.__name__
+    with pytest.raises(NotAllowedError):
+        Allowed(["other"]).check_function(__name__, name)
+    allowed_module.register_own(test_edges_have_functions_that_may_always_be_called)
+    Allowed(["other"]).check_function(__name__, name)

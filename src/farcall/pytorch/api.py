@@ -37,6 +37,7 @@ from farcall.pytorch.envelopes import (
     sending,
 )
 from farcall.pytorch.futures import RpcFuture, failed_with, settled, wait_all
+from farcall.pytorch.guarding import may_be_called
 from farcall.pytorch.internal import RPCExecMode, _internal_rpc_pickler
 from farcall.pytorch.rref import PyRRef, RRef, labels
 from farcall.pytorch.workers import WorkerInfo, as_torch
@@ -309,6 +310,7 @@ class _Gatherings:
 _gatherings: Final = _Gatherings()
 
 
+@may_be_called
 def _gather_to_leader(
     sequence_id: Any, worker_name: str, obj: Any, worker_names: Collection[str] | None = None
 ) -> None:
@@ -330,6 +332,7 @@ def _gather_to_leader(
         gathering.proceed.set_result(gathering.objects)
 
 
+@may_be_called
 def _broadcast_to_followers(sequence_id: Any, objects_map: dict[str, Any]) -> None:
     """At everybody else: all have come."""
     gathering = _gatherings.find(sequence_id)

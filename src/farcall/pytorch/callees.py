@@ -21,6 +21,7 @@ from farcall.functions import mark_async
 from farcall.futures import Future
 from farcall.pytorch import internal
 from farcall.pytorch.futures import adopted
+from farcall.pytorch.guarding import check_kinds, find_operator, judge_function, judge_script, may_be_called
 from farcall.pytorch.internal import PythonUDF
 
 Call: TypeAlias = tuple[Callable[..., Any], Sequence[Any] | None, Mapping[str, Any] | None]
@@ -65,10 +66,13 @@ def builtin_call(name: str, args: Sequence[Any] | None, kwargs: Mapping[str, Any
     return run_builtin, (name, tuple(args or ()), dict(kwargs or {})), None
 
 
+@may_be_called
 def run_builtin(name: str, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
-    """Runs a builtin operator. Raises `RuntimeError` if it has no version for such arguments."""
-    namespace, _, operator = name.partition("::")
-    return getattr(getattr(torch.ops, namespace), operator)(*args, **kwargs)
+    """Runs a builtin operator. Raises `RuntimeError` if there is none, or no version of it for such arguments.
+
+    `NotAllowedError` if others may not call it here.
+    """
+    return find_operator(name)(*args, **kwargs)
 
 
 # Script functions
@@ -82,8 +86,14 @@ def script_call(
     return run, (name, tuple(args or ()), dict(kwargs or {})), None
 
 
+@may_be_called
 def run_script(name: str, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
-    """Runs a script function. Raises `RuntimeError` with what it raises, and if there is none of that name here."""
+    """Runs a script function. Raises `RuntimeError` with what it raises, and if there is none of that name here.
+
+    `NotAllowedError` if others may not call it here.
+    """
+    check_kinds((name, str))
+    judge_script(name)
     function = torch.jit._state._python_cu.find_function(name)
     if function is None:
         module = name.removeprefix("__torch__.").rpartition(".")[0] or "the script"
@@ -97,6 +107,7 @@ def run_script(name: str, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any
         raise RuntimeError(str(error)) from None
 
 
+@may_be_called
 def run_async_script(name: str, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
     """Runs a script function whose caller waits for the future that it returns."""
     return run_script(name, args, kwargs)
@@ -156,10 +167,14 @@ def pickled_call(pickled: bytes, tensors: Sequence[torch.Tensor]) -> Call:
 
 
 def run_pickled(call: _PickledCall | PythonUDF | AttributeError) -> Future[Any]:
-    """Runs a call that came. Raises `AttributeError` if it names what is not defined here."""
+    """Runs a call that came. Raises `AttributeError` if it names what is not defined here.
+
+    `NotAllowedError` if others may not call that function here.
+    """
     if isinstance(call, AttributeError):
         raise call
     udf = call.udf if isinstance(call, _PickledCall) else call
+    judge_function(udf.func)
     return run_here(udf.func, udf.args, udf.kwargs)
 
 

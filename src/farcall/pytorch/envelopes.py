@@ -25,13 +25,16 @@ import torch
 
 from farcall.agent import Agent
 from farcall.backends.running import run_here
+from farcall.errors import NotAllowedError
 from farcall.functions import mark_async
 from farcall.futures import Future
 from farcall.protocol.ids import WorkerInfo
+from farcall.pytorch.guarding import check_kinds, check_tensors, judge_function, load, may_be_called
 from farcall.pytorch.internal import RPCExecMode
-from farcall.pytorch.tensors import receiving_apart, sending_apart
+from farcall.pytorch.tensors import receiving_apart, sending_apart, take_apart
+from farcall.pytorch.workers import WorkerInfo as TorchWorkerInfo
 from farcall.pytorch.workers import as_torch
-from farcall.serialization import dumps_inline, loads, offered, offering
+from farcall.serialization import dumps_inline, offered, offering, register_plain
 
 Tensors = list[torch.Tensor]
 
@@ -110,6 +113,9 @@ class Rider(Protocol):
 
 RIDERS: Final[list[Rider]] = []
 """All of them, in order; each module of a rider adds its own when it is imported."""
+
+RESTRICTED: Final[set[str]] = {"autograd"}
+"""The keys of those that may ride to a worker with the option `allow`: they look at the words that come."""
 
 
 def rides_along(agent: Agent, to: WorkerInfo) -> bool:
@@ -208,6 +214,7 @@ class _Opened:
         for visit in reversed(self.visits.values()):
             tensors = visit.unpack(tensors)
         self.function, self.args, self.kwargs = loads_apart(body, tensors)
+        judge_function(self.function)
 
     def run(self) -> Future[Any]:
         with ExitStack() as around:
@@ -242,8 +249,13 @@ def _received(body: bytes, tensors: Tensors, words: dict[str, Any]) -> _Reply:
     return _Reply((body, tensors, words, offered()), {})
 
 
+@may_be_called
 def run(request: _Opened) -> Future[Any]:
-    """What is called on the other worker: runs what is in the envelope, and answers with one."""
+    """What is called on the other worker: runs what is in the envelope, and answers with one.
+
+    Raises `TypeError` for what is no envelope.
+    """
+    check_kinds((request, _Opened))
     visits = request.visits
 
     def finished(done: Future[Any]) -> _Reply:
@@ -254,8 +266,10 @@ def run(request: _Opened) -> Future[Any]:
     return request.run().then(finished)
 
 
+@may_be_called
 def run_remotely(request: _Opened) -> Future[Any]:
     """The same for a remote call: the result stays here, in no envelope."""
+    check_kinds((request, _Opened))
     visits = request.visits
 
     def finished(done: Future[Any]) -> Any:
@@ -268,6 +282,39 @@ def run_remotely(request: _Opened) -> Future[Any]:
 
 for _function in (run, run_remotely):
     mark_async(_function, _function, lambda name, result: result)
+
+
+# At workers that restrict what others may do: what is inside is loaded by their list, and the function judged by it
+
+
+def _open_checked(caller: Any, body: Any, tensors: Any, words: Any) -> _Opened:
+    from farcall.api import current_agent
+
+    check_kinds((caller, TorchWorkerInfo), (body, bytes), (words, dict))
+    check_tensors(tensors)
+    for key in words:
+        if key not in RESTRICTED:
+            raise NotAllowedError(
+                f"a call with {key!r} along is not allowed on this worker, as it has the option allow; make it without"
+            )
+    return _Opened(as_torch(current_agent().get_worker_info(caller.name)), body, tensors, words)
+
+
+def _receive_checked(body: Any, tensors: Any, words: Any) -> _Reply:
+    check_kinds((body, bytes), (words, dict))
+    check_tensors(tensors)
+    return _received(body, tensors, words)
+
+
+def _take_checked(place: Any) -> torch.Tensor:
+    check_kinds((place, int))
+    return take_apart(place)
+
+
+register_plain(_Opened, _open_checked)
+register_plain(_received, _receive_checked)
+register_plain(take_apart, _take_checked)
+register_plain(TorchWorkerInfo, TorchWorkerInfo)
 
 
 # Pickles with the tensors beside them
@@ -289,6 +336,9 @@ def dumps_apart(value: Any) -> tuple[bytes, Tensors]:
 
 
 def loads_apart(body: bytes, tensors: Tensors) -> Any:
-    """The value again, with these tensors. Raises `SerializationError` if it cannot be rebuilt here."""
+    """The value again, with these tensors. Raises `SerializationError` if it cannot be rebuilt here.
+
+    `NotAllowedError` for what this worker does not allow.
+    """
     with receiving_apart(tensors):
-        return loads(body)
+        return load(body)

@@ -19,7 +19,7 @@ import builtins
 import fnmatch
 import re
 import sys
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from types import ModuleType
 from typing import Any, Final
 
@@ -27,11 +27,11 @@ from farcall import errors
 from farcall.errors import NotAllowedError
 from farcall.functions import EXPOSED
 
-_OWN: Final = frozenset(
+_OWN: Final = {
     f"farcall.collectives.{name}"
     for name in ("waiting_for_each_other", "coming_to_the_others", "_look_for_missing", "_time_is_over")
-)
-"""Functions of farcall's own that its workers call on each other."""
+}
+"""Functions of farcall's own that its workers call on each other; edges add theirs."""
 
 _NUMPY: Final = frozenset({"numpy.ndarray", "numpy.dtype"}) | {
     f"numpy.{package}.{name}"
@@ -60,6 +60,14 @@ _PLAIN: Final = (
 """What plain data is made of, and what a failure may be; references too."""
 
 
+def register_own(function: Callable[..., Any]) -> None:
+    """Has all workers let others call that function of a module: one by which an edge of farcall's talks to itself.
+
+    It must do no harm, whatever it is called with.
+    """
+    _OWN.add(f"{function.__module__}.{function.__qualname__}")
+
+
 class Allowed:
     """One worker's list. It is the `Guard` of its unpickling."""
 
@@ -78,6 +86,17 @@ class Allowed:
         full = f"{module}.{name}"
         if not (self._is_listed(full) or full in _OWN or _is_exposed(module, name)):
             raise NotAllowedError(self._refusal(f"to call `{full}`"))
+
+    def has(self, full: str) -> bool:
+        """Whether that very name is on the list."""
+        return full in self._names
+
+    def check_listed(self, full: str) -> None:
+        """Raises `NotAllowedError` if others may not call what has that name and is no function of a module."""
+        if not self._is_listed(full):
+            raise NotAllowedError(
+                f"it is not allowed to call `{full}` on {self._worker}; add that name to the option allow there"
+            )
 
     def check_method(self, value: object, name: str) -> None:
         """Raises `NotAllowedError` if others may not call that method of that value here."""

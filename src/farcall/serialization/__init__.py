@@ -6,7 +6,7 @@ workers that restrict what may be loaded. No sockets, no threads, no agent: byte
 
 from farcall.serialization.callables import callable_name, encode_function, resolve_function
 from farcall.serialization.failures import decode_failure, describe_failure, encode_failure, encode_text
-from farcall.serialization.guarded import Guard, loads_arguments_guarded, loads_guarded, register_plain
+from farcall.serialization.guarded import Guard, find_guarded, loads_arguments_guarded, loads_guarded, register_plain
 from farcall.serialization.handles import collect, collecting, offered, offering, take_offered
 from farcall.serialization.pickler import (
     ATOMS,
@@ -43,6 +43,7 @@ __all__ = [
     "encode_failure",
     "encode_function",
     "encode_text",
+    "find_guarded",
     "loads",
     "loads_arguments",
     "loads_arguments_guarded",

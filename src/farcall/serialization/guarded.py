@@ -63,7 +63,7 @@ class Guard(Protocol):
         """What that name led to. Raises `NotAllowedError`."""
 
 
-def find(module: str, name: str, guard: Guard) -> Any:
+def find_guarded(module: str, name: str, guard: Guard) -> Any:
     """What that name leads to. Raises `NotAllowedError`, or whatever importing and looking up raise."""
     guard.check_name(module, name)
     target: Any = importlib.import_module("__main__" if module == "__mp_main__" else module)
@@ -91,7 +91,7 @@ class _Unpickler(pickle.Unpickler):
             if (module, name) not in _PLAIN:
                 self._guard.check_name(module, name)
             raise _Changeable
-        found = find(module, name, self._guard)
+        found = find_guarded(module, name, self._guard)
         if not found.__flags__ & _IMMUTABLE:
             raise _Changeable
         return found
@@ -146,7 +146,7 @@ class _CarefulUnpickler(pickle._Unpickler):
         if found is None:
             found = STAND_INS.get((module, name))
             if found is None:
-                found = find(module, name, self._guard)
+                found = find_guarded(module, name, self._guard)
             else:
                 self._guard.check_name(module, name)
         self._named[id(found)] = found, f"{module}.{name}"

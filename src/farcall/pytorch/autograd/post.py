@@ -19,6 +19,7 @@ from farcall.futures import Future
 from farcall.protocol.ids import WorkerInfo
 from farcall.pytorch.autograd import engine
 from farcall.pytorch.autograd.contexts import Contexts, PassId
+from farcall.pytorch.guarding import check_kinds, check_tensors, may_be_called
 
 logger = logging.getLogger("farcall")
 
@@ -80,18 +81,31 @@ def _is_there(worker: WorkerInfo) -> bool:
     return is_initialized() and worker.name in {info.name for info in current_agent().get_worker_infos()}
 
 
+@may_be_called
 def _propagate(
     context_id: int, pass_id: tuple[int, int], message_id: int, gradients: list[torch.Tensor], retain_graph: bool
 ) -> None:
-    engine.take_part(contexts(), context_id, PassId(*pass_id), message_id, gradients, retain_graph)
+    check_kinds((context_id, int), (message_id, int), (retain_graph, bool))
+    check_tensors(gradients)
+    engine.take_part(contexts(), context_id, _pass_id(pass_id), message_id, gradients, retain_graph)
 
 
+@may_be_called
 def _release(context_id: int) -> None:
+    check_kinds((context_id, int))
     contexts().release_if_present(context_id, is_told=True)
 
 
+@may_be_called
 def _abandon(context_id: int, pass_id: tuple[int, int], reason: str) -> None:
-    contexts().abandon(context_id, PassId(*pass_id), reason)
+    check_kinds((context_id, int), (reason, str))
+    contexts().abandon(context_id, _pass_id(pass_id), reason)
+
+
+def _pass_id(numbers: tuple[int, int]) -> PassId:
+    worker, number = numbers
+    check_kinds((worker, int), (number, int))
+    return PassId(worker, number)
 
 
 class _Process:

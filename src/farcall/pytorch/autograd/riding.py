@@ -19,6 +19,8 @@ from farcall.protocol.ids import WorkerInfo
 from farcall.pytorch.autograd.contexts import Contexts, DistAutogradContext
 from farcall.pytorch.autograd.nodes import record_received, record_sent
 from farcall.pytorch.envelopes import Departure, Tensors, Trip, Visit
+from farcall.pytorch.guarding import check_kinds
+from farcall.serialization import register_plain
 
 
 class Ticket(NamedTuple):
@@ -29,6 +31,15 @@ class Ticket(NamedTuple):
     message_id: int
     places: list[int]
     """Which tensors require gradients."""
+
+    def check(self) -> None:
+        """Raises `TypeError` if it is none: it may have come from another worker."""
+        check_kinds((self, Ticket))
+        check_kinds(*((number, int) for number in self[:3]), (self.places, list))
+        check_kinds(*((place, int) for place in self.places))
+
+
+register_plain(Ticket, Ticket)
 
 
 def pack(
@@ -76,11 +87,13 @@ class _Trip(Trip):
         """See `Trip`."""
         if words is None or not self._is_recorded:
             return tensors
+        Ticket.check(words)
         return unpack(self._contexts, self._context, self._to, tensors, words)
 
 
 class _Visit(Visit):
     def __init__(self, contexts: Contexts, caller: WorkerInfo, ticket: Ticket) -> None:
+        Ticket.check(ticket)
         self._contexts = contexts
         self._context = contexts.retrieve_or_make(ticket.context_id)
         self._caller = caller
