@@ -75,6 +75,8 @@ def test_a_quick_run_measures_everything(tmp_path: Path) -> None:
         "latency_p99": [0, 65536],
         "bandwidth": [65536],
         "in_flight": [4],
+        "threads": [1, 4],
+        "streaming": [16 * 1024**2],
         "fetched": [1],
         "shared": [1],
         "startup": [1],

@@ -178,7 +178,7 @@ def test_a_rank_or_name_that_is_there_is_refused(stage: Stage) -> None:
     stage.client(1)
     with pytest.raises(ConnectionRefusedByPeer, match="'worker1' \\(rank 1\\) is here, and 'b' wants it too"):
         stage.hello(1, "b")
-    with pytest.raises(ConnectionRefusedByPeer, match="called 'worker1', rank 1 and rank 2"):
+    with pytest.raises(ConnectionRefusedByPeer, match="name 'worker1' is not unique: rank 1 and rank 2"):
         stage.hello(2, "worker1")
 
 
