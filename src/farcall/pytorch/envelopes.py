@@ -78,6 +78,9 @@ class Visit:
     def finished(self) -> None:
         """The function has ended, or the future that it returned is settled: before the reply is made."""
 
+    def failed(self) -> None:
+        """The function of a remote call has raised. No reply says so to the caller's trip, as that of any other call does."""
+
     def pack(self, tensors: Tensors) -> tuple[Tensors, Any]:
         """The reply is made: the tensors to send in place of these, and words for the caller."""
         return tensors, None
@@ -261,6 +264,9 @@ def run_remotely(request: _Opened) -> Future[Any]:
     def finished(done: Future[Any]) -> Any:
         for visit in visits.values():
             visit.finished()
+        if done.exception() is not None:
+            for visit in visits.values():
+                visit.failed()
         return done.value()
 
     return request.run().then(finished)

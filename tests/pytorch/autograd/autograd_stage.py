@@ -53,6 +53,8 @@ class StagePost:
         )
 
     def release(self, to: WorkerInfo, context_id: int) -> None:
+        if to.id in self.workers.lost:
+            return
         self.workers.told.append(("release", to.id))
         self.workers[to.id].release_if_present(context_id, is_told=True)
 

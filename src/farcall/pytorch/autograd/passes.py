@@ -76,7 +76,9 @@ class LocalPass:
         self._roots = roots
         self._sent = sorted(context.sent.values(), key=lambda sent: sent.stamp)
         self._by_message = {sent.message_id: sent for sent in self._sent}
-        self._arrivals: dict[int, Future[list[torch.Tensor | None]]] = {sent.message_id: Future() for sent in self._sent}
+        self._arrivals: dict[int, Future[list[torch.Tensor | None]]] = {
+            sent.message_id: Future() for sent in self._sent
+        }
         self._outstanding: list[tuple[Future[None], list[torch.Tensor]]] = []
         self._is_drained = False
         self._answers: Future[Any] = Future()

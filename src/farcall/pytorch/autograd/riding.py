@@ -122,6 +122,11 @@ class _Visit(Visit):
         ticket = self._ticket
         return pack(self._contexts, self._context, self._caller, tensors, ticket.is_recorded, ticket.message_id)
 
+    def failed(self) -> None:
+        """See `Visit`. The caller must not wait for gradients of what it sent."""
+        if self._ticket.places:
+            self._contexts.post.forget(self._caller, self._ticket.context_id, self._ticket.message_id)
+
 
 class AutogradRider:
     """Distributed autograd, as calls see it."""
