@@ -79,7 +79,7 @@ class Visit:
         """The function has ended, or the future that it returned is settled: before the reply is made."""
 
     def failed(self) -> None:
-        """The function of a remote call has raised. No reply says so to the caller's trip, as that of any other call does."""
+        """The function of a remote call has raised. It has no reply that says so to the caller's trip."""
 
     def pack(self, tensors: Tensors) -> tuple[Tensors, Any]:
         """The reply is made: the tensors to send in place of these, and words for the caller."""

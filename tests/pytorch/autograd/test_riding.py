@@ -188,7 +188,7 @@ class TestCalls:
         late.append(go_on)
         with autograd.context() as context_id:
             try:
-                with pytest.raises(RuntimeError, match="timeout|time"):
+                with pytest.raises(TimeoutError):
                     rpc.rpc_sync("alone", doubled_late, (x,), timeout=0.05)
             finally:
                 go_on.set()
