@@ -56,6 +56,8 @@ class AgentPost:
 
     def join(self, maker: int, context_id: int) -> None:
         """See `Post`."""
+        if not is_initialized():  # we are being shut down, and our contexts go with us
+            return
         agent: Any = current_agent()
         to = next((info for info in agent.get_worker_infos() if info.id == maker), None)
         if to is not None:  # else we hear of its loss
