@@ -117,7 +117,7 @@ class TestPickles:
             (WorkerInfo(ME, 0), b"", (), {}),
             (WorkerInfo("nobody", 7), b"", [], {}),
             (WorkerInfo(ME, 0), b"", [], {"profiler": (1, ())}),
-            (WorkerInfo(ME, 0), b"", [], {"autograd": riding.Ticket("x", 1, 1, [])}),  # type: ignore[arg-type]
+            (WorkerInfo(ME, 0), b"", [], {"autograd": riding.Ticket("x", 1, 1, [], True)}),  # type: ignore[arg-type]
             (WorkerInfo(ME, 0), b"", [], {"autograd": (1, 1, 1, [])}),
         ],
     )

@@ -81,6 +81,9 @@ class Visit:
     def finished(self) -> None:
         """The function has ended, or the future that it returned is settled: before the reply is made."""
 
+    def failed(self) -> None:
+        """The function of a remote call has raised. It has no reply that says so to the caller's trip."""
+
     def pack(self, tensors: Tensors) -> tuple[Tensors, Any]:
         """The reply is made: the tensors to send in place of these, and words for the caller."""
         return tensors, None
@@ -275,6 +278,9 @@ def run_remotely(request: _Opened) -> Future[Any]:
     def finished(done: Future[Any]) -> Any:
         for visit in visits.values():
             visit.finished()
+        if done.exception() is not None:
+            for visit in visits.values():
+                visit.failed()
         return done.value()
 
     return request.run().then(finished)

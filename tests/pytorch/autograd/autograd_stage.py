@@ -28,8 +28,12 @@ from farcall.pytorch.autograd.riding import pack, unpack
 class StagePost:
     """Hands messages over in threads of its own, which `Workers` waits for."""
 
-    def __init__(self, workers: Workers) -> None:
+    def __init__(self, workers: Workers, number: int) -> None:
         self.workers = workers
+        self.number = number
+
+    def own_name(self) -> str:
+        return info(self.number).name
 
     def propagate(
         self,
@@ -49,8 +53,18 @@ class StagePost:
         )
 
     def release(self, to: WorkerInfo, context_id: int) -> None:
+        if to.id in self.workers.lost:
+            return
         self.workers.told.append(("release", to.id))
         self.workers[to.id].release_if_present(context_id, is_told=True)
+
+    def forget(self, to: WorkerInfo, context_id: int, request: int) -> None:
+        self.workers.told.append(("forget", to.id))
+        self.workers[to.id].forget(context_id, request)
+
+    def join(self, maker: int, context_id: int) -> None:
+        self.workers.told.append(("join", maker))
+        self.workers[maker].take_in(context_id, info(self.number))
 
     def abandon(self, to: WorkerInfo, context_id: int, pass_id: PassId, reason: str) -> None:
         self.workers.told.append(("abandon", to.id))
@@ -65,7 +79,7 @@ class Workers:
         self.propagated: list[tuple[int, int, list[torch.Tensor]]] = []
         self.told: list[tuple[str, int]] = []
         self._threads: list[threading.Thread] = []
-        self._contexts = [Contexts(number, StagePost(self)) for number in range(size)]
+        self._contexts = [Contexts(number, StagePost(self, number)) for number in range(size)]
 
     def __getitem__(self, number: int) -> Contexts:
         return self._contexts[number]

@@ -6,6 +6,8 @@ import multiprocessing
 import os
 import tempfile
 import time
+from collections.abc import Callable
+from functools import partial
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
@@ -14,13 +16,16 @@ import pytest
 import torch
 
 import farcall.pytorch as rpc
+from farcall.errors import NotAllowedError, RpcTimeoutError
+from farcall.futures import Future
+from farcall.protocol.ids import WorkerInfo
 from farcall.pytorch import autograd
 from farcall.pytorch.autograd import post
 
 NOTHING = {"num_current_backward_passes": "0", "num_autograd_contexts": "0"}
 
 
-def work(rank: int, store: Path, report: Connection) -> None:
+def work(rank: int, store: Path, report: Connection, lead: Callable[[], list[Any]]) -> None:
     tempfile.tempdir = str(store.parent)  # a worker that is killed leaves its sockets there
     options = rpc.TensorPipeRpcBackendOptions(init_method=f"file://{store}")
     rpc.init_rpc(f"worker{rank}", rank=rank, world_size=3, rpc_backend_options=options)
@@ -62,6 +67,32 @@ def fatal(value: torch.Tensor) -> torch.Tensor:
     return result
 
 
+def lead_through_one_that_dies(chain: Callable[[torch.Tensor], torch.Tensor]) -> list[Any]:
+    """What worker0 sees if worker1 dies, by which alone worker2 is in the context."""
+    seen: list[Any] = []
+    with autograd.context() as context_id:
+        try:
+            autograd.backward(context_id, [rpc.rpc_sync("worker1", chain, (torch.ones(2, requires_grad=True),)).sum()])
+        except RuntimeError as error:
+            seen.append((type(error).__name__, "worker1" in str(error)))
+    return [*seen, what_is_left(), rpc.rpc_sync("worker2", what_is_left)]
+
+
+def dying_forwards(value: torch.Tensor) -> torch.Tensor:
+    rpc.rpc_sync("worker2", weighted, (value,))
+    os._exit(7)
+
+
+def dying_backwards(value: torch.Tensor) -> torch.Tensor:
+    first = rpc.rpc_sync("worker2", weighted, (value,)) * 1
+    first.register_hook(lambda gradient: os._exit(7))  # when worker2 has the gradients of the second
+    return first + rpc.rpc_sync("worker2", weighted, (value,))  # type: ignore[no-any-return]
+
+
+def weighted(value: torch.Tensor) -> torch.Tensor:
+    return value * torch.ones(2, requires_grad=True)
+
+
 def what_is_left() -> dict[str, str]:
     """As soon as it is nothing, else after some time: the news of the loss takes a moment."""
     deadline = time.monotonic() + 20
@@ -71,14 +102,45 @@ def what_is_left() -> dict[str, str]:
 
 
 def test_a_worker_that_dies_ends_the_pass_and_its_contexts_go(tmp_path: Path) -> None:
+    assert seen_by(lead, tmp_path) == ["1", ("WorkerLost", True), NOTHING, NOTHING]
+
+
+@pytest.mark.parametrize("chain", [dying_forwards, dying_backwards])
+def test_nor_is_anything_left_at_those_who_were_called_by_it_alone(
+    tmp_path: Path, chain: Callable[[torch.Tensor], torch.Tensor]
+) -> None:
+    assert seen_by(partial(lead_through_one_that_dies, chain), tmp_path) == [("WorkerLost", True), NOTHING, NOTHING]
+
+
+@pytest.mark.parametrize(("error", "attempts"), [(NotAllowedError("no"), 1), (RpcTimeoutError("late"), 20)])
+def test_only_what_a_broken_connection_may_have_cost_is_told_again(
+    error: Exception, attempts: int, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    made: list[Any] = []
+
+    def call(*words: Any) -> Future[None]:
+        made.append(words)
+        answer: Future[None] = Future()
+        answer.set_exception(error)
+        return answer
+
+    monkeypatch.setattr(post, "call", call)
+    monkeypatch.setattr(post, "_is_there", lambda worker: True)
+    post.AgentPost().release(WorkerInfo("worker1", 1), 5)
+    assert len(made) == attempts
+    assert "worker 'worker1' could not be told _release(5,)" in caplog.text
+
+
+def seen_by(lead: Callable[[], list[Any]], tmp_path: Path) -> list[Any]:
+    """What it returns in worker0 of a group of three."""
     forking = multiprocessing.get_context("fork")  # importing torch anew takes seconds
     ours, theirs = forking.Pipe()
-    processes = [forking.Process(target=work, args=(rank, tmp_path / "store", theirs)) for rank in range(3)]
+    processes = [forking.Process(target=work, args=(rank, tmp_path / "store", theirs, lead)) for rank in range(3)]
     for process in processes:
         process.start()
     try:
         assert ours.poll(40)
-        assert ours.recv() == ["1", ("WorkerLost", True), NOTHING, NOTHING]
+        return list(ours.recv())
     finally:
         for process in processes:
             process.kill()

@@ -9,6 +9,7 @@ import torch
 from autograd_stage import Workers, info
 
 from farcall.pytorch.autograd.contexts import COUNTER_BITS, Contexts, _Memory
+from farcall.pytorch.autograd.riding import pack
 
 
 @pytest.fixture
@@ -98,6 +99,49 @@ def test_the_contexts_of_a_lost_worker_go(workers: Workers) -> None:
     assert workers[0].counts() == (0, 1)
     assert workers[1].counts() == (0, 0)
     workers[0].retrieve(ours)
+
+
+@pytest.mark.parametrize("is_released_first", [True, False])
+def test_contexts_known_by_a_lost_worker_alone_go_with_their_release(workers: Workers, is_released_first: bool) -> None:
+    context_id = workers.new_context()
+    (one,) = workers.move(context_id, 0, 1, [torch.ones(1, requires_grad=True)])
+    workers.move(context_id, 1, 2, [one])
+    workers.lost.add(1)
+    if is_released_first:
+        workers[0].release(context_id)
+        assert workers[2].counts() == (0, 1)
+        workers[2].lost(info(1))
+    else:
+        workers[2].lost(info(1))
+        assert workers[2].counts() == (0, 1)
+        workers[0].release(context_id)
+    assert workers[2].counts() == (0, 0)
+
+
+def test_a_call_of_a_worker_that_was_lost_meanwhile_leaves_no_context(workers: Workers) -> None:
+    context_id = workers.new_context()
+    arrive = workers[2].retrieve_or_make
+    workers[2].lost(info(1))
+    arrive(context_id, info(1))
+    workers[0].release(context_id)
+    assert workers[2].counts() == (0, 0)
+    workers[2].lost(info(0))
+    with pytest.raises(RuntimeError, match="it was released before this call came"):
+        arrive(context_id + 1, info(3))
+    workers[2].joined(info(0))
+    arrive(context_id + 1, info(3))
+
+
+def test_a_reply_that_is_not_awaited_is_not_recorded(workers: Workers) -> None:
+    contexts, context_id = workers[1], workers.new_context()
+    context = contexts.retrieve_or_make(context_id)
+    x = torch.ones(1, requires_grad=True)
+    pack(contexts, context, info(0), [x], True, answered=7)
+    assert len(context.sent) == 1
+    contexts.forget(context_id, 7)
+    pack(contexts, context, info(0), [x], True, answered=7)
+    assert context.sent == {}
+    contexts.forget(context_id + 5, 7)  # one that is gone
 
 
 def test_a_forgotten_context_is_reported_with_where_it_was_made(

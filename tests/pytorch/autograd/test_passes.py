@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import threading
 from collections.abc import Iterator
+from time import monotonic
 from typing import Any
 
 import pytest
@@ -14,6 +15,8 @@ from torch.autograd import Function
 
 from farcall.errors import WorkerLost
 from farcall.pytorch.autograd import passes
+from farcall.pytorch.autograd.contexts import PassId
+from farcall.pytorch.autograd.engine import take_part
 from farcall.pytorch.autograd.nodes import record_received, running
 
 
@@ -336,6 +339,62 @@ def test_a_worker_that_is_lost_ends_the_pass(workers: Workers) -> None:
     workers.lost.add(2)
     with pytest.raises(WorkerLost, match="worker2"):
         workers.backward(context_id, 0, [home.sum()])
+
+
+@pytest.mark.parametrize("is_known_before", [True, False])
+def test_who_waits_for_gradients_of_a_worker_that_is_lost_is_told(workers: Workers, is_known_before: bool) -> None:
+    x = leaf(1, 2)
+    context_id = workers.new_context()
+    (there,) = workers.move(context_id, 0, 1, [x])
+    assert there.requires_grad  # and nothing comes of it
+    root = (x * 2).sum()
+    if is_known_before:
+        workers[0].lost(info(1))
+    else:
+        root.register_hook(lambda gradient: workers[0].lost(info(1)))
+    done = workers.in_thread(lambda: workers.backward(context_id, 0, [root]))
+    assert done.block(monotonic() + 10)
+    with pytest.raises(WorkerLost, match="worker 'worker1', to which tensors were sent in it, is gone"):
+        done.value()
+
+
+def test_a_call_that_fails_meanwhile_gives_no_gradients(workers: Workers) -> None:
+    x, y = leaf(1, 2), leaf(3, 4)
+    context_id = workers.new_context()
+    workers.move(context_id, 0, 1, [x, y])
+    context = workers.context(context_id, 0)
+    (request,) = context.sent
+    root = (x * 2).sum()
+    root.register_hook(lambda gradient: workers[0].forget_call(context, info(1), request))
+    done = workers.in_thread(lambda: workers.backward(context_id, 0, [root]))
+    assert done.block(monotonic() + 10)
+    done.value()
+    assert workers.gradients(context_id, 0)[x].tolist() == [2, 2]
+    assert y not in workers.gradients(context_id, 0)
+    assert ("forget", 1) in workers.told
+
+
+def test_an_error_without_words_is_named(workers: Workers) -> None:
+    def refuse(gradient: torch.Tensor) -> None:
+        raise KeyError
+
+    root = leaf(1).sum()
+    root.register_hook(refuse)
+    with pytest.raises(RuntimeError, match=r"Error on Node 0: KeyError\(\) \(worker 'worker0'\)"):
+        workers.backward(workers.new_context(), 0, [root])
+
+
+def test_no_pass_begins_in_a_context_that_is_released_meanwhile(workers: Workers) -> None:
+    context_id = workers.new_context()
+    context = workers.context(context_id, 0)
+    context.is_released = True
+    for begin in (
+        lambda: workers.backward(context_id, 0, [leaf(1).sum()]),
+        lambda: take_part(workers[0], context_id, PassId(1, 0), 5, [], False),
+    ):
+        with pytest.raises(RuntimeError, match="it was released while"):
+            begin()
+    assert context.passes == {}
 
 
 def test_a_context_that_is_released_ends_its_passes(workers: Workers) -> None:

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import threading
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -61,6 +62,25 @@ later = rpc.functions.async_execution(later)
 
 def raising(value: torch.Tensor) -> None:
     raise ValueError("the function refuses")
+
+
+late: list[threading.Event] = []
+"""When `doubled_late` may go on."""
+
+
+def doubled_late(value: torch.Tensor) -> torch.Tensor:
+    late.pop().wait(20)
+    return value * 2
+
+
+def in_time(work: Callable[[], Any]) -> Any:
+    """What it returns, in a thread that does not keep a test that fails from ending."""
+    results: list[Any] = []
+    thread = threading.Thread(target=lambda: results.append(work()), daemon=True)
+    thread.start()
+    thread.join(15)
+    assert results, "it does not end"
+    return results[0]
 
 
 def gradient_of(x: torch.Tensor, context_id: int, result: torch.Tensor) -> list[float]:
@@ -137,6 +157,43 @@ class TestCalls:
                 .keys()
                 .isdisjoint(autograd._current_context()._recv_functions())
             )
+
+    def test_the_reply_to_a_call_without_gradients_is_not_awaited(self) -> None:
+        x, model = leaf(), rpc.remote("alone", Model)
+        with autograd.context() as context_id:
+            with torch.no_grad():
+                assert model.rpc_sync().apply(x).tolist() == [2, 3]
+            assert autograd._current_context()._send_functions() == {}
+            assert gradient_of(x, context_id, model.rpc_sync().apply(x)) == [2, 3]
+
+    def test_a_call_that_failed_is_not_awaited(self) -> None:
+        x = leaf()
+        with autograd.context() as context_id:
+            with pytest.raises(ValueError, match="the function refuses"):
+                rpc.rpc_sync("alone", raising, (x,))
+            assert autograd._current_context()._send_functions() == {}
+            assert gradient_of(x, context_id, rpc.rpc_sync("alone", doubled, (x,))) == [2, 2]
+
+    def test_a_remote_call_that_failed_is_not_awaited(self) -> None:
+        x = leaf()
+        with autograd.context() as context_id:
+            failed = rpc.remote("alone", raising, (x,))
+            with pytest.raises(ValueError, match="the function refuses"):
+                failed.to_here()
+            result = rpc.rpc_sync("alone", doubled, (x,))
+            assert in_time(lambda: gradient_of(x, context_id, result)) == [2, 2]
+
+    def test_a_call_whose_time_ran_out_is_not_awaited(self) -> None:
+        x, go_on = leaf(), threading.Event()
+        late.append(go_on)
+        with autograd.context() as context_id:
+            try:
+                with pytest.raises(TimeoutError):
+                    rpc.rpc_sync("alone", doubled_late, (x,), timeout=0.05)
+            finally:
+                go_on.set()
+            result = rpc.rpc_sync("alone", doubled, (x,))
+            assert in_time(lambda: gradient_of(x, context_id, result)) == [2, 2]
 
     def test_an_error_of_the_function_leaves_nothing(self) -> None:
         with autograd.context(), pytest.raises(ValueError, match="the function refuses"):

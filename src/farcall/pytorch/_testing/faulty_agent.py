@@ -46,6 +46,8 @@ def _named() -> dict[bytes, Names]:
         envelopes.run_remotely: enveloped,
         post._propagate: enveloped,
         post._abandon: enveloped,
+        post._forget: enveloped,
+        post._join: enveloped,
         post._release: Names(CLEANUP),
     }
     return {encode_function(function) or b"": names for function, names in functions.items()}

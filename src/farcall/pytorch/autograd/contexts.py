@@ -10,7 +10,10 @@ Rules
 - Who releases a context tells the workers to which it has made calls in it; they do the same. What is told to release a
   context, or to end a backward pass, before it has heard of it remembers that for a while, so that a message that was
   overtaken does not bring it back.
-- The contexts of a worker that is gone are released.
+- The contexts of a worker that is gone are released. Of those of others we may have known by it alone: so we join them
+  at their makers, who then tell us when they are released, or that they have been. Passes in which gradients should
+  come from it fail.
+- A call that ended with an error takes no part in backward passes, at neither end.
 - Every message carries a stamp, and a worker's clock is always past all stamps that it has seen. So of two sendings of
   one worker, the gradients of the one with the greater stamp never wait for what the other brings (`passes`).
 - Nothing is sent and no user code runs under a lock.
@@ -53,6 +56,9 @@ class PassId(NamedTuple):
 class Post(Protocol):
     """How a worker tells others about contexts. The futures are done when the other has done it."""
 
+    def own_name(self) -> str:
+        """The name of the worker that tells. Raises nothing."""
+
     def propagate(
         self,
         to: WorkerInfo,
@@ -70,6 +76,12 @@ class Post(Protocol):
     def abandon(self, to: WorkerInfo, context_id: int, pass_id: PassId, reason: str) -> None:
         """The backward pass has failed. Raises nothing."""
 
+    def forget(self, to: WorkerInfo, context_id: int, request: int) -> None:
+        """No reply to that request is awaited any more. Raises nothing."""
+
+    def join(self, maker: int, context_id: int) -> None:
+        """We have a context of that worker: it has to tell us of its release. Raises nothing."""
+
 
 @dataclass
 class Sent:
@@ -80,6 +92,10 @@ class Sent:
     to: WorkerInfo
     end: torch.Tensor
     """What comes out of the send function. It keeps the function alive."""
+    answered: int | None = None
+    """The request to which the message was the reply."""
+    is_lost: bool = False
+    """Whether the worker to which it went is gone."""
 
 
 @dataclass
@@ -123,27 +139,53 @@ class DistAutogradContext:
     """To whom calls were made in it."""
     gradients: dict[torch.Tensor, torch.Tensor] = field(default_factory=dict)
     passes: dict[PassId, LocalPass] = field(default_factory=dict)
+    forgotten: set[int] = field(default_factory=set)
+    """The requests to which no reply is awaited any more."""
     is_released: bool = False
 
     def add_known_worker(self, worker: WorkerInfo) -> None:
         """A call goes there. Raises `RuntimeError` if the context is released."""
         with self.lock:
-            self._check_valid()
+            self.check_valid()
             self.known_workers[worker.id] = worker
 
     def add_sent(self, sent: Sent) -> None:
         """Tensors go out. Raises `RuntimeError` if the context is released."""
         with self.lock:
-            self._check_valid()
-            self.sent[sent.message_id] = sent
+            self.check_valid()
+            if sent.answered not in self.forgotten:
+                self.sent[sent.message_id] = sent
 
     def add_received(self, received: Received) -> None:
         """Tensors have come. Raises `RuntimeError` if the context is released."""
         with self.lock:
-            self._check_valid()
+            self.check_valid()
             self.received[received.message_id] = received
 
-    def _check_valid(self) -> None:
+    def forget(self, request: int) -> None:
+        """The call with that request has failed: neither it nor its reply takes part in passes, new or under way."""
+        with self.lock:
+            self.forgotten.add(request)
+            dropped = [sent for sent in self.sent.values() if request in (sent.message_id, sent.answered)]
+            for sent in dropped:
+                del self.sent[sent.message_id]
+            running = list(self.passes.values())
+        for each in running:
+            for sent in dropped:
+                each.dropped(sent)
+
+    def lose(self, worker: WorkerInfo) -> None:
+        """That worker is gone: fails the passes in which gradients should come from it."""
+        with self.lock:
+            for sent in self.sent.values():
+                if sent.to.id == worker.id:
+                    sent.is_lost = True
+            running = list(self.passes.values())
+        for each in running:
+            each.lost(worker)
+
+    def check_valid(self) -> None:
+        """Raises `RuntimeError` if it is released. Its lock is held."""
         if self.is_released:
             raise RuntimeError(
                 f"Could not find autograd context with id: {self.context_id}: it was released while a call in it was "
@@ -201,6 +243,7 @@ class Contexts:
         self._abandoned = _Memory()
         self._clock = 0
         self._thread = _Thread()
+        self._gone: set[int] = set()
 
     # Numbers
 
@@ -242,17 +285,22 @@ class Contexts:
             raise RuntimeError(f"Could not find autograd context with id: {context_id}")
         return context
 
-    def retrieve_or_make(self, context_id: int) -> DistAutogradContext:
+    def retrieve_or_make(self, context_id: int, caller: WorkerInfo | None = None) -> DistAutogradContext:
         """The one of that name, which another worker has made. Raises `RuntimeError` if it was released."""
+        maker = context_id >> COUNTER_BITS
         with self._lock:
             context = self._contexts.get(context_id)
+            is_new = context is None
             if context is None:
-                if context_id in self._released:
+                if context_id in self._released or maker in self._gone or maker == self.worker_id:
                     raise RuntimeError(
                         f"Could not find autograd context with id: {context_id}: it was released before this call came"
                     )
                 context = self._contexts[context_id] = DistAutogradContext(context_id)
-            return context
+            is_orphan = is_new and caller is not None and caller.id in self._gone
+        if is_orphan:  # who called us went before the call came: it cannot tell us of the release
+            self.post.join(maker, context_id)
+        return context
 
     @property
     def current_id(self) -> int | None:
@@ -307,11 +355,50 @@ class Contexts:
                     self.post.release(worker, context_id)
 
     def lost(self, worker: WorkerInfo) -> None:
-        """That worker is gone: so are its contexts."""
+        """That worker is gone: so are its contexts, and the passes that need it."""
         with self._lock:
-            orphans = [each for each in self._contexts if each >> COUNTER_BITS == worker.id]
-        for context_id in orphans:
-            self.release_if_present(context_id, is_told=True)
+            self._gone.add(worker.id)
+            contexts = list(self._contexts.values())
+        for context in contexts:
+            maker = context.context_id >> COUNTER_BITS
+            if maker == worker.id:
+                self.release_if_present(context.context_id, is_told=True)
+                continue
+            context.lose(worker)
+            if maker != self.worker_id:
+                self.post.join(maker, context.context_id)
+
+    def joined(self, worker: WorkerInfo) -> None:
+        """That worker is there, perhaps again."""
+        with self._lock:
+            self._gone.discard(worker.id)
+
+    def is_gone(self, worker: WorkerInfo) -> bool:
+        """Whether that worker is gone, as far as is known here."""
+        return worker.id in self._gone
+
+    def take_in(self, context_id: int, worker: WorkerInfo) -> None:
+        """That worker has a context of ours: tells it of the release, at once if that has been already."""
+        context = self._contexts.get(context_id)
+        if context is not None:
+            try:
+                context.add_known_worker(worker)
+                return
+            except RuntimeError:
+                pass  # released just now
+        self.post.release(worker, context_id)
+
+    def forget_call(self, context: DistAutogradContext, to: WorkerInfo, request: int) -> None:
+        """A call has failed here: a backward pass waits for nothing of it, here or there."""
+        context.forget(request)
+        if not context.is_released:
+            self.post.forget(to, context.context_id, request)
+
+    def forget(self, context_id: int, request: int) -> None:
+        """A caller does not await the reply to that request any more."""
+        context = self._contexts.get(context_id)
+        if context is not None:
+            context.forget(request)
 
     def close(self) -> None:
         """This worker ends: so does everything. Who has forgotten a context is told."""

@@ -105,12 +105,17 @@ _LURE: Final = torch.empty(0, requires_grad=True)
 
 
 def record_sent(
-    context: DistAutogradContext, message_id: int, stamp: int, to: WorkerInfo, tensors: Sequence[torch.Tensor]
+    context: DistAutogradContext,
+    message_id: int,
+    stamp: int,
+    to: WorkerInfo,
+    tensors: Sequence[torch.Tensor],
+    answered: int | None = None,
 ) -> None:
     """These tensors, which require gradients, go to that worker. Raises `RuntimeError` if the context is released."""
     with torch.enable_grad():
         end = _SendRpc.apply(message_id, *tensors)
-    context.add_sent(Sent(message_id, stamp, to, end))
+    context.add_sent(Sent(message_id, stamp, to, end, answered))
 
 
 def record_received(

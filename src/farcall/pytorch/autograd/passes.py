@@ -38,11 +38,11 @@ from typing import Any, Final
 
 import torch
 
-from farcall.errors import RpcError
+from farcall.errors import RpcError, WorkerLost
 from farcall.futures import Future
 from farcall.protocol.ids import WorkerInfo
 from farcall.pytorch.autograd.accumulating import Gradients, accumulate, unshared_holders
-from farcall.pytorch.autograd.contexts import Contexts, DistAutogradContext, PassId
+from farcall.pytorch.autograd.contexts import Contexts, DistAutogradContext, PassId, Sent
 from farcall.pytorch.autograd.nodes import EMPTY, function, is_receive_function, running, running_pass
 from farcall.pytorch.autograd.reducers import lent_to_reducers
 from farcall.sleeping import FOREVER
@@ -67,14 +67,18 @@ class LocalPass:
         retain_graph: bool,
         roots: Sequence[torch.Tensor] = (),
     ) -> None:
-        """Enters it into the context, whose lock is held."""
+        """Enters it into the context, whose lock is held. Raises `RuntimeError` if that is released."""
+        context.check_valid()
         self.context = context
         self.retain_graph = retain_graph
         self._contexts = contexts
         self._pass_id = pass_id
         self._roots = roots
         self._sent = sorted(context.sent.values(), key=lambda sent: sent.stamp)
-        self._arrivals: dict[int, Future[list[torch.Tensor]]] = {sent.message_id: Future() for sent in self._sent}
+        self._by_message = {sent.message_id: sent for sent in self._sent}
+        self._arrivals: dict[int, Future[list[torch.Tensor | None]]] = {
+            sent.message_id: Future() for sent in self._sent
+        }
         self._outstanding: list[tuple[Future[None], list[torch.Tensor]]] = []
         self._is_drained = False
         self._answers: Future[Any] = Future()
@@ -103,23 +107,44 @@ class LocalPass:
         for awaited in (*self._arrivals.values(), self._answers):
             _settle(awaited, [])
 
+    def dropped(self, sent: Sent) -> None:
+        """No gradients will come for that message: its call has failed."""
+        arrival = self._arrivals.get(sent.message_id)
+        if arrival is not None:
+            _settle(arrival, [None] * len(sent.end.grad_fn.next_functions))
+
+    def lost(self, worker: WorkerInfo) -> None:
+        """That worker is gone: the pass fails if it should send gradients yet."""
+        if any(sent.to.id == worker.id and not self._arrivals[sent.message_id].done() for sent in self._sent):
+            self.fail(self._loss_of(worker))
+
+    def _loss_of(self, worker: WorkerInfo) -> WorkerLost:
+        return WorkerLost(
+            f"the backward pass in autograd context {self.context.context_id} cannot go on: worker {worker.name!r}, to "
+            "which tensors were sent in it, is gone, and so are their gradients. Begin again, in a new context",
+            worker.name,
+        )
+
     # For the nodes
 
     def wait_for(self, message_id: int) -> None:
         """Returns when the gradients of that message are there. Raises what ended the pass meanwhile."""
         arrival = self._arrivals[message_id]
-        if not arrival.block(monotonic() + _PATIENCE):
+        sent = self._by_message[message_id]
+        if not arrival.done() and (sent.is_lost or self._contexts.is_gone(sent.to)):  # before the pass began
+            self.fail(self._loss_of(sent.to))
+        elif not arrival.block(monotonic() + _PATIENCE):
             logger.warning(
                 "the backward pass in autograd context %d waits for gradients from worker %r, to which tensors were "
                 "sent: is the result of that call used? All calls of a context take part in its backward passes",
                 self.context.context_id,
-                self.context.sent[message_id].to.name,
+                sent.to.name,
             )
             arrival.block(FOREVER)
         self._check()
 
-    def take(self, message_id: int) -> list[torch.Tensor]:
-        """The gradients of that message."""
+    def take(self, message_id: int) -> list[torch.Tensor | None]:
+        """The gradients of that message, or so many times none if its call has failed."""
         return self._arrivals[message_id].value()
 
     def propagate(self, to: WorkerInfo, message_id: int, gradients: list[torch.Tensor]) -> None:
@@ -130,7 +155,8 @@ class LocalPass:
         )
         # The gradients are kept: they may be sent from where they lie, and nobody must write there.
         self._outstanding.append((future, gradients))
-        future.add_done_callback(self._answered)
+        if self._sent:  # somebody may wait at a gate, and is to hear of an error at once
+            future.add_done_callback(self._answered)
 
     def _answered(self, future: Future[None]) -> None:
         error = future.exception()
@@ -165,7 +191,10 @@ class LocalPass:
             except Exception as error:
                 if error is self._error:
                     raise
-                raise RuntimeError(f"Error on Node {self._contexts.worker_id}: {error}") from error
+                text = str(error) or repr(error)
+                raise RuntimeError(
+                    f"Error on Node {self._contexts.worker_id}: {text} (worker {self._contexts.post.own_name()!r})"
+                ) from error
             self._wait_for_the_others()
         except BaseException as error:
             self.fail(error)
@@ -183,6 +212,9 @@ class LocalPass:
         if len(self._outstanding) == 1:
             self._outstanding[0][0].wait()  # this thread reads the answer itself
             return
+        if not self._sent:
+            for future, _ in self._outstanding:
+                future.add_done_callback(self._answered)
         with self._lock:
             self._is_drained = True
         self._note_answers()
@@ -284,7 +316,7 @@ _Start: Final = function("farcall::Start", _Starting)
 _Gate: Final = function("farcall::Gate", _Waiting)
 
 
-def _settle(awaited: Future[Any], gradients: list[torch.Tensor]) -> None:
+def _settle(awaited: Future[Any], gradients: Sequence[torch.Tensor | None]) -> None:
     try:
         awaited.set_result(gradients)
     except RuntimeError:

@@ -14,7 +14,7 @@ import torch
 from farcall.agent import Agent
 from farcall.api import current_agent, is_initialized
 from farcall.backends.interface import MembershipChange
-from farcall.errors import RpcError
+from farcall.errors import RpcError, RpcTimeoutError, WorkerLost
 from farcall.futures import Future
 from farcall.protocol.ids import WorkerInfo
 from farcall.pytorch.autograd import engine
@@ -29,6 +29,10 @@ _ATTEMPTS: Final = 20
 
 class AgentPost:
     """Calls by the agent of this process."""
+
+    def own_name(self) -> str:
+        """See `Post`."""
+        return current_agent().get_worker_info().name if is_initialized() else "(that was shut down)"
 
     def propagate(
         self,
@@ -46,6 +50,19 @@ class AgentPost:
     def release(self, to: WorkerInfo, context_id: int) -> None:
         """See `Post`."""
         _tell(to, _release, (context_id,), _ATTEMPTS)
+
+    def forget(self, to: WorkerInfo, context_id: int, request: int) -> None:
+        """See `Post`."""
+        _tell(to, _forget, (context_id, request), _ATTEMPTS)
+
+    def join(self, maker: int, context_id: int) -> None:
+        """See `Post`."""
+        if not is_initialized():  # we are being shut down, and our contexts go with us
+            return
+        agent: Any = current_agent()
+        to = next((info for info in agent.get_worker_infos() if info.id == maker), None)
+        if to is not None:  # else we hear of its loss
+            _tell(to, _join, (context_id, agent.get_worker_info()), _ATTEMPTS)
 
     def abandon(self, to: WorkerInfo, context_id: int, pass_id: PassId, reason: str) -> None:
         """See `Post`."""
@@ -69,12 +86,13 @@ def _tell(to: WorkerInfo, function: Any, args: tuple[Any, ...], attempts: int) -
         error = done.exception()
         if error is None or not _is_there(to):
             return
-        if attempts > 1:
+        if attempts > 1 and isinstance(error, (WorkerLost, RpcTimeoutError)):  # the connection broke
             _tell(to, function, args, attempts - 1)
         else:
             logger.error("worker %r could not be told %s%r: %s", to.name, function.__name__, args, error)
 
-    future.add_done_callback(answered)
+    # Nobody waits for the answer, so it is read when somebody comes by: to have it read at once takes another thread.
+    future.watch(answered, waker=False, attended=True)
 
 
 def _is_there(worker: WorkerInfo) -> bool:
@@ -94,6 +112,18 @@ def _propagate(
 def _release(context_id: int) -> None:
     check_kinds((context_id, int))
     contexts().release_if_present(context_id, is_told=True)
+
+
+@may_be_called
+def _forget(context_id: int, request: int) -> None:
+    check_kinds((context_id, int), (request, int))
+    contexts().forget(context_id, request)
+
+
+@may_be_called
+def _join(context_id: int, worker: WorkerInfo) -> None:
+    check_kinds((context_id, int), (worker, WorkerInfo))
+    contexts().take_in(context_id, worker)
 
 
 @may_be_called
@@ -151,7 +181,9 @@ def contexts_of(agent: Agent) -> Contexts:
 
 def _watch(found: Contexts, agent: Any) -> None:
     def changed(change: MembershipChange) -> None:
-        if change.kind != "joined":
+        if change.kind == "joined":
+            found.joined(change.worker)
+        else:
             found.lost(change.worker)
 
     _process.watched = weakref.ref(agent)

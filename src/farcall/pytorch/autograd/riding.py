@@ -31,11 +31,13 @@ class Ticket(NamedTuple):
     message_id: int
     places: list[int]
     """Which tensors require gradients."""
+    is_recorded: bool
+    """Whether the sender records what comes and goes with it. If it does not, no gradients will come for a reply."""
 
     def check(self) -> None:
         """Raises `TypeError` if it is none: it may have come from another worker."""
         check_kinds((self, Ticket))
-        check_kinds(*((number, int) for number in self[:3]), (self.places, list))
+        check_kinds(*((number, int) for number in self[:3]), (self.places, list), (self.is_recorded, bool))
         check_kinds(*((place, int) for place in self.places))
 
 
@@ -43,18 +45,26 @@ register_plain(Ticket, Ticket)
 
 
 def pack(
-    contexts: Contexts, context: DistAutogradContext, to: WorkerInfo, tensors: Tensors, is_recorded: bool
+    contexts: Contexts,
+    context: DistAutogradContext,
+    to: WorkerInfo,
+    tensors: Tensors,
+    is_recorded: bool,
+    answered: int | None = None,
 ) -> tuple[Tensors, Ticket]:
-    """Tensors go out: what to send, and the words. Raises `RuntimeError` if the context is released."""
+    """Tensors go out: what to send, and the words. `answered` is the message to which this is the reply.
+
+    Raises `RuntimeError` if the context is released.
+    """
     places = [place for place, tensor in enumerate(tensors) if tensor.requires_grad] if is_recorded else []
     stamp = contexts.stamp()
     message_id = contexts.new_message_id()
     if places:
-        record_sent(context, message_id, stamp, to, [tensors[place] for place in places])
+        record_sent(context, message_id, stamp, to, [tensors[place] for place in places], answered)
         tensors = list(tensors)
         for place in places:
             tensors[place] = tensors[place].detach()
-    return tensors, Ticket(context.context_id, stamp, message_id, places)
+    return tensors, Ticket(context.context_id, stamp, message_id, places, is_recorded)
 
 
 def unpack(
@@ -77,11 +87,14 @@ class _Trip(Trip):
         self._context = context
         self._to = to
         self._is_recorded = torch.is_grad_enabled()  # where the call is made: others may pack, and read the reply
+        self._message_id: int | None = None
 
     def pack(self, tensors: Tensors) -> tuple[Tensors, Ticket]:
         """See `Trip`."""
         self._context.add_known_worker(self._to)
-        return pack(self._contexts, self._context, self._to, tensors, self._is_recorded)
+        packed, ticket = pack(self._contexts, self._context, self._to, tensors, self._is_recorded)
+        self._message_id = ticket.message_id
+        return packed, ticket
 
     def unpack(self, tensors: Tensors, words: Ticket | None) -> Tensors:
         """See `Trip`."""
@@ -90,12 +103,17 @@ class _Trip(Trip):
         Ticket.check(words)
         return unpack(self._contexts, self._context, self._to, tensors, words)
 
+    def failed(self, error: BaseException) -> None:
+        """See `Trip`. No gradients come through this call, nor go: a backward pass must not wait for them."""
+        if self._is_recorded and self._message_id is not None:
+            self._contexts.forget_call(self._context, self._to, self._message_id)
+
 
 class _Visit(Visit):
     def __init__(self, contexts: Contexts, caller: WorkerInfo, ticket: Ticket) -> None:
         Ticket.check(ticket)
         self._contexts = contexts
-        self._context = contexts.retrieve_or_make(ticket.context_id)
+        self._context = contexts.retrieve_or_make(ticket.context_id, caller)
         self._caller = caller
         self._ticket = ticket
 
@@ -114,7 +132,13 @@ class _Visit(Visit):
 
     def pack(self, tensors: Tensors) -> tuple[Tensors, Ticket]:
         """See `Visit`."""
-        return pack(self._contexts, self._context, self._caller, tensors, is_recorded=True)
+        ticket = self._ticket
+        return pack(self._contexts, self._context, self._caller, tensors, ticket.is_recorded, ticket.message_id)
+
+    def failed(self) -> None:
+        """See `Visit`. The caller must not wait for gradients of what it sent."""
+        if self._ticket.places:
+            self._contexts.post.forget(self._caller, self._ticket.context_id, self._ticket.message_id)
 
 
 class AutogradRider:
