@@ -122,7 +122,9 @@ def _forget(context_id: int, request: int) -> None:
 
 @may_be_called
 def _join(context_id: int, worker: WorkerInfo) -> None:
-    check_kinds((context_id, int), (worker, WorkerInfo))
+    check_kinds((context_id, int))
+    if not isinstance(worker, WorkerInfo):
+        raise TypeError(f"a {type(worker).__name__} came from another worker in place of who it is")
     contexts().take_in(context_id, worker)
 
 
