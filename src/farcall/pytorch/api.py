@@ -409,7 +409,9 @@ def _tell_followers(sequence_id: Any, followers: Sequence[str], objects: dict[st
             errors[name] = error
     lost = [name for name, error in errors.items() if isinstance(error, WorkerLost)]
     if errors and len(lost) == len(errors):
-        raise WorkerLost(f"workers {lost} were lost while all waited for each other (_all_gather)", lost[0])
+        reason = next(iter(errors.values()))
+        # With torch's words, for programs that look for them.
+        raise WorkerLost(f"Followers {lost} were lost, which is as if they timed out in _all_gather: {reason}", lost[0])
     if errors:
         raise RpcTimeoutError(
             f"Followers {list(errors)} timed out in _all_gather after {rpc_timeout:.2f} seconds. "

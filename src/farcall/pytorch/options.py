@@ -49,6 +49,9 @@ def _to_device_list(devices: Sequence[DeviceType]) -> list[torch.device]:
 class _TensorPipeRpcBackendOptionsBase(RpcBackendOptions):
     """What torch has in C++: all of farcall's options, and two that are taken and mean nothing here."""
 
+    heartbeat_patience: float = 30.0
+    """As of farcall's options, but longer: much of what programs for torch do in C keeps the interpreter to itself."""
+
     device_maps: dict[str, DeviceMap] = field(default_factory=dict)
     devices: list[torch.device] = field(default_factory=list)
     _transports: Sequence[str] | None = None
