@@ -5,7 +5,6 @@ from __future__ import annotations
 import multiprocessing
 import os
 import tempfile
-import time
 from collections.abc import Callable
 from functools import partial
 from multiprocessing.connection import Connection
@@ -16,6 +15,7 @@ import pytest
 import torch
 
 import farcall.pytorch as rpc
+from eventually import eventually
 from farcall.errors import NotAllowedError, RpcTimeoutError
 from farcall.futures import Future
 from farcall.protocol.ids import WorkerInfo
@@ -94,11 +94,9 @@ def weighted(value: torch.Tensor) -> torch.Tensor:
 
 
 def what_is_left() -> dict[str, str]:
-    """As soon as it is nothing, else after some time: the news of the loss takes a moment."""
-    deadline = time.monotonic() + 20
-    while (info := autograd._get_debug_info()) != NOTHING and time.monotonic() < deadline:
-        time.sleep(0.005)
-    return info
+    """When it is nothing: the news of the loss takes a moment. Fails if it stays."""
+    eventually(lambda: autograd._get_debug_info() == NOTHING)
+    return autograd._get_debug_info()
 
 
 def test_a_worker_that_dies_ends_the_pass_and_its_contexts_go(tmp_path: Path) -> None:
