@@ -143,7 +143,6 @@ class TensorPipeAgent(Agent):
             "agent.num_idle_threads": str(self.options.num_worker_threads - metrics["threads_running"]),
             "agent.client_active_calls": str(metrics["calls_pending"]),
             "agent.server_active_calls": str(metrics["threads_running"]),
-            "agent.server_active_async_calls": "0",
             **self._waits_for_the_interpreter(),
         }
 
