@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from typing import Any
 
 import pytest
 from book_stage import Books
+from membership_stage import SLOW_HEART
 from serving_stage import Stage
 
+from eventually import eventually
 from farcall.agent import serving
 from farcall.options import RpcBackendOptions
 from farcall.testing import LocalGroup
@@ -19,6 +22,19 @@ def new_group() -> Iterator[NewGroup]:
     """Makes groups with these options; they are taken down at the end."""
     with local_groups() as new:
         yield lambda size=2, **options: new(size, RpcBackendOptions(**options))
+
+
+@pytest.fixture
+def new_open_group() -> Iterator[NewGroup]:
+    """Makes open groups with these options; they are taken down at the end."""
+    with local_groups() as new:
+
+        def new_group(size: int, **options: Any) -> LocalGroup:
+            group = new(size, RpcBackendOptions(**{**SLOW_HEART, **options}), is_open=True)
+            eventually(lambda: all(len(agent.group.here()) == size for agent in group))
+            return group
+
+        yield new_group
 
 
 @pytest.fixture
