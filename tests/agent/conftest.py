@@ -1,4 +1,4 @@
-"""Groups of workers, and the stages of books and serving pools, for the tests of the agent."""
+"""Groups of workers, and the stages of books, peers and serving pools, for the tests of the agent."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 from book_stage import Books
 from membership_stage import SLOW_HEART
+from peer_stage import World
 from serving_stage import Stage
 
 from eventually import eventually
@@ -54,6 +55,14 @@ def warm(group: LocalGroup) -> LocalGroup:
 def books() -> Books:
     """The books of three workers that know each other."""
     return Books()
+
+
+@pytest.fixture
+def world() -> Iterator[World]:
+    """What a peer is to be found in; closed at the end."""
+    world = World()
+    yield world
+    world.close()
 
 
 @pytest.fixture
