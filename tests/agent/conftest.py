@@ -1,13 +1,17 @@
-"""Groups of workers, and the stages of books and serving pools, for the tests of the agent."""
+"""Groups of workers, and the stages of books, peers and serving pools, for the tests of the agent."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
+from typing import Any
 
 import pytest
 from book_stage import Books
+from membership_stage import SLOW_HEART
+from peer_stage import World
 from serving_stage import Stage
 
+from eventually import eventually
 from farcall.agent import serving
 from farcall.options import RpcBackendOptions
 from farcall.testing import LocalGroup
@@ -19,6 +23,19 @@ def new_group() -> Iterator[NewGroup]:
     """Makes groups with these options; they are taken down at the end."""
     with local_groups() as new:
         yield lambda size=2, **options: new(size, RpcBackendOptions(**options))
+
+
+@pytest.fixture
+def new_open_group() -> Iterator[NewGroup]:
+    """Makes open groups with these options; they are taken down at the end."""
+    with local_groups() as new:
+
+        def new_group(size: int, **options: Any) -> LocalGroup:
+            group = new(size, RpcBackendOptions(**{**SLOW_HEART, **options}), is_open=True)
+            eventually(lambda: all(len(agent.group.here()) == size for agent in group))
+            return group
+
+        yield new_group
 
 
 @pytest.fixture
@@ -38,6 +55,14 @@ def warm(group: LocalGroup) -> LocalGroup:
 def books() -> Books:
     """The books of three workers that know each other."""
     return Books()
+
+
+@pytest.fixture
+def world() -> Iterator[World]:
+    """What a peer is to be found in; closed at the end."""
+    world = World()
+    yield world
+    world.close()
 
 
 @pytest.fixture

@@ -1,0 +1,128 @@
+"""A connection as the reader's role sees it, and threads that wait for its replies."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from farcall.agent.reading import Reading
+from farcall.errors import UsageError
+from farcall.futures import DONE, Future, run_callbacks
+from farcall.sleeping import FOREVER
+from interleaving import Schedule
+
+
+class Wire:
+    """A connection as the role sees it: replies arrive in an order that the test chooses, at once."""
+
+    def __init__(self, schedule: Schedule, reading: type[Reading] = Reading) -> None:
+        self._schedule = schedule
+        self.pending: dict[int, Future[int]] = {}
+        self.arrived: deque[int] = deque()
+        self.readers = 0
+        self.watched = False
+        self.left_unattended = False
+        self.reading = reading(self, schedule.lock, schedule.gate)
+
+    def call(self, number: int) -> Future[int]:
+        future: Future[int] = Future()
+        self.pending[number] = future
+        return future
+
+    def reply(self, number: int) -> None:
+        self.arrived.append(number)
+        self._schedule.step()
+
+    # Readable
+
+    def read_until(self, future: Future[Any], deadline: float, nested: bool = False) -> None:
+        outer = 0
+        if nested:
+            outer, self.readers = self.readers, 0  # this very thread, further out
+        self.enter()
+        while not future.done():
+            self._schedule.step(
+                (lambda: bool(self.arrived)) if deadline == FOREVER else None, "reading, with nothing to read"
+            )
+            if not self.arrived:
+                break  # the deadline
+            self.take_one()
+        self.readers = outer
+
+    dozes = False
+
+    def doze(self, gate: Any) -> None:
+        if self.dozes:
+            gate.sleep(FOREVER)
+
+    def check_wait(self) -> None:
+        if self.sending:
+            raise UsageError("sending")
+
+    sending = False
+
+    def enter(self) -> None:
+        assert self.readers == 0, "two threads read at once"
+        assert not self.watched or self.background, "read by a thread and watched in the background"
+        self.readers += 1
+
+    background = False
+
+    def take_one(self) -> None:
+        number = self.arrived.popleft()
+        future = self.pending.pop(number, None)
+        if future is not None:
+            run_callbacks(future, future.settle(DONE, number))
+
+    def watch_in_background(self, on: bool) -> None:
+        self.watched = on
+
+    def has_pending(self) -> bool:
+        return bool(self.pending)
+
+    def unattended(self) -> None:
+        self.left_unattended = True
+
+    def background_reader(self) -> None:
+        """The serving pool: reads what is there whenever it is woken, until nothing is pending."""
+        while self.pending:
+            self._schedule.step(lambda: (self.watched and bool(self.arrived)) or not self.pending, "the poller")
+            if self.watched and self.arrived and self.reading.enter_in_background():
+                self.background = True
+                self.enter()
+                while self.arrived:
+                    self.take_one()
+                self.readers -= 1
+                self.background = False
+                self.reading.leave()
+
+
+Scenario = Callable[[Schedule], tuple[Sequence[Callable[[], object]], Callable[[], None]]]
+
+
+def idle_at_the_end(wire: Wire) -> None:
+    assert not wire.reading._holder
+    assert not wire.reading._queue
+    assert wire.readers == 0
+
+
+def waiters(replies: Sequence[int], reading: type[Reading] = Reading) -> Scenario:
+    """As many threads as replies wait, each for its own; the replies come in that order."""
+
+    def scenario(schedule: Schedule) -> Any:
+        wire = Wire(schedule, reading)
+        futures = [wire.call(number) for number in range(len(replies))]
+
+        def wait(number: int) -> None:
+            wire.reading.wait(futures[number], FOREVER)
+            assert futures[number].value() == number
+
+        def replying() -> None:
+            for number in replies:
+                wire.reply(number)
+
+        bodies = [*(lambda number=number: wait(number) for number in range(len(replies))), replying]
+        return bodies, lambda: idle_at_the_end(wire)
+
+    return scenario
