@@ -21,7 +21,7 @@ from farcall.errors import WorkerLost
 from farcall.futures import Future
 from farcall.protocol.ids import WorkerInfo
 from farcall.pytorch.autograd.contexts import Contexts, DistAutogradContext, PassId
-from farcall.pytorch.autograd.engine import run_backward, take_part
+from farcall.pytorch.autograd.engine import await_end, run_backward, take_part
 from farcall.pytorch.autograd.riding import pack, unpack
 
 
@@ -43,14 +43,19 @@ class StagePost:
         message_id: int,
         gradients: list[torch.Tensor],
         retain_graph: bool,
-    ) -> Future[None]:
+        takes_back: bool = False,
+    ) -> Future[Any]:
         if to.id in self.workers.lost:
             raise WorkerLost(f"worker {to.name!r} is gone", to.name)
         copies = [gradient.clone() for gradient in gradients]
         self.workers.propagated.append((to.id, message_id, copies))
         return self.workers.in_thread(
-            lambda: take_part(self.workers[to.id], context_id, pass_id, message_id, copies, retain_graph)
+            lambda: take_part(self.workers[to.id], context_id, pass_id, message_id, copies, retain_graph, takes_back)
         )
+
+    def await_end(self, to: WorkerInfo, context_id: int, pass_id: PassId) -> Future[Any]:
+        self.workers.told.append(("await_end", to.id))
+        return self.workers.in_thread(lambda: await_end(self.workers[to.id], context_id, pass_id))
 
     def release(self, to: WorkerInfo, context_id: int) -> None:
         if to.id in self.workers.lost:
@@ -90,6 +95,8 @@ class Workers:
         def run() -> None:
             try:
                 result = work()
+                if isinstance(result, Future):
+                    result = result.wait()
             except BaseException as error:
                 future.set_exception(error)
             else:

@@ -14,7 +14,7 @@ from autograd_stage import Workers, info
 from torch.autograd import Function
 
 from farcall.errors import WorkerLost
-from farcall.pytorch.autograd import passes
+from farcall.pytorch.autograd import passes, trouble
 from farcall.pytorch.autograd.contexts import PassId
 from farcall.pytorch.autograd.engine import take_part
 from farcall.pytorch.autograd.nodes import record_received, running
@@ -415,7 +415,7 @@ def test_a_context_that_is_released_ends_its_passes(workers: Workers) -> None:
 
 
 def test_who_waits_for_long_says_for_whom(workers: Workers, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(passes, "_PATIENCE", 0.0)
+    monkeypatch.setattr(trouble, "PATIENCE", 0.0)
     context_id = workers.new_context()
     x = leaf(1)
     workers.move(context_id, 0, 2, [x])
@@ -426,7 +426,7 @@ def test_who_waits_for_long_says_for_whom(workers: Workers, monkeypatch: pytest.
         said.append(words % more)
         warned.set()
 
-    monkeypatch.setattr(passes.logger, "warning", warn)
+    monkeypatch.setattr(trouble.logger, "warning", warn)
     begun = workers.in_thread(lambda: workers.backward(context_id, 0, [(x * 2).sum()]))
     assert warned.wait(10)
     workers[0].release(context_id)

@@ -28,13 +28,20 @@ def accumulate(
     new = arrived[0]
     assert new is not None
     with torch.no_grad():
-        old = gradients.get(variable)
-        if old is None:
-            gradients[variable] = _taken(new, variable, is_unshared)
-        elif old.layout is not torch.strided and new.layout is torch.strided:
-            gradients[variable] = new + old
-        else:
-            old += new
+        add_up(gradients, variable, new, is_unshared)
+
+
+def add_up(
+    gradients: MutableMapping[torch.Tensor, torch.Tensor], variable: torch.Tensor, new: torch.Tensor, is_unshared: bool
+) -> None:
+    """Adds a gradient of that variable. `is_unshared`: nobody else has it. Inside of `torch.no_grad()`."""
+    old = gradients.get(variable)
+    if old is None:
+        gradients[variable] = _taken(new, variable, is_unshared)
+    elif old.layout is not torch.strided and new.layout is torch.strided:
+        gradients[variable] = new + old
+    else:
+        old += new
 
 
 def _taken(new: torch.Tensor, variable: torch.Tensor, is_unshared: bool) -> torch.Tensor:

@@ -36,6 +36,7 @@ from farcall.futures import Future
 from farcall.protocol.ids import WorkerInfo
 
 if TYPE_CHECKING:
+    from farcall.pytorch.autograd.parted import PartedPass
     from farcall.pytorch.autograd.passes import LocalPass
 
 logger = logging.getLogger("farcall")
@@ -67,8 +68,16 @@ class Post(Protocol):
         message_id: int,
         gradients: list[torch.Tensor],
         retain_graph: bool,
-    ) -> Future[None]:
-        """The gradients of the tensors that came with that message. Raises if it cannot be sent."""
+        takes_back: bool,
+    ) -> Future[Any]:
+        """The gradients of the tensors that came with that message. Raises if it cannot be sent.
+
+        `takes_back`: the answer may bring gradients, and come before the other is through (`parted.Answer`). Else it
+        is None, when the other is through if those gradients were the first.
+        """
+
+    def await_end(self, to: WorkerInfo, context_id: int, pass_id: PassId) -> Future[Any]:
+        """Has it tell when it is through with a backward pass (`parted.Answer`). Raises if it cannot be asked."""
 
     def release(self, to: WorkerInfo, context_id: int) -> None:
         """The context is released. Raises nothing."""
@@ -106,7 +115,7 @@ class Received:
     node: Any
     """The receive function."""
     sender: WorkerInfo
-    holder: torch.Tensor
+    holder: Any
     """Keeps the function alive: its Python object does not."""
 
 
@@ -138,7 +147,7 @@ class DistAutogradContext:
     known_workers: dict[int, WorkerInfo] = field(default_factory=dict)
     """To whom calls were made in it."""
     gradients: dict[torch.Tensor, torch.Tensor] = field(default_factory=dict)
-    passes: dict[PassId, LocalPass] = field(default_factory=dict)
+    passes: dict[PassId, LocalPass | PartedPass] = field(default_factory=dict)
     forgotten: set[int] = field(default_factory=set)
     """The requests to which no reply is awaited any more."""
     is_released: bool = False
@@ -439,7 +448,7 @@ class Contexts:
         with context.lock:
             running = context.passes.get(pass_id)
         if running is not None:
-            running.fail(RuntimeError(reason))
+            running.abandoned(RuntimeError(reason))
         for worker in context.everybody():
             if worker.id != self.worker_id:
                 self.post.abandon(worker, context_id, pass_id, reason)

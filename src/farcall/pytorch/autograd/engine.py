@@ -2,14 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 import torch
+from torch.autograd import _profiler_enabled
 from torch.autograd.profiler import record_function
 
-from farcall.pytorch.autograd.contexts import Contexts, PassId
+from farcall.futures import Future
+from farcall.pytorch.autograd.contexts import Contexts, DistAutogradContext, PassId
+from farcall.pytorch.autograd.parted import Answer, PartedPass
+from farcall.pytorch.autograd.parts import survey
 from farcall.pytorch.autograd.passes import LocalPass
+from farcall.pytorch.autograd.reducers import has_reducers
 
 
 def run_backward(contexts: Contexts, context_id: int, roots: Sequence[torch.Tensor], retain_graph: bool) -> None:
@@ -18,17 +24,25 @@ def run_backward(contexts: Contexts, context_id: int, roots: Sequence[torch.Tens
     Raises `RuntimeError` if there is no such context or the roots are none, and the first error of any worker; then
     the pass has ended everywhere.
     """
-    with record_function("torch::distributed::autograd::backward"):
-        context = contexts.retrieve(context_id)
-        _check_roots(roots)
-        pass_id = contexts.new_pass_id()
-        with context.lock:
-            local_pass = LocalPass(contexts, context, pass_id, retain_graph, roots)
-        try:
-            local_pass.run()
-        except BaseException as error:
-            contexts.abandon(context_id, pass_id, str(error))
-            raise
+    if _profiler_enabled():
+        with record_function("torch::distributed::autograd::backward"):
+            _run_backward(contexts, context_id, roots, retain_graph)
+    else:
+        _run_backward(contexts, context_id, roots, retain_graph)
+
+
+def _run_backward(contexts: Contexts, context_id: int, roots: Sequence[torch.Tensor], retain_graph: bool) -> None:
+    context = contexts.retrieve(context_id)
+    _check_roots(roots)
+    pass_id = contexts.new_pass_id()
+    new_pass = _new_pass(contexts, context, pass_id, retain_graph, roots)
+    with context.lock:
+        local_pass = new_pass()
+    try:
+        local_pass.run()
+    except BaseException as error:
+        contexts.abandon(context_id, pass_id, str(error))
+        raise
 
 
 def take_part(
@@ -38,30 +52,69 @@ def take_part(
     message_id: int,
     gradients: list[torch.Tensor],
     retain_graph: bool,
-) -> None:
-    """Gradients have come. The first that come in a pass have it run here, and this returns when it is through.
+    takes_back: bool = False,
+) -> Answer | Future[Answer]:
+    """Gradients have come. What to answer: see `Post.propagate`. May wait for other gradients meanwhile.
 
     Raises `RuntimeError` if there is no such context or message, and what goes wrong in the pass.
     """
     context = contexts.retrieve(context_id)
-    with context.lock:
-        local_pass = context.passes.get(pass_id)
-        is_first = local_pass is None
-        if local_pass is None:
-            if contexts.is_abandoned(pass_id):
-                raise RuntimeError(f"the backward pass {pass_id} in autograd context {context_id} has failed already")
-            local_pass = LocalPass(contexts, context, pass_id, retain_graph)
-    if not is_first:
-        local_pass.arrived(message_id, gradients)
-        return
+    local_pass = context.passes.get(pass_id)
+    is_first = False
+    if local_pass is None:
+        new_pass = _new_pass(contexts, context, pass_id, retain_graph)
+        with context.lock:
+            local_pass = context.passes.get(pass_id)  # another thread may have been quicker
+            if local_pass is None:
+                if contexts.is_abandoned(pass_id):
+                    raise RuntimeError(
+                        f"the backward pass {pass_id} in autograd context {context_id} has failed already"
+                    )
+                local_pass, is_first = new_pass(), True
     try:
+        if isinstance(local_pass, PartedPass):
+            return local_pass.serve(message_id, gradients, takes_back)
         local_pass.arrived(message_id, gradients)
     except BaseException:
-        with context.lock:
-            context.passes.pop(pass_id, None)
+        if is_first:
+            with context.lock:
+                context.passes.pop(pass_id, None)
         raise
     del gradients  # the pass has them, and whoever counts holders should not find this frame
-    local_pass.run()
+    if is_first:
+        local_pass.run()
+    return None
+
+
+def await_end(contexts: Contexts, context_id: int, pass_id: PassId) -> Answer | Future[Answer]:
+    """Who has our gradients of that pass asks to be told when it is through here. What to answer.
+
+    Raises `RuntimeError` if there is no such context, and what went wrong in the pass.
+    """
+    local_pass = contexts.retrieve(context_id).passes.get(pass_id)
+    if isinstance(local_pass, PartedPass):
+        return local_pass.await_end()
+    if contexts.is_abandoned(pass_id):
+        raise RuntimeError(f"the backward pass {pass_id} in autograd context {context_id} has failed already")
+    return None  # it was told just now
+
+
+def _new_pass(
+    contexts: Contexts,
+    context: DistAutogradContext,
+    pass_id: PassId,
+    retain_graph: bool,
+    roots: Sequence[torch.Tensor] = (),
+) -> Callable[[], LocalPass | PartedPass]:
+    """What enters a pass into the context, whose lock is to be held then; the graph is looked at before that."""
+    with context.lock:
+        sent = list(context.sent.values())
+    surveyed = None if has_reducers() else survey(roots, [each.end.grad_fn for each in sent])
+    if surveyed is None:
+        return partial(LocalPass, contexts, context, pass_id, retain_graph, roots)
+    root_part, parts = surveyed
+    by_message = {each.message_id: (each, part) for each, part in zip(sent, parts, strict=True)}
+    return partial(PartedPass, contexts, context, pass_id, retain_graph, by_message, root_part)
 
 
 def _check_roots(roots: Sequence[Any]) -> None:

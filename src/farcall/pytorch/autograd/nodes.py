@@ -33,12 +33,14 @@ def running_pass() -> LocalPass | None:
     return running.get(torch._C._current_graph_task_id())
 
 
-class _Origin(NamedTuple):
+class Origin(NamedTuple):
     """Where received tensors came from."""
 
     context_id: int
     message_id: int
     sender: WorkerInfo
+    likes: list[tuple[torch.Size, dict[str, Any]]]
+    """What they are like: the shape, and what torch has to be told to make another one."""
 
 
 class _Send:
@@ -57,7 +59,7 @@ class _Send:
 
 class _Receive:
     @staticmethod
-    def forward(ctx: Any, lure: torch.Tensor, origin: _Origin, tensors: Sequence[torch.Tensor]) -> tuple[Any, ...]:
+    def forward(ctx: Any, lure: torch.Tensor, origin: Origin, tensors: Sequence[torch.Tensor]) -> tuple[Any, ...]:
         ctx.origin = origin
         return tuple(tensors)
 
@@ -74,16 +76,6 @@ class _Receive:
         return None, None, None
 
 
-class _Hold:
-    @staticmethod
-    def forward(ctx: Any, tensor: torch.Tensor) -> torch.Tensor:
-        return torch.empty(0)
-
-    @staticmethod
-    def backward(ctx: Any, _: Any) -> Any:
-        return None
-
-
 def function(name: str, methods: type) -> Any:
     """An autograd function of these methods, whose node has that name with `Backward` after it."""
     make: Any = type(Function)  # names with colons are torch's, and no names of classes in Python
@@ -92,12 +84,38 @@ def function(name: str, methods: type) -> Any:
 
 _SendRpc: Final = function("torch::distributed::autograd::SendRpc", _Send)
 _RecvRpc: Final = function("torch::distributed::autograd::RecvRpc", _Receive)
-_HoldNode: Final = function("farcall::HoldNode", _Hold)
+
+
+_RecvRpcBackward: Final[Any] = _RecvRpc._backward_cls
 
 
 def is_receive_function(node: Any) -> bool:
     """Whether the graph goes on at another worker there."""
-    return isinstance(node, _RecvRpc._backward_cls)
+    return isinstance(node, _RecvRpcBackward)
+
+
+def origin_of(node: Any) -> Origin:
+    """Where that came from which a receive function has brought."""
+    return node.origin  # type: ignore[no-any-return]
+
+
+def is_hooked(node: Any) -> bool:
+    """Whether the program has hooks at that receive function."""
+    return getattr(node, "hooked", False)
+
+
+def _noting(register: Any) -> Any:
+    """torch does not tell whether a node has hooks; so it is noted when one is registered."""
+
+    def note(self: Any, hook: Any) -> Any:
+        self.hooked = True
+        return register(self, hook)
+
+    return note
+
+
+_RecvRpcBackward.register_hook = _noting(_RecvRpcBackward.register_hook)
+_RecvRpcBackward.register_prehook = _noting(_RecvRpcBackward.register_prehook)
 
 
 _LURE: Final = torch.empty(0, requires_grad=True)
@@ -122,10 +140,12 @@ def record_received(
     context: DistAutogradContext, message_id: int, sender: WorkerInfo, tensors: Sequence[torch.Tensor]
 ) -> tuple[torch.Tensor, ...]:
     """These came from that worker; the tensors to use in their place. Raises `RuntimeError` as `record_sent`."""
-    origin = _Origin(context.context_id, message_id, sender)
+    likes = [(tensor.shape, {"dtype": tensor.dtype, "device": tensor.device}) for tensor in tensors]
+    origin = Origin(context.context_id, message_id, sender, likes)
     fresh = [tensor.data for tensor in tensors]  # no views: autograd does not let those be changed in place
     with torch.enable_grad():
         outputs: tuple[torch.Tensor, ...] = _RecvRpc.apply(_LURE, origin, fresh)
-        holder = _HoldNode.apply(outputs[0])
+        # Python's object of a function of ours does not keep it alive; that of one of torch's does, and what follows.
+        holder = outputs[0].view_as(outputs[0]).grad_fn
     context.add_received(Received(message_id, outputs[0].grad_fn, sender, holder))
     return outputs

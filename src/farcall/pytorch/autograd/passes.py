@@ -28,7 +28,6 @@ Rules
 
 from __future__ import annotations
 
-import logging
 import threading
 from collections.abc import Collection, Iterator, Sequence
 from contextlib import ExitStack
@@ -38,19 +37,16 @@ from typing import Any, Final
 
 import torch
 
-from farcall.errors import RpcError, WorkerLost
+from farcall.errors import RpcError
 from farcall.futures import Future
 from farcall.protocol.ids import WorkerInfo
+from farcall.pytorch.autograd import trouble
 from farcall.pytorch.autograd.accumulating import Gradients, accumulate, unshared_holders
 from farcall.pytorch.autograd.contexts import Contexts, DistAutogradContext, PassId, Sent
 from farcall.pytorch.autograd.nodes import EMPTY, function, is_receive_function, running, running_pass
 from farcall.pytorch.autograd.reducers import lent_to_reducers
 from farcall.sleeping import FOREVER
 
-logger = logging.getLogger("farcall")
-
-_PATIENCE: Final = 30.0
-"""Seconds after which whoever waits for gradients says so."""
 _LEAF: Final = "AccumulateGrad"
 _LAST: Final = 0
 """The sequence number of what the engine comes to when nothing else is ready."""
@@ -107,6 +103,10 @@ class LocalPass:
         for awaited in (*self._arrivals.values(), self._answers):
             _settle(awaited, [])
 
+    def abandoned(self, error: BaseException) -> None:
+        """It has failed elsewhere."""
+        self.fail(error)
+
     def dropped(self, sent: Sent) -> None:
         """No gradients will come for that message: its call has failed."""
         arrival = self._arrivals.get(sent.message_id)
@@ -116,14 +116,7 @@ class LocalPass:
     def lost(self, worker: WorkerInfo) -> None:
         """That worker is gone: the pass fails if it should send gradients yet."""
         if any(sent.to.id == worker.id and not self._arrivals[sent.message_id].done() for sent in self._sent):
-            self.fail(self._loss_of(worker))
-
-    def _loss_of(self, worker: WorkerInfo) -> WorkerLost:
-        return WorkerLost(
-            f"the backward pass in autograd context {self.context.context_id} cannot go on: worker {worker.name!r}, to "
-            "which tensors were sent in it, is gone, and so are their gradients. Begin again, in a new context",
-            worker.name,
-        )
+            self.fail(trouble.loss_of(worker, self.context))
 
     # For the nodes
 
@@ -132,14 +125,9 @@ class LocalPass:
         arrival = self._arrivals[message_id]
         sent = self._by_message[message_id]
         if not arrival.done() and (sent.is_lost or self._contexts.is_gone(sent.to)):  # before the pass began
-            self.fail(self._loss_of(sent.to))
-        elif not arrival.block(monotonic() + _PATIENCE):
-            logger.warning(
-                "the backward pass in autograd context %d waits for gradients from worker %r, to which tensors were "
-                "sent: is the result of that call used? All calls of a context take part in its backward passes",
-                self.context.context_id,
-                sent.to.name,
-            )
+            self.fail(trouble.loss_of(sent.to, self.context))
+        elif not arrival.block(monotonic() + trouble.PATIENCE):
+            trouble.warn_of_missing(sent.to, self.context)
             arrival.block(FOREVER)
         self._check()
 
@@ -151,7 +139,7 @@ class LocalPass:
         """Sends the gradients of what came with that message to where it came from. Raises if that cannot be done."""
         self._check()
         future = self._contexts.post.propagate(
-            to, self.context.context_id, self._pass_id, message_id, gradients, self.retain_graph
+            to, self.context.context_id, self._pass_id, message_id, gradients, self.retain_graph, False
         )
         # The gradients are kept: they may be sent from where they lie, and nobody must write there.
         self._outstanding.append((future, gradients))
@@ -191,10 +179,7 @@ class LocalPass:
             except Exception as error:
                 if error is self._error:
                     raise
-                text = str(error) or repr(error)
-                raise RuntimeError(
-                    f"Error on Node {self._contexts.worker_id}: {text} (worker {self._contexts.post.own_name()!r})"
-                ) from error
+                raise trouble.error_here(error, self._contexts) from error
             self._wait_for_the_others()
         except BaseException as error:
             self.fail(error)

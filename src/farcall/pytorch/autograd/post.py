@@ -15,6 +15,7 @@ from farcall.agent import Agent
 from farcall.api import current_agent, is_initialized
 from farcall.backends.interface import MembershipChange
 from farcall.errors import RpcError, RpcTimeoutError, WorkerLost
+from farcall.functions import mark_async
 from farcall.futures import Future
 from farcall.protocol.ids import WorkerInfo
 from farcall.pytorch.autograd import engine
@@ -42,10 +43,15 @@ class AgentPost:
         message_id: int,
         gradients: list[torch.Tensor],
         retain_graph: bool,
-    ) -> Future[None]:
+        takes_back: bool,
+    ) -> Future[Any]:
         """See `Post`."""
-        args = (context_id, tuple(pass_id), message_id, gradients, retain_graph)
+        args = (context_id, tuple(pass_id), message_id, gradients, retain_graph, takes_back)
         return call(to, _propagate, args)
+
+    def await_end(self, to: WorkerInfo, context_id: int, pass_id: PassId) -> Future[Any]:
+        """See `Post`."""
+        return call(to, _await_end, (context_id, tuple(pass_id)))
 
     def release(self, to: WorkerInfo, context_id: int) -> None:
         """See `Post`."""
@@ -69,7 +75,7 @@ class AgentPost:
         _tell(to, _abandon, (context_id, tuple(pass_id), reason), _ATTEMPTS)
 
 
-def call(to: WorkerInfo, function: Any, args: tuple[Any, ...]) -> Future[None]:
+def call(to: WorkerInfo, function: Any, args: tuple[Any, ...]) -> Future[Any]:
     agent: Any = current_agent()
     return agent.call(to, function, args, None, _NO_LIMIT, True)  # type: ignore[no-any-return]
 
@@ -101,11 +107,37 @@ def _is_there(worker: WorkerInfo) -> bool:
 
 @may_be_called
 def _propagate(
-    context_id: int, pass_id: tuple[int, int], message_id: int, gradients: list[torch.Tensor], retain_graph: bool
-) -> None:
-    check_kinds((context_id, int), (message_id, int), (retain_graph, bool))
+    context_id: int,
+    pass_id: tuple[int, int],
+    message_id: int,
+    gradients: list[torch.Tensor],
+    retain_graph: bool,
+    takes_back: bool,
+) -> Future[Any]:
+    check_kinds((context_id, int), (message_id, int), (retain_graph, bool), (takes_back, bool))
     check_tensors(gradients)
-    engine.take_part(contexts(), context_id, _pass_id(pass_id), message_id, gradients, retain_graph)
+    found = contexts()
+    return _settled(
+        engine.take_part(found, context_id, _pass_id(pass_id), message_id, gradients, retain_graph, takes_back)
+    )
+
+
+@may_be_called
+def _await_end(context_id: int, pass_id: tuple[int, int]) -> Future[Any]:
+    check_kinds((context_id, int))
+    return _settled(engine.await_end(contexts(), context_id, _pass_id(pass_id)))
+
+
+def _settled(answer: Any) -> Future[Any]:
+    if isinstance(answer, Future):
+        return answer
+    future: Future[Any] = Future()
+    future.set_result(answer)
+    return future
+
+
+for _function in (_propagate, _await_end):
+    mark_async(_function, _function, lambda name, result: result)
 
 
 @may_be_called

@@ -46,6 +46,11 @@ def note_reduced(variables: Sequence[torch.Tensor]) -> None:
         _together[variable] = references
 
 
+def has_reducers() -> bool:
+    """Whether any variables of this process are reduced."""
+    return bool(_together)
+
+
 @contextmanager
 def lent_to_reducers(context: DistAutogradContext, variables: Sequence[torch.Tensor]) -> Iterator[Collection[int]]:
     """The variables whose `.grad` is that of the context inside: those that are reduced together with one of these."""

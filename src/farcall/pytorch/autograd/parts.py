@@ -1,0 +1,178 @@
+"""What a backward pass has to run on this worker, in parts that have nothing to do with each other.
+
+The graph behind the roots is one part, that behind each message that was sent is another. Most often they share no
+node: then each can be run by itself, as soon as its gradients are there, and nothing has to wait inside of torch's
+engine (`parted`). `survey` walks through the graph once and says so, or that they are not apart.
+
+Rules
+- Parts are apart if no node is in two of them. Variables may be: their gradients are sums, in whatever order the parts
+  are run. But one with hooks may not, as those are to see the whole sum.
+- A run has the engine hand out the gradients of variables and of what was received, with no Python in between. The
+  hooks of tensors run as ever. Those of a variable's node would not, and nothing can be seen of them but that somebody
+  holds that node: such graphs are not taken apart.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterable, Sequence
+from functools import cache
+from typing import Any, Final, NamedTuple
+
+import torch
+from torch.autograd.graph import GradientEdge, _engine_run_backward
+
+from farcall.protocol.ids import WorkerInfo
+from farcall.pytorch.autograd.accumulating import add_up
+from farcall.pytorch.autograd.contexts import DistAutogradContext
+from farcall.pytorch.autograd.nodes import is_hooked, is_receive_function, origin_of
+
+_LEAF: Final = "AccumulateGrad"
+_NO_SECOND_DERIVATIVES, _UNREACHED_IS_NONE, _NOT_IN_GRAD = False, True, False
+
+
+class Produced(NamedTuple):
+    """Gradients for another worker: of what came from it with that message."""
+
+    to: WorkerInfo
+    message_id: int
+    gradients: list[torch.Tensor]
+
+
+class Part(NamedTuple):
+    """A part of the graph."""
+
+    starts: tuple[Any, ...]
+    """Where gradients go in: tensors, or edges of the graph."""
+    variables: list[torch.Tensor]
+    received: list[Any]
+    """The receive functions, from which it goes on elsewhere."""
+
+    def run(
+        self, context: DistAutogradContext, gradients: Sequence[torch.Tensor], retain_graph: bool
+    ) -> list[Produced]:
+        """Runs it: gradients of variables go into the context, those of what was received come out.
+
+        Raises what hooks and nodes raise.
+        """
+        origins = [origin_of(node) for node in self.received]
+        edges = [
+            GradientEdge(node, place)
+            for node, origin in zip(self.received, origins, strict=True)
+            for place in range(len(origin.likes))
+        ]
+        found: Sequence[torch.Tensor | None] = _engine_run_backward(
+            self.starts,
+            tuple(gradients),
+            retain_graph,
+            _NO_SECOND_DERIVATIVES,
+            (*self.variables, *edges),
+            _UNREACHED_IS_NONE,
+            _NOT_IN_GRAD,
+        )
+        produced = []
+        place = len(self.variables)
+        for origin in origins:
+            width = len(origin.likes)
+            given = zip(found[place : place + width], origin.likes, strict=True)
+            filled = [torch.zeros(shape, **kind) if each is None else each for each, (shape, kind) in given]
+            produced.append(Produced(origin.sender, origin.message_id, filled))
+            place += width
+        if self.variables:
+            with context.lock, torch.no_grad():
+                for place, variable in enumerate(self.variables):
+                    gradient = found[place]
+                    if gradient is not None:
+                        add_up(context.gradients, variable, gradient, _holders(gradient) <= _unshared_holders())
+        return produced
+
+
+def survey(roots: Sequence[torch.Tensor], sent: Iterable[Any]) -> tuple[Part | None, list[Part]] | None:
+    """The part behind the roots, if there are any, and those behind these send functions. None if they are not apart."""
+    seen: dict[Any, int] = {}
+    leaves: dict[Any, list[Part]] = {}
+    parts: list[Part] = []
+    for node in sent:
+        starts = tuple(
+            following.variable if _is_leaf(following) else GradientEdge(following, place)
+            for following, place in node.next_functions
+        )
+        parts.append(Part(starts, [], []))
+        if not _walk([node], parts[-1], len(parts), seen, leaves):
+            return None
+    root_part = None
+    if roots:
+        root_part = Part(tuple(roots), [], [])
+        if not _walk([root.grad_fn for root in roots], root_part, 0, seen, leaves):
+            return None
+    node = None  # it may be a leaf, whose holders are counted now
+    if any(held > _unheld() for held in _leaf_holders(leaves)):
+        return None
+    for leaf, behind in leaves.items():
+        variable = leaf.variable
+        if variable._post_accumulate_grad_hooks or (len(behind) > 1 and variable._backward_hooks):
+            return None
+        for part in behind:
+            part.variables.append(variable)
+    return root_part, parts
+
+
+def _walk(starts: Iterable[Any], part: Part, number: int, seen: dict[Any, int], leaves: dict[Any, list[Part]]) -> bool:
+    """Notes what is behind these nodes; False if some of it is behind another part, too."""
+    ahead: list[Any] = []
+    for start in starts:
+        if start not in seen:
+            seen[start] = number
+            ahead.append(start)
+        elif seen[start] != number:
+            return False
+    while ahead:
+        node = ahead.pop()
+        if is_receive_function(node):
+            if is_hooked(node):
+                return False
+            part.received.append(node)
+            continue
+        for following, _ in node.next_functions:
+            if following is None:
+                continue
+            if _is_leaf(following):
+                behind = leaves.setdefault(following, [])
+                if not behind or behind[-1] is not part:
+                    behind.append(part)
+                continue
+            known = seen.get(following)
+            if known is None:
+                seen[following] = number
+                ahead.append(following)
+            elif known != number:
+                return False
+    return True
+
+
+def _is_leaf(node: Any) -> bool:
+    return type(node).__name__ == _LEAF
+
+
+def _leaf_holders(leaves: Iterable[Any]) -> list[int]:
+    return [sys.getrefcount(leaf) for leaf in leaves]
+
+
+@cache
+def _unheld() -> int:
+    """What `_leaf_holders` gives for a node that nobody else holds: measured, as it is Python's affair."""
+    variable = torch.zeros(1, requires_grad=True)
+    with torch.enable_grad():
+        return _leaf_holders({variable.view_as(variable).grad_fn.next_functions[0][0]: None})[0]
+
+
+def _holders(gradient: torch.Tensor) -> tuple[int, int]:
+    return gradient._use_count(), sys.getrefcount(gradient)
+
+
+@cache
+def _unshared_holders() -> tuple[int, int]:
+    """What `_holders` gives, where `Part.run` asks, for a gradient that only the engine's result holds."""
+    found = (torch.zeros(1),)
+    gradient = found[0]
+    return _holders(gradient)
