@@ -83,7 +83,8 @@ class Part(NamedTuple):
                 for place, variable in enumerate(self.variables):
                     gradient = found[place]
                     if gradient is not None:
-                        add_up(context.gradients, variable, gradient, _holders(gradient) <= _unshared_holders())
+                        is_unshared = _holders(gradient) <= _unshared_holders()
+                        add_up(context.gradients, variable, gradient, is_unshared)
         return produced
 
 
@@ -163,7 +164,8 @@ def _unheld() -> int:
     """What `_leaf_holders` gives for a node that nobody else holds: measured, as it is Python's affair."""
     variable = torch.zeros(1, requires_grad=True)
     with torch.enable_grad():
-        return _leaf_holders({variable.view_as(variable).grad_fn.next_functions[0][0]: None})[0]
+        view = variable.view_as(variable)  # a node that is in a graph is held by torch as well
+    return _leaf_holders({view.grad_fn.next_functions[0][0]: None})[0]
 
 
 def _holders(gradient: torch.Tensor) -> tuple[int, int]:
