@@ -217,8 +217,10 @@ class TestOperators:
         (post._release, ("x",)),
         (post._abandon, (1, (1, 1), b"no text")),
         (post._abandon, (1, ("x", 1), "reason")),
-        (post._propagate, (1, (0, 0), 1, [1], False)),
-        (post._propagate, (1, (0, 0), "x", [], False)),
+        (post._propagate, (1, (0, 0), 1, [1], False, False)),
+        (post._propagate, (1, (0, 0), "x", [], False, False)),
+        (post._propagate, (1, (0, 0), 1, [], False, 1)),
+        (post._await_end, ("x", (0, 0))),
     ],
 )
 def test_the_edge_looks_at_what_others_tell_it(tmp_path: Path, function: Any, args: Any) -> None:

@@ -23,19 +23,10 @@ from farcall.agent import Agent
 from farcall.errors import NotInitializedError, RpcTimeoutError, UsageError, WorkerLost
 from farcall.futures import Future
 from farcall.pytorch import autograd
+from farcall.pytorch.autograd.short_calls import call_shortly
 from farcall.pytorch.callees import callee_of
 from farcall.pytorch.constants import UNSET_RPC_TIMEOUT
-from farcall.pytorch.envelopes import (
-    Departure,
-    Request,
-    Trip,
-    board,
-    reply_of,
-    rides_along,
-    run,
-    run_remotely,
-    sending,
-)
+from farcall.pytorch.envelopes import Departure, Request, Trip, board, reply_of, rides_along, run, run_remotely, sending
 from farcall.pytorch.futures import RpcFuture, failed_with, settled, wait_all
 from farcall.pytorch.guarding import may_be_called
 from farcall.pytorch.internal import RPCExecMode, _internal_rpc_pickler
@@ -204,6 +195,9 @@ def _invoke_rpc(
     try:
         if not rides_along(agent, info):
             return agent.call(info, callee, args or None, kwargs or None, rpc_timeout, unattended)
+        short = call_shortly(agent, info, callee, args or (), kwargs or {}, rpc_timeout, unattended)
+        if short is not None:
+            return short
         trips = board(agent, Departure(info, func, rpc_type))
         request = Request(agent, callee, args or (), kwargs or {}, trips)
         with sending(trips):

@@ -129,6 +129,11 @@ def rides_along(agent: Agent, to: WorkerInfo) -> bool:
     return False
 
 
+def rides_alone(rider: Rider, agent: Agent, to: WorkerInfo) -> bool:
+    """Whether no other rider has to do with a call of this thread to that worker."""
+    return not any(other is not rider and other.concerns(agent, to) for other in RIDERS)
+
+
 def board(agent: Agent, departure: Departure) -> dict[str, Trip]:
     """The trips of a call of this thread."""
     return {rider.key: rider.board(agent, departure) for rider in RIDERS if rider.concerns(agent, departure.to)}
@@ -192,7 +197,7 @@ def reply_of(future: Future[Any], trips: Mapping[str, Trip]) -> Future[Any]:
             for trip in trips.values():
                 trip.failed(error)
             raise
-        if not isinstance(envelope, _Reply):  # it was called on this very worker, and not pickled
+        if not isinstance(envelope, ReplyEnvelope):  # it was called on this very worker, and not pickled
             raise TypeError(f"no envelope came back but a {type(envelope).__name__}")
         return envelope.open(trips)
 
@@ -226,7 +231,7 @@ class _Opened:
             return run_here(self.function, self.args, self.kwargs)
 
 
-class _Reply:
+class ReplyEnvelope:
     """A result that is put into an envelope when it is pickled; or one that has come."""
 
     def __init__(self, result: Any, visits: Mapping[str, Visit]) -> None:
@@ -248,8 +253,8 @@ class _Reply:
             return loads_apart(body, tensors)
 
 
-def _received(body: bytes, tensors: Tensors, words: dict[str, Any]) -> _Reply:
-    return _Reply((body, tensors, words, offered()), {})
+def _received(body: bytes, tensors: Tensors, words: dict[str, Any]) -> ReplyEnvelope:
+    return ReplyEnvelope((body, tensors, words, offered()), {})
 
 
 @may_be_called
@@ -261,10 +266,10 @@ def run(request: _Opened) -> Future[Any]:
     check_kinds((request, _Opened))
     visits = request.visits
 
-    def finished(done: Future[Any]) -> _Reply:
+    def finished(done: Future[Any]) -> ReplyEnvelope:
         for visit in visits.values():
             visit.finished()
-        return _Reply(done.value(), visits)
+        return ReplyEnvelope(done.value(), visits)
 
     return request.run().then(finished)
 
@@ -306,7 +311,7 @@ def _open_checked(caller: Any, body: Any, tensors: Any, words: Any) -> _Opened:
     return _Opened(as_torch(current_agent().get_worker_info(caller.name)), body, tensors, words)
 
 
-def _receive_checked(body: Any, tensors: Any, words: Any) -> _Reply:
+def _receive_checked(body: Any, tensors: Any, words: Any) -> ReplyEnvelope:
     check_kinds((body, bytes), (words, dict))
     check_tensors(tensors)
     return _received(body, tensors, words)

@@ -17,6 +17,7 @@ from farcall.api import current_agent
 from farcall.errors import NotInitializedError, RpcError, RpcTimeoutError, SerializationError, UsageError
 from farcall.futures import Future
 from farcall.protocol.wire import PRESENCE, TYPE
+from farcall.pytorch.autograd.short_calls import see_through
 from farcall.pytorch.constants import UNSET_RPC_TIMEOUT
 from farcall.pytorch.envelopes import rides_along
 from farcall.pytorch.futures import RpcFuture, failed_with
@@ -231,6 +232,9 @@ class RRef(PyRRef[T], Generic[T]):
     """A reference to a value of type `T` on some worker. Made by `remote`, by `RRef(value)`, or received in a call."""
 
     __slots__ = ()
+
+
+see_through(RRef)
 
 
 def _unique(creator: int, number: int) -> str:

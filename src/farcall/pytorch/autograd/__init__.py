@@ -17,8 +17,8 @@ from types import TracebackType
 
 from farcall.pytorch.autograd import post
 from farcall.pytorch.autograd.contexts import DistAutogradContext
-from farcall.pytorch.autograd.riding import AutogradRider
 from farcall.pytorch.autograd.scripting import backward, get_gradients
+from farcall.pytorch.autograd.short_calls import RIDER
 from farcall.pytorch.envelopes import RIDERS
 
 __all__ = ["DistAutogradContext", "backward", "context", "get_gradients", "is_available"]
@@ -103,4 +103,4 @@ class context:  # noqa: N801  # torch's name
             )
 
 
-RIDERS.append(AutogradRider(post.contexts_of))
+RIDERS.append(RIDER)

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import NamedTuple
+from typing import Final, NamedTuple
 
 import torch
 
@@ -37,10 +37,11 @@ class Ticket(NamedTuple):
     def check(self) -> None:
         """Raises `TypeError` if it is none: it may have come from another worker."""
         check_kinds((self, Ticket))
-        check_kinds(*((number, int) for number in self[:3]), (self.places, list), (self.is_recorded, bool))
-        check_kinds(*((place, int) for place in self.places))
+        if tuple(map(type, self)) != _KINDS or any(type(place) is not int for place in self.places):
+            raise TypeError(f"what came from another worker is no ticket: {tuple(self)!r}")
 
 
+_KINDS: Final = (int, int, int, list, bool)
 register_plain(Ticket, Ticket)
 
 
@@ -81,7 +82,7 @@ def unpack(
     return tensors
 
 
-class _Trip(Trip):
+class AutogradTrip(Trip):
     def __init__(self, contexts: Contexts, context: DistAutogradContext, to: WorkerInfo) -> None:
         self._contexts = contexts
         self._context = context
@@ -109,7 +110,7 @@ class _Trip(Trip):
             self._contexts.forget_call(self._context, self._to, self._message_id)
 
 
-class _Visit(Visit):
+class AutogradVisit(Visit):
     def __init__(self, contexts: Contexts, caller: WorkerInfo, ticket: Ticket) -> None:
         Ticket.check(ticket)
         self._contexts = contexts
@@ -124,11 +125,20 @@ class _Visit(Visit):
     @contextmanager
     def around(self) -> Iterator[None]:
         """See `Visit`. The function works in the context."""
-        before, self._contexts.current_id = self._contexts.current_id, self._context.context_id
+        before = self.enter()
         try:
             yield
         finally:
-            self._contexts.current_id = before
+            self.leave(before)
+
+    def enter(self) -> int | None:
+        """This thread works in the context; what to give to `leave`."""
+        before, self._contexts.current_id = self._contexts.current_id, self._context.context_id
+        return before
+
+    def leave(self, before: int | None) -> None:
+        """It does no more."""
+        self._contexts.current_id = before
 
     def pack(self, tensors: Tensors) -> tuple[Tensors, Ticket]:
         """See `Visit`."""
@@ -153,11 +163,15 @@ class AutogradRider:
         """See `Rider`. In a context every call does: its result may require gradients, though no argument does."""
         return self._contexts_of(agent).current_id is not None
 
-    def board(self, agent: Agent, departure: Departure) -> Trip:
+    def board(self, agent: Agent, departure: Departure) -> AutogradTrip:
         """See `Rider`. Raises `RuntimeError` if the context was released."""
-        contexts = self._contexts_of(agent)
-        return _Trip(contexts, contexts.current(), departure.to)
+        return self.trip(agent, departure.to)
 
-    def visit(self, agent: Agent, caller: WorkerInfo, words: Ticket) -> Visit:
+    def trip(self, agent: Agent, to: WorkerInfo) -> AutogradTrip:
+        """A call of this thread to that worker. Raises `RuntimeError` if its context was released."""
+        contexts = self._contexts_of(agent)
+        return AutogradTrip(contexts, contexts.current(), to)
+
+    def visit(self, agent: Agent, caller: WorkerInfo, words: Ticket) -> AutogradVisit:
         """See `Rider`. Raises `RuntimeError` if the context was released."""
-        return _Visit(self._contexts_of(agent), caller, words)
+        return AutogradVisit(self._contexts_of(agent), caller, words)

@@ -22,7 +22,12 @@ from typing import Any, Final
 import torch
 from torch import nn
 
+from farcall.api import current_agent
+from farcall.protocol.wire import METHOD
 from farcall.pytorch import api, autograd
+from farcall.pytorch.autograd.short_calls import RIDER
+from farcall.pytorch.constants import UNSET_RPC_TIMEOUT
+from farcall.pytorch.envelopes import rides_alone
 from farcall.pytorch.rref import PyRRef, RRef
 from farcall.pytorch.workers import WorkerInfo
 
@@ -105,6 +110,31 @@ def _step(optimizer: PyRRef[Any], context_id: int) -> None:
     optimizer.local_value().step(context_id)
 
 
+def _begin_step(optimizer: RRef[Any], context: autograd.DistAutogradContext, unattended: bool) -> Any:
+    """A step at the owner, which is another worker; a future of its end.
+
+    Of a worker that knows the context only a method is called, by the reference itself; to others it has to be brought.
+    """
+    owner = optimizer.owner()
+    agent: Any = current_agent()
+    if owner.id in context.known_workers and rides_alone(RIDER, agent, owner):
+        calling = optimizer._calling
+        args = (context.context_id,)
+        return calling.call_on(optimizer._handle, METHOD, "step", args, None, UNSET_RPC_TIMEOUT, unattended)
+    return api.rpc_async(owner, _step, (optimizer, context.context_id))
+
+
+class _StepHere:
+    """A step of this worker's own, taken when it is waited for."""
+
+    def __init__(self, optimizer: RRef[Any], context_id: int) -> None:
+        self._optimizer = optimizer
+        self._context_id = context_id
+
+    def wait(self) -> None:
+        self._optimizer.local_value().step(self._context_id)
+
+
 class DistributedOptimizer:
     """An optimizer of parameters that live on several workers.
 
@@ -147,14 +177,11 @@ class DistributedOptimizer:
         what a step raised on its worker; if several did, the others' errors are notes of the first. The steps of other
         workers may have been taken then.
         """
-        autograd._is_valid_context(context_id)
-        _all_of(
-            [
-                (owner, api.rpc_async(owner, _step, (optimizer, context_id)))
-                for optimizer in self.remote_optimizers
-                for owner in (optimizer.owner(),)
-            ]
-        )
+        context = autograd._retrieve_context(context_id)
+        here = [optimizer for optimizer in self.remote_optimizers if optimizer.is_owner()]
+        there = [optimizer for optimizer in self.remote_optimizers if not optimizer.is_owner()]
+        calls = [(optimizer.owner(), _begin_step(optimizer, context, len(there) > 1)) for optimizer in there]
+        _all_of([(optimizer.owner(), _StepHere(optimizer, context_id)) for optimizer in here] + calls)
 
 
 def _functional_class(optimizer_class: Any) -> Any:

@@ -1,0 +1,243 @@
+"""Calls in a context without an envelope: where it can be seen at a glance which tensors go and come.
+
+An envelope (`envelopes`) is a pickle inside of a message, and so is its reply. Most calls do not need that: if nothing
+but autograd rides along, and arguments are tensors, references and plain data, in tuples, lists and dicts, then the
+tensors that require gradients are replaced before the call is pickled as any other, and found again by their places.
+
+Rules
+- What cannot be seen through, a request as well as a reply, goes in an envelope.
+- A place is a path of indices and keys, from outside to inside. What is on the way there is copied, not changed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from types import CoroutineType
+from typing import Any, Final, TypeAlias
+
+import torch
+from torch.nn import Parameter
+
+from farcall.agent import Agent
+from farcall.api import current_agent
+from farcall.backends.running import run_here
+from farcall.functions import async_result, mark_async
+from farcall.futures import Future
+from farcall.protocol.ids import WorkerInfo
+from farcall.pytorch.autograd.post import contexts_of
+from farcall.pytorch.autograd.riding import AutogradRider, AutogradTrip, AutogradVisit, Ticket
+from farcall.pytorch.envelopes import ReplyEnvelope, Tensors, rides_alone
+from farcall.pytorch.guarding import check_kinds, judge_function, may_be_called
+from farcall.pytorch.workers import WorkerInfo as TorchWorkerInfo
+from farcall.pytorch.workers import as_torch
+from farcall.serialization import encode_function
+
+Place: TypeAlias = tuple[int | str, ...]
+
+_PLAIN: Final = frozenset(
+    {int, float, bool, str, bytes, complex, type(None), torch.dtype, torch.device, torch.Size, WorkerInfo}
+    | {TorchWorkerInfo}
+)
+_seen_through: Final[set[type]] = set()
+
+RIDER: Final = AutogradRider(contexts_of)
+"""Autograd, of this process."""
+
+
+def see_through(kind: type) -> None:
+    """Objects of that type, too, are known to bring no tensors along."""
+    _seen_through.add(kind)
+
+
+class Glance:
+    """The tensors that require gradients in some values, if these can be seen through."""
+
+    __slots__ = ("is_clear", "places", "tensors")
+
+    def __init__(self, values: Any) -> None:
+        self.places: list[Place] = []
+        self.tensors: Tensors = []
+        # One tensor that is there twice arrives as one: left to envelopes.
+        self.is_clear = self._look(values, ()) and len(set(map(id, self.tensors))) == len(self.tensors)
+
+    def _look(self, value: Any, place: Place) -> bool:
+        kind = type(value)
+        if kind is torch.Tensor or kind is Parameter:
+            if value.requires_grad:
+                self.places.append(place)
+                self.tensors.append(value)
+            return True
+        if kind in _PLAIN or kind in _seen_through:
+            return True
+        if kind is tuple or kind is list:
+            for index, each in enumerate(value):  # noqa: SIM110 (all() makes a generator)
+                if not self._look(each, (*place, index)):
+                    return False
+            return True
+        if kind is dict:
+            return all(type(key) is str and self._look(each, (*place, key)) for key, each in value.items())
+        return False
+
+
+def replaced(values: Any, places: Sequence[Place], tensors: Tensors) -> Any:
+    """The values with these tensors at those places. Raises `TypeError` and others if there are no such places."""
+    for place, tensor in zip(places, tensors, strict=True):
+        values = _put(values, place, 0, tensor)
+    return values
+
+
+def _put(value: Any, place: Any, depth: int, tensor: torch.Tensor) -> Any:
+    if depth == len(place):
+        return tensor
+    key = place[depth]
+    kind = type(value)
+    if kind is tuple:
+        value = list(value)
+    elif kind is list or kind is dict:
+        value = value.copy()
+    else:
+        raise TypeError(f"a tensor should be inside of a {kind.__name__}")
+    value[key] = _put(value[key], place, depth + 1, tensor)
+    return tuple(value) if kind is tuple else value
+
+
+# At the caller
+
+
+class _Awaited:
+    """A call that is waited for at once."""
+
+    __slots__ = ("_call", "_trip")
+
+    def __init__(self, call: Future[Any], trip: AutogradTrip) -> None:
+        self._call = call
+        self._trip = trip
+
+    def wait(self) -> Any:
+        """What the function returned. Raises what it raised."""
+        try:
+            answer = self._call.wait()
+        except BaseException as error:
+            self._trip.failed(error)
+            raise
+        return _opened(answer, self._trip)
+
+
+def call_shortly(
+    agent: Agent,
+    to: WorkerInfo,
+    function: Callable[..., Any],
+    args: Sequence[Any],
+    kwargs: Mapping[str, Any],
+    timeout: float,
+    unattended: bool,
+) -> Any:
+    """A future of what the function returns on that worker; if not `unattended`, something that has a `wait`.
+
+    None if it has to go in an envelope. Raises what a call raises, and `RuntimeError` if the context was released.
+    """
+    if not rides_alone(RIDER, agent, to):
+        return None
+    values = (tuple(args), dict(kwargs))
+    glance = Glance(values)
+    if not glance.is_clear or encode_function(function) is None:
+        return None
+    trip = RIDER.trip(agent, to)
+    run = run_in_context if async_result(function) is None else run_in_context_later
+    try:
+        tensors, ticket = trip.pack(glance.tensors)
+        if glance.places:
+            values = replaced(values, glance.places, tensors)
+        request = (agent.info.id, tuple(ticket), glance.places, function, *values)
+        call = agent.call(to, run, request, None, timeout, unattended)
+    except BaseException as error:
+        trip.failed(error)
+        raise
+    if not unattended:
+        return _Awaited(call, trip)
+
+    def answered(done: Future[Any]) -> Any:
+        try:
+            answer = done.value()
+        except BaseException as error:
+            trip.failed(error)
+            raise
+        return _opened(answer, trip)
+
+    return call.then(answered)
+
+
+def _opened(answer: Any, trip: AutogradTrip) -> Any:
+    if type(answer) is ReplyEnvelope:
+        return answer.open({AutogradRider.key: trip})
+    check_kinds((answer, tuple))
+    words, places, result = answer
+    tensors = trip.unpack([_at(result, place) for place in places], Ticket(*words))
+    return replaced(result, places, tensors) if places else result
+
+
+def _at(values: Any, place: Any) -> torch.Tensor:
+    for key in place:
+        check_kinds((values, tuple if type(values) is tuple else list if type(values) is list else dict))
+        values = values[key]
+    if not isinstance(values, torch.Tensor):
+        raise TypeError(f"a {type(values).__name__} came from another worker in place of a tensor")
+    return values
+
+
+# At the callee
+
+
+@may_be_called
+def run_in_context(
+    caller: int, words: Any, places: Sequence[Place], function: Callable[..., Any], args: Any, kwargs: Any
+) -> Any:
+    """What is called on the other worker. Raises what the function raises, and `TypeError` for what is no such call."""
+    visit, values = _visited(caller, words, places, (args, kwargs))
+    judge_function(function)
+    before = visit.enter()
+    try:
+        result = function(*values[0], **values[1])
+    finally:
+        visit.leave(before)
+    if type(result) is CoroutineType:
+        return _finished(visit, result)
+    return _answer(visit, result)
+
+
+@may_be_called
+def run_in_context_later(
+    caller: int, words: Any, places: Sequence[Place], function: Callable[..., Any], args: Any, kwargs: Any
+) -> Future[Any]:
+    """The same for a function that is marked as one that gives a future."""
+    visit, values = _visited(caller, words, places, (args, kwargs))
+    judge_function(function)
+    before = visit.enter()
+    try:
+        future = run_here(function, *values)
+    finally:
+        visit.leave(before)
+    return future.then(lambda done: _answer(visit, done.value()))
+
+
+mark_async(run_in_context_later, run_in_context_later, lambda name, result: result)
+
+
+def _visited(caller: int, words: Any, places: Any, values: Any) -> tuple[AutogradVisit, Any]:
+    check_kinds((caller, int), (words, tuple), (places, list), (values[0], tuple), (values[1], dict))
+    agent: Any = current_agent()
+    visit = RIDER.visit(agent, as_torch(agent.get_worker_info(caller)), Ticket(*words))
+    tensors = visit.unpack([_at(values, place) for place in places])
+    return visit, replaced(values, places, tensors) if places else values
+
+
+async def _finished(visit: AutogradVisit, result: CoroutineType[Any, Any, Any]) -> Any:
+    return _answer(visit, await result)
+
+
+def _answer(visit: AutogradVisit, result: Any) -> Any:
+    glance = Glance(result)
+    if not glance.is_clear:
+        return ReplyEnvelope(result, {AutogradRider.key: visit})
+    tensors, ticket = visit.pack(glance.tensors)
+    return tuple(ticket), glance.places, replaced(result, glance.places, tensors) if glance.places else result
