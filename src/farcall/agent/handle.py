@@ -72,6 +72,20 @@ class Handle:
         self.book.drop_later(self.reference, self.fork)
 
 
+def handle_here(book: ReferenceBook, reference: RRefId, made: Made) -> Handle:
+    """Another handle at the owner, whom somebody has told of the reference who holds one until this one is made.
+
+    So nothing has to be counted, as it has to be for one that is passed on. Raises `ReferenceRefused` if it is not
+    there.
+    """
+    with book._lock:
+        value = book._values.get(reference)
+        is_there = value is not None and book._references.own_handle_made(reference)
+    if not is_there:
+        raise released(reference, book._name_of(book.me))
+    return Handle(book, reference, None, value, made)
+
+
 def stillborn(book: ReferenceBook, owner: Worker, new_error: Callable[[], RpcError]) -> Handle:
     """A handle of a reference that could not be made at `owner`: every use raises. Nobody else knows of it."""
     if owner == book.me:

@@ -13,9 +13,12 @@ from typing import Any, Final, Generic, TypeVar, cast
 
 import torch
 
-from farcall.api import current_agent
+from farcall.agent.handle import handle_here
+from farcall.api import current_agent, current_book
 from farcall.errors import NotInitializedError, RpcError, RpcTimeoutError, SerializationError, UsageError
 from farcall.futures import Future
+from farcall.protocol.ids import RRefId
+from farcall.protocol.ids import WorkerInfo as AnyWorkerInfo
 from farcall.protocol.wire import PRESENCE, TYPE
 from farcall.pytorch.autograd.short_calls import see_through
 from farcall.pytorch.constants import UNSET_RPC_TIMEOUT
@@ -234,7 +237,35 @@ class RRef(PyRRef[T], Generic[T]):
     __slots__ = ()
 
 
-see_through(RRef)
+class _Told:
+    """A reference, as its owner is told of it by a call that keeps it until it is answered: nothing is counted."""
+
+    __slots__ = ("_rref",)
+
+    def __init__(self, rref: RRef[Any]) -> None:
+        self._rref = rref
+
+    def __reduce__(self) -> tuple[Callable[..., Any], tuple[Any, ...]]:
+        return _receive_here, (tuple(self._rref._handle.reference), self._rref._label)
+
+
+def _told(rref: RRef[Any], to: AnyWorkerInfo) -> _Told | None:
+    """What to send in place of it in a call to that worker, if that owns the value and knows of this handle."""
+    handle = rref._handle
+    if handle.fork is None or not handle.confirmed or rref.owner().id != to.id:
+        return None
+    handle.check()
+    return _Told(rref)
+
+
+def _receive_here(reference: tuple[int, int, int], label: int) -> RRef[Any]:
+    book: Any = current_book()
+    rref = cast("RRef[Any]", RRef.of(handle_here(book, RRefId(*reference), "a call of another worker")))
+    rref._label = label
+    return rref
+
+
+see_through(RRef, _told)
 
 
 def _unique(creator: int, number: int) -> str:

@@ -38,25 +38,37 @@ _PLAIN: Final = frozenset(
     {int, float, bool, str, bytes, complex, type(None), torch.dtype, torch.device, torch.Size, WorkerInfo}
     | {TorchWorkerInfo}
 )
-_seen_through: Final[set[type]] = set()
+InPlace: TypeAlias = Callable[[Any, WorkerInfo], Any]
+_seen_through: Final[dict[type, InPlace]] = {}
 
 RIDER: Final = AutogradRider(contexts_of)
 """Autograd, of this process."""
 
 
-def see_through(kind: type) -> None:
-    """Objects of that type, too, are known to bring no tensors along."""
-    _seen_through.add(kind)
+def see_through(kind: type, in_place: InPlace) -> None:
+    """Objects of that type, too, are known to bring no tensors along.
+
+    `in_place(object, worker)` is what to send in a call to that worker in place of one, if anything: the object itself
+    lives until the call is answered.
+    """
+    _seen_through[kind] = in_place
 
 
 class Glance:
     """The tensors that require gradients in some values, if these can be seen through."""
 
-    __slots__ = ("is_clear", "places", "tensors")
+    __slots__ = ("is_clear", "kept", "places", "tensors", "to", "told", "told_places")
 
-    def __init__(self, values: Any) -> None:
+    def __init__(self, values: Any, to: WorkerInfo | None = None) -> None:
+        """`to`: to whom they go in a call."""
+        self.to = to
         self.places: list[Place] = []
         self.tensors: Tensors = []
+        self.told_places: list[Place] = []
+        self.told: list[Any] = []
+        """What goes in place of other things, and where."""
+        self.kept: list[Any] = []
+        """Those other things."""
         # One tensor that is there twice arrives as one: left to envelopes.
         self.is_clear = self._look(values, ()) and len(set(map(id, self.tensors))) == len(self.tensors)
 
@@ -67,7 +79,13 @@ class Glance:
                 self.places.append(place)
                 self.tensors.append(value)
             return True
-        if kind in _PLAIN or kind in _seen_through:
+        if kind in _PLAIN:
+            return True
+        if kind in _seen_through:
+            if self.to is not None and (told := _seen_through[kind](value, self.to)) is not None:
+                self.told_places.append(place)
+                self.told.append(told)
+                self.kept.append(value)
             return True
         if kind is tuple or kind is list:
             for index, each in enumerate(value):  # noqa: SIM110 (all() makes a generator)
@@ -79,16 +97,16 @@ class Glance:
         return False
 
 
-def replaced(values: Any, places: Sequence[Place], tensors: Tensors) -> Any:
-    """The values with these tensors at those places. Raises `TypeError` and others if there are no such places."""
-    for place, tensor in zip(places, tensors, strict=True):
-        values = _put(values, place, 0, tensor)
+def replaced(values: Any, places: Sequence[Place], others: Sequence[Any]) -> Any:
+    """The values with these others at those places. Raises `TypeError` and others if there are no such places."""
+    for place, other in zip(places, others, strict=True):
+        values = _put(values, place, 0, other)
     return values
 
 
-def _put(value: Any, place: Any, depth: int, tensor: torch.Tensor) -> Any:
+def _put(value: Any, place: Any, depth: int, other: Any) -> Any:
     if depth == len(place):
-        return tensor
+        return other
     key = place[depth]
     kind = type(value)
     if kind is tuple:
@@ -97,7 +115,7 @@ def _put(value: Any, place: Any, depth: int, tensor: torch.Tensor) -> Any:
         value = value.copy()
     else:
         raise TypeError(f"a tensor should be inside of a {kind.__name__}")
-    value[key] = _put(value[key], place, depth + 1, tensor)
+    value[key] = _put(value[key], place, depth + 1, other)
     return tuple(value) if kind is tuple else value
 
 
@@ -139,17 +157,20 @@ def call_shortly(
     if not rides_alone(RIDER, agent, to):
         return None
     values = (tuple(args), dict(kwargs))
-    glance = Glance(values)
+    glance = Glance(values, to)
     if not glance.is_clear or encode_function(function) is None:
         return None
     trip = RIDER.trip(agent, to)
     run = run_in_context if async_result(function) is None else run_in_context_later
     try:
         tensors, ticket = trip.pack(glance.tensors)
-        if glance.places:
-            values = replaced(values, glance.places, tensors)
+        values = replaced(values, [*glance.places, *glance.told_places], [*tensors, *glance.told])
         request = (agent.info.id, tuple(ticket), glance.places, function, *values)
         call = agent.call(to, run, request, None, timeout, unattended)
+        if glance.kept:
+            call.keeps = glance.kept
+            if call.done():  # answered already, and perhaps before that was set
+                call.keeps = None
     except BaseException as error:
         trip.failed(error)
         raise
