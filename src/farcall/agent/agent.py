@@ -148,8 +148,9 @@ class Agent(WaitingAgent):
             self._entrance.leave()
             self._close_descriptors()
             raise
+        self._chores: list[tuple[Callable[[], bool], Callable[[], None]]] = [(self.book.has_work, self.book.work_off)]
         self._supervisor.has_chores = self.book.has_work
-        self._supervisor.do_chores = lambda: self._serving.submit(ChoreJob(self.book.work_off))
+        self._supervisor.do_chores = self._do_chores
         self._supervisor.serving = self._serving
         self._supervisor.connections = lambda: list(self._connections)
         self._supervisor.next_beat = lambda: self.group.next_tick
@@ -306,6 +307,21 @@ class Agent(WaitingAgent):
     def unwatch_members(self, watcher: Callable[[MembershipChange], object]) -> None:
         """See `RpcAgent`."""
         self.group.unwatch(watcher)
+
+    def look_after(self, has_work: Callable[[], bool], work_off: Callable[[], None]) -> Callable[[], None]:
+        """Has `work_off` run in the serving pool every few milliseconds while `has_work`.
+
+        What is returned is to be called whenever there is work after there was none. All of them from any thread.
+        """
+        self._chores.append((has_work, work_off))
+        chores = list(self._chores)
+        self._supervisor.has_chores = lambda: any(each() for each, _ in chores)
+        return self._supervisor.quicken
+
+    def _do_chores(self) -> None:
+        for has_work, work_off in list(self._chores):
+            if has_work():
+                self._serving.submit(ChoreJob(work_off))
 
     # Reports
 

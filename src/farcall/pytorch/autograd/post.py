@@ -6,7 +6,9 @@ Nothing rides along with these calls. They have no time limit of their own: a wo
 from __future__ import annotations
 
 import logging
+import threading
 import weakref
+from collections.abc import Callable
 from typing import Any, Final
 
 import torch
@@ -29,7 +31,17 @@ _ATTEMPTS: Final = 20
 
 
 class AgentPost:
-    """Calls by the agent of this process."""
+    """Calls by the agent of this process.
+
+    That contexts are released is not urgent: it is told along with the next call in a context (`take_releases`), or
+    some milliseconds later.
+    """
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._untold: dict[int, tuple[WorkerInfo, list[int]]] = {}
+        self._agent: weakref.ref[Any] | None = None
+        self._rouse: Callable[[], None] = lambda: None
 
     def own_name(self) -> str:
         """See `Post`."""
@@ -55,7 +67,33 @@ class AgentPost:
 
     def release(self, to: WorkerInfo, context_id: int) -> None:
         """See `Post`."""
-        _tell(to, _release, (context_id,), _ATTEMPTS)
+        agent: Any = current_agent() if is_initialized() else None
+        if not isinstance(agent, Agent):
+            _tell(to, _release, (context_id,), _ATTEMPTS)
+            return
+        with self._lock:
+            if self._agent is None or self._agent() is not agent:
+                self._agent = weakref.ref(agent)
+                self._rouse = agent.look_after(self._has_untold, self._tell_releases)
+            self._untold.setdefault(to.id, (to, []))[1].append(context_id)
+        self._rouse()
+
+    def take_releases(self, to: WorkerInfo) -> list[int]:
+        """The contexts of whose release a call to that worker is to tell it. If it fails, tell `release` again."""
+        if to.id not in self._untold:
+            return []
+        with self._lock:
+            return self._untold.pop(to.id, (to, []))[1]
+
+    def _has_untold(self) -> bool:
+        return bool(self._untold)
+
+    def _tell_releases(self) -> None:
+        with self._lock:
+            untold, self._untold = self._untold, {}
+        for to, context_ids in untold.values():
+            for context_id in context_ids:
+                _tell(to, _release, (context_id,), _ATTEMPTS)
 
     def forget(self, to: WorkerInfo, context_id: int, request: int) -> None:
         """See `Post`."""
@@ -180,6 +218,12 @@ class _Process:
 
 
 _process: Final = _Process()
+
+
+def take_releases(to: WorkerInfo) -> list[int]:
+    """See `AgentPost`: of this process's worker."""
+    found = _process.contexts
+    return found.post.take_releases(to) if found is not None and isinstance(found.post, AgentPost) else []
 
 
 def begin(worker_id: int) -> None:

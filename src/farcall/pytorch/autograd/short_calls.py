@@ -13,7 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from types import CoroutineType
-from typing import Any, Final, TypeAlias
+from typing import Any, Final, NamedTuple, TypeAlias
 
 import torch
 from torch.nn import Parameter
@@ -24,7 +24,7 @@ from farcall.backends.running import run_here
 from farcall.functions import async_result, mark_async
 from farcall.futures import Future
 from farcall.protocol.ids import WorkerInfo
-from farcall.pytorch.autograd.post import contexts_of
+from farcall.pytorch.autograd.post import contexts, contexts_of, take_releases
 from farcall.pytorch.autograd.riding import AutogradRider, AutogradTrip, AutogradVisit, Ticket
 from farcall.pytorch.envelopes import ReplyEnvelope, Tensors, rides_alone
 from farcall.pytorch.guarding import check_kinds, judge_function, may_be_called
@@ -122,23 +122,38 @@ def _put(value: Any, place: Any, depth: int, other: Any) -> Any:
 # At the caller
 
 
+class _Departure(NamedTuple):
+    """What has to be known of a call until it is answered."""
+
+    trip: AutogradTrip
+    to: WorkerInfo
+    released: list[int]
+    """The contexts of whose release it tells."""
+
+    def failed(self, error: BaseException) -> None:
+        """It may not have come."""
+        self.trip.failed(error)
+        for context_id in self.released:
+            contexts().post.release(self.to, context_id)
+
+
 class _Awaited:
     """A call that is waited for at once."""
 
-    __slots__ = ("_call", "_trip")
+    __slots__ = ("_call", "_departure")
 
-    def __init__(self, call: Future[Any], trip: AutogradTrip) -> None:
+    def __init__(self, call: Future[Any], departure: _Departure) -> None:
         self._call = call
-        self._trip = trip
+        self._departure = departure
 
     def wait(self) -> Any:
         """What the function returned. Raises what it raised."""
         try:
             answer = self._call.wait()
         except BaseException as error:
-            self._trip.failed(error)
+            self._departure.failed(error)
             raise
-        return _opened(answer, self._trip)
+        return _opened(answer, self._departure.trip)
 
 
 def call_shortly(
@@ -160,30 +175,30 @@ def call_shortly(
     glance = Glance(values, to)
     if not glance.is_clear or encode_function(function) is None:
         return None
-    trip = RIDER.trip(agent, to)
+    departure = _Departure(RIDER.trip(agent, to), to, take_releases(to))
     run = run_in_context if async_result(function) is None else run_in_context_later
     try:
-        tensors, ticket = trip.pack(glance.tensors)
+        tensors, ticket = departure.trip.pack(glance.tensors)
         values = replaced(values, [*glance.places, *glance.told_places], [*tensors, *glance.told])
-        request = (agent.info.id, tuple(ticket), glance.places, function, *values)
+        request = (agent.info.id, tuple(ticket), glance.places, departure.released, function, *values)
         call = agent.call(to, run, request, None, timeout, unattended)
         if glance.kept:
             call.keeps = glance.kept
             if call.done():  # answered already, and perhaps before that was set
                 call.keeps = None
     except BaseException as error:
-        trip.failed(error)
+        departure.failed(error)
         raise
     if not unattended:
-        return _Awaited(call, trip)
+        return _Awaited(call, departure)
 
     def answered(done: Future[Any]) -> Any:
         try:
             answer = done.value()
         except BaseException as error:
-            trip.failed(error)
+            departure.failed(error)
             raise
-        return _opened(answer, trip)
+        return _opened(answer, departure.trip)
 
     return call.then(answered)
 
@@ -211,10 +226,10 @@ def _at(values: Any, place: Any) -> torch.Tensor:
 
 @may_be_called
 def run_in_context(
-    caller: int, words: Any, places: Sequence[Place], function: Callable[..., Any], args: Any, kwargs: Any
+    caller: int, words: Any, places: Any, released: Any, function: Callable[..., Any], args: Any, kwargs: Any
 ) -> Any:
     """What is called on the other worker. Raises what the function raises, and `TypeError` for what is no such call."""
-    visit, values = _visited(caller, words, places, (args, kwargs))
+    visit, values = _visited(caller, words, places, released, (args, kwargs))
     judge_function(function)
     before = visit.enter()
     try:
@@ -228,10 +243,10 @@ def run_in_context(
 
 @may_be_called
 def run_in_context_later(
-    caller: int, words: Any, places: Sequence[Place], function: Callable[..., Any], args: Any, kwargs: Any
+    caller: int, words: Any, places: Any, released: Any, function: Callable[..., Any], args: Any, kwargs: Any
 ) -> Future[Any]:
     """The same for a function that is marked as one that gives a future."""
-    visit, values = _visited(caller, words, places, (args, kwargs))
+    visit, values = _visited(caller, words, places, released, (args, kwargs))
     judge_function(function)
     before = visit.enter()
     try:
@@ -244,8 +259,11 @@ def run_in_context_later(
 mark_async(run_in_context_later, run_in_context_later, lambda name, result: result)
 
 
-def _visited(caller: int, words: Any, places: Any, values: Any) -> tuple[AutogradVisit, Any]:
-    check_kinds((caller, int), (words, tuple), (places, list), (values[0], tuple), (values[1], dict))
+def _visited(caller: int, words: Any, places: Any, released: Any, values: Any) -> tuple[AutogradVisit, Any]:
+    check_kinds((caller, int), (words, tuple), (places, list), (values[0], tuple), (values[1], dict), (released, list))
+    for context_id in released:
+        check_kinds((context_id, int))
+        contexts().release_if_present(context_id, is_told=True)
     agent: Any = current_agent()
     visit = RIDER.visit(agent, as_torch(agent.get_worker_info(caller)), Ticket(*words))
     tensors = visit.unpack([_at(values, place) for place in places])
