@@ -161,8 +161,11 @@ class FunctionJob(ABC):
                     result = function()
             future_of = async_result(function)
             if future_of is not None:
-                self._finish_when_settled(function, future_of(callable_name(function), result))
-                return None
+                future = future_of(callable_name(function), result)
+                if future._state != DONE:
+                    self._finish_when_settled(function, future)
+                    return None
+                result = future._value  # as good as returned
         except BaseException as error:
             return self._failed(function, error)
         if type(result) is CoroutineType:  # not isinstance, which may run code of the result's

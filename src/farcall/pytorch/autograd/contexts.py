@@ -139,7 +139,7 @@ class DistAutogradContext:
     """What this worker knows of one distributed forward pass, and of the backward passes over it."""
 
     context_id: int
-    made_at: str = ""
+    made_by: tuple[str, int] | None = None
     """The line of the program, at its maker."""
     lock: threading.Lock = field(default_factory=threading.Lock)
     sent: dict[int, Sent] = field(default_factory=dict)
@@ -151,6 +151,11 @@ class DistAutogradContext:
     forgotten: set[int] = field(default_factory=set)
     """The requests to which no reply is awaited any more."""
     is_released: bool = False
+
+    @property
+    def made_at(self) -> str:
+        """The line of the program, at its maker; else nothing."""
+        return "{}:{}".format(*self.made_by) if self.made_by is not None else ""
 
     def add_known_worker(self, worker: WorkerInfo) -> None:
         """A call goes there. Raises `RuntimeError` if the context is released."""
@@ -461,9 +466,9 @@ class Contexts:
 _OWN: Final = __name__.rpartition(".")[0]
 
 
-def _caller() -> str:
+def _caller() -> tuple[str, int]:
     """The line of the program that asked us."""
     frame = sys._getframe(1)
     while frame.f_back is not None and frame.f_globals.get("__name__", "").startswith(_OWN):
         frame = frame.f_back
-    return f"{frame.f_code.co_filename}:{frame.f_lineno}"
+    return frame.f_code.co_filename, frame.f_lineno

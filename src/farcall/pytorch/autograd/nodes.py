@@ -131,8 +131,11 @@ def record_sent(
     answered: int | None = None,
 ) -> None:
     """These tensors, which require gradients, go to that worker. Raises `RuntimeError` if the context is released."""
-    with torch.enable_grad():
+    if torch.is_grad_enabled():  # to ask costs less than to set
         end = _SendRpc.apply(message_id, *tensors)
+    else:
+        with torch.enable_grad():
+            end = _SendRpc.apply(message_id, *tensors)
     context.add_sent(Sent(message_id, stamp, to, end, answered))
 
 
@@ -143,9 +146,16 @@ def record_received(
     likes = [(tensor.shape, {"dtype": tensor.dtype, "device": tensor.device}) for tensor in tensors]
     origin = Origin(context.context_id, message_id, sender, likes)
     fresh = [tensor.data for tensor in tensors]  # no views: autograd does not let those be changed in place
-    with torch.enable_grad():
-        outputs: tuple[torch.Tensor, ...] = _RecvRpc.apply(_LURE, origin, fresh)
-        # Python's object of a function of ours does not keep it alive; that of one of torch's does, and what follows.
-        holder = outputs[0].view_as(outputs[0]).grad_fn
+    if torch.is_grad_enabled():
+        outputs, holder = _received(origin, fresh)
+    else:
+        with torch.enable_grad():
+            outputs, holder = _received(origin, fresh)
     context.add_received(Received(message_id, outputs[0].grad_fn, sender, holder))
     return outputs
+
+
+def _received(origin: Origin, tensors: Sequence[torch.Tensor]) -> tuple[tuple[torch.Tensor, ...], Any]:
+    outputs: tuple[torch.Tensor, ...] = _RecvRpc.apply(_LURE, origin, tensors)
+    # Python's object of a function of ours does not keep it alive; that of one of torch's does, and what follows it.
+    return outputs, outputs[0].view_as(outputs[0]).grad_fn

@@ -19,7 +19,6 @@ Rules
 from __future__ import annotations
 
 import threading
-from collections import Counter
 from collections.abc import Mapping, Sequence
 from functools import partial
 from time import monotonic
@@ -77,7 +76,7 @@ class PartedPass:
         self._missing = {message_id: part for message_id, part in parts.items() if message_id in context.sent}
         self._lock = threading.Lock()
         self._busy = 0  # what is being run or sent, and the calls that are open
-        self._open: Counter[int] = Counter()  # those calls, by worker
+        self._open: dict[int, int] = {}  # those calls, by worker
         self._owing: dict[int, WorkerInfo] = {}  # whose parent we are, as far as they are not through
         self._parent: int | None = None
         self._parent_takes = False  # gradients in replies
@@ -271,7 +270,7 @@ class PartedPass:
     def _note(self, to: WorkerInfo, future: Future[Answer], gradients: Sequence[torch.Tensor] = ()) -> _Call:
         with self._lock:
             self._busy += 1
-            self._open[to.id] += 1
+            self._open[to.id] = self._open.get(to.id, 0) + 1
         return _Call(to, future, gradients)
 
     def _watch(self, calls: list[_Call]) -> None:

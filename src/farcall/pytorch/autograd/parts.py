@@ -20,7 +20,8 @@ from functools import cache
 from typing import Any, Final, NamedTuple
 
 import torch
-from torch.autograd.graph import GradientEdge, _engine_run_backward
+from torch.autograd import Variable
+from torch.autograd.graph import GradientEdge
 
 from farcall.protocol.ids import WorkerInfo
 from farcall.pytorch.autograd.accumulating import add_up
@@ -61,7 +62,7 @@ class Part(NamedTuple):
             for node, origin in zip(self.received, origins, strict=True)
             for place in range(len(origin.likes))
         ]
-        found: Sequence[torch.Tensor | None] = _engine_run_backward(
+        found: Sequence[torch.Tensor | None] = Variable._execution_engine.run_backward(
             self.starts,
             tuple(gradients),
             retain_graph,

@@ -241,13 +241,15 @@ def end() -> None:
 
 def contexts() -> Contexts:
     """Those of this process's worker. Raises `RuntimeError` if it is none."""
-    found = _process.contexts
+    found, watched = _process.contexts, _process.watched
+    if found is not None and watched is not None and watched() is not None:
+        return found
     if found is None and is_initialized():  # by farcall's own init_rpc, which knows nothing of this
         begin(current_agent().get_worker_info().id)
         found = _process.contexts
     if found is None:
         raise RuntimeError("Need to initialize distributed autograd using torch.distributed.autograd._init()")
-    if (_process.watched is None or _process.watched() is None) and is_initialized():
+    if is_initialized():
         _watch(found, current_agent())
     return found
 
