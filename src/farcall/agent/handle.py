@@ -80,9 +80,10 @@ def handle_here(book: ReferenceBook, reference: RRefId, made: Made) -> Handle:
     """
     with book._lock:
         value = book._values.get(reference)
-        is_there = value is not None and book._references.own_handle_made(reference)
-    if not is_there:
-        raise released(reference, book._name_of(book.me))
+        owned = book._references.owned.get(reference)
+        if value is None or owned is None or owned.refused or not owned.created:
+            raise released(reference, book._name_of(book.me))
+        owned.handles += 1
     return Handle(book, reference, None, value, made)
 
 

@@ -340,14 +340,6 @@ class References:
             return effects
         return effects + self._tell_parent(sender, reference, fork)
 
-    def own_handle_made(self, reference: RRefId) -> bool:
-        """The owner makes itself another handle of a value that it has; False if it has it no more."""
-        owned = self.owned.get(reference)
-        if owned is None or owned.refused or not owned.created:
-            return False
-        owned.handles += 1
-        return True
-
     def handle_kept(self, reference: RRefId, fork: ForkId) -> list[Effect]:
         """See `HandleKept`."""
         held = self.lent.get(fork)

@@ -29,9 +29,9 @@ import torch
 from farcall.errors import RpcError
 from farcall.futures import Future
 from farcall.protocol.ids import WorkerInfo
+from farcall.pytorch.autograd import trouble
 from farcall.pytorch.autograd.contexts import Contexts, DistAutogradContext, PassId, Sent
 from farcall.pytorch.autograd.parts import Part, Produced
-from farcall.pytorch.autograd import trouble
 from farcall.sleeping import FOREVER
 
 Answer: TypeAlias = tuple[bool, list[tuple[int, list[torch.Tensor]]]] | None

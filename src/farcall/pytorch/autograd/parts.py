@@ -29,7 +29,9 @@ from farcall.pytorch.autograd.contexts import DistAutogradContext
 from farcall.pytorch.autograd.nodes import is_hooked, is_receive_function, origin_of
 
 _LEAF: Final = "AccumulateGrad"
-_NO_SECOND_DERIVATIVES, _UNREACHED_IS_NONE, _NOT_IN_GRAD = False, True, False
+_NO_SECOND_DERIVATIVES: Final = False
+_UNREACHED_IS_NONE: Final = True
+_NOT_IN_GRAD: Final = False
 
 
 class Produced(NamedTuple):
@@ -90,7 +92,7 @@ class Part(NamedTuple):
 
 
 def survey(roots: Sequence[torch.Tensor], sent: Iterable[Any]) -> tuple[Part | None, list[Part]] | None:
-    """The part behind the roots, if there are any, and those behind these send functions. None if they are not apart."""
+    """The part behind the roots, if there are any, and those behind these send functions. None: they are not apart."""
     seen: dict[Any, int] = {}
     leaves: dict[Any, list[Part]] = {}
     parts: list[Part] = []

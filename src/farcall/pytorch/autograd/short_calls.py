@@ -19,6 +19,7 @@ import torch
 from torch.nn import Parameter
 
 from farcall.agent import Agent
+from farcall.agent.calls import PendingCall
 from farcall.api import current_agent
 from farcall.backends.running import run_here
 from farcall.functions import async_result, mark_async
@@ -181,7 +182,7 @@ def call_shortly(
         tensors, ticket = departure.trip.pack(glance.tensors)
         values = replaced(values, [*glance.places, *glance.told_places], [*tensors, *glance.told])
         request = (agent.info.id, tuple(ticket), glance.places, departure.released, function, *values)
-        call = agent.call(to, run, request, None, timeout, unattended)
+        call: PendingCall = agent.call(to, run, request, None, timeout, unattended)  # type: ignore[assignment]
         if glance.kept:
             call.keeps = glance.kept
             if call.done():  # answered already, and perhaps before that was set
