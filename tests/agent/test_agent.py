@@ -15,6 +15,7 @@ import pytest
 from agent_stage import add, bounce, forward, note, seen, thread_name
 
 from farcall import UnknownWorkerError, UsageError, WorkerInfo
+from farcall.futures import Future
 from farcall.gathering import collect_all, wait_all
 from farcall.testing import LocalGroup
 from farcall.transports.base import Channel
@@ -229,3 +230,19 @@ def test_who_was_out_of_descriptors_listens_again_though_no_connection_was_close
     group = new_group(2, heartbeat_interval=0.05)
     assert call(group[0], 1, add, 1, 2) == 3
     assert failed
+
+
+def test_others_may_have_things_looked_after(group: LocalGroup) -> None:
+    """As the agent does with what it has to say of references: every few milliseconds, while there is something."""
+    left = [1, 2, 3]
+    done: Future[None] = Future()
+
+    def work_off() -> None:
+        left.pop()
+        if not left:
+            done.set_result(None)
+
+    rouse = group[0].look_after(lambda: bool(left), work_off)
+    rouse()
+    assert done.block(monotonic() + 10)
+    assert group[0].book.has_work in [has_work for has_work, _ in group[0]._chores]

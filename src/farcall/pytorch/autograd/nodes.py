@@ -143,7 +143,7 @@ def record_received(
     context: DistAutogradContext, message_id: int, sender: WorkerInfo, tensors: Sequence[torch.Tensor]
 ) -> tuple[torch.Tensor, ...]:
     """These came from that worker; the tensors to use in their place. Raises `RuntimeError` as `record_sent`."""
-    likes = [(tensor.shape, {"dtype": tensor.dtype, "device": tensor.device}) for tensor in tensors]
+    likes = [(each.shape, {"dtype": each.dtype, "device": each.device, "layout": each.layout}) for each in tensors]
     origin = Origin(context.context_id, message_id, sender, likes)
     fresh = [tensor.data for tensor in tensors]  # no views: autograd does not let those be changed in place
     if torch.is_grad_enabled():
@@ -158,4 +158,5 @@ def record_received(
 def _received(origin: Origin, tensors: Sequence[torch.Tensor]) -> tuple[tuple[torch.Tensor, ...], Any]:
     outputs: tuple[torch.Tensor, ...] = _RecvRpc.apply(_LURE, origin, tensors)
     # Python's object of a function of ours does not keep it alive; that of one of torch's does, and what follows it.
-    return outputs, outputs[0].view_as(outputs[0]).grad_fn
+    first = outputs[0]
+    return outputs, (first.view_as(first) if first.layout is torch.strided else first.clone()).grad_fn

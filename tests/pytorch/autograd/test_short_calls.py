@@ -1,0 +1,295 @@
+"""Calls in a context without an envelope: what can be seen through, what arrives, and what goes along."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from time import monotonic
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+from torch_stage import SOON, run_group
+
+import farcall.pytorch as rpc
+from farcall.api import current_book
+from farcall.pytorch import api, autograd
+from farcall.pytorch import rref as rref_module
+from farcall.pytorch.autograd import post, short_calls
+from farcall.pytorch.autograd.short_calls import Glance, replaced
+
+
+@pytest.fixture
+def alone(tmp_path: Path) -> Iterator[None]:
+    """This process is a worker. At the end no context is left."""
+    options = rpc.TensorPipeRpcBackendOptions(init_method=f"file://{tmp_path}/store")
+    rpc.init_rpc("alone", rank=0, world_size=1, rpc_backend_options=options)
+    yield
+    assert autograd._get_debug_info() == {"num_current_backward_passes": "0", "num_autograd_contexts": "0"}
+    rpc.shutdown()
+
+
+@pytest.fixture
+def enveloped(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
+    """The functions of the calls that went in envelopes."""
+    functions = []
+
+    class Noting(api.Request):
+        def __init__(self, agent: Any, function: Any, *more: Any) -> None:
+            functions.append(function)
+            super().__init__(agent, function, *more)
+
+    monkeypatch.setattr(api, "Request", Noting)
+    return functions
+
+
+class Pair(NamedTuple):
+    left: torch.Tensor
+    right: torch.Tensor
+
+
+class Box:
+    def __init__(self, value: torch.Tensor) -> None:
+        self.value = value
+
+
+def leaf() -> torch.Tensor:
+    return torch.ones(2, requires_grad=True)
+
+
+def mixed(first: torch.Tensor, others: dict[str, Any], *, scale: float) -> Any:
+    return {"sum": first * scale + others["more"][0], "name": others["name"]}
+
+
+def boxed(value: torch.Tensor) -> Box:
+    return Box(value * 2)
+
+
+def unboxed(box: Box) -> torch.Tensor:
+    return box.value * 2
+
+
+def product(pair: Any) -> torch.Tensor:
+    return pair[0] * pair[1]
+
+
+def both(value: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    doubled = value * 2
+    return doubled, doubled
+
+
+async def doubled_later(value: torch.Tensor) -> torch.Tensor:
+    return value * 2
+
+
+def refusing(value: torch.Tensor) -> None:
+    raise ValueError("the function refuses")
+
+
+def value_of(rref: Any) -> Any:
+    return rref.local_value()
+
+
+kept: list[Any] = []
+
+
+def keep(rref: Any) -> None:
+    kept.append(rref)
+
+
+def kept_value() -> Any:
+    return kept[0].local_value()
+
+
+def let_go() -> None:
+    kept.clear()
+
+
+def owned_here() -> int:
+    return len(current_book().inventory().owned)
+
+
+def made() -> dict[str, int]:
+    return {"made": 1}
+
+
+# At a glance
+
+
+def test_tensors_that_require_gradients_are_found_where_they_are() -> None:
+    x, y = leaf(), torch.nn.Parameter(torch.ones(1))
+    values = ((x, 3, torch.ones(1)), {"key": [None, {"inner": y}]})
+    glance = Glance(values)
+    assert glance.is_clear
+    assert glance.places == [(0, 0), (1, "key", 1, "inner")]
+    assert glance.tensors[0] is x
+    assert glance.tensors[1] is y
+    put = replaced(values, glance.places, [torch.zeros(1), torch.zeros(2)])
+    assert put[0][0].tolist() == [0]
+    assert put[1]["key"][1]["inner"].tolist() == [0, 0]
+    assert values[0][0] is x  # and the values are as they were
+    assert values[1]["key"][1]["inner"] is y
+
+
+@pytest.mark.parametrize("value", [Pair(leaf(), leaf()), Box(leaf()), {1: 2}, object(), lambda: None, {leaf()}])
+def test_some_things_cannot_be_seen_through(value: Any) -> None:
+    assert not Glance(value).is_clear
+    assert not Glance([1, (value,)]).is_clear
+
+
+def test_a_tensor_that_is_there_twice_is_left_to_envelopes() -> None:
+    x = leaf()
+    assert not Glance((x, [x])).is_clear
+
+
+@pytest.mark.parametrize("place", [("x",), (0, "x"), (5,)])
+def test_there_must_be_such_a_place(place: Any) -> None:
+    with pytest.raises((TypeError, IndexError)):
+        replaced(((1,),), [place], [torch.ones(1)])
+
+
+# Calls
+
+
+@pytest.mark.usefixtures("alone")
+class TestCalls:
+    def test_tensors_in_containers_both_ways(self, enveloped: list[Any]) -> None:
+        x, y = leaf(), leaf()
+        with autograd.context() as context_id:
+            found = rpc.rpc_sync("alone", mixed, (x, {"more": [y * 1], "name": "n"}), {"scale": 3.0})
+            assert found["name"] == "n"
+            autograd.backward(context_id, [found["sum"].sum()])
+            gradients = autograd.get_gradients(context_id)
+            assert gradients[x].tolist() == [3, 3]
+            assert gradients[y].tolist() == [1, 1]
+        assert enveloped == []
+
+    @pytest.mark.parametrize(
+        ("function", "make", "expected"),
+        [
+            (unboxed, lambda x: Box(x), 2),
+            (product, lambda x: Pair(x, x), 2),
+            (product, lambda x: (x, x), 2),
+        ],
+    )
+    def test_what_cannot_be_seen_through_goes_in_an_envelope(
+        self, enveloped: list[Any], function: Any, make: Any, expected: int
+    ) -> None:
+        x = leaf()
+        with autograd.context() as context_id:
+            autograd.backward(context_id, [rpc.rpc_sync("alone", function, (make(x),)).sum()])
+            assert autograd.get_gradients(context_id)[x].tolist() == [expected] * 2
+        assert enveloped == [function]
+
+    @pytest.mark.parametrize("is_sync", [True, False])
+    def test_so_does_a_reply(self, enveloped: list[Any], is_sync: bool) -> None:
+        x = leaf()
+        with autograd.context() as context_id:
+            call = rpc.rpc_sync if is_sync else lambda *given: rpc.rpc_async(*given).wait()
+            box, pair = call("alone", boxed, (x,)), call("alone", both, (x,))
+            assert pair[0] is pair[1]
+            autograd.backward(context_id, [(box.value + pair[0]).sum()])
+            assert autograd.get_gradients(context_id)[x].tolist() == [4, 4]
+        assert enveloped == []
+
+    def test_a_coroutine(self) -> None:
+        x = leaf()
+        with autograd.context() as context_id:
+            autograd.backward(context_id, [rpc.rpc_sync("alone", doubled_later, (x,)).sum()])
+            assert autograd.get_gradients(context_id)[x].tolist() == [2, 2]
+
+    def test_a_failure_is_that_of_the_function_and_leaves_nothing(self) -> None:
+        with autograd.context() as context_id:
+            for call in (rpc.rpc_sync, lambda *given: rpc.rpc_async(*given).wait()):
+                with pytest.raises(ValueError, match="the function refuses"):
+                    call("alone", refusing, (leaf(),))
+            assert autograd._retrieve_context(context_id)._send_functions() == {}
+
+    @pytest.mark.parametrize(
+        "request_",
+        [
+            ("0", (1, 1, 1, [], True), [], [], len, (), {}),
+            (0, [1, 1, 1, [], True], [], [], len, (), {}),
+            (0, (1, 1, 1, ["x"], True), [], [], len, (), {}),
+            (0, (1, 1, 1, [], True), [], ["x"], len, (), {}),
+            (0, (1 << 48, 1, 1, [0], True), [(0, 0)], [], len, (1,), {}),
+            (0, (1 << 48, 1, 1, [0], True), [(0, 0, 0)], [], len, (1,), {}),
+        ],
+    )
+    def test_the_callee_looks_at_what_comes(self, request_: Any) -> None:
+        with autograd.context(), pytest.raises(TypeError):
+            short_calls.run_in_context(*request_)
+        post.contexts().release_if_present(1 << 48)
+
+    def test_releases_go_along_with_the_next_call(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setattr(post.AgentPost, "_has_untold", lambda self: False)  # nobody else tells of them
+        contexts = post.contexts()
+        other = rpc.WorkerInfo("alone", 0)
+        with autograd.context():
+            contexts.retrieve_or_make(1 << 48)
+            contexts.post.release(other, 1 << 48)
+            assert contexts.counts()[1] == 2
+            rpc.rpc_sync("alone", value_of, (rpc.RRef(1),))
+            assert contexts.counts()[1] == 1
+
+    def test_or_some_milliseconds_later(self) -> None:
+        contexts = post.contexts()
+        contexts.retrieve_or_make(1 << 48)
+        contexts.post.release(rpc.WorkerInfo("alone", 0), 1 << 48)
+        deadline = monotonic() + SOON
+        while contexts.counts()[1]:
+            assert monotonic() < deadline
+            rpc.rpc_sync("alone", value_of, (rpc.RRef(1),))
+
+
+# References
+
+
+def test_a_reference_that_goes_to_its_owner_is_told_of_and_not_counted(tmp_path: Path) -> None:
+    def body(rank: int) -> Any:
+        if rank:
+            return None
+        rref = rpc.remote("worker1", made)
+        assert rref.to_here() == {"made": 1}
+        assert rref.confirmed_by_owner()
+        book: Any = current_book()
+        before = book.mailboxes.messages_sent()
+        with autograd.context():
+            for _ in range(3):
+                assert rpc.rpc_sync("worker1", value_of, (rref,)) == {"made": 1}
+                assert rpc.rpc_async("worker1", value_of, (rref,)).wait() == {"made": 1}
+            counted = book.mailboxes.messages_sent() - before
+            rpc.rpc_sync("worker1", keep, (rref,))
+        del rref
+        deadline = monotonic() + SOON
+        while book.inventory().held:
+            assert monotonic() < deadline
+        assert rpc.rpc_sync("worker1", kept_value) == {"made": 1}  # its owner has a handle of its own
+        rpc.rpc_sync("worker1", let_go)
+        while rpc.rpc_sync("worker1", owned_here):
+            assert monotonic() < deadline
+        return counted
+
+    assert run_group(tmp_path, body)[0] == 0
+
+
+def test_one_that_is_gone_is_refused_by_its_owner(tmp_path: Path) -> None:
+    def body(rank: int) -> Any:
+        if rank:
+            return None
+        rref = rpc.remote("worker1", made)
+        assert rref.confirmed_by_owner()
+        reference = tuple(rref._handle.reference)
+        del rref
+        deadline = monotonic() + SOON
+        while rpc.rpc_sync("worker1", owned_here):
+            assert monotonic() < deadline
+        with pytest.raises(RuntimeError, match="its value was released"):
+            rpc.rpc_sync("worker1", rref_here, (reference,))
+        return True
+
+    assert run_group(tmp_path, body)[0]
+
+
+def rref_here(reference: tuple[int, int, int]) -> None:
+    rref_module._receive_here(reference, 0)
