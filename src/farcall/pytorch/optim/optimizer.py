@@ -110,12 +110,13 @@ def _step(optimizer: PyRRef[Any], context_id: int) -> None:
     optimizer.local_value().step(context_id)
 
 
-def _begin_step(optimizer: RRef[Any], context: autograd.DistAutogradContext, unattended: bool) -> Any:
+def _begin_step(
+    optimizer: RRef[Any], owner: WorkerInfo, context: autograd.DistAutogradContext, unattended: bool
+) -> Any:
     """A step at the owner, which is another worker; a future of its end.
 
     Of a worker that knows the context only a method is called, by the reference itself; to others it has to be brought.
     """
-    owner = optimizer.owner()
     agent: Any = current_agent()
     if owner.id in context.known_workers and rides_alone(RIDER, agent, owner):
         calling = optimizer._calling
@@ -178,10 +179,16 @@ class DistributedOptimizer:
         workers may have been taken then.
         """
         context = autograd._retrieve_context(context_id)
-        here = [optimizer for optimizer in self.remote_optimizers if optimizer.is_owner()]
-        there = [optimizer for optimizer in self.remote_optimizers if not optimizer.is_owner()]
-        calls = [(optimizer.owner(), _begin_step(optimizer, context, len(there) > 1)) for optimizer in there]
-        _all_of([(optimizer.owner(), _StepHere(optimizer, context_id)) for optimizer in here] + calls)
+        here: list[tuple[WorkerInfo, Any]] = []
+        there: list[tuple[WorkerInfo, Any]] = []
+        unattended = len(self.remote_optimizers) > 1
+        for optimizer in self.remote_optimizers:
+            owner = optimizer.owner()
+            if optimizer.is_owner():
+                here.append((owner, _StepHere(optimizer, context_id)))
+            else:
+                there.append((owner, _begin_step(optimizer, owner, context, unattended)))
+        _all_of(here + there)  # this worker's own, while the others are at theirs
 
 
 def _functional_class(optimizer_class: Any) -> Any:
