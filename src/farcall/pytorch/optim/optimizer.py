@@ -110,9 +110,7 @@ def _step(optimizer: PyRRef[Any], context_id: int) -> None:
     optimizer.local_value().step(context_id)
 
 
-def _begin_step(
-    optimizer: RRef[Any], owner: WorkerInfo, context: autograd.DistAutogradContext, unattended: bool
-) -> Any:
+def _begin_step(optimizer: RRef[Any], owner: WorkerInfo, context: autograd.DistAutogradContext) -> Any:
     """A step at the owner, which is another worker; a future of its end.
 
     Of a worker that knows the context only a method is called, by the reference itself; to others it has to be brought.
@@ -121,7 +119,7 @@ def _begin_step(
     if owner.id in context.known_workers and rides_alone(RIDER, agent, owner):
         calling = optimizer._calling
         args = (context.context_id,)
-        return calling.call_on(optimizer._handle, METHOD, "step", args, None, UNSET_RPC_TIMEOUT, unattended)
+        return calling.call_on(optimizer._handle, METHOD, "step", args, None, UNSET_RPC_TIMEOUT)
     return api.rpc_async(owner, _step, (optimizer, context.context_id))
 
 
@@ -181,13 +179,12 @@ class DistributedOptimizer:
         context = autograd._retrieve_context(context_id)
         here: list[tuple[WorkerInfo, Any]] = []
         there: list[tuple[WorkerInfo, Any]] = []
-        unattended = len(self.remote_optimizers) > 1
         for optimizer in self.remote_optimizers:
             owner = optimizer.owner()
             if optimizer.is_owner():
                 here.append((owner, _StepHere(optimizer, context_id)))
             else:
-                there.append((owner, _begin_step(optimizer, owner, context, unattended)))
+                there.append((owner, _begin_step(optimizer, owner, context)))
         _all_of(here + there)  # this worker's own, while the others are at theirs
 
 
