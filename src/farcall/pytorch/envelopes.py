@@ -7,7 +7,7 @@ the other end. The reply comes in an envelope, too. Nothing below this package k
 of a plain call to `run`, and one is its result.
 
 Rules
-- What concerns no rider goes without an envelope.
+- What concerns no rider goes without an envelope; and mostly what concerns autograd alone (`autograd.short_calls`).
 - Riders see the tensors in the order in which they stand in `RIDERS`, and at the other end in the reverse order.
 - An envelope is packed while it is pickled, so that references inside are counted as those of any call. A request is
   opened while it is unpickled; a reply when it is known whose it is, and keeps the references until then.

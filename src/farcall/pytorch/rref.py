@@ -252,7 +252,10 @@ class _Told:
 def _told(rref: RRef[Any], to: AnyWorkerInfo) -> _Told | None:
     """What to send in place of it in a call to that worker, if that owns the value and knows of this handle."""
     handle = rref._handle
-    if handle.fork is None or not handle.confirmed or rref.owner().id != to.id:
+    if handle.fork is None or not handle.confirmed:
+        return None
+    owner = handle.book.calling.numbered.get(handle.reference.owner)
+    if owner is None or owner.info.id != to.id:
         return None
     handle.check()
     return _Told(rref)

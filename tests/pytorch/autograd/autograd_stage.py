@@ -107,6 +107,11 @@ class Workers:
         thread.start()
         return future
 
+    def join(self) -> None:
+        """Waits until all threads have ended."""
+        for thread in self._threads:
+            thread.join(10)
+
     def new_context(self, number: int = 0) -> int:
         """Made by that worker; no thread has it as its current one."""
         context_id = self[number].new().context_id
@@ -151,8 +156,7 @@ class Workers:
         if kind is not None:
             for contexts in self._contexts:
                 contexts.close()
-        for thread in self._threads:
-            thread.join(10)
+        self.join()
         if kind is None:
             assert not any(thread.is_alive() for thread in self._threads)
             assert [contexts.counts()[0] for contexts in self._contexts] == [0] * len(self._contexts)

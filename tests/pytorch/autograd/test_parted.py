@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import gc
+import weakref
 from collections.abc import Iterator
 from time import monotonic
 from typing import Any
@@ -36,7 +38,7 @@ def leaf(*values: float) -> torch.Tensor:
     return torch.tensor(values, dtype=torch.float64, requires_grad=True)
 
 
-def message_to(workers: Workers, context_id: int, number: int) -> int:
+def message_of(workers: Workers, context_id: int, number: int) -> int:
     """The last message that this worker has sent in the context."""
     return list(workers.context(context_id, number).sent)[-1]
 
@@ -192,3 +194,31 @@ def test_who_waits_for_others_for_long_says_so(workers: Workers, monkeypatch: py
     workers[0].release(context_id)
     with pytest.raises(RuntimeError, match="no longer valid"):
         done.wait()
+
+
+def test_a_pass_that_has_failed_goes_without_garbage_collection(workers: Workers) -> None:
+    """The traceback of its error holds frames, and those the pass."""
+    context_id = workers.new_context()
+    doubled = leaf(1, 2) * 2
+    workers.move(context_id, 0, 1, [doubled])
+    seen: list[Any] = []
+
+    def refuse(gradient: torch.Tensor) -> None:
+        seen.extend(map(weakref.ref, workers.context(context_id, 0).passes.values()))
+        raise ValueError("the hook refuses")
+
+    doubled.register_hook(refuse)
+    other = leaf(1) * 2
+    other.register_hook(refuse)
+    message = message_of(workers, context_id, 0)
+    gc.disable()
+    try:
+        for fail in (
+            lambda: take_part(workers[0], context_id, workers[1].new_pass_id(), message, [torch.ones(2)], False, True),
+            lambda: workers.backward(context_id, 0, [other.sum()]),
+        ):
+            with pytest.raises(RuntimeError, match="the hook refuses"):
+                fail()
+        assert [reference() for reference in seen] == [None, None]
+    finally:
+        gc.enable()

@@ -87,6 +87,9 @@ _RecvRpc: Final = function("torch::distributed::autograd::RecvRpc", _Receive)
 
 
 _RecvRpcBackward: Final[Any] = _RecvRpc._backward_cls
+# Past what `Function.apply` does in Python for functions of programs: defaults of arguments, and functorch.
+_send: Final[Any] = super(Function, _SendRpc).apply
+_receive: Final[Any] = super(Function, _RecvRpc).apply
 
 
 def is_receive_function(node: Any) -> bool:
@@ -132,10 +135,10 @@ def record_sent(
 ) -> None:
     """These tensors, which require gradients, go to that worker. Raises `RuntimeError` if the context is released."""
     if torch.is_grad_enabled():  # to ask costs less than to set
-        end = _SendRpc.apply(message_id, *tensors)
+        end = _send(message_id, *tensors)
     else:
         with torch.enable_grad():
-            end = _SendRpc.apply(message_id, *tensors)
+            end = _send(message_id, *tensors)
     context.add_sent(Sent(message_id, stamp, to, end, answered))
 
 
@@ -156,7 +159,7 @@ def record_received(
 
 
 def _received(origin: Origin, tensors: Sequence[torch.Tensor]) -> tuple[tuple[torch.Tensor, ...], Any]:
-    outputs: tuple[torch.Tensor, ...] = _RecvRpc.apply(_LURE, origin, tensors)
+    outputs: tuple[torch.Tensor, ...] = _receive(_LURE, origin, tensors)
     # Python's object of a function of ours does not keep it alive; that of one of torch's does, and what follows it.
     first = outputs[0]
     return outputs, (first.view_as(first) if first.layout is torch.strided else first.clone()).grad_fn

@@ -82,7 +82,8 @@ class PartedPass:
         self._parent_takes = False  # gradients in replies
         self._waiting: list[Future[Answer]] = []  # the open calls of the parent
         self._done: Future[None] = Future()  # at the worker that has begun it
-        self._error: BaseException | None = None
+        self._is_failed = False
+        self._error: BaseException | None = None  # until those have heard of it who have to
         context.passes[pass_id] = self
 
     # At the worker that begins it
@@ -101,15 +102,12 @@ class PartedPass:
             raise
         finally:
             self._leave()
-            self._error = None  # its traceback holds this frame, which holds us
 
     def _wait(self, calls: list[_Call]) -> None:
         while calls:
             if len(calls) == 1:
-                call = calls.pop()
-                self._block(call.future)  # this thread reads the answer itself
-                calls = self._answered(call)
-                del call
+                self._block(calls[0].future)  # this thread reads the answer itself
+                calls = self._answered(calls.pop())
             else:
                 self._watch(calls)
                 calls = []
@@ -184,10 +182,12 @@ class PartedPass:
     def await_end(self) -> Answer | Future[Answer]:
         """The parent asks to be told when it is through here. Raises what went wrong."""
         with self._lock:
-            if self._error is None and not self._is_through():
+            if not self._is_failed and not self._is_through():
                 return self._open_call()
-        self._leave()
-        self._check()
+        try:
+            self._check()
+        finally:
+            self._leave()
         return None
 
     def _open_call(self) -> Future[Answer]:
@@ -200,9 +200,9 @@ class PartedPass:
     def fail(self, error: BaseException) -> None:
         """The pass cannot go on. Only the first error counts."""
         with self._lock:
-            if self._error is not None:
+            if self._is_failed:
                 return
-            self._error = error
+            self._is_failed, self._error = True, error
             self._missing.clear()
             waiting, self._waiting = self._waiting, []
         if waiting:
@@ -278,16 +278,20 @@ class PartedPass:
         for call in calls:
             call.future.add_done_callback(partial(self._answered_meanwhile, call))
 
-    def _answered_meanwhile(self, call: _Call, _: Future[Answer]) -> None:
+    def _answered_meanwhile(self, call: _Call, future: Future[Answer]) -> None:
         try:
             self._watch(self._answered(call))
         except BaseException as error:
+            del call, future  # see `_answered`
             self.fail(error)
 
     def _answered(self, call: _Call) -> list[_Call]:
         """Deals with the answer: runs what it brings gradients for. The calls that follow. Raises what went wrong."""
         to = call.to
-        is_through, brought = call.future.value() or (True, ())
+        try:
+            is_through, brought = call.future.value() or (True, ())
+        finally:
+            del call  # which has the error, whose traceback holds this frame
         with self._lock:
             self._open[to.id] -= 1
             if is_through:
@@ -298,7 +302,7 @@ class PartedPass:
         for message_id, gradients in brought:
             calls += self._send(self._give(message_id, gradients))
         with self._lock:
-            must_ask = to.id in self._owing and not self._open[to.id] and self._error is None
+            must_ask = to.id in self._owing and not self._open[to.id] and not self._is_failed
         if must_ask:
             calls.append(self._note(to, self._contexts.post.await_end(to, self.context.context_id, self._pass_id)))
         self._rest()
@@ -327,15 +331,20 @@ class PartedPass:
 
     def _is_through(self) -> bool:
         """Under the lock."""
-        return not (self._missing or self._busy or self._owing) and self._error is None
+        return not (self._missing or self._busy or self._owing or self._is_failed)
 
     def _check(self) -> None:
+        if not self._is_failed:
+            return
         error = self._error
-        if error is not None:
-            try:
+        try:
+            if error is not None:
                 raise error
-            finally:
-                del error  # its traceback holds this frame
+        finally:
+            del error  # its traceback holds this frame
+        raise RuntimeError(
+            f"the backward pass {self._pass_id} in autograd context {self.context.context_id} has failed already"
+        )
 
     def _check_missing(self) -> None:
         """Raises `WorkerLost` if gradients should come from a worker that is gone. Under the lock."""
@@ -344,8 +353,10 @@ class PartedPass:
                 raise trouble.loss_of(sent.to, self.context)
 
     def _leave(self) -> None:
+        """All who have to hear of its end have, or will: nothing is known of it any more."""
         with self.context.lock:
             self.context.passes.pop(self._pass_id, None)
+        self._error = None  # its traceback holds frames that hold us
 
 
 def _one(root: torch.Tensor) -> torch.Tensor:

@@ -1,5 +1,7 @@
 """A backward pass on one worker: one run of torch's engine, which waits where gradients come from others.
 
+For graphs that cannot be taken apart (`parts`): there, nothing has to wait.
+
 The algorithm is FAST of PyTorch's note on distributed autograd: all send functions of a context take part in every
 backward pass, so each worker can work out alone what its nodes depend on. Where torch steers its engine from inside, we
 give it a graph that makes it do the same:

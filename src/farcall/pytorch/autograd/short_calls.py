@@ -149,12 +149,15 @@ class _Awaited:
 
     def wait(self) -> Any:
         """What the function returned. Raises what it raised."""
+        departure = self._departure
         try:
             answer = self._call.wait()
         except BaseException as error:
-            self._departure.failed(error)
+            departure.failed(error)
             raise
-        return _opened(answer, self._departure.trip)
+        finally:
+            del self  # it has the call, and that the error, whose traceback holds this frame
+        return _opened(answer, departure.trip)
 
 
 def call_shortly(
@@ -199,6 +202,8 @@ def call_shortly(
         except BaseException as error:
             departure.failed(error)
             raise
+        finally:
+            del done  # see above
         return _opened(answer, departure.trip)
 
     return call.then(answered)

@@ -110,17 +110,16 @@ def _step(optimizer: PyRRef[Any], context_id: int) -> None:
     optimizer.local_value().step(context_id)
 
 
-def _begin_step(optimizer: RRef[Any], context: autograd.DistAutogradContext, unattended: bool) -> Any:
+def _begin_step(optimizer: RRef[Any], owner: WorkerInfo, context: autograd.DistAutogradContext) -> Any:
     """A step at the owner, which is another worker; a future of its end.
 
     Of a worker that knows the context only a method is called, by the reference itself; to others it has to be brought.
     """
-    owner = optimizer.owner()
     agent: Any = current_agent()
     if owner.id in context.known_workers and rides_alone(RIDER, agent, owner):
         calling = optimizer._calling
         args = (context.context_id,)
-        return calling.call_on(optimizer._handle, METHOD, "step", args, None, UNSET_RPC_TIMEOUT, unattended)
+        return calling.call_on(optimizer._handle, METHOD, "step", args, None, UNSET_RPC_TIMEOUT)
     return api.rpc_async(owner, _step, (optimizer, context.context_id))
 
 
@@ -178,10 +177,15 @@ class DistributedOptimizer:
         workers may have been taken then.
         """
         context = autograd._retrieve_context(context_id)
-        here = [optimizer for optimizer in self.remote_optimizers if optimizer.is_owner()]
-        there = [optimizer for optimizer in self.remote_optimizers if not optimizer.is_owner()]
-        calls = [(optimizer.owner(), _begin_step(optimizer, context, len(there) > 1)) for optimizer in there]
-        _all_of([(optimizer.owner(), _StepHere(optimizer, context_id)) for optimizer in here] + calls)
+        here: list[tuple[WorkerInfo, Any]] = []
+        there: list[tuple[WorkerInfo, Any]] = []
+        for optimizer in self.remote_optimizers:
+            owner = optimizer.owner()
+            if optimizer.is_owner():
+                here.append((owner, _StepHere(optimizer, context_id)))
+            else:
+                there.append((owner, _begin_step(optimizer, owner, context)))
+        _all_of(here + there)  # this worker's own, while the others are at theirs
 
 
 def _functional_class(optimizer_class: Any) -> Any:
