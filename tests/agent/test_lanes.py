@@ -31,7 +31,8 @@ from farcall.errors import ProtocolError
 from farcall.options import RpcBackendOptions
 from farcall.protocol.wire import CALL, MAX_BUFFERS, RESULT, Decoder, encode_shared
 from farcall.testing import LocalGroup, local
-from farcall.transports.shared_memory import Borrower, Lender, Pool
+from farcall.transports.borrowed_memory import Borrower
+from farcall.transports.shared_memory import Lender, Pool
 from farcall.transports.unix import UnixTransport
 from gates import SOON, arrived, new_gate, wait_at
 from group_stage import call, echo, start
@@ -464,7 +465,7 @@ def test_an_interrupted_call_gives_its_memory_back(new_pair: NewPair, monkeypatc
         raise KeyboardInterrupt
 
     with monkeypatch.context() as patch:
-        patch.setattr("farcall.transports.shared_memory._copy", interrupted)
+        patch.setattr("farcall.transports.shared_memory.copy", interrupted)
         with pytest.raises(KeyboardInterrupt):
             call(group[0], 1, echo, np.zeros(1 << 20))
     assert Lender.lend is lend

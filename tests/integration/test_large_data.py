@@ -161,9 +161,9 @@ def test_a_forked_child_has_no_descriptor_of_the_lender(workers: StartWorkers) -
 def test_a_peer_whose_memory_cannot_be_opened_sends_through_the_socket(workers: StartWorkers) -> None:
     """As in another container: the process is not there under that number."""
     script = stage("""
-        from farcall.transports import shared_memory
+        from farcall.transports import borrowed_memory
         if RANK == 1:
-            shared_memory.Borrower._open = lambda self, descriptor: os.open("/proc/0/fd/0", os.O_RDWR)
+            borrowed_memory.Borrower._open = lambda self, descriptor: os.open("/proc/0/fd/0", os.O_RDWR)
         start()
         if RANK == 0:
             data = filled(1 << 20, 3)

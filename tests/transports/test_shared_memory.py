@@ -21,7 +21,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from farcall.transports import shared_memory
-from farcall.transports.shared_memory import ALIGNMENT, MOST_SEGMENTS, Borrower, Lender, Place, Pool
+from farcall.transports.borrowed_memory import Borrower
+from farcall.transports.segments import ALIGNMENT, Place
+from farcall.transports.shared_memory import MOST_SEGMENTS, Lender, Pool
 from interruption import At, Interrupt
 
 PAGE = mmap.PAGESIZE
@@ -573,7 +575,7 @@ def test_a_failed_copy_gives_the_segment_back(ends: Ends, monkeypatch: pytest.Mo
         raise KeyboardInterrupt
 
     with monkeypatch.context() as patch:
-        patch.setattr(shared_memory, "_copy", fail)
+        patch.setattr(shared_memory, "copy", fail)
         with pytest.raises(KeyboardInterrupt):
             ends.lend(data(1))
     assert ends.lender._segments[0].state() == 0
