@@ -9,10 +9,9 @@ import pickle
 import threading
 import zlib
 from array import array
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from tempfile import TemporaryDirectory
 from time import monotonic
 from typing import Any
 
@@ -21,6 +20,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as arrays
+from lane_stage import NewPair, open_segments, returned_to, segments, sent_by
 
 from eventually import eventually
 from farcall import RpcError, WorkerLost
@@ -28,12 +28,10 @@ from farcall.agent import agent, lanes
 from farcall.agent.lanes import IDLE, LEAST, Lane, pool_for
 from farcall.agent.sending import InParts
 from farcall.errors import ProtocolError
-from farcall.options import RpcBackendOptions
 from farcall.protocol.wire import CALL, MAX_BUFFERS, RESULT, Decoder, encode_shared
-from farcall.testing import LocalGroup, local
+from farcall.testing import LocalGroup
 from farcall.transports.borrowed_memory import Borrower
 from farcall.transports.shared_memory import Lender, Pool
-from farcall.transports.unix import UnixTransport
 from gates import SOON, arrived, new_gate, wait_at
 from group_stage import call, echo, start
 
@@ -42,31 +40,11 @@ pytestmark = pytest.mark.timeout(60)
 kept: list[Any] = []
 """What a worker holds on to."""
 
-NewPair = Callable[..., LocalGroup]
 
-
-@pytest.fixture(scope="module")
-def unix_transport() -> Iterator[UnixTransport]:
-    with TemporaryDirectory(prefix="fc-", dir="/tmp") as root:
-        yield UnixTransport([root])
-
-
-@pytest.fixture
-def new_pair(unix_transport: UnixTransport, monkeypatch: pytest.MonkeyPatch) -> Iterator[NewPair]:
-    """Two workers in this process, which is its own peer, over Unix sockets."""
-    monkeypatch.setattr(local, "MemoryTransport", lambda network: unix_transport)
-    groups: list[LocalGroup] = []
-
-    def new(**options: Any) -> LocalGroup:
-        groups.append(LocalGroup(2, RpcBackendOptions(**options)))
-        call(groups[-1][0], 1, echo, 0)
-        return groups[-1]
-
-    yield new
+@pytest.fixture(autouse=True)
+def _nothing_kept(new_pair: NewPair) -> Iterator[None]:
+    yield
     kept.clear()
-    for group in groups:
-        group.shutdown(graceful=False)
-    gc.collect()
 
 
 def keep(value: Any) -> Any:
@@ -81,25 +59,21 @@ def spoil(value: Any) -> Any:
     return before
 
 
+def copied(value: Any) -> Any:
+    """The same in other memory: what it got does not go back with the reply."""
+    return value.copy()
+
+
+def copied_at(name: str, value: Any) -> Any:
+    return wait_at(name, value).copy()
+
+
 def checksum(value: Any) -> int:
     return zlib.crc32(value)
 
 
 def make(size: int, seed: int) -> np.ndarray[Any, Any]:
     return np.full(size, seed, np.uint8)
-
-
-def sent_by(group: LocalGroup) -> list[int]:
-    """Bytes that went through shared memory so far, to and fro."""
-    (out,) = group[0]._connections
-    (back,) = group[1]._incoming
-    return [lane._lender.lent if lane._lender else -1 for lane in (out.lane, back.lane)]
-
-
-def segments(group: LocalGroup) -> list[Any]:
-    (out,) = group[0]._connections
-    (back,) = group[1]._incoming
-    return [segment for lane in (out.lane, back.lane) if lane._lender for segment in lane._lender._segments]
 
 
 there_before = [0]
@@ -115,13 +89,7 @@ def _count_from_here() -> None:
 
 def memfds() -> int:
     """How many descriptors of segments there are more than there were."""
-    found = -there_before[0]
-    for name in os.listdir("/proc/self/fd"):
-        try:
-            found += "/memfd:farcall" in os.readlink(f"/proc/self/fd/{name}")
-        except FileNotFoundError:
-            pass
-    return found
+    return open_segments() - there_before[0]
 
 
 def resident() -> int:
@@ -135,9 +103,9 @@ def resident() -> int:
 def test_both_ends_agree_and_large_data_goes_to_and_fro_in_shared_memory(new_pair: NewPair) -> None:
     group = new_pair()
     large = np.arange(LEAST, dtype=np.uint8)
-    assert np.array_equal(call(group[0], 1, echo, large), large)
+    assert np.array_equal(call(group[0], 1, copied, large), large)
     assert sent_by(group) == [LEAST, LEAST]
-    assert np.array_equal(call(group[0], 1, echo, large[1:]), large[1:])
+    assert np.array_equal(call(group[0], 1, copied, large[1:]), large[1:])
     assert sent_by(group) == [LEAST, LEAST], "less goes through the socket"
 
 
@@ -292,7 +260,7 @@ def test_anything_arrives_as_it_was(new_pair: NewPair, shared_memory: int | None
 
     check()
     if shared_memory is None:
-        assert min(sent_by(group)) > 0
+        assert min(*sent_by(group), returned_to(group)) > 0
 
 
 @pytest.mark.parametrize("shared_memory", [None, 0], ids=["shared", "socket"])
@@ -362,7 +330,8 @@ def test_many_threads_at_once(new_pair: NewPair, background: ThreadPoolExecutor)
             if rng.random() < 0.5:
                 assert call(group[seed % 2], 1 - seed % 2, checksum, sent) == zlib.crc32(sent)
             else:
-                held.append((zlib.crc32(sent), call(group[seed % 2], 1 - seed % 2, echo, sent)))
+                function = echo if rng.random() < 0.5 else copied
+                held.append((zlib.crc32(sent), call(group[seed % 2], 1 - seed % 2, function, sent)))
             if len(held) > 3:
                 crc, value = held.pop(0)
                 assert zlib.crc32(value) == crc
@@ -382,7 +351,7 @@ def sent_by_all(group: LocalGroup) -> list[int]:
 
 def test_idle_memory_is_given_back(new_pair: NewPair) -> None:
     group = new_pair()
-    call(group[0], 1, echo, np.zeros(1 << 20))
+    call(group[0], 1, copied, np.zeros(1 << 20))
     assert len(segments(group)) == 2
     before = memfds()
     for lane in [lane for one in group for lane in one._lanes()]:
@@ -407,11 +376,11 @@ def test_a_thousand_large_messages_leave_nothing(new_pair: NewPair) -> None:
     group = new_pair()
     sent = np.ones(1 << 20, np.uint8)
     for _ in range(20):
-        call(group[0], 1, echo, sent)
+        call(group[0], 1, copied, sent)
     before, memory, count = memfds(), resident(), len(segments(group))
     for seed in range(1000):
         sent[:10] = seed % 256
-        assert call(group[0], 1, echo, sent)[5] == seed % 256
+        assert call(group[0], 1, echo if seed % 2 else copied, sent)[5] == seed % 256
     assert (memfds(), len(segments(group))) == (before, count)
     assert resident() - memory < 32 << 20
 
@@ -439,7 +408,7 @@ def test_a_reply_that_came_too_late_goes_back(new_pair: NewPair) -> None:
     group = new_pair()
     gate = new_gate("late")
     with pytest.raises(RpcError, match=r"0\.2"):
-        call(group[0], 1, wait_at, "late", np.zeros(1 << 20), timeout=0.2)
+        call(group[0], 1, copied_at, "late", np.zeros(1 << 20), timeout=0.2)
     gate.set()
     eventually(lambda: len(segments(group)) == 2 and all(segment.state() == 0 for segment in segments(group)))
 

@@ -3,51 +3,24 @@
 from __future__ import annotations
 
 import gc
-from collections.abc import Callable, Iterator
-from tempfile import TemporaryDirectory
 from typing import Any
 
 import numpy as np
 import pytest
+from lane_stage import NewPair
 
 from eventually import eventually
 from farcall.agent.outgoing import Outgoing
 from farcall.agent.sending import Sender
 from farcall.errors import WorkerLost
-from farcall.options import RpcBackendOptions
-from farcall.testing import LocalGroup, local
+from farcall.testing import LocalGroup
 from farcall.transports.shared_memory import Lender
-from farcall.transports.unix import UnixTransport
-from group_stage import call, echo
+from group_stage import echo
 from reference_stage import expect_nothing_left, remote
 
 pytestmark = pytest.mark.timeout(60)
 
 SIZE = 3 << 20
-NewPair = Callable[..., LocalGroup]
-
-
-@pytest.fixture(scope="module")
-def unix_transport() -> Iterator[UnixTransport]:
-    with TemporaryDirectory(prefix="fc-", dir="/tmp") as root:
-        yield UnixTransport([root])
-
-
-@pytest.fixture
-def new_pair(unix_transport: UnixTransport, monkeypatch: pytest.MonkeyPatch) -> Iterator[NewPair]:
-    """Two workers in this process, which is its own peer, over Unix sockets."""
-    monkeypatch.setattr(local, "MemoryTransport", lambda network: unix_transport)
-    groups: list[LocalGroup] = []
-
-    def new(**options: Any) -> LocalGroup:
-        groups.append(LocalGroup(2, RpcBackendOptions(**options)))
-        call(groups[-1][0], 1, echo, 0)
-        return groups[-1]
-
-    yield new
-    for group in groups:
-        group.shutdown(graceful=False)
-    gc.collect()
 
 
 def connection(group: LocalGroup) -> Outgoing:

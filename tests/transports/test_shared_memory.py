@@ -7,6 +7,7 @@ import fcntl
 import gc
 import mmap
 import os
+import sys
 import threading
 import weakref
 import zlib
@@ -29,7 +30,7 @@ from interruption import At, Interrupt
 PAGE = mmap.PAGESIZE
 LEAST = 1 << 18
 """What the smallest segment holds."""
-FILES = ("transports/shared_memory.py",)
+FILES = ("transports/shared_memory.py", "transports/segments.py")
 
 
 class Ends:
@@ -128,7 +129,7 @@ def test_large_data_is_copied_without_numpy_too(ends: Ends, monkeypatch: pytest.
     large = os.urandom(3 << 20)
     for with_numpy in (True, False):
         if not with_numpy:
-            monkeypatch.setitem(shared_memory.sys.modules, "numpy", None)  # type: ignore[attr-defined]
+            monkeypatch.setitem(sys.modules, "numpy", None)
         views = ends.pass_on(large, large[:100])
         assert views is not None
         assert [bytes(view) for view in views] == [large, large[:100]]
