@@ -472,13 +472,14 @@ def test_a_caller_that_is_gone_when_the_result_is_there(new_pair: NewPair) -> No
     gate = new_gate("gone")
     future = start(group[0], 1, wait_at, "gone", pattern())
     assert arrived["gone"].wait(SOON)
-    (connection,) = group[0]._connections
+    (connection,), (incoming,) = group[0]._connections, group[1]._incoming
     connection.lose("the test wants it")
     with pytest.raises(WorkerLost):
         future.wait()
-    eventually(lambda: not group[1]._incoming)
+    eventually(incoming.is_lost)
     gate.set()
     assert np.array_equal(call(group[0], 1, echo, pattern()), pattern())
+    del connection, incoming
     group.shutdown()
     gc.collect()
     assert open_segments() == 0
