@@ -186,6 +186,7 @@ def test_what_came_back_stays_though_the_other_process_is_killed(workers: StartW
             report(left=[memfds(), maps()])
             rpc.shutdown()
         else:
+            wait_for(lambda: len(names()) == 2)
             wait_for(lambda: len(names()) == 1, 25)
     """)
     group = workers(script, order=[0, 1])

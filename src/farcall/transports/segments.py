@@ -70,6 +70,8 @@ def views(data: memoryview, offsets: Sequence[int], sizes: Sequence[int]) -> lis
 
 def are_apart(offsets: Sequence[int], sizes: Sequence[int], capacity: int) -> bool:
     """Whether buffers lie at such places as buffers are put in, all inside of so many bytes, and none on another."""
+    if len(sizes) == 1:  # as below, in a third of the time
+        return 0 <= offsets[0] <= capacity - sizes[0] and not offsets[0] % ALIGNMENT
     end = 0  # which a negative one is before
     for offset, size in sorted(zip(offsets, sizes, strict=True)):
         if offset < end or offset % ALIGNMENT:

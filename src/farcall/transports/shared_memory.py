@@ -187,8 +187,11 @@ class Lender:
 
     def is_short(self) -> bool:
         """Whether what was returned, and is there still, leaves too little for the next messages."""
-        shown = [segment for segment in self._segments if segment.is_shown()]
-        return 2 * len(shown) > MOST_SEGMENTS or self._pool.is_short()
+        if 2 * len(self._segments) > MOST_SEGMENTS:
+            shown = [segment for segment in self._segments if segment.is_shown()]
+            if 2 * len(shown) > MOST_SEGMENTS:
+                return True
+        return self._pool.is_short()
 
     def _lent(self, buffers: Sequence[memoryview]) -> _Segment | None:
         total = ends(tuple(buffer.nbytes for buffer in buffers))[-1]
