@@ -5,7 +5,9 @@ from __future__ import annotations
 import gc
 import os
 import sys
+import threading
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import numpy as np
@@ -104,11 +106,10 @@ def test_what_is_free_is_given_and_the_lender_shows_it_where_it_lies(ends: Ends)
     view[5] = 7
     loan = ends.loan_of(view)
     with loan:
-        assert not loan.is_free()
+        assert not loan.give()
         del view
-        assert loan.is_free()
         assert ends.states() == [LENT], "it is not to be used before the message came"
-        loan.give()
+        assert loan.give()
     assert ends.states() == [LENT]
     (returned,) = ends.lender.take_returned(loan.number, loan.offsets, loan.sizes)
     assert (returned[5], returned[6], returned.nbytes, returned.readonly) == (7, 1, SIZE, False)
@@ -127,8 +128,7 @@ def test_only_a_part_of_it_may_be_given(ends: Ends) -> None:
     loan = ends.loan_of(views[1])
     with loan:
         views.clear()
-        assert loan.is_free()
-        loan.give()
+        assert loan.give()
     (returned,) = ends.lender.take_returned(loan.number, loan.offsets, loan.sizes)
     assert bytes(returned) == data(2)
 
@@ -138,7 +138,7 @@ def test_what_is_held_and_not_given_is_handed_back_once(ends: Ends) -> None:
     loan = ends.loan_of(view)
     with loan:
         del view
-        assert loan.is_free()
+        assert ends.states() == [LENT]
     assert ends.states() == [FREE]
 
 
@@ -148,7 +148,7 @@ def test_what_something_shows_is_not_free_and_goes_back_with_that(ends: Ends) ->
     loan = ends.loan_of(views[1])
     with loan:
         views.clear()
-        assert not loan.is_free(), "another buffer of the same message"
+        assert not loan.give(), "another buffer of the same message"
         assert [bytes(each) for each in loan.views()] == [data(2)]
     assert ends.states() == [LENT]
     del other
@@ -161,7 +161,7 @@ def test_what_is_let_go_of_while_it_is_held_goes_back_afterwards(ends: Ends) -> 
     loan = ends.loan_of(views[0])
     with loan:
         views.clear()
-        assert not loan.is_free()
+        assert not loan.give()
         copied = loan.views()
         del kept
         assert ends.states() == [LENT], "somebody copies it just now"
@@ -176,8 +176,8 @@ def test_of_two_who_hold_it_neither_finds_it_free(ends: Ends) -> None:
     with first:
         with second:
             views.clear()
-            assert not first.is_free()
-            assert not second.is_free()
+            assert not first.give()
+            assert not second.give()
         assert ends.states() == [LENT]
     assert ends.states() == [FREE]
 
@@ -228,8 +228,41 @@ def test_what_a_child_of_the_borrower_has_is_never_given(ends: Ends) -> None:
     with loan:
         ends.borrower.pin()
         del view
-        assert not loan.is_free()
+        assert not loan.give()
         assert bytes(loan.views()[0]) == data(1)
+    assert ends.states() == [KEPT]
+
+
+def test_a_fork_while_nothing_shows_what_is_held_is_no_hindrance(ends: Ends) -> None:
+    (view,) = ends.pass_on(data(1))
+    loan = ends.loan_of(view)
+    with loan:
+        del view
+        ends.borrower.pin()
+        assert loan.give()
+    assert bytes(ends.lender.take_returned(loan.number, loan.offsets, loan.sizes)[0]) == data(1)
+
+
+def test_a_fork_that_has_begun_goes_first(ends: Ends, background: ThreadPoolExecutor) -> None:
+    (view,) = ends.pass_on(data(1))
+    mapping, loan = ends.borrower._mappings[1], ends.loan_of(view)
+    looked, go_on = threading.Event(), threading.Event()
+
+    def keep() -> None:
+        looked.set()
+        assert go_on.wait(10)
+        type(mapping).keep(mapping)
+
+    mapping.keep = keep  # type: ignore[method-assign]
+    forking = background.submit(ends.borrower.pin)
+    assert looked.wait(10)
+    with loan:
+        del view
+        giving = background.submit(loan.give)
+        assert not giving.done()
+        go_on.set()
+        assert not giving.result(10)
+        forking.result(10)
     assert ends.states() == [KEPT]
 
 

@@ -46,11 +46,10 @@ class Returning:
         loan = self._loan
         with loan:
             self._buffers.clear()
-            if loan.is_free():
-                start = (self._kind, self._call_id, self._head, self._body)
-                pieces = (encode_returned(*start, loan.sizes, loan.number, loan.offsets),)
-                loan.give()
-                return pieces
-            sent = self._send(self._kind, self._call_id, self._head, self._body, loan.views())
+            start = (self._kind, self._call_id, self._head, self._body)
+            returned = encode_returned(*start, loan.sizes, loan.number, loan.offsets)
+            if loan.give():
+                return (returned,)
+            sent = self._send(*start, loan.views())
             # Views, and not copies, go on the channel: they are there only as long as the loan is held.
             return sent if sent is None else [bytes(piece) for piece in sent]

@@ -24,6 +24,7 @@ import sys
 import threading
 import weakref
 from collections.abc import Sequence
+from contextlib import AbstractContextManager
 from time import monotonic
 from types import TracebackType
 from typing import Any
@@ -90,7 +91,7 @@ class Borrower:
         if 2 * sum(sizes) < mapping.filled:
             return None
         offsets = [first - mapping.address, *[_address(buffer) - mapping.address for buffer in buffers[1:]]]
-        return Loan(mapping, offsets, sizes) if are_apart(offsets, sizes, mapping.filled) else None
+        return Loan(mapping, offsets, sizes, self._lock) if are_apart(offsets, sizes, mapping.filled) else None
 
     def _open(self, descriptor: int) -> mmap.mmap:
         path = f"/proc/{self._process}/fd/{descriptor}"
@@ -123,7 +124,7 @@ class Borrower:
         """
         with self._lock:
             for number, mapping in list(self._mappings.items()):
-                if mapping.is_in_use():
+                if mapping.is_shown():
                     mapping.keep()
                     del self._mappings[number]
 
@@ -131,10 +132,13 @@ class Borrower:
 class Loan:
     """Some buffers of a message that was borrowed, which may go back as they are. Inside of `with` it is held."""
 
-    __slots__ = ("_debt", "_mapping", "number", "offsets", "sizes")
+    __slots__ = ("_debt", "_lock", "_mapping", "number", "offsets", "sizes")
 
-    def __init__(self, mapping: _Mapping, offsets: Sequence[int], sizes: Sequence[int]) -> None:
+    def __init__(
+        self, mapping: _Mapping, offsets: Sequence[int], sizes: Sequence[int], lock: AbstractContextManager[object]
+    ) -> None:
         self._mapping = mapping
+        self._lock = lock
         self._debt = mapping.debt  # of what is shown now, which is what the buffers show
         self.number = mapping.number
         """The segment's."""
@@ -150,13 +154,16 @@ class Loan:
         self._mapping.holders.remove(self)
         self._mapping.hand_back(self._debt)
 
-    def is_free(self) -> bool:
-        """Whether nothing in this process shows any of that message, nor ever will. Only while it is held."""
-        return self._mapping.is_left_to(self)
+    def give(self) -> bool:
+        """Gives it to the message that goes to the lender, if nothing in this process shows any of it, nor ever will.
 
-    def give(self) -> None:
-        """The lender is told by a message that it has it again: it is not handed back. Only when it is free."""
-        self._debt.clear()
+        It is not handed back then: the message does that. Only while it is held. Whether it was given.
+        """
+        with self._lock:  # `pin` has looked and not acted yet, or comes later and finds nothing
+            if not self._mapping.is_left_to(self):
+                return False
+            self._debt.clear()
+            return True
 
     def views(self) -> list[memoryview]:
         """The buffers themselves, for who copies them; they are there only while it is held."""
@@ -194,12 +201,15 @@ class _Mapping:
         self._is_kept = True
         self._state[LENT_AT] = KEPT
 
+    def is_shown(self) -> bool:
+        return self._lease is not None and self._lease() is not None
+
     def is_in_use(self) -> bool:
-        return bool(self.holders) or (self._lease is not None and self._lease() is not None)
+        return bool(self.holders) or self.is_shown()
 
     def is_left_to(self, holder: Loan) -> bool:
         """Whether it is in nobody's use but that of this one, who holds it."""
-        return self._lease is not None and self._lease() is None and self.holders == [holder] and not self._is_kept
+        return not self.is_shown() and self.holders == [holder] and not self._is_kept
 
     def views(self, sizes: Sequence[int]) -> list[memoryview]:
         filled = ends(sizes)[-1]
