@@ -2,15 +2,21 @@
 
 from __future__ import annotations
 
+import gc
 import os
 from collections.abc import Callable
 from typing import Any
 
+import numpy as np
+
+from farcall.agent.lanes import LEAST
 from farcall.testing import LocalGroup
 from farcall.transports.shared_memory import Lender
 
 NewPair = Callable[..., LocalGroup]
 """Makes two workers in this process, over Unix sockets, with these options; worker0 has called worker1."""
+SIZE = 4 * LEAST
+"""Bytes of an array that goes through shared memory."""
 
 
 def sent_by(group: LocalGroup) -> list[int]:
@@ -45,3 +51,17 @@ def open_segments() -> int:
         except FileNotFoundError:
             pass
     return found
+
+
+def pattern(size: int = SIZE, seed: int = 0) -> np.ndarray[Any, Any]:
+    return (np.arange(size) * 7 + seed).astype(np.uint8)
+
+
+def all_free(group: LocalGroup) -> bool:
+    gc.collect()
+    return all(segment.is_free() for segment in segments(group))
+
+
+def changed(value: Any) -> Any:
+    value[::2] = 1
+    return value

@@ -182,6 +182,20 @@ def test_of_two_who_hold_it_neither_finds_it_free(ends: Ends) -> None:
     assert ends.states() == [FREE]
 
 
+def test_who_comes_late_in_two_steps_does_not_either(ends: Ends, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It has seen that the memory is not in use, and then much happens before it goes on."""
+    (view,) = ends.pass_on(data(1))
+    mapping = ends.borrower._mappings[1]
+    assert mapping._lease is not None
+    late = mapping._lease.__callback__
+    del view
+    (view,) = ends.pass_on(data(2))
+    monkeypatch.setattr(mapping, "is_in_use", lambda: False)
+    late(None)  # type: ignore[arg-type,misc]
+    assert ends.states() == [LENT]
+    assert bytes(view) == data(2)
+
+
 def test_who_comes_late_does_not_hand_back_what_has_come_since(ends: Ends) -> None:
     """The end of a view may be noticed in another thread, and that be stopped for as long as it takes."""
     (view,) = ends.pass_on(data(1))
