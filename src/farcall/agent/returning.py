@@ -15,6 +15,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import TypeAlias, final
 
+from farcall.agent.jobs import Reply
 from farcall.protocol.wire import encode_returned
 from farcall.transports.base import Buffer
 from farcall.transports.borrowed_memory import Loan
@@ -41,15 +42,15 @@ class Returning:
         self._buffers = buffers
         self._send = send
 
-    def made(self) -> Sequence[Buffer] | None:
-        """The pieces of the reply; None if it has been sent. Once, and with nothing of the result in any frame."""
+    def made(self) -> Reply | None:
+        """The reply; None if it has been sent. Once, and with nothing of the result in any frame."""
         loan = self._loan
         with loan:
             self._buffers.clear()
             start = (self._kind, self._call_id, self._head, self._body)
             returned = encode_returned(*start, loan.sizes, loan.number, loan.offsets)
             if loan.give():
-                return (returned,)
+                return returned
             sent = self._send(*start, loan.views())
             # Views, and not copies, go on the channel: they are there only as long as the loan is held.
             return sent if sent is None else [bytes(piece) for piece in sent]

@@ -212,7 +212,8 @@ class _Mapping:
         return not self.is_shown() and self.holders == [holder] and not self._is_kept
 
     def views(self, sizes: Sequence[int]) -> list[memoryview]:
-        filled = ends(sizes)[-1]
+        found = ends(sizes)
+        filled = found[-1]
         if DATA + filled > len(self._memory) or self.is_in_use():
             raise OSError(f"shared memory of {len(self._memory)} bytes, in use or not, was said to hold {sizes}")
         self.used = monotonic()
@@ -220,7 +221,7 @@ class _Mapping:
         lease = self._lease_type.from_buffer(self._memory)
         debt = self.debt = [self.number]
         self._lease = weakref.ref(lease, lambda _: self.hand_back(debt))
-        return views(memoryview(lease).cast("B")[DATA:], begins(sizes), sizes)
+        return views(memoryview(lease).cast("B")[DATA:], begins(found), sizes)
 
     def raw(self, offsets: Sequence[int], sizes: Sequence[int]) -> list[memoryview]:
         """Views that keep nothing in use."""

@@ -58,9 +58,9 @@ def ends(sizes: Sequence[int]) -> list[int]:
     return found
 
 
-def begins(sizes: Sequence[int]) -> list[int]:
-    """Where each buffer begins."""
-    return [end - aligned(size) for end, size in zip(ends(sizes), sizes, strict=True)]
+def begins(ends: Sequence[int]) -> list[int]:
+    """Where each buffer begins: where the one before it ends."""
+    return [0, *ends[:-1]]
 
 
 def views(data: memoryview, offsets: Sequence[int], sizes: Sequence[int]) -> list[memoryview]:

@@ -347,7 +347,7 @@ class _Segment:
         """Views of the buffers in it, of which it knows when they are gone."""
         lease = self._lease()
         self._kept = weakref.ref(lease)
-        return views(memoryview(lease).cast("B")[DATA:], begins(sizes), sizes)
+        return views(memoryview(lease).cast("B")[DATA:], begins(ends(sizes)), sizes)
 
     def show(self, offsets: Sequence[int], sizes: Sequence[int]) -> list[memoryview]:
         """The same for what was returned."""
