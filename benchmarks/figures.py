@@ -188,14 +188,19 @@ def wanted_figures(results: Results) -> list[Figure]:
 
 
 def _data_figures(results: Results) -> list[Figure]:
-    def faster(than: str, system: str, size: str) -> float | None:
-        return _ratio(results.median_data(than, f"echo {size}"), results.median_data(system, f"echo {size}"))
+    def faster(than: str, system: str, size: str, way: str = "echo") -> float | None:
+        return _ratio(results.median_data(than, f"{way} {size}"), results.median_data(system, f"{way} {size}"))
 
     def threads(system: str, number: int) -> float | None:
         return results.median_data(system, f"threads {number}")
 
     return [
         Figure("64 MiB there and back, unix: torch's bandwidth", faster("torch", "farcall-unix", "64 MiB"), 8, aim=12),
+        Figure(
+            "64 MiB there and another back, unix: torch's bandwidth",
+            faster("torch", "farcall-unix", "64 MiB", "exchange"),
+            8,
+        ),
         Figure(
             "64 MiB tensor there and back, farcall.pytorch: torch's bandwidth", faster("torch", "edge", "64 MiB"), 8
         ),

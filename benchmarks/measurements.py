@@ -26,6 +26,8 @@ _SLICE_WARMUP: Final = 20
 _BUSY_SLICE: Final = 0.5
 """Seconds. Long against the time slices of a scheduler, short against the changes of a machine's speed."""
 SIZES: Final = {"4 KiB": 1 << 12, "1 MiB": 1 << 20, "64 MiB": 1 << 26}
+EXCHANGED: Final = ("1 MiB", "64 MiB")
+"""Of these, those of which another one comes back as well."""
 """Of the arrays that are sent there and back."""
 THREADS: Final = (1, 16)
 """That call at once."""
@@ -90,8 +92,9 @@ def measure_calls(system: System, effort: Effort) -> dict[str, float]:
 def measure_data(system: System, effort: Effort) -> dict[str, float]:
     """One round of arrays there and back and, where many threads may call at once, of these and of a stream.
 
-    The result has `echo <size>`, µs (p50), for each of `SIZES`; `threads <number>`, calls per second, for each of
-    `THREADS`; and `streaming`, the p99 of a no-op beside a stream of large arrays, µs. Raises EndpointFailed.
+    The result has `echo <size>`, µs (p50), for each of `SIZES`; `exchange <size>` for each of `EXCHANGED`; `threads
+    <number>`, calls per second, for each of `THREADS`; and `streaming`, the p99 of a no-op beside a stream of large
+    arrays, µs. Raises EndpointFailed.
     """
     seconds = effort.data_seconds
     result: dict[str, float] = {}
@@ -100,6 +103,11 @@ def measure_data(system: System, effort: Effort) -> dict[str, float]:
         for name, size in SIZES.items():
             times = caller.ask("echoes", size=size, calls=10 * effort.calls, warmup=effort.warmup, seconds=seconds)
             result[f"echo {name}"] = times["p50_us"]
+            if system.exchanges and name in EXCHANGED:
+                times = caller.ask(
+                    "exchanges", size=size, calls=10 * effort.calls, warmup=effort.warmup, seconds=seconds
+                )
+                result[f"exchange {name}"] = times["p50_us"]
         if system.threads:
             for number in THREADS:
                 result[f"threads {number}"] = caller.ask("threads", threads=number, seconds=seconds)

@@ -14,7 +14,7 @@ from farcall.bench import systems
 from farcall.bench.machine import describe
 from farcall.bench.tables import ABSENT, TextTable, in_bytes, number, three_digits
 from figures import Figure, Results, torch_ratios
-from measurements import SIZES, THREADS, Effort
+from measurements import EXCHANGED, SIZES, THREADS, Effort
 
 _PACKAGES: Final = ("farcall", "torch", "rpyc")
 _STYLES: Final = {"missed": "red", "not measured": "yellow", "within noise": "yellow"}
@@ -56,6 +56,14 @@ def tables(results: Results, figures: Iterable[Figure], effort: Effort) -> list[
         copied = _bandwidth(max(SIZES.values()), results.median_copy)
         absent = [ABSENT] * (len(SIZES) - 1)
         data.append(["memory, copied in one process", *absent, copied, *[ABSENT] * len(THREADS), ABSENT])
+    exchanged = [
+        [
+            system.label,
+            *(_bandwidth(SIZES[name], results.median_data(system.name, f"exchange {name}")) for name in EXCHANGED),
+        ]
+        for system in systems.ALL
+        if system.exchanges and system.name in results.data
+    ]
     tensors = [
         [system.label, number(results.median(system.name, "tensor_us"), ",.1f")]
         for system in systems.ALL
@@ -102,6 +110,11 @@ def tables(results: Results, figures: Iterable[Figure], effort: Effort) -> list[
                 f"no-op p99 µs beside a stream of {in_bytes(effort.streamed)}",
             ],
             data,
+        ),
+        TextTable(
+            f"Arrays there, and others back (medians over {effort.rounds} rounds)",
+            ["system", *(f"{name}: GB/s" for name in EXCHANGED)],
+            exchanged,
         ),
         TextTable(
             f"A tensor of 2 × 2 there and back (medians over {effort.rounds} rounds)", ["system", "p50 µs"], tensors

@@ -22,7 +22,8 @@ from farcall.protocol.ids import WorkerInfo
 from farcall.protocol.wire import CALL, SHARES, encode
 from farcall.security import Secret
 from farcall.sleeping import FOREVER, blocking_thread
-from farcall.transports.shared_memory import Borrower, Pool
+from farcall.transports.borrowed_memory import Borrower
+from farcall.transports.shared_memory import Pool
 from farcall.transports.sockets import SocketChannel
 
 

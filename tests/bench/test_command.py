@@ -18,6 +18,7 @@ from farcall.errors import UsageError
 
 ANSWERS: dict[str, Any] = {
     "echoes": {"p50_us": 30.0, "p99_us": 90.0},
+    "exchanges": {"p50_us": 40.0, "p99_us": 90.0},
     "in_flight": 50_000.0,
     "threads": 40_000.0,
     "streaming": {"p50_us": 70.0, "p99_us": 777.0},

@@ -39,7 +39,7 @@ def test_what_is_no_count_is_refused_with_the_option(text: str) -> None:
 def test_parts_are_taken_in_their_own_order() -> None:
     assert parse_parts("startup, payload") == ("payload", "startup")
     with pytest.raises(
-        UsageError, match="there is no 'speed'; there are payload, in-flight, threads, streaming, references"
+        UsageError, match="there is no 'speed'; there are payload, exchange, in-flight, threads, streaming, references"
     ):
         parse_parts("payload,speed")
 

@@ -72,6 +72,19 @@ class AwaitingCaller(Caller):
         return asyncio.run(coroutine)
 
 
+class ExchangingCaller(Caller):
+    """Gives something else for what it gets."""
+
+    def __init__(self, back: bytes = b"") -> None:
+        super().__init__()
+        self._back = back
+        self.exchanged = 0
+
+    def exchange(self, payload: Any) -> Any:
+        self.exchanged += 1
+        return self._back or bytes(len(payload))
+
+
 class SharingCaller(Caller):
     """Has references, but no proxies."""
 
@@ -86,6 +99,7 @@ def test_what_a_caller_can_be_asked_for_depends_on_what_it_can_do() -> None:
     plain = {"noops", "pipelined", "echoes", "in_flight", "stop"}
     assert set(endpoint.caller_commands(Caller())) == plain
     assert set(endpoint.caller_commands(StreamingCaller())) == plain | {"threads", "streaming"}
+    assert set(endpoint.caller_commands(ExchangingCaller())) == plain | {"exchanges"}
     assert set(endpoint.caller_commands(SharingCaller())) == plain | {"remotes", "share_rate"}
 
 
@@ -106,6 +120,14 @@ def test_a_slow_one_is_not_warmed_up_again() -> None:
 def test_something_else_that_comes_back_is_no_figure() -> None:
     with pytest.raises(RuntimeError, match="512 bytes were sent, and something else came back: bytes"):
         endpoint.echoes(ForgetfulCaller(), 512, calls=5, warmup=2, seconds=60.0)
+
+
+def test_others_that_come_back_are_as_many() -> None:
+    caller = ExchangingCaller()
+    assert set(endpoint.exchanges(caller, 64, calls=5, warmup=2, seconds=60.0)) == {"p50_us", "p99_us"}
+    assert caller.exchanged == 1 + 2 + 5
+    with pytest.raises(RuntimeError, match="64 bytes were sent, and not as many came back: bytes"):
+        endpoint.exchanges(ExchangingCaller(b"few"), 64, calls=5, warmup=2, seconds=60.0)
 
 
 def test_coroutines_are_timed_inside_their_event_loop() -> None:

@@ -11,6 +11,7 @@ from bench.bench_stage import PYRO5, TORCH, FakeEnds, found_beside
 from farcall.bench.effort import QUICK
 from farcall.bench.findings import (
     BANDWIDTH,
+    EXCHANGED,
     FETCHED,
     IN_FLIGHT,
     LATENCY,
@@ -34,6 +35,8 @@ def usual(system: System, command: str, options: dict[str, Any]) -> Any:
     match command:
         case "echoes":
             return {"p50_us": 2.0 + options["size"], "p99_us": 9.0}
+        case "exchanges":
+            return {"p50_us": 4.0 * options["size"], "p99_us": 9.0}
         case "in_flight":
             return 1000.0 * options["window"]
         case "threads":
@@ -65,8 +68,10 @@ def test_a_payload_turn_finds_latency_and_from_64_kib_bandwidth() -> None:
 
 def test_the_other_turns_find_what_they_are_for() -> None:
     findings, ends = found_beside(), FakeEnds(usual)
-    for part in ("in-flight", "threads", "streaming", "references", "startup"):
+    for part in ("exchange", "in-flight", "threads", "streaming", "references", "startup"):
         measurer(findings, ends).turn(part, OWN)
+    assert findings.median(EXCHANGED, OWN, 0) is None
+    assert findings.median(EXCHANGED, OWN, 65536) == pytest.approx(0.5e6)
     assert findings.median(IN_FLIGHT, OWN, 8) == 8000.0
     assert findings.median(THREADS, OWN, 4) == 2000.0
     assert findings.median(STREAMING, OWN, 1 << 20) == pytest.approx(1048.576e-6)
@@ -75,7 +80,7 @@ def test_the_other_turns_find_what_they_are_for() -> None:
     assert [findings.median(STARTUP, OWN, count) for count in (1, 2)] == [0.5, 1.0]
     # Sharing needs a third end; workers are started by a process of their own each time.
     assert [part for _, part in ends.opened] == [
-        *("in-flight", "threads", "streaming", "references", "shared", "startup", "startup")
+        *("exchange", "in-flight", "threads", "streaming", "references", "shared", "startup", "startup")
     ]
 
 
@@ -86,6 +91,16 @@ def test_what_a_system_cannot_do_is_not_tried_and_has_its_reason() -> None:
     assert ends.opened == []
     assert findings.reason(IN_FLIGHT, PYRO5, 8) == "a proxy of Pyro5 has one call under way at a time"
     assert "no references" in str(findings.reason(SHARED, PYRO5, 1))
+
+
+def test_of_some_only_the_echo_is_tried() -> None:
+    findings, ends = found_beside(PYRO5), FakeEnds(usual)
+    measurer(findings, ends).turn("exchange", PYRO5)
+    assert ends.opened == []
+    assert findings.reason(EXCHANGED, PYRO5, 65536) == "only the echo is tried of it"
+    measurer(findings, ends, memory=1 << 20).turn("exchange", OWN)
+    assert "may be needed" in str(findings.reason(EXCHANGED, OWN, 1 << 20))
+    assert findings.median(EXCHANGED, OWN, 65536) is not None
 
 
 def test_a_system_whose_caller_is_for_one_thread_is_not_tried_with_more() -> None:

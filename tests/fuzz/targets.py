@@ -35,6 +35,8 @@ def frames(data: bytes) -> None:
 def _decode(data: bytes, chunk: int) -> tuple[list[tuple[int, int, bytes, bytes, list[bytes]]], bool]:
     decoder = Decoder()
     decoder.limits = _LIMITS
+    decoder.shared = lambda descriptor, number, sizes: [b"%d %d" % (descriptor, size) for size in sizes]
+    decoder.returned = lambda number, offsets, sizes: [b"%d %d" % each for each in zip(offsets, sizes, strict=True)]
     messages: list[Message] = []
     failed = False
     try:
@@ -138,6 +140,8 @@ CORPUS: Final[dict[str, list[bytes]]] = {
         wire.encode(wire.CALL, 7, b"builtins\0int", b"body"),
         wire.encode_start(wire.RESULT, 8, b"", b"b" * 70, [_BUFFER, _BUFFER]) + b"bufferbuffer",
         wire.encode(wire.CALL, 9, b"h", bytes(70_000)),
+        wire.encode_shared(wire.RESULT, 8, b"", b"body", [6, 6], 3, 4),
+        wire.encode_returned(wire.RESULT, 8, b"", b"body", [6, 6], 4, [64, 0]),
         wire.encode(wire.CALL, 1, b"", b"") * 3 + b"\xff",
         bytes([1, 0, 2, 0]) + bytes(20) + (1 << 60).to_bytes(8, "little") * 2,
     ],

@@ -122,9 +122,10 @@ def test_a_quick_run_measures_raw_sockets_and_farcall(tmp_path: Path) -> None:
     assert 0 < found["rounds"]["import_ms"][0] < 10_000
     data = {name: rounds[0] for name, rounds in found["rounds"]["data"].items()}
     sizes, threads = {"echo 4 KiB", "echo 1 MiB", "echo 64 MiB"}, {"threads 1", "threads 16", "streaming"}
+    others = {"exchange 1 MiB", "exchange 64 MiB"}
     assert {name: set(measured) for name, measured in data.items()} == {
-        "farcall-unix": sizes | threads,
-        "farcall-tcp": sizes | threads,
+        "farcall-unix": sizes | others | threads,
+        "farcall-tcp": sizes | others | threads,
         "raw-copy-tcp": sizes,
     }
     assert all(value > 0 for measured in data.values() for value in measured.values())

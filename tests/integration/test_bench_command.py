@@ -74,6 +74,7 @@ def test_a_quick_run_measures_everything(tmp_path: Path) -> None:
         "latency": [0, 65536],
         "latency_p99": [0, 65536],
         "bandwidth": [65536],
+        "exchanged": [65536],
         "in_flight": [4],
         "threads": [1, 4],
         "streaming": [16 * 1024**2],

@@ -34,6 +34,13 @@ STAGE = """
     def drop():
         kept.clear()
 
+    def changed(value):
+        value[::2] = 1
+        return value
+
+    def returned():
+        return sum(lane._lender.returned for lane in api._agent._lanes() if lane._lender)
+
     def checksum(value):
         return zlib.crc32(value)
 
@@ -136,6 +143,63 @@ def test_a_child_sees_what_its_parent_had_though_more_messages_come(workers: Sta
     assert workers(script).finish()[0]["status"] == 0
 
 
+def test_a_child_sees_what_had_come_back_to_its_parent_though_more_messages_come(workers: StartWorkers) -> None:
+    script = stage("""
+        start()
+        if RANK == 0:
+            got = rpc.rpc_sync("w1", changed, args=(filled(1 << 20, 5),))
+            right = returned() == 1 << 20 and got[:2].tolist() == [1, 5]
+            read_end, write_end = os.pipe()
+            child = os.fork()
+            if not child:
+                os.read(read_end, 1)
+                os._exit(0 if (got[::2] == 1).all() and (got[1::2] == 5).all() else 1)
+            del got
+            gc.collect()
+            for byte in range(40):
+                got = rpc.rpc_sync("w1", changed, args=(filled(1 << 20, byte),))
+                right &= bool((got[1::2] == byte).all())
+                del got
+            os.write(write_end, b"x")
+            report(status=os.waitpid(child, 0)[1], right=right, returned=returned() >> 20)
+        rpc.shutdown()
+        gc.collect()
+        report(left=[memfds(), maps()])
+    """)
+    facts = workers(script).finish()[0]
+    assert facts == {"status": 0, "right": True, "returned": 41, "left": [0, 0]}
+
+
+def test_what_came_back_stays_though_the_other_process_is_killed(workers: StartWorkers) -> None:
+    script = stage("""
+        join(heartbeat_interval=0.1, heartbeat_patience=2)
+        if RANK == 0:
+            wait_for(lambda: len(names()) == 2)
+            got = rpc.rpc_sync("w1", changed, args=(filled(1 << 20, 7),))
+            report(ready=returned())
+            gone = wait_for(lambda: len(names()) == 1, 20)
+            gc.collect()
+            report(gone=gone, intact=bool((got[1::2] == 7).all()), held=[memfds(), maps()])
+            got[:] = 0
+            del got
+            gc.collect()
+            report(left=[memfds(), maps()])
+            rpc.shutdown()
+        else:
+            wait_for(lambda: len(names()) == 2)
+            wait_for(lambda: len(names()) == 1, 25)
+    """)
+    group = workers(script, order=[0, 1])
+    assert group.wait_for(0, "ready") == 1 << 20
+    group.send_signal(1, signal.SIGKILL)
+    group.wait(1)
+    facts = group.finish({1: -signal.SIGKILL}, quiet=False)[0]
+    assert facts["gone"]
+    assert facts["intact"]
+    # The probe is there to the end (a descriptor and a mapping, which has a descriptor, too); so is what is held.
+    assert (facts["held"], facts["left"]) == ([3, 2], [2, 1])
+
+
 def test_a_forked_child_has_no_descriptor_of_the_lender(workers: StartWorkers) -> None:
     script = stage("""
         start()
@@ -161,9 +225,9 @@ def test_a_forked_child_has_no_descriptor_of_the_lender(workers: StartWorkers) -
 def test_a_peer_whose_memory_cannot_be_opened_sends_through_the_socket(workers: StartWorkers) -> None:
     """As in another container: the process is not there under that number."""
     script = stage("""
-        from farcall.transports import shared_memory
+        from farcall.transports import borrowed_memory
         if RANK == 1:
-            shared_memory.Borrower._open = lambda self, descriptor: os.open("/proc/0/fd/0", os.O_RDWR)
+            borrowed_memory.Borrower._open = lambda self, descriptor: os.open("/proc/0/fd/0", os.O_RDWR)
         start()
         if RANK == 0:
             data = filled(1 << 20, 3)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import struct
 from collections.abc import Iterator, Sequence
+from typing import Any
 
 import pytest
 from hypothesis import example, given, settings
@@ -26,6 +27,7 @@ from farcall.protocol.wire import (
     Message,
     as_shared,
     encode,
+    encode_returned,
     encode_shared,
     encode_start,
     unanswered,
@@ -220,6 +222,17 @@ def test_the_layout() -> None:
         + b"\7\0\0\0"
         + b"hb"
     )
+    assert encode_returned(RESULT, 1, b"h", b"b", [3, 16], 7, [64, 0]) == (
+        b"\2\4"
+        + b"\2\0"
+        + b"\1\0\0\0"
+        + b"\1\0\0\0\0\0\0\0"
+        + b"\1\0\0\0\0\0\0\0"
+        + struct.pack("<2Q", 3, 16)
+        + b"\7\0\0\0\0\0\0\0"
+        + struct.pack("<2Q", 64, 0)
+        + b"hb"
+    )
     assert HEADER.size == 24
 
 
@@ -232,18 +245,27 @@ def test_a_message_with_buffers_can_be_told_to_have_them_in_shared_memory() -> N
     assert as_shared(before + whole, 12, 34) == before + shared
 
 
+@pytest.mark.parametrize("way", ["shared", "returned"])
 @pytest.mark.parametrize("body", [b"", b"body", b"b" * (LARGE + 1)])
-def test_buffers_in_shared_memory_are_asked_for_once_however_the_message_is_split(body: bytes) -> None:
-    asked: list[tuple[int, int, list[int]]] = []
+def test_buffers_in_shared_memory_are_asked_for_once_however_the_message_is_split(body: bytes, way: str) -> None:
+    asked: list[tuple[object, ...]] = []
 
-    def shared(descriptor: int, number: int, sizes: Sequence[int]) -> list[memoryview]:
-        asked.append((descriptor, number, list(sizes)))
-        return [memoryview(bytes(size)) for size in sizes]
+    def found(*where: Any) -> list[memoryview]:
+        asked.append(tuple(list(each) if isinstance(each, tuple) else each for each in where))
+        return [memoryview(bytes(size)) for size in where[-1]]
 
-    stream = encode_shared(RESULT, 9, b"head", body, [5, 0, LARGE], 12, 34) + encode(CALL, 1, b"next", b"")
-    for at in range(1, min(len(stream), 100)):
+    sizes = [5, 0, LARGE]
+    if way == "shared":
+        stream, place = encode_shared(RESULT, 9, b"head", body, sizes, 12, 34), (12, 34, sizes)
+    else:
+        stream, place = (
+            encode_returned(RESULT, 9, b"head", body, sizes, 34, [0, 64, 1 << 40]),
+            (34, [0, 64, 1 << 40], sizes),
+        )
+    stream += encode(CALL, 1, b"next", b"")
+    for at in range(1, min(len(stream), 150)):
         decoder = Decoder()
-        decoder.shared = shared
+        setattr(decoder, way, found)
         messages: list[Message] = []
         for rest in (stream[:at], stream[at:]):
             while rest:
@@ -257,7 +279,7 @@ def test_buffers_in_shared_memory_are_asked_for_once_however_the_message_is_spli
                 rest = rest[count:]
         buffers = [bytes(5), b"", bytes(LARGE)]
         assert list(map(plain, messages)) == [(RESULT, 9, b"head", body, buffers), (CALL, 1, b"next", b"", [])]
-        assert asked == [(12, 34, [5, 0, LARGE])]
+        assert asked == [place]
         asked.clear()
 
 
@@ -269,6 +291,13 @@ def test_buffers_in_shared_memory_are_asked_for_once_however_the_message_is_spli
         (header(kind=255, count=2) + bytes(16), "unknown kind 255"),
         (header(flags=1), r"unknown kind 1 \(flags 1\)"),
         (header(flags=3, count=1) + bytes(16), r"unknown kind 1 \(flags 3\)"),
+        (header(flags=4), r"unknown kind 1 \(flags 4\)"),
+        (header(flags=5, count=1) + bytes(24), r"unknown kind 1 \(flags 5\)"),
+        (header(flags=6, count=1) + bytes(24), r"unknown kind 1 \(flags 6\)"),
+        (header(flags=8, count=1) + bytes(24), r"unknown kind 1 \(flags 8\)"),
+        (header(kind=11, flags=4, count=1) + bytes(24), r"unknown kind 11 \(flags 4\)"),
+        (header(flags=4, count=1) + bytes(24), "said to be in shared memory of this side, which are not"),
+        (header(flags=4, count=1) + struct.pack("<3Q", MAX_MESSAGE + 1, 1, 0), f"a message of {MAX_MESSAGE + 1} bytes"),
         (header(kind=11, flags=1, count=1) + bytes(16), r"unknown kind 11 \(flags 1\)"),
         (header(flags=1, count=1) + bytes(16), "in shared memory, of which there is none here"),
         (

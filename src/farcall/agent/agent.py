@@ -229,7 +229,7 @@ class Agent(WaitingAgent):
             lost,
         )
         connection.traffic.decoder.limits = self._sizes
-        connection.traffic.decoder.new_memory = self._received.take
+        connection.traffic.decoder.new_memory = connection.lane.new_memory = self._received.take
         connection.new_reply = reply_for(self.options.allow, self.info.name)
         self._connections[connection] = None
         if self.closed is not None:  # meanwhile

@@ -23,6 +23,7 @@ from farcall.agent.coroutines import EventLoop
 from farcall.agent.handle import Handle
 from farcall.agent.jobs import Answerable, Reply
 from farcall.agent.lanes import FEW_HANDLES, SMALL_BODY
+from farcall.agent.returning import Returning
 from farcall.agent.sending import LARGE
 from farcall.agent.serving import Serving
 from farcall.agent.values import Value
@@ -56,6 +57,8 @@ from farcall.serialization import (
     resolve_function,
 )
 from farcall.transports.base import Buffer
+
+_NO_BUFFERS: Final[list[memoryview]] = []
 
 
 @dataclass(slots=True)
@@ -92,9 +95,12 @@ class Caller(Answerable, Protocol):
         """Raises `SerializationError` if the caller would not take such a reply."""
 
     def reply_of(
-        self, kind: int, call_id: int, head: bytes, body: bytes, buffers: Sequence[memoryview]
-    ) -> Sequence[Buffer] | None:
-        """A large reply, for `answer`; None if it has been sent, which may have taken a while."""
+        self, kind: int, call_id: int, head: bytes, body: bytes, buffers: list[memoryview]
+    ) -> Sequence[Buffer] | Returning | None:
+        """A large reply, for `answer`; None if it has been sent, which may have taken a while.
+
+        Or what has to be `made` a reply, once nothing of the result is in any frame.
+        """
 
 
 class FunctionJob(ABC):
@@ -145,10 +151,11 @@ class FunctionJob(ABC):
                     value = subject._value if subject._state == DONE else subject.value()  # which raises
                     what = callee[:1]
                     if what == VALUE:
-                        return self._done("to_here", value)
+                        reply = self._done("to_here", value)
+                        return reply if type(reply) is not Returning else self._made(reply)
                     if what != METHOD:
                         name, answer = _QUESTIONS[what]
-                        return self._done(name, answer(value))
+                        return self._made(self._done(name, answer(value)))
                     name = self.kind[1:].decode()
                     function = getattr(value, name) if name != "__call__" else value
                     if not callable(function) and name != "__call__":  # else Python says so
@@ -171,7 +178,20 @@ class FunctionJob(ABC):
         if type(result) is CoroutineType:  # not isinstance, which may run code of the result's
             self._place.loop.run(result, lambda outcome, error: self._finish(function, outcome, error))
             return None
-        return self._done(function, result)
+        reply = self._done(function, result)
+        if type(reply) is Returning:
+            args = kwargs = function = result = None  # type: ignore[assignment]  # it goes back if nobody else has it
+            return self._made(reply)
+        return reply
+
+    def _made(self, reply: Reply | Returning | None) -> Reply | None:
+        """The reply itself."""
+        if not isinstance(reply, Returning):
+            return reply
+        try:
+            return reply.made()
+        except BaseException as error:
+            return self._failed(None, error)
 
     def _arguments(self) -> tuple[Sequence[Any], dict[str, Any]]:
         body, buffers, handles = self._body, self._buffers, self._handles
@@ -216,8 +236,8 @@ class FunctionJob(ABC):
         """As `_done` or `_failed`, later and in another thread."""
 
     @abstractmethod
-    def _done(self, function: Callable[..., Any] | str, result: Any) -> Reply | None:
-        """It returned; the reply, if there is one. The function's name is enough, as it is for messages only."""
+    def _done(self, function: Callable[..., Any] | str, result: Any) -> Reply | Returning | None:
+        """It returned; the reply, if there is one, or what makes it. The function's name is enough for messages."""
 
     @abstractmethod
     def _failed_with(self, failure: bytes) -> Reply | None:
@@ -274,11 +294,11 @@ class CallJob(FunctionJob):
         if callee[:1] <= TYPE:
             self._find_subject()
 
-    def _done(self, function: Callable[..., Any] | str, result: Any) -> Reply | None:
+    def _done(self, function: Callable[..., Any] | str, result: Any) -> Reply | Returning | None:
         if result is None:
             return encode(RESULT, self._call_id, b"", b"")
         handles: Mapping[Handle, int] = {}
-        buffers: Sequence[memoryview] = ()
+        buffers = _NO_BUFFERS
         try:
             if type(result) in ATOMS:
                 body = dumps_atom(result)
@@ -303,7 +323,7 @@ class CallJob(FunctionJob):
 
     def _finish(self, function: Callable[..., Any], result: Any, error: BaseException | None) -> None:
         try:
-            reply = self._done(function, result) if error is None else self._failed(function, error)
+            reply = self._made(self._done(function, result)) if error is None else self._failed(function, error)
         except BaseException as escaped:
             reply = self.failed(escaped)
         if reply is not None:

@@ -20,6 +20,7 @@ from farcall.agent.jobs import Reply
 from farcall.agent.lanes import Lane
 from farcall.agent.poller import READABLE, WRITABLE, Poller
 from farcall.agent.reading import CHUNK, receive_large
+from farcall.agent.returning import Returning
 from farcall.agent.sending import InParts, Sender, Traffic
 from farcall.errors import ProtocolError, SerializationError
 from farcall.protocol.control import unpack_remote, unpack_section
@@ -247,9 +248,17 @@ class Incoming:
             )
 
     def reply_of(
+        self, kind: int, call_id: int, head: bytes, body: bytes, buffers: list[memoryview]
+    ) -> Sequence[Buffer] | Returning | None:
+        """See `Caller`."""
+        loan = self.lane.loan_of(buffers)
+        if loan is not None:
+            return Returning(loan, kind, call_id, head, body, buffers, self._large_reply)
+        return self._large_reply(kind, call_id, head, body, buffers)
+
+    def _large_reply(
         self, kind: int, call_id: int, head: bytes, body: bytes, buffers: Sequence[memoryview]
     ) -> Sequence[Buffer] | None:
-        """See `Caller`."""
         pieces = self.lane.pieces(kind, call_id, head, body, buffers)
         if not isinstance(pieces, InParts):
             return pieces

@@ -7,6 +7,8 @@ could says so, and only then does the other put anything there. So two workers o
 Rules
 - Of an end that has not proved itself nothing is opened.
 - What is in no segment, as it is small or all of them are lent, goes on the channel. Nobody waits for shared memory.
+- Replies may have their buffers in what the other side has lent for a call, which goes back with them (`returning`).
+  Where so much of that is kept that calls would find no memory, what comes back is copied, and its segment is free.
 - A lane ends with its connection; what was received is its receiver's, and stays.
 """
 
@@ -14,16 +16,18 @@ from __future__ import annotations
 
 import logging
 import os
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Final
 
 from farcall.agent.sending import LARGE, InParts
 from farcall.errors import ProtocolError
 from farcall.protocol.control import HANDLE_SIZE, SECTION_SIZE
-from farcall.protocol.wire import MAX_BUFFERS, Bytes, Sizes, encode_in_parts, encode_shared, encode_start
+from farcall.protocol.wire import HUGE, MAX_BUFFERS, Bytes, Sizes, encode_in_parts, encode_shared, encode_start
 from farcall.transports.base import Buffer, Channel
+from farcall.transports.borrowed_memory import Borrower, Loan
 from farcall.transports.received_memory import ReceivedMemory
-from farcall.transports.shared_memory import Borrower, Lender, Place, Pool
+from farcall.transports.segments import Place, copy
+from farcall.transports.shared_memory import Lender, Pool
 
 logger = logging.getLogger("farcall")
 
@@ -58,16 +62,22 @@ def received_memory() -> ReceivedMemory:
     return ReceivedMemory(min(_MOST_KEPT, os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // 16))
 
 
+def _new_memory(size: int) -> memoryview:
+    return memoryview(bytearray(size))
+
+
 class Lane:
     """That of one connection. It carries nothing until both ends have agreed."""
 
-    __slots__ = ("_borrower", "_lender", "_pool", "_process", "limits")
+    __slots__ = ("_borrower", "_lender", "_pool", "_process", "limits", "new_memory")
 
     def __init__(self, pool: Pool, channel: Channel) -> None:
         self._pool = pool
         self._process: int | None = getattr(channel, "process", None)  # at the other end, if that is on this host
         self.limits = Sizes()
         """How large a message the other side takes."""
+        self.new_memory: Callable[[int], memoryview] = _new_memory
+        """Gives so many bytes, for a large buffer that is copied."""
         self._lender: Lender | None = None
         self._borrower: Borrower | None = None
 
@@ -156,6 +166,29 @@ class Lane:
         except (OSError, ValueError) as error:
             raise ProtocolError(f"a message came in shared memory that cannot be had: {error}") from None
 
+    def loan_of(self, buffers: Sequence[memoryview]) -> Loan | None:
+        """What these buffers are of, if they may go back in the memory that the other side has lent: see there."""
+        borrower = self._borrower
+        if borrower is None or not buffers or sum([buffer.nbytes for buffer in buffers]) < LEAST:
+            return None
+        return borrower.loan_of(buffers)
+
+    def take_returned(self, number: int, offsets: Sequence[int], sizes: Sequence[int]) -> Sequence[Bytes]:
+        """The buffers of a reply, which are in a segment of ours again. Raises `ProtocolError`."""
+        lender = self._lender
+        if lender is None:
+            raise ProtocolError("a reply came in shared memory of this side, which has lent none")
+        try:
+            views = lender.take_returned(number, offsets, sizes)
+        except OSError as error:
+            raise ProtocolError(f"a reply came in shared memory of this side that cannot be: {error}") from None
+        return [self._copied(view) for view in views] if lender.is_short() else views
+
+    def _copied(self, view: memoryview) -> memoryview:
+        memory = self.new_memory(view.nbytes) if view.nbytes >= HUGE else _new_memory(view.nbytes)
+        copy(memory, view)
+        return memory
+
     # Time, and the end
 
     def has_unseen(self) -> bool:
@@ -175,6 +208,8 @@ class Lane:
         borrower = self._borrower
         if borrower is not None:
             borrower.pin()
+        if self._lender is not None:
+            self._lender.pin()
 
     def close(self) -> None:
         """Lends and borrows no more. May be called twice."""

@@ -81,7 +81,7 @@ class Outgoing:
         self._on_news, self._on_lost = on_news, on_lost
         self.new_reply: Callable[..., Reply] = Reply  # the agent sets another one if not all may be loaded
         self._ids, self.told_ids, self._decoder = itertools.count(1), itertools.count(1 << 63), Decoder()
-        self._decoder.shared = lane.take
+        self._decoder.shared, self._decoder.returned = lane.take, lane.take_returned
         self._reading = Reading(self)
         self._attendance = Attendance(self, supervisor, self._reading.look_after)
         self.unattended = self._attendance.unattended

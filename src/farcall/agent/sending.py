@@ -180,7 +180,10 @@ class Sender:
     ) -> None:
         """Sends `before` and then the message, in parts if it says so: see `send_in_parts` and `send_all`."""
         if not isinstance(message, InParts):
-            self.send_all([before, *message])
+            if len(message) == 1:  # its buffers are in shared memory, most likely
+                self.send(before + bytes(message[0]))
+            else:
+                self.send_all([before, *message])
             return
         if before:
             self.send(before)

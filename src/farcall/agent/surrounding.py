@@ -18,6 +18,7 @@ from typing import Any, TypeAlias
 
 from farcall.agent.execution import FunctionJob, Workplace
 from farcall.agent.jobs import Reply
+from farcall.agent.returning import Returning
 
 Around: TypeAlias = Callable[[], AbstractContextManager[object]]
 """Makes what is around one function, in the thread that runs it. Neither it nor that may raise."""
@@ -81,7 +82,7 @@ class _Surrounded(FunctionJob):
         self._enter()
         return arguments
 
-    def _done(self, function: Callable[..., Any] | str, result: Any) -> Reply | None:
+    def _done(self, function: Callable[..., Any] | str, result: Any) -> Reply | Returning | None:
         self._leave()
         return super()._done(function, result)  # type: ignore[safe-super]  # that of the job
 

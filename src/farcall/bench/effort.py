@@ -13,7 +13,7 @@ MIB: Final = 1 << 20
 _SIZE: Final = re.compile(r"(\d+)\s*(B|KIB|MIB|GIB)?", re.IGNORECASE)
 _UNITS: Final = {"": 1, "B": 1, "KIB": KIB, "MIB": MIB, "GIB": 1 << 30}
 
-PARTS: Final = ("payload", "in-flight", "threads", "streaming", "references", "startup")
+PARTS: Final = ("payload", "exchange", "in-flight", "threads", "streaming", "references", "startup")
 """What a run is made of: each is a turn of each system in each round."""
 
 

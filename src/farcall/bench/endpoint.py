@@ -63,6 +63,8 @@ def caller_commands(caller: systems.Caller) -> dict[str, Command]:
     if isinstance(caller, systems.EchoCaller):
         commands["echoes"] = functools.partial(echoes, caller)
         commands["in_flight"] = functools.partial(in_flight, caller)
+    if isinstance(caller, systems.ExchangingCaller):
+        commands["exchanges"] = functools.partial(exchanges, caller)
     if isinstance(caller, systems.StreamingCaller):
         commands["threads"] = functools.partial(timing.time_threads, caller.noop)
         commands["streaming"] = functools.partial(streaming, caller)
@@ -90,6 +92,16 @@ def echoes(caller: systems.EchoCaller, size: int, calls: int, warmup: int, secon
         call = functools.partial(caller.await_echo, payload)
         return caller.run(timing.time_each_awaited(call, calls, warmup, seconds))
     return timing.time_each(functools.partial(caller.echo, payload), calls, warmup, seconds)
+
+
+def exchanges(caller: systems.ExchangingCaller, size: int, calls: int, warmup: int, seconds: float) -> dict[str, float]:
+    """Time sending so many bytes there and having as many others back. Raises RuntimeError if they are not."""
+    payload = caller.payload(size)
+    back = caller.exchange(payload)
+    if type(back) is not type(payload) or len(back) != size:
+        raise RuntimeError(f"{size} bytes were sent, and not as many came back: {type(back).__name__}")
+    del back
+    return timing.time_each(functools.partial(caller.exchange, payload), calls, warmup, seconds)
 
 
 def in_flight(caller: systems.EchoCaller, window: int, calls: int, seconds: float) -> float:

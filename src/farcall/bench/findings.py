@@ -31,6 +31,9 @@ class Measure:
 LATENCY: Final = Measure("latency", "A call with a payload, there and back", "payload", "s", less_is_better=True)
 LATENCY_P99: Final = Measure("latency_p99", "The same, the slowest in a hundred", "payload", "s", less_is_better=True)
 BANDWIDTH: Final = Measure("bandwidth", "Bandwidth, both ways together", "payload", "B/s")
+EXCHANGED: Final = Measure(
+    "exchanged", "Bandwidth, both ways together, when another array comes back", "payload", "B/s"
+)
 IN_FLIGHT: Final = Measure("in_flight", "Throughput of no-op calls", "in flight", "calls/s")
 THREADS: Final = Measure("threads", "Throughput of no-op calls of many threads", "threads", "calls/s")
 STREAMING: Final = Measure(
@@ -43,7 +46,9 @@ STREAMING: Final = Measure(
 FETCHED: Final = Measure("fetched", "References made, fetched and dropped, one by one", "references", "1/s")
 SHARED: Final = Measure("shared", "References shared with a third worker, used and dropped", "references", "1/s")
 STARTUP: Final = Measure("startup", "Until workers can be used", "workers", "s", less_is_better=True)
-MEASURES: Final = (LATENCY, LATENCY_P99, BANDWIDTH, IN_FLIGHT, THREADS, STREAMING, FETCHED, SHARED, STARTUP)
+MEASURES: Final = (
+    *(LATENCY, LATENCY_P99, BANDWIDTH, EXCHANGED, IN_FLIGHT, THREADS, STREAMING, FETCHED, SHARED, STARTUP),
+)
 ONCE: Final = (1,)
 """The points of a measure that has but one."""
 LEAST_FOR_BANDWIDTH: Final = 64 * KIB
@@ -54,7 +59,7 @@ def points(measure: Measure, effort: Effort) -> Sequence[int]:
     """Where a measure is taken."""
     if measure in (LATENCY, LATENCY_P99):
         return effort.sizes
-    if measure == BANDWIDTH:
+    if measure in (BANDWIDTH, EXCHANGED):
         return [size for size in effort.sizes if size >= LEAST_FOR_BANDWIDTH]
     several = {IN_FLIGHT: effort.windows, THREADS: effort.threads, STREAMING: effort.streamed}
     return (several | {STARTUP: effort.workers}).get(measure, ONCE)

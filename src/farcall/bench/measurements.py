@@ -73,6 +73,11 @@ class Measurer:
                 measures = (found.LATENCY, found.LATENCY_P99, found.BANDWIDTH)
                 sizes = [size for size in effort.sizes if self._fits(system, size)]
                 self._points(part, system, measures, sizes, self._echoes)
+            case "exchange":
+                sizes = [
+                    size for size in found.points(found.EXCHANGED, effort) if self._fits(system, size, found.EXCHANGED)
+                ]
+                self._points(part, system, [found.EXCHANGED], sizes, self._exchanges, systems.EXCHANGED)
             case "in-flight":
                 self._points(part, system, [found.IN_FLIGHT], effort.windows, self._in_flight, systems.IN_FLIGHT)
             case "threads":
@@ -139,6 +144,11 @@ class Measurer:
         self._findings.record(found.LATENCY_P99, system, size, times["p99_us"] / 1e6)
         if size >= found.LEAST_FOR_BANDWIDTH:
             self._findings.record(found.BANDWIDTH, system, size, 2 * size / seconds)
+
+    def _exchanges(self, asked: Asked, system: System, size: int) -> None:
+        effort = self._effort
+        times = asked.ask("exchanges", size=size, calls=effort.echoes, warmup=effort.warmup, seconds=effort.seconds)
+        self._findings.record(found.EXCHANGED, system, size, 2 * size / times["p50_us"] * 1e6)
 
     def _in_flight(self, asked: Asked, system: System, window: int) -> None:
         rate = asked.ask("in_flight", window=window, calls=self._effort.calls, seconds=self._effort.seconds)

@@ -12,12 +12,17 @@ from farcall.bench.systems import System
 from farcall.bench.tables import ABSENT, TextTable, in_bytes, in_time, three_digits
 
 _REFERENCES: Final = ((found.FETCHED, "fetched, one by one"), (found.SHARED, "shared with a third worker"))
-_SHOWN: Final = (found.LATENCY, found.BANDWIDTH, found.IN_FLIGHT, found.THREADS, found.STREAMING, found.STARTUP)
+_SHOWN: Final = (
+    *(found.LATENCY, found.BANDWIDTH, found.EXCHANGED, found.IN_FLIGHT, found.THREADS, found.STREAMING, found.STARTUP),
+)
 
 _EXPLAINED: Final[dict[Measure, str]] = {
     found.LATENCY: "A payload goes to the other process and comes back: the median of many such calls, one after"
     " another. Both axes are logarithmic.",
-    found.BANDWIDTH: "The same calls: the bytes that went both ways, by the time of a call.",
+    found.BANDWIDTH: "The same calls: the bytes that went both ways, by the time of a call. What the function returns"
+    " is what it got: farcall hands it back in the shared memory that it came in, and copies it once and not twice.",
+    found.EXCHANGED: "The same with a function that returns another array of that size, which it keeps: nothing can go"
+    " back as it came, and each array is copied.",
     found.IN_FLIGHT: "No-op calls of one caller, of which so many are always under way.",
     found.THREADS: "So many threads of one process each make no-op calls, one after another, over the one caller that"
     " they share; their calls together.",

@@ -37,7 +37,9 @@ def configure(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--rounds", type=int, metavar="N", help="alternating rounds (3; 1 with --quick)")
     parser.add_argument(
-        "--measure", metavar="A,B", help="only these: payload, in-flight, threads, streaming, references, startup (all)"
+        "--measure",
+        metavar="A,B",
+        help="only these: payload, exchange, in-flight, threads, streaming, references, startup (all)",
     )
     parser.add_argument("--sizes", metavar="A,B", help="of payloads, as 0,4KiB,16MiB (0 to 256 MiB)")
     parser.add_argument("--in-flight", metavar="A,B", help="calls under way, as 1,8,64 (1 to 512)")

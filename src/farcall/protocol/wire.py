@@ -2,14 +2,16 @@
 
     offset  size  what (little-endian)
     0       1     kind, see below
-    1       1     flags: 1 if the buffers are in shared memory, 2 if all that follows the table comes in parts
+    1       1     flags: 1 if the buffers are in shared memory, 2 if all that follows the table comes in parts, 4 if the
+                  buffers are in shared memory of the receiver's, and go back with the message
     2       2     number of out-of-band buffers
     4       4     length of the head
     8       8     length of the body
     16      8     call id: a reply carries the id of its call
     24      8×n   length of each out-of-band buffer
             8     with flag 1: in which segment they are, its descriptor at the sender's and its number
-            ...   head, body, buffers, one after the other; with flag 1 no buffers
+            8+8×n with flag 4: in which segment they are, its number, and where each begins in there
+            ...   head, body, buffers, one after the other; with flag 1 or 4 no buffers
 
                         head                            body                    buffers
     1 call              the callee, see below           pickled arguments       of the body
@@ -28,7 +30,8 @@ A message that carries references has a *section* in front of its head (`control
 of a call or reply that was lost with its connection. `shares` says that the other side may put buffers into shared
 memory from now on. A `remote` with a call id is answered as a call for its value would be, as soon as that is there; by
 `UNTOLD` if it has to be asked for. A large message comes in parts, so that others need not wait for its end: each has
-its call id, and its bytes are the next of head, body and buffers. The *callee* is
+its call id, and its bytes are the next of head, body and buffers. Only replies have buffers that go
+back. The *callee* is
 
     empty                              a function by value: it is the first of the arguments
     module, 0, name                    a function by name
@@ -105,6 +108,7 @@ _SIZE = HEADER.size
 _PLACE: Final = struct.Struct("<II")
 _SHARED: Final = 1
 _IN_PARTS: Final = 2
+_RETURNED: Final = 4
 _MOST_UNFINISHED: Final = 4096
 """So many messages may be coming in parts at the same time."""
 _pack = HEADER.pack
@@ -140,6 +144,15 @@ def encode_shared(
     return _pack(kind, _SHARED, count, len(head), len(body), call_id) + table + head + body
 
 
+def encode_returned(
+    kind: int, call_id: int, head: bytes, body: bytes, sizes: Sequence[int], number: int, offsets: Sequence[int]
+) -> bytes:
+    """A message whose buffers, of these sizes, are at these places in that segment of the receiver's own."""
+    count = len(sizes)
+    table = struct.pack(f"<{2 * count + 1}Q", *sizes, number, *offsets)
+    return _pack(kind, _RETURNED, count, len(head), len(body), call_id) + table + head + body
+
+
 def as_shared(messages: bytes, descriptor: int, number: int) -> bytes:
     """The same messages, the last of them an `encode_start`, whose buffers are in that segment of shared memory."""
     at = 0
@@ -169,7 +182,8 @@ def encode_part(call_id: int, size: int) -> bytes:
 def _start(start: int) -> tuple[int, int, int]:
     """The kind, the flags and the number of buffers, out of a message's first four bytes."""
     kind, flags, count = start & 0xFF, start >> 8 & 0xFF, start >> 16
-    if not CALL <= kind <= PART or flags > (_IN_PARTS if kind <= _LAST else 0) or (flags == _SHARED and not count):
+    known = flags in (0, _IN_PARTS) or (flags in (_SHARED, _RETURNED) and count)
+    if not CALL <= kind <= PART or not known or (flags and kind > _LAST):
         raise ProtocolError(f"a message of unknown kind {kind} (flags {flags}) came")
     return kind, flags, count
 
@@ -178,10 +192,25 @@ def _no_shared_memory(descriptor: int, number: int, sizes: Sequence[int]) -> NoR
     raise ProtocolError("a message came whose buffers are in shared memory, of which there is none here")
 
 
+def _nothing_returned(number: int, offsets: Sequence[int], sizes: Sequence[int]) -> NoReturn:
+    raise ProtocolError("a message came whose buffers are said to be in shared memory of this side, which are not")
+
+
 class Decoder:
     """Turns a stream of bytes into messages."""
 
-    __slots__ = ("_large", "_part_left", "_rest", "_unfinished", "limits", "new_memory", "received", "shared", "space")
+    __slots__ = (
+        "_large",
+        "_part_left",
+        "_rest",
+        "_unfinished",
+        "limits",
+        "new_memory",
+        "received",
+        "returned",
+        "shared",
+        "space",
+    )
 
     def __init__(self) -> None:
         self.new_memory: Callable[[int], memoryview] = _address_space
@@ -190,6 +219,8 @@ class Decoder:
         self._part_left = 0  # bytes that are still to come of the part that is under way
         self.shared: Callable[[int, int, Sequence[int]], Sequence[Bytes]] = _no_shared_memory
         """Finds the buffers of a message in shared memory: by the segment's descriptor and number, and their sizes."""
+        self.returned: Callable[[int, Sequence[int], Sequence[int]], Sequence[Bytes]] = _nothing_returned
+        """The same for shared memory of this side: by the segment's number, and their places and sizes."""
         self._rest = b""
         self._large: _LargeMessage | None = None
         self.limits = Sizes()
@@ -220,7 +251,7 @@ class Decoder:
                     if self.space is not None:
                         return messages
                     continue
-                if end - table < 8 * (count + (flags == _SHARED)):
+                if end - table < 8 * (count + (flags == _SHARED) + (flags == _RETURNED) * (count + 1)):
                     break
                 sizes = struct.unpack_from(f"<{count}Q", data, table)
                 total = head_size + body_size + sum(sizes)
@@ -236,6 +267,17 @@ class Decoder:
                     shared = self.shared(descriptor, number, sizes)
                     table += _PLACE.size
                     sizes = ()
+                elif flags == _RETURNED:
+                    number, *offsets = struct.unpack_from(f"<{count + 1}Q", data, table)
+                    shared = self.returned(number, offsets, sizes)
+                    table += 8 * (count + 1)
+                    sizes = ()
+                if shared is not None and head_size + body_size <= min(LARGE, end - table):
+                    # What is in shared memory most often has come whole: as below, with fewer steps.
+                    middle = table + head_size
+                    at = middle + body_size
+                    messages.append((kind, call_id, data[table:middle], data[middle:at], shared))
+                    continue
                 large = _LargeMessage(kind, call_id, head_size, body_size, sizes, shared, self.new_memory)
                 if flags == _IN_PARTS:
                     self._begin(call_id, large, messages)

@@ -1,16 +1,12 @@
-"""Memory that two processes on one host share: large data is copied in by its sender, and never out again.
+"""Memory that two processes on one host share, as who lends it sees it: large data is copied in, and never out again.
 
 A *lender* copies the buffers of a message into a segment of its own and tells the other side which one it is. The
-*borrower* there opens the segment through the lender's process (`/proc/<process>/fd/<descriptor>`), maps it once, and
-hands out views. When the last view of a message is gone, it says so by a byte in the segment itself, and the lender
-uses the segment again: handing memory to and fro takes no message, and no page is ever new twice.
+*borrower* there (`borrowed_memory`) maps it once, and hands out views. When the last view of a message is gone, it says
+so by a byte in the segment itself (`segments`), and the lender uses the segment again: handing memory to and fro takes
+no message, and no page is ever new twice.
 
-    offset  size  what
-    0       16    the lender's token: who opens another file by mistake sees that
-    16      4     the segment's number, little-endian
-    20      1     1 while it is lent, 2 if the borrower never gives it back
-    21      1     1 while the borrower has it mapped
-    4096    ...   the buffers, each at a multiple of `ALIGNMENT`
+What the borrower sends back of what it was lent, and has nothing of any more, is *returned*: the lender shows it where
+it lies, in its own segment, and uses that again when the last of these views is gone.
 
 Rules
 - A segment is a sealed memfd: it has no name, so a process that is killed leaves nothing behind; it cannot shrink, so
@@ -18,6 +14,9 @@ Rules
 - A segment is for one borrower, and holds one message at a time, which is the borrower's own until it lets go of it.
 - What the lender keeps, in case that it must be sent again, stays as it is until the lender lets go of it, unless the
   borrower, who has it then, writes into it.
+- Only what is lent can be returned, by whom it was lent to. That nobody there writes into it any more is believed, as
+  it is of what was handed back.
+- What is returned and then kept takes segments from the next messages: `is_short` says when that is too many.
 - Where a segment cannot be made, or what may be lent is lent, `lend` gives None, and the data takes another way.
 - Nothing here waits. Any thread may call anything, a signal handler or a finalizer too in the midst of anything; views
   are let go of in any thread, even inside the collector.
@@ -30,45 +29,39 @@ import fcntl
 import mmap
 import os
 import secrets
-import stat
-import struct
-import sys
 import threading
 import weakref
 from collections.abc import Callable, Sequence
 from time import monotonic
-from typing import Any, Final, NamedTuple
+from typing import Any, Final
 
-ALIGNMENT: Final = 64
-TOKEN_SIZE: Final = 16
+from farcall.transports.segments import (
+    DATA,
+    FREE,
+    KEPT,
+    LENT,
+    LENT_AT,
+    MAPPED_AT,
+    NUMBER,
+    NUMBER_AT,
+    TOKEN_SIZE,
+    Place,
+    are_apart,
+    begins,
+    copy,
+    ends,
+    views,
+)
+
 MOST_SEGMENTS: Final = 16
 """So many has one lender at most."""
 
-_DATA: Final = mmap.PAGESIZE
-_NUMBER: Final = struct.Struct("<I")
-_NUMBER_AT: Final = TOKEN_SIZE
-_LENT_AT: Final = 20
-_MAPPED_AT: Final = 21
-_FREE: Final = 0
-_LENT: Final = 1
-_KEPT: Final = 2
 _LEAST: Final = 1 << 18
 _STEPS: Final = 8
 """Sizes of segments per doubling: the more there are the less is wasted, and the less often one fits again."""
 _SEALS: Final = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL
-_WITHOUT_THE_LOCK: Final = 1 << 20
-"""From this size on a copy is made with the interpreter let go of, if numpy is there to do it."""
 _AT_ONCE: Final = 1 << 22
 """So much memory is given up at once, as no other thread runs meanwhile."""
-
-
-class Place(NamedTuple):
-    """Where the buffers of a message are."""
-
-    descriptor: int
-    """The segment's, in the lender's process."""
-    number: int
-    """The segment's own: descriptors are used again, numbers are not."""
 
 
 class Pool:
@@ -78,8 +71,8 @@ class Pool:
         """At most `limit` bytes in `most` segments. `on_trouble` is told, once, why there are none."""
         self.token = secrets.token_bytes(TOKEN_SIZE)
         """Every segment of this worker begins with it."""
-        self._left = limit
-        self._segments_left = most
+        self._limit, self._left = limit, limit
+        self._most, self._segments_left = most, most
         self._on_trouble = on_trouble
         self._lock = threading.RLock()
         self._numbers = 0
@@ -127,6 +120,10 @@ class Pool:
             self._left += capacity
             self._segments_left += 1
 
+    def is_short(self) -> bool:
+        """Whether more than half of it is used."""
+        return 2 * self._left < self._limit or 2 * self._segments_left < self._most
+
     def close(self) -> None:
         """Lends no more. Its lenders are closed by those who have them. May be called twice."""
         self._is_broken = True
@@ -143,8 +140,8 @@ class Lender:
         self._segments: list[_Segment] = []
         self._lock = threading.RLock()
         self._closed = False
-        self.lent = 0
-        """Bytes that were lent so far."""
+        self.lent = self.returned = 0
+        """Bytes that were lent so far, and bytes that came back as they were lent, without a copy."""
 
     def lend(self, buffers: Sequence[memoryview]) -> Place | None:
         """Copies the buffers into a segment; None if there is none for them."""
@@ -170,8 +167,34 @@ class Lender:
                 if segment.number == place.number:
                     segment.take_back()
 
+    def take_returned(self, number: int, offsets: Sequence[int], sizes: Sequence[int]) -> list[memoryview]:
+        """What the other side has returned, in that segment at these places: ours again.
+
+        Raises `OSError` if that is not lent to it, or cannot be there.
+        """
+        with self._lock:
+            for segment in self._segments:
+                if segment.number == number and segment.state() == LENT:
+                    break
+            else:
+                raise OSError(f"number {number} is not lent to it")
+            if not are_apart(offsets, sizes, segment.capacity):
+                raise OSError(f"shared memory of {segment.capacity} bytes was said to hold {sizes} at {offsets}")
+            returned = segment.show(offsets, sizes)
+            segment.take_back()  # after that: it is not free while somebody is shown what it holds
+        self.returned += sum(sizes)
+        return returned
+
+    def is_short(self) -> bool:
+        """Whether what was returned, and is there still, leaves too little for the next messages."""
+        if 2 * len(self._segments) > MOST_SEGMENTS:
+            shown = [segment for segment in self._segments if segment.is_shown()]
+            if 2 * len(shown) > MOST_SEGMENTS:
+                return True
+        return self._pool.is_short()
+
     def _lent(self, buffers: Sequence[memoryview]) -> _Segment | None:
-        total = _ends(tuple(buffer.nbytes for buffer in buffers))[-1]
+        total = ends(tuple(buffer.nbytes for buffer in buffers))[-1]
         segment = None
         try:
             with self._lock:
@@ -196,7 +219,7 @@ class Lender:
             if least is None:
                 return None
             least.used = monotonic()
-            if least.claim() == _FREE:
+            if least.claim() == FREE:
                 return least
 
     def _add(self, total: int) -> bool:
@@ -213,11 +236,11 @@ class Lender:
 
     def _drop_one(self) -> bool:
         """Gives up the one that is not lent for the longest; whether there was one."""
-        unused = (each for each in self._segments if each.state() != _LENT and not each.is_kept())
+        unused = (each for each in self._segments if each.state() != LENT and not each.is_kept())
         idle = sorted(unused, key=lambda segment: segment.used)
         for segment in idle:
             state = self._withdrawn(segment)
-            if state != _LENT:
+            if state != LENT:
                 self._give_up(segment, state)
                 return True
         return False
@@ -225,12 +248,12 @@ class Lender:
     def _withdrawn(self, segment: _Segment) -> int:
         """Takes it out, unless it is lent; what it was."""
         state = segment.claim()
-        if state != _LENT:
+        if state != LENT:
             self._segments.remove(segment)
         return state
 
     def _give_up(self, segment: _Segment, state: int) -> None:
-        if state == _FREE and not segment.is_kept():
+        if state == FREE and not segment.is_kept():
             segment.empty()
         segment.close()
         self._pool.give_back(segment.capacity)
@@ -238,18 +261,29 @@ class Lender:
     def has_unseen(self) -> bool:
         """Whether the other side has not even opened some of what was lent: it could not any more after `close`."""
         with self._lock:
-            return any(each.state() == _LENT and not each.is_mapped() for each in self._segments)
+            return any(each.state() == LENT and not each.is_mapped() for each in self._segments)
 
     def sweep(self, before: float) -> None:
         """Gives up the segments that are free and were last used before that moment, and those that never come back."""
         with self._lock:
             idle = [
-                each for each in self._segments if (each.state() == _KEPT or each.used < before) and not each.is_kept()
+                each for each in self._segments if (each.state() == KEPT or each.used < before) and not each.is_kept()
             ]
             states = [self._withdrawn(segment) for segment in idle]
         for segment, state in zip(idle, states, strict=True):  # not under the lock: it takes its time
-            if state != _LENT:
+            if state != LENT:
                 self._give_up(segment, state)
+
+    def pin(self) -> None:
+        """This process forks: the child has what was returned and is shown now, too, and must not see it change.
+
+        So it is not used again: it is there as long as one of the two processes has it.
+        """
+        with self._lock:
+            for segment in [each for each in self._segments if each.is_shown()]:
+                self._segments.remove(segment)
+                segment.close()
+                self._pool.give_back(segment.capacity)
 
     def close(self) -> None:
         """Lends no more. What the other side has of it stays its own. May be called twice."""
@@ -277,187 +311,82 @@ class _Segment:
         self.used = 0.0
         self.descriptor = os.memfd_create("farcall", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
         try:
-            os.ftruncate(self.descriptor, _DATA + capacity)
+            os.ftruncate(self.descriptor, DATA + capacity)
             fcntl.fcntl(self.descriptor, fcntl.F_ADD_SEALS, _SEALS)
             # Kept by its views alone: it is unmapped when the last of them is gone, a copy that is under way too.
-            self._bytes = memoryview(mmap.mmap(self.descriptor, _DATA + capacity))
+            self._bytes = memoryview(mmap.mmap(self.descriptor, DATA + capacity))
         except BaseException:
             os.close(self.descriptor)
             raise
+        self._lease_type: Any = None
         self._kept: weakref.ref[Any] | None = None
-        self._bytes[:_NUMBER_AT] = token
-        _NUMBER.pack_into(self._bytes, _NUMBER_AT, number)
+        self._shown: weakref.ref[Any] | None = None
+        self._bytes[:NUMBER_AT] = token
+        NUMBER.pack_into(self._bytes, NUMBER_AT, number)
 
     def claim(self) -> int:
         """Marks it as lent; what it was before.
 
         In one step, between which no signal handler or finalizer runs: that may lend, too.
         """
-        state = self._bytes[_LENT_AT]
-        if state != _LENT:
-            self._bytes[_LENT_AT] = _LENT
+        state = self._bytes[LENT_AT]
+        if state != LENT:
+            self._bytes[LENT_AT] = LENT
         return state
 
     def take_back(self) -> None:
-        self._bytes[_LENT_AT] = _FREE
+        self._bytes[LENT_AT] = FREE
 
     def state(self) -> int:
-        return self._bytes[_LENT_AT]
+        return self._bytes[LENT_AT]
 
     def is_free(self) -> bool:
-        return self._bytes[_LENT_AT] == _FREE and not self.is_kept()
+        return self._bytes[LENT_AT] == FREE and not self.is_kept()
 
     def keep(self, sizes: Sequence[int]) -> list[memoryview]:
         """Views of the buffers in it, of which it knows when they are gone."""
-        import ctypes  # not at the head, as for `_Mapping`
-
-        lease_type: Any = type("_Kept", (ctypes.c_char * len(self._bytes),), {})
-        lease = lease_type.from_buffer(self._bytes.obj)
+        lease = self._lease()
         self._kept = weakref.ref(lease)
-        return _views(memoryview(lease).cast("B")[_DATA:], sizes)
+        return views(memoryview(lease).cast("B")[DATA:], begins(ends(sizes)), sizes)
+
+    def show(self, offsets: Sequence[int], sizes: Sequence[int]) -> list[memoryview]:
+        """The same for what was returned."""
+        lease = self._lease()
+        self._shown = weakref.ref(lease)
+        return views(memoryview(lease).cast("B")[DATA:], offsets, sizes)
+
+    def _lease(self) -> Any:
+        """All of it: views keep what exports it, and nothing else. So each message has an exporter of its own."""
+        if self._lease_type is None:
+            import ctypes  # not at the head: only who gets large data needs it
+
+            self._lease_type = type("_Lease", (ctypes.c_char * len(self._bytes),), {})
+        return self._lease_type.from_buffer(self._bytes.obj)
 
     def is_kept(self) -> bool:
-        return self._kept is not None and self._kept() is not None
+        return (self._kept is not None and self._kept() is not None) or self.is_shown()
+
+    def is_shown(self) -> bool:
+        return self._shown is not None and self._shown() is not None
 
     def is_mapped(self) -> bool:
-        return self._bytes[_MAPPED_AT] != 0
+        return self._bytes[MAPPED_AT] != 0
 
     def fill(self, buffers: Sequence[memoryview]) -> None:
-        data = self._bytes[_DATA:]
+        data = self._bytes[DATA:]
         begin = 0
-        for buffer, end in zip(buffers, _ends(tuple(buffer.nbytes for buffer in buffers)), strict=True):
-            _copy(data[begin : begin + buffer.nbytes], buffer)
+        for buffer, end in zip(buffers, ends(tuple(buffer.nbytes for buffer in buffers)), strict=True):
+            copy(data[begin : begin + buffer.nbytes], buffer)
             begin = end
 
     def empty(self) -> None:
         """Gives its memory back at once: the other side may have it mapped for a while."""
         memory: Any = self._bytes.obj
-        for at in range(_DATA, len(memory), _AT_ONCE):
+        for at in range(DATA, len(memory), _AT_ONCE):
             memory.madvise(mmap.MADV_REMOVE, at, min(_AT_ONCE, len(memory) - at))
 
     def close(self) -> None:
         os.close(self.descriptor)
-
-
-class Borrower:
-    """What was lent by one peer."""
-
-    def __init__(self, process: int, token: bytes) -> None:
-        self._process = process
-        self._token = token
-        self._mappings: dict[int, _Mapping] = {}
-        # A thread that forks inside `take`, as the collector may have it do, must get through.
-        self._lock = threading.RLock()
-
-    def check(self, descriptor: int) -> None:
-        """Tries to open the segment of that descriptor. Raises `OSError` if the peer can lend nothing to us."""
-        self._open(descriptor)
-
-    def take(self, place: Place, sizes: Sequence[int]) -> list[memoryview]:
-        """The buffers of a message, ours from now on. Raises `OSError` if they are not there."""
-        with self._lock:
-            mapping = self._mappings.get(place.number)
-            if mapping is None:
-                memory = self._open(place.descriptor)
-                (number,) = _NUMBER.unpack_from(memory, _NUMBER_AT)
-                if number != place.number:
-                    raise OSError(f"shared memory {place.descriptor} is number {number}, not {place.number}")
-                mapping = self._mappings[place.number] = _Mapping(memory)
-            return mapping.views(sizes)
-
-    def _open(self, descriptor: int) -> mmap.mmap:
-        path = f"/proc/{self._process}/fd/{descriptor}"
-        opened = os.open(path, os.O_RDWR | os.O_CLOEXEC | os.O_NONBLOCK | os.O_NOCTTY)
-        try:
-            found = os.fstat(opened)
-            # What is no memfd has no seals, and raises; what could still shrink would end this process one day.
-            seals = fcntl.fcntl(opened, fcntl.F_GET_SEALS) if stat.S_ISREG(found.st_mode) else 0
-            if not seals & fcntl.F_SEAL_SHRINK or found.st_size < _DATA:
-                raise OSError(f"{path} is no segment")
-            memory = mmap.mmap(opened, found.st_size)
-        finally:
-            os.close(opened)
-        if memory[:TOKEN_SIZE] != self._token:
-            raise OSError(f"{path} is not the peer's segment")
-        return memory
-
-    def sweep(self, before: float) -> None:
-        """Gives up what is not in use and was last used before that moment. It may be opened again."""
-        with self._lock:
-            for number, mapping in list(self._mappings.items()):
-                if mapping.used < before and not mapping.is_in_use():
-                    del self._mappings[number]
-                    mapping.forget()
-
-    def pin(self) -> None:
-        """This process forks: the child has what is in use now, too, and must not see it change.
-
-        So it is never given back: the lender forgets it, and it is there as long as one of the two processes has it.
-        """
-        with self._lock:
-            for number, mapping in list(self._mappings.items()):
-                if mapping.is_in_use():
-                    mapping.keep()
-                    del self._mappings[number]
-
-
-class _Mapping:
-    """One segment, at the borrower's."""
-
-    def __init__(self, memory: mmap.mmap) -> None:
-        import ctypes  # not at the head: only who gets large data needs it
-
-        self.used = 0.0
-        self._is_kept = False
-        self._memory = memory
-        self._state = memoryview(memory)[: _MAPPED_AT + 1]
-        self._state[_MAPPED_AT] = 1
-        # Views of a buffer keep what exports it, and nothing else. So each message gets an exporter of its own.
-        self._lease_type: Any = type("_Lease", (ctypes.c_char * len(memory),), {})
-        self._lease: weakref.ref[Any] | None = None
-
-    def forget(self) -> None:
-        self._state[_MAPPED_AT] = 0
-
-    def keep(self) -> None:
-        self._is_kept = True
-        self._state[_LENT_AT] = _KEPT
-
-    def is_in_use(self) -> bool:
-        return self._lease is not None and self._lease() is not None
-
-    def views(self, sizes: Sequence[int]) -> list[memoryview]:
-        ends = _ends(sizes)
-        if _DATA + ends[-1] > len(self._memory) or self.is_in_use():
-            raise OSError(f"shared memory of {len(self._memory)} bytes, in use or not, was said to hold {sizes}")
-        self.used = monotonic()
-        lease = self._lease_type.from_buffer(self._memory)
-        self._lease = weakref.ref(lease, self._returned)
-        return _views(memoryview(lease).cast("B")[_DATA:], sizes)
-
-    def _returned(self, _: object) -> None:
-        if not self._is_kept:
-            self._state[_LENT_AT] = _FREE
-
-
-def _aligned(size: int) -> int:
-    return -(-size // ALIGNMENT) * ALIGNMENT
-
-
-def _ends(sizes: Sequence[int]) -> list[int]:
-    """Where each buffer's place ends."""
-    end = 0
-    ends = []
-    for size in sizes:
-        end += _aligned(size)
-        ends.append(end)
-    return ends
-
-
-def _views(data: memoryview, sizes: Sequence[int]) -> list[memoryview]:
-    """The buffers of these sizes in a segment's data."""
-    begins = [end - _aligned(size) for end, size in zip(_ends(sizes), sizes, strict=True)]
-    return [data[begin : begin + size] for begin, size in zip(begins, sizes, strict=True)]
 
 
 def _rounded(total: int) -> int:
@@ -466,11 +395,3 @@ def _rounded(total: int) -> int:
         return _LEAST
     step = (1 << (total - 1).bit_length() - 1) // _STEPS
     return -(-total // step) * step
-
-
-def _copy(target: memoryview, source: memoryview) -> None:
-    numpy: Any = sys.modules.get("numpy") if target.nbytes >= _WITHOUT_THE_LOCK else None
-    if numpy is None:
-        target[:] = source
-    else:
-        numpy.copyto(numpy.frombuffer(target, numpy.uint8), numpy.frombuffer(source, numpy.uint8))

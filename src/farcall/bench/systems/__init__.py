@@ -9,6 +9,7 @@ import importlib.util
 from typing import Final
 
 from farcall.bench.systems.base import (
+    EXCHANGED,
     FETCHED,
     IN_FLIGHT,
     SHARED,
@@ -19,6 +20,7 @@ from farcall.bench.systems.base import (
     AwaitingCaller,
     Caller,
     EchoCaller,
+    ExchangingCaller,
     ReferenceCaller,
     Server,
     StreamingCaller,
@@ -63,6 +65,7 @@ __all__ = [
     "BUSY_WORKERS",
     "COMPARED",
     "COPY",
+    "EXCHANGED",
     "FETCHED",
     "IN_FLIGHT",
     "OWN",
@@ -76,6 +79,7 @@ __all__ = [
     "BusyWorker",
     "Caller",
     "EchoCaller",
+    "ExchangingCaller",
     "ReferenceCaller",
     "Server",
     "StreamingCaller",

@@ -43,6 +43,8 @@ SHARED: Final = "shared"
 THREADS: Final = "threads"
 STREAMING: Final = "streaming"
 """What is tried only of systems whose `threads` is True."""
+EXCHANGED: Final = "exchanged"
+"""What is tried only of systems whose `exchanges` is True."""
 
 T = TypeVar("T")
 
@@ -130,6 +132,14 @@ class StreamingCaller(EchoCaller, Protocol):
 
 
 @runtime_checkable
+class ExchangingCaller(EchoCaller, Protocol):
+    """The calling end of a system whose `exchanges` is True."""
+
+    def exchange(self, payload: Any) -> Any:
+        """Send it there and have another one of the same size back, which the other side keeps."""
+
+
+@runtime_checkable
 class AwaitingCaller(Protocol):
     """A calling end whose users write coroutines: it is measured inside its event loop."""
 
@@ -208,6 +218,8 @@ class System(ABC):
     """What it cannot do of `IN_FLIGHT`, `FETCHED` and `SHARED`, and why."""
     threads: bool = False
     """Whether many threads may use its caller at once, which then is a `StreamingCaller`."""
+    exchanges: bool = False
+    """Whether its caller is an `ExchangingCaller`."""
     distribution: str | None = None
     """What `pip` calls the package, if not by its own name."""
     usage: str = ""
@@ -219,7 +231,9 @@ class System(ABC):
         return self.name.partition("-")[0]
 
     def untried(self, what: str) -> str | None:
-        """Why `THREADS` or `STREAMING` is not tried of it; None for anything that is."""
+        """Why `THREADS`, `STREAMING` or `EXCHANGED` is not tried of it; None for anything that is."""
+        if what == EXCHANGED:
+            return None if self.exchanges else "only the echo is tried of it"
         if self.threads or what not in (THREADS, STREAMING):
             return None
         return "its caller is used by one thread here"

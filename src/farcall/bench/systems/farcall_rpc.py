@@ -47,6 +47,17 @@ def take(payload: Any) -> None:
     """The callee that keeps nothing."""
 
 
+_others: Final[dict[int, Any]] = {}
+
+
+def exchange(payload: Any) -> Any:
+    """The callee that sends back another one of the same size, which it keeps."""
+    if len(payload) not in _others:
+        _others.clear()
+        _others[len(payload)] = payloads.array(len(payload))
+    return _others[len(payload)]
+
+
 class _FarcallEnd(ReferenceUses, FutureCalls):
     """One worker of a group."""
 
@@ -72,6 +83,9 @@ class _FarcallEnd(ReferenceUses, FutureCalls):
 
     def echo(self, payload: Any) -> Any:
         return self._rpc.rpc_sync(OWNER, echo, args=(payload,))
+
+    def exchange(self, payload: Any) -> Any:
+        return self._rpc.rpc_sync(OWNER, exchange, args=(payload,))
 
     def send(self, payload: Any) -> None:
         self._rpc.rpc_sync(OWNER, take, args=(payload,))
@@ -101,6 +115,7 @@ class Farcall(System):
     package = "farcall"
     refers = True
     threads = True
+    exchanges = True
     starts_together = True
     usage = "`rpc_sync`, `rpc_async`, `remote`; numpy arrays"
 

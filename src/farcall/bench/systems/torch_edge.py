@@ -28,6 +28,7 @@ class TorchEdge(System):
     refers = True
     in_summary = False
     threads = True
+    exchanges = True
     starts_together = True
     usage = "`rpc_sync`, `rpc_async`, `remote`; tensors"
 

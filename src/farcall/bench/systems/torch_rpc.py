@@ -37,6 +37,17 @@ def take(payload: Any) -> None:
     """The callee that keeps nothing."""
 
 
+_others: dict[int, Any] = {}
+
+
+def exchange(payload: Any) -> Any:
+    """The callee that sends back another one of the same size, which it keeps."""
+    if len(payload) not in _others:
+        _others.clear()
+        _others[len(payload)] = payload.clone()
+    return _others[len(payload)]
+
+
 class TorchEnd(ReferenceUses, FutureCalls):
     """One worker of a group."""
 
@@ -67,6 +78,9 @@ class TorchEnd(ReferenceUses, FutureCalls):
 
     def echo(self, payload: Any) -> Any:
         return self._rpc.rpc_sync(OWNER, echo, args=(payload,))
+
+    def exchange(self, payload: Any) -> Any:
+        return self._rpc.rpc_sync(OWNER, exchange, args=(payload,))
 
     @functools.cached_property
     def _small(self) -> Any:
@@ -110,6 +124,7 @@ class Torch(System):
     package = "torch"
     refers = True
     threads = True
+    exchanges = True
     starts_together = True
     usage = "`rpc_sync`, `rpc_async`, `remote`; tensors"
 
