@@ -158,33 +158,36 @@ class ReferenceBook:
             self._refuse_finalizers()
         if passed:
             check_usable(passed, self)
-        made = made_here(self._record_stacks, depth=4)
-        boxes = self.mailboxes
+        made = made_here(self._record_stacks, 4)
+        boxes, references = self.mailboxes, self._references
         with self._lock:
-            if owner not in self._references.peers:
+            if owner not in references.peers:
                 self._check_peer(owner)
-            before, parcel = self._references.ids_given(owner), None
+            parcel, before = None, references.ids_given(owner)
             try:
-                reference, fork = self._references.call_remote(owner)
+                reference, fork = references.call_remote(owner)
                 handle = Handle(self, reference, fork, None, made)
                 self._handles[fork] = weakref.ref(handle)
-                message = b""
+                message, call_id = b"", 0
+                if told is not None:
+                    handle.told, call_id = told, told.call_id
+                if keeps is None:
+                    handle.callee = callee
                 if owner in boxes.outboxes or owner in boxes.owed:
                     message = encode(CONTROL, 0, b"", boxes.letter(owner) or b"")
                 parcel = RemoteFrame(reference, fork, buffers, via, keeps)
                 number = boxes.delivery.send(owner, parcel)
-                front = pack_remote(number, self._fork_all(passed, owner) if passed else (), reference, fork)
-                handle.packed, handle.callee, handle.told = front[-HANDLE_SIZE:], callee if keeps is None else b"", told
-                rest = told.call_id if told is not None else 0, front + callee, body
-                parcel.frame = encode_start(REMOTE, *rest, buffers) if buffers else encode(REMOTE, *rest)
+                head = pack_remote(number, self._fork_all(passed, owner) if passed else (), reference, fork) + callee
+                if buffers:
+                    parcel.frame = encode_start(REMOTE, call_id, head, body, buffers)
+                else:
+                    parcel.frame = encode(REMOTE, call_id, head, body)
             except BaseException:
                 self._take_back(owner, before, passed, parcel)
                 raise
-        if boxes.outboxes or boxes.owed or self._released or self._refused:
-            self._act()
         if via.is_lost():
             self.resend(owner)
-        return handle, message + parcel.frame
+        return handle, message + parcel.frame if message else parcel.frame
 
     def pass_on(self, handles: Sequence[Handle], to: Worker, via: Way) -> tuple[int, list[Carried]]:
         """Makes a fork of each handle for `to`: the number of the message that will carry them, and what it carries.
@@ -277,8 +280,10 @@ class ReferenceBook:
     def drop_later(self, reference: RRefId, fork: ForkId | None) -> None:
         """For finalizers: takes no lock."""
         if not self._ended:
-            self._dropped.append((reference, fork))
-            self._work_soon()
+            dropped = self._dropped
+            dropped.append((reference, fork))
+            if len(dropped) == 1:  # else whoever left the first has said so
+                self._work_soon()
 
     def has_work(self) -> bool:
         """Whether finalizers have left something to do, a peer is to be told something, or an owner to be asked."""
@@ -352,21 +357,27 @@ class ReferenceBook:
 
         Raises `ProtocolError`.
         """
+        boxes, references, values = self.mailboxes, self._references, self._values
+        is_owed = True
         try:
             with self._lock:
-                if sender in self._references.peers:  # as in `_owe`, without its frame
-                    self.mailboxes.owed[sender] = None
-                if not self.mailboxes.delivery.receive(sender, number):
+                is_owed = sender in boxes.owed
+                if not is_owed:
+                    self._owe(sender)
+                if not boxes.delivery.receive(sender, number):
                     return None
-                effects = self._references.create_requested(sender, reference, fork)
-                value = self._values.get(reference)  # there already, if a fork came before
+                effects = references.create_requested(sender, reference, fork)
+                value = values.get(reference)  # there already, if a fork came before
                 if value is None:
-                    value = self._values[reference] = Value()
+                    value = values[reference] = Value()
                 if effects:
                     self._decide(effects)
                 return value, self._receive_all(sender, carried) if carried else ()
         finally:
-            (self._act if self._refused else self._work_soon)()  # it is to be acknowledged at least
+            if self._refused:
+                self._act()
+            elif not is_owed or boxes.outboxes:  # else it is known that there is something to be done
+                self._work_soon()
 
     def control_received(self, sender: Worker, body: bytes | bytearray | memoryview) -> None:
         """Handles a control message. Raises `ProtocolError`."""
@@ -458,14 +469,20 @@ class ReferenceBook:
                 to, message = effect
                 if to in self._references.peers:
                     boxes = self.mailboxes
-                    boxes.outboxes.setdefault(to, []).append((boxes.delivery.send(to, message), message))
+                    outbox = boxes.outboxes.get(to)
+                    if outbox is None:
+                        outbox = boxes.outboxes[to] = []
+                    outbox.append((boxes.delivery.send(to, message), message))
                     if type(message) is ForkRequest:
                         boxes.asked[to] = boxes.asked.get(to, 0) + 1
             elif isinstance(effect, ReleaseValue):
-                self._released.append(self._values.pop(effect.reference, None))
-                self._origins.pop(effect.reference, None)
+                (reference,) = effect
+                self._released.append(self._values.pop(reference, None))
+                if self._origins:
+                    self._origins.pop(reference, None)
             elif isinstance(effect, ConfirmHandle):
-                handle = self._handle_of(effect.fork)
+                known = self._handles.get(effect.fork)
+                handle = known() if known is not None else None
                 if handle is not None:
                     handle.confirmed = True
             elif isinstance(effect, OrphanHandle):

@@ -26,12 +26,14 @@ from farcall.agent.peers import Peer
 from farcall.agent.values import Value
 from farcall.backends.given import bad_arguments, bad_callee, check_timeout, checked_function
 from farcall.errors import OwnerLost, RpcError, RpcTimeoutError, UnknownWorkerError, UsageError, WorkerLost
+from farcall.futures import DONE, FAILED
 from farcall.options import UNSET_RPC_TIMEOUT
 from farcall.protocol.control import pack_handle, pack_section
 from farcall.protocol.ids import ForkId, Worker, WorkerInfo
 from farcall.protocol.wire import CALL, CALL_CARRYING, METHOD, VALUE, as_shared
 from farcall.serialization import ATOMS, callable_name, collecting, dumps_arguments, encode_function
 from farcall.sleeping import FOREVER
+from farcall.transports.shared_memory import Place
 
 To = str | int | WorkerInfo
 Callee = Callable[..., Any] | str
@@ -168,11 +170,14 @@ class Calling:
                 if not told._state and not told.block(deadline):
                     handle.told, told.timeout = told, seconds
                     raise told.too_late()
-            if told.is_told():
+            state, value = told.outcome()
+            if state == DONE:
+                return value
+            if state == FAILED:
                 try:
-                    return told.value()
+                    raise value
                 finally:
-                    del told  # see `Future.value`
+                    del value, told  # see `Future.value`
             self._plain.pop(handle.callee, None)
         value = self.call_on(handle, VALUE, "to_here", (), None, timeout).wait()
         if handle.callee and (value is None or type(value) in ATOMS):
@@ -234,7 +239,10 @@ class Calling:
         if args is not None and not isinstance(args, (tuple, list)):
             raise bad_arguments(args)
         head = encode_function(function)
-        return self._remote(peer, function if head else checked_function(function), head or b"", args, kwargs)
+        connection = peer.connection
+        if not head or args or kwargs or connection is None or len(head) > SMALL_HEAD or peer.number == self._book.me:
+            return self._remote(peer, function if head else checked_function(function), head or b"", args, kwargs)
+        return self._send_remote(peer.number, connection, head, b"", (), (), None, None)
 
     def remote_on(self, handle: Handle, method: str, args: Sequence[Any], kwargs: Mapping[str, Any] | None) -> Handle:
         """As `remote`, for a method of what a reference stands for; the result stays with its owner."""
@@ -273,26 +281,39 @@ class Calling:
             connection, _ = self._connect(peer, function, self.rpc_timeout)
         if buffers or len(body) > SMALL_BODY or len(handles) > FEW_HANDLES or len(head) > SMALL_HEAD:
             self._check_size(connection, function, head, len(handles) + 1, body, buffers)
-        # What is sent is kept until it has arrived, as it may have to be sent again, and the caller may change its own.
-        lent = connection.lane.keep(buffers) if buffers else None
-        kept = lent[1] if lent is not None else [memoryview(bytes(buffer)) for buffer in buffers]
+        lent, kept = None, buffers
+        if buffers:
+            # What is sent is kept until it has arrived: it may be sent again, and the caller may change its own.
+            lent = connection.lane.keep(buffers)
+            kept = lent[1] if lent is not None else [memoryview(bytes(buffer)) for buffer in buffers]
+        return self._send_remote(peer.number, connection, head, body, handles, kept, lent, keeps)
+
+    def _send_remote(
+        self,
+        owner: Worker,
+        connection: Outgoing,
+        head: bytes,
+        body: bytes,
+        handles: Sequence[Handle],
+        kept: Sequence[memoryview],
+        lent: tuple[Place, Sequence[memoryview]] | None,
+        keeps: Handle | None,
+    ) -> Handle:
+        """The last part of a remote call, when it is known what is sent. `lent` are the buffers in shared memory."""
         told = None
         try:
-            if head in self._plain and keeps is None:
+            if keeps is None and head in self._plain:
                 told = ToldCall(connection, next(connection.told_ids), "to_here", 0.0, FOREVER)
                 connection.pending[told.call_id] = told
             try:
-                handle, message = self._book.call_remote(
-                    peer.number, handles, head, body, kept, connection, keeps, told
-                )
+                handle, message = self._book.call_remote(owner, handles, head, body, kept, connection, keeps, told)
             except RpcError:
                 if lent is not None:
                     connection.lane.take_back(lent[0])
                 raise
             if lent is not None:
-                connection.send_control(as_shared(message, *lent[0]), (), self.rpc_timeout or FOREVER)
-            else:
-                connection.send_control(message, kept, self.rpc_timeout or FOREVER)
+                message, kept = as_shared(message, *lent[0]), ()
+            connection.send_control(message, kept, self.rpc_timeout or FOREVER)
         except RpcError:
             if told is not None:
                 connection.pending.pop(told.call_id, None)

@@ -343,13 +343,15 @@ class RemoteJob(FunctionJob):
             self._find_subject()
 
     def _done(self, function: Callable[..., Any] | str, result: Any) -> Reply | None:
-        callbacks = self._value.settle(DONE, result)  # as `Value.give`, without its frame
-        if callbacks:
-            run_callbacks(self._value, callbacks)
-        if not self._call_id:
+        value, call_id = self._value, self._call_id
+        value._value = result  # as `Value.give`, without its frames
+        value._state = DONE
+        if value._watchers:
+            run_callbacks(value, value.wake())
+        if not call_id:
             return None
         body = b"" if result is None else dumps_atom(result) if type(result) in ATOMS else UNTOLD
-        return encode(RESULT, self._call_id, b"", body if len(body) <= SMALL_BODY else UNTOLD)
+        return encode(RESULT, call_id, b"", body if len(body) <= SMALL_BODY else UNTOLD)
 
     def _failed_with(self, failure: bytes) -> Reply | None:
         self._value.fail(failure)

@@ -89,7 +89,10 @@ Made = str | tuple[CodeType, int]
 def made_here(whole_stack: bool, depth: int = 2) -> Made:
     """The line, or the stack, of the program that makes a handle just now; `depth` frames of ours lie in between."""
     frame: FrameType | None = sys._getframe(depth)
-    while frame is not None and frame.f_globals.get("__name__", "").startswith("farcall."):
+    while frame is not None:
+        name = frame.f_globals.get("__name__", "")
+        if not name.startswith("farcall.") or name.startswith("farcall.bench."):  # which is a program as any other
+            break
         frame = frame.f_back
     if frame is None:
         return "farcall itself"

@@ -122,6 +122,8 @@ class Incoming:
             for kind, call_id, head, body, buffers in messages:
                 if kind == CALL:
                     ready.append(call_job(place, self, call_id, head, body, buffers))
+                elif kind == REMOTE:
+                    self._take_remote(call_id, head, body, buffers)
                 else:
                     self._take(kind, call_id, head, body, buffers)
         except BlockingIOError:
@@ -147,20 +149,22 @@ class Incoming:
         logger.log(level, "worker %r: connection from %s closed: %s", name, self._channel.address, why)
         self.close()
 
+    def _take_remote(self, call_id: int, head: bytes, body: Bytes, buffers: Sequence[Bytes]) -> None:
+        self.calls_served -= 1
+        place = self._place
+        number, carried, reference, fork, callee = unpack_remote(head)
+        taken = place.book.create_requested(self._caller, number, reference, fork, carried)
+        if taken is not None:
+            value, handles = taken
+            job = place.remote_job(place, value, callee, body, buffers, handles, None, self, call_id)
+            place.serving.ready.append(job)
+
     def _take(self, kind: int, call_id: int, head: bytes, body: Bytes, buffers: Sequence[Bytes]) -> None:
         """What has to do with references: they are counted here, before anything of the message is used."""
         book = self._place.book
         caller = self._caller
         if kind != CALL_CARRYING:
             self.calls_served -= 1
-        if kind == REMOTE:
-            number, carried, reference, fork, callee = unpack_remote(head)
-            taken = book.create_requested(caller, number, reference, fork, carried)
-            if taken is not None:
-                value, handles = taken
-                job = self._place.remote_job(self._place, value, callee, body, buffers, handles, None, self, call_id)
-                self._place.serving.ready.append(job)
-            return
         if kind == CONTROL:
             book.control_received(caller, body)
             return

@@ -80,7 +80,7 @@ from farcall.protocol.reference_messages import (
     UserDeleted,
     ValueMade,
 )
-from farcall.protocol.reference_tables import Held, Owned, Standing
+from farcall.protocol.reference_tables import CONFIRMED, LENT, UNCONFIRMED, Held, Owned
 from farcall.protocol.watermark import Watermark
 
 
@@ -160,10 +160,11 @@ class References:
 
     def call_remote(self, owner: Worker) -> tuple[RRefId, ForkId]:
         """New ids, and `remote_called` with them, for an owner that is there. In one frame, for speed."""
+        me = self.me
         number = self._numbers[owner] = self._numbers.get(owner, 0) + 1
-        self._forks += 1
-        reference, fork = new_tuple(RRefId, (owner, self.me, number)), new_tuple(ForkId, (self.me, self._forks))
-        self.held[fork] = Held(reference, Standing.UNCONFIRMED, None)
+        forks = self._forks = self._forks + 1
+        reference, fork = new_tuple(RRefId, (owner, me, number)), new_tuple(ForkId, (me, forks))
+        self.held[fork] = Held(reference, UNCONFIRMED, None)
         return reference, fork
 
     # The door
@@ -216,7 +217,7 @@ class References:
                 continue
             if held.parent == lost:
                 held.parent = None  # the owner decides whether the fork counts; nobody waits for our word
-                if held.standing is Standing.LENT:
+                if held.standing is LENT:
                     effects += self._ask(fork, held)
             for child in [child for child, to in held.children.items() if to == lost]:
                 self._settle_child(held, child)
@@ -255,17 +256,17 @@ class References:
             raise ProtocolError(f"{fork} is held already")
         if reference.owner not in self.peers:
             return [OrphanHandle(reference, fork)]
-        self.held[fork] = Held(reference, Standing.UNCONFIRMED, None)
+        self.held[fork] = Held(reference, UNCONFIRMED, None)
         return [SendMessage(reference.owner, CreateRequest(reference, fork))]
 
     def create_delivered(self, reference: RRefId, fork: ForkId) -> list[Effect]:
         """See `CreateDelivered`."""
         held = self.held.get(fork)
-        if held is None or held.standing is not Standing.UNCONFIRMED or held.reference != reference:
+        if held is None or held.standing is not UNCONFIRMED or held.reference != reference:
             raise ProtocolError(f"{reference} was delivered, which {fork} did not ask for")
-        if not reference.creator == self.me == fork.creator or held.parent is not None:
+        if not reference[1] == self.me == fork[0] or held.parent is not None:
             raise ProtocolError(f"{reference} was not asked for by {fork}")
-        held.standing = Standing.CONFIRMED
+        held.standing = CONFIRMED
         return self._delete_if_done(fork, held) if held.dropped else [ConfirmHandle(reference, fork)]
 
     def handle_passed(self, reference: RRefId, parent: ForkId | None, child: ForkId, to: Worker) -> list[Effect]:
@@ -321,9 +322,9 @@ class References:
         if reference.owner not in self.peers:
             return [OrphanHandle(reference, fork)]
         if sender == reference.owner:
-            self.held[fork] = Held(reference, Standing.CONFIRMED, None)
+            self.held[fork] = Held(reference, CONFIRMED, None)
             return [ConfirmHandle(reference, fork)]
-        self.held[fork] = self.lent[fork] = held = Held(reference, Standing.LENT, sender)
+        self.held[fork] = self.lent[fork] = held = Held(reference, LENT, sender)
         if sender not in self.peers:
             held.parent = None  # who would have kept it for us
         return self._ask(fork, held) if held.parent is None else []
@@ -348,7 +349,7 @@ class References:
         return self._ask(fork, held)
 
     def _ask(self, fork: ForkId, held: Held) -> list[Effect]:
-        held.standing = Standing.UNCONFIRMED
+        held.standing = UNCONFIRMED
         del self.lent[fork]
         return [SendMessage(held.reference.owner, ForkRequest(held.reference, fork))]
 
@@ -378,14 +379,15 @@ class References:
 
     def create_requested(self, sender: Worker, reference: RRefId, fork: ForkId) -> list[Effect]:
         """See `CreateRequest`; its sender must be there."""
-        if reference.owner != self.me:
+        owner, creator, number = reference
+        if owner != self.me:
             raise ProtocolError(f"{reference} is not ours to make")
-        if not reference.creator == fork.creator == sender:
+        if not creator == fork[0] == sender:
             raise ProtocolError(f"{reference} is not worker {sender}'s to ask for")
         owned = self.owned.get(reference)
         if owned is not None and fork in owned.forks:
             raise ProtocolError(f"{fork} is counted already")
-        created, number = self.peers[sender], reference.number
+        created = self.peers[sender]
         if number == created.mark + 1 and not created.beyond:  # the rule, without a frame
             created.mark = number
         elif not created.add(number):
@@ -417,7 +419,7 @@ class References:
 
     def _fork_accepted(self, sender: Worker, reference: RRefId, fork: ForkId) -> list[Effect]:
         held = self._answered(sender, reference, fork)
-        held.standing = Standing.CONFIRMED
+        held.standing = CONFIRMED
         parent, held.parent = held.parent, None
         effects: list[Effect] = [ConfirmHandle(reference, fork)]
         if parent is not None:
@@ -434,7 +436,7 @@ class References:
 
     def _answered(self, sender: Worker, reference: RRefId, fork: ForkId) -> Held:
         held = self.held.get(fork)
-        if held is None or held.standing is not Standing.UNCONFIRMED or held.reference != reference:
+        if held is None or held.standing is not UNCONFIRMED or held.reference != reference:
             raise ProtocolError(f"an answer came for {fork} of {reference}, which did not ask")
         if held.parent is None and fork.creator == self.me:
             raise ProtocolError(f"an answer came for {fork} of {reference}, which asked to make it")
@@ -468,7 +470,7 @@ class References:
         return [new_tuple(SendMessage, (parent, told))] if parent in self.peers else []
 
     def _delete_if_done(self, fork: ForkId, held: Held) -> list[Effect]:
-        if not held.dropped or held.children or held.standing is Standing.UNCONFIRMED:
+        if not held.dropped or held.children or held.standing is UNCONFIRMED:
             return []  # G2, and: a delete must not overtake its own request
         self._forget(fork, held)
         if held.parent is not None:  # it was lent, and is given back
@@ -477,7 +479,8 @@ class References:
 
     def _forget(self, fork: ForkId, held: Held) -> None:
         del self.held[fork]
-        self.lent.pop(fork, None)
+        if held.standing is LENT:
+            del self.lent[fork]
         for child in held.children:
             del self._parents[child]
 
