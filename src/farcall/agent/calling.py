@@ -6,7 +6,9 @@ Rules
   but for our own errors, is Ctrl-C or as bad.
 - What the reference protocol has to say to a worker goes along with what is sent to it about references.
 - What a remote call makes is told to the caller without being asked, if it was plain data and wanted the last time:
-  one message less. It is used once, and what was not told, or is lost with its connection, is asked for as ever.
+  one message less. It is used once, and what was not told, or is lost with its connection, is asked for as ever. So is
+  what the handles stand for that a call brings, before its function runs: many such calls then wait for their values
+  together, and no thread for each.
 - A reference lives until the owner has answered what was asked of it, though the program drops it meanwhile.
 """
 
@@ -30,12 +32,14 @@ from farcall.futures import DONE, FAILED
 from farcall.options import UNSET_RPC_TIMEOUT
 from farcall.protocol.control import pack_handle, pack_section
 from farcall.protocol.ids import ForkId, Worker, WorkerInfo
-from farcall.protocol.wire import CALL, CALL_CARRYING, METHOD, VALUE, as_shared
+from farcall.protocol.wire import CALL, CALL_CARRYING, METHOD, PLAIN, VALUE, as_shared, encode
 from farcall.serialization import ATOMS, callable_name, collecting, dumps_arguments, encode_function
 from farcall.sleeping import FOREVER
 from farcall.transports.shared_memory import Place
 
 To = str | int | WorkerInfo
+Asks = list[tuple[ToldCall, bytes]]
+"""What is asked for before it is used, and the requests that are still to be sent."""
 Callee = Callable[..., Any] | str
 """A function; or the name of a method, for messages."""
 _MOST_PLAIN: Final = 1024
@@ -185,6 +189,32 @@ class Calling:
                 self._plain.clear()
             self._plain[handle.callee] = None
         return value
+
+    def ask_ahead(self, callee: bytes, handles: Sequence[Handle], asks: Asks) -> None:
+        """A call of that function came with these handles: what they stand for is asked for at once, if it was wanted.
+
+        Adds to `asks` what is to be sent. For the thread that reads what comes; does not fail.
+        """
+        brought = b"\0" + callee  # not what a remote call of the function makes
+        wanted = brought in self._plain and len(handles) <= FEW_HANDLES and self.closed is None
+        for handle in handles:
+            handle.callee = brought
+            peer = self.numbered.get(handle.reference.owner) if wanted else None
+            connection = peer.connection if peer is not None else None
+            if connection is not None and handle.fork is not None and handle.new_error is None:
+                told = ToldCall(connection, next(connection.told_ids), "to_here", 0.0, FOREVER)
+                connection.pending[told.call_id] = handle.told = told
+                asks.append((told, encode(CALL, told.call_id, self._head_on(handle, PLAIN, ""), b"")))
+
+    def send_asks(self, asks: Asks) -> None:
+        """Sends what `ask_ahead` has left, all that goes to one worker at once, and forgets it."""
+        for connection in {told.connection: None for told, _ in asks}:
+            connection.send_news(b"".join([message for told, message in asks if told.connection is connection]))
+            connection.unattended()
+        for told, _ in asks:
+            if told.connection.is_lost():  # and perhaps does not know of it
+                told.connection.take_and_fail(told, RpcError("what was asked ahead was lost with its connection"))
+        asks.clear()
 
     def told_in_vain(self, handle: Handle) -> None:
         """A reference goes, and nobody wanted to know its value. For finalizers: takes no lock."""

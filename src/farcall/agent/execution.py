@@ -34,6 +34,7 @@ from farcall.protocol.ids import Worker
 from farcall.protocol.wire import (
     FAILURE,
     METHOD,
+    PLAIN,
     PRESENCE,
     RESULT,
     RESULT_CARRYING,
@@ -146,6 +147,8 @@ class FunctionJob(ABC):
                     what = callee[:1]
                     if what == VALUE:
                         return self._done("to_here", value)
+                    if what == PLAIN:
+                        return self._tell(value)
                     if what != METHOD:
                         name, answer = _QUESTIONS[what]
                         return self._done(name, answer(value))
@@ -184,7 +187,7 @@ class FunctionJob(ABC):
 
     def _name(self) -> str:
         """Of a function that is not there yet, for messages."""
-        name = self.kind.decode(errors="replace").lstrip("\1\2\3\4").replace("\0", ".")
+        name = self.kind.decode(errors="replace").lstrip("\1\2\3\4\5").replace("\0", ".")
         return name or ("the value" if self._callee else "a function sent by value")
 
     def _failed(self, function: Any, error: BaseException) -> Reply | None:
@@ -216,6 +219,10 @@ class FunctionJob(ABC):
     def _done(self, function: Callable[..., Any] | str, result: Any) -> Reply | None:
         """It returned; the reply, if there is one. The function's name is enough, as it is for messages only."""
 
+    def _tell(self, value: Any) -> Reply | None:
+        """The caller wants the value if it is plain; the reply, if there is one."""
+        return self._done("to_here", value)
+
     @abstractmethod
     def _failed_with(self, failure: bytes) -> Reply | None:
         """It failed, and that is the encoded failure; the reply, if there is one."""
@@ -240,6 +247,14 @@ def _reader_of(value: Any, name: str, attribute: Any) -> Callable[..., Any]:
         return attribute
 
     return read
+
+
+def _told(value: Any) -> bytes:
+    """The body of the reply to one who wants a value if it is plain."""
+    if value is None:
+        return b""
+    body = dumps_atom(value) if type(value) in ATOMS else UNTOLD
+    return body if len(body) <= SMALL_BODY else UNTOLD
 
 
 class CallJob(FunctionJob):
@@ -268,7 +283,7 @@ class CallJob(FunctionJob):
         self._handles = handles
         self.kind = self._callee = callee
         self._subject = None
-        if callee[:1] <= TYPE:
+        if callee[:1] <= PLAIN:
             self._find_subject()
 
     def _done(self, function: Callable[..., Any] | str, result: Any) -> Reply | None:
@@ -294,6 +309,9 @@ class CallJob(FunctionJob):
             return encode(kind, self._call_id, head, body)
         except BaseException as error:
             return self._failed(function, error)
+
+    def _tell(self, value: Any) -> Reply | None:
+        return encode(RESULT, self._call_id, b"", _told(value))
 
     def _failed_with(self, failure: bytes) -> Reply:
         return encode(FAILURE, self._call_id, b"", failure)
@@ -339,7 +357,7 @@ class RemoteJob(FunctionJob):
         self._subject = None
         self._value = value
         self._keeps = keeps
-        if callee[:1] <= TYPE:
+        if callee[:1] <= PLAIN:
             self._find_subject()
 
     def _done(self, function: Callable[..., Any] | str, result: Any) -> Reply | None:
@@ -350,8 +368,7 @@ class RemoteJob(FunctionJob):
             run_callbacks(value, value.wake())
         if not call_id:
             return None
-        body = b"" if result is None else dumps_atom(result) if type(result) in ATOMS else UNTOLD
-        return encode(RESULT, call_id, b"", body if len(body) <= SMALL_BODY else UNTOLD)
+        return encode(RESULT, call_id, b"", _told(result))
 
     def _failed_with(self, failure: bytes) -> Reply | None:
         self._value.fail(failure)

@@ -45,7 +45,8 @@ class Handle:
         self.packed: bytes | None = None
         """Reference and fork as they stand in messages, once somebody has packed them."""
         self.callee = b""
-        """The function that makes its value, by its name, if this worker has called it."""
+        """By whose name it is remembered whether its value is wanted: the function that makes it, if this worker has
+        called that, or the one whose call has brought it."""
         self.told: ToldCall | None = None
         """What the owner tells of the value without being asked, until that is used."""
         self._made = made

@@ -15,6 +15,7 @@ import logging
 from collections.abc import Callable, Sequence
 from typing import Any, Protocol
 
+from farcall.agent.calling import Asks
 from farcall.agent.execution import Workplace
 from farcall.agent.jobs import Reply
 from farcall.agent.lanes import Lane
@@ -85,6 +86,7 @@ class Incoming:
         self._peer: Hello | None = None
         self._caller: Worker = -1  # its number, once it has greeted
         self._closed = False
+        self._asks: Asks = []
         self.calls_served = 0
         """How many calls have come on it."""
         self._sender = Sender(channel, lambda on: poller.want(self._descriptor, WRITABLE, on))
@@ -138,6 +140,9 @@ class Incoming:
             if self._peer is None:
                 self.dismiss("left", f"the connection broke before it had proved that it knows the secret: {error}")
             self.close()
+        finally:
+            if self._asks:
+                self._place.book.calling.send_asks(self._asks)
 
     def dismiss(self, kind: str, why: str) -> None:
         """Closes the connection of one who is not let in, with a line in the log for the first of this kind."""
@@ -179,6 +184,8 @@ class Incoming:
         number, carried, callee = unpack_section(head)
         taken_handles = book.take(caller, number, carried)
         if kind == CALL_CARRYING and taken_handles is not None:
+            if callee:
+                book.calling.ask_ahead(callee, taken_handles, self._asks)
             call = self._place.call_job(self._place, self, call_id, callee, body, buffers, taken_handles)
             self._place.serving.ready.append(call)
 

@@ -36,6 +36,7 @@ its call id, and its bytes are the next of head, body and buffers. The *callee* 
     2, reference and fork              its value
     3, reference and fork              nothing: answered when the value is there
     4, reference and fork              its type
+    5, reference and fork              its value, if that is plain: else answered by `UNTOLD`
 
 This module knows nothing of what heads and bodies mean. Pure: bytes in, messages out.
 
@@ -75,6 +76,7 @@ METHOD: Final = b"\1"
 VALUE: Final = b"\2"
 PRESENCE: Final = b"\3"
 TYPE: Final = b"\4"
+PLAIN: Final = b"\5"
 
 UNTOLD: Final = b"\0"
 """The body of a result that says: the value is there, and has to be asked for. No pickle begins like that."""
