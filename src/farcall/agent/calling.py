@@ -24,6 +24,7 @@ from farcall.agent.execution import Workplace
 from farcall.agent.handle import Handle, check_usable
 from farcall.agent.lanes import FEW_HANDLES, SMALL_BODY, SMALL_HEAD
 from farcall.agent.outgoing import Outgoing
+from farcall.agent.patience import Patience
 from farcall.agent.peers import Peer
 from farcall.agent.values import Value
 from farcall.backends.given import bad_arguments, bad_callee, check_timeout, checked_function
@@ -43,6 +44,7 @@ Asks = list[tuple[ToldCall, bytes]]
 Callee = Callable[..., Any] | str
 """A function; or the name of a method, for messages."""
 _MOST_PLAIN: Final = 1024
+_BROUGHT: Final = b"\0"
 
 
 class Calling:
@@ -63,6 +65,7 @@ class Calling:
         self._plain: dict[bytes, None] = {}
         """Functions of remote calls of which the value is worth being told without being asked: it was plain, and
         wanted here, the last time."""
+        self._patience = Patience()
 
     # Calls
 
@@ -170,7 +173,10 @@ class Calling:
             seconds = self.rpc_timeout if timeout == UNSET_RPC_TIMEOUT else self.resolve_timeout(timeout)
             if not told._state:
                 deadline = monotonic() + seconds if seconds else FOREVER
-                told.connection.drive(told, deadline)
+                if handle.callee[:1] == _BROUGHT:
+                    self._place.serving.doze(self._patience, told.read)
+                if not told._state:
+                    told.connection.drive(told, deadline)
                 if not told._state and not told.block(deadline):
                     handle.told, told.timeout = told, seconds
                     raise told.too_late()
@@ -195,7 +201,7 @@ class Calling:
 
         Adds to `asks` what is to be sent. For the thread that reads what comes; does not fail.
         """
-        brought = b"\0" + callee  # not what a remote call of the function makes
+        brought = _BROUGHT + callee  # not what a remote call of the function makes
         wanted = brought in self._plain and len(handles) <= FEW_HANDLES and self.closed is None
         for handle in handles:
             handle.callee = brought

@@ -92,6 +92,11 @@ class ToldCall(PendingCall):
     def report_unseen(self, describe: Callable[[], str]) -> None:
         """See `Future`; whoever uses the reference hears of the failure."""
 
+    def read(self, milliseconds: int) -> bool:
+        """Reads what comes within that time, if nobody else does; whether it is done."""
+        self.connection.receive_in_background(milliseconds)
+        return self._state != PENDING
+
     def outcome(self) -> tuple[int, Any]:
         """Of one that is done: DONE and the value, or FAILED and what its function raised. `PENDING`: ask for it.
 
