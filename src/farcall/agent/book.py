@@ -15,31 +15,23 @@ Rules
 
 from __future__ import annotations
 
-import threading
 import weakref
 from collections import deque
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
-from farcall.agent.handle import Handle, Made, check_usable, cut_off, made_here, owner_lost, refused, released
+from farcall.agent.handle import Handle, Made, check_usable, cut_off, made_here, refuse_finalizers, released
 from farcall.agent.inventory import Inventory, count_references, take_inventory
 from farcall.agent.lending import Lending
-from farcall.agent.mailboxes import ANSWERS, Mailboxes
+from farcall.agent.mailboxes import ANSWERS
 from farcall.agent.parcels import CarriedFrame, Parcel, RemoteFrame, Way
+from farcall.agent.tables import Tables
 from farcall.agent.values import Value
-from farcall.errors import RpcError, UsageError, WorkerLost
+from farcall.errors import UsageError, WorkerLost
 from farcall.protocol.control import HANDLE_SIZE, pack_remote, unpack_control, unpack_handle, unpack_reference
-from farcall.protocol.ids import ForkId, RRefId, Worker
-from farcall.protocol.reference_messages import (
-    Carried,
-    ConfirmHandle,
-    Effect,
-    ForkRequest,
-    OrphanHandle,
-    ReleaseValue,
-    SendMessage,
-)
+from farcall.protocol.ids import ForkId, RRefId, Worker, new_tuple
+from farcall.protocol.reference_messages import Carried
 from farcall.protocol.references import References
 from farcall.protocol.wire import CONTROL, REMOTE, encode, encode_start
 
@@ -48,7 +40,7 @@ if TYPE_CHECKING:
     from farcall.agent.calls import ToldCall
 
 
-class ReferenceBook:
+class ReferenceBook(Tables):
     """All references of one agent, and the values it owns."""
 
     calling: Calling
@@ -62,22 +54,13 @@ class ReferenceBook:
         name_of: Callable[[Worker], str],
         record_stacks: bool = False,
     ) -> None:
-        self.me = me
-        self._post = post  # sends what is in the outbox for this worker
-        self._work_soon = work_soon  # have `work_off` called in the serving pool
-        self._name_of = name_of
+        """`post` sends what is in the outbox for a worker, `work_soon` has `work_off` called in the serving pool."""
+        super().__init__(me, work_soon, name_of)
+        self._post = post
         self._record_stacks = record_stacks
-        self._lock = threading.RLock()  # so that a finalizer that comes in its midst is refused, not stuck
-        self._references = References(me)
-        self.mailboxes = Mailboxes(self._lock)
-        """What is to be said to each peer."""
-        self._values: dict[RRefId, Value] = {}
-        self._handles: dict[ForkId, weakref.ref[Handle]] = {}  # until a drop is worked off
         self._dropped: deque[tuple[RRefId, ForkId | None]] = deque()
         self._lending = Lending()
-        self._origins: dict[RRefId, Made] = {}  # where values of this worker got their reference
-        self._refused: list[tuple[RRefId, Value]] = []  # values that never come, to be settled outside the lock
-        self._released: list[Value | None] = []  # values that may go, by `work_off`
+        self._senders: dict[Worker, str] = {}  # where handles come from, in words
         self._ended = False
         self._is_cut_off = False
         self.resend: Callable[[Worker], None] = lambda worker: None
@@ -99,6 +82,7 @@ class ReferenceBook:
             if worker not in self._references.peers:
                 return
             self.mailboxes.lost(worker)
+            self._senders.pop(worker, None)
             self._decide(self._references.peer_lost(worker))
             # Awaited by uses that overtook creations, which never come now.
             awaited = [each for each in self._values if each.creator == worker and each not in self._references.owned]
@@ -114,7 +98,7 @@ class ReferenceBook:
         with self._lock:
             self._is_cut_off = True
             for fork, held in list(self._references.held.items()):
-                self._fail(fork, partial(cut_off, held.reference, self._name_of(self.me)))
+                self._handles.fail(fork, partial(cut_off, held.reference, self._name_of(self.me)))
             others = [worker for worker in self._references.peers if worker != self.me]
         for worker in others:
             self.lost(worker)
@@ -129,7 +113,7 @@ class ReferenceBook:
 
     def make(self, value: Value) -> Handle:
         """A reference to a value of this worker, which may still be to come."""
-        self._refuse_finalizers()
+        refuse_finalizers(self._lock)
         made = made_here(self._record_stacks)
         with self._lock:
             reference = self._references.new_reference(self.me)
@@ -155,14 +139,14 @@ class ReferenceBook:
         Raises the error of a handle that leads nowhere, `WorkerLost` if the owner is lost; then nothing was passed.
         """
         if self._lock._is_owned():  # type: ignore[attr-defined]
-            self._refuse_finalizers()
+            refuse_finalizers(self._lock)
         if passed:
             check_usable(passed, self)
         made = made_here(self._record_stacks, 4)
         boxes, references = self.mailboxes, self._references
         with self._lock:
             if owner not in references.peers:
-                self._check_peer(owner)
+                raise self._lost(owner)
             parcel, before = None, references.ids_given(owner)
             try:
                 reference, fork = references.call_remote(owner)
@@ -195,11 +179,11 @@ class ReferenceBook:
         Raises the error of a handle that leads nowhere, `WorkerLost` if the receiver is lost; then none was passed.
         """
         if self._lock._is_owned():  # type: ignore[attr-defined]
-            self._refuse_finalizers()
+            refuse_finalizers(self._lock)
         check_usable(handles, self)
         with self._lock:
             if to not in self._references.peers:
-                self._check_peer(to)
+                raise self._lost(to)
             before, parcel = self._references.ids_given(to), None
             try:
                 carried = self._fork_all(handles, to)
@@ -212,26 +196,17 @@ class ReferenceBook:
             self.resend(to)
         return number, carried
 
-    def _refuse_finalizers(self) -> None:
-        """Garbage collection may run a finalizer in the midst of a change to the tables, in the very thread."""
-        if self._lock._is_owned():  # type: ignore[attr-defined]
-            raise UsageError(
-                "a finalizer cannot make references or pass them on here: it interrupts their book-keeping; "
-                "make the call elsewhere, not in __del__"
-            )
-
-    def _check_peer(self, worker: Worker) -> None:
-        if worker not in self._references.peers:
-            name = self._name_of(worker)
-            raise WorkerLost(f"worker {name!r} was lost: nothing can be asked of it any more; use another one", name)
+    def _lost(self, worker: Worker) -> WorkerLost:
+        name = self._name_of(worker)
+        return WorkerLost(f"worker {name!r} was lost: nothing can be asked of it any more; use another one", name)
 
     def _fork_all(self, handles: Sequence[Handle], to: Worker) -> list[Carried]:
         references = self._references
         carried = []
         for handle in handles:
-            child = references.new_fork()
-            references.handle_passed(handle.reference, handle.fork, child, to)
-            carried.append(Carried(handle.reference, child))
+            reference, child = handle.reference, references.new_fork()
+            references.handle_passed(reference, handle.fork, child, to)
+            carried.append(new_tuple(Carried, (reference, child)))
         return carried
 
     def _take_back(self, to: Worker, before: tuple[int, int], passed: Sequence[Handle], parcel: Parcel | None) -> None:
@@ -243,14 +218,18 @@ class ReferenceBook:
 
     def take(self, sender: Worker, number: int, carried: Sequence[Carried]) -> list[Handle] | None:
         """The handles that came in a message; None if that message came before. Raises `ProtocolError`."""
+        boxes, is_owed = self.mailboxes, True
         try:
             with self._lock:
-                self._owe(sender)
-                if not self.mailboxes.delivery.receive(sender, number):
+                is_owed = sender in boxes.owed
+                if not is_owed:
+                    self._owe(sender)
+                if not boxes.delivery.receive(sender, number):
                     return None
                 return self._receive_all(sender, carried)
         finally:
-            self._act()
+            if not is_owed or boxes.outboxes or self._refused:  # else it is known that there is something to be done
+                self._act()
 
     def _owe(self, sender: Worker) -> None:
         """Something is to be acknowledged, though it came before: then its sender did not know. Under the lock."""
@@ -258,9 +237,12 @@ class ReferenceBook:
             self.mailboxes.owed[sender] = None
 
     def _receive_all(self, sender: Worker, carried: Sequence[Carried]) -> list[Handle]:
-        handles, made = [], f"a message of {self._name_of(sender)!r}"
+        made = self._senders.get(sender)
+        if made is None:
+            made = self._senders[sender] = f"a message of {self._name_of(sender)!r}"
+        handles, received = [], self._references.handle_received
         for each in carried:
-            effects = self._references.handle_received(each, sender)
+            effects = received(each, sender)
             handles.append(self._new_handle(each, made))
             if effects:
                 self._decide(effects)
@@ -268,7 +250,7 @@ class ReferenceBook:
 
     def _new_handle(self, carried: Carried, made: Made) -> Handle:
         reference, fork = carried
-        if reference.owner == self.me:
+        if reference[0] == self.me:
             value = self._values.get(reference)
             if value is None:
                 value = self._values[reference] = Value()
@@ -320,7 +302,9 @@ class ReferenceBook:
                 held = self._references.held.get(fork)
                 if held is None or held.dropped:  # refused or orphaned; or given up before
                     continue
-            self._decide(self._references.handle_dropped(reference, fork))
+            effects = self._references.handle_dropped(reference, fork)
+            if effects:
+                self._decide(effects)
 
     def _ask_owners(self) -> None:
         for reference, fork in self._lending.due(self._references.lent):
@@ -374,25 +358,27 @@ class ReferenceBook:
                     self._decide(effects)
                 return value, self._receive_all(sender, carried) if carried else ()
         finally:
-            if self._refused:
+            if not is_owed or boxes.outboxes or self._refused:  # as in `take`
                 self._act()
-            elif not is_owed or boxes.outboxes:  # else it is known that there is something to be done
-                self._work_soon()
 
     def control_received(self, sender: Worker, body: bytes | bytearray | memoryview) -> None:
         """Handles a control message. Raises `ProtocolError`."""
         acknowledged, messages = unpack_control(body)
-        boxes = self.mailboxes
+        boxes, references = self.mailboxes, self._references
         try:
             with self._lock:
                 for parcel in boxes.delivery.acknowledged(sender, acknowledged):
                     if type(parcel) is RemoteFrame:
-                        self._decide(self._references.create_delivered(parcel.reference, parcel.fork))
+                        effects = references.create_delivered(parcel.reference, parcel.fork)
+                        if effects:
+                            self._decide(effects)
                 if messages:
                     self._owe(sender)
                 for number, message in messages:
                     if boxes.delivery.receive(sender, number):
-                        self._decide(self._references.message_received(sender, message))
+                        effects = references.message_received(sender, message)
+                        if effects:
+                            self._decide(effects)
                         if type(message) in ANSWERS:
                             boxes.asked[sender] = max(0, boxes.asked.get(sender, 0) - 1)
         finally:
@@ -404,7 +390,7 @@ class ReferenceBook:
         """All that is owned and held here now."""
         self.work_off()
         with self._lock:
-            return take_inventory(self._references, self._values, self._origins, self._handle_of, self._name_of)
+            return take_inventory(self._references, self._values, self._origins, self._handles.find, self._name_of)
 
     def debug_info(self) -> dict[str, str]:
         """Counters, by the names that torch gives them."""
@@ -426,7 +412,7 @@ class ReferenceBook:
         with self._lock:
             for fork, held in list(self._references.held.items()):
                 if not held.dropped:
-                    self._fail(fork, partial(UsageError, reason))
+                    self._handles.fail(fork, partial(UsageError, reason))
                     self._decide(self._references.handle_dropped(held.reference, fork))
         self._act()
 
@@ -459,58 +445,3 @@ class ReferenceBook:
         values.clear()
         going.clear()
         del parcels
-
-    # Acting
-
-    def _decide(self, effects: Iterable[Effect]) -> None:
-        """Does what must be done under the lock, and notes the rest for `_act`."""
-        for effect in effects:
-            if isinstance(effect, SendMessage):
-                to, message = effect
-                if to in self._references.peers:
-                    boxes = self.mailboxes
-                    outbox = boxes.outboxes.get(to)
-                    if outbox is None:
-                        outbox = boxes.outboxes[to] = []
-                    outbox.append((boxes.delivery.send(to, message), message))
-                    if type(message) is ForkRequest:
-                        boxes.asked[to] = boxes.asked.get(to, 0) + 1
-            elif isinstance(effect, ReleaseValue):
-                (reference,) = effect
-                self._released.append(self._values.pop(reference, None))
-                if self._origins:
-                    self._origins.pop(reference, None)
-            elif isinstance(effect, ConfirmHandle):
-                known = self._handles.get(effect.fork)
-                handle = known() if known is not None else None
-                if handle is not None:
-                    handle.confirmed = True
-            elif isinstance(effect, OrphanHandle):
-                self._fail(effect.fork, partial(owner_lost, effect.reference, self._name_of(effect.reference.owner)))
-            elif effect.fork is not None:
-                self._fail(effect.fork, partial(refused, effect.reference))
-            else:  # an error stands for the value until all that were promised one have gone
-                value = self._values.get(effect.reference)
-                if value is None:
-                    value = self._values[effect.reference] = Value()
-                self._refused.append((effect.reference, value))
-
-    def _handle_of(self, fork: ForkId) -> Handle | None:
-        known = self._handles.get(fork)
-        return known() if known is not None else None
-
-    def _fail(self, fork: ForkId, new_error: Callable[[], RpcError]) -> None:
-        handle = self._handle_of(fork)
-        self._handles.pop(fork, None)
-        if handle is not None:
-            handle.new_error = new_error
-
-    def _act(self) -> None:
-        """Does what was decided, by this thread or another. Without the lock, but for a moment."""
-        if self.mailboxes.outboxes or self.mailboxes.owed or self._released:
-            self._work_soon()
-        if self._refused:
-            with self._lock:
-                without, self._refused = self._refused, []
-            for reference, value in without:
-                value.refuse(partial(refused, reference))

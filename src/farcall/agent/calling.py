@@ -205,12 +205,15 @@ class Calling:
         wanted = brought in self._plain and len(handles) <= FEW_HANDLES and self.closed is None
         for handle in handles:
             handle.callee = brought
-            peer = self.numbered.get(handle.reference.owner) if wanted else None
-            connection = peer.connection if peer is not None else None
-            if connection is not None and handle.fork is not None and handle.new_error is None:
-                told = ToldCall(connection, next(connection.told_ids), "to_here", 0.0, FOREVER)
-                connection.pending[told.call_id] = handle.told = told
-                asks.append((told, encode(CALL, told.call_id, self._head_on(handle, PLAIN, ""), b"")))
+            fork = handle.fork
+            if not wanted or fork is None or handle.new_error is not None:
+                continue
+            peer = self.numbered.get(handle.reference[0])
+            if peer is not None and (connection := peer.connection) is not None:
+                call_id = next(connection.told_ids)
+                told = connection.pending[call_id] = ToldCall(connection, call_id, "to_here", 0.0, FOREVER)
+                handle.told, handle.packed = told, pack_handle(handle.reference, fork)
+                asks.append((told, encode(CALL, call_id, PLAIN + handle.packed, b"")))
 
     def send_asks(self, asks: Asks) -> None:
         """Sends what `ask_ahead` has left, all that goes to one worker at once, and forgets it."""
@@ -238,7 +241,7 @@ class Calling:
         if args is not None and not isinstance(args, (tuple, list)):
             raise bad_arguments(args)
         with collecting() as handles:
-            body, buffers = dumps_arguments(function, args or (), kwargs, peer.info.name, by_value=not head)
+            body, buffers = dumps_arguments(function, args or (), kwargs, peer.info.name, not head)
         connection, spent = peer.connection, 0.0
         if connection is None:
             connection, spent = self._connect(peer, function, timeout)
@@ -247,8 +250,9 @@ class Calling:
         if not handles:
             return connection.call(function, head, body, buffers, timeout, spent)
         try:
-            number, carried = self._book.pass_on(list(handles), peer.number, connection)
-            mail = self._book.mailboxes.mail(peer.number)
+            book = self._book
+            number, carried = book.pass_on(list(handles), peer.number, connection)
+            mail = book.mailboxes.mail(peer.number) if book.mailboxes.outboxes else None
             full_head = pack_section(number, carried) + head
             future = connection.call(function, full_head, body, buffers, timeout, spent, CALL_CARRYING, mail)
         except RpcError:

@@ -6,7 +6,9 @@ And the errors of handles that lead nowhere.
 from __future__ import annotations
 
 import sys
+import threading
 import traceback
+import weakref
 from collections.abc import Callable, Sequence
 from types import CodeType, FrameType
 from typing import TYPE_CHECKING, Any
@@ -71,6 +73,33 @@ class Handle:
         if self.told is not None:
             self.book.calling.told_in_vain(self)
         self.book.drop_later(self.reference, self.fork)
+
+
+class Handles(dict[ForkId, "weakref.ref[Handle]"]):
+    """The handles of forks, as long as the program has them."""
+
+    __slots__ = ()
+
+    def find(self, fork: ForkId) -> Handle | None:
+        """The handle of a fork; None if it is gone."""
+        known = self.get(fork)
+        return known() if known is not None else None
+
+    def fail(self, fork: ForkId, new_error: Callable[[], RpcError]) -> None:
+        """Every use of the handle of that fork raises from now on."""
+        handle = self.find(fork)
+        self.pop(fork, None)
+        if handle is not None:
+            handle.new_error = new_error
+
+
+def refuse_finalizers(lock: threading.RLock) -> None:
+    """Raises `UsageError` if this very thread is in the midst of a change to the tables that this lock guards."""
+    if lock._is_owned():  # type: ignore[attr-defined]
+        raise UsageError(
+            "a finalizer cannot make references or pass them on here: it interrupts their book-keeping; "
+            "make the call elsewhere, not in __del__"
+        )
 
 
 def stillborn(book: ReferenceBook, owner: Worker, new_error: Callable[[], RpcError]) -> Handle:

@@ -126,8 +126,11 @@ class Incoming:
                     ready.append(call_job(place, self, call_id, head, body, buffers))
                 elif kind == REMOTE:
                     self._take_remote(call_id, head, body, buffers)
+                elif kind == CALL_CARRYING:
+                    self._take_carrying(call_id, head, body, buffers)
                 else:
-                    self._take(kind, call_id, head, body, buffers)
+                    self.calls_served -= 1
+                    self._take(kind, head, body)
         except BlockingIOError:
             pass
         except (ProtocolError, MemoryError) as error:
@@ -154,6 +157,8 @@ class Incoming:
         logger.log(level, "worker %r: connection from %s closed: %s", name, self._channel.address, why)
         self.close()
 
+    # What has to do with references: they are counted here, before anything of the message is used.
+
     def _take_remote(self, call_id: int, head: bytes, body: Bytes, buffers: Sequence[Bytes]) -> None:
         self.calls_served -= 1
         place = self._place
@@ -164,12 +169,18 @@ class Incoming:
             job = place.remote_job(place, value, callee, body, buffers, handles, None, self, call_id)
             place.serving.ready.append(job)
 
-    def _take(self, kind: int, call_id: int, head: bytes, body: Bytes, buffers: Sequence[Bytes]) -> None:
-        """What has to do with references: they are counted here, before anything of the message is used."""
+    def _take_carrying(self, call_id: int, head: bytes, body: Bytes, buffers: Sequence[Bytes]) -> None:
+        place = self._place
+        number, carried, callee = unpack_section(head)
+        handles = place.book.take(self._caller, number, carried)
+        if handles is not None:
+            if callee:
+                place.book.calling.ask_ahead(callee, handles, self._asks)
+            place.serving.ready.append(place.call_job(place, self, call_id, callee, body, buffers, handles))
+
+    def _take(self, kind: int, head: bytes, body: Bytes) -> None:
         book = self._place.book
         caller = self._caller
-        if kind != CALL_CARRYING:
-            self.calls_served -= 1
         if kind == CONTROL:
             book.control_received(caller, body)
             return
@@ -179,15 +190,10 @@ class Incoming:
         if kind == SHARES:
             self.lane.open()
             return
-        if kind not in (CALL_CARRYING, CARRIED):
+        if kind != CARRIED:
             raise ProtocolError(f"a reply (kind {kind}) came where only calls may")
-        number, carried, callee = unpack_section(head)
-        taken_handles = book.take(caller, number, carried)
-        if kind == CALL_CARRYING and taken_handles is not None:
-            if callee:
-                book.calling.ask_ahead(callee, taken_handles, self._asks)
-            call = self._place.call_job(self._place, self, call_id, callee, body, buffers, taken_handles)
-            self._place.serving.ready.append(call)
+        number, carried, _ = unpack_section(head)
+        book.take(caller, number, carried)
 
     def _greet(self, data: bytes) -> bytes:
         """Goes on with the greeting; what is behind it, once the other side is let in.

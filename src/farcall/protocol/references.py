@@ -135,8 +135,8 @@ class References:
 
     def new_fork(self) -> ForkId:
         """An id for a fork that this worker is about to make."""
-        self._forks += 1
-        return new_tuple(ForkId, (self.me, self._forks))  # type: ignore[no-any-return]
+        forks = self._forks = self._forks + 1
+        return new_tuple(ForkId, (self.me, forks))  # type: ignore[no-any-return]
 
     def ids_given(self, owner: Worker) -> tuple[int, int]:
         """How many references at `owner`, and how many forks, have got ids so far: for `take_back`."""
@@ -160,10 +160,9 @@ class References:
 
     def call_remote(self, owner: Worker) -> tuple[RRefId, ForkId]:
         """New ids, and `remote_called` with them, for an owner that is there. In one frame, for speed."""
-        me = self.me
         number = self._numbers[owner] = self._numbers.get(owner, 0) + 1
         forks = self._forks = self._forks + 1
-        reference, fork = new_tuple(RRefId, (owner, me, number)), new_tuple(ForkId, (me, forks))
+        reference, fork = new_tuple(RRefId, (owner, self.me, number)), new_tuple(ForkId, (self.me, forks))
         self.held[fork] = Held(reference, UNCONFIRMED, None)
         return reference, fork
 
@@ -267,11 +266,11 @@ class References:
         if not reference[1] == self.me == fork[0] or held.parent is not None:
             raise ProtocolError(f"{reference} was not asked for by {fork}")
         held.standing = CONFIRMED
-        return self._delete_if_done(fork, held) if held.dropped else [ConfirmHandle(reference, fork)]
+        return self._delete_if_done(fork, held) if held.dropped else [new_tuple(ConfirmHandle, (reference, fork))]
 
     def handle_passed(self, reference: RRefId, parent: ForkId | None, child: ForkId, to: Worker) -> list[Effect]:
         """See `HandlePassed`."""
-        if child.creator != self.me:
+        if child[0] != self.me:
             raise ProtocolError(f"{child} is not ours to make")
         held = self._passable(reference, parent)
         owned = self.owned.get(reference)
@@ -279,7 +278,7 @@ class References:
             raise ProtocolError(f"{child} was passed before")
         if to not in self.peers:
             return []  # it never arrives, and nobody will hold it
-        if reference.owner == self.me:  # counted at once, even if it comes from a fork that we hold of our own value
+        if reference[0] == self.me:  # counted at once, even if it comes from a fork that we hold of our own value
             self.owned.setdefault(reference, Owned(created=False)).forks[child] = to
         elif held is not None and parent is not None:
             held.children[child] = to
@@ -313,21 +312,21 @@ class References:
     def handle_received(self, carried: Carried, sender: Worker) -> list[Effect]:
         """See `HandleReceived`."""
         reference, fork = carried
-        if sender != fork.creator:
+        owner = reference[0]
+        if sender != fork[0]:
             raise ProtocolError(f"{fork} came from worker {sender}, who cannot have made it")
         if fork in self.held:
             raise ProtocolError(f"{fork} is held already")
-        if reference.owner == self.me:
+        if owner == self.me:
             return self._own_handle_received(reference, fork, sender)
-        if reference.owner not in self.peers:
+        if owner not in self.peers:
             return [OrphanHandle(reference, fork)]
-        if sender == reference.owner:
+        if sender == owner:
             self.held[fork] = Held(reference, CONFIRMED, None)
             return [ConfirmHandle(reference, fork)]
-        self.held[fork] = self.lent[fork] = held = Held(reference, LENT, sender)
-        if sender not in self.peers:
-            held.parent = None  # who would have kept it for us
-        return self._ask(fork, held) if held.parent is None else []
+        parent = sender if sender in self.peers else None  # who keeps it for us
+        self.held[fork] = self.lent[fork] = held = Held(reference, LENT, parent)
+        return self._ask(fork, held) if parent is None else []
 
     def _own_handle_received(self, reference: RRefId, fork: ForkId, sender: Worker) -> list[Effect]:
         owned = self.owned.get(reference)
@@ -429,10 +428,8 @@ class References:
     def _fork_refused(self, sender: Worker, reference: RRefId, fork: ForkId) -> list[Effect]:
         held = self._answered(sender, reference, fork)
         self._forget(fork, held)
-        effects: list[Effect] = [RefuseHandle(reference, fork)]
-        if held.parent is not None:
-            effects += self._tell_parent(held.parent, reference, fork)
-        return effects
+        told = self._tell_parent(held.parent, reference, fork) if held.parent is not None else []
+        return [RefuseHandle(reference, fork), *told]
 
     def _answered(self, sender: Worker, reference: RRefId, fork: ForkId) -> Held:
         held = self.held.get(fork)
@@ -492,7 +489,7 @@ class References:
         if owned.handles or owned.forks:
             return []
         del self.owned[reference]
-        return [ReleaseValue(reference)]
+        return [new_tuple(ReleaseValue, (reference,))]
 
     def _is_new(self, reference: RRefId) -> bool:
         return reference not in self.owned and self._may_be_created(reference)

@@ -205,13 +205,19 @@ class Decoder:
 
         Raises `ProtocolError` for what cannot be a message.
         """
-        self.received += len(data)
+        end = len(data)
+        self.received += end
         if self._rest:
             data = self._rest + data
             self._rest = b""
+            end = len(data)
+        elif _SIZE <= end <= LARGE:  # one whole message is the rule: with fewer steps
+            kind, head_size, body_size, call_id = _unpack_from(data)
+            middle = _SIZE + head_size
+            if middle + body_size == end and CALL <= kind <= _LAST:
+                return [(kind, call_id, data[_SIZE:middle], data[middle:], ())]
         messages: list[Message] = []
         at = 0
-        end = len(data)
         while end - at >= _SIZE:
             kind, head_size, body_size, call_id = _unpack_from(data, at)
             if not CALL <= kind <= _LAST or head_size + body_size > LARGE:
