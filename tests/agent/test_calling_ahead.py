@@ -6,6 +6,7 @@ Worker 0 calls, worker 1 owns, worker 2 runs the functions.
 from __future__ import annotations
 
 import gc
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -15,6 +16,8 @@ from farcall import ReferenceRefused, RRef
 from farcall.agent.calls import ToldCall
 from farcall.agent.outgoing import Outgoing
 from farcall.agent.sending import Sender
+from farcall.agent.spinning import Dozing
+from farcall.futures import DONE
 from farcall.protocol.wire import CALL_CARRYING, PLAIN, encode
 from farcall.testing import LocalGroup
 from gates import SOON, arrived, new_gate, wait_at
@@ -102,6 +105,54 @@ def test_values_that_may_change_are_shown_as_they_are_when_the_function_asks(gro
     assert not call(group[0], 2, told_of, changing)
 
 
+def test_values_that_turn_out_to_change_are_shown_as_they_are_when_used(group: LocalGroup) -> None:
+    assert not call(group[0], 2, keep, remote(group[0], 1, echo, 7))
+    assert kept.pop().to_here(timeout=SOON) == 7
+    changing = remote(group[0], 1, list, (1,))
+    assert call(group[0], 2, keep, changing), "it is asked for if it is plain"
+    told = kept[0]._handle.told
+    assert told is not None
+    eventually(lambda: told.done() or call(group[2], 1, len, ()))
+    changing.rpc_sync().append(2)
+    assert kept[0].to_here(timeout=SOON) == [1, 2]
+    assert not call(group[0], 2, keep, changing), "it is not relied on again"
+
+
+def test_what_was_asked_for_ahead_is_waited_for_with_patience(
+    group: LocalGroup, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Which the pool grants to the thread that leads, and to no other."""
+    calling = group[2].calling
+    serving = calling._place.serving
+    doze, waits = serving.doze, []
+
+    def record(dozing: Dozing, poll: Callable[[int], Any]) -> Any:
+        waits.append(dozing)
+        return doze(dozing, poll)
+
+    monkeypatch.setattr(serving, "doze", record)
+    assert call(group[0], 2, fetch, remote(group[0], 1, echo, 7)) == 7
+    assert calling._patience not in waits, "nothing was asked for ahead yet"
+    gate = new_gate("patience")
+    future = start(group[0], 2, fetch, remote(group[0], 1, wait_at, "patience", 8))
+    eventually(lambda: calling._patience in waits)
+    gate.set()
+    assert future.wait() == 8
+
+
+def test_who_waits_with_patience_reads_by_itself(group: LocalGroup) -> None:
+    assert not call(group[0], 2, keep, remote(group[0], 1, echo, 7))
+    assert kept.pop().to_here(timeout=SOON) == 7
+    gate = new_gate("read")
+    assert call(group[0], 2, keep, remote(group[0], 1, wait_at, "read", 8))
+    told = kept[0]._handle.told
+    assert told is not None
+    assert not told.read(1)
+    gate.set()
+    eventually(lambda: told.read(1))
+    assert told.outcome() == (DONE, 8)
+
+
 def test_a_value_that_is_there_later_is_told_then(group: LocalGroup) -> None:
     assert call(group[0], 2, fetch, remote(group[0], 1, echo, 7)) == 7
     gate = new_gate("later")
@@ -124,6 +175,7 @@ def test_a_failure_is_told_and_raised_by_each_use(group: LocalGroup) -> None:
 
 def test_a_value_of_the_worker_that_runs_the_function_is_not_asked_for(group: LocalGroup) -> None:
     assert call(group[0], 2, fetch, remote(group[0], 1, echo, 7)) == 7
+    assert call(group[2], 2, echo, 7) == 7, "it has a connection to itself"
     assert call(group[0], 2, fetch, remote(group[0], 2, echo, 8)) == 8
     assert call(group[0], 2, fetch, here(group[0], 9)) == 9, "of the caller, to whom there is no connection yet"
     expect_nothing_left(group)
