@@ -291,18 +291,18 @@ class ReferenceBook(Tables):
             values.clear()  # which may have held references
 
     def _work_off(self) -> None:
-        dropped = self._dropped
+        dropped, references, handles = self._dropped, self._references, self._handles
         while dropped:
             try:
                 reference, fork = dropped.popleft()
             except IndexError:
                 break
             if fork is not None:
-                self._handles.pop(fork, None)
-                held = self._references.held.get(fork)
+                handles.pop(fork, None)
+                held = references.held.get(fork)
                 if held is None or held.dropped:  # refused or orphaned; or given up before
                     continue
-            effects = self._references.handle_dropped(reference, fork)
+            effects = references.handle_dropped(reference, fork)
             if effects:
                 self._decide(effects)
 
