@@ -37,7 +37,6 @@ from farcall.protocol.wire import CONTROL, REMOTE, encode, encode_start
 
 if TYPE_CHECKING:
     from farcall.agent.calling import Calling
-    from farcall.agent.calls import ToldCall
 
 
 class ReferenceBook(Tables):
@@ -57,7 +56,7 @@ class ReferenceBook(Tables):
         """`post` sends what is in the outbox for a worker, `work_soon` has `work_off` called in the serving pool."""
         super().__init__(me, work_soon, name_of)
         self._post = post
-        self._record_stacks = record_stacks
+        self.record_stacks = record_stacks
         self._dropped: deque[tuple[RRefId, ForkId | None]] = deque()
         self._lending = Lending()
         self._senders: dict[Worker, str] = {}  # where handles come from, in words
@@ -114,7 +113,7 @@ class ReferenceBook(Tables):
     def make(self, value: Value) -> Handle:
         """A reference to a value of this worker, which may still be to come."""
         refuse_finalizers(self._lock)
-        made = made_here(self._record_stacks)
+        made = made_here(self.record_stacks)
         with self._lock:
             reference = self._references.new_reference(self.me)
             self._references.value_made(reference)
@@ -131,18 +130,18 @@ class ReferenceBook(Tables):
         buffers: Sequence[memoryview],
         via: Way,
         keeps: object = None,
-        told: ToldCall | None = None,
+        call_id: int = 0,
     ) -> tuple[Handle, bytes]:
         """A reference that `owner` is asked to make, and what asks, to be sent before the buffers.
 
-        `passed` are the handles among the arguments, `keeps` lives until it has arrived, by `told` the owner answers.
+        `passed` are the handles among the arguments, `keeps` lives until it has arrived, under `call_id` the owner
+        tells of the value. Who asks says in the handle where it was made, once it is sent: it is not waited for then.
         Raises the error of a handle that leads nowhere, `WorkerLost` if the owner is lost; then nothing was passed.
         """
         if self._lock._is_owned():  # type: ignore[attr-defined]
             refuse_finalizers(self._lock)
         if passed:
             check_usable(passed, self)
-        made = made_here(self._record_stacks, 4)
         boxes, references = self.mailboxes, self._references
         with self._lock:
             if owner not in references.peers:
@@ -150,13 +149,9 @@ class ReferenceBook(Tables):
             parcel, before = None, references.ids_given(owner)
             try:
                 reference, fork = references.call_remote(owner)
-                handle = Handle(self, reference, fork, None, made)
+                handle = Handle(self, reference, fork, None)
                 self._handles[fork] = weakref.ref(handle)
-                message, call_id = b"", 0
-                if told is not None:
-                    handle.told, call_id = told, told.call_id
-                if keeps is None:
-                    handle.callee = callee
+                message = b""
                 if owner in boxes.outboxes or owner in boxes.owed:
                     message = encode(CONTROL, 0, b"", boxes.letter(owner) or b"")
                 parcel = RemoteFrame(reference, fork, buffers, via, keeps)

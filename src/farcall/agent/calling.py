@@ -21,7 +21,7 @@ from typing import Any, Final
 from farcall.agent.book import ReferenceBook
 from farcall.agent.calls import PendingCall, ToldCall
 from farcall.agent.execution import Workplace
-from farcall.agent.handle import Handle, check_usable
+from farcall.agent.handle import Handle, check_usable, made_here
 from farcall.agent.lanes import FEW_HANDLES, SMALL_BODY, SMALL_HEAD
 from farcall.agent.outgoing import Outgoing
 from farcall.agent.patience import Patience
@@ -340,13 +340,13 @@ class Calling:
         keeps: Handle | None,
     ) -> Handle:
         """The last part of a remote call, when it is known what is sent. `lent` are the buffers in shared memory."""
-        told = None
+        told, call_id, book = None, 0, self._book
         try:
             if keeps is None and head in self._plain:
-                told = ToldCall(connection, next(connection.told_ids), "to_here", 0.0, FOREVER)
-                connection.pending[told.call_id] = told
+                call_id = next(connection.told_ids)
+                told = connection.pending[call_id] = ToldCall(connection, call_id, "to_here", 0.0, FOREVER)
             try:
-                handle, message = self._book.call_remote(owner, handles, head, body, kept, connection, keeps, told)
+                handle, message = book.call_remote(owner, handles, head, body, kept, connection, keeps, call_id)
             except RpcError:
                 if lent is not None:
                     connection.lane.take_back(lent[0])
@@ -361,9 +361,14 @@ class Calling:
         except BaseException as error:
             connection.interrupted(error)
             raise
-        if told is not None and connection.is_lost():  # and perhaps does not know of it
-            handle.told = None
-            connection.pending.pop(told.call_id, None)
+        if told is not None:
+            handle.told = told
+            if connection.is_lost():  # and perhaps does not know of it
+                handle.told = None
+                connection.pending.pop(call_id, None)
+        if keeps is None:
+            handle.callee = head
+        handle.made = made_here(book.record_stacks, 3)
         return handle
 
     # What they share

@@ -28,12 +28,12 @@ class Handle:
     """One handle of a reference on this worker."""
 
     __slots__ = (
-        "__weakref__", "_made", "book", "callee", "confirmed", "fork", "new_error", "packed", "reference", "told",
+        "__weakref__", "book", "callee", "confirmed", "fork", "made", "new_error", "packed", "reference", "told",
         "value",
     )  # fmt: skip
 
     def __init__(
-        self, book: ReferenceBook, reference: RRefId, fork: ForkId | None, value: Value | None, made: Made
+        self, book: ReferenceBook, reference: RRefId, fork: ForkId | None, value: Value | None, made: Made = ""
     ) -> None:
         self.book = book
         self.reference = reference
@@ -51,12 +51,12 @@ class Handle:
         called that, or the one whose call has brought it."""
         self.told: ToldCall | None = None
         """What the owner tells of the value without being asked, until that is used."""
-        self._made = made
+        self.made = made
 
     @property
     def made_at(self) -> str:
         """Where the program made it, or from whom it came."""
-        return described(self._made)
+        return described(self.made)
 
     def check(self) -> None:
         """Raises `OwnerLost`, `ReferenceRefused` or `UsageError` if it leads nowhere."""
