@@ -29,7 +29,14 @@ from farcall.agent.parcels import CarriedFrame, Parcel, RemoteFrame, Way
 from farcall.agent.tables import Tables
 from farcall.agent.values import Value
 from farcall.errors import UsageError, WorkerLost
-from farcall.protocol.control import HANDLE_SIZE, pack_remote, unpack_control, unpack_handle, unpack_reference
+from farcall.protocol.control import (
+    HANDLE_SIZE,
+    encode_remote,
+    pack_remote,
+    unpack_control,
+    unpack_handle,
+    unpack_reference,
+)
 from farcall.protocol.ids import ForkId, RRefId, Worker, new_tuple
 from farcall.protocol.reference_messages import Carried
 from farcall.protocol.references import References
@@ -156,11 +163,11 @@ class ReferenceBook(Tables):
                     message = encode(CONTROL, 0, b"", boxes.letter(owner) or b"")
                 parcel = RemoteFrame(reference, fork, buffers, via, keeps)
                 number = boxes.delivery.send(owner, parcel)
-                head = pack_remote(number, self._fork_all(passed, owner) if passed else (), reference, fork) + callee
-                if buffers:
-                    parcel.frame = encode_start(REMOTE, call_id, head, body, buffers)
+                if not passed and not buffers:
+                    parcel.frame = encode_remote(call_id, number, reference, fork, callee, body)
                 else:
-                    parcel.frame = encode(REMOTE, call_id, head, body)
+                    head = pack_remote(number, self._fork_all(passed, owner), reference, fork) + callee
+                    parcel.frame = encode_start(REMOTE, call_id, head, body, buffers)
             except BaseException:
                 self._take_back(owner, before, passed, parcel)
                 raise
