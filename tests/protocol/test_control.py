@@ -13,6 +13,7 @@ from farcall.errors import ProtocolError
 from farcall.protocol.control import (
     HANDLE_SIZE,
     MOST_HANDLES,
+    encode_remote,
     pack_control,
     pack_handle,
     pack_remote,
@@ -32,7 +33,7 @@ from farcall.protocol.reference_messages import (
     ForkRequest,
     UserDeleted,
 )
-from farcall.protocol.wire import MAX_HEAD
+from farcall.protocol.wire import MAX_HEAD, REMOTE, encode
 
 workers = st.integers(0, 2**32 - 1)
 numbers = st.integers(0, 2**64 - 1)
@@ -69,6 +70,14 @@ def test_remote_calls_come_out_as_they_went_in(
     found = unpack_remote(packed + rest)
     assert found == (number, handles, reference, fork, rest)
     assert (type(found[2]), type(found[3])) == (RRefId, ForkId)
+
+
+@given(numbers, numbers, references, forks, st.binary(), st.binary())
+def test_a_remote_call_that_carries_nothing_is_encoded_as_any_other(
+    call_id: int, number: int, reference: RRefId, fork: ForkId, callee: bytes, body: bytes
+) -> None:
+    head = pack_remote(number, [], reference, fork) + callee
+    assert encode_remote(call_id, number, reference, fork, callee, body) == encode(REMOTE, call_id, head, body)
 
 
 @given(references, forks, st.binary())

@@ -15,40 +15,38 @@ Rules
 
 from __future__ import annotations
 
-import threading
 import weakref
 from collections import deque
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
-from farcall.agent.handle import Handle, Made, check_usable, cut_off, made_here, owner_lost, refused, released
+from farcall.agent.handle import Handle, Made, check_usable, cut_off, made_here, refuse_finalizers, released
 from farcall.agent.inventory import Inventory, count_references, take_inventory
 from farcall.agent.lending import Lending
-from farcall.agent.mailboxes import ANSWERS, Mailboxes
+from farcall.agent.mailboxes import ANSWERS
 from farcall.agent.parcels import CarriedFrame, Parcel, RemoteFrame, Way
+from farcall.agent.tables import Tables
 from farcall.agent.values import Value
-from farcall.errors import RpcError, UsageError, WorkerLost
-from farcall.protocol.control import HANDLE_SIZE, pack_remote, unpack_control, unpack_handle, unpack_reference
-from farcall.protocol.ids import ForkId, RRefId, Worker
-from farcall.protocol.reference_messages import (
-    Carried,
-    ConfirmHandle,
-    Effect,
-    ForkRequest,
-    OrphanHandle,
-    ReleaseValue,
-    SendMessage,
+from farcall.errors import UsageError, WorkerLost
+from farcall.protocol.control import (
+    HANDLE_SIZE,
+    encode_remote,
+    pack_remote,
+    unpack_control,
+    unpack_handle,
+    unpack_reference,
 )
+from farcall.protocol.ids import ForkId, RRefId, Worker, new_tuple
+from farcall.protocol.reference_messages import Carried
 from farcall.protocol.references import References
 from farcall.protocol.wire import CONTROL, REMOTE, encode, encode_start
 
 if TYPE_CHECKING:
     from farcall.agent.calling import Calling
-    from farcall.agent.calls import ToldCall
 
 
-class ReferenceBook:
+class ReferenceBook(Tables):
     """All references of one agent, and the values it owns."""
 
     calling: Calling
@@ -62,22 +60,13 @@ class ReferenceBook:
         name_of: Callable[[Worker], str],
         record_stacks: bool = False,
     ) -> None:
-        self.me = me
-        self._post = post  # sends what is in the outbox for this worker
-        self._work_soon = work_soon  # have `work_off` called in the serving pool
-        self._name_of = name_of
-        self._record_stacks = record_stacks
-        self._lock = threading.RLock()  # so that a finalizer that comes in its midst is refused, not stuck
-        self._references = References(me)
-        self.mailboxes = Mailboxes(self._lock)
-        """What is to be said to each peer."""
-        self._values: dict[RRefId, Value] = {}
-        self._handles: dict[ForkId, weakref.ref[Handle]] = {}  # until a drop is worked off
+        """`post` sends what is in the outbox for a worker, `work_soon` has `work_off` called in the serving pool."""
+        super().__init__(me, work_soon, name_of)
+        self._post = post
+        self.record_stacks = record_stacks
         self._dropped: deque[tuple[RRefId, ForkId | None]] = deque()
         self._lending = Lending()
-        self._origins: dict[RRefId, Made] = {}  # where values of this worker got their reference
-        self._refused: list[tuple[RRefId, Value]] = []  # values that never come, to be settled outside the lock
-        self._released: list[Value | None] = []  # values that may go, by `work_off`
+        self._senders: dict[Worker, str] = {}  # where handles come from, in words
         self._ended = False
         self._is_cut_off = False
         self.resend: Callable[[Worker], None] = lambda worker: None
@@ -99,6 +88,7 @@ class ReferenceBook:
             if worker not in self._references.peers:
                 return
             self.mailboxes.lost(worker)
+            self._senders.pop(worker, None)
             self._decide(self._references.peer_lost(worker))
             # Awaited by uses that overtook creations, which never come now.
             awaited = [each for each in self._values if each.creator == worker and each not in self._references.owned]
@@ -114,7 +104,7 @@ class ReferenceBook:
         with self._lock:
             self._is_cut_off = True
             for fork, held in list(self._references.held.items()):
-                self._fail(fork, partial(cut_off, held.reference, self._name_of(self.me)))
+                self._handles.fail(fork, partial(cut_off, held.reference, self._name_of(self.me)))
             others = [worker for worker in self._references.peers if worker != self.me]
         for worker in others:
             self.lost(worker)
@@ -129,8 +119,8 @@ class ReferenceBook:
 
     def make(self, value: Value) -> Handle:
         """A reference to a value of this worker, which may still be to come."""
-        self._refuse_finalizers()
-        made = made_here(self._record_stacks)
+        refuse_finalizers(self._lock)
+        made = made_here(self.record_stacks)
         with self._lock:
             reference = self._references.new_reference(self.me)
             self._references.value_made(reference)
@@ -147,44 +137,43 @@ class ReferenceBook:
         buffers: Sequence[memoryview],
         via: Way,
         keeps: object = None,
-        told: ToldCall | None = None,
+        call_id: int = 0,
     ) -> tuple[Handle, bytes]:
         """A reference that `owner` is asked to make, and what asks, to be sent before the buffers.
 
-        `passed` are the handles among the arguments, `keeps` lives until it has arrived, by `told` the owner answers.
+        `passed` are the handles among the arguments, `keeps` lives until it has arrived, under `call_id` the owner
+        tells of the value. Who asks says in the handle where it was made, once it is sent: it is not waited for then.
         Raises the error of a handle that leads nowhere, `WorkerLost` if the owner is lost; then nothing was passed.
         """
         if self._lock._is_owned():  # type: ignore[attr-defined]
-            self._refuse_finalizers()
+            refuse_finalizers(self._lock)
         if passed:
             check_usable(passed, self)
-        made = made_here(self._record_stacks, depth=4)
-        boxes = self.mailboxes
+        boxes, references = self.mailboxes, self._references
         with self._lock:
-            if owner not in self._references.peers:
-                self._check_peer(owner)
-            before, parcel = self._references.ids_given(owner), None
+            if owner not in references.peers:
+                raise self._lost(owner)
+            parcel, before = None, references.ids_given(owner)
             try:
-                reference, fork = self._references.call_remote(owner)
-                handle = Handle(self, reference, fork, None, made)
+                reference, fork = references.call_remote(owner)
+                handle = Handle(self, reference, fork, None)
                 self._handles[fork] = weakref.ref(handle)
                 message = b""
                 if owner in boxes.outboxes or owner in boxes.owed:
                     message = encode(CONTROL, 0, b"", boxes.letter(owner) or b"")
                 parcel = RemoteFrame(reference, fork, buffers, via, keeps)
                 number = boxes.delivery.send(owner, parcel)
-                front = pack_remote(number, self._fork_all(passed, owner) if passed else (), reference, fork)
-                handle.packed, handle.callee, handle.told = front[-HANDLE_SIZE:], callee if keeps is None else b"", told
-                rest = told.call_id if told is not None else 0, front + callee, body
-                parcel.frame = encode_start(REMOTE, *rest, buffers) if buffers else encode(REMOTE, *rest)
+                if not passed and not buffers:
+                    parcel.frame = encode_remote(call_id, number, reference, fork, callee, body)
+                else:
+                    head = pack_remote(number, self._fork_all(passed, owner), reference, fork) + callee
+                    parcel.frame = encode_start(REMOTE, call_id, head, body, buffers)
             except BaseException:
                 self._take_back(owner, before, passed, parcel)
                 raise
-        if boxes.outboxes or boxes.owed or self._released or self._refused:
-            self._act()
         if via.is_lost():
             self.resend(owner)
-        return handle, message + parcel.frame
+        return handle, message + parcel.frame if message else parcel.frame
 
     def pass_on(self, handles: Sequence[Handle], to: Worker, via: Way) -> tuple[int, list[Carried]]:
         """Makes a fork of each handle for `to`: the number of the message that will carry them, and what it carries.
@@ -192,11 +181,11 @@ class ReferenceBook:
         Raises the error of a handle that leads nowhere, `WorkerLost` if the receiver is lost; then none was passed.
         """
         if self._lock._is_owned():  # type: ignore[attr-defined]
-            self._refuse_finalizers()
+            refuse_finalizers(self._lock)
         check_usable(handles, self)
         with self._lock:
             if to not in self._references.peers:
-                self._check_peer(to)
+                raise self._lost(to)
             before, parcel = self._references.ids_given(to), None
             try:
                 carried = self._fork_all(handles, to)
@@ -209,26 +198,17 @@ class ReferenceBook:
             self.resend(to)
         return number, carried
 
-    def _refuse_finalizers(self) -> None:
-        """Garbage collection may run a finalizer in the midst of a change to the tables, in the very thread."""
-        if self._lock._is_owned():  # type: ignore[attr-defined]
-            raise UsageError(
-                "a finalizer cannot make references or pass them on here: it interrupts their book-keeping; "
-                "make the call elsewhere, not in __del__"
-            )
-
-    def _check_peer(self, worker: Worker) -> None:
-        if worker not in self._references.peers:
-            name = self._name_of(worker)
-            raise WorkerLost(f"worker {name!r} was lost: nothing can be asked of it any more; use another one", name)
+    def _lost(self, worker: Worker) -> WorkerLost:
+        name = self._name_of(worker)
+        return WorkerLost(f"worker {name!r} was lost: nothing can be asked of it any more; use another one", name)
 
     def _fork_all(self, handles: Sequence[Handle], to: Worker) -> list[Carried]:
         references = self._references
         carried = []
         for handle in handles:
-            child = references.new_fork()
-            references.handle_passed(handle.reference, handle.fork, child, to)
-            carried.append(Carried(handle.reference, child))
+            reference, child = handle.reference, references.new_fork()
+            references.handle_passed(reference, handle.fork, child, to)
+            carried.append(new_tuple(Carried, (reference, child)))
         return carried
 
     def _take_back(self, to: Worker, before: tuple[int, int], passed: Sequence[Handle], parcel: Parcel | None) -> None:
@@ -240,14 +220,18 @@ class ReferenceBook:
 
     def take(self, sender: Worker, number: int, carried: Sequence[Carried]) -> list[Handle] | None:
         """The handles that came in a message; None if that message came before. Raises `ProtocolError`."""
+        boxes, is_owed = self.mailboxes, True
         try:
             with self._lock:
-                self._owe(sender)
-                if not self.mailboxes.delivery.receive(sender, number):
+                is_owed = sender in boxes.owed
+                if not is_owed:
+                    self._owe(sender)
+                if not boxes.delivery.receive(sender, number):
                     return None
                 return self._receive_all(sender, carried)
         finally:
-            self._act()
+            if not is_owed or boxes.outboxes or self._refused:  # else it is known that there is something to be done
+                self._act()
 
     def _owe(self, sender: Worker) -> None:
         """Something is to be acknowledged, though it came before: then its sender did not know. Under the lock."""
@@ -255,9 +239,12 @@ class ReferenceBook:
             self.mailboxes.owed[sender] = None
 
     def _receive_all(self, sender: Worker, carried: Sequence[Carried]) -> list[Handle]:
-        handles, made = [], f"a message of {self._name_of(sender)!r}"
+        made = self._senders.get(sender)
+        if made is None:
+            made = self._senders[sender] = f"a message of {self._name_of(sender)!r}"
+        handles, received = [], self._references.handle_received
         for each in carried:
-            effects = self._references.handle_received(each, sender)
+            effects = received(each, sender)
             handles.append(self._new_handle(each, made))
             if effects:
                 self._decide(effects)
@@ -265,7 +252,7 @@ class ReferenceBook:
 
     def _new_handle(self, carried: Carried, made: Made) -> Handle:
         reference, fork = carried
-        if reference.owner == self.me:
+        if reference[0] == self.me:
             value = self._values.get(reference)
             if value is None:
                 value = self._values[reference] = Value()
@@ -277,8 +264,10 @@ class ReferenceBook:
     def drop_later(self, reference: RRefId, fork: ForkId | None) -> None:
         """For finalizers: takes no lock."""
         if not self._ended:
-            self._dropped.append((reference, fork))
-            self._work_soon()
+            dropped = self._dropped
+            dropped.append((reference, fork))
+            if len(dropped) == 1:  # else whoever left the first has said so
+                self._work_soon()
 
     def has_work(self) -> bool:
         """Whether finalizers have left something to do, a peer is to be told something, or an owner to be asked."""
@@ -304,18 +293,20 @@ class ReferenceBook:
             values.clear()  # which may have held references
 
     def _work_off(self) -> None:
-        dropped = self._dropped
+        dropped, references, handles = self._dropped, self._references, self._handles
         while dropped:
             try:
                 reference, fork = dropped.popleft()
             except IndexError:
                 break
             if fork is not None:
-                self._handles.pop(fork, None)
-                held = self._references.held.get(fork)
+                handles.pop(fork, None)
+                held = references.held.get(fork)
                 if held is None or held.dropped:  # refused or orphaned; or given up before
                     continue
-            self._decide(self._references.handle_dropped(reference, fork))
+            effects = references.handle_dropped(reference, fork)
+            if effects:
+                self._decide(effects)
 
     def _ask_owners(self) -> None:
         for reference, fork in self._lending.due(self._references.lent):
@@ -352,36 +343,44 @@ class ReferenceBook:
 
         Raises `ProtocolError`.
         """
+        boxes, references, values = self.mailboxes, self._references, self._values
+        is_owed = True
         try:
             with self._lock:
-                if sender in self._references.peers:  # as in `_owe`, without its frame
-                    self.mailboxes.owed[sender] = None
-                if not self.mailboxes.delivery.receive(sender, number):
+                is_owed = sender in boxes.owed
+                if not is_owed:
+                    self._owe(sender)
+                if not boxes.delivery.receive(sender, number):
                     return None
-                effects = self._references.create_requested(sender, reference, fork)
-                value = self._values.get(reference)  # there already, if a fork came before
+                effects = references.create_requested(sender, reference, fork)
+                value = values.get(reference)  # there already, if a fork came before
                 if value is None:
-                    value = self._values[reference] = Value()
+                    value = values[reference] = Value()
                 if effects:
                     self._decide(effects)
                 return value, self._receive_all(sender, carried) if carried else ()
         finally:
-            (self._act if self._refused else self._work_soon)()  # it is to be acknowledged at least
+            if not is_owed or boxes.outboxes or self._refused:  # as in `take`
+                self._act()
 
     def control_received(self, sender: Worker, body: bytes | bytearray | memoryview) -> None:
         """Handles a control message. Raises `ProtocolError`."""
         acknowledged, messages = unpack_control(body)
-        boxes = self.mailboxes
+        boxes, references = self.mailboxes, self._references
         try:
             with self._lock:
                 for parcel in boxes.delivery.acknowledged(sender, acknowledged):
                     if type(parcel) is RemoteFrame:
-                        self._decide(self._references.create_delivered(parcel.reference, parcel.fork))
+                        effects = references.create_delivered(parcel.reference, parcel.fork)
+                        if effects:
+                            self._decide(effects)
                 if messages:
                     self._owe(sender)
                 for number, message in messages:
                     if boxes.delivery.receive(sender, number):
-                        self._decide(self._references.message_received(sender, message))
+                        effects = references.message_received(sender, message)
+                        if effects:
+                            self._decide(effects)
                         if type(message) in ANSWERS:
                             boxes.asked[sender] = max(0, boxes.asked.get(sender, 0) - 1)
         finally:
@@ -393,7 +392,7 @@ class ReferenceBook:
         """All that is owned and held here now."""
         self.work_off()
         with self._lock:
-            return take_inventory(self._references, self._values, self._origins, self._handle_of, self._name_of)
+            return take_inventory(self._references, self._values, self._origins, self._handles.find, self._name_of)
 
     def debug_info(self) -> dict[str, str]:
         """Counters, by the names that torch gives them."""
@@ -415,7 +414,7 @@ class ReferenceBook:
         with self._lock:
             for fork, held in list(self._references.held.items()):
                 if not held.dropped:
-                    self._fail(fork, partial(UsageError, reason))
+                    self._handles.fail(fork, partial(UsageError, reason))
                     self._decide(self._references.handle_dropped(held.reference, fork))
         self._act()
 
@@ -448,52 +447,3 @@ class ReferenceBook:
         values.clear()
         going.clear()
         del parcels
-
-    # Acting
-
-    def _decide(self, effects: Iterable[Effect]) -> None:
-        """Does what must be done under the lock, and notes the rest for `_act`."""
-        for effect in effects:
-            if isinstance(effect, SendMessage):
-                to, message = effect
-                if to in self._references.peers:
-                    boxes = self.mailboxes
-                    boxes.outboxes.setdefault(to, []).append((boxes.delivery.send(to, message), message))
-                    if type(message) is ForkRequest:
-                        boxes.asked[to] = boxes.asked.get(to, 0) + 1
-            elif isinstance(effect, ReleaseValue):
-                self._released.append(self._values.pop(effect.reference, None))
-                self._origins.pop(effect.reference, None)
-            elif isinstance(effect, ConfirmHandle):
-                handle = self._handle_of(effect.fork)
-                if handle is not None:
-                    handle.confirmed = True
-            elif isinstance(effect, OrphanHandle):
-                self._fail(effect.fork, partial(owner_lost, effect.reference, self._name_of(effect.reference.owner)))
-            elif effect.fork is not None:
-                self._fail(effect.fork, partial(refused, effect.reference))
-            else:  # an error stands for the value until all that were promised one have gone
-                value = self._values.get(effect.reference)
-                if value is None:
-                    value = self._values[effect.reference] = Value()
-                self._refused.append((effect.reference, value))
-
-    def _handle_of(self, fork: ForkId) -> Handle | None:
-        known = self._handles.get(fork)
-        return known() if known is not None else None
-
-    def _fail(self, fork: ForkId, new_error: Callable[[], RpcError]) -> None:
-        handle = self._handle_of(fork)
-        self._handles.pop(fork, None)
-        if handle is not None:
-            handle.new_error = new_error
-
-    def _act(self) -> None:
-        """Does what was decided, by this thread or another. Without the lock, but for a moment."""
-        if self.mailboxes.outboxes or self.mailboxes.owed or self._released:
-            self._work_soon()
-        if self._refused:
-            with self._lock:
-                without, self._refused = self._refused, []
-            for reference, value in without:
-                value.refuse(partial(refused, reference))

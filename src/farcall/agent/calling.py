@@ -6,7 +6,9 @@ Rules
   but for our own errors, is Ctrl-C or as bad.
 - What the reference protocol has to say to a worker goes along with what is sent to it about references.
 - What a remote call makes is told to the caller without being asked, if it was plain data and wanted the last time:
-  one message less. It is used once, and what was not told, or is lost with its connection, is asked for as ever.
+  one message less. It is used once, and what was not told, or is lost with its connection, is asked for as ever. So is
+  what the handles stand for that a call brings, before its function runs: many such calls then wait for their values
+  together, and no thread for each.
 - A reference lives until the owner has answered what was asked of it, though the program drops it meanwhile.
 """
 
@@ -19,24 +21,30 @@ from typing import Any, Final
 from farcall.agent.book import ReferenceBook
 from farcall.agent.calls import PendingCall, ToldCall
 from farcall.agent.execution import Workplace
-from farcall.agent.handle import Handle, check_usable
+from farcall.agent.handle import Handle, check_usable, made_here
 from farcall.agent.lanes import FEW_HANDLES, SMALL_BODY, SMALL_HEAD
 from farcall.agent.outgoing import Outgoing
+from farcall.agent.patience import Patience
 from farcall.agent.peers import Peer
 from farcall.agent.values import Value
 from farcall.backends.given import bad_arguments, bad_callee, check_timeout, checked_function
 from farcall.errors import OwnerLost, RpcError, RpcTimeoutError, UnknownWorkerError, UsageError, WorkerLost
+from farcall.futures import DONE, FAILED
 from farcall.options import UNSET_RPC_TIMEOUT
 from farcall.protocol.control import pack_handle, pack_section
 from farcall.protocol.ids import ForkId, Worker, WorkerInfo
-from farcall.protocol.wire import CALL, CALL_CARRYING, METHOD, VALUE, as_shared
+from farcall.protocol.wire import CALL, CALL_CARRYING, METHOD, PLAIN, VALUE, as_shared, encode
 from farcall.serialization import ATOMS, callable_name, collecting, dumps_arguments, encode_function
 from farcall.sleeping import FOREVER
+from farcall.transports.segments import Place
 
 To = str | int | WorkerInfo
+Asks = list[tuple[ToldCall, bytes]]
+"""What is asked for before it is used, and the requests that are still to be sent."""
 Callee = Callable[..., Any] | str
 """A function; or the name of a method, for messages."""
 _MOST_PLAIN: Final = 1024
+_BROUGHT: Final = b"\0"
 
 
 class Calling:
@@ -57,6 +65,7 @@ class Calling:
         self._plain: dict[bytes, None] = {}
         """Functions of remote calls of which the value is worth being told without being asked: it was plain, and
         wanted here, the last time."""
+        self._patience = Patience()
 
     # Calls
 
@@ -164,15 +173,21 @@ class Calling:
             seconds = self.rpc_timeout if timeout == UNSET_RPC_TIMEOUT else self.resolve_timeout(timeout)
             if not told._state:
                 deadline = monotonic() + seconds if seconds else FOREVER
-                told.connection.drive(told, deadline)
+                if handle.callee[:1] == _BROUGHT:
+                    self._place.serving.doze(self._patience, told.read)
+                if not told._state:
+                    told.connection.drive(told, deadline)
                 if not told._state and not told.block(deadline):
                     handle.told, told.timeout = told, seconds
                     raise told.too_late()
-            if told.is_told():
+            state, value = told.outcome()
+            if state == DONE:
+                return value
+            if state == FAILED:
                 try:
-                    return told.value()
+                    raise value
                 finally:
-                    del told  # see `Future.value`
+                    del value, told  # see `Future.value`
             self._plain.pop(handle.callee, None)
         value = self.call_on(handle, VALUE, "to_here", (), None, timeout).wait()
         if handle.callee and (value is None or type(value) in ATOMS):
@@ -180,6 +195,35 @@ class Calling:
                 self._plain.clear()
             self._plain[handle.callee] = None
         return value
+
+    def ask_ahead(self, callee: bytes, handles: Sequence[Handle], asks: Asks) -> None:
+        """A call of that function came with these handles: what they stand for is asked for at once, if it was wanted.
+
+        Adds to `asks` what is to be sent. For the thread that reads what comes; does not fail.
+        """
+        brought = _BROUGHT + callee  # not what a remote call of the function makes
+        wanted = brought in self._plain and len(handles) <= FEW_HANDLES and self.closed is None
+        for handle in handles:
+            handle.callee = brought
+            fork = handle.fork
+            if not wanted or fork is None or handle.new_error is not None:
+                continue
+            peer = self.numbered.get(handle.reference[0])
+            if peer is not None and (connection := peer.connection) is not None:
+                call_id = next(connection.told_ids)
+                told = connection.pending[call_id] = ToldCall(connection, call_id, "to_here", 0.0, FOREVER)
+                handle.told, handle.packed = told, pack_handle(handle.reference, fork)
+                asks.append((told, encode(CALL, call_id, PLAIN + handle.packed, b"")))
+
+    def send_asks(self, asks: Asks) -> None:
+        """Sends what `ask_ahead` has left, all that goes to one worker at once, and forgets it."""
+        for connection in {told.connection: None for told, _ in asks}:
+            connection.send_news(b"".join([message for told, message in asks if told.connection is connection]))
+            connection.unattended()
+        for told, _ in asks:
+            if told.connection.is_lost():  # and perhaps does not know of it
+                told.connection.take_and_fail(told, RpcError("what was asked ahead was lost with its connection"))
+        asks.clear()
 
     def told_in_vain(self, handle: Handle) -> None:
         """A reference goes, and nobody wanted to know its value. For finalizers: takes no lock."""
@@ -197,7 +241,7 @@ class Calling:
         if args is not None and not isinstance(args, (tuple, list)):
             raise bad_arguments(args)
         with collecting() as handles:
-            body, buffers = dumps_arguments(function, args or (), kwargs, peer.info.name, by_value=not head)
+            body, buffers = dumps_arguments(function, args or (), kwargs, peer.info.name, not head)
         connection, spent = peer.connection, 0.0
         if connection is None:
             connection, spent = self._connect(peer, function, timeout)
@@ -206,8 +250,9 @@ class Calling:
         if not handles:
             return connection.call(function, head, body, buffers, timeout, spent)
         try:
-            number, carried = self._book.pass_on(list(handles), peer.number, connection)
-            mail = self._book.mailboxes.mail(peer.number)
+            book = self._book
+            number, carried = book.pass_on(list(handles), peer.number, connection)
+            mail = book.mailboxes.mail(peer.number) if book.mailboxes.outboxes else None
             full_head = pack_section(number, carried) + head
             future = connection.call(function, full_head, body, buffers, timeout, spent, CALL_CARRYING, mail)
         except RpcError:
@@ -234,7 +279,10 @@ class Calling:
         if args is not None and not isinstance(args, (tuple, list)):
             raise bad_arguments(args)
         head = encode_function(function)
-        return self._remote(peer, function if head else checked_function(function), head or b"", args, kwargs)
+        connection = peer.connection
+        if not head or args or kwargs or connection is None or len(head) > SMALL_HEAD or peer.number == self._book.me:
+            return self._remote(peer, function if head else checked_function(function), head or b"", args, kwargs)
+        return self._send_remote(peer.number, connection, head, b"", (), (), None, None)
 
     def remote_on(self, handle: Handle, method: str, args: Sequence[Any], kwargs: Mapping[str, Any] | None) -> Handle:
         """As `remote`, for a method of what a reference stands for; the result stays with its owner."""
@@ -273,26 +321,39 @@ class Calling:
             connection, _ = self._connect(peer, function, self.rpc_timeout)
         if buffers or len(body) > SMALL_BODY or len(handles) > FEW_HANDLES or len(head) > SMALL_HEAD:
             self._check_size(connection, function, head, len(handles) + 1, body, buffers)
-        # What is sent is kept until it has arrived, as it may have to be sent again, and the caller may change its own.
-        lent = connection.lane.keep(buffers) if buffers else None
-        kept = lent[1] if lent is not None else [memoryview(bytes(buffer)) for buffer in buffers]
-        told = None
+        lent, kept = None, buffers
+        if buffers:
+            # What is sent is kept until it has arrived: it may be sent again, and the caller may change its own.
+            lent = connection.lane.keep(buffers)
+            kept = lent[1] if lent is not None else [memoryview(bytes(buffer)) for buffer in buffers]
+        return self._send_remote(peer.number, connection, head, body, handles, kept, lent, keeps)
+
+    def _send_remote(
+        self,
+        owner: Worker,
+        connection: Outgoing,
+        head: bytes,
+        body: bytes,
+        handles: Sequence[Handle],
+        kept: Sequence[memoryview],
+        lent: tuple[Place, Sequence[memoryview]] | None,
+        keeps: Handle | None,
+    ) -> Handle:
+        """The last part of a remote call, when it is known what is sent. `lent` are the buffers in shared memory."""
+        told, call_id, book = None, 0, self._book
         try:
-            if head in self._plain and keeps is None:
-                told = ToldCall(connection, next(connection.told_ids), "to_here", 0.0, FOREVER)
-                connection.pending[told.call_id] = told
+            if keeps is None and head in self._plain:
+                call_id = next(connection.told_ids)
+                told = connection.pending[call_id] = ToldCall(connection, call_id, "to_here", 0.0, FOREVER)
             try:
-                handle, message = self._book.call_remote(
-                    peer.number, handles, head, body, kept, connection, keeps, told
-                )
+                handle, message = book.call_remote(owner, handles, head, body, kept, connection, keeps, call_id)
             except RpcError:
                 if lent is not None:
                     connection.lane.take_back(lent[0])
                 raise
             if lent is not None:
-                connection.send_control(as_shared(message, *lent[0]), (), self.rpc_timeout or FOREVER)
-            else:
-                connection.send_control(message, kept, self.rpc_timeout or FOREVER)
+                message, kept = as_shared(message, *lent[0]), ()
+            connection.send_control(message, kept, self.rpc_timeout or FOREVER)
         except RpcError:
             if told is not None:
                 connection.pending.pop(told.call_id, None)
@@ -300,9 +361,14 @@ class Calling:
         except BaseException as error:
             connection.interrupted(error)
             raise
-        if told is not None and connection.is_lost():  # and perhaps does not know of it
-            handle.told = None
-            connection.pending.pop(told.call_id, None)
+        if told is not None:
+            handle.told = told
+            if connection.is_lost():  # and perhaps does not know of it
+                handle.told = None
+                connection.pending.pop(call_id, None)
+        if keeps is None:
+            handle.callee = head
+        handle.made = made_here(book.record_stacks, 3)
         return handle
 
     # What they share

@@ -92,10 +92,20 @@ class ToldCall(PendingCall):
     def report_unseen(self, describe: Callable[[], str]) -> None:
         """See `Future`; whoever uses the reference hears of the failure."""
 
-    def is_told(self) -> bool:
-        """Of one that is done: whether it has the value, or the failure of its function. Else ask for it."""
+    def read(self, milliseconds: int) -> bool:
+        """Reads what comes within that time, if nobody else does; whether it is done."""
+        self.connection.receive_in_background(milliseconds)
+        return self._state != PENDING
+
+    def outcome(self) -> tuple[int, Any]:
+        """Of one that is done: DONE and the value, or FAILED and what its function raised. `PENDING`: ask for it.
+
+        It is loaded anew each time, and nothing of it kept: it is used once.
+        """
         reply = self._reply
-        return self._state != FAILED and not (isinstance(reply, Reply) and reply.is_untold())
+        if reply is not None:
+            return reply.told()  # type: ignore[attr-defined,no-any-return]
+        return (DONE, self._value) if self._state == DONE else (PENDING, None)
 
 
 class Reply:
@@ -120,9 +130,9 @@ class Reply:
         self._buffers = buffers
         self._handles = handles
 
-    def is_untold(self) -> bool:
-        """Whether it says nothing but that the value has to be asked for."""
-        return self._body == UNTOLD
+    def told(self) -> tuple[int, Any]:
+        """As `load`; `PENDING` if it says nothing but that the value has to be asked for."""
+        return self.load() if self._body != UNTOLD else (PENDING, None)
 
     def load(self) -> tuple[int, Any]:
         """See `Unloaded`."""

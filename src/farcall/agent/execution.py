@@ -35,6 +35,7 @@ from farcall.protocol.ids import Worker
 from farcall.protocol.wire import (
     FAILURE,
     METHOD,
+    PLAIN,
     PRESENCE,
     RESULT,
     RESULT_CARRYING,
@@ -153,6 +154,8 @@ class FunctionJob(ABC):
                     if what == VALUE:
                         reply = self._done("to_here", value)
                         return reply if type(reply) is not Returning else self._made(reply)
+                    if what == PLAIN:
+                        return self._made(self._tell(value))
                     if what != METHOD:
                         name, answer = _QUESTIONS[what]
                         return self._made(self._done(name, answer(value)))
@@ -207,7 +210,7 @@ class FunctionJob(ABC):
 
     def _name(self) -> str:
         """Of a function that is not there yet, for messages."""
-        name = self.kind.decode(errors="replace").lstrip("\1\2\3\4").replace("\0", ".")
+        name = self.kind.decode(errors="replace").lstrip("\1\2\3\4\5").replace("\0", ".")
         return name or ("the value" if self._callee else "a function sent by value")
 
     def _failed(self, function: Any, error: BaseException) -> Reply | None:
@@ -239,6 +242,10 @@ class FunctionJob(ABC):
     def _done(self, function: Callable[..., Any] | str, result: Any) -> Reply | Returning | None:
         """It returned; the reply, if there is one, or what makes it. The function's name is enough for messages."""
 
+    def _tell(self, value: Any) -> Reply | Returning | None:
+        """The caller wants the value if it is plain; the reply, if there is one."""
+        return self._done("to_here", value)
+
     @abstractmethod
     def _failed_with(self, failure: bytes) -> Reply | None:
         """It failed, and that is the encoded failure; the reply, if there is one."""
@@ -263,6 +270,14 @@ def _reader_of(value: Any, name: str, attribute: Any) -> Callable[..., Any]:
         return attribute
 
     return read
+
+
+def _told(value: Any) -> bytes:
+    """The body of the reply to one who wants a value if it is plain."""
+    if value is None:
+        return b""
+    body = dumps_atom(value) if type(value) in ATOMS else UNTOLD
+    return body if len(body) <= SMALL_BODY else UNTOLD
 
 
 class CallJob(FunctionJob):
@@ -291,7 +306,7 @@ class CallJob(FunctionJob):
         self._handles = handles
         self.kind = self._callee = callee
         self._subject = None
-        if callee[:1] <= TYPE:
+        if callee[:1] <= PLAIN:
             self._find_subject()
 
     def _done(self, function: Callable[..., Any] | str, result: Any) -> Reply | Returning | None:
@@ -317,6 +332,9 @@ class CallJob(FunctionJob):
             return encode(kind, self._call_id, head, body)
         except BaseException as error:
             return self._failed(function, error)
+
+    def _tell(self, value: Any) -> Reply | None:
+        return encode(RESULT, self._call_id, b"", _told(value))
 
     def _failed_with(self, failure: bytes) -> Reply:
         return encode(FAILURE, self._call_id, b"", failure)
@@ -362,17 +380,18 @@ class RemoteJob(FunctionJob):
         self._subject = None
         self._value = value
         self._keeps = keeps
-        if callee[:1] <= TYPE:
+        if callee[:1] <= PLAIN:
             self._find_subject()
 
     def _done(self, function: Callable[..., Any] | str, result: Any) -> Reply | None:
-        callbacks = self._value.settle(DONE, result)  # as `Value.give`, without its frame
-        if callbacks:
-            run_callbacks(self._value, callbacks)
-        if not self._call_id:
+        value, call_id = self._value, self._call_id
+        value._value = result  # as `Value.give`, without its frames
+        value._state = DONE
+        if value._watchers:
+            run_callbacks(value, value.wake())
+        if not call_id:
             return None
-        body = b"" if result is None else dumps_atom(result) if type(result) in ATOMS else UNTOLD
-        return encode(RESULT, self._call_id, b"", body if len(body) <= SMALL_BODY else UNTOLD)
+        return encode(RESULT, call_id, b"", _told(result))
 
     def _failed_with(self, failure: bytes) -> Reply | None:
         self._value.fail(failure)

@@ -6,7 +6,9 @@ And the errors of handles that lead nowhere.
 from __future__ import annotations
 
 import sys
+import threading
 import traceback
+import weakref
 from collections.abc import Callable, Sequence
 from types import CodeType, FrameType
 from typing import TYPE_CHECKING, Any
@@ -26,12 +28,12 @@ class Handle:
     """One handle of a reference on this worker."""
 
     __slots__ = (
-        "__weakref__", "_made", "book", "callee", "confirmed", "fork", "new_error", "packed", "reference", "told",
+        "__weakref__", "book", "callee", "confirmed", "fork", "made", "new_error", "packed", "reference", "told",
         "value",
     )  # fmt: skip
 
     def __init__(
-        self, book: ReferenceBook, reference: RRefId, fork: ForkId | None, value: Value | None, made: Made
+        self, book: ReferenceBook, reference: RRefId, fork: ForkId | None, value: Value | None, made: Made = ""
     ) -> None:
         self.book = book
         self.reference = reference
@@ -45,15 +47,16 @@ class Handle:
         self.packed: bytes | None = None
         """Reference and fork as they stand in messages, once somebody has packed them."""
         self.callee = b""
-        """The function that makes its value, by its name, if this worker has called it."""
+        """By whose name it is remembered whether its value is wanted: the function that makes it, if this worker has
+        called that, or the one whose call has brought it."""
         self.told: ToldCall | None = None
         """What the owner tells of the value without being asked, until that is used."""
-        self._made = made
+        self.made = made
 
     @property
     def made_at(self) -> str:
         """Where the program made it, or from whom it came."""
-        return described(self._made)
+        return described(self.made)
 
     def check(self) -> None:
         """Raises `OwnerLost`, `ReferenceRefused` or `UsageError` if it leads nowhere."""
@@ -87,6 +90,33 @@ def handle_here(book: ReferenceBook, reference: RRefId, made: Made) -> Handle:
     return Handle(book, reference, None, value, made)
 
 
+class Handles(dict[ForkId, "weakref.ref[Handle]"]):
+    """The handles of forks, as long as the program has them."""
+
+    __slots__ = ()
+
+    def find(self, fork: ForkId) -> Handle | None:
+        """The handle of a fork; None if it is gone."""
+        known = self.get(fork)
+        return known() if known is not None else None
+
+    def fail(self, fork: ForkId, new_error: Callable[[], RpcError]) -> None:
+        """Every use of the handle of that fork raises from now on."""
+        handle = self.find(fork)
+        self.pop(fork, None)
+        if handle is not None:
+            handle.new_error = new_error
+
+
+def refuse_finalizers(lock: threading.RLock) -> None:
+    """Raises `UsageError` if this very thread is in the midst of a change to the tables that this lock guards."""
+    if lock._is_owned():  # type: ignore[attr-defined]
+        raise UsageError(
+            "a finalizer cannot make references or pass them on here: it interrupts their book-keeping; "
+            "make the call elsewhere, not in __del__"
+        )
+
+
 def stillborn(book: ReferenceBook, owner: Worker, new_error: Callable[[], RpcError]) -> Handle:
     """A handle of a reference that could not be made at `owner`: every use raises. Nobody else knows of it."""
     if owner == book.me:
@@ -104,7 +134,10 @@ Made = str | tuple[CodeType, int]
 def made_here(whole_stack: bool, depth: int = 2) -> Made:
     """The line, or the stack, of the program that makes a handle just now; `depth` frames of ours lie in between."""
     frame: FrameType | None = sys._getframe(depth)
-    while frame is not None and frame.f_globals.get("__name__", "").startswith("farcall."):
+    while frame is not None:
+        name = frame.f_globals.get("__name__", "")
+        if not name.startswith("farcall.") or name.startswith("farcall.bench."):  # which is a program as any other
+            break
         frame = frame.f_back
     if frame is None:
         return "farcall itself"

@@ -15,6 +15,7 @@ import logging
 from collections.abc import Callable, Sequence
 from typing import Any, Protocol
 
+from farcall.agent.calling import Asks
 from farcall.agent.execution import Workplace
 from farcall.agent.jobs import Reply
 from farcall.agent.lanes import Lane
@@ -86,6 +87,7 @@ class Incoming:
         self._peer: Hello | None = None
         self._caller: Worker = -1  # its number, once it has greeted
         self._closed = False
+        self._asks: Asks = []
         self.calls_served = 0
         """How many calls have come on it."""
         self._sender = Sender(channel, lambda on: poller.want(self._descriptor, WRITABLE, on))
@@ -123,8 +125,13 @@ class Incoming:
             for kind, call_id, head, body, buffers in messages:
                 if kind == CALL:
                     ready.append(call_job(place, self, call_id, head, body, buffers))
+                elif kind == REMOTE:
+                    self._take_remote(call_id, head, body, buffers)
+                elif kind == CALL_CARRYING:
+                    self._take_carrying(call_id, head, body, buffers)
                 else:
-                    self._take(kind, call_id, head, body, buffers)
+                    self.calls_served -= 1
+                    self._take(kind, head, body)
         except BlockingIOError:
             pass
         except (ProtocolError, MemoryError) as error:
@@ -137,6 +144,9 @@ class Incoming:
             if self._peer is None:
                 self.dismiss("left", f"the connection broke before it had proved that it knows the secret: {error}")
             self.close()
+        finally:
+            if self._asks:
+                self._place.book.calling.send_asks(self._asks)
 
     def dismiss(self, kind: str, why: str) -> None:
         """Closes the connection of one who is not let in, with a line in the log for the first of this kind."""
@@ -148,20 +158,30 @@ class Incoming:
         logger.log(level, "worker %r: connection from %s closed: %s", name, self._channel.address, why)
         self.close()
 
-    def _take(self, kind: int, call_id: int, head: bytes, body: Bytes, buffers: Sequence[Bytes]) -> None:
-        """What has to do with references: they are counted here, before anything of the message is used."""
+    # What has to do with references: they are counted here, before anything of the message is used.
+
+    def _take_remote(self, call_id: int, head: bytes, body: Bytes, buffers: Sequence[Bytes]) -> None:
+        self.calls_served -= 1
+        place = self._place
+        number, carried, reference, fork, callee = unpack_remote(head)
+        taken = place.book.create_requested(self._caller, number, reference, fork, carried)
+        if taken is not None:
+            value, handles = taken
+            job = place.remote_job(place, value, callee, body, buffers, handles, None, self, call_id)
+            place.serving.ready.append(job)
+
+    def _take_carrying(self, call_id: int, head: bytes, body: Bytes, buffers: Sequence[Bytes]) -> None:
+        place = self._place
+        number, carried, callee = unpack_section(head)
+        handles = place.book.take(self._caller, number, carried)
+        if handles is not None:
+            if callee:
+                place.book.calling.ask_ahead(callee, handles, self._asks)
+            place.serving.ready.append(place.call_job(place, self, call_id, callee, body, buffers, handles))
+
+    def _take(self, kind: int, head: bytes, body: Bytes) -> None:
         book = self._place.book
         caller = self._caller
-        if kind != CALL_CARRYING:
-            self.calls_served -= 1
-        if kind == REMOTE:
-            number, carried, reference, fork, callee = unpack_remote(head)
-            taken = book.create_requested(caller, number, reference, fork, carried)
-            if taken is not None:
-                value, handles = taken
-                job = self._place.remote_job(self._place, value, callee, body, buffers, handles, None, self, call_id)
-                self._place.serving.ready.append(job)
-            return
         if kind == CONTROL:
             book.control_received(caller, body)
             return
@@ -171,13 +191,10 @@ class Incoming:
         if kind == SHARES:
             self.lane.open()
             return
-        if kind not in (CALL_CARRYING, CARRIED):
+        if kind != CARRIED:
             raise ProtocolError(f"a reply (kind {kind}) came where only calls may")
-        number, carried, callee = unpack_section(head)
-        taken_handles = book.take(caller, number, carried)
-        if kind == CALL_CARRYING and taken_handles is not None:
-            call = self._place.call_job(self._place, self, call_id, callee, body, buffers, taken_handles)
-            self._place.serving.ready.append(call)
+        number, carried, _ = unpack_section(head)
+        book.take(caller, number, carried)
 
     def _greet(self, data: bytes) -> bytes:
         """Goes on with the greeting; what is behind it, once the other side is let in.

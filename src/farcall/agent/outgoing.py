@@ -183,7 +183,7 @@ class Outgoing:
     def _sending_failed(self, error: OSError) -> None:
         """It has hung up, most likely: what it said before that, perhaps good-bye, is read first."""
         poll = self._new_poll()
-        while self._lost is None and poll(0) and self._receive_in_background():
+        while self._lost is None and poll(0) and self.receive_in_background():
             pass
         self.lose(f"sending to it failed: {error}")
 
@@ -372,14 +372,15 @@ class Outgoing:
             except OSError as error:
                 self._sending_failed(error)
         if events & ~WRITABLE:
-            self._receive_in_background()
+            self.receive_in_background()
 
-    def _receive_in_background(self) -> bool:
-        """Reads what is there, unless somebody else does; whether it did."""
+    def receive_in_background(self, milliseconds: int = 0) -> bool:
+        """Reads what is there, or comes within that time, unless somebody else does; whether it did."""
         if not self._reading.enter_in_background():
             return False
         try:
-            self._receive(None)
+            if not milliseconds or self._poll(milliseconds):
+                self._receive(None)
         finally:
             self._reading.leave()
         return True

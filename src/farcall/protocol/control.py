@@ -30,6 +30,7 @@ from farcall.protocol.reference_messages import (
     Message,
     UserDeleted,
 )
+from farcall.protocol.wire import HEADER, REMOTE
 
 _KINDS: Final[tuple[type[Message], ...]] = (
     CreateRequest,
@@ -46,6 +47,10 @@ _ENTRY: Final = struct.Struct("<QBIIQIQ")
 _SECTION: Final = struct.Struct("<QH")
 _HANDLE: Final = struct.Struct("<IIQIQ")
 _REMOTE: Final = struct.Struct("<QHIIQIQ")
+_REMOTE_SIZE: Final = _REMOTE.size
+_pack_one: Final = _REMOTE.pack
+_unpack_remote: Final = _REMOTE.unpack_from
+_pack_frame: Final = struct.Struct(HEADER.format + _REMOTE.format[1:]).pack
 HANDLE_SIZE: Final = _HANDLE.size
 unpack_reference: Final = struct.Struct("<IIQ").unpack_from
 """`unpack_reference(head, at)`: the reference of a handle in a head, as a plain tuple, which is equal to its `RRefId`.
@@ -86,38 +91,48 @@ def unpack_control(body: bytes | bytearray | memoryview) -> tuple[int, list[tupl
 def pack_section(number: int, handles: Sequence[Carried]) -> bytes:
     """The front of the head of a message that carries handles, at most `MOST_HANDLES`. Does not fail."""
     if len(handles) == 1:
-        ((reference, fork),) = handles
-        return _REMOTE.pack(number, 1, *reference, *fork)
+        ((owner, creator, place), (fork_creator, fork_number)) = handles[0]
+        return _pack_one(number, 1, owner, creator, place, fork_creator, fork_number)
     return _SECTION.pack(number, len(handles)) + b"".join([pack_handle(*handle) for handle in handles])
 
 
 def pack_remote(number: int, handles: Sequence[Carried], reference: RRefId, fork: ForkId) -> bytes:
     """The front of the head of a remote call: the section, the reference to make, and the caller's fork of it."""
-    if not handles:
-        return _REMOTE.pack(number, 0, *reference, *fork)
     return pack_section(number, handles) + pack_handle(reference, fork)
+
+
+def encode_remote(call_id: int, number: int, reference: RRefId, fork: ForkId, callee: bytes, body: bytes) -> bytes:
+    """A whole remote call without handles and buffers: as `wire.encode` of what `pack_remote` gives, in fewer steps."""
+    owner, creator, place = reference
+    fork_creator, fork_number = fork
+    size = _REMOTE_SIZE + len(callee)
+    start = _pack_frame(
+        REMOTE, 0, 0, size, len(body), call_id, number, 0, owner, creator, place, fork_creator, fork_number
+    )
+    return start + callee + body
 
 
 def unpack_remote(head: bytes) -> tuple[int, list[Carried], RRefId, ForkId, bytes]:
     """What `pack_remote` has packed, and the rest of the head. Raises `ProtocolError`."""
-    if len(head) >= _REMOTE.size:
-        number, count, owner, creator, place, fork_creator, fork_number = _REMOTE.unpack_from(head)
+    if len(head) >= _REMOTE_SIZE:
+        number, count, owner, creator, place, fork_creator, fork_number = _unpack_remote(head)
         if not count:
             reference, fork = new_tuple(RRefId, (owner, creator, place)), new_tuple(ForkId, (fork_creator, fork_number))
-            return number, [], reference, fork, head[_REMOTE.size :]
+            return number, [], reference, fork, head[_REMOTE_SIZE:]
     number, carried, rest = unpack_section(head)
     return number, carried, *unpack_handle(rest)
 
 
 def unpack_section(head: bytes) -> tuple[int, list[Carried], bytes]:
     """The message's number, the handles it carries, and the rest of the head. Raises `ProtocolError`."""
+    if len(head) >= _REMOTE_SIZE:
+        number, count, owner, creator, place, fork_creator, fork_number = _unpack_remote(head)
+        if count == 1:
+            named = new_tuple(RRefId, (owner, creator, place)), new_tuple(ForkId, (fork_creator, fork_number))
+            return number, [new_tuple(Carried, named)], head[_REMOTE_SIZE:]
     if len(head) < _SECTION.size:
         raise ProtocolError("a message that should carry references has no place for them")
     number, count = _SECTION.unpack_from(head)
-    if count == 1 and len(head) >= _REMOTE.size:
-        _, _, owner, creator, place, fork_creator, fork_number = _REMOTE.unpack_from(head)
-        named = new_tuple(RRefId, (owner, creator, place)), new_tuple(ForkId, (fork_creator, fork_number))
-        return number, [new_tuple(Carried, named)], head[_REMOTE.size :]
     end = _SECTION.size + count * HANDLE_SIZE
     if len(head) < end:
         raise ProtocolError(f"a message announced {count} references, but does not carry as many")

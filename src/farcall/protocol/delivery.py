@@ -90,8 +90,12 @@ class Delivery(Generic[M]):
             if upto > link.last:
                 raise ProtocolError(f"worker {peer} acknowledged message {upto}; the last one sent is {link.last}")
             kept = link.unacknowledged
-            while kept and (first := next(iter(kept))) <= upto:
-                messages.append(kept.pop(first))
+            taken = []
+            for number in kept:  # in the order of their numbers
+                if number > upto:
+                    break
+                taken.append(number)
+            messages = [kept.pop(number) for number in taken]
         return messages
 
     def unacknowledged(self, peer: Worker) -> list[tuple[int, M]]:

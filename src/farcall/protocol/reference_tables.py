@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from enum import Enum
+from typing import Final
 
 from farcall.protocol.ids import ForkId, RRefId, Worker
 
@@ -26,6 +27,11 @@ class Standing(Enum):
     """It was not asked yet: the parent's fork keeps the value for ours, and waits for our word."""
     UNCONFIRMED = "unconfirmed"
     CONFIRMED = "confirmed"
+
+
+LENT: Final = Standing.LENT
+UNCONFIRMED: Final = Standing.UNCONFIRMED
+CONFIRMED: Final = Standing.CONFIRMED
 
 
 class Held:

@@ -80,7 +80,7 @@ from farcall.protocol.reference_messages import (
     UserDeleted,
     ValueMade,
 )
-from farcall.protocol.reference_tables import Held, Owned, Standing
+from farcall.protocol.reference_tables import CONFIRMED, LENT, UNCONFIRMED, Held, Owned
 from farcall.protocol.watermark import Watermark
 
 
@@ -135,8 +135,8 @@ class References:
 
     def new_fork(self) -> ForkId:
         """An id for a fork that this worker is about to make."""
-        self._forks += 1
-        return new_tuple(ForkId, (self.me, self._forks))  # type: ignore[no-any-return]
+        forks = self._forks = self._forks + 1
+        return new_tuple(ForkId, (self.me, forks))  # type: ignore[no-any-return]
 
     def ids_given(self, owner: Worker) -> tuple[int, int]:
         """How many references at `owner`, and how many forks, have got ids so far: for `take_back`."""
@@ -161,9 +161,9 @@ class References:
     def call_remote(self, owner: Worker) -> tuple[RRefId, ForkId]:
         """New ids, and `remote_called` with them, for an owner that is there. In one frame, for speed."""
         number = self._numbers[owner] = self._numbers.get(owner, 0) + 1
-        self._forks += 1
-        reference, fork = new_tuple(RRefId, (owner, self.me, number)), new_tuple(ForkId, (self.me, self._forks))
-        self.held[fork] = Held(reference, Standing.UNCONFIRMED, None)
+        forks = self._forks = self._forks + 1
+        reference, fork = new_tuple(RRefId, (owner, self.me, number)), new_tuple(ForkId, (self.me, forks))
+        self.held[fork] = Held(reference, UNCONFIRMED, None)
         return reference, fork
 
     # The door
@@ -216,7 +216,7 @@ class References:
                 continue
             if held.parent == lost:
                 held.parent = None  # the owner decides whether the fork counts; nobody waits for our word
-                if held.standing is Standing.LENT:
+                if held.standing is LENT:
                     effects += self._ask(fork, held)
             for child in [child for child, to in held.children.items() if to == lost]:
                 self._settle_child(held, child)
@@ -255,22 +255,22 @@ class References:
             raise ProtocolError(f"{fork} is held already")
         if reference.owner not in self.peers:
             return [OrphanHandle(reference, fork)]
-        self.held[fork] = Held(reference, Standing.UNCONFIRMED, None)
+        self.held[fork] = Held(reference, UNCONFIRMED, None)
         return [SendMessage(reference.owner, CreateRequest(reference, fork))]
 
     def create_delivered(self, reference: RRefId, fork: ForkId) -> list[Effect]:
         """See `CreateDelivered`."""
         held = self.held.get(fork)
-        if held is None or held.standing is not Standing.UNCONFIRMED or held.reference != reference:
+        if held is None or held.standing is not UNCONFIRMED or held.reference != reference:
             raise ProtocolError(f"{reference} was delivered, which {fork} did not ask for")
-        if not reference.creator == self.me == fork.creator or held.parent is not None:
+        if not reference[1] == self.me == fork[0] or held.parent is not None:
             raise ProtocolError(f"{reference} was not asked for by {fork}")
-        held.standing = Standing.CONFIRMED
-        return self._delete_if_done(fork, held) if held.dropped else [ConfirmHandle(reference, fork)]
+        held.standing = CONFIRMED
+        return self._delete_if_done(fork, held) if held.dropped else [new_tuple(ConfirmHandle, (reference, fork))]
 
     def handle_passed(self, reference: RRefId, parent: ForkId | None, child: ForkId, to: Worker) -> list[Effect]:
         """See `HandlePassed`."""
-        if child.creator != self.me:
+        if child[0] != self.me:
             raise ProtocolError(f"{child} is not ours to make")
         held = self._passable(reference, parent)
         owned = self.owned.get(reference)
@@ -278,7 +278,7 @@ class References:
             raise ProtocolError(f"{child} was passed before")
         if to not in self.peers:
             return []  # it never arrives, and nobody will hold it
-        if reference.owner == self.me:  # counted at once, even if it comes from a fork that we hold of our own value
+        if reference[0] == self.me:  # counted at once, even if it comes from a fork that we hold of our own value
             self.owned.setdefault(reference, Owned(created=False)).forks[child] = to
         elif held is not None and parent is not None:
             held.children[child] = to
@@ -312,21 +312,21 @@ class References:
     def handle_received(self, carried: Carried, sender: Worker) -> list[Effect]:
         """See `HandleReceived`."""
         reference, fork = carried
-        if sender != fork.creator:
+        owner = reference[0]
+        if sender != fork[0]:
             raise ProtocolError(f"{fork} came from worker {sender}, who cannot have made it")
         if fork in self.held:
             raise ProtocolError(f"{fork} is held already")
-        if reference.owner == self.me:
+        if owner == self.me:
             return self._own_handle_received(reference, fork, sender)
-        if reference.owner not in self.peers:
+        if owner not in self.peers:
             return [OrphanHandle(reference, fork)]
-        if sender == reference.owner:
-            self.held[fork] = Held(reference, Standing.CONFIRMED, None)
+        if sender == owner:
+            self.held[fork] = Held(reference, CONFIRMED, None)
             return [ConfirmHandle(reference, fork)]
-        self.held[fork] = self.lent[fork] = held = Held(reference, Standing.LENT, sender)
-        if sender not in self.peers:
-            held.parent = None  # who would have kept it for us
-        return self._ask(fork, held) if held.parent is None else []
+        parent = sender if sender in self.peers else None  # who keeps it for us
+        self.held[fork] = self.lent[fork] = held = Held(reference, LENT, parent)
+        return self._ask(fork, held) if parent is None else []
 
     def _own_handle_received(self, reference: RRefId, fork: ForkId, sender: Worker) -> list[Effect]:
         owned = self.owned.get(reference)
@@ -348,7 +348,7 @@ class References:
         return self._ask(fork, held)
 
     def _ask(self, fork: ForkId, held: Held) -> list[Effect]:
-        held.standing = Standing.UNCONFIRMED
+        held.standing = UNCONFIRMED
         del self.lent[fork]
         return [SendMessage(held.reference.owner, ForkRequest(held.reference, fork))]
 
@@ -378,14 +378,15 @@ class References:
 
     def create_requested(self, sender: Worker, reference: RRefId, fork: ForkId) -> list[Effect]:
         """See `CreateRequest`; its sender must be there."""
-        if reference.owner != self.me:
+        owner, creator, number = reference
+        if owner != self.me:
             raise ProtocolError(f"{reference} is not ours to make")
-        if not reference.creator == fork.creator == sender:
+        if not creator == fork[0] == sender:
             raise ProtocolError(f"{reference} is not worker {sender}'s to ask for")
         owned = self.owned.get(reference)
         if owned is not None and fork in owned.forks:
             raise ProtocolError(f"{fork} is counted already")
-        created, number = self.peers[sender], reference.number
+        created = self.peers[sender]
         if number == created.mark + 1 and not created.beyond:  # the rule, without a frame
             created.mark = number
         elif not created.add(number):
@@ -417,7 +418,7 @@ class References:
 
     def _fork_accepted(self, sender: Worker, reference: RRefId, fork: ForkId) -> list[Effect]:
         held = self._answered(sender, reference, fork)
-        held.standing = Standing.CONFIRMED
+        held.standing = CONFIRMED
         parent, held.parent = held.parent, None
         effects: list[Effect] = [ConfirmHandle(reference, fork)]
         if parent is not None:
@@ -427,14 +428,12 @@ class References:
     def _fork_refused(self, sender: Worker, reference: RRefId, fork: ForkId) -> list[Effect]:
         held = self._answered(sender, reference, fork)
         self._forget(fork, held)
-        effects: list[Effect] = [RefuseHandle(reference, fork)]
-        if held.parent is not None:
-            effects += self._tell_parent(held.parent, reference, fork)
-        return effects
+        told = self._tell_parent(held.parent, reference, fork) if held.parent is not None else []
+        return [RefuseHandle(reference, fork), *told]
 
     def _answered(self, sender: Worker, reference: RRefId, fork: ForkId) -> Held:
         held = self.held.get(fork)
-        if held is None or held.standing is not Standing.UNCONFIRMED or held.reference != reference:
+        if held is None or held.standing is not UNCONFIRMED or held.reference != reference:
             raise ProtocolError(f"an answer came for {fork} of {reference}, which did not ask")
         if held.parent is None and fork.creator == self.me:
             raise ProtocolError(f"an answer came for {fork} of {reference}, which asked to make it")
@@ -468,7 +467,7 @@ class References:
         return [new_tuple(SendMessage, (parent, told))] if parent in self.peers else []
 
     def _delete_if_done(self, fork: ForkId, held: Held) -> list[Effect]:
-        if not held.dropped or held.children or held.standing is Standing.UNCONFIRMED:
+        if not held.dropped or held.children or held.standing is UNCONFIRMED:
             return []  # G2, and: a delete must not overtake its own request
         self._forget(fork, held)
         if held.parent is not None:  # it was lent, and is given back
@@ -477,7 +476,8 @@ class References:
 
     def _forget(self, fork: ForkId, held: Held) -> None:
         del self.held[fork]
-        self.lent.pop(fork, None)
+        if held.standing is LENT:
+            del self.lent[fork]
         for child in held.children:
             del self._parents[child]
 
@@ -489,7 +489,7 @@ class References:
         if owned.handles or owned.forks:
             return []
         del self.owned[reference]
-        return [ReleaseValue(reference)]
+        return [new_tuple(ReleaseValue, (reference,))]
 
     def _is_new(self, reference: RRefId) -> bool:
         return reference not in self.owned and self._may_be_created(reference)

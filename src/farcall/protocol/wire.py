@@ -39,6 +39,7 @@ back. The *callee* is
     2, reference and fork              its value
     3, reference and fork              nothing: answered when the value is there
     4, reference and fork              its type
+    5, reference and fork              its value, if that is plain: else answered by `UNTOLD`
 
 This module knows nothing of what heads and bodies mean. Pure: bytes in, messages out.
 
@@ -78,6 +79,7 @@ METHOD: Final = b"\1"
 VALUE: Final = b"\2"
 PRESENCE: Final = b"\3"
 TYPE: Final = b"\4"
+PLAIN: Final = b"\5"
 
 UNTOLD: Final = b"\0"
 """The body of a result that says: the value is there, and has to be asked for. No pickle begins like that."""
@@ -234,13 +236,19 @@ class Decoder:
 
         Raises `ProtocolError` for what cannot be a message.
         """
-        self.received += len(data)
+        end = len(data)
+        self.received += end
         if self._rest:
             data = self._rest + data
             self._rest = b""
+            end = len(data)
+        elif _SIZE <= end <= LARGE:  # one whole message is the rule: with fewer steps
+            kind, head_size, body_size, call_id = _unpack_from(data)
+            middle = _SIZE + head_size
+            if middle + body_size == end and CALL <= kind <= _LAST:
+                return [(kind, call_id, data[_SIZE:middle], data[middle:], ())]
         messages: list[Message] = []
         at = 0
-        end = len(data)
         while end - at >= _SIZE:
             kind, head_size, body_size, call_id = _unpack_from(data, at)
             if not CALL <= kind <= _LAST or head_size + body_size > LARGE:

@@ -27,6 +27,7 @@ import threading
 from collections import deque
 from collections.abc import Callable
 from typing import Any, Final
+from zlib import crc32
 
 import farcall as rpc
 from farcall.agent import Agent
@@ -201,9 +202,9 @@ def _somebody(chance: random.Random) -> rpc.WorkerInfo:
 # What workers run for each other.
 
 
-def value_of(call_id: str) -> list[str]:
-    """What the reference that was made by a call must lead to."""
-    return ["value", call_id]
+def value_of(call_id: str) -> list[str] | str:
+    """What the reference that was made by a call must lead to: plain data for most, which workers tell unasked."""
+    return f"value of {call_id}" if crc32(call_id.encode()) % 4 else ["value", call_id]
 
 
 def serve(call_id: str, payload: bytes, hop: str | None = None) -> tuple[str, int]:
@@ -217,7 +218,7 @@ def serve(call_id: str, payload: bytes, hop: str | None = None) -> tuple[str, in
     return call_id, len(payload)
 
 
-def make(call_id: str) -> list[str]:
+def make(call_id: str) -> list[str] | str:
     """Makes a value for a reference."""
     _scene().note("ran", call_id)
     return value_of(call_id)

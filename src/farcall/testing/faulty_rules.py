@@ -16,7 +16,7 @@ from typing import Final, NamedTuple
 from farcall.protocol.control import unpack_section
 from farcall.protocol.reference_messages import ChildAccepted, ForkRequest, UserDeleted
 from farcall.protocol.reference_messages import Message as ReferenceMessage
-from farcall.protocol.wire import CALL_CARRYING, VALUE
+from farcall.protocol.wire import CALL_CARRYING, PLAIN, VALUE
 from farcall.testing import faulty_options as names
 from farcall.testing.faulty_options import Failure, FaultyRpcBackendOptions, Names, meaning
 
@@ -96,7 +96,7 @@ class Rules:
 
 def name_of_call(kind: int, head: bytes) -> str:
     """The name of a call. Raises `ProtocolError`."""
-    return names.FETCH if callee_of(kind, head).startswith(VALUE) else names.CALL
+    return names.FETCH if callee_of(kind, head).startswith((VALUE, PLAIN)) else names.CALL
 
 
 def callee_of(kind: int, head: bytes) -> bytes:
