@@ -16,8 +16,10 @@ import pytest
 from farcall.transports.borrowed_memory import Borrower, Loan
 from farcall.transports.segments import ALIGNMENT, FREE, KEPT, LENT
 from farcall.transports.shared_memory import MOST_SEGMENTS, Lender, Pool
+from interruption import At, Interrupt
 
 SIZE = 1 << 18
+FILES = ("transports/shared_memory.py", "transports/segments.py")
 
 
 class Ends:
@@ -321,6 +323,34 @@ def test_what_was_not_lent_so_is_not_taken(
     del view
     with pytest.raises(OSError, match="number 1 is not lent"):
         ends.lender.take_returned(1, [0], [10])
+
+
+def test_an_interrupt_anywhere_while_it_is_taken_back_shows_nobody_what_another_gets() -> None:
+    for point in range(200):
+        ends = Ends()
+        (view,) = ends.pass_on(data(1))
+        loan = ends.loan_of(view)
+        with loan:
+            del view
+            assert loan.give()
+        at = At(FILES, (point,))
+        got = None
+        with at:
+            try:
+                got = ends.lender.take_returned(loan.number, loan.offsets, loan.sizes)
+            except Interrupt:
+                pass
+        gc.collect()
+        segment = ends.lender._segments[0]
+        if got is None:
+            assert segment.state() == LENT or segment.is_free(), at.places
+        else:
+            assert not segment.is_free()
+            assert bytes(got[0]) == data(1)
+        ends.close()
+        if not at.has_acted:
+            break
+    assert 5 < point < 199
 
 
 # Little memory
