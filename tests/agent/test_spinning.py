@@ -53,9 +53,9 @@ def world(monkeypatch: pytest.MonkeyPatch) -> World:
     return world
 
 
-def misses_until_it_rests(world: World, spin: Spinning) -> int:
+def misses_until_it_rests(world: World, spin: Spinning, crowded_at: int | None = None) -> int:
     count = 0
-    while world.wait(spin) == [] and world.polls:
+    while world.wait(spin, crowded_at=crowded_at) == [] and world.polls:
         count += 1
         assert count < 1000
     return count
@@ -107,14 +107,32 @@ def test_it_rests_when_it_has_missed_often_and_then_tries_again(world: World) ->
     assert rest(world, spin) == spinning._FIRST_REST
 
 
-def test_rests_get_longer_up_to_a_limit(world: World) -> None:
+@pytest.mark.parametrize(
+    ("crowded_at", "expected"),
+    [(None, [16, 32, 64, 128, 256, 256, 256, 256]), (1, [16, 32, 64, 128, 256, 512, 1024, 1024])],
+    ids=["too late", "crowded"],
+)
+def test_rests_get_longer_up_to_a_limit(world: World, crowded_at: int | None, expected: list[int]) -> None:
+    spin = Spinning(BUDGET)
+    misses_until_it_rests(world, spin, crowded_at)
+    rests = [rest(world, spin)]
+    while len(rests) < len(expected):
+        assert misses_until_it_rests(world, spin, crowded_at) <= 2, "trust is soon lost again"
+        rests.append(rest(world, spin))
+    assert rests == expected
+
+
+def test_after_a_rest_it_looks_for_longer_until_trust_is_won_back(world: World) -> None:
     spin = Spinning(BUDGET)
     misses_until_it_rests(world, spin)
-    rests = [rest(world, spin)]
-    for _ in range(8):
-        assert misses_until_it_rests(world, spin) <= 2, "trust is soon lost again"
-        rests.append(rest(world, spin))
-    assert rests == [16, 32, 64, 128, 256, 512, 1024, 1024, 1024]
+    rest(world, spin)
+    late = int(2 * BUDGET / STEP)
+    hits = 0
+    while world.wait(spin, ready_at=late):
+        hits += 1
+        assert hits < 1000
+    assert hits == pytest.approx(spinning._WON_BACK - spinning._MISS_COSTS, abs=1), "more than one hit, not for ever"
+    assert world.wait(spin, ready_at=late), "a miss, and it looks for longer again"
 
 
 def test_trust_that_is_won_back_makes_the_next_rest_short(world: World) -> None:

@@ -17,7 +17,7 @@ from torch_stage import SOON, add, echo, one_worker, options, run_group
 import farcall.pytorch as rpc
 from farcall.errors import RendezvousTimeoutError
 from farcall.protocol import ids
-from farcall.pytorch import api, backend_registry, internal, native
+from farcall.pytorch import api, backend_registry, internal, native, starting
 from farcall.pytorch.workers import WorkerInfo, as_torch
 
 ME = "alone"
@@ -49,6 +49,21 @@ def test_names_that_it_takes(tmp_path: Path) -> None:
     name = "A-z_0:9" + "x" * 120
     with one_worker(tmp_path, name):
         assert rpc.get_worker_info().name == name
+
+
+@pytest.mark.parametrize(
+    ("others", "message"),
+    [(3, "rank 0 was started with world_size=2, and another .* says that it is of 3"), (None, "mixes statically")],
+)
+def test_workers_that_do_not_agree_on_the_size_of_their_group(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, others: int | None, message: str
+) -> None:
+    monkeypatch.setattr(starting, "_init_counter", 0)
+    store = dist.FileStore(str(tmp_path / "store"), -1)
+    dist.PrefixStore("rpc_prefix_0", store).set("kind", f"of {others}" if others else "open")
+    with pytest.raises(RuntimeError, match=message):
+        rpc.init_rpc(ME, rank=0, world_size=2, rpc_backend_options=options(tmp_path))
+    assert not api._is_current_rpc_agent_set()
 
 
 def test_arguments_of_wrong_kinds(tmp_path: Path) -> None:

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import os
 import socket
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, closing
 from pathlib import Path
 
 import pytest
+from open_stage import OpenStage
 from rendezvous_stage import Stage
 
 
@@ -41,3 +43,13 @@ def occupied() -> Iterator[Callable[..., socket.socket]]:
 def path(tmp_path: Path) -> str:
     """A place for the file that says where the store is; there is none yet."""
     return str(tmp_path / "location")
+
+
+@pytest.fixture(params=["tcp", "file"])
+def open_stage(request: pytest.FixtureRequest, free_port: int, tmp_path: Path) -> Iterator[OpenStage]:
+    """For workers of an open group, with a store of either kind."""
+    url = f"tcp://127.0.0.1:{free_port}" if request.param == "tcp" else f"file://{tmp_path}/location"
+    made = OpenStage(url)
+    yield made
+    made.close()
+    assert [name for name in os.listdir(tmp_path) if name != "location"] == []  # no drafts

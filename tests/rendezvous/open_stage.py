@@ -66,3 +66,7 @@ class OpenStage:
 
 def payload(name: str, number: int) -> bytes:
     return b"%s is %d" % (name.encode(), number)
+
+
+def hosts(*workers: Worker) -> list[bool]:
+    return [worker.store.hosts for worker in workers]

@@ -39,3 +39,14 @@ class Stage:
         for client in self.clients:
             client.close()
         self.server.close(linger=0)
+
+
+def wait_for_end(sock: socket.socket) -> bytes:
+    """All that still comes. Raises `TimeoutError` if the other side does not end it."""
+    received = b""
+    try:
+        while data := sock.recv(65536):
+            received += data
+    except ConnectionError:
+        pass
+    return received

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import gc
-import os
 import sys
 import threading
 from collections.abc import Iterator
@@ -12,28 +11,24 @@ from typing import Any
 
 import numpy as np
 import pytest
+import shared_memory_stage
 
-from farcall.transports.borrowed_memory import Borrower, Loan
+from farcall.transports.borrowed_memory import Loan
 from farcall.transports.segments import ALIGNMENT, FREE, KEPT, LENT
-from farcall.transports.shared_memory import MOST_SEGMENTS, Lender, Pool
+from farcall.transports.shared_memory import MOST_SEGMENTS, Pool
 from interruption import At, Interrupt
 
 SIZE = 1 << 18
 FILES = ("transports/shared_memory.py", "transports/segments.py")
 
 
-class Ends:
+class Ends(shared_memory_stage.Ends):
     """A lender and its borrower, both in this process."""
 
-    def __init__(self) -> None:
-        self.pool = Pool(1 << 26, 64, str)
-        self.lender = Lender(self.pool)
-        self.borrower = Borrower(os.getpid(), self.pool.token)
-
     def pass_on(self, *buffers: bytes) -> list[memoryview]:
-        place = self.lender.lend([memoryview(each) for each in buffers])
-        assert place is not None
-        return self.borrower.take(place, [len(each) for each in buffers])
+        views = super().pass_on(*buffers)
+        assert views is not None
+        return views
 
     def loan_of(self, *buffers: memoryview) -> Loan:
         loan = self.borrower.loan_of(buffers)
@@ -42,11 +37,6 @@ class Ends:
 
     def states(self) -> list[int]:
         return [segment.state() for segment in self.lender._segments]
-
-    def close(self) -> None:
-        self.lender.close()
-        self.pool.close()
-        self.borrower._mappings.clear()
 
 
 @pytest.fixture

@@ -9,7 +9,9 @@ interpreter. So it adapts, by two signs:
   than it should, somebody took the offer, or another thread of this process wanted the interpreter. That counts as a
   miss, and ends the spinning: what it would gain is taken from others, who may well be the ones that are waited for.
 
-A rest is some number of waits without spinning, longer each time until spinning pays again.
+A rest is some number of waits without spinning, longer each time until spinning pays again. It ends sooner where nobody
+else wanted the core: two workers that both rest make each other wait for longer than either would look, so each of them
+has to try again while the other one does, or both would sleep through calls that take a fraction of a wake-up.
 
 *Dozing* is the same thought one step further. A function that waits for a reply should give its place in the serving
 pool away, so that others are served meanwhile; but that wakes a thread, and later another one. If the reply usually
@@ -28,15 +30,18 @@ from typing import Any, Final
 _TRUST: Final = 24
 _MISS_COSTS: Final = 3
 _FIRST_REST: Final = 16
-_LONGEST_REST: Final = 1024
+_LONGEST_REST: Final = 256
+_LONGEST_CROWDED_REST: Final = 1024
 _CROWDED: Final = 20e-6
 """A round of looking takes about 1 µs; longer than this, and others have run meanwhile."""
 _OFFER_AFTER: Final = 20e-6
 """Not at once: an offer costs as much as a look, and most answers come sooner."""
 
 _PROBE: Final = 3
-"""How many times longer it looks when trust is nearly gone, so after a rest: the other end may be at rest as well and
+"""How many times longer it looks until trust is won back, so after a rest: the other end may be at rest as well and
 have to be woken first. With less, two that spin well together would never find back to it."""
+_WON_BACK: Final = _TRUST // 2
+"""The other end's rest may last longer than this one's: the long looks go on until it has most likely ended."""
 _WORTH: Final = 300e-6
 """Seconds in which a dozing thread must have been woken: giving its place away costs about as much."""
 
@@ -62,15 +67,12 @@ class _Trust:
             if self._score == _TRUST:
                 self._rest = _FIRST_REST
 
-    def _miss(self) -> None:
+    def _miss(self, longest_rest: int = _LONGEST_REST) -> None:
         self._score -= _MISS_COSTS
         if self._score <= 0:
-            self._take_a_rest()
-
-    def _take_a_rest(self) -> None:
-        self._score = self._chances * _MISS_COSTS
-        self._resting = self._rest
-        self._rest = min(2 * self._rest, _LONGEST_REST)
+            self._score = self._chances * _MISS_COSTS
+            self._resting = min(self._rest, longest_rest)
+            self._rest = min(2 * self._rest, _LONGEST_CROWDED_REST)
 
 
 class Dozing(_Trust):
@@ -115,7 +117,7 @@ class Spinning(_Trust):
         if events:
             return events
         before = perf_counter()
-        stop = before + (self._budget if self._score > _MISS_COSTS else _PROBE * self._budget)
+        stop = before + (self._budget if self._score > _WON_BACK else _PROBE * self._budget)
         offer = before + _OFFER_AFTER
         while True:
             if before > offer:
@@ -124,7 +126,7 @@ class Spinning(_Trust):
             events = poll(0)
             now = perf_counter()
             if now - before > _CROWDED:
-                self._miss()
+                self._miss(_LONGEST_CROWDED_REST)
                 return events
             if events:
                 self._hit()

@@ -89,11 +89,17 @@ def _meet_at_store(options: Any, rank: int, world_size: int | None) -> Any:
     # Of a fixed group the workers come together, and it is the how many-th for all of them. Into an open one a worker
     # may come for the second time, while it is still the first for the others.
     part = dist.PrefixStore(f"rpc_prefix_{number}", store)
-    kind = "fixed" if world_size else "open"
-    if part.compare_set("kind", "", kind).decode() != kind:
+    kind = f"of {world_size}" if world_size else "open"
+    found = part.compare_set("kind", "", kind).decode()
+    if "open" in (kind, found) and kind != found:
         raise RuntimeError(
             "RPC group mixes statically and dynamically initialized members which is not supported. Give either all "
             "workers a world_size, the same, or none"
+        )
+    if kind != found:
+        raise RuntimeError(
+            f"rank {rank} was started with world_size={world_size}, and another worker of this group says that it is "
+            f"{found}: give all of them the same"
         )
     return part if world_size else dist.PrefixStore("rpc_open", store)
 
