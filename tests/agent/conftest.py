@@ -1,15 +1,14 @@
-"""Groups of workers, and the stages of books, peers and serving pools, for the tests of the agent."""
+"""Groups of workers, and the stages of books, peers, serving pools and lanes, for the tests of the agent."""
 
 from __future__ import annotations
 
-import gc
 from collections.abc import Iterator
 from tempfile import TemporaryDirectory
 from typing import Any
 
 import pytest
 from book_stage import Books
-from lane_stage import NewPair
+from lanes_stage import NewPair, count_from_here, pairs
 from membership_stage import SLOW_HEART
 from peer_stage import World
 from serving_stage import Stage
@@ -19,7 +18,7 @@ from farcall.agent import serving
 from farcall.options import RpcBackendOptions
 from farcall.testing import LocalGroup, local
 from farcall.transports.unix import UnixTransport
-from group_stage import NewGroup, call, connect_all, echo, local_groups
+from group_stage import NewGroup, connect_all, local_groups
 
 
 @pytest.fixture
@@ -40,29 +39,6 @@ def new_open_group() -> Iterator[NewGroup]:
             return group
 
         yield new_group
-
-
-@pytest.fixture(scope="module")
-def unix_transport() -> Iterator[UnixTransport]:
-    with TemporaryDirectory(prefix="fc-", dir="/tmp") as root:
-        yield UnixTransport([root])
-
-
-@pytest.fixture
-def new_pair(unix_transport: UnixTransport, monkeypatch: pytest.MonkeyPatch) -> Iterator[NewPair]:
-    """Two workers in this process, which is its own peer, over Unix sockets."""
-    monkeypatch.setattr(local, "MemoryTransport", lambda network: unix_transport)
-    groups: list[LocalGroup] = []
-
-    def new(**options: Any) -> LocalGroup:
-        groups.append(LocalGroup(2, RpcBackendOptions(**options)))
-        call(groups[-1][0], 1, echo, 0)
-        return groups[-1]
-
-    yield new
-    for group in groups:
-        group.shutdown(graceful=False)
-    gc.collect()
 
 
 @pytest.fixture
@@ -99,3 +75,23 @@ def stage(monkeypatch: pytest.MonkeyPatch) -> Iterator[Stage]:
     stage = Stage()
     yield stage
     stage.close()
+
+
+@pytest.fixture(scope="module")
+def unix_transport() -> Iterator[UnixTransport]:
+    with TemporaryDirectory(prefix="fc-", dir="/tmp") as root:
+        yield UnixTransport([root])
+
+
+@pytest.fixture
+def new_pair(unix_transport: UnixTransport, monkeypatch: pytest.MonkeyPatch) -> Iterator[NewPair]:
+    """Two workers in this process, which is its own peer, over Unix sockets."""
+    monkeypatch.setattr(local, "MemoryTransport", lambda network: unix_transport)
+    with pairs() as new:
+        yield new
+
+
+@pytest.fixture
+def memfds_from_here() -> None:
+    """`memfds` counts only what the test makes."""
+    count_from_here()

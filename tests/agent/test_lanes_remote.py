@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from lane_stage import NewPair
+from lanes_stage import NewPair
 
 from eventually import eventually
 from farcall.agent.outgoing import Outgoing

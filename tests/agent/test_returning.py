@@ -13,7 +13,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as arrays
-from lane_stage import SIZE, NewPair, all_free, changed, open_segments, pattern, returned_to, segments, sent_by
+from lanes_stage import SIZE, NewPair, all_free, changed, keep, kept, pattern, returned_to, segments, sent_by
 
 from eventually import eventually
 from farcall.agent import agent
@@ -28,19 +28,7 @@ from farcall.transports.shared_memory import Lender, Pool
 from group_stage import call, echo, start
 from reference_stage import remote
 
-pytestmark = pytest.mark.timeout(60)
-
-kept: list[Any] = []
-"""What a worker holds on to."""
-
-
-@pytest.fixture(autouse=True)
-def _nothing_kept(new_pair: NewPair) -> Iterator[None]:
-    before = open_segments()
-    yield
-    kept.clear()
-    gc.collect()
-    assert before == 0, "the test before left something"
+pytestmark = [pytest.mark.timeout(60), pytest.mark.usefixtures("memfds_from_here")]
 
 
 def where(array: Any) -> int:
@@ -140,7 +128,7 @@ def test_methods_and_asynchronous_calls(new_pair: NewPair) -> None:
 
 
 def test_at_a_worker_that_restricts_what_it_runs(new_pair: NewPair) -> None:
-    group = new_pair(allow=["lane_stage.*", "group_stage.*"])
+    group = new_pair(allow=["lanes_stage.*", "group_stage.*"])
     assert np.array_equal(call(group[0], 1, changed, pattern()), changed(pattern()))
     assert (sent_by(group)[1], returned_to(group)) == (0, SIZE)
 
@@ -165,11 +153,6 @@ def test_what_came_back_is_the_callers_own_and_its_memory_is_used_again_when_tha
 
 
 # What stays, and is copied
-
-
-def keep(value: Any) -> Any:
-    kept.append(value)
-    return value
 
 
 def keep_a_view(value: Any) -> Any:

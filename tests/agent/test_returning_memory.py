@@ -5,13 +5,24 @@ from __future__ import annotations
 import gc
 import threading
 import zlib
-from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import numpy as np
 import pytest
-from lane_stage import SIZE, NewPair, all_free, changed, lenders, open_segments, pattern, returned_to, segments, sent_by
+from lanes_stage import (
+    SIZE,
+    NewPair,
+    all_free,
+    changed,
+    kept,
+    lenders,
+    memfds,
+    pattern,
+    returned_to,
+    segments,
+    sent_by,
+)
 
 from eventually import eventually
 from farcall import RpcError, WorkerLost
@@ -23,19 +34,7 @@ from farcall.transports.segments import ALIGNMENT
 from gates import SOON, arrived, new_gate, wait_at
 from group_stage import call, echo, start
 
-pytestmark = pytest.mark.timeout(60)
-
-kept: list[Any] = []
-"""What a worker holds on to."""
-
-
-@pytest.fixture(autouse=True)
-def _nothing_kept(new_pair: NewPair) -> Iterator[None]:
-    before = open_segments()
-    yield
-    kept.clear()
-    gc.collect()
-    assert before == 0, "the test before left something"
+pytestmark = [pytest.mark.timeout(60), pytest.mark.usefixtures("memfds_from_here")]
 
 
 # Little memory
@@ -69,15 +68,15 @@ def test_many_results_leave_nothing(new_pair: NewPair) -> None:
     value = pattern()
     for _ in range(5):
         value = call(group[0], 1, changed, value)
-    before, count = open_segments(), len(segments(group))
+    before, count = memfds(), len(segments(group))
     for _ in range(500):
         value = call(group[0], 1, changed, value)
-    assert (open_segments(), len(segments(group))) == (before, count)
+    assert (memfds(), len(segments(group))) == (before, count)
     assert count == 2
     del value
     assert all_free(group)
     group.shutdown()
-    assert open_segments() == 0
+    assert memfds() == 0
 
 
 def test_a_reply_that_came_too_late_gives_its_memory_back(new_pair: NewPair) -> None:
@@ -105,14 +104,14 @@ def test_a_caller_that_is_gone_when_the_result_is_there(new_pair: NewPair) -> No
     del connection, incoming
     group.shutdown()
     gc.collect()
-    assert open_segments() == 0
+    assert memfds() == 0
 
 
 def test_what_came_back_outlives_the_group(new_pair: NewPair) -> None:
     group = new_pair()
     result = call(group[0], 1, changed, pattern())
     group.shutdown()
-    assert open_segments() == 1, "that of the array's mapping"
+    assert memfds() == 1, "that of the array's mapping"
     assert np.array_equal(result, changed(pattern()))
     result[:] = 1
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import gc
-import os
 import sys
 import threading
 from collections.abc import Iterator
@@ -12,26 +11,24 @@ from typing import Any
 
 import numpy as np
 import pytest
+import shared_memory_stage
 
-from farcall.transports.borrowed_memory import Borrower, Loan
+from farcall.transports.borrowed_memory import Loan
 from farcall.transports.segments import ALIGNMENT, FREE, KEPT, LENT
-from farcall.transports.shared_memory import MOST_SEGMENTS, Lender, Pool
+from farcall.transports.shared_memory import MOST_SEGMENTS, Pool
+from interruption import At, Interrupt
 
 SIZE = 1 << 18
+FILES = ("transports/shared_memory.py", "transports/segments.py")
 
 
-class Ends:
+class Ends(shared_memory_stage.Ends):
     """A lender and its borrower, both in this process."""
 
-    def __init__(self) -> None:
-        self.pool = Pool(1 << 26, 64, str)
-        self.lender = Lender(self.pool)
-        self.borrower = Borrower(os.getpid(), self.pool.token)
-
     def pass_on(self, *buffers: bytes) -> list[memoryview]:
-        place = self.lender.lend([memoryview(each) for each in buffers])
-        assert place is not None
-        return self.borrower.take(place, [len(each) for each in buffers])
+        views = super().pass_on(*buffers)
+        assert views is not None
+        return views
 
     def loan_of(self, *buffers: memoryview) -> Loan:
         loan = self.borrower.loan_of(buffers)
@@ -40,11 +37,6 @@ class Ends:
 
     def states(self) -> list[int]:
         return [segment.state() for segment in self.lender._segments]
-
-    def close(self) -> None:
-        self.lender.close()
-        self.pool.close()
-        self.borrower._mappings.clear()
 
 
 @pytest.fixture
@@ -321,6 +313,34 @@ def test_what_was_not_lent_so_is_not_taken(
     del view
     with pytest.raises(OSError, match="number 1 is not lent"):
         ends.lender.take_returned(1, [0], [10])
+
+
+def test_an_interrupt_anywhere_while_it_is_taken_back_shows_nobody_what_another_gets() -> None:
+    for point in range(200):
+        ends = Ends()
+        (view,) = ends.pass_on(data(1))
+        loan = ends.loan_of(view)
+        with loan:
+            del view
+            assert loan.give()
+        at = At(FILES, (point,))
+        got = None
+        with at:
+            try:
+                got = ends.lender.take_returned(loan.number, loan.offsets, loan.sizes)
+            except Interrupt:
+                pass
+        gc.collect()
+        segment = ends.lender._segments[0]
+        if got is None:
+            assert segment.state() == LENT or segment.is_free(), at.places
+        else:
+            assert not segment.is_free()
+            assert bytes(got[0]) == data(1)
+        ends.close()
+        if not at.has_acted:
+            break
+    assert 5 < point < 199
 
 
 # Little memory

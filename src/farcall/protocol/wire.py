@@ -30,8 +30,8 @@ A message that carries references has a *section* in front of its head (`control
 of a call or reply that was lost with its connection. `shares` says that the other side may put buffers into shared
 memory from now on. A `remote` with a call id is answered as a call for its value would be, as soon as that is there; by
 `UNTOLD` if it has to be asked for. A large message comes in parts, so that others need not wait for its end: each has
-its call id, and its bytes are the next of head, body and buffers. Only replies have buffers that go
-back. The *callee* is
+its call id, and its bytes are the next of head, body and buffers. Only replies have buffers that go back. The *callee*
+is
 
     empty                              a function by value: it is the first of the arguments
     module, 0, name                    a function by name
