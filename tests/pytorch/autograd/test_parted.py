@@ -222,3 +222,16 @@ def test_a_pass_that_has_failed_goes_without_garbage_collection(workers: Workers
         assert [reference() for reference in seen] == [None, None]
     finally:
         gc.enable()
+
+
+def test_who_profiles_sees_send_and_receive_functions(workers: Workers) -> None:
+    x = leaf(1, 2)
+    context_id = workers.new_context()
+    (there,) = workers.move(context_id, 0, 1, [x])
+    (home,) = workers.move(context_id, 1, 0, [there * 2])
+    loss = home.sum()
+    with torch.autograd.profiler.profile(use_kineto=False) as profile:
+        workers.backward(context_id, 0, [loss])
+    names = {event.name for event in profile.function_events}
+    for wanted in ("autograd::backward", "SendRpcBackward", "RecvRpcBackward"):
+        assert any(wanted in name for name in names), wanted
