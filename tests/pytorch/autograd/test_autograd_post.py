@@ -116,7 +116,7 @@ def test_only_what_a_broken_connection_may_have_cost_is_told_again(
 ) -> None:
     made: list[Any] = []
 
-    def call(*words: Any) -> Future[None]:
+    def call(*words: Any, unattended: bool) -> Future[None]:
         made.append(words)
         answer: Future[None] = Future()
         answer.set_exception(error)

@@ -222,3 +222,36 @@ def test_a_pass_that_has_failed_goes_without_garbage_collection(workers: Workers
         assert [reference() for reference in seen] == [None, None]
     finally:
         gc.enable()
+
+
+def test_who_profiles_sees_send_and_receive_functions(workers: Workers) -> None:
+    x = leaf(1, 2)
+    context_id = workers.new_context()
+    (there,) = workers.move(context_id, 0, 1, [x])
+    (home,) = workers.move(context_id, 1, 0, [there * 2])
+    loss = home.sum()
+    with torch.autograd.profiler.profile(use_kineto=False) as profile:
+        workers.backward(context_id, 0, [loss])
+    names = {event.name for event in profile.function_events}
+    for wanted in ("autograd::backward", "SendRpcBackward", "RecvRpcBackward"):
+        assert any(wanted in name for name in names), wanted
+
+
+def test_an_open_call_of_the_parent_brings_it_gradients(workers: Workers) -> None:
+    z, y = leaf(1), leaf(3)
+    context_id = workers.new_context()
+    (received,) = workers.move(context_id, 2, 1, [z])
+    workers.move(context_id, 1, 0, [received * 3])
+    workers.move(context_id, 1, 2, [y * 2])
+    first, second = workers.context(context_id, 1).sent
+    pass_id = workers[0].new_pass_id()
+    open_call = take_part(workers[1], context_id, pass_id, second, [torch.ones(1)], False, True)
+    assert isinstance(open_call, Future)
+    assert take_part(workers[1], context_id, pass_id, first, [torch.ones(1)], False, True) is None
+    answer = open_call.value()
+    assert answer is not None
+    is_through, ((_, (gradient,)),) = answer
+    assert not is_through
+    assert gradient.tolist() == [3]
+    assert workers.propagated == []
+    assert await_end(workers[1], context_id, pass_id) is None

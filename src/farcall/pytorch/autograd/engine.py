@@ -109,7 +109,9 @@ def _new_pass(
     """What enters a pass into the context, whose lock is to be held then; the graph is looked at before that."""
     with context.lock:
         sent = list(context.sent.values())
-    surveyed = None if has_reducers() else survey(roots, [each.end.grad_fn for each in sent])
+    # Who profiles is to see send and receive functions run; and a reducer sees to all its variables in one run.
+    is_whole = has_reducers() or _profiler_enabled()
+    surveyed = None if is_whole else survey(roots, [each.end.grad_fn for each in sent])
     if surveyed is None:
         return partial(LocalPass, contexts, context, pass_id, retain_graph, roots)
     root_part, parts = surveyed

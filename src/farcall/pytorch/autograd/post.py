@@ -113,15 +113,16 @@ class AgentPost:
         _tell(to, _abandon, (context_id, tuple(pass_id), reason), _ATTEMPTS)
 
 
-def call(to: WorkerInfo, function: Any, args: tuple[Any, ...]) -> Future[Any]:
+def call(to: WorkerInfo, function: Any, args: tuple[Any, ...], unattended: bool = False) -> Future[Any]:
+    """A call without a time limit. `unattended`: nobody is going to wait for it, nor has it call back at once."""
     agent: Any = current_agent()
-    return agent.call(to, function, args, None, _NO_LIMIT, True)  # type: ignore[no-any-return]
+    return agent.call(to, function, args, None, _NO_LIMIT, unattended)  # type: ignore[no-any-return]
 
 
 def _tell(to: WorkerInfo, function: Any, args: tuple[Any, ...], attempts: int) -> None:
     """Has it done there, though connections break. If it cannot be, the other is gone, or we are."""
     try:
-        future = call(to, function, args)
+        future = call(to, function, args, unattended=True)
     except RpcError as error:
         logger.debug("worker %r was not told %s: %s", to.name, function.__name__, error)
         return
