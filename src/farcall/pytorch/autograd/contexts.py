@@ -258,6 +258,8 @@ class Contexts:
         self._clock = 0
         self._thread = _Thread()
         self._gone: set[int] = set()
+        self.surveying = threading.Lock()
+        """One survey of a graph at a time: who walks through one holds its nodes, and looks who else does."""
 
     # Numbers
 

@@ -111,7 +111,10 @@ def _new_pass(
         sent = list(context.sent.values())
     # Who profiles is to see send and receive functions run; and a reducer sees to all its variables in one run.
     is_whole = has_reducers() or _profiler_enabled()
-    surveyed = None if is_whole else survey(roots, [each.end.grad_fn for each in sent])
+    surveyed = None
+    if not is_whole:
+        with contexts.surveying:
+            surveyed = survey(roots, [each.end.grad_fn for each in sent])
     if surveyed is None:
         return partial(LocalPass, contexts, context, pass_id, retain_graph, roots)
     root_part, parts = surveyed

@@ -82,12 +82,23 @@ class Part(NamedTuple):
             produced.append(Produced(origin.sender, origin.message_id, filled))
             place += width
         if self.variables:
+            gradients_here, unshared, strided = context.gradients, _unshared_holders(), torch.strided
             with context.lock, torch.no_grad():
                 for place, variable in enumerate(self.variables):
                     gradient = found[place]
-                    if gradient is not None:
-                        is_unshared = _holders(gradient) <= _unshared_holders()
-                        add_up(context.gradients, variable, gradient, is_unshared)
+                    if gradient is None:
+                        continue
+                    is_unshared = _holders(gradient) <= unshared
+                    if (
+                        is_unshared
+                        and variable not in gradients_here
+                        and gradient.layout is strided
+                        and gradient.is_contiguous()
+                        and variable.is_contiguous()
+                    ):
+                        gradients_here[variable] = gradient  # as nearly always: what `add_up` would do
+                    else:
+                        add_up(gradients_here, variable, gradient, is_unshared)
         return produced
 
 
