@@ -94,7 +94,7 @@ class RpcBackendOptions(BackendOptions):
     """Which transports may be used, best first. What cannot be used here or for a peer is passed over."""
 
     spin: float = 100e-6
-    """Seconds that a thread at most polls for what it waits for before it sleeps; 0 turns spinning off.
+    """Seconds that a thread polls for what it waits for before it sleeps; 0 turns spinning off.
     Spinning stops by itself where it does not pay."""
 
     heartbeat_interval: float = 1.0
