@@ -12,6 +12,7 @@ Where these two stand under different handlers the point is left out: what happe
 from __future__ import annotations
 
 import dis
+import gc
 import sys
 from collections.abc import Callable, Iterator
 from functools import cache
@@ -44,11 +45,13 @@ class At:
 
     def __enter__(self) -> At:
         self._before = sys.gettrace()
+        gc.disable()  # a collection would run finalizers of what other tests have left, and these are points, too
         sys.settrace(self._trace)
         return self
 
     def __exit__(self, *_: object) -> None:
         sys.settrace(self._before)
+        gc.enable()
 
     @property
     def has_acted(self) -> bool:
