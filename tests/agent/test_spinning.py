@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable
 from typing import Any
 
@@ -22,6 +23,10 @@ class World:
         self.polls = 0
         self.yields = 0
         self.crowded_at: int | None = None
+        self.taken_off = 7
+        """How often somebody else was let run."""
+        self.stands_still = False
+        """Whether nobody else runs, though it takes as long as if somebody did."""
         self.ready_at: int | None = None
         """At which poll of a wait it comes; None: not while spinning."""
 
@@ -32,6 +37,7 @@ class World:
         self.yields += 1
         if self.yields == self.crowded_at:
             self.now += spinning._CROWDED * 2
+            self.taken_off += not self.stands_still
 
     def poll(self, timeout: int) -> list[Any]:
         assert timeout == 0
@@ -50,6 +56,7 @@ def world(monkeypatch: pytest.MonkeyPatch) -> World:
     world = World()
     monkeypatch.setattr(spinning, "perf_counter", world.perf_counter)
     monkeypatch.setattr(spinning, "_yield", world.sched_yield)
+    monkeypatch.setattr(spinning, "_count_taken_off", lambda: world.taken_off)
     return world
 
 
@@ -165,6 +172,21 @@ def test_a_crowded_core_ends_the_spinning_and_counts_as_a_miss(world: World) -> 
         assert world.yields == 1
     assert world.wait(spin, ready_at=1) == []
     assert world.polls == 0, "it rests"
+
+
+def test_a_machine_that_stands_still_for_a_moment_is_not_crowded(world: World) -> None:
+    spin = Spinning(BUDGET)
+    world.stands_still = True
+    for _ in range(100):
+        assert world.wait(spin, ready_at=int(2 * spinning._OFFER_AFTER / STEP), crowded_at=1) == ["it"]
+        assert world.yields >= 1
+
+
+def test_who_was_taken_off_its_core_is_counted() -> None:
+    before = spinning._count_taken_off()
+    assert before > 0
+    threading.Event().wait(1e-3)
+    assert spinning._count_taken_off() > before
 
 
 def test_one_hiccup_among_many_hits_is_forgiven(world: World) -> None:

@@ -8,6 +8,8 @@ interpreter. So it adapts, by two signs:
 - *Crowding*: now and then the thread offers its core to others (`sched_yield`). If a round of looking takes much longer
   than it should, somebody took the offer, or another thread of this process wanted the interpreter. That counts as a
   miss, and ends the spinning: what it would gain is taken from others, who may well be the ones that are waited for.
+  But a machine may stand still for as long by itself, a virtual one above all. Nobody else has run then, which the
+  system knows: it counts how often a thread was taken off its core.
 
 A rest is some number of waits without spinning, longer each time until spinning pays again. It ends sooner where nobody
 else wanted the core: two workers that both rest make each other wait for longer than either would look, so each of them
@@ -24,6 +26,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable
+from resource import RUSAGE_THREAD, getrusage
 from time import perf_counter
 from typing import Any, Final
 
@@ -46,6 +49,12 @@ _WORTH: Final = 300e-6
 """Seconds in which a dozing thread must have been woken: giving its place away costs about as much."""
 
 _yield = os.sched_yield
+
+
+def _count_taken_off() -> int:
+    """How often this thread was taken off its core so far, and began to wait; 1 more, so that it is never 0."""
+    usage = getrusage(RUSAGE_THREAD)
+    return usage.ru_nivcsw + usage.ru_nvcsw + 1
 
 
 class _Trust:
@@ -119,15 +128,19 @@ class Spinning(_Trust):
         before = perf_counter()
         stop = before + (self._budget if self._score > _WON_BACK else _PROBE * self._budget)
         offer = before + _OFFER_AFTER
+        taken_off = 0  # not asked yet: most answers come before the first offer
         while True:
             if before > offer:
+                taken_off = taken_off or _count_taken_off()
                 _yield()
                 offer = before + _OFFER_AFTER
             events = poll(0)
             now = perf_counter()
-            if now - before > _CROWDED:
-                self._miss(_LONGEST_CROWDED_REST)
-                return events
+            if now - before > _CROWDED and taken_off != (count := _count_taken_off()):
+                if taken_off:
+                    self._miss(_LONGEST_CROWDED_REST)
+                    return events
+                taken_off = count
             if events:
                 self._hit()
                 return events
