@@ -49,10 +49,6 @@ def _to_device_list(devices: Sequence[DeviceType]) -> list[torch.device]:
 class _TensorPipeRpcBackendOptionsBase(RpcBackendOptions):
     """What torch has in C++: all of farcall's options, and two that are taken and mean nothing here."""
 
-    spin: float = 400e-6
-    """As in farcall's options, and longer: functions that compute with tensors take some hundred microseconds, and to
-    be woken costs as much as some of them."""
-
     heartbeat_patience: float = 30.0
     """As of farcall's options, but longer: much of what programs for torch do in C keeps the interpreter to itself."""
 
