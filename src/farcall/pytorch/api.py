@@ -18,8 +18,6 @@ from datetime import timedelta
 from time import monotonic
 from typing import Any, Final, ParamSpec, TypeAlias, TypeVar
 
-from torch.autograd import _profiler_enabled
-
 from farcall import api as _farcall
 from farcall.agent import Agent
 from farcall.errors import NotInitializedError, RpcTimeoutError, UsageError, WorkerLost
@@ -29,14 +27,10 @@ from farcall.pytorch.autograd.short_calls import call_shortly
 from farcall.pytorch.callees import callee_of
 from farcall.pytorch.constants import UNSET_RPC_TIMEOUT
 from farcall.pytorch.envelopes import Departure, Request, Trip, board, reply_of, rides_along, run, run_remotely, sending
-from farcall.pytorch.futures import RpcFuture, failed_with, wait_all
+from farcall.pytorch.futures import RpcFuture, failed_with, settled, wait_all
 from farcall.pytorch.guarding import may_be_called
 from farcall.pytorch.internal import RPCExecMode, _internal_rpc_pickler
-from farcall.pytorch.profiling import is_traced, traced
-from farcall.pytorch.rref import PyRRef as PyRRef
-from farcall.pytorch.rref import RRef, labels
-from farcall.pytorch.rref import _rref_typeof_on_owner as _rref_typeof_on_owner
-from farcall.pytorch.rref import _rref_typeof_on_user as _rref_typeof_on_user
+from farcall.pytorch.rref import PyRRef, RRef, labels
 from farcall.pytorch.workers import WorkerInfo, as_torch
 from farcall.sleeping import FOREVER, on_serving_thread
 
@@ -168,8 +162,6 @@ def rpc_sync(
     timeout: float = UNSET_RPC_TIMEOUT,
 ) -> Any:
     """Runs `func(*args, **kwargs)` on worker `to` and returns what it returns. Raises what it raises."""
-    if _profiler_enabled() and is_traced():
-        return _traced(rpc_sync, RPCExecMode.SYNC, to, func, args, kwargs, timeout)
     return _invoke_rpc(to, func, RPCExecMode.SYNC, args, kwargs, timeout).wait()
 
 
@@ -181,15 +173,8 @@ def rpc_async(
     timeout: float = UNSET_RPC_TIMEOUT,
 ) -> Any:
     """As `rpc_sync`, but returns a `torch.futures.Future` at once."""
-    if _profiler_enabled() and is_traced():
-        return _traced(rpc_async, RPCExecMode.ASYNC, to, func, args, kwargs, timeout)
     future = _invoke_rpc(to, func, RPCExecMode.ASYNC, args, kwargs, timeout)
     return noted(RpcFuture(future) if isinstance(future, Future) else future)
-
-
-def _traced(call: Callable[..., R], mode: RPCExecMode, to: To, func: Any, *rest: Any) -> R:
-    agent: Any = _farcall.current_agent()
-    return traced(call, agent, Departure(_to_worker_info(to, agent), func, mode), to, func, *rest)
 
 
 def _invoke_rpc(
@@ -236,8 +221,6 @@ def remote(
 
     With a `timeout`, fetching the value fails if the function is not through by then.
     """
-    if _profiler_enabled() and is_traced():
-        return _traced(remote, RPCExecMode.REMOTE, to, func, args, kwargs, timeout)
     if not callable(func):
         raise TypeError("function should be callable.")
     agent: Any = _farcall.current_agent()
@@ -258,6 +241,18 @@ def remote(
     for trip in trips.values():
         trip.referenced(rref)
     return rref
+
+
+def _rref_typeof_on_owner(rref: PyRRef[Any], blocking: bool = True) -> Any:
+    """The type of a value that is here; with `blocking=False` a future of it."""
+    kind = type(rref.local_value())
+    return kind if blocking else settled(kind)
+
+
+def _rref_typeof_on_user(rref: PyRRef[Any], timeout: float = UNSET_RPC_TIMEOUT, blocking: bool = True) -> Any:
+    """The type of a value that another worker has; with `blocking=False` a future of it."""
+    future = rpc_async(rref.owner(), _rref_typeof_on_owner, args=(rref,), timeout=timeout)
+    return future.wait() if blocking else future
 
 
 # All together

@@ -2,8 +2,8 @@
 
 A call that is made under `torch.autograd.profiler_legacy.profile` shows there as `rpc_sync#name(caller -> callee)`. The
 function runs under a profiler of its own at the callee, and its events come back with the reply (`profiled_events`).
-Calls that it makes itself show there in the same way, so those of any depth come back. `torch.profiler` takes no events
-of others: there a call shows as what this thread does, under the same name (`traced`), and nothing of the callee.
+Calls that it makes itself show there in the same way, so those of any depth come back. `torch.profiler` shows no calls;
+with torch's own RPC it does not either.
 
 Rules
 - Who does not profile pays one question to torch in each call.
@@ -19,7 +19,7 @@ import uuid
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from time import perf_counter
-from typing import Any, Final, NamedTuple, TypeVar
+from typing import Any, Final, NamedTuple
 
 import torch
 from torch.autograd import ProfilerConfig, ProfilerState, profiler_legacy
@@ -34,8 +34,6 @@ from farcall.pytorch.futures import RpcFuture
 from farcall.pytorch.internal import RPCExecMode, _build_rpc_profiling_key
 from farcall.pytorch.profiled_events import ProfiledCall, Report, listen, parse_records, travelling, with_calls
 from farcall.serialization import callable_name
-
-T = TypeVar("T")
 
 # torch's own, whatever is put in the place of its module later: it needs no agent.
 _set_profiler_node_id: Any = torch._C._distributed_rpc._set_profiler_node_id
@@ -80,11 +78,6 @@ def is_profiled() -> bool:
     return bool(_profiler_enabled()) and not _thread.silent and _profiler_type() == _LEGACY
 
 
-def is_traced() -> bool:
-    """Whether `torch.profiler` is on in this thread, which shows calls as what the thread does."""
-    return bool(_profiler_enabled()) and not _thread.silent and _profiler_type() != _LEGACY
-
-
 @contextmanager
 def _unrecorded() -> Iterator[None]:
     """What this thread does inside is not shown: how tensors travel is none of the program's operators."""
@@ -98,7 +91,7 @@ def _unrecorded() -> Iterator[None]:
 @contextmanager
 def shown_as(name: str) -> Iterator[None]:
     """What this thread does inside is not shown, but a record of that name is, if a profiler is on."""
-    if _thread.silent or not _profiler_enabled():
+    if not is_profiled():
         yield
         return
     _thread.silent = True
@@ -133,13 +126,6 @@ def key_of(agent: Agent, departure: Departure) -> str:
 
 
 # At the caller
-
-
-def traced(call: Callable[..., T], agent: Agent, departure: Departure, *arguments: Any) -> T:
-    """What `call(*arguments)` gives. `torch.profiler` sees how long that takes: of `rpc_async`, to send the call."""
-    key, _thread.key = _thread.key, None
-    with shown_as(key or key_of(agent, departure)):
-        return call(*arguments)
 
 
 class _Trip(Trip):

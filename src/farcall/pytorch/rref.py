@@ -23,8 +23,7 @@ from farcall.protocol.wire import PRESENCE, TYPE
 from farcall.pytorch.autograd.short_calls import see_through
 from farcall.pytorch.constants import UNSET_RPC_TIMEOUT
 from farcall.pytorch.envelopes import rides_along
-from farcall.pytorch.futures import RpcFuture, failed_with, settled
-from farcall.pytorch.profiling import is_traced, shown_as
+from farcall.pytorch.futures import RpcFuture, failed_with
 from farcall.pytorch.script_modules import check_type_hint
 from farcall.pytorch.workers import WorkerInfo, as_torch
 from farcall.rref import RRef as _OwnRRef
@@ -94,12 +93,13 @@ class PyRRef(_OwnRRef[T]):
         creation = getattr(self, "_creation", None)
         if creation is not None and creation.done() and isinstance(error := creation.exception(), RpcTimeoutError):
             raise RpcTimeoutError(f"RRef creation via rpc.remote() timed out: {error}") from None
-        if not self.is_owner() and (rides_along(cast(Any, current_agent()), self.owner()) or is_traced()):
+        if not self.is_owner() and rides_along(cast(Any, current_agent()), self.owner()):
             return self._ride_here(timeout)
         return super().to_here(timeout)
 
     def _ride_here(self, timeout: float) -> T:
         from farcall.pytorch.api import rpc_sync
+        from farcall.pytorch.profiling import shown_as
 
         agent, owner = current_agent(), self.owner()
         with shown_as(f"to_here#({agent.info.name})->({owner.name})"):
@@ -309,17 +309,3 @@ def _ignore(creation: Future[Any]) -> None:
 
 def _value_of(rref: PyRRef[T]) -> T:
     return rref.local_value()
-
-
-def _rref_typeof_on_owner(rref: PyRRef[Any], blocking: bool = True) -> Any:
-    """The type of a value that is here; with `blocking=False` a future of it."""
-    kind = type(rref.local_value())
-    return kind if blocking else settled(kind)
-
-
-def _rref_typeof_on_user(rref: PyRRef[Any], timeout: float = UNSET_RPC_TIMEOUT, blocking: bool = True) -> Any:
-    """The type of a value that another worker has; with `blocking=False` a future of it."""
-    from farcall.pytorch.api import rpc_async
-
-    future = rpc_async(rref.owner(), _rref_typeof_on_owner, args=(rref,), timeout=timeout)
-    return future.wait() if blocking else future
