@@ -8,24 +8,20 @@ from __future__ import annotations
 import pytest
 
 from farcall.errors import ProtocolError
-from farcall.protocol.ids import ForkId, RRefId, Worker
+from farcall.protocol.ids import ForkId, RRefId
 from farcall.protocol.reference_messages import (
-    Carried,
     ChildAccepted,
     ConfirmHandle,
     CreateDelivered,
-    Effect,
     Event,
     ForkAccepted,
     ForkRequest,
     HandleDropped,
     HandleKept,
     HandlePassed,
-    HandleReceived,
     MessageReceived,
     OrphanHandle,
     PassingFailed,
-    PeerJoined,
     PeerLost,
     RemoteCalled,
     SendMessage,
@@ -34,31 +30,14 @@ from farcall.protocol.reference_messages import (
 from farcall.protocol.reference_tables import Standing
 from farcall.protocol.references import References
 from farcall.testing.simulated_workers import tables
+from protocol.references_stage import CHILD, FIRST, KEPT, RECEIVED, REMOTE, leads, worker
 
-REMOTE = RRefId(owner=0, creator=1, number=1)
-FIRST = ForkId(1, 1)  # the creator's own
-CHILD = ForkId(1, 2)  # made by the creator for worker 2
 GRANDCHILD = ForkId(2, 1)  # made by worker 2 for worker 3
 
-RECEIVED = HandleReceived(Carried(REMOTE, CHILD), sender=1)
-KEPT = HandleKept(REMOTE, CHILD)
 DROPPED = HandleDropped(REMOTE, CHILD)
 PASSED = HandlePassed(REMOTE, CHILD, GRANDCHILD, to=3)
 GIVEN_BACK = SendMessage(1, ChildAccepted(REMOTE, CHILD))
 GRANDCHILD_SETTLED = MessageReceived(3, ChildAccepted(REMOTE, GRANDCHILD))
-
-
-def worker(me: Worker, *events: Event) -> References:
-    references = References(me)
-    for peer in range(4):
-        references.handle(PeerJoined(peer))
-    for event in events:
-        references.handle(event)
-    return references
-
-
-def leads(references: References, event: Event, *effects: Effect) -> None:
-    assert list(map(repr, references.handle(event))) == list(map(repr, effects))
 
 
 def test_what_was_lent_and_is_dropped_at_once_is_given_back_and_the_owner_never_hears_of_it() -> None:
