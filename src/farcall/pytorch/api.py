@@ -194,7 +194,8 @@ def _invoke_rpc(
     callee, args, kwargs = callee_of(func, args, kwargs, _default_pickler)
     try:
         if not rides_along(agent, info):
-            return agent.call(info, callee, args or None, kwargs or None, rpc_timeout, unattended)
+            known = to if type(to) is str else info  # whose hash is there already
+            return agent.call(known, callee, args or None, kwargs or None, rpc_timeout, unattended)
         short = call_shortly(agent, info, callee, args or (), kwargs or {}, rpc_timeout, unattended)
         if short is not None:
             return short
