@@ -22,11 +22,12 @@ from farcall.serialization.pickler import (
     loads_arguments,
     not_rebuilt,
 )
-from farcall.serialization.plain_arrays import OUT_OF_BAND_SIZE, code_of, register_kind
+from farcall.serialization.plain_arrays import MARK, OUT_OF_BAND_SIZE, code_of, register_kind, small_array
 from farcall.serialization.reducers import dumps_reduced, register_family_reducer, register_reducer
 
 __all__ = [
     "ATOMS",
+    "MARK",
     "OUT_OF_BAND_SIZE",
     "Guard",
     "Pickled",
@@ -60,5 +61,6 @@ __all__ = [
     "register_plain",
     "register_reducer",
     "resolve_function",
+    "small_array",
     "take_offered",
 ]

@@ -202,7 +202,7 @@ def dumps_plain_arguments(args: Sequence[Any]) -> Pickled | None:
     if type(args[0]) in ARRAYS:
         return pack_arguments(args)
     for value in args:
-        if type(value) not in ATOMS:
+        if value is not None and type(value) not in ATOMS:
             return None
     return _pickle_dumps(args, 5), _NO_BUFFERS
 

@@ -50,7 +50,7 @@ _numpy_array: list[Any] = []  # its class
 _types: list[Any] = []  # as `_CODES`, as numpy's types
 _codes: dict[Any, tuple[Any, int]] = {}  # by type: the very object, and its place
 _heads: dict[bytes, tuple[tuple[int, ...], Any, int, int]] = {}
-"""What was read of arrays that came: lengths, type, bytes, and whether it is of the edge's kind."""
+"""What was read of small arrays that came: lengths, type, bytes, and the code that says all but these."""
 _shapes: Final = tuple(struct.Struct(f"<{count}Q") for count in range(_MOST_DIMENSIONS + 1))
 _lengths: Final = tuple(struct.Struct(f"<BB{count}Q") for count in range(_MOST_DIMENSIONS + 1))
 
@@ -166,16 +166,33 @@ def pack_value(array: Any, start: bytes = _VALUE) -> tuple[bytes, list[memoryvie
     return start, [PickleBuffer(array).raw()]
 
 
-def _read_head(head: bytes) -> tuple[tuple[int, ...], Any, int, int]:
-    lengths = _shapes[head[1]].unpack_from(head, 2)
-    dtype = _types[head[0] & _TYPE]
-    size = math.prod(lengths) * dtype.itemsize
-    if not 0 < size < OUT_OF_BAND_SIZE:
-        raise ValueError(f"an array of {size} bytes was said to be in the payload")
-    if len(_heads) >= _MOST_HEADS:
-        _heads.clear()
-    found = _heads[head] = lengths, dtype, size, head[0] & _KIND
-    return found
+def small_array(payload: bytes | bytearray | memoryview) -> Any:
+    """What comes most, on its own: the array of a payload that holds all of one, quicker than `unpack` makes it.
+
+    None if it holds something else, or an array that can only be read, or nothing good: `unpack` says what. Raises
+    nothing, and runs no code of a user's.
+    """
+    try:
+        at = 4 + 8 * payload[3]
+        head = payload[2:at]
+        known = _heads.get(head)  # type: ignore[arg-type]  # what cannot be hashed is not known
+        if known is None:
+            lengths, dtype = _shapes[head[1]].unpack_from(head, 2), _types[head[0] & _TYPE]
+            known = lengths, dtype, math.prod(lengths) * dtype.itemsize, head[0]
+            if not 0 < known[2] < OUT_OF_BAND_SIZE or head[0] & _READ_ONLY:
+                return None
+            if len(_heads) >= _MOST_HEADS:
+                _heads.clear()
+            _heads[bytes(head)] = known
+        lengths, dtype, size, code = known
+        if size != len(payload) - at or payload[1] > 1:
+            return None
+        if not code & _KIND:
+            return _numpy_array[0](lengths, dtype, payload, at).copy()
+        # A copy of the bytes is quicker than one of an array; nobody gets at the array below, to make them longer.
+        return _made(_numpy_array[0](lengths, dtype, bytearray(payload[at:])), code)
+    except Exception:
+        return None
 
 
 def unpack(payload: bytes | bytearray | memoryview, buffers: Sequence[Any]) -> Any:
@@ -188,18 +205,12 @@ def unpack(payload: bytes | bytearray | memoryview, buffers: Sequence[Any]) -> A
         import numpy
 
         _learn(numpy)
-    ndarray = _numpy_array[0]
     count = payload[1]
-    if count <= 1 and not buffers and type(payload) is bytes and payload[2] < _READ_ONLY:
-        # What comes most, on its own: the same as below in half the time.
-        at = 4 + 8 * payload[3]
-        lengths, dtype, size, is_kind = _heads.get(payload[2:at]) or _read_head(payload[2:at])
-        if size != len(payload) - at:
-            raise ValueError(f"{len(payload) - at} bytes came for an array of {lengths}")
-        array = ndarray(lengths, dtype, memoryview(bytearray(payload[at:])))
-        if is_kind:
-            array = _made(array, payload[2])
-        return (array,) if count else array
+    if count <= 1 and not buffers:
+        array = small_array(payload)
+        if array is not None:
+            return (array,) if count else array
+    ndarray = _numpy_array[0]
     found = []
     at = 2
     for _ in range(count or 1):
