@@ -23,16 +23,30 @@ from farcall.agent.poller import READABLE, WRITABLE, Poller
 from farcall.agent.reading import CHUNK, receive_large
 from farcall.agent.returning import Returning
 from farcall.agent.sending import InParts, Sender, Traffic
+from farcall.agent.shortcuts import accept, receive_beside
 from farcall.errors import ProtocolError, SerializationError
 from farcall.protocol.control import unpack_remote, unpack_section
 from farcall.protocol.handshake import Hello, Purpose, Refused, Welcome, pack, take
 from farcall.protocol.ids import Worker
 from farcall.protocol.membership_messages import Member
-from farcall.protocol.wire import CALL, CALL_CARRYING, CARRIED, CONTROL, NEWS, REMOTE, SHARES, Bytes, Decoder
+from farcall.protocol.wire import (
+    CALL,
+    CALL_CARRYING,
+    CARRIED,
+    CONTROL,
+    KNOCK,
+    NEWS,
+    REMOTE,
+    RING,
+    SHARES,
+    Bytes,
+    Decoder,
+)
 from farcall.security import Credentials, Doorkeeper, kind_of, refusal_of
 from farcall.serialization import callable_name
 from farcall.sleeping import FOREVER
 from farcall.transports.base import Buffer, Channel
+from farcall.transports.rings import RingReader
 from farcall.transports.shared_memory import Pool
 
 logger = logging.getLogger("farcall")
@@ -92,6 +106,8 @@ class Incoming:
         """How many calls have come on it."""
         self._sender = Sender(channel, lambda on: poller.want(self._descriptor, WRITABLE, on))
         self.traffic = Traffic(self._sender, self._decoder)
+        self._ring: RingReader | None = None
+        self._greeted = 0  # bytes that the greeting took to send
         self.queue_answer = self._sender.queue
         poller.add(self._descriptor, self._handle, READABLE)
 
@@ -103,7 +119,12 @@ class Incoming:
                 return
         try:
             decoder = self._decoder
-            if decoder.space is not None:
+            ring = self._ring
+            if ring is not None:
+                messages = receive_beside(ring, self._channel, decoder)
+                if ring not in self._place.serving.hot:
+                    self._place.serving.warm(ring)
+            elif decoder.space is not None:
                 messages = receive_large(self._channel, decoder)
             else:
                 data = self._channel.receive(CHUNK)
@@ -129,6 +150,9 @@ class Incoming:
                     self._take_remote(call_id, head, body, buffers)
                 elif kind == CALL_CARRYING:
                     self._take_carrying(call_id, head, body, buffers)
+                elif kind == RING:
+                    self.calls_served -= 1
+                    self._ring = accept(buffers, self._sender, self._greeted, (self._descriptor, READABLE))
                 else:
                     self.calls_served -= 1
                     self._take(kind, head, body)
@@ -191,6 +215,8 @@ class Incoming:
         if kind == SHARES:
             self.lane.open()
             return
+        if kind == KNOCK:
+            return
         if kind != CARRIED:
             raise ProtocolError(f"a reply (kind {kind}) came where only calls may")
         number, carried, _ = unpack_section(head)
@@ -231,6 +257,7 @@ class Incoming:
         self.lane.agree(hello.limits)
         welcome = Welcome(us.name, us.rank, us.number, self._decoder.limits, shares, *self.lane.offer())
         self._sender.send(pack(Purpose.CALLS, welcome))
+        self._greeted = self._sender.sent + self._sender.waiting
         self._doorkeeper, self._greeting = None, bytearray()
         self._peer, self._caller = hello, hello.number
         self._reception.greeted(self, hello)
@@ -325,6 +352,9 @@ class Incoming:
         self._poller.remove(self._descriptor)
         self._channel.close()
         self.lane.close()
+        ring, self._ring, self._sender.ring = self._ring, None, None
+        if ring is not None:
+            self._place.serving.cool(ring)
         self._on_closed(self)
         self._reception.closed(self)
 
@@ -338,5 +368,6 @@ class Incoming:
 
     def abandon(self) -> None:
         """In a forked child: the connection is the parent's, and stays as it is there."""
+        self._ring = self._sender.ring = None
         self._channel.abandon()
         self.lane.abandon()

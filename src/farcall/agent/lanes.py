@@ -69,7 +69,7 @@ def _new_memory(size: int) -> memoryview:
 class Lane:
     """That of one connection. It carries nothing until both ends have agreed."""
 
-    __slots__ = ("_borrower", "_lender", "_pool", "_process", "limits", "new_memory")
+    __slots__ = ("_borrower", "_has_rings", "_lender", "_pool", "_process", "limits", "new_memory", "told")
 
     def __init__(self, pool: Pool, channel: Channel) -> None:
         self._pool = pool
@@ -80,6 +80,9 @@ class Lane:
         """Gives so many bytes, for a large buffer that is copied."""
         self._lender: Lender | None = None
         self._borrower: Borrower | None = None
+        self._has_rings = False
+        self.told = 0
+        """Bytes that went to the other side behind the greeting, and not through a `Sender`."""
 
     # The greeting
 
@@ -156,6 +159,14 @@ class Lane:
         if self._lender is not None:
             self._lender.take_back(place)
 
+    def keep_rings(self, size: int) -> tuple[Place, memoryview] | None:
+        """So much shared memory, all zeros, for as long as the lane lasts; None if there is none to be had for that."""
+        if self._has_rings or self._lender is None or not self._pool.give_rings():
+            return None
+        self._has_rings = True
+        kept = self.keep([memoryview(bytes(size))])
+        return None if kept is None else (kept[0], kept[1][0])
+
     def take(self, descriptor: int, number: int, sizes: Sequence[int]) -> Sequence[Bytes]:
         """The buffers of a message that the other side has put into a segment. Raises `ProtocolError`."""
         borrower = self._borrower
@@ -213,6 +224,9 @@ class Lane:
 
     def close(self) -> None:
         """Lends and borrows no more. May be called twice."""
+        if self._has_rings:
+            self._has_rings = False
+            self._pool.take_rings_back()
         self._borrower = None  # what nobody uses is unmapped now, though somebody may keep the connection
         if self._lender is not None:
             self._lender.close()

@@ -23,33 +23,25 @@ from typing import TYPE_CHECKING, Any, Final
 
 from farcall.agent.attendance import Attendance
 from farcall.agent.book import ReferenceBook
-from farcall.agent.calls import CallbackJob, PendingCall, Reply
+from farcall.agent.calls import CallbackJob, ChoreJob, PendingCall, Reply
 from farcall.agent.handle import Handle
 from farcall.agent.lanes import Lane
 from farcall.agent.poller import HUNG_UP, READABLE, WRITABLE, Poller, new_poll
 from farcall.agent.reading import CANNOT_WAIT, CHUNK, LOOK_AGAIN, Reading, first_pause, receive_large
 from farcall.agent.sending import LARGE, MAX_WAITING, Sender, Traffic
 from farcall.agent.serving import Serving
+from farcall.agent.shortcuts import AFTER, offer, receive_beside
 from farcall.agent.spinning import Dozing, Spinning
 from farcall.agent.supervisor import Supervisor
 from farcall.errors import ProtocolError, RpcError, UsageError, WorkerLost
 from farcall.futures import DONE, FAILED, UNLOADED, Callbacks, Future, run_callbacks
 from farcall.protocol.control import unpack_section
 from farcall.protocol.ids import Worker, WorkerInfo
-from farcall.protocol.wire import (
-    CALL,
-    CONTROL,
-    FAILURE,
-    NEWS,
-    RESULT,
-    RESULT_CARRYING,
-    Bytes,
-    Decoder,
-    encode,
-)
+from farcall.protocol.wire import CALL, CONTROL, FAILURE, KNOCK, NEWS, RESULT, RESULT_CARRYING, Bytes, Decoder, encode
 from farcall.serialization import MARK, small_array
 from farcall.sleeping import FOREVER, Gate, asleep
 from farcall.transports.base import Buffer, Channel
+from farcall.transports.rings import RingReader, rest
 
 LOST_ADVICE: Final = "is it still running, and does every worker call rpc.shutdown() at its end?"
 
@@ -88,6 +80,7 @@ class Outgoing:
         """See `Readable`; also called for a call that nobody waits for yet. One frame less than a method would be."""
         self._spinning, self._dozing, self._poll = Spinning(spin), Dozing(), new_poll(self._descriptor)
         self._lock, self._receiving = threading.RLock(), False  # the holder of the reader's role is at it just now
+        self._rings: tuple[RingReader, ...] = ()  # one, if small messages come through it
         self._lost: RpcError | None = None
         self._advice = self._parting = ""  # the latter: why it is about to end, once the peer has left
         self._first_deadline = FOREVER
@@ -124,6 +117,8 @@ class Outgoing:
             if deadline < self._first_deadline:
                 self._note_deadline(deadline)
             self.calls_started = call_id
+            if call_id == AFTER:
+                self._rings = offer(self.lane, self._sender)
             if kind != CALL or mail is not None:
                 self._awaits_control = True  # before it is sent: the answer may come at once
                 self.unattended()
@@ -240,12 +235,13 @@ class Outgoing:
             poll = new_poll(self._descriptor)  # one that polls already cannot be used
         spinning, pause = self._spinning, 0.0
         while not future._state and self._lost is None:
-            if spinning.look(poll):
+            rings = self._rings
+            if spinning.look_beside(poll, rings) if rings else spinning.look(poll):
                 self._receive(future)
                 continue
             left = deadline - monotonic()
             if left <= 0:
-                return
+                break
             if self._sender.busy:
                 self.check_wait()
             pause = min(2 * pause, LOOK_AGAIN) if pause else first_pause()
@@ -258,6 +254,8 @@ class Outgoing:
                 self._receive(future)
             else:
                 self._handle(WRITABLE)  # a thread that was to send for others as well may have been interrupted
+        if nested and rest(self._rings):  # who waits further out may be about to sleep
+            self._receive(None)
 
     def doze(self, gate: Gate) -> None:
         """See `Readable`."""
@@ -270,11 +268,13 @@ class Outgoing:
 
     def _receive(self, waited_for: Future[Any] | None) -> None:
         """Reads what is there and settles the futures it is for. Only the holder of the reader's role calls it."""
-        decoder, pending = self._decoder, self.pending
+        decoder, pending, rings = self._decoder, self.pending, self._rings
         future = callbacks = None
         self._receiving = True
         try:
-            if decoder.space is None:
+            if rings:
+                messages = receive_beside(rings[0], self._channel, decoder)
+            elif decoder.space is None:
                 data = self._channel.receive(CHUNK)
                 messages = decoder.feed(data) if data else None
             else:
@@ -354,6 +354,8 @@ class Outgoing:
             if self._parting:  # that was its good-bye, and it answers nothing more
                 self.lose(self._parting, advice="")
             return None
+        if kind == KNOCK:
+            return None
         if kind != RESULT_CARRYING:
             raise ProtocolError(f"a call (kind {kind}) came where only replies may")
         number, carried, _ = unpack_section(head)
@@ -377,7 +379,7 @@ class Outgoing:
         if not self._reading.enter_in_background():
             return False
         try:
-            if not milliseconds or self._poll(milliseconds):
+            if not milliseconds or rest(self._rings) or self._poll(milliseconds):
                 self._receive(None)
         finally:
             self._reading.leave()
@@ -386,6 +388,8 @@ class Outgoing:
     def watch_in_background(self, on: bool) -> None:
         """See `Readable`."""
         self._poller.want(self._descriptor, READABLE, on)
+        if on and rest(self._rings):
+            self._serving.submit(ChoreJob(lambda: None if self.receive_in_background() else None))
 
     def has_pending(self) -> bool:
         """See `Readable`."""
@@ -447,6 +451,7 @@ class Outgoing:
     def abandon(self, error: RpcError) -> None:
         """In a forked child: the connection is the parent's, and stays as it is there."""
         self._lost = error
+        self._rings, self._sender.ring = (), None
         self._channel.abandon()
         self.lane.abandon()
         while self.pending:
@@ -469,6 +474,7 @@ class Outgoing:
         self._poller.remove(self._descriptor)
         self._channel.close()
         self.lane.close()
+        self._rings, self._sender.ring = (), None
         self._on_lost(self)
         for future in list(self.pending.values()):
             self._fail(future)

@@ -221,7 +221,9 @@ class Peer:
         if welcome.shares:
             lane.open()
         if lane.accept(welcome.lends, welcome.token):
-            self._send(channel, encode(SHARES, 0, b"", b""))
+            shares = encode(SHARES, 0, b"", b"")
+            self._send(channel, shares)
+            lane.told = len(shares)
         return lane
 
     def _say(self, channel: Channel, message: Greeting) -> None:

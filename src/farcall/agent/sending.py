@@ -27,6 +27,7 @@ from typing import Final, NamedTuple
 from farcall.protocol.wire import Decoder, encode_part
 from farcall.sleeping import asleep
 from farcall.transports.base import Buffer, Channel
+from farcall.transports.rings import RingWriter
 
 _CHUNK: Final = 1 << 18
 _PIECES: Final = 64
@@ -61,6 +62,7 @@ class Sender:
         "_want_writable",
         "busy",
         "queue",
+        "ring",
         "sent",
         "waiting",
     )
@@ -81,7 +83,9 @@ class Sender:
         self.waiting = 0
         """Bytes that the channel has not taken yet."""
         self.sent = 0
-        """Bytes that it has taken so far."""
+        """Bytes that it has taken so far, or the ring."""
+        self.ring: RingWriter | None = None
+        """Takes small messages instead of the channel, where there is one and the other side is looking at it."""
 
     def is_broken(self) -> bool:
         """Whether nothing can be sent any more."""
@@ -103,13 +107,20 @@ class Sender:
             else:
                 self.busy = True
                 try:
-                    try:
-                        sent = self._channel.send(data)
-                    except BlockingIOError:
-                        sent = 0
-                    self.sent += sent
-                    if sent != len(data):
-                        self._keep(memoryview(data)[sent:])
+                    ring = self.ring
+                    if ring is not None:
+                        rest = ring.put(data, self.sent)
+                        if rest is not data:
+                            self.sent += len(data)
+                            data = rest
+                    if data:
+                        try:
+                            sent = self._channel.send(data)
+                        except BlockingIOError:
+                            sent = 0
+                        self.sent += sent
+                        if sent != len(data):
+                            self._keep(memoryview(data)[sent:])
                 except BaseException as error:
                     self._broken = error
                     self._drop()
@@ -158,13 +169,20 @@ class Sender:
                     data = later.popleft()
                     if later:
                         data += b"".join([later.popleft() for _ in range(len(later))])
-                    try:
-                        sent = self._channel.send(data)
-                    except BlockingIOError:
-                        sent = 0
-                    self.sent += sent
-                    if sent != len(data):
-                        self._keep(memoryview(data)[sent:])
+                    ring = self.ring
+                    if ring is not None:
+                        rest = ring.put(data, self.sent)
+                        if rest is not data:
+                            self.sent += len(data)
+                            data = rest
+                    if data:
+                        try:
+                            sent = self._channel.send(data)
+                        except BlockingIOError:
+                            sent = 0
+                        self.sent += sent
+                        if sent != len(data):
+                            self._keep(memoryview(data)[sent:])
                 except BaseException as error:
                     self._broken = error
                     self._drop()

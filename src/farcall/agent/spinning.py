@@ -25,10 +25,12 @@ One object for each thing that is waited for. Not locked: only the thread that w
 from __future__ import annotations
 
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from resource import RUSAGE_THREAD, getrusage
 from time import perf_counter
 from typing import Any, Final
+
+from farcall.transports.rings import AWAKE, HEAD, RingReader, rest
 
 _TRUST: Final = 24
 _MISS_COSTS: Final = 3
@@ -47,6 +49,9 @@ _WON_BACK: Final = _TRUST // 2
 """The other end's rest may last longer than this one's: the long looks go on until it has most likely ended."""
 _WORTH: Final = 300e-6
 """Seconds in which a dozing thread must have been woken: giving its place away costs about as much."""
+
+_GLANCES: Final = range(16)
+"""Looks into each ring between two at everything else: together they take about as long as one of those."""
 
 _yield = os.sched_yield
 
@@ -115,8 +120,11 @@ class Spinning(_Trust):
         super().__init__()
         self._budget = budget
 
-    def look(self, poll: Callable[[int], list[Any]]) -> list[Any]:
-        """What `poll(0)` gives, tried for a moment if that has paid before; nothing if the thread should sleep."""
+    def look(self, poll: Callable[[int], list[Any]], search: Callable[[int], list[Any]] | None = None) -> list[Any]:
+        """What `poll(0)` gives, tried for a moment if that has paid before; nothing if the thread should sleep.
+
+        From the second time on it is `search(0)`, if there is one.
+        """
         if self._resting:
             self._resting -= 1
             return []
@@ -125,6 +133,7 @@ class Spinning(_Trust):
         events = poll(0)
         if events:
             return events
+        search = search or poll
         before = perf_counter()
         stop = before + (self._budget if self._score > _WON_BACK else _PROBE * self._budget)
         offer = before + _OFFER_AFTER
@@ -134,7 +143,7 @@ class Spinning(_Trust):
                 taken_off = taken_off or _count_taken_off()
                 _yield()
                 offer = before + _OFFER_AFTER
-            events = poll(0)
+            events = search(0)
             now = perf_counter()
             if now - before > _CROWDED and taken_off != (count := _count_taken_off()):
                 if taken_off:
@@ -148,3 +157,30 @@ class Spinning(_Trust):
                 self._miss()
                 return events
             before = now
+
+    def look_beside(self, poll: Callable[[int], list[Any]], rings: Sequence[RingReader]) -> list[Any]:
+        """As `look`, at rings as well: what `poll(0)` gives, and the events of the rings that have something.
+
+        The other ends of the rings know that somebody looks, until this gives nothing: the thread may sleep then.
+        """
+        if self._budget and not self._resting:
+            for ring in rings:
+                if not ring.words[AWAKE]:
+                    ring.words[AWAKE] = 1
+        heads = [(ring.words, ring.taken, ring.event) for ring in rings]
+        came: list[Any] = []
+
+        def search(_: int) -> list[Any]:
+            for _ in _GLANCES:
+                for words, taken, _ in heads:
+                    if words[HEAD] != taken:
+                        came.extend([event for words, taken, event in heads if words[HEAD] != taken])
+                        return came
+            return poll(0)
+
+        events = self.look(poll, search)
+        if came:
+            return came
+        if not events:
+            return rest(rings)
+        return [*events, *[event for words, taken, event in heads if words[HEAD] != taken]]

@@ -24,11 +24,14 @@
     8 control           empty                           reference messages      none
     9 news              empty                           news of the group       none
     10 shares           empty                           empty                   none
-    11 part             empty                           a part of a message     none
+    11 ring             empty                           empty                   a pair of rings, in shared memory
+    12 knock            empty                           empty                   none
+    13 part             empty                           a part of a message     none
 
 A message that carries references has a *section* in front of its head (`control.py`). `carried` brings the references
 of a call or reply that was lost with its connection. `shares` says that the other side may put buffers into shared
-memory from now on. A `remote` with a call id is answered as a call for its value would be, as soon as that is there; by
+memory from now on. `ring` brings memory through which small messages may go from now on; `knock` says nothing but that
+there is something in it (`transports.rings`). A `remote` with a call id is answered as a call for its value would be, as soon as that is there; by
 `UNTOLD` if it has to be asked for. A large message comes in parts, so that others need not wait for its end: each has
 its call id, and its bytes are the next of head, body and buffers. Only replies have buffers that go back. The *callee*
 is
@@ -71,8 +74,10 @@ CARRIED: Final = 7
 CONTROL: Final = 8
 NEWS: Final = 9
 SHARES: Final = 10
-PART: Final = 11
-_LAST: Final = SHARES
+RING: Final = 11
+KNOCK: Final = 12
+PART: Final = 13
+_LAST: Final = KNOCK
 """Of the kinds that are whole messages."""
 
 METHOD: Final = b"\1"

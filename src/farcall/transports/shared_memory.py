@@ -56,6 +56,8 @@ from farcall.transports.segments import (
 MOST_SEGMENTS: Final = 16
 """So many has one lender at most."""
 
+_MOST_RINGS: Final = 8
+"""At one worker."""
 _LEAST: Final = 1 << 18
 _STEPS: Final = 8
 """Sizes of segments per doubling: the more there are the less is wasted, and the less often one fits again."""
@@ -73,6 +75,7 @@ class Pool:
         """Every segment of this worker begins with it."""
         self._limit, self._left = limit, limit
         self._most, self._segments_left = most, most
+        self._rings_left = _MOST_RINGS
         self._on_trouble = on_trouble
         self._lock = threading.RLock()
         self._numbers = 0
@@ -119,6 +122,19 @@ class Pool:
         with self._lock:
             self._left += capacity
             self._segments_left += 1
+
+    def give_rings(self) -> bool:
+        """Whether one more connection may have rings. The memory of those is kept as long as the connection is there."""
+        with self._lock:
+            if not self._rings_left:
+                return False
+            self._rings_left -= 1
+            return True
+
+    def take_rings_back(self) -> None:
+        """A connection that might have rings is no more."""
+        with self._lock:
+            self._rings_left += 1
 
     def is_short(self) -> bool:
         """Whether more than half of it is used."""

@@ -1,0 +1,152 @@
+"""Two rings of bytes in memory that two processes share: a way for small messages, beside a socket.
+
+A message takes two system calls on each side of a socket, and a ring takes none. But a ring wakes nobody. So a message
+goes through it only while its reader is polling just now, and through the socket at all other times.
+
+One direction, of `RING_SIZE` bytes; the first is that of who has made the memory, the second the other's:
+
+    offset  size   what (numbers of 8 bytes, in the machine's own order)
+    0       8      HEAD: bytes ever put in; set by the writer
+    64      8      TAIL: bytes ever taken out; set by the reader, as are the next two
+    128     8      AWAKE: 1 while the reader will look again before it sleeps
+    136     8      READ: bytes that the reader has had from the socket so far
+    256     65536  the bytes: number n of all is at n modulo 65536
+
+A ring carries a stream: whole messages, one behind the other, with nothing in between.
+
+Rules
+- *Order.* The writer puts something in only if the reader has had all that went on the socket before (READ). So what is
+  in the ring was always sent before what is still in the socket. A reader that has received from the socket looks into
+  the ring after that, and before it sets READ: what it finds there comes first.
+- *Sleep.* The reader sets AWAKE to 0, and then looks once more (`rest`), before it does anything but poll. The writer
+  sets HEAD, and then looks at AWAKE once more: if it is 0, it sends a *knock* through the socket. So either the reader
+  sees what is there, or the knock wakes it. Between setting and looking each has a fence, or the processor might look
+  first. All other order is kept by the processor itself, if it is an x86 (`is_possible`).
+- *Trust.* What the other side writes is a number that may be anything. Nobody reads or writes outside of the ring for
+  it, or waits for it. A reader whose HEAD cannot be says so by a `ProtocolError`; a writer takes the socket.
+- An interrupt (Ctrl-C) in the midst of `put` or `take` leaves the connection of no use, as one in a socket's would.
+
+Not locked: one thread at a time may write, and one may read.
+"""
+
+from __future__ import annotations
+
+import os
+from _thread import allocate_lock
+from collections.abc import Sequence
+from typing import Any, Final
+
+from farcall.errors import ProtocolError
+
+CAPACITY: Final = 1 << 16
+MOST: Final = 1 << 14
+"""Bytes of the largest message that goes through a ring. What is larger is as fast through a socket."""
+HEAD: Final = 0
+TAIL: Final = 8
+AWAKE: Final = 16
+READ: Final = 17
+"""Where the numbers are, counted in numbers. What is written for each message has a line of the cache of its own."""
+
+_WORDS: Final = 256
+_WITHIN: Final = CAPACITY - 1
+RING_SIZE: Final = _WORDS + CAPACITY
+PAIR_SIZE: Final = 2 * RING_SIZE
+
+
+def is_possible() -> bool:
+    """Whether this machine keeps the order of what it writes, and of what it reads."""
+    return os.uname().machine == "x86_64"
+
+
+def _words(memory: memoryview) -> memoryview:
+    # A memoryview moves a number of this format by one instruction, so that nobody sees half of it.
+    return memory[:_WORDS].cast("Q")
+
+
+class RingWriter:
+    """The end of a ring that puts in."""
+
+    __slots__ = ("_behind", "_data", "_knock", "_tail", "_words", "head")
+
+    def __init__(self, memory: memoryview, knock: bytes, behind: int) -> None:
+        """Of `RING_SIZE` bytes of memory, zeros at first. `behind`: what `put` is told that READ does not count."""
+        self._words, self._data = _words(memory), memory[_WORDS:]
+        self._knock, self._behind = knock, behind
+        self._tail = 0  # as it was when it was last looked at
+        self.head = 0
+        """How many bytes were put in so far."""
+
+    def put(self, message: bytes, sent: int) -> bytes:
+        """Puts the message in, if the reader is awake; what has to go through the socket then, perhaps the message.
+
+        `sent`: how many bytes have gone to the other side before it, through the ring or not.
+        """
+        words, head, size = self._words, self.head, len(message)
+        if not words[AWAKE] or size > MOST or words[READ] + head + self._behind != sent:
+            return message
+        if head + size - self._tail > CAPACITY:
+            tail = words[TAIL]
+            if not 0 <= head - tail <= CAPACITY - size:
+                return message
+            self._tail = tail
+        begin = head & _WITHIN
+        end = begin + size
+        if end <= CAPACITY:
+            self._data[begin:end] = message
+        else:
+            fits = CAPACITY - begin
+            self._data[begin:] = message[:fits]
+            self._data[: end - CAPACITY] = message[fits:]
+        self.head = words[HEAD] = head + size
+        allocate_lock().acquire(False)  # a fence
+        return b"" if words[AWAKE] else self._knock
+
+
+class RingReader:
+    """The end of a ring that takes out."""
+
+    __slots__ = ("_data", "event", "is_open", "taken", "words")
+
+    def __init__(self, memory: memoryview, event: Any = None) -> None:
+        """Of `RING_SIZE` bytes of memory."""
+        self.words, self._data = _words(memory), memory[_WORDS:]
+        self.event = event
+        """What stands for it where somebody waits for several."""
+        self.is_open = True
+        """Whether anybody still cares for it."""
+        self.taken = 0
+        """How many bytes were taken out so far: there are some more while HEAD is another number."""
+
+    def take(self) -> bytes:
+        """All that is in it. Raises `ProtocolError` if the other side has written what cannot be."""
+        words, taken = self.words, self.taken
+        head = words[HEAD]
+        size = head - taken
+        if not size:
+            return b""
+        if not 0 < size <= CAPACITY:
+            raise ProtocolError(f"a ring of {CAPACITY} bytes of shared memory was said to hold {size}")
+        begin = taken & _WITHIN
+        end = begin + size
+        if end <= CAPACITY:
+            data = self._data[begin:end].tobytes()
+        else:
+            data = self._data[begin:].tobytes() + self._data[: end - CAPACITY].tobytes()
+        self.taken = words[TAIL] = head
+        return data
+
+    def has_some(self) -> bool:
+        """Whether there is something to take."""
+        return bool(self.words[HEAD] != self.taken)
+
+    def had(self, received: int) -> None:
+        """So many bytes have come so far, through the ring or not, and everything that was in the socket is among them."""
+        self.words[READ] = received - self.taken
+
+
+def rest(rings: Sequence[RingReader]) -> list[Any]:
+    """Nobody polls these any more; the events of those that have something, which must be taken now."""
+    for ring in rings:
+        ring.words[AWAKE] = 0
+    allocate_lock().acquire(False)  # a fence
+    return [ring.event for ring in rings if ring.words[HEAD] != ring.taken]
