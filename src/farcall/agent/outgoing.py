@@ -235,8 +235,7 @@ class Outgoing:
             poll = new_poll(self._descriptor)  # one that polls already cannot be used
         spinning, pause = self._spinning, 0.0
         while not future._state and self._lost is None:
-            rings = self._rings
-            if spinning.look_beside(poll, rings) if rings else spinning.look(poll):
+            if spinning.look(poll, self._rings):
                 self._receive(future)
                 continue
             left = deadline - monotonic()

@@ -11,6 +11,9 @@ Rules
 - After the channel broke every call raises `OSError`; what was queued is dropped.
 - An exception that comes from nowhere (Ctrl-C, no memory) in the midst of a send leaves an unknown part of a message
   sent. The channel is of no use then: it is marked broken, before anything else is done.
+- A small message takes the ring, where there is one, if nothing is before it that must go on the channel. Whoever
+  releases the lock looks whether the reader of the ring has gone to sleep just then: the lock is the fence between the
+  two (`transports.rings`).
 - A signal handler or a finalizer may send in the midst of a send of the same thread: the lock lets it in, and it only
   queues its message, whole, for the outer send to take along.
 """
@@ -24,10 +27,10 @@ from collections.abc import Callable, Sequence
 from time import monotonic
 from typing import Final, NamedTuple
 
-from farcall.protocol.wire import Decoder, encode_part
+from farcall.protocol.wire import KNOCK, Decoder, encode, encode_part
 from farcall.sleeping import asleep
 from farcall.transports.base import Buffer, Channel
-from farcall.transports.rings import RingWriter
+from farcall.transports.rings import AWAKE, RingWriter
 
 _CHUNK: Final = 1 << 18
 _PIECES: Final = 64
@@ -35,6 +38,7 @@ PART_SIZE: Final = 1 << 19
 """Bytes of a part. Others may go in front of the next one, so that is how long they wait."""
 LARGE: Final = 1 << 20
 """From this size on a message goes in parts."""
+_KNOCK: Final = encode(KNOCK, 0, b"", b"")
 MAX_WAITING: Final = 1 << 24
 """Bytes that may wait to be sent before those who send have to wait too: see `hold_back`."""
 
@@ -97,6 +101,7 @@ class Sender:
 
     def send(self, data: bytes) -> None:
         """Sends one small message, or queues what does not fit. Raises `OSError` if the channel is broken."""
+        ring = self.ring
         if not self._lock.acquire(blocking=False):
             self._later.append(data)  # whoever sends just now takes it along, and it costs no system call of its own
             self._send_later()
@@ -107,13 +112,9 @@ class Sender:
             else:
                 self.busy = True
                 try:
-                    ring = self.ring
-                    if ring is not None:
-                        rest = ring.put(data, self.sent)
-                        if rest is not data:
-                            self.sent += len(data)
-                            data = rest
-                    if data:
+                    if ring is not None and ring.put(data, self.sent):
+                        self.sent += len(data)
+                    else:
                         try:
                             sent = self._channel.send(data)
                         except BlockingIOError:
@@ -127,9 +128,23 @@ class Sender:
                     raise
                 self.busy = False
         finally:
-            self._lock.release()
+            self._lock.release()  # a fence, too
+        if ring is not None and not ring.words[AWAKE]:
+            self._knock(ring)
         if self._later:
             self._send_later()
+
+    def _look_at_ring(self) -> None:
+        """As `send` does it: a signal handler in the midst of this may have used the ring, under the lock still."""
+        ring = self.ring
+        if ring is not None and not ring.words[AWAKE]:
+            self._knock(ring)
+
+    def _knock(self, ring: RingWriter) -> None:
+        """The reader of the ring is not looking; it is told if something is in there, which it may have missed."""
+        if ring.is_unseen():
+            with self._lock:
+                self._send_behind((_KNOCK,))
 
     def _send_later(self) -> None:
         """Sends what was queued while somebody was sending.
@@ -151,12 +166,13 @@ class Sender:
         """
         with self._lock:
             self._send_behind(pieces)
+        self._look_at_ring()
         if self._later:
             self._send_later()
 
     def flush(self) -> None:
         """Sends what is queued, as far as it goes. Raises `OSError` if the channel is broken."""
-        later = self._later
+        later, ring = self._later, self.ring
         if not self._lock.acquire(blocking=False):
             return  # whoever sends just now takes it along
         try:
@@ -169,13 +185,9 @@ class Sender:
                     data = later.popleft()
                     if later:
                         data += b"".join([later.popleft() for _ in range(len(later))])
-                    ring = self.ring
-                    if ring is not None:
-                        rest = ring.put(data, self.sent)
-                        if rest is not data:
-                            self.sent += len(data)
-                            data = rest
-                    if data:
+                    if ring is not None and ring.put(data, self.sent):
+                        self.sent += len(data)
+                    else:
                         try:
                             sent = self._channel.send(data)
                         except BlockingIOError:
@@ -189,7 +201,9 @@ class Sender:
                     raise
                 self.busy = False
         finally:
-            self._lock.release()
+            self._lock.release()  # a fence, too
+        if ring is not None and not ring.words[AWAKE]:
+            self._knock(ring)
         if later:
             self._send_later()
 
@@ -241,6 +255,7 @@ class Sender:
                 self._send_behind((start + part,))
             else:
                 self._send_behind((start, part), keep=True)
+        self._look_at_ring()
         if self._later:
             self._send_later()
 

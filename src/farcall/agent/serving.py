@@ -249,7 +249,7 @@ class Serving:
         if self._running:
             events = rest(rings) if rings else []
         else:
-            events = self._spinning.look_beside(poll, rings) if rings else self._spinning.look(poll)
+            events = self._spinning.look(poll, rings)
         if not events:
             self.asleep = True
             events = poll(-1)

@@ -16,14 +16,12 @@ from farcall.agent.lanes import Lane
 from farcall.agent.reading import CHUNK, receive_large
 from farcall.agent.sending import Sender
 from farcall.errors import ProtocolError
-from farcall.protocol.wire import KNOCK, RING, Bytes, Decoder, Message, encode, encode_shared
+from farcall.protocol.wire import RING, Bytes, Decoder, Message, encode_shared
 from farcall.transports.base import Channel
 from farcall.transports.rings import PAIR_SIZE, RING_SIZE, RingReader, RingWriter, is_possible
 
 AFTER: Final = 256
 """Calls: on a connection with less of them it is not worth its memory."""
-
-_KNOCK: Final = encode(KNOCK, 0, b"", b"")
 
 
 def offer(lane: Lane, sender: Sender) -> tuple[RingReader, ...]:
@@ -35,7 +33,7 @@ def offer(lane: Lane, sender: Sender) -> tuple[RingReader, ...]:
     if kept is None:
         return ()
     place, memory = kept
-    sender.ring = RingWriter(memory[:RING_SIZE], _KNOCK, -lane.told)
+    sender.ring = RingWriter(memory[:RING_SIZE], -lane.told)
     sender.send(encode_shared(RING, 0, b"", b"", [PAIR_SIZE], *place))
     return (RingReader(memory[RING_SIZE:]),)
 
@@ -49,7 +47,7 @@ def accept(buffers: Sequence[Bytes], sender: Sender, greeting: int, event: Any) 
     if sizes != [PAIR_SIZE] or sender.ring is not None:
         raise ProtocolError(f"rings in shared memory of {sizes} bytes were offered, where {PAIR_SIZE} may be, once")
     memory = memoryview(buffers[0])
-    sender.ring = RingWriter(memory[RING_SIZE:], _KNOCK, greeting)
+    sender.ring = RingWriter(memory[RING_SIZE:], greeting)
     return RingReader(memory[:RING_SIZE], event)
 
 

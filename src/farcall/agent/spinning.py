@@ -30,7 +30,7 @@ from resource import RUSAGE_THREAD, getrusage
 from time import perf_counter
 from typing import Any, Final
 
-from farcall.transports.rings import AWAKE, HEAD, RingReader, rest
+from farcall.transports.rings import AWAKE, HEAD, RingReader, found, rest
 
 _TRUST: Final = 24
 _MISS_COSTS: Final = 3
@@ -120,67 +120,55 @@ class Spinning(_Trust):
         super().__init__()
         self._budget = budget
 
-    def look(self, poll: Callable[[int], list[Any]], search: Callable[[int], list[Any]] | None = None) -> list[Any]:
+    def look(self, poll: Callable[[int], list[Any]], rings: Sequence[RingReader] = ()) -> list[Any]:
         """What `poll(0)` gives, tried for a moment if that has paid before; nothing if the thread should sleep.
 
-        From the second time on it is `search(0)`, if there is one.
+        The same of `rings`, by their events. Those who put something in know that somebody looks, until this gives
+        nothing.
         """
         if self._resting:
             self._resting -= 1
-            return []
+            return rest(rings) if rings else []
         if not self._budget:
-            return []
+            return rest(rings) if rings else []
+        for ring in rings:
+            if not ring.words[AWAKE]:
+                ring.words[AWAKE] = 1
         events = poll(0)
         if events:
-            return events
-        search = search or poll
+            return [*events, *found(rings)] if rings else events
         before = perf_counter()
         stop = before + (self._budget if self._score > _WON_BACK else _PROBE * self._budget)
         offer = before + _OFFER_AFTER
         taken_off = 0  # not asked yet: most answers come before the first offer
+        heads = [(ring.words, ring.taken) for ring in rings]
+        glances = _GLANCES if rings else ()
+        only = [rings[0].event] if len(rings) == 1 else None
         while True:
             if before > offer:
                 taken_off = taken_off or _count_taken_off()
                 _yield()
                 offer = before + _OFFER_AFTER
-            events = search(0)
+            for _ in glances:
+                for words, taken in heads:
+                    if words[HEAD] != taken:
+                        if self._score < _TRUST:
+                            self._hit()
+                        return only or found(rings)
+            events = poll(0)
             now = perf_counter()
             if now - before > _CROWDED and taken_off != (count := _count_taken_off()):
                 if taken_off:
                     self._miss(_LONGEST_CROWDED_REST)
-                    return events
+                    break
                 taken_off = count
             if events:
                 self._hit()
-                return events
+                break
             if now >= stop:
                 self._miss()
-                return events
+                break
             before = now
-
-    def look_beside(self, poll: Callable[[int], list[Any]], rings: Sequence[RingReader]) -> list[Any]:
-        """As `look`, at rings as well: what `poll(0)` gives, and the events of the rings that have something.
-
-        The other ends of the rings know that somebody looks, until this gives nothing: the thread may sleep then.
-        """
-        if self._budget and not self._resting:
-            for ring in rings:
-                if not ring.words[AWAKE]:
-                    ring.words[AWAKE] = 1
-        heads = [(ring.words, ring.taken, ring.event) for ring in rings]
-        came: list[Any] = []
-
-        def search(_: int) -> list[Any]:
-            for _ in _GLANCES:
-                for words, taken, _ in heads:
-                    if words[HEAD] != taken:
-                        came.extend([event for words, taken, event in heads if words[HEAD] != taken])
-                        return came
-            return poll(0)
-
-        events = self.look(poll, search)
-        if came:
-            return came
-        if not events:
-            return rest(rings)
-        return [*events, *[event for words, taken, event in heads if words[HEAD] != taken]]
+        if not rings:
+            return events
+        return [*events, *found(rings)] if events else rest(rings)

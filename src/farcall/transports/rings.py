@@ -58,6 +58,11 @@ def is_possible() -> bool:
     return os.uname().machine == "x86_64"
 
 
+def fence() -> None:
+    """Nothing that is read after it is read before what was written before it is there for all to see."""
+    allocate_lock().acquire(False)  # one instruction in there has this effect, and nothing is left that is locked
+
+
 def _words(memory: memoryview) -> memoryview:
     # A memoryview moves a number of this format by one instruction, so that nobody sees half of it.
     return memory[:_WORDS].cast("Q")
@@ -66,28 +71,28 @@ def _words(memory: memoryview) -> memoryview:
 class RingWriter:
     """The end of a ring that puts in."""
 
-    __slots__ = ("_behind", "_data", "_knock", "_tail", "_words", "head")
+    __slots__ = ("_behind", "_data", "_tail", "head", "words")
 
-    def __init__(self, memory: memoryview, knock: bytes, behind: int) -> None:
+    def __init__(self, memory: memoryview, behind: int) -> None:
         """Of `RING_SIZE` bytes of memory, zeros at first. `behind`: what `put` is told that READ does not count."""
-        self._words, self._data = _words(memory), memory[_WORDS:]
-        self._knock, self._behind = knock, behind
+        self.words, self._data = _words(memory), memory[_WORDS:]
+        self._behind = behind
         self._tail = 0  # as it was when it was last looked at
         self.head = 0
         """How many bytes were put in so far."""
 
-    def put(self, message: bytes, sent: int) -> bytes:
-        """Puts the message in, if the reader is awake; what has to go through the socket then, perhaps the message.
+    def put(self, message: bytes, sent: int) -> bool:
+        """Puts the message in, if the reader is awake; whether it did. Then there must be a fence and `is_unseen`.
 
         `sent`: how many bytes have gone to the other side before it, through the ring or not.
         """
-        words, head, size = self._words, self.head, len(message)
+        words, head, size = self.words, self.head, len(message)
         if not words[AWAKE] or size > MOST or words[READ] + head + self._behind != sent:
-            return message
+            return False
         if head + size - self._tail > CAPACITY:
             tail = words[TAIL]
             if not 0 <= head - tail <= CAPACITY - size:
-                return message
+                return False
             self._tail = tail
         begin = head & _WITHIN
         end = begin + size
@@ -98,8 +103,12 @@ class RingWriter:
             self._data[begin:] = message[:fits]
             self._data[: end - CAPACITY] = message[fits:]
         self.head = words[HEAD] = head + size
-        allocate_lock().acquire(False)  # a fence
-        return b"" if words[AWAKE] else self._knock
+        return True
+
+    def is_unseen(self) -> bool:
+        """Whether the reader, which has slept by now, may have missed something: it needs a knock."""
+        words = self.words
+        return bool(not words[AWAKE] and words[TAIL] != self.head)
 
 
 class RingReader:
@@ -148,5 +157,10 @@ def rest(rings: Sequence[RingReader]) -> list[Any]:
     """Nobody polls these any more; the events of those that have something, which must be taken now."""
     for ring in rings:
         ring.words[AWAKE] = 0
-    allocate_lock().acquire(False)  # a fence
+    fence()
+    return found(rings)
+
+
+def found(rings: Sequence[RingReader]) -> list[Any]:
+    """The events of those that have something."""
     return [ring.event for ring in rings if ring.words[HEAD] != ring.taken]
