@@ -114,7 +114,7 @@ BEGUN = encode_in_parts(CALL, 3, b"", b"", [memoryview(bytes(10))])
         (BEGUN + BEGUN, "call 3, that had begun"),
         (BEGUN + encode_part(3, 11) + bytes(10), "longer than the rest"),
         (BEGUN + encode_part(3, 10) + bytes(10) + encode_part(3, 1), "had not begun"),
-        (HEADER.pack(PART, 2, 0, 0, 5, 3), "unknown kind 11"),
+        (HEADER.pack(PART, 2, 0, 0, 5, 3), "unknown kind 13"),
         (HEADER.pack(CALL, 3, 1, 0, 5, 3), "flags 3"),
     ],
 )

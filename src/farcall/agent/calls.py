@@ -185,7 +185,7 @@ class ChoreJob:
 
     must_run = False
 
-    def __init__(self, chore: Callable[[], None]) -> None:
+    def __init__(self, chore: Callable[[], object]) -> None:
         self.kind: object = "chore"
         self.origin: Answerable | None = None
         self._chore = chore

@@ -122,8 +122,8 @@ class Incoming:
             ring = self._ring
             if ring is not None:
                 messages = receive_beside(ring, self._channel, decoder)
-                if ring not in self._place.serving.hot:
-                    self._place.serving.warm(ring)
+                if ring not in self._place.serving.hot.rings:
+                    self._place.serving.hot.warm(ring)
             elif decoder.space is not None:
                 messages = receive_large(self._channel, decoder)
             else:
@@ -354,7 +354,7 @@ class Incoming:
         self.lane.close()
         ring, self._ring, self._sender.ring = self._ring, None, None
         if ring is not None:
-            self._place.serving.cool(ring)
+            self._place.serving.hot.cool(ring)
         self._on_closed(self)
         self._reception.closed(self)
 

@@ -63,9 +63,8 @@ class Outgoing:
         on_news: Callable[[Worker, Bytes], None],
         on_lost: Callable[[Outgoing], None],
     ) -> None:
-        self.peer, self.number = peer, number
         self.pending: dict[int, PendingCall] = {}
-        self._channel, self.lane = channel, lane
+        self.peer, self.number, self._channel, self.lane = peer, number, channel, lane
         self._descriptor = channel.fileno()
         self._poller, self._serving, self._supervisor, self._book = poller, serving, supervisor, book
         self._late: set[int] = set()  # calls whose time was over: their replies may bring references to be given back
@@ -228,12 +227,11 @@ class Outgoing:
 
     def read_until(self, future: Future[Any], deadline: float, nested: bool = False) -> None:
         """See `Readable`."""
-        poll = self._poll
+        poll, spinning, pause = self._poll, self._spinning, 0.0
         if nested:
             if self._receiving:
                 raise UsageError(CANNOT_WAIT.format("reading a reply"))
             poll = new_poll(self._descriptor)  # one that polls already cannot be used
-        spinning, pause = self._spinning, 0.0
         while not future._state and self._lost is None:
             if spinning.look(poll, self._rings):
                 self._receive(future)
@@ -274,8 +272,7 @@ class Outgoing:
             if rings:
                 messages = receive_beside(rings[0], self._channel, decoder)
             elif decoder.space is None:
-                data = self._channel.receive(CHUNK)
-                messages = decoder.feed(data) if data else None
+                messages = decoder.feed(data) if (data := self._channel.receive(CHUNK)) else None
             else:
                 messages = receive_large(self._channel, decoder)
             if messages is None:
@@ -387,8 +384,8 @@ class Outgoing:
     def watch_in_background(self, on: bool) -> None:
         """See `Readable`."""
         self._poller.want(self._descriptor, READABLE, on)
-        if on and rest(self._rings):
-            self._serving.submit(ChoreJob(lambda: None if self.receive_in_background() else None))
+        if on and rest(self._rings):  # nobody polls them now, and what is there already wakes nobody
+            self._serving.submit(ChoreJob(self.receive_in_background))
 
     def has_pending(self) -> bool:
         """See `Readable`."""

@@ -29,12 +29,13 @@ from time import monotonic, perf_counter, sleep
 from typing import Any, Final
 
 from farcall.agent.follower import EXIT, LEAD, Follower, Order
+from farcall.agent.hot_rings import HotRings
 from farcall.agent.jobs import Answerable, Awaited, Job, Reply
 from farcall.agent.poller import Poller
 from farcall.agent.spinning import Dozing, Spinning
 from farcall.errors import UsageError
 from farcall.sleeping import blocking_thread
-from farcall.transports.rings import RingReader, rest
+from farcall.transports.rings import rest
 
 logger = logging.getLogger("farcall")
 
@@ -42,8 +43,6 @@ SLOW: Final = 1e-3
 """A function that took longer than this, its waits for others not counted, is run with the lead given away first, next
 time. One that only waits gives the lead away when it comes to that, and need not do so before."""
 _BURST: Final = 64
-_MOST_HOT: Final = 3
-"""Rings that the leader looks into: each makes a look at the others take longer."""
 _IDLE_LIFE: Final = 10.0
 _PAUSE: Final = 0.01
 """Before a leader that failed goes on: what made it fail may be there still."""
@@ -65,8 +64,7 @@ class Serving:
         self._running = 0  # functions that run, and do not sleep, in followers
         self._unflushed: list[Answerable] = []
         self._slow: dict[object, None] = {}
-        self._closing = False
-        self._closed = False
+        self._closing = self._closed = False
         self._dozing = False  # the leader's function has come to wait, most likely for a moment only
         self._sleeping = 0  # functions that sleep in a wait of ours
         self._leader: Follower | None = None
@@ -74,8 +72,8 @@ class Serving:
         self._lacks_threads = False  # the last one could not be started
         self.ready: deque[Job] = deque()
         """What is to be run. The leader appends what it reads; others use `submit`."""
-        self.hot: tuple[RingReader, ...] = ()
-        """Where the leader looks besides, each with the event that its handler gets: see `warm`."""
+        self.hot = HotRings()
+        """Where the leader looks besides."""
         self.asleep = False
         """The leader waits for something to come, and cannot be stuck."""
 
@@ -101,18 +99,6 @@ class Serving:
             self.submit(job)
         else:
             follower.tell(job)
-
-    def warm(self, ring: RingReader) -> None:
-        """Something came from there: the leader looks into it from now on, as into few others."""
-        with self._lock:
-            if ring.is_open and not rest(self.hot[_MOST_HOT - 1 :]):
-                self.hot = (ring, *self.hot[: _MOST_HOT - 1])
-
-    def cool(self, ring: RingReader) -> None:
-        """Its connection is closed: nobody looks into it any more."""
-        with self._lock:
-            ring.is_open = False
-            self.hot = tuple([each for each in self.hot if each is not ring])
 
     def is_closing(self) -> bool:
         """Whether the threads are about to end."""
@@ -237,7 +223,6 @@ class Serving:
             if done >= _BURST:
                 self._flush()
                 done = 0
-        rest(self.hot)
         self._flush()
         return False
 
@@ -245,11 +230,8 @@ class Serving:
         """Waits until something comes, spinning at first, and handles it."""
         poll = self._poller.poll
         # With functions running in other threads of this process, spinning would fight them for the interpreter.
-        rings = self.hot
-        if self._running:
-            events = rest(rings) if rings else []
-        else:
-            events = self._spinning.look(poll, rings)
+        rings = self.hot.rings
+        events = rest(rings) if self._running else self._spinning.look(poll, rings)
         if not events:
             self.asleep = True
             events = poll(-1)

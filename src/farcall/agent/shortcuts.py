@@ -1,8 +1,8 @@
 """The shortcut of a connection: a pair of rings in shared memory, through which small messages go while somebody looks.
 
 Who calls a lot offers one to the worker that it calls, if the two share memory; there is no answer. It is used from the
-moment on when the other side polls it, which is seen in the ring itself. Everything else goes on the channel, as it does
-where there is no shortcut, at any moment (`transports.rings` says how the order is kept).
+moment on when the other side polls it, which is seen in the ring itself. Everything else goes on the channel, as it
+does where there is no shortcut, at any moment (`transports.rings` says how the order is kept).
 
 What the two ends count of the channel is what follows the greeting.
 """

@@ -31,10 +31,10 @@
 A message that carries references has a *section* in front of its head (`control.py`). `carried` brings the references
 of a call or reply that was lost with its connection. `shares` says that the other side may put buffers into shared
 memory from now on. `ring` brings memory through which small messages may go from now on; `knock` says nothing but that
-there is something in it (`transports.rings`). A `remote` with a call id is answered as a call for its value would be, as soon as that is there; by
-`UNTOLD` if it has to be asked for. A large message comes in parts, so that others need not wait for its end: each has
-its call id, and its bytes are the next of head, body and buffers. Only replies have buffers that go back. The *callee*
-is
+there is something in it (`transports.rings`). A `remote` with a call id is answered as a call for its value would be,
+as soon as that is there; by `UNTOLD` if it has to be asked for. A large message comes in parts, so that others need not
+wait for its end: each has its call id, and its bytes are the next of head, body and buffers. Only replies have buffers
+that go back. The *callee* is
 
     empty                              a function by value: it is the first of the arguments
     module, 0, name                    a function by name

@@ -149,7 +149,7 @@ class RingReader:
         return bool(self.words[HEAD] != self.taken)
 
     def had(self, received: int) -> None:
-        """So many bytes have come so far, through the ring or not, and everything that was in the socket is among them."""
+        """So many bytes have come so far, through the ring or not. All that is still in the ring is newer."""
         self.words[READ] = received - self.taken
 
 

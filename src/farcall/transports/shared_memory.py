@@ -124,7 +124,7 @@ class Pool:
             self._segments_left += 1
 
     def give_rings(self) -> bool:
-        """Whether one more connection may have rings. The memory of those is kept as long as the connection is there."""
+        """Whether one more connection may have rings, the memory of which is kept as long as it is there."""
         with self._lock:
             if not self._rings_left:
                 return False
