@@ -195,7 +195,7 @@ def test_what_is_no_greeting_closes_the_connection_and_harms_nobody(
     "message",
     [
         encode(RESULT, 1, b"", b""),
-        encode(12, 1, b"", b""),
+        encode(14, 1, b"", b""),
         b"\x55\x55\x02\x00" + b"\x55" * 60,
         encode(CALL, 1, b"", b"")[:4] + (1 << 30).to_bytes(4, "little") + bytes(16),
     ],

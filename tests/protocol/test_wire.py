@@ -287,7 +287,7 @@ def test_buffers_in_shared_memory_are_asked_for_once_however_the_message_is_spli
     ("stream", "reason"),
     [
         (header(kind=0), r"unknown kind 0 \(flags 0\)"),
-        (header(kind=12), r"unknown kind 12 \(flags 0\)"),
+        (header(kind=14), r"unknown kind 14 \(flags 0\)"),
         (header(kind=255, count=2) + bytes(16), "unknown kind 255"),
         (header(flags=1), r"unknown kind 1 \(flags 1\)"),
         (header(flags=3, count=1) + bytes(16), r"unknown kind 1 \(flags 3\)"),
@@ -295,10 +295,10 @@ def test_buffers_in_shared_memory_are_asked_for_once_however_the_message_is_spli
         (header(flags=5, count=1) + bytes(24), r"unknown kind 1 \(flags 5\)"),
         (header(flags=6, count=1) + bytes(24), r"unknown kind 1 \(flags 6\)"),
         (header(flags=8, count=1) + bytes(24), r"unknown kind 1 \(flags 8\)"),
-        (header(kind=11, flags=4, count=1) + bytes(24), r"unknown kind 11 \(flags 4\)"),
+        (header(kind=13, flags=4, count=1) + bytes(24), r"unknown kind 13 \(flags 4\)"),
         (header(flags=4, count=1) + bytes(24), "said to be in shared memory of this side, which are not"),
         (header(flags=4, count=1) + struct.pack("<3Q", MAX_MESSAGE + 1, 1, 0), f"a message of {MAX_MESSAGE + 1} bytes"),
-        (header(kind=11, flags=1, count=1) + bytes(16), r"unknown kind 11 \(flags 1\)"),
+        (header(kind=13, flags=1, count=1) + bytes(16), r"unknown kind 13 \(flags 1\)"),
         (header(flags=1, count=1) + bytes(16), "in shared memory, of which there is none here"),
         (
             header(flags=1, count=1) + struct.pack("<QII", MAX_MESSAGE + 1, 1, 1),
