@@ -30,10 +30,11 @@ def test_messages_of_all_sizes_from_many_threads(workers: StartWorkers) -> None:
     if RANK == 0:
         wrong = []
 
+        sizes = (1, 100, 5_000, 20_000, 70_000, 300_000, 2_000_000)
+
         def run(thread):
             for number in range(150):
-                size = (1, 100, 5_000, 20_000, 70_000, 300_000, 2_000_000)[(number * thread) % 7 if number % 5 == 0 else 0]
-                data = bytes([number]) * size
+                data = bytes([number]) * sizes[number * thread % 7 if number % 5 == 0 else 0]
                 if rpc.rpc_sync("w1", echo, args=(number, data)) != (number, data):
                     wrong.append((thread, number))
 
