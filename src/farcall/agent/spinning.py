@@ -11,6 +11,9 @@ interpreter. So it adapts, by two signs:
   But a machine may stand still for as long by itself, a virtual one above all. Nobody else has run then, which the
   system knows: it counts how often a thread was taken off its core.
 
+Around large data all takes longer: it is copied before it comes, and more is to be done for it at both ends. Who has
+just sent or got some looks for longer the next time, or calls that bring arrays would be missed one after the other.
+
 A rest is some number of waits without spinning, longer each time until spinning pays again. It ends sooner where nobody
 else wanted the core: two workers that both rest make each other wait for longer than either would look, so each of them
 has to try again while the other one does, or both would sleep through calls that take a fraction of a wake-up.
@@ -45,6 +48,10 @@ _PROBE: Final = 3
 have to be woken first. With less, two that spin well together would never find back to it."""
 _WON_BACK: Final = _TRUST // 2
 """The other end's rest may last longer than this one's: the long looks go on until it has most likely ended."""
+_COPIED: Final = 1 << 20
+"""Bytes that are copied in no more than the time of a usual look."""
+_LARGEST: Final = 1 << 21
+"""What is larger takes so long to copy that a wake-up hardly matters."""
 _WORTH: Final = 300e-6
 """Seconds in which a dozing thread must have been woken: giving its place away costs about as much."""
 
@@ -109,11 +116,16 @@ class Dozing(_Trust):
 class Spinning(_Trust):
     """Polls for a moment, and remembers how well that has paid."""
 
-    __slots__ = ("_budget",)
+    __slots__ = ("_budget", "_more")
 
     def __init__(self, budget: float) -> None:
         super().__init__()
         self._budget = budget
+        self._more = 0.0  # for how much longer it looks the next time
+
+    def after_large(self, size: int) -> None:
+        """So many bytes have just gone or come in shared memory: the next look is longer. Any thread may call it."""
+        self._more = self._budget * (1 + size / _COPIED) if size <= _LARGEST else 0.0
 
     def look(self, poll: Callable[[int], list[Any]]) -> list[Any]:
         """What `poll(0)` gives, tried for a moment if that has paid before; nothing if the thread should sleep."""
@@ -126,7 +138,8 @@ class Spinning(_Trust):
         if events:
             return events
         before = perf_counter()
-        stop = before + (self._budget if self._score > _WON_BACK else _PROBE * self._budget)
+        stop = before + self._more + (self._budget if self._score > _WON_BACK else _PROBE * self._budget)
+        self._more = 0.0
         offer = before + _OFFER_AFTER
         taken_off = 0  # not asked yet: most answers come before the first offer
         while True:

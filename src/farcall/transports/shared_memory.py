@@ -147,7 +147,7 @@ class Lender:
     def lend(self, buffers: Sequence[memoryview]) -> Place | None:
         """Copies the buffers into a segment; None if there is none for them."""
         segment = self._lent(buffers)
-        return None if segment is None else Place(segment.descriptor, segment.number)
+        return None if segment is None else segment.place
 
     def keep(self, buffers: Sequence[memoryview]) -> tuple[Place, list[memoryview]] | None:
         """As `lend`, with views of the copies: the segment is not used again while one of them is there."""
@@ -156,7 +156,7 @@ class Lender:
             return None
         try:
             kept = segment.keep([buffer.nbytes for buffer in buffers])
-            return Place(segment.descriptor, segment.number), kept
+            return segment.place, kept
         except BaseException:
             segment.take_back()
             raise
@@ -321,6 +321,7 @@ class _Segment:
         except BaseException:
             os.close(self.descriptor)
             raise
+        self.place = Place(self.descriptor, number)
         self._lease_type: Any = None
         self._kept: weakref.ref[Any] | None = None
         self._shown: weakref.ref[Any] | None = None
