@@ -24,11 +24,12 @@ from farcall.agent.reading import CHUNK, receive_large
 from farcall.agent.returning import Returning
 from farcall.agent.sending import InParts, Sender, Traffic
 from farcall.errors import ProtocolError, SerializationError
-from farcall.protocol.control import unpack_remote, unpack_section
+from farcall.protocol.control import REMOTE_SIZE, unpack_remote, unpack_remote_start, unpack_section
 from farcall.protocol.handshake import Hello, Purpose, Refused, Welcome, pack, take
-from farcall.protocol.ids import Worker
+from farcall.protocol.ids import ForkId, RRefId, Worker, new_tuple
 from farcall.protocol.membership_messages import Member
-from farcall.protocol.wire import CALL, CALL_CARRYING, CARRIED, CONTROL, NEWS, REMOTE, SHARES, Bytes, Decoder
+from farcall.protocol.reference_messages import Carried
+from farcall.protocol.wire import CALL, CALL_CARRYING, CARRIED, CONTROL, NEWS, REMOTE, SHARES, Bytes, Decoder, encode
 from farcall.security import Credentials, Doorkeeper, kind_of, refusal_of
 from farcall.serialization import callable_name
 from farcall.sleeping import FOREVER
@@ -88,6 +89,7 @@ class Incoming:
         self._caller: Worker = -1  # its number, once it has greeted
         self._closed = False
         self._asks: Asks = []
+        self._spoke = False  # of references, since replies were last sent to it
         self.calls_served = 0
         """How many calls have come on it."""
         self._sender = Sender(channel, lambda on: poller.want(self._descriptor, WRITABLE, on))
@@ -163,8 +165,15 @@ class Incoming:
     def _take_remote(self, call_id: int, head: bytes, body: Bytes, buffers: Sequence[Bytes]) -> None:
         self.calls_served -= 1
         place = self._place
-        number, carried, reference, fork, callee = unpack_remote(head)
-        taken = place.book.create_requested(self._caller, number, reference, fork, carried)
+        carried: Sequence[Carried] = ()
+        if len(head) >= REMOTE_SIZE:
+            number, count, owner, creator, made, maker, fork_number = unpack_remote_start(head)
+            # As `unpack_remote`, of what brings no handles:
+            reference, fork = new_tuple(RRefId, (owner, creator, made)), new_tuple(ForkId, (maker, fork_number))
+            callee = head[REMOTE_SIZE:]
+        if len(head) < REMOTE_SIZE or count:
+            number, carried, reference, fork, callee = unpack_remote(head)
+        taken = place.book.create_requested(self._caller, number, reference, fork, carried, call_id != 0)
         if taken is not None:
             value, handles = taken
             job = place.remote_job(place, value, callee, body, buffers, handles, None, self, call_id)
@@ -172,6 +181,7 @@ class Incoming:
 
     def _take_carrying(self, call_id: int, head: bytes, body: Bytes, buffers: Sequence[Bytes]) -> None:
         place = self._place
+        self._spoke = True
         number, carried, callee = unpack_section(head)
         handles = place.book.take(self._caller, number, carried)
         if handles is not None:
@@ -183,6 +193,7 @@ class Incoming:
         book = self._place.book
         caller = self._caller
         if kind == CONTROL:
+            self._spoke = True
             book.control_received(caller, body)
             return
         if kind == NEWS:
@@ -299,11 +310,23 @@ class Incoming:
     def flush_answers(self) -> None:
         """See `Answerable`."""
         try:
+            if self._spoke:
+                self._say_along()
             self._sender.flush()
         except OSError:
             self.close()
         except BaseException as error:
             self._give_up(error)
+
+    def _say_along(self) -> None:
+        """What there is to be said about references goes along with the replies: it reads these in any case."""
+        self._spoke = False
+        book = self._place.book
+        mail = book.mail_along(self._caller)
+        if mail is not None:
+            self._sender.queue(encode(CONTROL, 0, b"", mail))
+            if self._closed:  # and who has closed it may not have known of this
+                book.resend(self._caller)
 
     def _give_up(self, error: BaseException) -> None:
         """A part of a reply may have been sent: whoever waits for an answer must hear that it will not come."""

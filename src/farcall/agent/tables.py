@@ -29,7 +29,8 @@ class Tables:
 
     def __init__(self, me: Worker, work_soon: Callable[[], None], name_of: Callable[[Worker], str]) -> None:
         self.me = me
-        self._work_soon = work_soon  # has what is noted here done by the serving pool
+        self.work_soon = work_soon
+        """Has what is noted here done by the serving pool."""
         self._name_of = name_of
         self._lock = threading.RLock()  # so that a finalizer that comes in its midst is refused, not stuck
         self._references = References(me)
@@ -78,7 +79,7 @@ class Tables:
     def _act(self) -> None:
         """Does what was decided, by this thread or another. Without the lock, but for a moment."""
         if self.mailboxes.outboxes or self.mailboxes.owed or self._released:
-            self._work_soon()
+            self.work_soon()
         if self._refused:
             with self._lock:
                 without, self._refused = self._refused, []
