@@ -102,6 +102,7 @@ class ReferenceBook(Tables):
         with self._lock:
             if worker not in self._references.peers:
                 return
+            self._count_created()
             self.mailboxes.lost(worker)
             self._senders.pop(worker, None)
             self._decide(self._references.peer_lost(worker))
@@ -251,6 +252,7 @@ class ReferenceBook(Tables):
                     self._owe(sender)
                 if not boxes.delivery.receive(sender, number):
                     return None
+                self._count_created()
                 return self._receive_all(sender, carried)
         finally:
             if not is_owed or boxes.outboxes or self._refused:  # else it is known that there is something to be done
@@ -291,6 +293,7 @@ class ReferenceBook(Tables):
             self.dropped
             or self.delivered
             or self.left
+            or self._uncounted
             or boxes.outboxes
             or boxes.owed
             or self._released
@@ -317,6 +320,7 @@ class ReferenceBook(Tables):
         """
         while True:
             with self._lock:
+                self._count_created()
                 work_off(self)
                 self._ask_owners()
                 addressees = self.mailboxes.addressees()
@@ -353,6 +357,7 @@ class ReferenceBook(Tables):
         value = self._values.get(reference)
         if value is None:
             with self._lock:
+                self._count_created()
                 value = self._values.get(reference)
                 if value is None and self._references.is_to_come(reference):  # this use overtook the creation
                     value = self._values[reference] = Value()
@@ -380,17 +385,14 @@ class ReferenceBook(Tables):
         is_owed = True
         try:
             with self._lock:
-                link = boxes.delivery.links.get(sender)
-                if link is not None and number == link.received.mark + 1 and not link.received.beyond:
-                    link.received.mark, is_new = number, True  # the rule, without a frame
-                else:
-                    is_new = boxes.delivery.receive(sender, number)
+                is_new = boxes.delivery.receive(sender, number)
                 if not answered or not is_new:
                     is_owed = sender in boxes.owed
                     if not is_owed:
                         self._owe(sender)
                 if not is_new:
                     return None
+                self._count_created()
                 effects = references.create_requested(sender, reference, fork)
                 value = values.get(reference)  # there already, if a fork came before
                 if value is None:
@@ -402,11 +404,17 @@ class ReferenceBook(Tables):
             if not is_owed or boxes.outboxes or self._refused:  # as in `take`
                 self._act()
 
+    def count_created(self) -> None:
+        """What was answered meanwhile is counted."""
+        with self._lock:
+            self._count_created()
+
     def control_received(self, sender: Worker, body: bytes | bytearray | memoryview) -> None:
         """Handles a control message. Raises `ProtocolError`."""
         acknowledged, messages = unpack_entries(body)
         try:
             with self._lock:
+                self._count_created()
                 hear_acknowledged(self, sender, acknowledged)
                 if messages:
                     self._owe(sender)
@@ -425,6 +433,7 @@ class ReferenceBook(Tables):
     def debug_info(self) -> dict[str, str]:
         """Counters, by the names that torch gives them."""
         with self._lock:
+            self._count_created()
             return count_references(self._references, self._values_to_come())
 
     def is_quiet(self) -> bool:
@@ -453,6 +462,7 @@ class ReferenceBook(Tables):
         """
         self.give_up_handles(reason)
         with self._lock:
+            self._count_created()
             for reference in self._references.owned:
                 value = self._values.get(reference)
                 self._released.append(value)
@@ -467,6 +477,7 @@ class ReferenceBook(Tables):
             self.dropped.clear()
             self.delivered.clear()
             self.left.clear()
+            self._uncounted.clear()
             self._lending = Lending()
             values, self._values = self._values, {}
             going, self._released = self._released, []

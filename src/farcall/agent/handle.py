@@ -88,6 +88,7 @@ def handle_here(book: ReferenceBook, reference: RRefId, made: Made) -> Handle:
     there.
     """
     with book._lock:
+        book._count_created()
         value = book._values.get(reference)
         owned = book._references.owned.get(reference)
         if value is None or owned is None or owned.refused or not owned.created:

@@ -1,10 +1,12 @@
 """What peers tell this worker about references: the usual of it in one frame, as it is told of every reference.
 
-Usual is that a remote call has arrived, that a fork is no more, and that a child is settled; all of references that
-nothing unusual has happened to. All else is for `References.message_received`.
+Usual is a remote call that brings no handles, that one of ours has arrived, that a fork is no more, and that a child is
+settled; all of references that nothing unusual has happened to. All else is for `References`, message by message.
 
 Rules
 - It comes to the same as that and `Tables._decide` together.
+- A remote call is counted after it was answered (`Tables._count_created`), or before anything else that has to do with
+  what this worker owns: the caller need not wait for that.
 - Ctrl-C: as in `tending.py`, each message is taken at one stroke, without a call or a loop in its midst.
 """
 
@@ -15,8 +17,17 @@ from typing import TYPE_CHECKING
 
 from farcall.agent.mailboxes import ANSWERS
 from farcall.agent.parcels import RemoteFrame
-from farcall.protocol.control import CHILD_ACCEPTED, USER_DELETED, Entry, message_of
-from farcall.protocol.ids import Worker, new_tuple
+from farcall.agent.values import Value, new_value
+from farcall.futures import PENDING
+from farcall.protocol.control import (
+    CHILD_ACCEPTED,
+    REMOTE_SIZE,
+    USER_DELETED,
+    Entry,
+    message_of,
+    unpack_remote_start,
+)
+from farcall.protocol.ids import ForkId, RRefId, Worker, new_tuple
 from farcall.protocol.reference_messages import UserDeleted
 from farcall.protocol.reference_tables import CONFIRMED, UNCONFIRMED
 from farcall.serialization import ATOMS
@@ -25,23 +36,67 @@ if TYPE_CHECKING:
     from farcall.agent.book import ReferenceBook
 
 
+def create_answered(book: ReferenceBook, sender: Worker, head: bytes) -> Value | None:
+    """As `ReferenceBook.create_requested`, for the head of a remote call that will be answered: the place of its value.
+
+    It is counted only then, by `count_created`. None if there is anything unusual about it: nothing is done then.
+    """
+    if len(head) < REMOTE_SIZE:
+        return None
+    number, handles, owner, creator, place, maker, fork_number = unpack_remote_start(head)
+    if handles or owner != book.me or creator != sender or maker != sender:
+        return None
+    reference, values = new_tuple(RRefId, (owner, creator, place)), book._values
+    with book._lock:
+        link = book.mailboxes.delivery.links.get(sender)
+        if link is None or number != link.received.mark + 1 or link.received.beyond or reference in values:
+            return None
+        link.received.mark = number
+        value = values[reference] = new_value(Value)
+        value._state, value._value, value._watchers, value._source = PENDING, None, [], None
+        value._report, value._reply, value.failure, value._new_error = None, None, b"", None
+        book._uncounted.append((sender, reference, new_tuple(ForkId, (maker, fork_number))))
+    return value
+
+
 def hear_acknowledged(book: ReferenceBook, sender: Worker, upto: int) -> None:
     """A peer has taken all messages up to that number. Under the book's lock. Raises `ProtocolError`."""
-    references = book._references
-    held_forks, handles = references.held, book._handles
-    for parcel in book.mailboxes.delivery.acknowledged(sender, upto):
-        if type(parcel) is not RemoteFrame:
-            continue
-        held = held_forks.get(parcel.fork)
-        if held is None or held.standing is not UNCONFIRMED or (held.dropped and not held.children):
-            book._decide(references.create_delivered(parcel.reference, parcel.fork))
+    held_forks, handles, boxes = book._references.held, book._handles, book.mailboxes
+    link = boxes.delivery.links.get(sender)
+    if link is None or upto > link.last:
+        boxes.delivery.acknowledged(sender, upto)  # which raises, if it is not lost
+        return
+    kept = link.unacknowledged
+    taken = []
+    for number in kept:  # in the order of their numbers
+        if number > upto:
+            break
+        taken.append(number)
+    for number in taken:
+        parcel = kept[number]
+        held = held_forks.get(parcel.fork) if isinstance(parcel, RemoteFrame) else None
+        if held is None or not isinstance(parcel, RemoteFrame):
+            del kept[number]
             continue
         known = handles.get(parcel.fork)
         handle = known() if known is not None else None
-        held.standing = CONFIRMED
-        if handle is not None:
-            handle.confirmed = True
-            handle = None
+        outbox = boxes.outboxes.get(sender)
+        if held.dropped and not held.children:
+            message = new_tuple(UserDeleted, (parcel.reference, parcel.fork))
+            if outbox is None:
+                outbox = boxes.outboxes[sender] = []
+            # At one stroke:
+            last = link.last = link.last + 1
+            kept[last] = message
+            outbox += [(last, message)]
+            del held_forks[parcel.fork], kept[number]
+        else:
+            # At one stroke:
+            held.standing = CONFIRMED
+            if handle is not None:
+                handle.confirmed = True
+            del kept[number]
+        handle = None  # or it would live on until the next one
 
 
 def hear_messages(book: ReferenceBook, sender: Worker, entries: Iterable[Entry]) -> None:
@@ -58,9 +113,14 @@ def hear_messages(book: ReferenceBook, sender: Worker, entries: Iterable[Entry])
         named, fork = (owner, creator, count), (fork_creator, fork_number)  # equal to RRefId and ForkId
         if code == USER_DELETED and in_turn:
             owned = owned_here.get(named)  # type: ignore[call-overload]
-            if owned is not None and not owned.handles and owned.forks == {fork: sender}:
+            if owned is not None and owned.forks.get(fork) == sender:  # type: ignore[call-overload]
+                if owned.handles or len(owned.forks) > 1:
+                    # At one stroke:
+                    received.mark = number
+                    del owned.forks[fork]  # type: ignore[arg-type]
+                    continue
                 value = values.get(named)  # type: ignore[call-overload]
-                plain = value is None or type(value._value) in ATOMS
+                plain = value is None or type(value._value) in ATOMS  # no finalizer of a user's can be felt
                 # At one stroke:
                 received.mark = number
                 del owned_here[named]  # type: ignore[arg-type]
@@ -77,6 +137,7 @@ def hear_messages(book: ReferenceBook, sender: Worker, entries: Iterable[Entry])
             held = held_forks.get(parent) if parent is not None else None
             if held is not None and parent is not None and held.children.get(fork) == sender:  # type: ignore[call-overload]
                 if held.dropped and len(held.children) == 1 and held.standing is not UNCONFIRMED:
+                    owner = held.reference[0]
                     there = links.get(owner)
                     if held.standing is CONFIRMED and held.parent is None and there is not None:
                         outbox = outboxes.get(owner)

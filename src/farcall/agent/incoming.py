@@ -17,6 +17,7 @@ from typing import Any, Protocol
 
 from farcall.agent.calling import Asks
 from farcall.agent.execution import Workplace
+from farcall.agent.hearing import create_answered
 from farcall.agent.jobs import Reply
 from farcall.agent.lanes import Lane
 from farcall.agent.poller import READABLE, WRITABLE, Poller
@@ -24,11 +25,10 @@ from farcall.agent.reading import CHUNK, receive_large
 from farcall.agent.returning import Returning
 from farcall.agent.sending import InParts, Sender, Traffic
 from farcall.errors import ProtocolError, SerializationError
-from farcall.protocol.control import REMOTE_SIZE, unpack_remote, unpack_remote_start, unpack_section
+from farcall.protocol.control import REMOTE_SIZE, unpack_remote, unpack_section
 from farcall.protocol.handshake import Hello, Purpose, Refused, Welcome, pack, take
-from farcall.protocol.ids import ForkId, RRefId, Worker, new_tuple
+from farcall.protocol.ids import Worker
 from farcall.protocol.membership_messages import Member
-from farcall.protocol.reference_messages import Carried
 from farcall.protocol.wire import CALL, CALL_CARRYING, CARRIED, CONTROL, NEWS, REMOTE, SHARES, Bytes, Decoder, encode
 from farcall.security import Credentials, Doorkeeper, kind_of, refusal_of
 from farcall.serialization import callable_name
@@ -90,6 +90,7 @@ class Incoming:
         self._closed = False
         self._asks: Asks = []
         self._spoke = False  # of references, since replies were last sent to it
+        self._uncounted = False  # a remote call is to be counted once its answer is sent
         self.calls_served = 0
         """How many calls have come on it."""
         self._sender = Sender(channel, lambda on: poller.want(self._descriptor, WRITABLE, on))
@@ -165,14 +166,12 @@ class Incoming:
     def _take_remote(self, call_id: int, head: bytes, body: Bytes, buffers: Sequence[Bytes]) -> None:
         self.calls_served -= 1
         place = self._place
-        carried: Sequence[Carried] = ()
-        if len(head) >= REMOTE_SIZE:
-            number, count, owner, creator, made, maker, fork_number = unpack_remote_start(head)
-            # As `unpack_remote`, of what brings no handles:
-            reference, fork = new_tuple(RRefId, (owner, creator, made)), new_tuple(ForkId, (maker, fork_number))
-            callee = head[REMOTE_SIZE:]
-        if len(head) < REMOTE_SIZE or count:
-            number, carried, reference, fork, callee = unpack_remote(head)
+        if call_id and (value := create_answered(place.book, self._caller, head)) is not None:
+            self._uncounted = True
+            job = place.remote_job(place, value, head[REMOTE_SIZE:], body, buffers, (), None, self, call_id)
+            place.serving.ready.append(job)
+            return
+        number, carried, reference, fork, callee = unpack_remote(head)
         taken = place.book.create_requested(self._caller, number, reference, fork, carried, call_id != 0)
         if taken is not None:
             value, handles = taken
@@ -313,6 +312,9 @@ class Incoming:
             if self._spoke:
                 self._say_along()
             self._sender.flush()
+            if self._uncounted:
+                self._uncounted = False
+                self._place.book.count_created()
         except OSError:
             self.close()
         except BaseException as error:

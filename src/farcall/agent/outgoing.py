@@ -37,17 +37,7 @@ from farcall.errors import ProtocolError, RpcError, UsageError, WorkerLost
 from farcall.futures import DONE, FAILED, UNLOADED, Callbacks, Future, run_callbacks
 from farcall.protocol.control import unpack_section
 from farcall.protocol.ids import Worker, WorkerInfo
-from farcall.protocol.wire import (
-    CALL,
-    CONTROL,
-    FAILURE,
-    NEWS,
-    RESULT,
-    RESULT_CARRYING,
-    Bytes,
-    Decoder,
-    encode,
-)
+from farcall.protocol.wire import CALL, CONTROL, FAILURE, NEWS, RESULT, RESULT_CARRYING, Bytes, Decoder, encode
 from farcall.sleeping import FOREVER, Gate, asleep
 from farcall.transports.base import Buffer, Channel
 

@@ -5,14 +5,17 @@ Under the book's lock the tables are changed, and what is left to do is noted; w
 
 from __future__ import annotations
 
+import logging
 import threading
+from collections import deque
 from collections.abc import Callable, Iterable
 from functools import partial
 
 from farcall.agent.handle import Handles, Made, owner_lost, refused
 from farcall.agent.mailboxes import Mailboxes
 from farcall.agent.values import Value
-from farcall.protocol.ids import RRefId, Worker
+from farcall.errors import ProtocolError
+from farcall.protocol.ids import ForkId, RRefId, Worker
 from farcall.protocol.reference_messages import (
     ConfirmHandle,
     Effect,
@@ -22,6 +25,8 @@ from farcall.protocol.reference_messages import (
     SendMessage,
 )
 from farcall.protocol.references import References
+
+logger = logging.getLogger("farcall")
 
 
 class Tables:
@@ -37,10 +42,28 @@ class Tables:
         self.mailboxes = Mailboxes(self._lock)
         """What is to be said to each peer."""
         self._values: dict[RRefId, Value] = {}
+        self._uncounted: deque[tuple[Worker, RRefId, ForkId]] = deque()  # remote calls that are counted in a moment
         self._handles = Handles()  # until a drop is worked off
         self._origins: dict[RRefId, Made] = {}  # where values of this worker got their reference
         self._refused: list[tuple[RRefId, Value]] = []  # values that never come, to be settled outside the lock
         self._released: list[Value | None] = []  # values that may go, in the serving pool
+
+    def _count_created(self) -> None:
+        """Counts the remote calls of which that was put off until they are answered. Under the lock.
+
+        To be called before anything that has to do with what this worker owns.
+        """
+        uncounted, references = self._uncounted, self._references
+        while uncounted:
+            sender, reference, fork = uncounted.popleft()
+            try:
+                effects = references.create_requested(sender, reference, fork)
+            except ProtocolError as error:
+                logger.warning("worker %r: %s", self._name_of(self.me), error)
+                continue
+            if effects:
+                self._decide(effects)
+                self.work_soon()
 
     def _decide(self, effects: Iterable[Effect]) -> None:
         """Does what must be done under the lock, and notes the rest for `_act`."""
