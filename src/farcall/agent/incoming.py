@@ -24,6 +24,7 @@ from farcall.agent.poller import READABLE, WRITABLE, Poller
 from farcall.agent.reading import CHUNK, receive_large
 from farcall.agent.returning import Returning
 from farcall.agent.sending import InParts, Sender, Traffic
+from farcall.agent.tending import ENOUGH
 from farcall.errors import ProtocolError, SerializationError
 from farcall.protocol.control import REMOTE_SIZE, unpack_remote, unpack_section
 from farcall.protocol.handshake import Hello, Purpose, Refused, Welcome, pack, take
@@ -89,7 +90,8 @@ class Incoming:
         self._caller: Worker = -1  # its number, once it has greeted
         self._closed = False
         self._asks: Asks = []
-        self._spoke = False  # of references, since replies were last sent to it
+        self._spoke = False  # enough of references, since something was last said to it, to say something again
+        self._carried = 0  # how many calls have brought references since then
         self._uncounted = False  # a remote call is to be counted once its answer is sent
         self.calls_served = 0
         """How many calls have come on it."""
@@ -180,7 +182,9 @@ class Incoming:
 
     def _take_carrying(self, call_id: int, head: bytes, body: Bytes, buffers: Sequence[Bytes]) -> None:
         place = self._place
-        self._spoke = True
+        self._carried += 1
+        if self._carried >= ENOUGH:
+            self._spoke = True
         number, carried, callee = unpack_section(head)
         handles = place.book.take(self._caller, number, carried)
         if handles is not None:
@@ -322,7 +326,7 @@ class Incoming:
 
     def _say_along(self) -> None:
         """What there is to be said about references goes along with the replies: it reads these in any case."""
-        self._spoke = False
+        self._spoke, self._carried = False, 0
         book = self._place.book
         mail = book.mail_along(self._caller)
         if mail is not None:
