@@ -51,6 +51,7 @@ from farcall.serialization import (
     callable_name,
     collecting,
     dumps_atom,
+    dumps_plain_result,
     dumps_result,
     encode_failure,
     loads_arguments,
@@ -60,7 +61,6 @@ from farcall.serialization import (
 )
 from farcall.transports.base import Buffer
 
-_NO_BUFFERS: Final[list[memoryview]] = []
 _pack: Final = HEADER.pack
 
 
@@ -315,10 +315,10 @@ class CallJob(FunctionJob):
         if result is None:
             return encode(RESULT, self._call_id, b"", b"")
         handles: Mapping[Handle, int] = {}
-        buffers = _NO_BUFFERS
         try:
-            if type(result) in ATOMS:
-                body = dumps_atom(result)
+            plain = dumps_plain_result(result)
+            if plain is not None:
+                body, buffers = plain
             else:
                 with collecting() as handles:
                     body, buffers = dumps_result(function, result, self._place.worker)

@@ -113,11 +113,11 @@ def hear_messages(book: ReferenceBook, sender: Worker, entries: Iterable[Entry])
         named, fork = (owner, creator, count), (fork_creator, fork_number)  # equal to RRefId and ForkId
         if code == USER_DELETED and in_turn:
             owned = owned_here.get(named)  # type: ignore[call-overload]
-            if owned is not None and owned.forks.get(fork) == sender:  # type: ignore[call-overload]
+            if owned is not None and owned.forks.get(fork) == sender:
                 if owned.handles or len(owned.forks) > 1:
                     # At one stroke:
                     received.mark = number
-                    del owned.forks[fork]  # type: ignore[arg-type]
+                    del owned.forks[fork]
                     continue
                 value = values.get(named)  # type: ignore[call-overload]
                 plain = value is None or type(value._value) in ATOMS  # no finalizer of a user's can be felt
