@@ -148,7 +148,7 @@ class Agent(WaitingAgent):
             self._entrance.leave()
             self._close_descriptors()
             raise
-        self._chores: list[tuple[Callable[[], bool], Callable[[], None]]] = [(self.book.has_work, self.book.work_off)]
+        self._chores: list[tuple[Callable[[], bool], Callable[[], None]]] = [(self.book.needs_help, self.book.work_off)]
         self._supervisor.has_chores = self.book.has_work
         self._supervisor.do_chores = self._do_chores
         self._supervisor.serving = self._serving

@@ -36,21 +36,13 @@ from farcall.errors import ProtocolError, RpcError, UsageError, WorkerLost
 from farcall.futures import DONE, FAILED, UNLOADED, Callbacks, Future, run_callbacks
 from farcall.protocol.control import unpack_section
 from farcall.protocol.ids import Worker, WorkerInfo
-from farcall.protocol.wire import (
-    CALL,
-    CONTROL,
-    FAILURE,
-    NEWS,
-    RESULT,
-    RESULT_CARRYING,
-    Bytes,
-    Decoder,
-    encode,
-)
+from farcall.protocol.wire import CALL, CONTROL, FAILURE, NEWS, RESULT, RESULT_CARRYING, Bytes, Decoder, encode
 from farcall.serialization import MARK, small_array
 from farcall.sleeping import FOREVER, Gate, asleep
 from farcall.transports.base import Buffer, Channel
 
+TOLD: Final = 1 << 63
+"""From here on are the ids of what is told without a call."""
 LOST_ADVICE: Final = "is it still running, and does every worker call rpc.shutdown() at its end?"
 
 
@@ -74,12 +66,12 @@ class Outgoing:
         self.peer, self.number = peer, number
         self.pending: dict[int, PendingCall] = {}
         self._channel, self._descriptor, self.lane = channel, channel.fileno(), lane
-        self._poller, self._serving, self._supervisor, self._book = poller, serving, supervisor, book
+        self._poller, self._serving, self._supervisor, self.book = poller, serving, supervisor, book
         self._late: set[int] = set()  # calls whose time was over: their replies may bring references to be given back
         self._awaits_control = False  # what was sent about references is not acknowledged yet
         self._on_news, self._on_lost = on_news, on_lost
         self.new_reply: Callable[..., Reply] = Reply  # the agent sets another one if not all may be loaded
-        self._ids, self.told_ids, self._decoder = itertools.count(1), itertools.count(1 << 63), Decoder()
+        self._ids, self.told_ids, self._decoder = itertools.count(1), itertools.count(TOLD), Decoder()
         self._decoder.shared, self._decoder.returned = lane.take, lane.take_returned
         self._reading = Reading(self)
         self._attendance = Attendance(self, supervisor, self._reading.look_after)
@@ -156,12 +148,16 @@ class Outgoing:
         except OSError as error:
             self._sending_failed(error)
 
-    def send_control(self, message: bytes, buffers: Sequence[Buffer] = (), patience: float = 0.0) -> None:
+    def send_control(
+        self, message: bytes, buffers: Sequence[Buffer] = (), patience: float = 0.0, is_told: bool = False
+    ) -> None:
         """Sends something about references, which the peer will acknowledge. What is lost is sent again later.
 
-        While too much waits to be sent the caller is held back, for at most `patience` seconds.
+        While too much waits to be sent the caller is held back, for at most `patience` seconds. What `is_told` is among
+        the pending calls, and acknowledged by its answer.
         """
-        self._awaits_control = True  # before it is sent: the answer may come at once
+        if not is_told:
+            self._awaits_control = True  # before it is sent: the answer may come at once
         try:
             if buffers:
                 self._sender.send_all([message, *buffers])
@@ -307,6 +303,8 @@ class Outgoing:
                     value = small_array(body)  # at once: it may always be loaded, and that costs less than a reply
                 if kind == RESULT and (not body or value is not None):
                     callbacks = future.settle(DONE, value)
+                elif kind == RESULT and call_id >= TOLD and self.new_reply is Reply:
+                    callbacks = future.tell(body)  # type: ignore[attr-defined]  # a ToldCall, by its id
                 else:
                     reply = self.new_reply(self.peer.name, future.function, kind, body, buffers, handles)
                     if kind == FAILURE:
@@ -347,7 +345,7 @@ class Outgoing:
     def _take(self, kind: int, head: bytes, body: Bytes) -> list[Handle] | None:
         """What has to do with references; the handles of a result that carries some, None for anything else."""
         if kind == CONTROL:
-            self._book.control_received(self.number, body)
+            self.book.control_received(self.number, body)
             return None
         if kind == NEWS:
             self._on_news(self.number, body)
@@ -357,7 +355,7 @@ class Outgoing:
         if kind != RESULT_CARRYING:
             raise ProtocolError(f"a call (kind {kind}) came where only replies may")
         number, carried, _ = unpack_section(head)
-        return self._book.take(self.number, number, carried)
+        return self.book.take(self.number, number, carried)
 
     def _dispatch(self, future: Future[Any], callbacks: Callbacks) -> None:
         self._serving.submit(CallbackJob(future, callbacks))
@@ -394,7 +392,7 @@ class Outgoing:
         if self._awaits_control and not self._attendance.since:  # else that asks, in a moment
             # First unset, then asked: whoever sends something just now sets it after the book knows of that.
             self._awaits_control = False
-            if self._book.mailboxes.awaits(self.number):
+            if self.book.mailboxes.awaits(self.number):
                 self._awaits_control = True
         return self._awaits_control
 
