@@ -35,7 +35,7 @@ logger = logging.getLogger("farcall")
 
 _compiler: Final = threading.Lock()
 """TorchScript compiles for one thread at a time."""
-_strided: Final = torch.strided
+_STRIDED: Final = frozenset({torch.strided})
 _SGD: Final = ("torch.distributed.optim.functional_sgd", "_FunctionalSGD")
 _stepping: Final = threading.Lock()
 """All plain optimizers of a worker may be for the same parameters: one step at a time."""
@@ -80,7 +80,7 @@ class _FunctionalOptimizer:
         """Applies the gradients of that context."""
         found = autograd.get_gradients(context_id)
         gradients = [found.get(parameter) for parameter in self._parameters]
-        if self._rate is not None and all([each is not None and each.layout is _strided for each in gradients]):
+        if self._rate is not None and {None if each is None else each.layout for each in gradients} == _STRIDED:
             with torch.no_grad():
                 torch._foreach_add_(self._parameters, gradients, alpha=-self._rate)
         else:
