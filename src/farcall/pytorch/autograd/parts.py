@@ -17,7 +17,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Iterable, Sequence
 from functools import cache
-from typing import Any, Final, NamedTuple
+from typing import Any, Final, NamedTuple, TypeAlias
 
 import torch
 from torch.autograd import Variable
@@ -37,6 +37,10 @@ _UNREACHED_IS_NONE: Final = True
 _NOT_IN_GRAD: Final = False
 
 
+Found: TypeAlias = Sequence[torch.Tensor | None]
+"""Gradients, as torch's engine hands them out: of variables first."""
+
+
 class Produced(NamedTuple):
     """Gradients for another worker: of what came from it with that message."""
 
@@ -54,10 +58,8 @@ class Part(NamedTuple):
     received: list[Any]
     """The receive functions, from which it goes on elsewhere."""
 
-    def run(
-        self, context: DistAutogradContext, gradients: Sequence[torch.Tensor], retain_graph: bool
-    ) -> list[Produced]:
-        """Runs it: gradients of variables go into the context, those of what was received come out.
+    def run(self, gradients: Sequence[torch.Tensor], retain_graph: bool) -> tuple[list[Produced], Found]:
+        """Runs it: the gradients of what was received, and all that were found, which are to be kept (`keep`).
 
         Raises what hooks and nodes raise.
         """
@@ -67,7 +69,7 @@ class Part(NamedTuple):
             for node, origin in zip(self.received, origins, strict=True)
             for place in range(len(origin.likes))
         ]
-        found: Sequence[torch.Tensor | None] = Variable._execution_engine.run_backward(
+        found: Found = Variable._execution_engine.run_backward(
             self.starts,
             tuple(gradients),
             retain_graph,
@@ -84,28 +86,35 @@ class Part(NamedTuple):
             filled = [torch.zeros(shape, **kind) if each is None else each for each, (shape, kind) in given]
             produced.append(Produced(origin.sender, origin.message_id, filled))
             place += width
-        if self.variables:
-            used, held = _unshared_holders()
-            with context.lock:
-                gradients_here = context.gradients
-                is_first = not gradients_here  # tensors are hashed in Python: not to look is quicker
-                for place, variable in enumerate(self.variables):
-                    gradient = found[place]
-                    if gradient is None:
-                        continue
-                    is_unshared = gradient._use_count() <= used and _count_holders(gradient) <= held
-                    if (
-                        is_unshared
-                        and (is_first or variable not in gradients_here)
-                        and gradient.layout is _strided
-                        and gradient.is_contiguous()
-                        and variable.is_contiguous()
-                    ):
-                        gradients_here[variable] = gradient  # as nearly always: what `add_up` would do
-                    else:
-                        with torch.no_grad():
-                            add_up(gradients_here, variable, gradient, is_unshared)
-        return produced
+        return produced, found
+
+    def keep(self, context: DistAutogradContext, found: Found) -> None:
+        """The gradients of variables that a run has found go into the context.
+
+        Those of what was received must be in somebody's hands meanwhile, so that none of them is taken for unshared.
+        """
+        if not self.variables:
+            return
+        used, held = _unshared_holders()
+        with context.lock:
+            gradients_here = context.gradients
+            is_first = not gradients_here  # tensors are hashed in Python: not to look is quicker
+            for place, variable in enumerate(self.variables):
+                gradient = found[place]
+                if gradient is None:
+                    continue
+                is_unshared = gradient._use_count() <= used and _count_holders(gradient) <= held
+                if (
+                    is_unshared
+                    and (is_first or variable not in gradients_here)
+                    and gradient.layout is _strided
+                    and gradient.is_contiguous()
+                    and variable.is_contiguous()
+                ):
+                    gradients_here[variable] = gradient  # as nearly always: what `add_up` would do
+                else:
+                    with torch.no_grad():
+                        add_up(gradients_here, variable, gradient, is_unshared)
 
 
 def survey(roots: Sequence[torch.Tensor], sent: Iterable[Any]) -> tuple[Part | None, list[Part]] | None:
@@ -186,7 +195,7 @@ def _unheld() -> int:
 
 @cache
 def _unshared_holders() -> tuple[int, int]:
-    """What torch and Python say, where `Part.run` asks, of a gradient that only the engine's result holds."""
+    """What torch and Python say, where `Part.keep` asks, of a gradient that only the engine's result holds."""
     found = (torch.zeros(1),)
     gradient = found[0]
     return gradient._use_count(), _count_holders(gradient)
