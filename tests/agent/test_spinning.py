@@ -94,6 +94,40 @@ def test_looking_ends_with_the_budget(world: World) -> None:
     assert world.polls == pytest.approx(BUDGET / STEP / 2, abs=2)
 
 
+@pytest.mark.parametrize(("size", "times"), [(1 << 16, 2), (1 << 20, 3), (spinning._LARGEST, 4)])
+def test_after_large_data_it_looks_for_longer_once(world: World, size: int, times: int) -> None:
+    spin = Spinning(BUDGET)
+    spin.after_large(size)
+    assert world.wait(spin) == []
+    assert world.polls == pytest.approx(times * BUDGET / STEP, rel=0.1)
+    assert world.wait(spin) == []
+    assert world.polls == pytest.approx(BUDGET / STEP, rel=0.1)
+
+
+def test_after_more_than_that_it_looks_as_ever_as_the_next_comes_too_late_anyway(world: World) -> None:
+    spin = Spinning(BUDGET)
+    spin.after_large(1 << 20)
+    spin.after_large(spinning._LARGEST + 1)
+    assert world.wait(spin) == []
+    assert world.polls == pytest.approx(BUDGET / STEP, rel=0.1)
+
+
+def test_large_data_does_not_end_a_rest_nor_make_one_look_who_never_does(world: World) -> None:
+    spin = Spinning(BUDGET)
+    misses_until_it_rests(world, spin)
+    for never in (spin, Spinning(0)):
+        never.after_large(1 << 20)
+        assert world.wait(never, ready_at=1) == []
+        assert world.polls == 0
+
+
+def test_a_crowded_core_ends_a_long_look_as_soon_as_a_short_one(world: World) -> None:
+    spin = Spinning(BUDGET)
+    spin.after_large(1 << 20)
+    assert world.wait(spin, crowded_at=1) == []
+    assert world.yields == 1
+
+
 def test_the_core_is_offered_to_others_after_a_while_and_again(world: World) -> None:
     world.wait(Spinning(BUDGET), ready_at=int(spinning._OFFER_AFTER / STEP))
     assert world.yields == 0

@@ -81,6 +81,7 @@ class Incoming:
         self._place = place
         self._on_closed = on_closed
         self.lane = Lane(pool, channel)
+        self.lane.on_large = place.serving.after_large
         self._decoder = Decoder()
         self._decoder.shared = self.lane.take
         self._greeting = bytearray()

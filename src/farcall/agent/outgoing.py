@@ -73,8 +73,7 @@ class Outgoing:
     ) -> None:
         self.peer, self.number = peer, number
         self.pending: dict[int, PendingCall] = {}
-        self._channel, self.lane = channel, lane
-        self._descriptor = channel.fileno()
+        self._channel, self._descriptor, self.lane = channel, channel.fileno(), lane
         self._poller, self._serving, self._supervisor, self._book = poller, serving, supervisor, book
         self._late: set[int] = set()  # calls whose time was over: their replies may bring references to be given back
         self._awaits_control = False  # what was sent about references is not acknowledged yet
@@ -87,6 +86,7 @@ class Outgoing:
         self.unattended = self._attendance.unattended
         """See `Readable`; also called for a call that nobody waits for yet. One frame less than a method would be."""
         self._spinning, self._dozing, self._poll = spinning, Dozing(), new_poll(self._descriptor)
+        lane.on_large = self._spinning.after_large
         self._lock, self._receiving = threading.RLock(), False  # the holder of the reader's role is at it just now
         self._lost: RpcError | None = None
         self._advice = self._parting = ""  # the latter: why it is about to end, once the peer has left

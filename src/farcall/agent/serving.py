@@ -54,6 +54,8 @@ class Serving:
         self._poller = poller
         self._limit = limit
         self._spinning = Spinning(spin)
+        self.after_large = self._spinning.after_large
+        """See `Spinning.after_large`."""
         self._wake_supervisor = wake_supervisor
         self._lock = threading.RLock()
         self._idle: list[Follower] = []  # the one that slept last wakes first: its stack is warm

@@ -11,6 +11,9 @@ interpreter. So it adapts, by two signs:
   But a machine may stand still for as long by itself, a virtual one above all. Nobody else has run then, which the
   system knows: it counts how often a thread was taken off its core.
 
+Around large data all takes longer: it is copied before it comes, and more is to be done for it at both ends. Who has
+just sent or got some looks for longer the next time, or calls that bring arrays would be missed one after the other.
+
 A rest is some number of waits without spinning, longer each time until spinning pays again. It ends sooner where nobody
 else wanted the core: two workers that both rest make each other wait for longer than either would look, so each of them
 has to try again while the other one does, or both would sleep through calls that take a fraction of a wake-up.
@@ -48,6 +51,10 @@ _PROBE: Final = 3
 have to be woken first. With less, two that spin well together would never find back to it."""
 _WON_BACK: Final = _TRUST // 2
 """The other end's rest may last longer than this one's: the long looks go on until it has most likely ended."""
+_COPIED: Final = 1 << 20
+"""Bytes that are copied in no more than the time of a usual look."""
+_LARGEST: Final = 1 << 21
+"""What is larger takes so long to copy that a wake-up hardly matters."""
 _SOON: Final = 600e-6
 """Seconds within which a reply comes soon: to look for so long costs as much as some wake-ups."""
 _SURE: Final = 8
@@ -115,12 +122,18 @@ class Dozing(_Trust):
 class Spinning(_Trust):
     """Polls for a moment, and remembers how well that has paid."""
 
-    __slots__ = ("_budget", "_probe")
+    __slots__ = ("_budget", "_more", "_probe", "_usual")
 
     def __init__(self, budget: float) -> None:
         super().__init__()
         self._budget = budget
+        self._usual = budget
         self._probe = _PROBE * budget
+        self._more = 0.0  # for how much longer it looks the next time
+
+    def after_large(self, size: int) -> None:
+        """So many bytes have just gone or come in shared memory: the next look is longer. Any thread may call it."""
+        self._more = self._usual * (1 + size / _COPIED) if size <= _LARGEST else 0.0
 
     def slept(self, seconds: float) -> None:
         """What was waited for came so long after the thread had to sleep."""
@@ -136,7 +149,8 @@ class Spinning(_Trust):
         if events:
             return events
         before = perf_counter()
-        stop = before + (self._budget if self._score > _WON_BACK else self._probe)
+        stop = before + self._more + (self._budget if self._score > _WON_BACK else self._probe)
+        self._more = 0.0
         offer = before + _OFFER_AFTER
         taken_off = 0  # not asked yet: most answers come before the first offer
         while True:
@@ -163,11 +177,10 @@ class Spinning(_Trust):
 class Awaiting(Spinning):
     """The same for the replies of one worker: for longer, where they come soon, but not as soon as others do."""
 
-    __slots__ = ("_crowded", "_near", "_usual")
+    __slots__ = ("_crowded", "_near")
 
     def __init__(self, budget: float) -> None:
         super().__init__(budget)
-        self._usual = budget
         self._near = 0  # how many of the last ones came soon
         self._crowded = False  # others have wanted the core: the rest that follows is kept to
 
