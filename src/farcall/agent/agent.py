@@ -31,6 +31,7 @@ from farcall.agent.outgoing import Outgoing
 from farcall.agent.peers import Peer
 from farcall.agent.poller import Poller
 from farcall.agent.serving import Serving
+from farcall.agent.spinning import Spinning
 from farcall.agent.supervisor import Supervisor
 from farcall.agent.waiting import WaitingAgent
 from farcall.backends.interface import MembershipChange, Metrics
@@ -207,6 +208,10 @@ class Agent(WaitingAgent):
         if self.closed is None:
             self._listening.go_on()
 
+    def new_spinning(self) -> Spinning:
+        """How one waits for the replies of one worker."""
+        return Spinning(self.options.spin)
+
     def _new_connection(self, peer: Peer, channel: Channel, lane: Lane) -> Outgoing:
         def lost(connection: Outgoing) -> None:
             # It may be told twice, by two threads at once: one of them gets it.
@@ -224,7 +229,7 @@ class Agent(WaitingAgent):
             self._serving,
             self._supervisor,
             self.book,
-            self.options.spin,
+            self.new_spinning(),
             self.group.told,
             lost,
         )

@@ -59,7 +59,7 @@ class Outgoing:
         serving: Serving,
         supervisor: Supervisor,
         book: ReferenceBook,
-        spin: float,
+        spinning: Spinning,
         on_news: Callable[[Worker, Bytes], None],
         on_lost: Callable[[Outgoing], None],
     ) -> None:
@@ -77,7 +77,7 @@ class Outgoing:
         self._attendance = Attendance(self, supervisor, self._reading.look_after)
         self.unattended = self._attendance.unattended
         """See `Readable`; also called for a call that nobody waits for yet. One frame less than a method would be."""
-        self._spinning, self._dozing, self._poll = Spinning(spin), Dozing(), new_poll(self._descriptor)
+        self._spinning, self._dozing, self._poll = spinning, Dozing(), new_poll(self._descriptor)
         lane.on_large = self._spinning.after_large
         self._lock, self._receiving = threading.RLock(), False  # the holder of the reader's role is at it just now
         self._lost: RpcError | None = None
@@ -239,7 +239,8 @@ class Outgoing:
             if spinning.look(poll):
                 self._receive(future)
                 continue
-            left = deadline - monotonic()
+            began = monotonic()
+            left = deadline - began
             if left <= 0:
                 return
             if self._sender.busy:
@@ -251,6 +252,7 @@ class Outgoing:
             with asleep():
                 came = poll(math.ceil(min(left, pause) * 1000))
             if came:
+                spinning.slept(monotonic() - began)
                 self._receive(future)
             else:
                 self._handle(WRITABLE)  # a thread that was to send for others as well may have been interrupted

@@ -18,6 +18,9 @@ A rest is some number of waits without spinning, longer each time until spinning
 else wanted the core: two workers that both rest make each other wait for longer than either would look, so each of them
 has to try again while the other one does, or both would sleep through calls that take a fraction of a wake-up.
 
+Replies of functions that compute for a moment (`Awaiting`) come later than such a look lasts, and soon enough that to
+be woken takes a good part of the whole. Where they do, a thread that waits for one looks for as long as they take.
+
 *Dozing* is the same thought one step further. A function that waits for a reply should give its place in the serving
 pool away, so that others are served meanwhile; but that wakes a thread, and later another one. If the reply usually
 comes sooner than that pays, the function sleeps for a millisecond at first, place kept. It adapts by the same rule.
@@ -52,6 +55,9 @@ _COPIED: Final = 1 << 20
 """Bytes that are copied in no more than the time of a usual look."""
 _LARGEST: Final = 1 << 21
 """What is larger takes so long to copy that a wake-up hardly matters."""
+_SOON: Final = 600e-6
+"""Seconds within which a reply comes soon: to look for so long costs as much as some wake-ups."""
+_SURE: Final = 8
 _WORTH: Final = 300e-6
 """Seconds in which a dozing thread must have been woken: giving its place away costs about as much."""
 
@@ -116,16 +122,21 @@ class Dozing(_Trust):
 class Spinning(_Trust):
     """Polls for a moment, and remembers how well that has paid."""
 
-    __slots__ = ("_budget", "_more")
+    __slots__ = ("_budget", "_more", "_probe", "_usual")
 
     def __init__(self, budget: float) -> None:
         super().__init__()
         self._budget = budget
+        self._usual = budget
+        self._probe = _PROBE * budget
         self._more = 0.0  # for how much longer it looks the next time
 
     def after_large(self, size: int) -> None:
         """So many bytes have just gone or come in shared memory: the next look is longer. Any thread may call it."""
-        self._more = self._budget * (1 + size / _COPIED) if size <= _LARGEST else 0.0
+        self._more = self._usual * (1 + size / _COPIED) if size <= _LARGEST else 0.0
+
+    def slept(self, seconds: float) -> None:
+        """What was waited for came so long after the thread had to sleep."""
 
     def look(self, poll: Callable[[int], list[Any]]) -> list[Any]:
         """What `poll(0)` gives, tried for a moment if that has paid before; nothing if the thread should sleep."""
@@ -138,7 +149,7 @@ class Spinning(_Trust):
         if events:
             return events
         before = perf_counter()
-        stop = before + self._more + (self._budget if self._score > _WON_BACK else _PROBE * self._budget)
+        stop = before + self._more + (self._budget if self._score > _WON_BACK else self._probe)
         self._more = 0.0
         offer = before + _OFFER_AFTER
         taken_off = 0  # not asked yet: most answers come before the first offer
@@ -161,3 +172,41 @@ class Spinning(_Trust):
                 self._miss()
                 return events
             before = now
+
+
+class Awaiting(Spinning):
+    """The same for the replies of one worker: for longer, where they come soon, but not as soon as others do."""
+
+    __slots__ = ("_crowded", "_near")
+
+    def __init__(self, budget: float) -> None:
+        super().__init__(budget)
+        self._near = 0  # how many of the last ones came soon
+        self._crowded = False  # others have wanted the core: the rest that follows is kept to
+
+    def slept(self, seconds: float) -> None:
+        """See `Spinning`."""
+        if self._crowded and self._resting:
+            return
+        self._crowded = False
+        if seconds > _SOON:
+            self._doubt(1)
+            return
+        self._near = min(self._near + 1, _SURE)
+        if self._near == _SURE and 0 < self._budget < _SOON:
+            self._budget = self._probe = _SOON
+            self._score, self._resting = _TRUST, 0
+
+    def _hit(self) -> None:
+        self._near = min(self._near + 1, _SURE)
+        super()._hit()
+
+    def _miss(self, longest_rest: int = _LONGEST_REST) -> None:
+        self._crowded = longest_rest == _LONGEST_CROWDED_REST
+        self._doubt(_SURE if self._crowded else 2)
+        super()._miss(longest_rest)
+
+    def _doubt(self, by: int) -> None:
+        self._near = max(0, self._near - by)
+        if not self._near:
+            self._budget, self._probe = self._usual, _PROBE * self._usual
