@@ -83,6 +83,7 @@ class Outgoing:
         self._ids, self.told_ids, self._decoder = itertools.count(1), itertools.count(1 << 63), Decoder()
         self._decoder.shared, self._decoder.returned = lane.take, lane.take_returned
         self._reading = Reading(self)
+        self._line: Sequence[object] = self._reading.line
         self._attendance = Attendance(self, supervisor, self._reading.look_after)
         self.unattended = self._attendance.unattended
         """See `Readable`; also called for a call that nobody waits for yet. One frame less than a method would be."""
@@ -233,13 +234,14 @@ class Outgoing:
 
     def read_until(self, future: Future[Any], deadline: float, nested: bool = False) -> None:
         """See `Readable`."""
-        poll = self._poll
+        poll, line = self._poll, self._line
         if nested:
             if self._receiving:
                 raise UsageError(CANNOT_WAIT.format("reading a reply"))
             poll = self._new_poll()  # one that polls already cannot be used
+            line = ()  # the wait further out lets them out
         spinning, pause = self._spinning, 0.0
-        while not future._state and self._lost is None:
+        while not future._state and self._lost is None and not line:
             if spinning.look(poll):
                 self._receive(future)
                 continue
@@ -451,6 +453,7 @@ class Outgoing:
         self._lost = error
         self._channel.abandon()
         self.lane.abandon()
+        self._reading.turns.close()
         while self.pending:
             _, future = self.pending.popitem()
             future.settle(FAILED, error)
@@ -471,6 +474,7 @@ class Outgoing:
         self._poller.remove(self._descriptor)
         self._channel.close()
         self.lane.close()
+        self._reading.turns.close()
         self._on_lost(self)
         for future in list(self.pending.values()):
             self._fail(future)
