@@ -175,11 +175,11 @@ def test_the_role_goes_to_a_thread_whose_reply_has_not_come() -> None:
     gates = [Gate(), Gate(), Gate()]
     settled.gate, pending.gate, last.gate = gates
     settled.future.settle(DONE, 1)
-    reading._queue.extend((settled, pending, last))
+    reading._queue.update({1: settled, 2: pending, 3: last})
     reading._holder = 9
     reading.leave()
     assert reading._holder == 2
-    assert list(reading._queue) == [settled, last]
+    assert list(reading._queue.values()) == [settled, last]
     assert [gate.sleep(0.0) for gate in gates] == [False, True, False]
     last.future.settle(DONE, 3)
     reading.leave()
@@ -203,8 +203,7 @@ class PromotesWithoutWaking(Reading):
     def leave(self) -> None:
         with self._lock:
             if self._queue:
-                seat = self._queue.popleft()
-                self._holder = seat.thread
+                self._holder, _ = self._queue.popitem()
             else:
                 self._holder = 0
 
@@ -220,7 +219,7 @@ class LooksBeforeItQueues(Reading):
         seat.gate = self._new_gate()
         self._new_gate().open()  # a step: another thread may run here
         with self._lock:
-            self._queue.append(seat)
+            self._queue[seat.thread] = seat
         future.watch(seat.settled, waker=True, attended=True)
         while not future.done() and self._pass_time(seat, deadline):
             pass

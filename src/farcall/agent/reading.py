@@ -87,12 +87,13 @@ CANNOT_WAIT: Final = (
 class Seat:
     """One thread in the queue for the role."""
 
-    __slots__ = ("_reading", "bell", "future", "gate", "napping", "thread")
+    __slots__ = ("_reading", "bell", "future", "gate", "napping", "outer", "thread")
 
     def __init__(self, reading: Reading, thread: int, future: Future[Any]) -> None:
         self._reading = reading
         self.thread = thread
         self.future = future
+        self.outer: Seat | None = None  # of the same thread: it can go on only after this one
         self.bell: Bell | None = None  # where it naps, or has napped
         self.gate: Gate | None = None  # where it sleeps, if it does not nap
         self.napping = False  # and its reply has not come
@@ -131,7 +132,7 @@ class Reading:
         self._connection = connection
         self._lock = new_lock()
         self._new_gate = new_gate
-        self._queue: deque[Seat] = deque()
+        self._queue: dict[int, Seat] = {}  # by thread
         self._holder = 0  # the thread that has the role
         self._watched = False  # the background reader is woken by what comes
         self._urgent = False  # a future with a callback is pending
@@ -204,10 +205,16 @@ class Reading:
             seat.gate = None
         elif seat.gate is None:
             seat.gate = self._new_gate()
-        if any(other.thread == seat.thread for other in self._queue):
-            self._queue.appendleft(seat)  # the other is further out in the same thread, and can end only after it
-        else:
-            self._queue.append(seat)
+        seat.outer = self._queue.get(seat.thread)
+        self._queue[seat.thread] = seat
+
+    def _stand_up(self, seat: Seat) -> None:
+        """Leaves the queue, if it is there. May be done twice. Under the lock."""
+        if self._queue.get(seat.thread) is seat:
+            if seat.outer is None:
+                del self._queue[seat.thread]
+            else:
+                self._queue[seat.thread] = seat.outer
 
     def _give_way(self, seat: Seat) -> None:
         """The holder has read replies of others. They go first, one by one, and the last of them reads on."""
@@ -216,7 +223,7 @@ class Reading:
             if seat.napping:
                 self._holder = 0
                 return
-            self._queue.remove(seat)
+            self._stand_up(seat)
         while self.line:
             self.let_out()  # it takes no turns itself
 
@@ -261,7 +268,7 @@ class Reading:
             reads = not self._holder and not seat.future._state
             if reads:
                 self._holder = seat.thread
-                self._queue.remove(seat)
+                self._stand_up(seat)
                 if self._watched:
                     self._unwatch()
         if reads or seat.future._state:
@@ -288,11 +295,11 @@ class Reading:
 
     def _end(self, me: int, seat: Seat, future: Future[Any]) -> None:
         """Leaves the queue, and gives up the role if it came. Each step may be done twice."""
-        future.forget(seat.settled)
+        if not future._state:
+            future.forget(seat.settled)
         with self._lock:
             seat.napping = False
-            if seat in self._queue:
-                self._queue.remove(seat)
+            self._stand_up(seat)
             if self.line and seat in self.line:
                 self.line.remove(seat)
             if self._holder == me or not (self._holder or self.line):
@@ -312,7 +319,7 @@ class Reading:
             if seat is not None and seat.gate is not None and not self.line:
                 seat.gate.open()
                 self._holder = seat.thread  # last: until then the role is ours to hand on
-                self._queue.remove(seat)
+                self._stand_up(seat)
                 return
             if self._urgent or (seat is None and not self.line):
                 if self._connection.has_pending():
@@ -330,11 +337,12 @@ class Reading:
 
         But a thread that waits further out as well gets it where it waits now: there it goes on.
         """
-        settled: dict[int, Seat] = {}
-        for seat in self._queue:
-            if not seat.future._state:
-                return settled.get(seat.thread, seat)
-            settled.setdefault(seat.thread, seat)
+        for seat in self._queue.values():
+            waits: Seat | None = seat
+            while waits is not None:
+                if not waits.future._state:
+                    return seat
+                waits = waits.outer
         return None
 
     def enter_in_background(self) -> bool:
