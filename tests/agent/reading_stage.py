@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from farcall.agent.reading import Reading
-from farcall.agent.turns import Turns
+from farcall.agent.turns import Bells, Turns
 from farcall.errors import UsageError
 from farcall.futures import DONE, Future, run_callbacks
 from farcall.sleeping import FOREVER
@@ -45,7 +45,7 @@ class Wire:
         self.readers = 0
         self.watched = False
         self.left_unattended = False
-        self.reading = reading(self, schedule.lock, schedule.gate, self.turns(schedule.bell))
+        self.reading = reading(self, schedule.lock, schedule.gate, self.turns(Bells(schedule.bell)))
 
     turns: type[Turns] = AlwaysTurns
 

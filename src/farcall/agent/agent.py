@@ -32,6 +32,7 @@ from farcall.agent.peers import Peer
 from farcall.agent.poller import Poller
 from farcall.agent.serving import Serving
 from farcall.agent.supervisor import Supervisor
+from farcall.agent.turns import Bells
 from farcall.agent.waiting import WaitingAgent
 from farcall.backends.interface import MembershipChange, Metrics
 from farcall.errors import ExpelledError, ForkedProcessError, NotInitializedError, RpcError, ShutdownError, UsageError
@@ -93,6 +94,7 @@ class Agent(WaitingAgent):
         self._is_closing = False
         self._lock = threading.Lock()
         self._poller = Poller()
+        self._bells = Bells()
         self._supervisor = Supervisor(name)
         self._loop = EventLoop(name)
         self._serving = Serving(name, self._poller, options.num_worker_threads, options.spin, self._supervisor.quicken)
@@ -225,6 +227,7 @@ class Agent(WaitingAgent):
             self._supervisor,
             self.book,
             self.options.spin,
+            self._bells,
             self.group.told,
             lost,
         )
@@ -405,6 +408,7 @@ class Agent(WaitingAgent):
         self._pool.close()
         self._received.close()
         self._poller.close()
+        self._bells.close()
 
     @property
     def is_forked(self) -> bool:
@@ -436,4 +440,5 @@ class Agent(WaitingAgent):
         self._pool.close()
         self._received.abandon()
         self._poller.abandon()
+        self._bells.close()
         self._rendezvous.store.abandon()

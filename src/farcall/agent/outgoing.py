@@ -33,21 +33,12 @@ from farcall.agent.sending import LARGE, MAX_WAITING, Sender, Traffic
 from farcall.agent.serving import Serving
 from farcall.agent.spinning import Dozing, Spinning
 from farcall.agent.supervisor import Supervisor
+from farcall.agent.turns import Bells, Turns
 from farcall.errors import ProtocolError, RpcError, UsageError, WorkerLost
 from farcall.futures import DONE, FAILED, UNLOADED, Callbacks, Future, run_callbacks
 from farcall.protocol.control import unpack_section
 from farcall.protocol.ids import Worker, WorkerInfo
-from farcall.protocol.wire import (
-    CALL,
-    CONTROL,
-    FAILURE,
-    NEWS,
-    RESULT,
-    RESULT_CARRYING,
-    Bytes,
-    Decoder,
-    encode,
-)
+from farcall.protocol.wire import CALL, CONTROL, FAILURE, NEWS, RESULT, RESULT_CARRYING, Bytes, Decoder, encode
 from farcall.sleeping import FOREVER, Gate, asleep
 from farcall.transports.base import Buffer, Channel
 
@@ -68,6 +59,7 @@ class Outgoing:
         supervisor: Supervisor,
         book: ReferenceBook,
         spin: float,
+        bells: Bells,
         on_news: Callable[[Worker, Bytes], None],
         on_lost: Callable[[Outgoing], None],
     ) -> None:
@@ -82,7 +74,7 @@ class Outgoing:
         self.new_reply: Callable[..., Reply] = Reply  # the agent sets another one if not all may be loaded
         self._ids, self.told_ids, self._decoder = itertools.count(1), itertools.count(1 << 63), Decoder()
         self._decoder.shared, self._decoder.returned = lane.take, lane.take_returned
-        self._reading = Reading(self)
+        self._reading = Reading(self, turns=Turns(bells))
         self._line: Sequence[object] = self._reading.line
         self._attendance = Attendance(self, supervisor, self._reading.look_after)
         self.unattended = self._attendance.unattended
@@ -453,7 +445,6 @@ class Outgoing:
         self._lost = error
         self._channel.abandon()
         self.lane.abandon()
-        self._reading.turns.close()
         while self.pending:
             _, future = self.pending.popitem()
             future.settle(FAILED, error)
@@ -474,7 +465,6 @@ class Outgoing:
         self._poller.remove(self._descriptor)
         self._channel.close()
         self.lane.close()
-        self._reading.turns.close()
         self._on_lost(self)
         for future in list(self.pending.values()):
             self._fail(future)

@@ -2,16 +2,22 @@
 
 Only one thread may read at a time, and it should be one that waits anyway: a reply then needs no second thread to wake
 the first. A thread that wants a reply takes the role if it is free and reads until its own reply is there, handing
-other replies to their futures; else it queues and sleeps until its reply has come *or* it is handed the role. Where
-nobody waits, a background reader (the serving pool) is asked to watch the connection: at once if somebody has hung a
+other replies to their futures; else it queues and sleeps until its reply has come *or* it is handed the role. Those
+whose replies were read together take turns (`turns.py`): they line up and nap on, the reader gives way, and the last of
+them reads again. Where nobody waits, a background reader (the serving pool) is asked to watch the connection: at once if somebody has hung a
 callback on a future (`attend`), or after a while by the supervisor if nobody has (`look_after`): reading a burst of
 replies later, all at once, is cheaper for everybody.
 
 Rules, each tested over every interleaving
 - At most one thread has the role.
-- No wake-up is lost: while the role is free, nobody sleeps in the queue.
+- No wake-up is lost: while the role is free, nobody sleeps in the queue, unless somebody naps there or in the line. Who
+  naps looks for itself before long: if its reply has not come and nobody reads, it does; and who leaves while the role
+  is free hands it on. So it matters not what a thread does that was let out.
+- Who comes to sleep, and only who does, lets the next one out, after it has sent its request.
+- In the line are those only whose replies have come and who have not looked for themselves. Lining up and leaving are
+  done under the lock.
 - The role goes to a thread whose reply has not come yet: one that was woken by its reply would only hand it on, and
-  waking takes longer than reading.
+  waking takes longer than reading. If that one naps, the role stays free: who leaves is likely back before it is woken.
 - A thread that leaves (its reply came, its time is over, Ctrl-C) and has just been handed the role hands it on. Ctrl-C
   may come at any line; so the role is known by its holder, and every step of leaving can be done again.
 - A signal handler or a finalizer may wait in the midst of a wait of the same thread. The lock lets it in. If the thread
@@ -32,7 +38,7 @@ from threading import get_ident
 from time import monotonic
 from typing import Any, Final, Protocol
 
-from farcall.agent.turns import Bell, Turns
+from farcall.agent.turns import Bell, Bells, Turns
 from farcall.errors import UsageError
 from farcall.futures import Future
 from farcall.protocol.wire import Decoder, Message
@@ -138,7 +144,7 @@ class Reading:
         self._urgent = False  # a future with a callback is pending
         self.line: deque[Seat] = deque()
         """Those whose replies have come, and who nap on until it is their turn."""
-        self.turns = turns or Turns()
+        self.turns = turns or Turns(Bells())
 
     def wait(self, future: Future[Any], deadline: float) -> None:
         """Returns when the future is settled or the deadline has passed; reads the connection if nobody does.
@@ -172,7 +178,7 @@ class Reading:
                 self._give_way(seat)
             self._connection.check_wait()
             future.watch(seat.settled, waker=True, attended=True)
-            if seat.gate is not None and not future._state:
+            if seat.gate is not None and not future._state and self._holder != me:
                 self._connection.doze(seat.gate)
             while not future._state and self._pass_time(seat, deadline):
                 pass
@@ -198,7 +204,7 @@ class Reading:
         self._connection.watch_in_background(False)
 
     def _sit_down(self, seat: Seat) -> None:
-        """Queues, to nap or to sleep. A thread that serves does not nap: it has a place to give away. Under the lock."""
+        """Queues, to nap or to sleep. Who serves does not nap: it has a place to give away. Under the lock."""
         seat.bell = seat.bell or (self.turns.bell() if blocking_thread.before is None else None)
         if seat.bell is not None:
             seat.napping = True
@@ -306,7 +312,7 @@ class Reading:
                 self.leave()
         bell, seat.bell = seat.bell, None
         if bell is not None:
-            self.turns.put_back(bell)
+            self.turns.bells.put_back(bell)
 
     def leave(self) -> None:
         """The holder gives the role up; the first in the queue that needs it gets it.

@@ -36,7 +36,7 @@ _NAP_MORE: Final = 8
 _EVENT: Final = 5e-3
 """Seconds. Naps that end by themselves in such a time do so for the same reason."""
 _KEPT: Final = 64
-"""Bells that are kept for the next wait."""
+"""So many bells are kept for the next naps."""
 
 
 class Bell:
@@ -72,42 +72,57 @@ class Bell:
             os.close(self._descriptor)
 
 
-class Turns(Trust):
-    """The bells of one connection, and whether taking turns has paid of late.
+class Bells:
+    """The bells of one agent that are not in use. It has as many as threads have napped at once, at most `_KEPT`."""
 
-    Not locked, though many threads use it: what two of them do at once is counted once at worst.
-    """
-
-    __slots__ = ("_bells", "_last_broken", "_new_bell")
+    __slots__ = ("_bells", "_kept", "_new_bell")
 
     def __init__(self, new_bell: Callable[[], Bell] = Bell) -> None:
-        super().__init__()
         self._new_bell = new_bell
         self._bells: list[Bell] = []
-        self._last_broken = 0.0
+        self._kept = _KEPT
 
-    def bell(self) -> Bell | None:
-        """A bell to nap at; None if the thread should rather sleep in the usual way."""
-        if self._resting:
-            self._resting -= 1
-            return None
+    def take(self) -> Bell | None:
+        """One that nobody uses; None if the system has no descriptor to give."""
         try:
             return self._bells.pop()
         except IndexError:
             pass
         try:
             return self._new_bell()
-        except OSError:  # no descriptors left
+        except OSError:
             return None
 
     def put_back(self, bell: Bell) -> None:
-        """Nobody naps at it any more. If it is put back twice, two may nap at it, and be woken in vain."""
-        if len(self._bells) < _KEPT:
+        """Nobody naps at it any more."""
+        if len(self._bells) < self._kept:
             self._bells.append(bell)
 
     def close(self) -> None:
-        """Forgets the bells, which closes them."""
+        """Keeps none any more. Those in use are closed when they are put back."""
+        self._kept = 0
         self._bells.clear()
+
+
+class Turns(Trust):
+    """Whether taking turns has paid of late, on one connection.
+
+    Not locked, though many threads use it: what two of them do at once is counted once at worst.
+    """
+
+    __slots__ = ("_last_broken", "bells")
+
+    def __init__(self, bells: Bells) -> None:
+        super().__init__()
+        self._last_broken = -math.inf
+        self.bells = bells
+
+    def bell(self) -> Bell | None:
+        """A bell to nap at; None if the thread should rather sleep until it is woken."""
+        if self._resting:
+            self._resting -= 1
+            return None
+        return self.bells.take()
 
     def kept(self) -> None:
         """A thread that napped was let out."""
