@@ -85,7 +85,8 @@ def test_a_bell_is_closed_when_nobody_has_it() -> None:
 def test_bells_are_used_again() -> None:
     bells = Bells()
     one, other = bells.take(), bells.take()
-    assert one is not None and other is not None and one is not other
+    assert one is not None
+    assert one is not other
     bells.put_back(one)
     assert bells.take() is one
 
@@ -101,7 +102,8 @@ def test_no_more_bells_are_kept_than_are_of_use(monkeypatch: pytest.MonkeyPatch)
 def test_bells_that_come_back_after_the_end_are_not_kept() -> None:
     bells = Bells()
     used, kept = bells.take(), bells.take()
-    assert used is not None and kept is not None
+    assert used is not None
+    assert kept is not None
     bells.put_back(kept)
     bells.close()
     bells.put_back(used)

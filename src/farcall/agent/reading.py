@@ -4,9 +4,9 @@ Only one thread may read at a time, and it should be one that waits anyway: a re
 the first. A thread that wants a reply takes the role if it is free and reads until its own reply is there, handing
 other replies to their futures; else it queues and sleeps until its reply has come *or* it is handed the role. Those
 whose replies were read together take turns (`turns.py`): they line up and nap on, the reader gives way, and the last of
-them reads again. Where nobody waits, a background reader (the serving pool) is asked to watch the connection: at once if somebody has hung a
-callback on a future (`attend`), or after a while by the supervisor if nobody has (`look_after`): reading a burst of
-replies later, all at once, is cheaper for everybody.
+them reads again. Where nobody waits, a background reader (the serving pool) is asked to watch the connection: at once
+if somebody has hung a callback on a future (`attend`), or after a while by the supervisor if nobody has (`look_after`):
+reading a burst of replies later, all at once, is cheaper for everybody.
 
 Rules, each tested over every interleaving
 - At most one thread has the role.
@@ -155,7 +155,7 @@ class Reading:
         seat = None
         nested = self._holder == me
         try:
-            if (self._holder or self.line) and not nested and self._lock._is_owned():
+            if self._holder and not nested and self._lock._is_owned():
                 raise UsageError(CANNOT_WAIT.format("handing over the reading"))
             with self._lock:
                 if not (self._holder or self.line):
@@ -327,7 +327,7 @@ class Reading:
                 self._holder = seat.thread  # last: until then the role is ours to hand on
                 self._stand_up(seat)
                 return
-            if self._urgent or (seat is None and not self.line):
+            if (seat is None and not self.line) or self._urgent:
                 if self._connection.has_pending():
                     if self._urgent and not self._watched:
                         self._connection.watch_in_background(True)
