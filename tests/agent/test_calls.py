@@ -7,14 +7,15 @@ from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from typing import Any
 
+import numpy as np
 import pytest
 from agent_stage import Counter, add
 
 from farcall import SerializationError
 from farcall.agent.calls import CallbackJob, Reply
 from farcall.futures import DONE, FAILED, Future
-from farcall.protocol.wire import FAILURE, RESULT
-from farcall.serialization import dumps, encode_failure
+from farcall.protocol.wire import FAILURE, RESULT, encode
+from farcall.serialization import MARK, dumps, encode_failure
 from farcall.testing import LocalGroup
 from gates import SOON, new_gate, wait_at
 from group_stage import call, echo, start
@@ -126,3 +127,18 @@ def test_a_callback_job_runs_them_in_order() -> None:
     seen: list[Any] = []
     CallbackJob(future, [lambda one: seen.append((1, one)), lambda one: seen.append((2, one))]).run()
     assert seen == [(1, future), (2, future)]
+
+
+def test_an_array_that_is_none_fails_its_call_only(group: LocalGroup) -> None:
+    assert call(group[0], 1, echo, 1) == 1
+    gate = new_gate("array")
+    future = start(group[0], 1, wait_at, "array", 1)
+    (incoming,) = group[1]._incoming
+    incoming.answer(encode(RESULT, future.call_id, b"", bytes((MARK, 0, 2, 1)) + bytes(8)))
+    with pytest.raises(
+        SerializationError, match="the result of `wait_at` from worker 'worker1' cannot be rebuilt here"
+    ):
+        future.wait()
+    gate.set()
+    array = np.arange(3)
+    assert call(group[0], 1, echo, array).tolist() == [0, 1, 2]

@@ -190,7 +190,7 @@ def test_no_memory_even_to_tell_what_is_wrong_is_told(
     group: LocalGroup, function: Callable[[], Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     with monkeypatch.context() as patch:
-        patch.setattr(execution, "dumps_atom", no_memory)
+        patch.setattr(execution, "dumps_plain_result", no_memory)
         patch.setattr(execution, "encode_failure", no_memory)
         with pytest.raises(RemoteError, match="there was not even memory to tell what is wrong"):
             call(group[0], 1, function)

@@ -18,7 +18,16 @@ from hypothesis import strategies as st
 from pickler_stage import Holder, plain_data, train
 
 from farcall.errors import SerializationError, UsageError
-from farcall.serialization import OUT_OF_BAND_SIZE, dumps, dumps_arguments, dumps_result, loads, loads_arguments
+from farcall.serialization import (
+    OUT_OF_BAND_SIZE,
+    dumps,
+    dumps_arguments,
+    dumps_plain_arguments,
+    dumps_plain_result,
+    dumps_result,
+    loads,
+    loads_arguments,
+)
 
 
 class Slotted:
@@ -49,6 +58,53 @@ class RaisesOnLoading:
 def test_arguments_come_back(args: list[Any], kwargs: dict[str, Any]) -> None:
     payload, buffers = dumps_arguments(train, tuple(args), kwargs)
     assert loads_arguments(payload, buffers) == (tuple(args), kwargs)
+
+
+class Number(int):
+    pass
+
+
+ATOMIC = (
+    st.none()
+    | st.booleans()
+    | st.integers()
+    | st.floats(allow_nan=False)
+    | st.text()
+    | st.complex_numbers(allow_nan=False)
+)
+
+
+@given(st.lists(ATOMIC, min_size=1, max_size=4))
+def test_plain_arguments_and_results_are_the_same_in_fewer_steps(args: list[Any]) -> None:
+    packed = dumps_plain_arguments(tuple(args))
+    assert packed is not None
+    assert loads_arguments(*packed) == (tuple(args), {})
+    for value in args:
+        found = dumps_plain_result(value)
+        if value is None:
+            assert found is None
+        else:
+            assert found is not None
+            assert loads(*found) == value
+            assert type(loads(*found)) is type(value)
+
+
+def test_plain_arrays_too() -> None:
+    array = np.arange(4)
+    packed = dumps_plain_arguments((array, np.ones(2)))
+    assert packed == dumps_arguments(train, (array, np.ones(2)))
+    assert dumps_plain_result(array) == dumps_result(train, array)
+
+
+@pytest.mark.parametrize(
+    "args",
+    [(), [1], None, ([1],), (1, (2,)), (Number(3),), (b"x",), (np.arange(2), 1), (1, np.arange(2)), (np.int64(1),)],
+)
+def test_what_is_not_plain_goes_the_long_way(args: Any) -> None:
+    assert dumps_plain_arguments(args) is None
+    for value in args or ():
+        if type(value) not in (int, np.ndarray):
+            assert dumps_plain_result(value) is None
 
 
 def test_no_arguments_are_the_empty_payload() -> None:

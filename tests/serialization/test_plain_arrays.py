@@ -24,7 +24,7 @@ from farcall.serialization import (
     loads_guarded,
     plain_arrays,
 )
-from farcall.serialization.plain_arrays import MARK, MOST_ARRAYS, pack_arguments, pack_value, unpack
+from farcall.serialization.plain_arrays import MARK, MOST_ARRAYS, pack_arguments, pack_value, small_array, unpack
 
 TYPES = ("?", "b", "B", "h", "H", "i", "I", "l", "L", "e", "f", "d", "F", "D")
 
@@ -185,6 +185,52 @@ HOSTILE = {
     "no buffer": packed(0, 2, (1 << 20,)),
     "too many dimensions": struct.pack("<BBBB", MARK, 0, 2, 200) + bytes(1600),
 }
+
+
+@pytest.mark.parametrize("letter", TYPES)
+def test_a_small_array_alone_is_made_quicker_and_is_the_same(letter: str) -> None:
+    array = np.arange(12).reshape(3, 4).astype(letter)
+    payload, _ = pack_value(array) or (b"", [])
+    for _ in range(2):  # the second time what its head says is known
+        found = small_array(payload)
+        check_equal(found, array)
+        found[0, 0] = 1
+        check_equal(small_array(payload), array)
+    assert small_array(bytearray(payload)) is None, "what could change meanwhile is left to the long way"
+    check_equal(unpack(bytearray(payload), []), array)
+
+
+def test_a_small_array_is_in_memory_that_nobody_can_move() -> None:
+    found = small_array((pack_value(np.arange(3)) or (b"", []))[0])
+    assert found.flags.owndata
+    assert found.base is None
+
+
+@pytest.mark.parametrize("name", HOSTILE)
+def test_nothing_else_is_made_quicker(name: str) -> None:
+    for _ in range(2):
+        assert small_array(HOSTILE[name]) is None
+
+
+def test_several_arrays_large_ones_and_those_that_can_only_be_read_go_the_long_way() -> None:
+    fixed = np.arange(3)
+    fixed.flags.writeable = False
+    for packed_array in (
+        pack_value(fixed),
+        pack_value(np.zeros(OUT_OF_BAND_SIZE, "u1")),
+        pack_arguments((np.arange(3), np.arange(3))),
+    ):
+        assert packed_array is not None
+        assert small_array(packed_array[0]) is None
+
+
+def test_what_is_known_of_heads_does_not_grow_without_end(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(plain_arrays, "_MOST_HEADS", 3)
+    monkeypatch.setattr(plain_arrays, "_heads", {})
+    for length in range(1, 9):
+        array = np.arange(length)
+        check_equal(small_array((pack_value(array) or (b"", []))[0]), array)
+        assert len(plain_arrays._heads) <= 3
 
 
 @pytest.mark.parametrize("name", HOSTILE)

@@ -34,7 +34,14 @@ from farcall.options import UNSET_RPC_TIMEOUT
 from farcall.protocol.control import pack_handle, pack_section
 from farcall.protocol.ids import ForkId, Worker, WorkerInfo
 from farcall.protocol.wire import CALL, CALL_CARRYING, METHOD, PLAIN, VALUE, as_shared, encode
-from farcall.serialization import ATOMS, callable_name, collecting, dumps_arguments, encode_function
+from farcall.serialization import (
+    ATOMS,
+    callable_name,
+    collecting,
+    dumps_arguments,
+    dumps_plain_arguments,
+    encode_function,
+)
 from farcall.sleeping import FOREVER
 from farcall.transports.segments import Place
 
@@ -240,8 +247,13 @@ class Calling:
     ) -> PendingCall:
         if args is not None and not isinstance(args, (tuple, list)):
             raise bad_arguments(args)
-        with collecting() as handles:
-            body, buffers = dumps_arguments(function, args or (), kwargs, peer.info.name, not head)
+        handles: Mapping[Handle, int] = {}
+        plain = dumps_plain_arguments(args) if head and args and not kwargs else None
+        if plain is not None:
+            body, buffers = plain
+        else:
+            with collecting() as handles:
+                body, buffers = dumps_arguments(function, args or (), kwargs, peer.info.name, not head)
         connection, spent = peer.connection, 0.0
         if connection is None:
             connection, spent = self._connect(peer, function, timeout)

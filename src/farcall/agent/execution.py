@@ -50,6 +50,7 @@ from farcall.serialization import (
     callable_name,
     collecting,
     dumps_atom,
+    dumps_plain_result,
     dumps_result,
     encode_failure,
     loads_arguments,
@@ -58,8 +59,6 @@ from farcall.serialization import (
     resolve_function,
 )
 from farcall.transports.base import Buffer
-
-_NO_BUFFERS: Final[list[memoryview]] = []
 
 
 @dataclass(slots=True)
@@ -313,10 +312,10 @@ class CallJob(FunctionJob):
         if result is None:
             return encode(RESULT, self._call_id, b"", b"")
         handles: Mapping[Handle, int] = {}
-        buffers = _NO_BUFFERS
         try:
-            if type(result) in ATOMS:
-                body = dumps_atom(result)
+            plain = dumps_plain_result(result)
+            if plain is not None:
+                body, buffers = plain
             else:
                 with collecting() as handles:
                     body, buffers = dumps_result(function, result, self._place.worker)

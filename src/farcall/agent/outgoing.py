@@ -16,7 +16,6 @@ from __future__ import annotations
 
 import itertools
 import math
-import select
 import threading
 from collections.abc import Callable, Sequence
 from time import monotonic
@@ -27,7 +26,7 @@ from farcall.agent.book import ReferenceBook
 from farcall.agent.calls import CallbackJob, PendingCall, Reply
 from farcall.agent.handle import Handle
 from farcall.agent.lanes import Lane
-from farcall.agent.poller import HUNG_UP, READABLE, WRITABLE, Poller
+from farcall.agent.poller import HUNG_UP, READABLE, WRITABLE, Poller, new_poll
 from farcall.agent.reading import CANNOT_WAIT, CHUNK, LOOK_AGAIN, Reading, first_pause, receive_large
 from farcall.agent.sending import LARGE, MAX_WAITING, Sender, Traffic
 from farcall.agent.serving import Serving
@@ -39,6 +38,7 @@ from farcall.futures import DONE, FAILED, UNLOADED, Callbacks, Future, run_callb
 from farcall.protocol.control import unpack_section
 from farcall.protocol.ids import Worker, WorkerInfo
 from farcall.protocol.wire import CALL, CONTROL, FAILURE, NEWS, RESULT, RESULT_CARRYING, Bytes, Decoder, encode
+from farcall.serialization import MARK, small_array
 from farcall.sleeping import FOREVER, Gate, asleep
 from farcall.transports.base import Buffer, Channel
 
@@ -79,7 +79,7 @@ class Outgoing:
         self._attendance = Attendance(self, supervisor, self._reading.look_after)
         self.unattended = self._attendance.unattended
         """See `Readable`; also called for a call that nobody waits for yet. One frame less than a method would be."""
-        self._spinning, self._dozing, self._poll = Spinning(spin), Dozing(), self._new_poll()
+        self._spinning, self._dozing, self._poll = Spinning(spin), Dozing(), new_poll(self._descriptor)
         self._lock, self._receiving = threading.RLock(), False  # the holder of the reader's role is at it just now
         self._lost: RpcError | None = None
         self._advice = self._parting = ""  # the latter: why it is about to end, once the peer has left
@@ -175,7 +175,7 @@ class Outgoing:
 
     def _sending_failed(self, error: OSError) -> None:
         """It has hung up, most likely: what it said before that, perhaps good-bye, is read first."""
-        poll = self._new_poll()
+        poll = new_poll(self._descriptor)
         while self._lost is None and poll(0) and self.receive_in_background():
             pass
         self.lose(f"sending to it failed: {error}")
@@ -230,7 +230,7 @@ class Outgoing:
         if nested:
             if self._receiving:
                 raise UsageError(CANNOT_WAIT.format("reading a reply"))
-            poll = self._new_poll()  # one that polls already cannot be used
+            poll = new_poll(self._descriptor)  # one that polls already cannot be used
             line = ()  # the wait further out lets them out
         spinning, pause = self._spinning, 0.0
         while not future._state and self._lost is None and not line:
@@ -261,11 +261,6 @@ class Outgoing:
         """See `Readable`."""
         if self._sender.is_sending_here():
             raise UsageError(CANNOT_WAIT.format("sending"))
-
-    def _new_poll(self) -> Callable[[int], list[tuple[int, int]]]:
-        poll = select.poll()
-        poll.register(self._descriptor, select.POLLIN)
-        return poll.poll
 
     def _receive(self, waited_for: Future[Any] | None) -> None:
         """Reads what is there and settles the futures it is for. Only the holder of the reader's role calls it."""
@@ -301,8 +296,11 @@ class Outgoing:
                     future = None
                     continue
                 future.keeps = None
-                if kind == RESULT and not body:
-                    callbacks = future.settle(DONE, None)
+                value = None
+                if kind == RESULT and body and body[0] == MARK and not buffers:
+                    value = small_array(body)  # at once: it may always be loaded, and that costs less than a reply
+                if kind == RESULT and (not body or value is not None):
+                    callbacks = future.settle(DONE, value)
                 else:
                     reply = self.new_reply(self.peer.name, future.function, kind, body, buffers, handles)
                     if kind == FAILURE:

@@ -122,3 +122,10 @@ class Poller:
             bell, self._bell = self._bell, -1
             if bell >= 0:
                 os.close(bell)
+
+
+def new_poll(descriptor: int) -> Callable[[int], list[tuple[int, int]]]:
+    """What waits, for so many milliseconds, until that descriptor alone can be read. For one thread at a time."""
+    poll = select.poll()
+    poll.register(descriptor, select.POLLIN)
+    return poll.poll

@@ -190,11 +190,12 @@ def _invoke_rpc(
         raise TypeError("function should be callable.")
     agent: Any = _farcall.current_agent()
     unattended = rpc_type is not RPCExecMode.SYNC
-    info = to if isinstance(to, WorkerInfo) else _to_worker_info(to, agent)
+    info = as_torch(agent.get_worker_info(to)) if type(to) is str else _to_worker_info(to, agent)
     callee, args, kwargs = callee_of(func, args, kwargs, _default_pickler)
     try:
         if not rides_along(agent, info):
-            return agent.call(info, callee, args or None, kwargs or None, rpc_timeout, unattended)
+            known = to if type(to) is str else info  # whose hash is there already
+            return agent.call(known, callee, args or None, kwargs or None, rpc_timeout, unattended)
         short = call_shortly(agent, info, callee, args or (), kwargs or {}, rpc_timeout, unattended)
         if short is not None:
             return short

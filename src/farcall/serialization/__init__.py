@@ -15,16 +15,19 @@ from farcall.serialization.pickler import (
     dumps_arguments,
     dumps_atom,
     dumps_inline,
+    dumps_plain_arguments,
+    dumps_plain_result,
     dumps_result,
     loads,
     loads_arguments,
     not_rebuilt,
 )
-from farcall.serialization.plain_arrays import OUT_OF_BAND_SIZE, code_of, register_kind
+from farcall.serialization.plain_arrays import MARK, OUT_OF_BAND_SIZE, code_of, register_kind, small_array
 from farcall.serialization.reducers import dumps_reduced, register_family_reducer, register_reducer
 
 __all__ = [
     "ATOMS",
+    "MARK",
     "OUT_OF_BAND_SIZE",
     "Guard",
     "Pickled",
@@ -38,6 +41,8 @@ __all__ = [
     "dumps_arguments",
     "dumps_atom",
     "dumps_inline",
+    "dumps_plain_arguments",
+    "dumps_plain_result",
     "dumps_reduced",
     "dumps_result",
     "encode_failure",
@@ -56,5 +61,6 @@ __all__ = [
     "register_plain",
     "register_reducer",
     "resolve_function",
+    "small_array",
     "take_offered",
 ]

@@ -34,6 +34,7 @@ OUT_OF_BAND_SIZE: Final = 16 * 1024
 """Bytes from which on a buffer travels beside the payload: one more piece to send costs more than a copy of less."""
 MOST_ARRAYS: Final = 16
 _MOST_DIMENSIONS: Final = 8
+_MOST_HEADS: Final = 1024
 _READ_ONLY: Final = 128
 _KIND: Final = 64
 _TYPE: Final = 63
@@ -48,6 +49,8 @@ _CODES: Final = ("|b1", "|i1", "|u1", "<i2", "<u2", "<i4", "<u4", "<i8", "<u8", 
 _numpy_array: list[Any] = []  # its class
 _types: list[Any] = []  # as `_CODES`, as numpy's types
 _codes: dict[Any, tuple[Any, int]] = {}  # by type: the very object, and its place
+_heads: dict[bytes, tuple[tuple[int, ...], Any, int, int]] = {}
+"""What was read of small arrays that came: lengths, type, bytes, and the code that says all but these."""
 _shapes: Final = tuple(struct.Struct(f"<{count}Q") for count in range(_MOST_DIMENSIONS + 1))
 _lengths: Final = tuple(struct.Struct(f"<BB{count}Q") for count in range(_MOST_DIMENSIONS + 1))
 
@@ -163,6 +166,35 @@ def pack_value(array: Any, start: bytes = _VALUE) -> tuple[bytes, list[memoryvie
     return start, [PickleBuffer(array).raw()]
 
 
+def small_array(payload: bytes | bytearray | memoryview) -> Any:
+    """What comes most, on its own: the array of a payload that holds all of one, quicker than `unpack` makes it.
+
+    None if it holds something else, or an array that can only be read, or nothing good: `unpack` says what. Raises
+    nothing, and runs no code of a user's.
+    """
+    try:
+        at = 4 + 8 * payload[3]
+        head = payload[2:at]
+        known = _heads.get(head)  # type: ignore[arg-type]  # what cannot be hashed is not known
+        if known is None:
+            lengths, dtype = _shapes[head[1]].unpack_from(head, 2), _types[head[0] & _TYPE]
+            known = lengths, dtype, math.prod(lengths) * dtype.itemsize, head[0]
+            if not 0 < known[2] < OUT_OF_BAND_SIZE or head[0] & _READ_ONLY:
+                return None
+            if len(_heads) >= _MOST_HEADS:
+                _heads.clear()
+            _heads[bytes(head)] = known
+        lengths, dtype, size, code = known
+        if size != len(payload) - at or payload[1] > 1:
+            return None
+        if not code & _KIND:
+            return _numpy_array[0](lengths, dtype, payload, at).copy()
+        # A copy of the bytes is quicker than one of an array; nobody gets at the array below, to make them longer.
+        return _made(_numpy_array[0](lengths, dtype, bytearray(payload[at:])), code)
+    except Exception:
+        return None
+
+
 def unpack(payload: bytes | bytearray | memoryview, buffers: Sequence[Any]) -> Any:
     """What was packed: a tuple of arrays, or one.
 
@@ -173,20 +205,12 @@ def unpack(payload: bytes | bytearray | memoryview, buffers: Sequence[Any]) -> A
         import numpy
 
         _learn(numpy)
-    ndarray = _numpy_array[0]
     count = payload[1]
-    if count <= 1 and not buffers and payload[2] < _READ_ONLY:
-        # What comes most, on its own: the same as below in half the time.
-        lengths = _shapes[payload[3]].unpack_from(payload, 4)
-        at = 4 + 8 * len(lengths)
-        code = payload[2]
-        dtype = _types[code & _TYPE]
-        if not 0 < math.prod(lengths) * dtype.itemsize == len(payload) - at < OUT_OF_BAND_SIZE:
-            raise ValueError(f"{len(payload) - at} bytes came for an array of {lengths}")
-        array = ndarray(lengths, dtype, payload, at).copy()
-        if code & _KIND:
-            array = _made(array, code)
-        return (array,) if count else array
+    if count <= 1 and not buffers:
+        array = small_array(payload)
+        if array is not None:
+            return (array,) if count else array
+    ndarray = _numpy_array[0]
     found = []
     at = 2
     for _ in range(count or 1):

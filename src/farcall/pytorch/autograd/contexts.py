@@ -256,7 +256,7 @@ class Contexts:
         self._released = _Memory()
         self._abandoned = _Memory()
         self._clock = 0
-        self._thread = _Thread()
+        self.thread = _Thread()
         self._gone: set[int] = set()
         self.surveying = threading.Lock()
         """One survey of a graph at a time: who walks through one holds its nodes, and looks who else does."""
@@ -286,12 +286,12 @@ class Contexts:
 
     def new(self) -> DistAutogradContext:
         """A new one, the current one of this thread. Raises `RuntimeError` if the thread has one already."""
-        if self._thread.context_id is not None:
+        if self.thread.context_id is not None:
             raise RuntimeError("Already have an autograd context id for this thread.")
         context = DistAutogradContext(next(self._ids), _caller())
         with self._lock:
             self._contexts[context.context_id] = context
-        self._thread.context_id = context.context_id
+        self.thread.context_id = context.context_id
         return context
 
     def retrieve(self, context_id: int) -> DistAutogradContext:
@@ -321,15 +321,15 @@ class Contexts:
     @property
     def current_id(self) -> int | None:
         """The name of this thread's current context."""
-        return self._thread.context_id
+        return self.thread.context_id
 
     @current_id.setter
     def current_id(self, context_id: int | None) -> None:
-        self._thread.context_id = context_id
+        self.thread.context_id = context_id
 
     def current(self) -> DistAutogradContext:
         """This thread's current context. Raises `RuntimeError` if it has none."""
-        context_id = self._thread.context_id
+        context_id = self.thread.context_id
         if context_id is None:
             raise RuntimeError(
                 "Current thread doesn't have a valid autograd context. Please wrap your code using: `with "
@@ -355,8 +355,8 @@ class Contexts:
         """Releases it here and on the workers that were called in it. Raises `RuntimeError` if it is not here."""
         self.retrieve(context_id)
         self.release_if_present(context_id)
-        if self._thread.context_id == context_id:
-            self._thread.context_id = None
+        if self.thread.context_id == context_id:
+            self.thread.context_id = None
 
     def release_if_present(self, context_id: int, is_told: bool = False) -> None:
         """The same if it is here. `is_told`: another worker wants it, who may know more than we do yet."""

@@ -161,7 +161,7 @@ class AutogradRider:
 
     def concerns(self, agent: Agent, to: WorkerInfo) -> bool:
         """See `Rider`. In a context every call does: its result may require gradients, though no argument does."""
-        return self._contexts_of(agent).current_id is not None
+        return self._contexts_of(agent).thread.context_id is not None  # not `current_id`: one frame less
 
     def board(self, agent: Agent, departure: Departure) -> AutogradTrip:
         """See `Rider`. Raises `RuntimeError` if the context was released."""
