@@ -410,9 +410,9 @@ def test_callbacks_that_an_interrupted_wait_left_run_once(group: LocalGroup, mon
         wait(future, FOREVER)
         raise KeyboardInterrupt
 
-    wait = one._reading.wait
+    wait, attend, line = one._reading.wait, one._reading.attend, one._reading.line
     dispatched: list[object] = []
-    monkeypatch.setattr(one, "_reading", SimpleNamespace(wait=interrupted, attend=one._reading.attend))
+    monkeypatch.setattr(one, "_reading", SimpleNamespace(wait=interrupted, attend=attend, line=line))
     monkeypatch.setattr(one, "_dispatch", lambda *job: dispatched.append(job))
     future.due = [lambda _: ran.append("due")]
     with pytest.raises(KeyboardInterrupt):

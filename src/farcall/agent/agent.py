@@ -33,6 +33,7 @@ from farcall.agent.poller import Poller
 from farcall.agent.serving import Serving
 from farcall.agent.spinning import Spinning
 from farcall.agent.supervisor import Supervisor
+from farcall.agent.turns import Bells
 from farcall.agent.waiting import WaitingAgent
 from farcall.backends.interface import MembershipChange, Metrics
 from farcall.errors import ExpelledError, ForkedProcessError, NotInitializedError, RpcError, ShutdownError, UsageError
@@ -94,6 +95,7 @@ class Agent(WaitingAgent):
         self._is_closing = False
         self._lock = threading.Lock()
         self._poller = Poller()
+        self._bells = Bells()
         self._supervisor = Supervisor(name)
         self._loop = EventLoop(name)
         self._serving = Serving(name, self._poller, options.num_worker_threads, options.spin, self._supervisor.quicken)
@@ -230,6 +232,7 @@ class Agent(WaitingAgent):
             self._supervisor,
             self.book,
             self.new_spinning(),
+            self._bells,
             self.group.told,
             lost,
         )
@@ -410,6 +413,7 @@ class Agent(WaitingAgent):
         self._pool.close()
         self._received.close()
         self._poller.close()
+        self._bells.close()
 
     @property
     def is_forked(self) -> bool:
@@ -441,4 +445,5 @@ class Agent(WaitingAgent):
         self._pool.close()
         self._received.abandon()
         self._poller.abandon()
+        self._bells.close()
         self._rendezvous.store.abandon()

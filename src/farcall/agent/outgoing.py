@@ -32,6 +32,7 @@ from farcall.agent.sending import LARGE, MAX_WAITING, Sender, Traffic
 from farcall.agent.serving import Serving
 from farcall.agent.spinning import Dozing, Spinning
 from farcall.agent.supervisor import Supervisor
+from farcall.agent.turns import Bells, Turns
 from farcall.errors import ProtocolError, RpcError, UsageError, WorkerLost
 from farcall.futures import DONE, FAILED, UNLOADED, Callbacks, Future, run_callbacks
 from farcall.protocol.control import unpack_section
@@ -60,6 +61,7 @@ class Outgoing:
         supervisor: Supervisor,
         book: ReferenceBook,
         spinning: Spinning,
+        bells: Bells,
         on_news: Callable[[Worker, Bytes], None],
         on_lost: Callable[[Outgoing], None],
     ) -> None:
@@ -73,7 +75,7 @@ class Outgoing:
         self.new_reply: Callable[..., Reply] = Reply  # the agent sets another one if not all may be loaded
         self._ids, self.told_ids, self._decoder = itertools.count(1), itertools.count(TOLD), Decoder()
         self._decoder.shared, self._decoder.returned = lane.take, lane.take_returned
-        self._reading = Reading(self)
+        self._reading = Reading(self, turns=Turns(bells))
         self._attendance = Attendance(self, supervisor, self._reading.look_after)
         self.unattended = self._attendance.unattended
         """See `Readable`; also called for a call that nobody waits for yet. One frame less than a method would be."""
@@ -229,13 +231,13 @@ class Outgoing:
 
     def read_until(self, future: Future[Any], deadline: float, nested: bool = False) -> None:
         """See `Readable`."""
-        poll = self._poll
+        poll, line = self._poll, self._reading.line
         if nested:
             if self._receiving:
                 raise UsageError(CANNOT_WAIT.format("reading a reply"))
             poll = new_poll(self._descriptor)  # one that polls already cannot be used
         spinning, pause = self._spinning, 0.0
-        while not future._state and self._lost is None:
+        while not future._state and self._lost is None and (nested or not line):  # else those go first, further out
             if spinning.look(poll):
                 self._receive(future)
                 continue

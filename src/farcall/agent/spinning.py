@@ -40,7 +40,7 @@ _TRUST: Final = 24
 _MISS_COSTS: Final = 3
 _FIRST_REST: Final = 16
 _LONGEST_REST: Final = 256
-_LONGEST_CROWDED_REST: Final = 1024
+LONGEST_CROWDED_REST: Final = 1024
 _CROWDED: Final = 20e-6
 """A round of looking takes about 1 µs; longer than this, and others have run meanwhile."""
 _OFFER_AFTER: Final = 20e-6
@@ -70,7 +70,7 @@ def _count_taken_off() -> int:
     return usage.ru_nivcsw + usage.ru_nvcsw + 1
 
 
-class _Trust:
+class Trust:
     """Whether something has paid of late."""
 
     __slots__ = ("_rest", "_resting", "_score")
@@ -94,10 +94,10 @@ class _Trust:
         if self._score <= 0:
             self._score = self._chances * _MISS_COSTS
             self._resting = min(self._rest, longest_rest)
-            self._rest = min(2 * self._rest, _LONGEST_CROWDED_REST)
+            self._rest = min(2 * self._rest, LONGEST_CROWDED_REST)
 
 
-class Dozing(_Trust):
+class Dozing(Trust):
     """Sleeps for a moment without giving up one's place, and remembers how well that has paid."""
 
     __slots__ = ()
@@ -119,7 +119,7 @@ class Dozing(_Trust):
         return events
 
 
-class Spinning(_Trust):
+class Spinning(Trust):
     """Polls for a moment, and remembers how well that has paid."""
 
     __slots__ = ("_budget", "_more", "_probe", "_usual")
@@ -162,7 +162,7 @@ class Spinning(_Trust):
             now = perf_counter()
             if now - before > _CROWDED and taken_off != (count := _count_taken_off()):
                 if taken_off:
-                    self._miss(_LONGEST_CROWDED_REST)
+                    self._miss(LONGEST_CROWDED_REST)
                     return events
                 taken_off = count
             if events:
@@ -202,7 +202,7 @@ class Awaiting(Spinning):
         super()._hit()
 
     def _miss(self, longest_rest: int = _LONGEST_REST) -> None:
-        self._crowded = longest_rest == _LONGEST_CROWDED_REST
+        self._crowded = longest_rest == LONGEST_CROWDED_REST
         self._doubt(_SURE if self._crowded else 2)
         super()._miss(longest_rest)
 
