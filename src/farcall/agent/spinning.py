@@ -198,8 +198,10 @@ class Awaiting(Spinning):
             self._score, self._resting = _TRUST, 0
 
     def _hit(self) -> None:
-        self._near = min(self._near + 1, _SURE)
-        super()._hit()
+        if self._near < _SURE:
+            self._near += 1
+        if self._score < _TRUST:  # on the path of every call: one frame, as a rule
+            super()._hit()
 
     def _miss(self, longest_rest: int = _LONGEST_REST) -> None:
         self._crowded = longest_rest == LONGEST_CROWDED_REST
