@@ -19,6 +19,7 @@ from dataclasses import dataclass, field
 from types import FrameType
 from typing import Any
 
+from farcall.agent.turns import Bell
 from farcall.sleeping import Gate
 
 
@@ -63,6 +64,10 @@ class Schedule:
     def gate(self) -> ControlledGate:
         """A gate whose every use is a step."""
         return ControlledGate(self)
+
+    def bell(self) -> ControlledBell:
+        """A bell whose every use is a step."""
+        return ControlledBell(self)
 
     def step(self, ready: Callable[[], bool] | None = None, where: str = "") -> None:
         """The running thread may be switched away from here, and must be until `ready()`."""
@@ -210,6 +215,26 @@ class ControlledGate(Gate):
         self._schedule.step(None if deadline < float("inf") else (lambda: self._open), "a gate")
         opened, self._open = self._open, False
         return opened
+
+
+class ControlledBell(Bell):
+    """A bell under the schedule's control. A nap there may end at any moment."""
+
+    __slots__ = ("_rung", "_schedule")
+
+    def __init__(self, schedule: Schedule) -> None:
+        self._descriptor = -1
+        self._schedule = schedule
+        self._rung = False
+
+    def ring(self) -> None:
+        self._rung = True
+        self._schedule.step()
+
+    def nap(self, left: float, before: int) -> bool:
+        self._schedule.step(None, "a bell")
+        rung, self._rung = self._rung, False
+        return rung
 
 
 def explore(

@@ -37,14 +37,14 @@ def tables(agent: Agent) -> dict[str, int]:
     sizes = {
         "owned": len(book._references.owned),
         "held": len(book._references.held),
-        "parents": len(book._references._parents),
+        "parents": len(book._references.parents),
         "values": len(book._values),
         "origins": len(book._origins),
         "handles": len(book._handles),
-        "dropped": len(book._dropped),
+        "dropped": len(book.dropped),
         "outboxes": len(book.mailboxes.outboxes),
-        "unacknowledged": sum(len(link.unacknowledged) for link in book.mailboxes.delivery._links.values()),
-        "received out of turn": sum(len(link.received.beyond) for link in book.mailboxes.delivery._links.values()),
+        "unacknowledged": sum(len(link.unacknowledged) for link in book.mailboxes.delivery.links.values()),
+        "received out of turn": sum(len(link.received.beyond) for link in book.mailboxes.delivery.links.values()),
     }
     return {name: size for name, size in sizes.items() if size}
 

@@ -7,10 +7,32 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from farcall.agent.reading import Reading
+from farcall.agent.turns import Bells, Turns
 from farcall.errors import UsageError
 from farcall.futures import DONE, Future, run_callbacks
 from farcall.sleeping import FOREVER
 from interleaving import Schedule
+
+
+class AlwaysTurns(Turns):
+    """Taken whether that pays or not: what happens must not depend on the clock."""
+
+    __slots__ = ()
+
+    def kept(self) -> None:
+        """Nothing is learned."""
+
+    def broken(self) -> None:
+        """Nothing is learned."""
+
+
+class NoTurns(AlwaysTurns):
+    """Everybody sleeps until woken."""
+
+    __slots__ = ()
+
+    def bell(self) -> None:
+        return None
 
 
 class Wire:
@@ -23,7 +45,9 @@ class Wire:
         self.readers = 0
         self.watched = False
         self.left_unattended = False
-        self.reading = reading(self, schedule.lock, schedule.gate)
+        self.reading = reading(self, schedule.lock, schedule.gate, self.turns(Bells(schedule.bell)))
+
+    turns: type[Turns] = AlwaysTurns
 
     def call(self, number: int) -> Future[int]:
         future: Future[int] = Future()
@@ -41,7 +65,7 @@ class Wire:
         if nested:
             outer, self.readers = self.readers, 0  # this very thread, further out
         self.enter()
-        while not future.done():
+        while not future.done() and (nested or not self.reading.line):
             self._schedule.step(
                 (lambda: bool(self.arrived)) if deadline == FOREVER else None, "reading, with nothing to read"
             )
@@ -104,6 +128,7 @@ Scenario = Callable[[Schedule], tuple[Sequence[Callable[[], object]], Callable[[
 def idle_at_the_end(wire: Wire) -> None:
     assert not wire.reading._holder
     assert not wire.reading._queue
+    assert not wire.reading.line
     assert wire.readers == 0
 
 

@@ -245,4 +245,4 @@ def test_others_may_have_things_looked_after(group: LocalGroup) -> None:
     rouse = group[0].look_after(lambda: bool(left), work_off)
     rouse()
     assert done.block(monotonic() + 10)
-    assert group[0].book.has_work in [has_work for has_work, _ in group[0]._chores]
+    assert group[0].book.needs_help in [has_work for has_work, _ in group[0]._chores]

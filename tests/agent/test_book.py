@@ -92,7 +92,7 @@ def test_a_finalizer_only_notes(books: Books) -> None:
         gc.collect()
     assert books.woken > woken
     assert books[0].has_work()
-    assert len(books[0]._dropped) == 1
+    assert len(books[0].dropped) == 1
     assert books.left() == {}
 
 

@@ -9,6 +9,7 @@ import pytest
 from book_stage import CALL, WAY, WAYS_TO_PASS, Books, Way, only, read_remote
 
 from farcall.agent.parcels import CarriedFrame, RemoteFrame
+from farcall.agent.tending import work_off
 from farcall.protocol.control import pack_control, unpack_control
 from farcall.protocol.reference_messages import UserDeleted
 
@@ -31,7 +32,7 @@ def test_the_letter_before_a_remote_call_has_all_that_was_to_be_said(books: Book
     del dropped
     gc.collect()
     with books[0]._lock:
-        books[0]._work_off()
+        work_off(books[0])
     books.posted.clear()
     handle, message = books[0].call_remote(1, [], *CALL, WAY)
     letter, _ = read_remote(message)

@@ -45,9 +45,9 @@ def snapshot(book: ReferenceBook) -> Any:
     return (
         {reference: (owned.handles, dict(owned.forks)) for reference, owned in references.owned.items()},
         {fork: (held.dropped, dict(held.children)) for fork, held in references.held.items()},
-        dict(references._numbers),
-        references._forks,
-        {peer: (link.last, dict(link.unacknowledged)) for peer, link in book.mailboxes.delivery._links.items()},
+        dict(references.numbers),
+        references.forks,
+        {peer: (link.last, dict(link.unacknowledged)) for peer, link in book.mailboxes.delivery.links.items()},
         dict(book.mailboxes.outboxes),
         dict(book.mailboxes.owed),
         dict(book._values),

@@ -17,6 +17,7 @@ from farcall import OwnerLost, RRef, SerializationError, UsageError, WorkerInfo,
 from farcall.agent import calling as calling_module
 from farcall.agent import handle as handle_module
 from farcall.agent.sending import Sender
+from farcall.agent.tending import work_off
 from farcall.options import UNSET_RPC_TIMEOUT
 from farcall.protocol.wire import METHOD
 from farcall.sleeping import FOREVER
@@ -79,7 +80,7 @@ def test_an_interrupt_at_any_point_of_a_use_of_references_leaves_nothing_behind(
         assert remote(group[0], 1, int).to_here() == 0  # wanted: it is told the next time
         del extra  # so that there is something to be said
         with group[0].book._lock:
-            group[0].book._work_off()
+            work_off(group[0].book)
         result = None  # not let go within: what is raised in a finalizer is lost
         with contextlib.suppress(Interrupt, WorkerLost), At(MESSAGES, (point,)) as at:
             result = USES[use](group, own, other)
@@ -176,7 +177,7 @@ def test_what_is_wrong_with_a_remote_call_takes_nothing(
 def numbers(group: LocalGroup) -> Any:
     """The numbers that worker 0 has given to messages and references for worker 1."""
     book = group[0].book
-    return book.mailboxes.delivery._links[1].last, book._references._numbers.get(1)
+    return book.mailboxes.delivery.links[1].last, book._references.numbers.get(1)
 
 
 @pytest.mark.parametrize("to", [0, 1], ids=["oneself", "another"])
@@ -297,7 +298,7 @@ def test_a_remote_call_takes_along_what_is_to_be_said(group: LocalGroup) -> None
     del dropped
     gc.collect()
     with group[0].book._lock:
-        group[0].book._work_off()
+        work_off(group[0].book)
     assert len(group[1].book._references.owned) == 1
     there = remote(group[0], 1, echo, "milk")
     assert there.to_here() == "milk"

@@ -134,7 +134,7 @@ def test_an_array_that_is_none_fails_its_call_only(group: LocalGroup) -> None:
     gate = new_gate("array")
     future = start(group[0], 1, wait_at, "array", 1)
     (incoming,) = group[1]._incoming
-    incoming.answer(encode(RESULT, future.call_id, b"", bytes((MARK, 0, 2, 1)) + bytes(8)))
+    incoming.answer(encode(RESULT, future.call_id, b"", bytes((MARK, 0, 2, 1)) + (5).to_bytes(8, "little")))
     with pytest.raises(
         SerializationError, match="the result of `wait_at` from worker 'worker1' cannot be rebuilt here"
     ):

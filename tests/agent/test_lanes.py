@@ -58,6 +58,24 @@ def test_both_ends_agree_and_large_data_goes_to_and_fro_in_shared_memory(new_pai
     assert sent_by(group) == [LEAST, LEAST], "less goes through the socket"
 
 
+def test_who_waits_at_either_end_hears_how_much_goes_and_comes(new_pair: NewPair) -> None:
+    group = new_pair()
+    (out,) = group[0]._connections
+    (back,) = group[1]._incoming
+    assert out.lane.on_large == out._spinning.after_large
+    assert back.lane.on_large == group[1]._serving._spinning.after_large
+    here: list[int] = []
+    there: list[int] = []
+    out.lane.on_large, back.lane.on_large = here.append, there.append
+    large = np.arange(LEAST, dtype=np.uint8)
+    call(group[0], 1, copied, large)
+    assert (here, there) == ([LEAST] * 2, [LEAST] * 2)
+    call(group[0], 1, echo, large)
+    assert (here, there) == ([LEAST] * 4, [LEAST] * 3), "what is returned was not copied there"
+    call(group[0], 1, echo, large[1:])
+    assert (len(here), len(there)) == (4, 3), "less goes through the socket"
+
+
 def test_zero_turns_it_off(new_pair: NewPair, caplog: pytest.LogCaptureFixture) -> None:
     group = new_pair(shared_memory=0)
     large = np.arange(1 << 20)

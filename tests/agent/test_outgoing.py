@@ -391,7 +391,7 @@ def test_an_interrupt_at_any_point_of_an_expiry_settles_the_call(scene: Scene) -
         one = connection(scene.group)
         with contextlib.suppress(Interrupt), At(CALLING, (point,)) as at:
             one._expire(future)
-        one._expire_all(monotonic() + 2 * SOON)  # the supervisor's next look
+        one.tick(monotonic() + 2 * SOON)  # the supervisor's next look
         assert isinstance(future.exception(0), RpcTimeoutError), at.places
         assert isinstance(derived.result(SOON), RpcTimeoutError), at.places
         if not at.has_acted:
@@ -410,9 +410,9 @@ def test_callbacks_that_an_interrupted_wait_left_run_once(group: LocalGroup, mon
         wait(future, FOREVER)
         raise KeyboardInterrupt
 
-    wait = one._reading.wait
+    wait, attend, line = one._reading.wait, one._reading.attend, one._reading.line
     dispatched: list[object] = []
-    monkeypatch.setattr(one, "_reading", SimpleNamespace(wait=interrupted, attend=one._reading.attend))
+    monkeypatch.setattr(one, "_reading", SimpleNamespace(wait=interrupted, attend=attend, line=line))
     monkeypatch.setattr(one, "_dispatch", lambda *job: dispatched.append(job))
     future.due = [lambda _: ran.append("due")]
     with pytest.raises(KeyboardInterrupt):

@@ -170,15 +170,17 @@ def test_replies_that_nobody_reads_are_reported_when_the_reader_leaves(
 def test_the_role_goes_to_a_thread_whose_reply_has_not_come() -> None:
     """One whose reply has come is awake, or about to be: it would hand the role on, and nobody would read meanwhile."""
     wire = Wire(Schedule((), ()))
-    settled, pending, last = [reading_module.Seat(Gate(), thread, wire.call(thread)) for thread in (1, 2, 3)]
-    settled.future.settle(DONE, 1)
     reading = wire.reading
-    reading._queue.extend((settled, pending, last))
+    settled, pending, last = [reading_module.Seat(reading, thread, wire.call(thread)) for thread in (1, 2, 3)]
+    gates = [Gate(), Gate(), Gate()]
+    settled.gate, pending.gate, last.gate = gates
+    settled.future.settle(DONE, 1)
+    reading._queue.update({1: settled, 2: pending, 3: last})
     reading._holder = 9
     reading.leave()
     assert reading._holder == 2
-    assert list(reading._queue) == [settled, last]
-    assert [seat.gate.sleep(0.0) for seat in (settled, pending, last)] == [False, True, False]
+    assert list(reading._queue.values()) == [settled, last]
+    assert [gate.sleep(0.0) for gate in gates] == [False, True, False]
     last.future.settle(DONE, 3)
     reading.leave()
     assert reading._holder == 0, "those who are left need it no more"
@@ -201,8 +203,7 @@ class PromotesWithoutWaking(Reading):
     def leave(self) -> None:
         with self._lock:
             if self._queue:
-                seat = self._queue.popleft()
-                self._holder = seat.thread
+                self._holder, _ = self._queue.popitem()
             else:
                 self._holder = 0
 
@@ -214,15 +215,14 @@ class LooksBeforeItQueues(Reading):
         if not self._holder:
             super().wait(future, deadline)
             return
-        seat = reading_module.Seat(self._new_gate(), threading.get_ident(), future)
+        seat = reading_module.Seat(self, threading.get_ident(), future)
+        seat.gate = self._new_gate()
         self._new_gate().open()  # a step: another thread may run here
         with self._lock:
-            self._queue.append(seat)
-        future.watch(seat.gate.open, waker=True, attended=True)
-        while not future.done() and self._holder != seat.thread and seat.gate.sleep(deadline):
+            self._queue[seat.thread] = seat
+        future.watch(seat.settled, waker=True, attended=True)
+        while not future.done() and self._pass_time(seat, deadline):
             pass
-        if self._holder == seat.thread and not future.done():
-            self._connection.read_until(future, deadline)
         self._end(threading.get_ident(), seat, future)
 
 

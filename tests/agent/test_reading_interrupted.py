@@ -9,10 +9,11 @@ import threading
 from typing import Any
 
 import pytest
-from reading_stage import Wire, idle_at_the_end
+from reading_stage import AlwaysTurns, NoTurns, Wire, idle_at_the_end
 
 from farcall.agent import reading as reading_module
 from farcall.agent.reading import Reading
+from farcall.agent.turns import Turns
 from farcall.errors import UsageError
 from farcall.futures import Future
 from farcall.sleeping import FOREVER
@@ -24,12 +25,16 @@ MACHINE = ("agent/reading.py",)
 # Ctrl-C
 
 
+@pytest.mark.parametrize("turns", [AlwaysTurns, NoTurns])
 @pytest.mark.parametrize("twice", [False, True], ids=["once", "twice"])
-def test_an_interrupt_at_any_point_leaves_the_role_to_others(twice: bool) -> None:
+def test_an_interrupt_at_any_point_leaves_the_role_to_others(
+    twice: bool, turns: type[Turns], monkeypatch: pytest.MonkeyPatch
+) -> None:
     """A thread is interrupted at each point of the machine in turn; whoever else waits must still be served.
 
     Twice: in the midst of reading, and again at each point after it.
     """
+    monkeypatch.setattr(Wire, "turns", turns)
     places: set[str] = set()
     for point in itertools.count():
         hit: list[str] = []
@@ -92,22 +97,30 @@ def test_an_interrupt_at_any_point_leaves_the_replies_to_somebody(urgent: bool) 
 # Waiting in the midst of a wait, as signal handlers and finalizers do
 
 
+@pytest.mark.parametrize("turns", [AlwaysTurns, NoTurns])
 @pytest.mark.parametrize("replies", [(2, 1, 0), (1, 0, 2), (1, 2, 0)], ids=["queues", "reads", "settled within"])
-def test_a_wait_at_any_point_of_a_wait_is_served_or_refused(replies: tuple[int, ...]) -> None:
+def test_a_wait_at_any_point_of_a_wait_is_served_or_refused(
+    replies: tuple[int, ...], turns: type[Turns], monkeypatch: pytest.MonkeyPatch
+) -> None:
     """The nested wait takes the outer one's role and leaves it there; no other thread reads meanwhile."""
+    monkeypatch.setattr(Wire, "turns", turns)
     assert waits_within_a_wait(replies, Reading) == {"served", "refused"}
 
 
-class PassesAnInnerWait(Reading):
-    """Gives the role to an outer wait whose thread still waits further in, and gives it up there."""
+class ForgetsTheOuterWait(Reading):
+    """Takes the thread from the queue when its inner wait ends."""
 
-    def _next(self) -> reading_module.Seat | None:
-        return next((seat for seat in self._queue if not seat.future.done()), None)
+    def _stand_up(self, seat: reading_module.Seat) -> None:
+        self._queue.pop(seat.thread, None)
 
 
-def test_the_role_does_not_pass_an_inner_wait() -> None:
+@pytest.mark.parametrize("turns", [AlwaysTurns, NoTurns])
+def test_an_outer_wait_queues_again_when_the_inner_one_ends(
+    turns: type[Turns], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(Wire, "turns", turns)
     with pytest.raises((AssertionError, RuntimeError)):
-        waits_within_a_wait((1, 2, 0), PassesAnInnerWait)
+        waits_within_a_wait((1, 2, 0), ForgetsTheOuterWait)
 
 
 def waits_within_a_wait(replies: tuple[int, ...], reading: type[Reading]) -> set[str]:

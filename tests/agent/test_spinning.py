@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from farcall.agent import spinning
-from farcall.agent.spinning import Dozing, Spinning
+from farcall.agent.spinning import Awaiting, Dozing, Spinning
 
 STEP = 2e-6
 BUDGET = 100e-6
@@ -92,6 +92,40 @@ def test_looking_ends_with_the_budget(world: World) -> None:
     assert world.polls == pytest.approx(BUDGET / STEP, abs=2)
     assert world.wait(Spinning(BUDGET / 2)) == []
     assert world.polls == pytest.approx(BUDGET / STEP / 2, abs=2)
+
+
+@pytest.mark.parametrize(("size", "times"), [(1 << 16, 2), (1 << 20, 3), (spinning._LARGEST, 4)])
+def test_after_large_data_it_looks_for_longer_once(world: World, size: int, times: int) -> None:
+    spin = Spinning(BUDGET)
+    spin.after_large(size)
+    assert world.wait(spin) == []
+    assert world.polls == pytest.approx(times * BUDGET / STEP, rel=0.1)
+    assert world.wait(spin) == []
+    assert world.polls == pytest.approx(BUDGET / STEP, rel=0.1)
+
+
+def test_after_more_than_that_it_looks_as_ever_as_the_next_comes_too_late_anyway(world: World) -> None:
+    spin = Spinning(BUDGET)
+    spin.after_large(1 << 20)
+    spin.after_large(spinning._LARGEST + 1)
+    assert world.wait(spin) == []
+    assert world.polls == pytest.approx(BUDGET / STEP, rel=0.1)
+
+
+def test_large_data_does_not_end_a_rest_nor_make_one_look_who_never_does(world: World) -> None:
+    spin = Spinning(BUDGET)
+    misses_until_it_rests(world, spin)
+    for never in (spin, Spinning(0)):
+        never.after_large(1 << 20)
+        assert world.wait(never, ready_at=1) == []
+        assert world.polls == 0
+
+
+def test_a_crowded_core_ends_a_long_look_as_soon_as_a_short_one(world: World) -> None:
+    spin = Spinning(BUDGET)
+    spin.after_large(1 << 20)
+    assert world.wait(spin, crowded_at=1) == []
+    assert world.yields == 1
 
 
 def test_the_core_is_offered_to_others_after_a_while_and_again(world: World) -> None:
@@ -247,3 +281,68 @@ def test_dozing_that_does_not_pay_rests_and_is_tried_again(world: World, comes_a
     for _ in range(2 * spinning._LONGEST_REST):
         sleeper.doze(dozing, comes_after)
     assert sleeper.polls > tried
+
+
+def look_for(world: World, spin: Spinning) -> float:
+    """How long it looks for what does not come."""
+    before = world.now
+    world.wait(spin)
+    return world.now - before
+
+
+def sure(world: World) -> Awaiting:
+    """Replies have come soon for long enough."""
+    spin = Awaiting(BUDGET)
+    for _ in range(spinning._SURE):
+        spin.slept(spinning._SOON / 2)
+    return spin
+
+
+def test_replies_that_come_soon_are_looked_for_longer(world: World) -> None:
+    spin = Awaiting(BUDGET)
+    for _ in range(spinning._SURE - 1):
+        spin.slept(spinning._SOON / 2)
+    assert look_for(world, spin) == pytest.approx(BUDGET, abs=2 * STEP)
+    assert look_for(world, sure(world)) == pytest.approx(spinning._SOON, abs=2 * STEP)
+
+
+def test_even_while_it_rests(world: World) -> None:
+    spin = Awaiting(BUDGET)
+    misses_until_it_rests(world, spin)
+    for _ in range(spinning._SURE):
+        spin.slept(spinning._SOON / 2)
+    assert look_for(world, spin) == pytest.approx(spinning._SOON, abs=2 * STEP)
+
+
+def test_replies_that_take_long_are_not(world: World) -> None:
+    spin = sure(world)
+    for _ in range(spinning._SURE):
+        spin.slept(spinning._SOON * 2)
+    assert look_for(world, spin) == pytest.approx(BUDGET, abs=2 * STEP)
+
+
+def test_looks_in_vain_end_the_long_ones_and_hits_keep_them_up(world: World) -> None:
+    spin = sure(world)
+    for _ in range(50):
+        assert look_for(world, spin) == pytest.approx(spinning._SOON, abs=2 * STEP)
+        for _ in range(5):
+            assert world.wait(spin, ready_at=100) == ["it"]
+    for _ in range(spinning._SURE // 2):
+        look_for(world, spin)
+    assert look_for(world, spin) < spinning._SOON
+
+
+def test_who_was_crowded_out_keeps_to_its_rest(world: World) -> None:
+    spin = sure(world)
+    while world.wait(spin, crowded_at=1) == [] and world.polls:
+        pass
+    for _ in range(spinning._SURE):
+        spin.slept(spinning._SOON / 2)
+    assert look_for(world, spin) == 0
+
+
+def test_who_shall_not_spin_does_not_for_replies_either(world: World) -> None:
+    spin = Awaiting(0)
+    for _ in range(spinning._SURE):
+        spin.slept(spinning._SOON / 2)
+    assert look_for(world, spin) == 0

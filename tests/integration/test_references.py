@@ -30,10 +30,10 @@ import farcall.api
 def left():
     "How much is in each table that should be empty; only those that are not."
     book = farcall.api._agent.book
-    references, links = book._references, book.mailboxes.delivery._links.values()
-    sizes = dict(owned=len(references.owned), held=len(references.held), parents=len(references._parents),
+    references, links = book._references, book.mailboxes.delivery.links.values()
+    sizes = dict(owned=len(references.owned), held=len(references.held), parents=len(references.parents),
                  values=len(book._values), origins=len(book._origins), handles=len(book._handles),
-                 dropped=len(book._dropped), outboxes=len(book.mailboxes.outboxes), told=len(book.mailboxes.owed),
+                 dropped=len(book.dropped), outboxes=len(book.mailboxes.outboxes), told=len(book.mailboxes.owed),
                  kept=sum(len(link.unacknowledged) for link in links),
                  beyond=sum(len(link.received.beyond) for link in links))
     return {name: size for name, size in sizes.items() if size}

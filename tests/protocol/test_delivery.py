@@ -56,6 +56,16 @@ def test_d2_a_message_is_kept_until_it_is_acknowledged(delivery: Delivery[str]) 
     assert delivery.is_quiet()
 
 
+def test_one_message_may_be_known_to_be_taken_before_those_in_front_of_it(delivery: Delivery[str]) -> None:
+    for message in "abc":
+        delivery.send(PEER, message)
+    assert delivery.taken(PEER, 2) == "b"
+    assert delivery.taken(PEER, 2) is None
+    assert delivery.taken(99, 1) is None
+    assert delivery.unacknowledged(PEER) == [(1, "a"), (3, "c")]
+    assert delivery.acknowledged(PEER, 3) == ["a", "c"]
+
+
 def test_the_number_of_a_message_that_was_not_sent_is_given_again(delivery: Delivery[str]) -> None:
     delivery.send(PEER, "a")
     delivery.send(PEER, "b")

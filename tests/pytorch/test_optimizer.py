@@ -162,3 +162,29 @@ def test_of_several_errors_the_first_is_raised_with_the_others_as_notes_when_all
         optimizer._all_of([(WorkerInfo(f"worker{number}", number), call) for number, call in enumerate(calls)])
     assert caught.value.__notes__ == ["worker 'worker2' failed as well: KeyError: 'two'"]
     assert all(call.waited for call in calls)
+
+
+@pytest.mark.parametrize("options", [{}, {"momentum": 0.9}, {"weight_decay": 0.1}])
+def test_sgd_is_torchs_to_the_last_bit_also_where_gradients_are_missing(options: dict[str, float]) -> None:
+    torch.manual_seed(3)
+    ours = [torch.randn(7, 5, requires_grad=True) for _ in range(3)]
+    theirs = [each.detach().clone().requires_grad_() for each in ours]
+    made = DistributedOptimizer(torch.optim.SGD, [RRef(each) for each in ours], lr=0.07, **options)
+    torchs = torch.optim.SGD(theirs, lr=0.07, foreach=False, **options)
+    for count in (3, 3, 2):
+        gradients = [torch.randn(7, 5) for _ in range(count)]
+        step(made, dict(zip(ours, gradients, strict=False)))
+        for place, each in enumerate(theirs):
+            each.grad = gradients[place].clone() if place < count else None
+        torchs.step()
+        assert all(torch.equal(one, other) for one, other in zip(ours, theirs, strict=True))
+
+
+def test_plain_sgd_takes_sparse_gradients() -> None:
+    table = torch.ones(4, 2, requires_grad=True)
+    made = DistributedOptimizer(torch.optim.SGD, [RRef(table)], lr=0.5)
+    with autograd.context() as context_id:
+        rows = torch.nn.functional.embedding(torch.tensor([1, 1]), table, sparse=True)
+        autograd.backward(context_id, [rows.sum()])
+        made.step(context_id)
+    assert table.tolist() == [[1, 1], [0, 0], [1, 1], [1, 1]]

@@ -77,7 +77,7 @@ def check_equal(found: Any, sent: Any) -> None:
 
 
 @pytest.mark.parametrize("letter", TYPES)
-@pytest.mark.parametrize("shape", [(3,), (), (2, 5), (1, 2, 3, 4), (5000, 8)])
+@pytest.mark.parametrize("shape", [(3,), (), (2, 5), (1, 2, 3, 4), (5000, 8), (0,), (2, 0, 3)])
 def test_an_array_arrives_as_it_was(letter: str, shape: tuple[int, ...]) -> None:
     array = np.arange(np.prod(shape, dtype=int)).reshape(shape).astype(letter)
     (found,) = there(array)
@@ -126,7 +126,6 @@ class Kind(np.ndarray):
 LEFT = {
     "columns first": np.ones((3, 4), order="F"),
     "with gaps": np.ones((4, 4))[:, ::2],
-    "empty": np.ones((0, 3)),
     "objects": np.array([None, "x"]),
     "records": np.zeros(3, "i4,f4"),
     "texts": np.array(["abc"]),
@@ -179,7 +178,8 @@ HOSTILE = {
     "an unknown type": packed(0, 99, (8,), bytes(8)),
     "too few bytes": packed(0, 2, (8,), bytes(7)),
     "too many bytes": packed(0, 2, (8,), bytes(9)),
-    "no bytes": packed(0, 2, (0,)),
+    "bytes for no element": packed(0, 2, (0,), bytes(1)),
+    "no element, and a length that is none": packed(0, 2, (0, 1 << 63)),
     "lengths that overflow": packed(0, 2, (1 << 63, 1 << 63), bytes(8)),
     "lengths that cancel out": packed(0, 2, (1 << 32, 1 << 32), bytes(8)),
     "no buffer": packed(0, 2, (1 << 20,)),

@@ -62,10 +62,10 @@ class OrphansKept(References):
 
     def peer_lost(self, lost: Worker) -> list[Effect]:
         kept = {fork: held for fork, held in self.held.items() if held.reference.owner == lost}
-        parents = dict(self._parents)
+        parents = dict(self.parents)
         effects = super().peer_lost(lost)
         self.held.update(kept)
-        self._parents = parents
+        self.parents = parents
         return [effect for effect in effects if getattr(effect, "fork", None) not in kept]
 
 
@@ -134,7 +134,7 @@ class OwnForkPassedAsUsers(References):
         effects = super().handle_passed(reference, parent, child, to)
         if parent is not None and to != self.me and _uncount(self, reference, child):
             self.held[parent].children[child] = to
-            self._parents[child] = parent
+            self.parents[child] = parent
         return effects
 
 
@@ -196,14 +196,14 @@ class NoDeduplication(Delivery[Any]):
 
     def receive(self, peer: Worker, number: int) -> bool:
         super().receive(peer, number)
-        return peer in self._links
+        return peer in self.links
 
 
 class AcknowledgedTooEarly(Delivery[Any]):
     """The highest number that came is acknowledged, not the one up to which all came."""
 
     def acknowledgement(self, peer: Worker) -> int:
-        link = self._links.get(peer)
+        link = self.links.get(peer)
         return max(link.received.beyond, default=link.received.mark) if link is not None else 0
 
 
@@ -212,7 +212,7 @@ class ForgottenOnceSent(Delivery[Any]):
 
     def send(self, peer: Worker, message: Any) -> int:
         number = super().send(peer, message)
-        self._links[peer].unacknowledged.clear()
+        self.links[peer].unacknowledged.clear()
         return number
 
 

@@ -55,7 +55,7 @@ def test_a_cut_worker_is_not_lost_and_what_was_to_be_said_arrives_afterwards(new
     expect_confirmed(rref)
     faults(group[0]).cut("worker1")
     del rref
-    eventually(lambda: group[0].book._dropped or not group[0].book._references.held)
+    eventually(lambda: group[0].book.dropped or not group[0].book._references.held)
     assert [info.name for info in group[0].get_worker_infos()] == ["worker0", "worker1"]
     faults(group[0]).heal()
     expect_nothing_left(group)

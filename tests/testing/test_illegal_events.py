@@ -24,7 +24,7 @@ class Hasty(References):
 
     def handle(self, event: Event) -> list[Effect]:
         if isinstance(event, HandleDropped):
-            self._forks += 1
+            self.forks += 1
         return super().handle(event)
 
 

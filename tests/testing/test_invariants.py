@@ -28,7 +28,7 @@ def test_settled_holds_after_a_loss() -> None:
     [
         (lambda w: w.references.owned[RRefId(0, 0, 1)].forks.update({ForkId(0, 1): 1}), "counts a fork"),
         (lambda w: w.references.peers.update({1: w.references.peers[2]}), "counts it among its peers"),
-        (lambda w: w.references._numbers.update({1: 1}), "counts it among its peers"),
+        (lambda w: w.references.numbers.update({1: 1}), "counts it among its peers"),
         (lambda w: setattr(w.references.held[ForkId(0, 1)], "parent", 1), "means to tell the parent"),
         (lambda w: w.references.held[ForkId(0, 1)].children.update({ForkId(0, 9): 1}), "waits for a child"),
         (lambda w: setattr(w.references.held[ForkId(0, 1)], "reference", THEIRS), "holds fork 0:1"),

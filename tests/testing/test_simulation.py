@@ -287,7 +287,7 @@ def test_lent_is_broken_by_a_release_under_a_lent_handle() -> None:
 
 def test_lent_is_broken_by_a_lender_that_does_not_wait() -> None:
     network = play("call 1 0; deliver 1 0 1; ack 1 0; pass 1 2 1; deliver 1 2 1")
-    network.workers[1].references._parents.clear()
+    network.workers[1].references.parents.clear()
     with pytest.raises(BrokenInvariant, match="LENT: worker 1 does not know that it lent fork 1:2"):
         network.step("call", 2, 1)
 
@@ -301,7 +301,7 @@ def test_answered_is_broken_by_a_request_that_nobody_sent() -> None:
 
 def test_empty_is_broken_by_whatever_is_left() -> None:
     network = play("make 0")
-    network.workers[0].references._parents[ForkId(0, 5)] = ForkId(0, 4)
+    network.workers[0].references.parents[ForkId(0, 5)] = ForkId(0, 4)
     with pytest.raises(BrokenInvariant, match="EMPTY: worker 0 still has pending children: fork 0:5"):
         network.finish()
 

@@ -31,7 +31,9 @@ from farcall.agent.outgoing import Outgoing
 from farcall.agent.peers import Peer
 from farcall.agent.poller import Poller
 from farcall.agent.serving import Serving
+from farcall.agent.spinning import Spinning
 from farcall.agent.supervisor import Supervisor
+from farcall.agent.turns import Bells
 from farcall.agent.waiting import WaitingAgent
 from farcall.backends.interface import MembershipChange, Metrics
 from farcall.errors import ExpelledError, ForkedProcessError, NotInitializedError, RpcError, ShutdownError, UsageError
@@ -93,6 +95,7 @@ class Agent(WaitingAgent):
         self._is_closing = False
         self._lock = threading.Lock()
         self._poller = Poller()
+        self._bells = Bells()
         self._supervisor = Supervisor(name)
         self._loop = EventLoop(name)
         self._serving = Serving(name, self._poller, options.num_worker_threads, options.spin, self._supervisor.quicken)
@@ -148,7 +151,7 @@ class Agent(WaitingAgent):
             self._entrance.leave()
             self._close_descriptors()
             raise
-        self._chores: list[tuple[Callable[[], bool], Callable[[], None]]] = [(self.book.has_work, self.book.work_off)]
+        self._chores: list[tuple[Callable[[], bool], Callable[[], None]]] = [(self.book.needs_help, self.book.work_off)]
         self._supervisor.has_chores = self.book.has_work
         self._supervisor.do_chores = self._do_chores
         self._supervisor.serving = self._serving
@@ -207,6 +210,10 @@ class Agent(WaitingAgent):
         if self.closed is None:
             self._listening.go_on()
 
+    def new_spinning(self) -> Spinning:
+        """How one waits for the replies of one worker."""
+        return Spinning(self.options.spin)
+
     def _new_connection(self, peer: Peer, channel: Channel, lane: Lane) -> Outgoing:
         def lost(connection: Outgoing) -> None:
             # It may be told twice, by two threads at once: one of them gets it.
@@ -224,7 +231,8 @@ class Agent(WaitingAgent):
             self._serving,
             self._supervisor,
             self.book,
-            self.options.spin,
+            self.new_spinning(),
+            self._bells,
             self.group.told,
             lost,
         )
@@ -405,6 +413,7 @@ class Agent(WaitingAgent):
         self._pool.close()
         self._received.close()
         self._poller.close()
+        self._bells.close()
 
     @property
     def is_forked(self) -> bool:
@@ -436,4 +445,5 @@ class Agent(WaitingAgent):
         self._pool.close()
         self._received.abandon()
         self._poller.abandon()
+        self._bells.close()
         self._rendezvous.store.abandon()

@@ -19,21 +19,23 @@ import weakref
 from collections import deque
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Final
 
 from farcall.agent.handle import Handle, Made, check_usable, cut_off, made_here, refuse_finalizers, released
+from farcall.agent.hearing import hear_acknowledged, hear_messages
 from farcall.agent.inventory import Inventory, count_references, take_inventory
 from farcall.agent.lending import Lending
-from farcall.agent.mailboxes import ANSWERS
-from farcall.agent.parcels import CarriedFrame, Parcel, RemoteFrame, Way
+from farcall.agent.parcels import CarriedFrame, Parcel, RemoteFrame, Way, new_remote_frame
 from farcall.agent.tables import Tables
+from farcall.agent.tending import Delivered, Dropped, work_off
 from farcall.agent.values import Value
 from farcall.errors import UsageError, WorkerLost
 from farcall.protocol.control import (
     HANDLE_SIZE,
-    encode_remote,
+    REMOTE_SIZE,
+    pack_frame,
     pack_remote,
-    unpack_control,
+    unpack_entries,
     unpack_handle,
     unpack_reference,
 )
@@ -44,6 +46,10 @@ from farcall.protocol.wire import CONTROL, REMOTE, encode, encode_start
 
 if TYPE_CHECKING:
     from farcall.agent.calling import Calling
+    from farcall.agent.calls import ToldCall
+
+_LOOKS: Final = 4
+"""So many looks at most are left out while others do what is to be done."""
 
 
 class ReferenceBook(Tables):
@@ -64,10 +70,19 @@ class ReferenceBook(Tables):
         super().__init__(me, work_soon, name_of)
         self._post = post
         self.record_stacks = record_stacks
-        self._dropped: deque[tuple[RRefId, ForkId | None]] = deque()
+        self.dropped: deque[Dropped] = deque()
+        """What finalizers have left."""
+        self.delivered: deque[Delivered] = deque()
+        """Remote calls that were answered, and so have arrived: the owner, and the number of the message."""
+        self.left: deque[Dropped | Delivered] = deque()
+        """What a thread of the program has found among these, and left to the serving pool."""
+        self.tended = 0
+        """How often such a thread has done what was to be done (`tending.py`)."""
+        self._tended_before = self._looks = 0
         self._lending = Lending()
         self._senders: dict[Worker, str] = {}  # where handles come from, in words
-        self._ended = False
+        self.ended = False
+        """All is forgotten: handles that are left are dropped without a word."""
         self._is_cut_off = False
         self.resend: Callable[[Worker], None] = lambda worker: None
         """Has sent again what was lost with a connection; set by the agent."""
@@ -87,6 +102,7 @@ class ReferenceBook(Tables):
         with self._lock:
             if worker not in self._references.peers:
                 return
+            self._count_created()
             self.mailboxes.lost(worker)
             self._senders.pop(worker, None)
             self._decide(self._references.peer_lost(worker))
@@ -137,12 +153,12 @@ class ReferenceBook(Tables):
         buffers: Sequence[memoryview],
         via: Way,
         keeps: object = None,
-        call_id: int = 0,
+        told: ToldCall | None = None,
     ) -> tuple[Handle, bytes]:
         """A reference that `owner` is asked to make, and what asks, to be sent before the buffers.
 
-        `passed` are the handles among the arguments, `keeps` lives until it has arrived, under `call_id` the owner
-        tells of the value. Who asks says in the handle where it was made, once it is sent: it is not waited for then.
+        `passed` are the handles among the arguments, `keeps` lives until it has arrived, as `told` the owner tells
+        of the value. Who asks says in the handle where it was made, once it is sent: it is not waited for then.
         Raises the error of a handle that leads nowhere, `WorkerLost` if the owner is lost; then nothing was passed.
         """
         if self._lock._is_owned():  # type: ignore[attr-defined]
@@ -153,7 +169,7 @@ class ReferenceBook(Tables):
         with self._lock:
             if owner not in references.peers:
                 raise self._lost(owner)
-            parcel, before = None, references.ids_given(owner)
+            parcel, before = None, (references.numbers.get(owner, 0), references.forks)
             try:
                 reference, fork = references.call_remote(owner)
                 handle = Handle(self, reference, fork, None)
@@ -161,10 +177,18 @@ class ReferenceBook(Tables):
                 message = b""
                 if owner in boxes.outboxes or owner in boxes.owed:
                     message = encode(CONTROL, 0, b"", boxes.letter(owner) or b"")
-                parcel = RemoteFrame(reference, fork, buffers, via, keeps)
-                number = boxes.delivery.send(owner, parcel)
-                if not passed and not buffers:
-                    parcel.frame = encode_remote(call_id, number, reference, fork, callee, body)
+                parcel = new_remote_frame(RemoteFrame)
+                parcel.reference, parcel.fork, parcel.via, parcel.keeps = reference, fork, via, keeps
+                parcel.frame, parcel.buffers, link = b"", buffers, boxes.delivery.links[owner]
+                number = link.last = link.last + 1  # as `Delivery.send`
+                link.unacknowledged[number] = parcel
+                call_id = 0
+                if told is not None:
+                    told.number, call_id = number, told.call_id
+                if not passed and not buffers:  # as `encode_remote`
+                    size, of_body, me = REMOTE_SIZE + len(callee), len(body), self.me
+                    sizes, ids = (size, of_body, call_id, number, 0), (owner, me, reference[2], me, fork[1])
+                    parcel.frame = pack_frame(REMOTE, 0, 0, *sizes, *ids) + callee + body
                 else:
                     head = pack_remote(number, self._fork_all(passed, owner), reference, fork) + callee
                     parcel.frame = encode_start(REMOTE, call_id, head, body, buffers)
@@ -228,6 +252,7 @@ class ReferenceBook(Tables):
                     self._owe(sender)
                 if not boxes.delivery.receive(sender, number):
                     return None
+                self._count_created()
                 return self._receive_all(sender, carried)
         finally:
             if not is_owed or boxes.outboxes or self._refused:  # else it is known that there is something to be done
@@ -261,18 +286,32 @@ class ReferenceBook(Tables):
         self._handles[fork] = weakref.ref(handle)
         return handle
 
-    def drop_later(self, reference: RRefId, fork: ForkId | None) -> None:
-        """For finalizers: takes no lock."""
-        if not self._ended:
-            dropped = self._dropped
-            dropped.append((reference, fork))
-            if len(dropped) == 1:  # else whoever left the first has said so
-                self._work_soon()
-
     def has_work(self) -> bool:
         """Whether finalizers have left something to do, a peer is to be told something, or an owner to be asked."""
         boxes = self.mailboxes
-        return bool(self._dropped or boxes.outboxes or boxes.owed or self._released or self._references.lent)
+        return bool(
+            self.dropped
+            or self.delivered
+            or self.left
+            or self._uncounted
+            or boxes.outboxes
+            or boxes.owed
+            or self._released
+            or self._references.lent
+        )
+
+    def needs_help(self) -> bool:
+        """Whether there is work for the serving pool. To be called at each look, every few milliseconds.
+
+        Not if threads of the program, or replies, have taken it along since the last look; but after some looks all
+        the same, as that need not be true of all of it.
+        """
+        tended, self._tended_before = self._tended_before, self.tended
+        if tended != self.tended and self._looks < _LOOKS:
+            self._looks += 1
+            return False
+        self._looks = 0
+        return self.has_work()
 
     def work_off(self) -> None:
         """Handles what finalizers left, sends all that is to be said, and lets go of the values that may go.
@@ -281,7 +320,8 @@ class ReferenceBook(Tables):
         """
         while True:
             with self._lock:
-                self._work_off()
+                self._count_created()
+                work_off(self)
                 self._ask_owners()
                 addressees = self.mailboxes.addressees()
                 values, self._released = self._released, []
@@ -292,21 +332,12 @@ class ReferenceBook(Tables):
                 return
             values.clear()  # which may have held references
 
-    def _work_off(self) -> None:
-        dropped, references, handles = self._dropped, self._references, self._handles
-        while dropped:
-            try:
-                reference, fork = dropped.popleft()
-            except IndexError:
-                break
-            if fork is not None:
-                handles.pop(fork, None)
-                held = references.held.get(fork)
-                if held is None or held.dropped:  # refused or orphaned; or given up before
-                    continue
-            effects = references.handle_dropped(reference, fork)
-            if effects:
-                self._decide(effects)
+    def mail_along(self, to: Worker) -> bytes | None:
+        """What is to be said to a worker whom something is sent just now: the body of a control message, if any."""
+        with self._lock:
+            work_off(self)
+            self.tended += 1
+            return self.mailboxes.letter(to)
 
     def _ask_owners(self) -> None:
         for reference, fork in self._lending.due(self._references.lent):
@@ -326,6 +357,7 @@ class ReferenceBook(Tables):
         value = self._values.get(reference)
         if value is None:
             with self._lock:
+                self._count_created()
                 value = self._values.get(reference)
                 if value is None and self._references.is_to_come(reference):  # this use overtook the creation
                     value = self._values[reference] = Value()
@@ -337,21 +369,30 @@ class ReferenceBook(Tables):
     # Messages
 
     def create_requested(
-        self, sender: Worker, number: int, reference: RRefId, fork: ForkId, carried: Sequence[Carried]
+        self,
+        sender: Worker,
+        number: int,
+        reference: RRefId,
+        fork: ForkId,
+        carried: Sequence[Carried],
+        answered: bool = False,
     ) -> tuple[Value, Sequence[Handle]] | None:
         """A remote call came: the place of its value, and the handles it carries; None if it came before.
 
-        Raises `ProtocolError`.
+        One that will be `answered` is acknowledged by that. Raises `ProtocolError`.
         """
         boxes, references, values = self.mailboxes, self._references, self._values
         is_owed = True
         try:
             with self._lock:
-                is_owed = sender in boxes.owed
-                if not is_owed:
-                    self._owe(sender)
-                if not boxes.delivery.receive(sender, number):
+                is_new = boxes.delivery.receive(sender, number)
+                if not answered or not is_new:
+                    is_owed = sender in boxes.owed
+                    if not is_owed:
+                        self._owe(sender)
+                if not is_new:
                     return None
+                self._count_created()
                 effects = references.create_requested(sender, reference, fork)
                 value = values.get(reference)  # there already, if a fork came before
                 if value is None:
@@ -363,26 +404,21 @@ class ReferenceBook(Tables):
             if not is_owed or boxes.outboxes or self._refused:  # as in `take`
                 self._act()
 
+    def count_created(self) -> None:
+        """What was answered meanwhile is counted."""
+        with self._lock:
+            self._count_created()
+
     def control_received(self, sender: Worker, body: bytes | bytearray | memoryview) -> None:
         """Handles a control message. Raises `ProtocolError`."""
-        acknowledged, messages = unpack_control(body)
-        boxes, references = self.mailboxes, self._references
+        acknowledged, messages = unpack_entries(body)
         try:
             with self._lock:
-                for parcel in boxes.delivery.acknowledged(sender, acknowledged):
-                    if type(parcel) is RemoteFrame:
-                        effects = references.create_delivered(parcel.reference, parcel.fork)
-                        if effects:
-                            self._decide(effects)
+                self._count_created()
+                hear_acknowledged(self, sender, acknowledged)
                 if messages:
                     self._owe(sender)
-                for number, message in messages:
-                    if boxes.delivery.receive(sender, number):
-                        effects = references.message_received(sender, message)
-                        if effects:
-                            self._decide(effects)
-                        if type(message) in ANSWERS:
-                            boxes.asked[sender] = max(0, boxes.asked.get(sender, 0) - 1)
+                    hear_messages(self, sender, messages)
         finally:
             self._act()
 
@@ -397,6 +433,7 @@ class ReferenceBook(Tables):
     def debug_info(self) -> dict[str, str]:
         """Counters, by the names that torch gives them."""
         with self._lock:
+            self._count_created()
             return count_references(self._references, self._values_to_come())
 
     def is_quiet(self) -> bool:
@@ -425,6 +462,7 @@ class ReferenceBook(Tables):
         """
         self.give_up_handles(reason)
         with self._lock:
+            self._count_created()
             for reference in self._references.owned:
                 value = self._values.get(reference)
                 self._released.append(value)
@@ -434,9 +472,12 @@ class ReferenceBook(Tables):
 
     def clear(self) -> None:
         """Forgets everything, and lets all values go; handles that are left are dropped without a word."""
-        self._ended = True
+        self.ended = True
         with self._lock:
-            self._dropped.clear()
+            self.dropped.clear()
+            self.delivered.clear()
+            self.left.clear()
+            self._uncounted.clear()
             self._lending = Lending()
             values, self._values = self._values, {}
             going, self._released = self._released, []

@@ -26,6 +26,7 @@ from farcall.agent.lanes import FEW_HANDLES, SMALL_BODY, SMALL_HEAD
 from farcall.agent.outgoing import Outgoing
 from farcall.agent.patience import Patience
 from farcall.agent.peers import Peer
+from farcall.agent.tending import ENOUGH, tend
 from farcall.agent.values import Value
 from farcall.backends.given import bad_arguments, bad_callee, check_timeout, checked_function
 from farcall.errors import OwnerLost, RpcError, RpcTimeoutError, UnknownWorkerError, UsageError, WorkerLost
@@ -33,7 +34,7 @@ from farcall.futures import DONE, FAILED
 from farcall.options import UNSET_RPC_TIMEOUT
 from farcall.protocol.control import pack_handle, pack_section
 from farcall.protocol.ids import ForkId, Worker, WorkerInfo
-from farcall.protocol.wire import CALL, CALL_CARRYING, METHOD, PLAIN, VALUE, as_shared, encode
+from farcall.protocol.wire import CALL, CALL_CARRYING, CONTROL, METHOD, PLAIN, UNTOLD, VALUE, as_shared, encode
 from farcall.serialization import (
     ATOMS,
     callable_name,
@@ -41,6 +42,7 @@ from farcall.serialization import (
     dumps_arguments,
     dumps_plain_arguments,
     encode_function,
+    loads_atom,
 )
 from farcall.sleeping import FOREVER
 from farcall.transports.segments import Place
@@ -187,6 +189,12 @@ class Calling:
                 if not told._state and not told.block(deadline):
                     handle.told, told.timeout = told, seconds
                     raise told.too_late()
+            body = told.body
+            if body is not None and body != UNTOLD:
+                try:
+                    return loads_atom(body)
+                except Exception:  # what is wrong with it is said by `outcome`
+                    body = None
             state, value = told.outcome()
             if state == DONE:
                 return value
@@ -218,7 +226,7 @@ class Calling:
             peer = self.numbered.get(handle.reference[0])
             if peer is not None and (connection := peer.connection) is not None:
                 call_id = next(connection.told_ids)
-                told = connection.pending[call_id] = ToldCall(connection, call_id, "to_here", 0.0, FOREVER)
+                told = connection.pending[call_id] = ToldCall(connection, call_id)
                 handle.told, handle.packed = told, pack_handle(handle.reference, fork)
                 asks.append((told, encode(CALL, call_id, PLAIN + handle.packed, b"")))
 
@@ -352,20 +360,20 @@ class Calling:
         keeps: Handle | None,
     ) -> Handle:
         """The last part of a remote call, when it is known what is sent. `lent` are the buffers in shared memory."""
-        told, call_id, book = None, 0, self._book
+        told, book = None, self._book
         try:
             if keeps is None and head in self._plain:
                 call_id = next(connection.told_ids)
-                told = connection.pending[call_id] = ToldCall(connection, call_id, "to_here", 0.0, FOREVER)
+                told = connection.pending[call_id] = ToldCall(connection, call_id)
             try:
-                handle, message = book.call_remote(owner, handles, head, body, kept, connection, keeps, call_id)
+                handle, message = book.call_remote(owner, handles, head, body, kept, connection, keeps, told)
             except RpcError:
                 if lent is not None:
                     connection.lane.take_back(lent[0])
                 raise
             if lent is not None:
                 message, kept = as_shared(message, *lent[0]), ()
-            connection.send_control(message, kept, self.rpc_timeout or FOREVER)
+            connection.send_control(message, kept, self.rpc_timeout or FOREVER, told is not None)
         except RpcError:
             if told is not None:
                 connection.pending.pop(told.call_id, None)
@@ -377,11 +385,26 @@ class Calling:
             handle.told = told
             if connection.is_lost():  # and perhaps does not know of it
                 handle.told = None
-                connection.pending.pop(call_id, None)
+                connection.pending.pop(told.call_id, None)
         if keeps is None:
             handle.callee = head
         handle.made = made_here(book.record_stacks, 3)
+        if len(book.dropped) >= ENOUGH:
+            self._tend(owner, connection)
         return handle
+
+    def _tend(self, owner: Worker, connection: Outgoing) -> None:
+        """While the owner is busy with a remote call: does what is to be done for those before it, and tells it so."""
+        boxes = self._book.mailboxes
+        try:
+            tend(self._book)
+            if owner in boxes.outboxes and (mail := boxes.mail(owner)) is not None:
+                connection.send_control(encode(CONTROL, 0, b"", mail))
+        except BaseException as error:
+            connection.interrupted(error)
+            raise
+        if connection.is_lost():
+            self._book.resend(owner)
 
     # What they share
 

@@ -11,8 +11,8 @@ from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
 from farcall.errors import RpcError, RpcTimeoutError, SerializationError, WorkerLost
-from farcall.futures import DONE, FAILED, PENDING, Callbacks, Future, run_callbacks
-from farcall.protocol.wire import FAILURE, UNTOLD, Bytes
+from farcall.futures import DONE, FAILED, PENDING, UNLOADED, Callbacks, Future, run_callbacks
+from farcall.protocol.wire import FAILURE, RESULT, UNTOLD, Bytes
 from farcall.serialization import callable_name, decode_failure, describe_failure, loads, not_rebuilt, offering
 from farcall.sleeping import FOREVER
 
@@ -87,7 +87,47 @@ class PendingCall(Future[Any]):
 class ToldCall(PendingCall):
     """What the owner tells of the value of a remote call as soon as it is there. Nobody need look at it."""
 
-    __slots__ = ()
+    __slots__ = ("body", "number")
+
+    def __init__(self, connection: Outgoing, call_id: int) -> None:
+        # Not super().__init__: see there.
+        self._state = PENDING
+        self._value = None
+        self._watchers = []
+        self._source = self.connection = connection
+        self._report = None
+        self._reply = None
+        self.call_id = call_id
+        self.function = "to_here"
+        self.deadline = FOREVER
+        self.timeout = 0.0
+        self.keeps = None
+        self.due = None
+        self.body: Bytes | None = None
+        """What it was told with, if that may be loaded as it is: a plain value, or `UNTOLD`."""
+        self.number = 0
+        """Of the message that made the remote call, which its answer acknowledges; 0 for what was merely asked for."""
+
+    def tell(self, body: Bytes) -> Callbacks | None:
+        """As `settle`, with a result."""
+        self.body = body
+        self._state = UNLOADED
+        if self.number:
+            connection = self.connection
+            connection.book.delivered.append((connection.number, self.number))
+        return self.wake() if self._watchers else None
+
+    def settle(self, state: int, value: Any) -> Callbacks | None:
+        """See `Future`. An answer, whatever it says, tells that the remote call has arrived."""
+        if state == UNLOADED:
+            self._reply = value
+        else:
+            self._value = value
+        self._state = state
+        if self.number and state != FAILED:
+            connection = self.connection
+            connection.book.delivered.append((connection.number, self.number))
+        return self.wake() if self._watchers else None
 
     def report_unseen(self, describe: Callable[[], str]) -> None:
         """See `Future`; whoever uses the reference hears of the failure."""
@@ -102,6 +142,8 @@ class ToldCall(PendingCall):
 
         It is loaded anew each time, and nothing of it kept: it is used once.
         """
+        if self.body is not None:
+            return Reply(self.connection.peer.name, self.function, RESULT, self.body, ()).told()
         reply = self._reply
         if reply is not None:
             return reply.told()  # type: ignore[attr-defined,no-any-return]

@@ -34,6 +34,7 @@ from farcall.protocol.control import HANDLE_SIZE, pack_section
 from farcall.protocol.ids import Worker
 from farcall.protocol.wire import (
     FAILURE,
+    HEADER,
     METHOD,
     PLAIN,
     PRESENCE,
@@ -59,6 +60,8 @@ from farcall.serialization import (
     resolve_function,
 )
 from farcall.transports.base import Buffer
+
+_pack: Final = HEADER.pack
 
 
 @dataclass(slots=True)
@@ -390,7 +393,13 @@ class RemoteJob(FunctionJob):
             run_callbacks(value, value.wake())
         if not call_id:
             return None
-        return encode(RESULT, call_id, b"", _told(result))
+        # As `encode` of `_told`, without their frames:
+        body = b""
+        if result is not None:
+            body = dumps_atom(result) if type(result) in ATOMS else UNTOLD
+            if len(body) > SMALL_BODY:
+                body = UNTOLD
+        return _pack(RESULT, 0, 0, 0, len(body), call_id) + body
 
     def _failed_with(self, failure: bytes) -> Reply | None:
         self._value.fail(failure)

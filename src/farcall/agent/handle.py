@@ -70,9 +70,15 @@ class Handle:
         return f"<handle of {self.reference}>"
 
     def __del__(self) -> None:
+        book = self.book
         if self.told is not None:
-            self.book.calling.told_in_vain(self)
-        self.book.drop_later(self.reference, self.fork)
+            book.calling.told_in_vain(self)
+        if not book.ended:
+            # Takes no lock: garbage collection may run anywhere, in the midst of any.
+            dropped = book.dropped
+            dropped.append((self.reference, self.fork))
+            if len(dropped) == 1:  # else whoever left the first has said so
+                book.work_soon()
 
 
 def handle_here(book: ReferenceBook, reference: RRefId, made: Made) -> Handle:
@@ -82,6 +88,7 @@ def handle_here(book: ReferenceBook, reference: RRefId, made: Made) -> Handle:
     there.
     """
     with book._lock:
+        book._count_created()
         value = book._values.get(reference)
         owned = book._references.owned.get(reference)
         if value is None or owned is None or owned.refused or not owned.created:

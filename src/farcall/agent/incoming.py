@@ -17,6 +17,7 @@ from typing import Any, Protocol
 
 from farcall.agent.calling import Asks
 from farcall.agent.execution import Workplace
+from farcall.agent.hearing import create_answered
 from farcall.agent.jobs import Reply
 from farcall.agent.lanes import Lane
 from farcall.agent.poller import READABLE, WRITABLE, Poller
@@ -24,8 +25,9 @@ from farcall.agent.reading import CHUNK, receive_large
 from farcall.agent.returning import Returning
 from farcall.agent.sending import InParts, Sender, Traffic
 from farcall.agent.shortcuts import accept, receive_beside
+from farcall.agent.tending import ENOUGH
 from farcall.errors import ProtocolError, SerializationError
-from farcall.protocol.control import unpack_remote, unpack_section
+from farcall.protocol.control import REMOTE_SIZE, unpack_remote, unpack_section
 from farcall.protocol.handshake import Hello, Purpose, Refused, Welcome, pack, take
 from farcall.protocol.ids import Worker
 from farcall.protocol.membership_messages import Member
@@ -41,6 +43,7 @@ from farcall.protocol.wire import (
     SHARES,
     Bytes,
     Decoder,
+    encode,
 )
 from farcall.security import Credentials, Doorkeeper, kind_of, refusal_of
 from farcall.serialization import callable_name
@@ -95,6 +98,7 @@ class Incoming:
         self._place = place
         self._on_closed = on_closed
         self.lane = Lane(pool, channel)
+        self.lane.on_large = place.serving.after_large
         self._decoder = Decoder()
         self._decoder.shared = self.lane.take
         self._greeting = bytearray()
@@ -102,6 +106,9 @@ class Incoming:
         self._caller: Worker = -1  # its number, once it has greeted
         self._closed = False
         self._asks: Asks = []
+        self._spoke = False  # enough of references, since something was last said to it, to say something again
+        self._carried = 0  # how many calls have brought references since then
+        self._uncounted = False  # a remote call is to be counted once its answer is sent
         self.calls_served = 0
         """How many calls have come on it."""
         self._sender = Sender(channel, lambda on: poller.want(self._descriptor, WRITABLE, on))
@@ -187,8 +194,13 @@ class Incoming:
     def _take_remote(self, call_id: int, head: bytes, body: Bytes, buffers: Sequence[Bytes]) -> None:
         self.calls_served -= 1
         place = self._place
+        if call_id and (value := create_answered(place.book, self._caller, head)) is not None:
+            self._uncounted = True
+            job = place.remote_job(place, value, head[REMOTE_SIZE:], body, buffers, (), None, self, call_id)
+            place.serving.ready.append(job)
+            return
         number, carried, reference, fork, callee = unpack_remote(head)
-        taken = place.book.create_requested(self._caller, number, reference, fork, carried)
+        taken = place.book.create_requested(self._caller, number, reference, fork, carried, call_id != 0)
         if taken is not None:
             value, handles = taken
             job = place.remote_job(place, value, callee, body, buffers, handles, None, self, call_id)
@@ -196,6 +208,9 @@ class Incoming:
 
     def _take_carrying(self, call_id: int, head: bytes, body: Bytes, buffers: Sequence[Bytes]) -> None:
         place = self._place
+        self._carried += 1
+        if self._carried >= ENOUGH:
+            self._spoke = True
         number, carried, callee = unpack_section(head)
         handles = place.book.take(self._caller, number, carried)
         if handles is not None:
@@ -207,6 +222,7 @@ class Incoming:
         book = self._place.book
         caller = self._caller
         if kind == CONTROL:
+            self._spoke = True
             book.control_received(caller, body)
             return
         if kind == NEWS:
@@ -326,11 +342,26 @@ class Incoming:
     def flush_answers(self) -> None:
         """See `Answerable`."""
         try:
+            if self._spoke:
+                self._say_along()
             self._sender.flush()
+            if self._uncounted:
+                self._uncounted = False
+                self._place.book.count_created()
         except OSError:
             self.close()
         except BaseException as error:
             self._give_up(error)
+
+    def _say_along(self) -> None:
+        """What there is to be said about references goes along with the replies: it reads these in any case."""
+        self._spoke, self._carried = False, 0
+        book = self._place.book
+        mail = book.mail_along(self._caller)
+        if mail is not None:
+            self._sender.queue(encode(CONTROL, 0, b"", mail))
+            if self._closed:  # and who has closed it may not have known of this
+                book.resend(self._caller)
 
     def _give_up(self, error: BaseException) -> None:
         """A part of a reply may have been sent: whoever waits for an answer must hear that it will not come."""

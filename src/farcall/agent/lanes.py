@@ -69,7 +69,7 @@ def _new_memory(size: int) -> memoryview:
 class Lane:
     """That of one connection. It carries nothing until both ends have agreed."""
 
-    __slots__ = ("_borrower", "_has_rings", "_lender", "_pool", "_process", "limits", "new_memory", "told")
+    __slots__ = ("_borrower", "_has_rings", "_lender", "_pool", "_process", "limits", "new_memory", "on_large", "told")
 
     def __init__(self, pool: Pool, channel: Channel) -> None:
         self._pool = pool
@@ -78,6 +78,8 @@ class Lane:
         """How large a message the other side takes."""
         self.new_memory: Callable[[int], memoryview] = _new_memory
         """Gives so many bytes, for a large buffer that is copied."""
+        self.on_large: Callable[[int], object] = int  # which does nothing
+        """Told how many bytes go or come, if they do in shared memory."""
         self._lender: Lender | None = None
         self._borrower: Borrower | None = None
         self._has_rings = False
@@ -121,7 +123,9 @@ class Lane:
         It would close the connection, and whoever waits on it would hear of a worker that was lost.
         """
         head += SECTION_SIZE + handles * HANDLE_SIZE
-        total = head + len(body) + sum([buffer.nbytes for buffer in buffers])
+        total = head + len(body)
+        for buffer in buffers:
+            total += buffer.nbytes
         limits = self.limits
         if total > limits.message:
             return f"about {total:,} bytes, and it takes {limits.message:,} at most (its option max_message_size)"
@@ -139,6 +143,7 @@ class Lane:
         if lender is not None and total >= LEAST and len(buffers) <= MAX_BUFFERS:
             place = lender.lend(buffers)
             if place is not None:
+                self.on_large(total)
                 return (encode_shared(kind, call_id, head, body, sizes, *place),)
         if total + len(body) >= LARGE:
             return InParts(encode_in_parts(kind, call_id, head, body, buffers), call_id, (head, body, *buffers))
@@ -172,6 +177,7 @@ class Lane:
         borrower = self._borrower
         if borrower is None:
             raise ProtocolError("a message came in shared memory, which this side has not agreed to")
+        self.on_large(sum(sizes))
         try:
             return borrower.take(Place(descriptor, number), sizes)
         except (OSError, ValueError) as error:
@@ -189,6 +195,7 @@ class Lane:
         lender = self._lender
         if lender is None:
             raise ProtocolError("a reply came in shared memory of this side, which has lent none")
+        self.on_large(sum(sizes))
         try:
             views = lender.take_returned(number, offsets, sizes)
         except OSError as error:

@@ -24,6 +24,7 @@ from typing import TYPE_CHECKING, Any, Final
 from farcall.agent.attendance import Attendance
 from farcall.agent.book import ReferenceBook
 from farcall.agent.calls import CallbackJob, ChoreJob, PendingCall, Reply
+from farcall.agent.deadlines import Deadlines
 from farcall.agent.handle import Handle
 from farcall.agent.lanes import Lane
 from farcall.agent.poller import HUNG_UP, READABLE, WRITABLE, Poller, new_poll
@@ -33,6 +34,7 @@ from farcall.agent.serving import Serving
 from farcall.agent.shortcuts import AFTER, offer, receive_beside
 from farcall.agent.spinning import Dozing, Spinning
 from farcall.agent.supervisor import Supervisor
+from farcall.agent.turns import Bells, Turns
 from farcall.errors import ProtocolError, RpcError, UsageError, WorkerLost
 from farcall.futures import DONE, FAILED, UNLOADED, Callbacks, Future, run_callbacks
 from farcall.protocol.control import unpack_section
@@ -43,6 +45,8 @@ from farcall.sleeping import FOREVER, Gate, asleep
 from farcall.transports.base import Buffer, Channel
 from farcall.transports.rings import RingReader, rest
 
+TOLD: Final = 1 << 63
+"""From here on are the ids of what is told without a call."""
 LOST_ADVICE: Final = "is it still running, and does every worker call rpc.shutdown() at its end?"
 
 
@@ -59,30 +63,32 @@ class Outgoing:
         serving: Serving,
         supervisor: Supervisor,
         book: ReferenceBook,
-        spin: float,
+        spinning: Spinning,
+        bells: Bells,
         on_news: Callable[[Worker, Bytes], None],
         on_lost: Callable[[Outgoing], None],
     ) -> None:
         self.pending: dict[int, PendingCall] = {}
         self.peer, self.number, self._channel, self.lane = peer, number, channel, lane
         self._descriptor = channel.fileno()
-        self._poller, self._serving, self._supervisor, self._book = poller, serving, supervisor, book
+        self._poller, self._serving, self.book = poller, serving, book
         self._late: set[int] = set()  # calls whose time was over: their replies may bring references to be given back
         self._awaits_control = False  # what was sent about references is not acknowledged yet
         self._on_news, self._on_lost = on_news, on_lost
         self.new_reply: Callable[..., Reply] = Reply  # the agent sets another one if not all may be loaded
-        self._ids, self.told_ids, self._decoder = itertools.count(1), itertools.count(1 << 63), Decoder()
+        self._ids, self.told_ids, self._decoder = itertools.count(1), itertools.count(TOLD), Decoder()
         self._decoder.shared, self._decoder.returned = lane.take, lane.take_returned
-        self._reading = Reading(self)
+        self._reading = Reading(self, turns=Turns(bells))
         self._attendance = Attendance(self, supervisor, self._reading.look_after)
         self.unattended = self._attendance.unattended
         """See `Readable`; also called for a call that nobody waits for yet. One frame less than a method would be."""
-        self._spinning, self._dozing, self._poll = Spinning(spin), Dozing(), new_poll(self._descriptor)
+        self._spinning, self._dozing, self._poll = spinning, Dozing(), new_poll(self._descriptor)
+        lane.on_large = self._spinning.after_large
         self._lock, self._receiving = threading.RLock(), False  # the holder of the reader's role is at it just now
         self._rings: tuple[RingReader, ...] = ()  # one, if small messages come through it
         self._lost: RpcError | None = None
         self._advice = self._parting = ""  # the latter: why it is about to end, once the peer has left
-        self._first_deadline = FOREVER
+        self._deadlines = Deadlines(supervisor)
         self.calls_started = self.calls_failed = 0
         """How many calls were sent on it so far, and how many of those have ended with an error."""
         poller.add(self._descriptor, self._handle, HUNG_UP)  # a peer that dies is noticed though nobody waits for it
@@ -113,8 +119,8 @@ class Outgoing:
         before = b""
         try:
             self.pending[call_id] = future
-            if deadline < self._first_deadline:
-                self._note_deadline(deadline)
+            if deadline < self._deadlines.first:
+                self._deadlines.note(deadline)
             self.calls_started = call_id
             if call_id == AFTER:
                 self._rings = offer(self.lane, self._sender)
@@ -150,12 +156,16 @@ class Outgoing:
         except OSError as error:
             self._sending_failed(error)
 
-    def send_control(self, message: bytes, buffers: Sequence[Buffer] = (), patience: float = 0.0) -> None:
+    def send_control(
+        self, message: bytes, buffers: Sequence[Buffer] = (), patience: float = 0.0, is_told: bool = False
+    ) -> None:
         """Sends something about references, which the peer will acknowledge. What is lost is sent again later.
 
-        While too much waits to be sent the caller is held back, for at most `patience` seconds.
+        While too much waits to be sent the caller is held back, for at most `patience` seconds. What `is_told` is among
+        the pending calls, and acknowledged by its answer.
         """
-        self._awaits_control = True  # before it is sent: the answer may come at once
+        if not is_told:
+            self._awaits_control = True  # before it is sent: the answer may come at once
         try:
             if buffers:
                 self._sender.send_all([message, *buffers])
@@ -189,12 +199,6 @@ class Outgoing:
         """Whether it is closed, and what was sent on it may not have arrived."""
         return self._lost is not None
 
-    def _note_deadline(self, deadline: float) -> None:
-        with self._lock:
-            if deadline < self._first_deadline:  # not min(): what a signal handler sets in between must not be lost
-                self._first_deadline = deadline
-        self._supervisor.deadline_set(deadline)
-
     # The source of its futures
 
     def drive(self, future: Future[Any], deadline: float) -> None:
@@ -227,16 +231,17 @@ class Outgoing:
 
     def read_until(self, future: Future[Any], deadline: float, nested: bool = False) -> None:
         """See `Readable`."""
-        poll, spinning, pause = self._poll, self._spinning, 0.0
+        poll, line, spinning, pause = self._poll, self._reading.line, self._spinning, 0.0
         if nested:
             if self._receiving:
                 raise UsageError(CANNOT_WAIT.format("reading a reply"))
             poll = new_poll(self._descriptor)  # one that polls already cannot be used
-        while not future._state and self._lost is None:
+        while not future._state and self._lost is None and (nested or not line):  # else those go first, further out
             if spinning.look(poll, self._rings):
                 self._receive(future)
                 continue
-            left = deadline - monotonic()
+            began = monotonic()
+            left = deadline - began
             if left <= 0:
                 break
             if self._sender.busy:
@@ -248,6 +253,7 @@ class Outgoing:
             with asleep():
                 came = poll(math.ceil(min(left, pause) * 1000))
             if came:
+                spinning.slept(monotonic() - began)
                 self._receive(future)
             else:
                 self._handle(WRITABLE)  # a thread that was to send for others as well may have been interrupted
@@ -303,6 +309,8 @@ class Outgoing:
                     value = small_array(body)  # at once: it may always be loaded, and that costs less than a reply
                 if kind == RESULT and (not body or value is not None):
                     callbacks = future.settle(DONE, value)
+                elif kind == RESULT and call_id >= TOLD and self.new_reply is Reply:
+                    callbacks = future.tell(body)  # type: ignore[attr-defined]  # a ToldCall, by its id
                 else:
                     reply = self.new_reply(self.peer.name, future.function, kind, body, buffers, handles)
                     if kind == FAILURE:
@@ -343,7 +351,7 @@ class Outgoing:
     def _take(self, kind: int, head: bytes, body: Bytes) -> list[Handle] | None:
         """What has to do with references; the handles of a result that carries some, None for anything else."""
         if kind == CONTROL:
-            self._book.control_received(self.number, body)
+            self.book.control_received(self.number, body)
             return None
         if kind == NEWS:
             self._on_news(self.number, body)
@@ -355,7 +363,7 @@ class Outgoing:
         if kind != RESULT_CARRYING:
             raise ProtocolError(f"a call (kind {kind}) came where only replies may")
         number, carried, _ = unpack_section(head)
-        return self._book.take(self.number, number, carried)
+        return self.book.take(self.number, number, carried)
 
     def _dispatch(self, future: Future[Any], callbacks: Callbacks) -> None:
         self._serving.submit(CallbackJob(future, callbacks))
@@ -394,7 +402,7 @@ class Outgoing:
         if self._awaits_control and not self._attendance.since:  # else that asks, in a moment
             # First unset, then asked: whoever sends something just now sets it after the book knows of that.
             self._awaits_control = False
-            if self._book.mailboxes.awaits(self.number):
+            if self.book.mailboxes.awaits(self.number):
                 self._awaits_control = True
         return self._awaits_control
 
@@ -402,22 +410,13 @@ class Outgoing:
 
     def tick(self, now: float) -> bool:
         """See `Supervised`: ends calls whose time is over, and has replies read that nobody reads."""
-        if now >= self._first_deadline:
-            self._expire_all(now)
+        if now >= self._deadlines.first:
+            self._deadlines.expire(list(self.pending.values()), now, self._expire)
         return self._attendance.tick(now)
 
     def next_deadline(self) -> float:
         """See `Supervised`."""
-        return self._first_deadline
-
-    def _expire_all(self, now: float) -> None:
-        with self._lock:
-            self._first_deadline = FOREVER
-        for future in list(self.pending.values()):
-            if future.deadline <= now:
-                self._expire(future)
-            elif future.deadline < self._first_deadline:
-                self._note_deadline(future.deadline)
+        return self._deadlines.first
 
     def _expire(self, future: PendingCall) -> None:
         self._late.add(future.call_id)  # before it is taken: its reply may come just then

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import NamedTuple, Protocol, TypeAlias
+from collections.abc import Callable, Sequence
+from typing import Final, NamedTuple, Protocol, TypeAlias
 
 from farcall.protocol.ids import ForkId, RRefId
 from farcall.protocol.reference_messages import Carried, Message
@@ -31,6 +31,10 @@ class RemoteFrame:
         self.via = via
         self.keeps = keeps
         """What must live until it has arrived: the handle whose method is called."""
+
+
+new_remote_frame: Final[Callable[[type[RemoteFrame]], RemoteFrame]] = RemoteFrame.__new__
+"""`new_remote_frame(RemoteFrame)`: with nothing in it, and without a frame of Python's."""
 
 
 class CarriedFrame:

@@ -2,16 +2,22 @@
 
 Only one thread may read at a time, and it should be one that waits anyway: a reply then needs no second thread to wake
 the first. A thread that wants a reply takes the role if it is free and reads until its own reply is there, handing
-other replies to their futures; else it queues and sleeps until its reply has come *or* it is handed the role. Where
-nobody waits, a background reader (the serving pool) is asked to watch the connection: at once if somebody has hung a
-callback on a future (`attend`), or after a while by the supervisor if nobody has (`look_after`): reading a burst of
-replies later, all at once, is cheaper for everybody.
+other replies to their futures; else it queues and sleeps until its reply has come *or* it is handed the role. Those
+whose replies were read together take turns (`turns.py`): they line up and nap on, the reader gives way, and the last of
+them reads again. Where nobody waits, a background reader (the serving pool) is asked to watch the connection: at once
+if somebody has hung a callback on a future (`attend`), or after a while by the supervisor if nobody has (`look_after`):
+reading a burst of replies later, all at once, is cheaper for everybody.
 
 Rules, each tested over every interleaving
 - At most one thread has the role.
-- No wake-up is lost: while the role is free, nobody sleeps in the queue.
+- No wake-up is lost: while the role is free, nobody sleeps in the queue, unless somebody naps there or in the line. Who
+  naps looks for itself before long: if its reply has not come and nobody reads, it does; and who leaves while the role
+  is free hands it on. So it matters not what a thread does that was let out.
+- Who comes to sleep, and only who does, lets the next one out, after it has sent its request.
+- In the line are those only whose replies have come and who have not looked for themselves. Lining up and leaving are
+  done under the lock.
 - The role goes to a thread whose reply has not come yet: one that was woken by its reply would only hand it on, and
-  waking takes longer than reading.
+  waking takes longer than reading. If that one naps, the role stays free: who leaves is likely back before it is woken.
 - A thread that leaves (its reply came, its time is over, Ctrl-C) and has just been handed the role hands it on. Ctrl-C
   may come at any line; so the role is known by its holder, and every step of leaving can be done again.
 - A signal handler or a finalizer may wait in the midst of a wait of the same thread. The lock lets it in. If the thread
@@ -29,12 +35,14 @@ import threading
 from collections import deque
 from collections.abc import Callable
 from threading import get_ident
+from time import monotonic
 from typing import Any, Final, Protocol
 
+from farcall.agent.turns import Bell, Bells, Turns
 from farcall.errors import UsageError
 from farcall.futures import Future
 from farcall.protocol.wire import Decoder, Message
-from farcall.sleeping import Gate
+from farcall.sleeping import Gate, blocking_thread
 from farcall.transports.base import Channel
 
 
@@ -85,32 +93,58 @@ CANNOT_WAIT: Final = (
 class Seat:
     """One thread in the queue for the role."""
 
-    __slots__ = ("future", "gate", "thread")
+    __slots__ = ("_reading", "bell", "future", "gate", "napping", "outer", "thread")
 
-    def __init__(self, gate: Gate, thread: int, future: Future[Any]) -> None:
-        self.gate = gate
+    def __init__(self, reading: Reading, thread: int, future: Future[Any]) -> None:
+        self._reading = reading
         self.thread = thread
         self.future = future
+        self.outer: Seat | None = None  # of the same thread: it can go on only after this one
+        self.bell: Bell | None = None  # where it naps, or has napped
+        self.gate: Gate | None = None  # where it sleeps, if it does not nap
+        self.napping = False  # and its reply has not come
+
+    def settled(self, _: object) -> None:
+        """The reply has come. If who has read it takes turns this thread lines up, and naps on; else it is woken."""
+        reading = self._reading
+        with reading._lock:
+            if self.napping and reading._holder == get_ident() and blocking_thread.before is None:
+                self.napping = False
+                reading.line.append(self)
+                return
+        self.wake()
+
+    def wake(self) -> None:
+        """Wakes the thread wherever it sleeps. It may be awake already."""
+        gate, bell = self.gate, self.bell
+        if gate is not None:
+            gate.open()
+        elif bell is not None:
+            bell.ring()
 
 
 class Reading:
     """The reader's role of one connection."""
 
-    __slots__ = ("_connection", "_holder", "_lock", "_new_gate", "_queue", "_urgent", "_watched")
+    __slots__ = ("_connection", "_holder", "_lock", "_new_gate", "_queue", "_urgent", "_watched", "line", "turns")
 
     def __init__(
         self,
         connection: Readable,
         new_lock: Callable[[], Any] = threading.RLock,
         new_gate: Callable[[], Gate] = Gate,
+        turns: Turns | None = None,
     ) -> None:
         self._connection = connection
         self._lock = new_lock()
         self._new_gate = new_gate
-        self._queue: deque[Seat] = deque()
+        self._queue: dict[int, Seat] = {}  # by thread
         self._holder = 0  # the thread that has the role
         self._watched = False  # the background reader is woken by what comes
         self._urgent = False  # a future with a callback is pending
+        self.line: deque[Seat] = deque()
+        """Those whose replies have come, and who nap on until it is their turn."""
+        self.turns = turns or Turns(Bells())
 
     def wait(self, future: Future[Any], deadline: float) -> None:
         """Returns when the future is settled or the deadline has passed; reads the connection if nobody does.
@@ -124,28 +158,30 @@ class Reading:
             if self._holder and not nested and self._lock._is_owned():
                 raise UsageError(CANNOT_WAIT.format("handing over the reading"))
             with self._lock:
-                if not self._holder:
+                if not (self._holder or self.line):
                     self._holder = me
                     if self._watched:
-                        self._watched = False
-                        self._connection.watch_in_background(False)
+                        self._unwatch()
                 elif self._holder == me:
                     nested = True  # perhaps just now, handed to the outer wait
                 else:
-                    seat = Seat(self._new_gate(), me, future)
-                    self._enqueue(seat)
+                    seat = Seat(self, me, future)
+                    self._sit_down(seat)
             if nested:
                 self._connection.read_until(future, deadline, nested=True)
                 return
-            if seat is not None:
-                self._connection.check_wait()
-                future.watch(seat.gate.open, waker=True, attended=True)
-                if not future._state:
-                    self._connection.doze(seat.gate)
-                while not future.done() and not self._is_holder(me) and seat.gate.sleep(deadline):
-                    pass
-            if not future._state and (seat is None or self._is_holder(me)):
+            if seat is None:
                 self._connection.read_until(future, deadline)
+                if future._state or not self.line:
+                    return
+                seat = Seat(self, me, future)
+                self._give_way(seat)
+            self._connection.check_wait()
+            future.watch(seat.settled, waker=True, attended=True)
+            if seat.gate is not None and not future._state and self._holder != me:
+                self._connection.doze(seat.gate)
+            while not future._state and self._pass_time(seat, deadline):
+                pass
         finally:
             # Ctrl-C may come here too. Python looks for signals only after calls, so there must be none before the
             # `try`; and whatever was interrupted is done again.
@@ -163,11 +199,86 @@ class Reading:
                         raise
                     raise
 
-    def _enqueue(self, seat: Seat) -> None:
-        if any(other.thread == seat.thread for other in self._queue):
-            self._queue.appendleft(seat)  # the other is further out in the same thread, and can end only after it
-        else:
-            self._queue.append(seat)
+    def _unwatch(self) -> None:
+        self._watched = False
+        self._connection.watch_in_background(False)
+
+    def _sit_down(self, seat: Seat) -> None:
+        """Queues, to nap or to sleep. Who serves does not nap: it has a place to give away. Under the lock."""
+        seat.bell = seat.bell or (self.turns.bell() if blocking_thread.before is None else None)
+        if seat.bell is not None:
+            seat.napping = True
+            seat.gate = None
+        elif seat.gate is None:
+            seat.gate = self._new_gate()
+        seat.outer = self._queue.get(seat.thread)
+        self._queue[seat.thread] = seat
+
+    def _stand_up(self, seat: Seat) -> None:
+        """Leaves the queue, if it is there. May be done twice. Under the lock."""
+        if self._queue.get(seat.thread) is seat:
+            if seat.outer is None:
+                del self._queue[seat.thread]
+            else:
+                self._queue[seat.thread] = seat.outer
+
+    def _give_way(self, seat: Seat) -> None:
+        """The holder has read replies of others. They go first, one by one, and the last of them reads on."""
+        with self._lock:
+            self._sit_down(seat)
+            if seat.napping:
+                self._holder = 0
+                return
+            self._stand_up(seat)
+        while self.line:
+            self.let_out()  # it takes no turns itself
+
+    def _pass_time(self, seat: Seat, deadline: float) -> bool:
+        """Reads, naps or sleeps; False if the deadline has passed, or nothing can be read any more."""
+        gate, bell = seat.gate, seat.bell
+        if gate is None and bell is not None:
+            if self.line:
+                self.let_out()
+            left = deadline - monotonic()
+            if left <= 0:
+                return False
+            if not bell.nap(left, len(self._queue)):
+                self._stop_napping(seat)
+            elif seat.future._state:
+                self.turns.kept()
+            return True
+        if self._is_holder(seat.thread):
+            self._connection.read_until(seat.future, deadline)
+            if seat.future._state or not self.line:
+                return False
+            self._give_way(seat)
+            return True
+        if self.line:
+            self.let_out()
+        return gate is not None and gate.sleep(deadline)
+
+    def let_out(self) -> None:
+        """Lets the first in the line go on. Who is about to sleep does this."""
+        try:
+            seat = self.line.popleft()
+        except IndexError:
+            return
+        seat.wake()
+
+    def _stop_napping(self, seat: Seat) -> None:
+        """Nobody has woken the thread: it goes on if its reply is there, reads if nobody does, and else sleeps."""
+        with self._lock:
+            seat.napping = False
+            if seat.gate is None:
+                seat.gate = self._new_gate()
+            reads = not self._holder and not seat.future._state
+            if reads:
+                self._holder = seat.thread
+                self._stand_up(seat)
+                if self._watched:
+                    self._unwatch()
+        if reads or seat.future._state:
+            self.turns.broken()
 
     def _is_holder(self, me: int) -> bool:
         with self._lock:  # not while the role is being handed over
@@ -190,33 +301,41 @@ class Reading:
 
     def _end(self, me: int, seat: Seat, future: Future[Any]) -> None:
         """Leaves the queue, and gives up the role if it came. Each step may be done twice."""
-        future.forget(seat.gate.open)
+        if not future._state:
+            future.forget(seat.settled)
         with self._lock:
-            if seat in self._queue:
-                self._queue.remove(seat)
-        if self._holder == me:
-            self.leave()
+            seat.napping = False
+            self._stand_up(seat)
+            if self.line and seat in self.line:
+                self.line.remove(seat)
+            if self._holder == me or not (self._holder or self.line):
+                self.leave()
+        bell, seat.bell = seat.bell, None
+        if bell is not None:
+            self.turns.bells.put_back(bell)
 
     def leave(self) -> None:
         """The holder gives the role up; the first in the queue that needs it gets it.
 
-        To be called again if it was interrupted.
+        Unless that one naps, and looks for itself soon: more likely, who leaves is back before that. And those who are
+        in the line, if any, come by here. To be called again if it was interrupted.
         """
         with self._lock:
             seat = self._next() if self._queue else None
-            if seat is not None:
+            if seat is not None and seat.gate is not None and not self.line:
                 seat.gate.open()
                 self._holder = seat.thread  # last: until then the role is ours to hand on
-                self._queue.remove(seat)
+                self._stand_up(seat)
                 return
-            if self._connection.has_pending():
-                if self._urgent and not self._watched:
-                    self._connection.watch_in_background(True)
-                    self._watched = True
-                if not self._watched:
-                    self._connection.unattended()
-            else:
-                self._urgent = False
+            if (seat is None and not self.line) or self._urgent:
+                if self._connection.has_pending():
+                    if self._urgent and not self._watched:
+                        self._connection.watch_in_background(True)
+                        self._watched = True
+                    if not self._watched:
+                        self._connection.unattended()
+                else:
+                    self._urgent = False
             self._holder = 0  # last, as above
 
     def _next(self) -> Seat | None:
@@ -224,11 +343,12 @@ class Reading:
 
         But a thread that waits further out as well gets it where it waits now: there it goes on.
         """
-        settled: dict[int, Seat] = {}
-        for seat in self._queue:
-            if not seat.future._state:
-                return settled.get(seat.thread, seat)
-            settled.setdefault(seat.thread, seat)
+        for seat in self._queue.values():
+            waits: Seat | None = seat
+            while waits is not None:
+                if not waits.future._state:
+                    return seat
+                waits = waits.outer
         return None
 
     def enter_in_background(self) -> bool:

@@ -53,9 +53,10 @@ class Serving:
 
     def __init__(self, name: str, poller: Poller, limit: int, spin: float, wake_supervisor: Callable[[], None]) -> None:
         self._name = name
-        self._poller = poller
-        self._limit = limit
+        self._poller, self._limit = poller, limit
         self._spinning = Spinning(spin)
+        self.after_large = self._spinning.after_large
+        """See `Spinning.after_large`."""
         self._wake_supervisor = wake_supervisor
         self._lock = threading.RLock()
         self._idle: list[Follower] = []  # the one that slept last wakes first: its stack is warm

@@ -11,9 +11,15 @@ interpreter. So it adapts, by two signs:
   But a machine may stand still for as long by itself, a virtual one above all. Nobody else has run then, which the
   system knows: it counts how often a thread was taken off its core.
 
+Around large data all takes longer: it is copied before it comes, and more is to be done for it at both ends. Who has
+just sent or got some looks for longer the next time, or calls that bring arrays would be missed one after the other.
+
 A rest is some number of waits without spinning, longer each time until spinning pays again. It ends sooner where nobody
 else wanted the core: two workers that both rest make each other wait for longer than either would look, so each of them
 has to try again while the other one does, or both would sleep through calls that take a fraction of a wake-up.
+
+Replies of functions that compute for a moment (`Awaiting`) come later than such a look lasts, and soon enough that to
+be woken takes a good part of the whole. Where they do, a thread that waits for one looks for as long as they take.
 
 *Dozing* is the same thought one step further. A function that waits for a reply should give its place in the serving
 pool away, so that others are served meanwhile; but that wakes a thread, and later another one. If the reply usually
@@ -36,7 +42,7 @@ _TRUST: Final = 24
 _MISS_COSTS: Final = 3
 _FIRST_REST: Final = 16
 _LONGEST_REST: Final = 256
-_LONGEST_CROWDED_REST: Final = 1024
+LONGEST_CROWDED_REST: Final = 1024
 _CROWDED: Final = 20e-6
 """A round of looking takes about 1 µs; longer than this, and others have run meanwhile."""
 _OFFER_AFTER: Final = 20e-6
@@ -47,6 +53,13 @@ _PROBE: Final = 3
 have to be woken first. With less, two that spin well together would never find back to it."""
 _WON_BACK: Final = _TRUST // 2
 """The other end's rest may last longer than this one's: the long looks go on until it has most likely ended."""
+_COPIED: Final = 1 << 20
+"""Bytes that are copied in no more than the time of a usual look."""
+_LARGEST: Final = 1 << 21
+"""What is larger takes so long to copy that a wake-up hardly matters."""
+_SOON: Final = 600e-6
+"""Seconds within which a reply comes soon: to look for so long costs as much as some wake-ups."""
+_SURE: Final = 8
 _WORTH: Final = 300e-6
 """Seconds in which a dozing thread must have been woken: giving its place away costs about as much."""
 
@@ -62,7 +75,7 @@ def _count_taken_off() -> int:
     return usage.ru_nivcsw + usage.ru_nvcsw + 1
 
 
-class _Trust:
+class Trust:
     """Whether something has paid of late."""
 
     __slots__ = ("_rest", "_resting", "_score")
@@ -86,10 +99,10 @@ class _Trust:
         if self._score <= 0:
             self._score = self._chances * _MISS_COSTS
             self._resting = min(self._rest, longest_rest)
-            self._rest = min(2 * self._rest, _LONGEST_CROWDED_REST)
+            self._rest = min(2 * self._rest, LONGEST_CROWDED_REST)
 
 
-class Dozing(_Trust):
+class Dozing(Trust):
     """Sleeps for a moment without giving up one's place, and remembers how well that has paid."""
 
     __slots__ = ()
@@ -111,14 +124,24 @@ class Dozing(_Trust):
         return events
 
 
-class Spinning(_Trust):
+class Spinning(Trust):
     """Polls for a moment, and remembers how well that has paid."""
 
-    __slots__ = ("_budget",)
+    __slots__ = ("_budget", "_more", "_probe", "_usual")
 
     def __init__(self, budget: float) -> None:
         super().__init__()
         self._budget = budget
+        self._usual = budget
+        self._probe = _PROBE * budget
+        self._more = 0.0  # for how much longer it looks the next time
+
+    def after_large(self, size: int) -> None:
+        """So many bytes have just gone or come in shared memory: the next look is longer. Any thread may call it."""
+        self._more = self._usual * (1 + size / _COPIED) if size <= _LARGEST else 0.0
+
+    def slept(self, seconds: float) -> None:
+        """What was waited for came so long after the thread had to sleep."""
 
     def look(self, poll: Callable[[int], list[Any]], rings: Sequence[RingReader] = ()) -> list[Any]:
         """What `poll(0)` gives, tried for a moment if that has paid before; nothing if the thread should sleep.
@@ -138,7 +161,8 @@ class Spinning(_Trust):
         if events:
             return [*events, *found(rings)] if rings else events
         before = perf_counter()
-        stop = before + (self._budget if self._score > _WON_BACK else _PROBE * self._budget)
+        stop = before + self._more + (self._budget if self._score > _WON_BACK else self._probe)
+        self._more = 0.0
         offer = before + _OFFER_AFTER
         taken_off = 0  # not asked yet: most answers come before the first offer
         heads = [(ring.words, ring.taken) for ring in rings]
@@ -152,14 +176,13 @@ class Spinning(_Trust):
             for _ in glances:
                 for words, taken in heads:
                     if words[HEAD] != taken:
-                        if self._score < _TRUST:
-                            self._hit()
+                        self._hit()
                         return only or found(rings)
             events = poll(0)
             now = perf_counter()
             if now - before > _CROWDED and taken_off != (count := _count_taken_off()):
                 if taken_off:
-                    self._miss(_LONGEST_CROWDED_REST)
+                    self._miss(LONGEST_CROWDED_REST)
                     break
                 taken_off = count
             if events:
@@ -172,3 +195,43 @@ class Spinning(_Trust):
         if not rings:
             return events
         return [*events, *found(rings)] if events else rest(rings)
+
+
+class Awaiting(Spinning):
+    """The same for the replies of one worker: for longer, where they come soon, but not as soon as others do."""
+
+    __slots__ = ("_crowded", "_near")
+
+    def __init__(self, budget: float) -> None:
+        super().__init__(budget)
+        self._near = 0  # how many of the last ones came soon
+        self._crowded = False  # others have wanted the core: the rest that follows is kept to
+
+    def slept(self, seconds: float) -> None:
+        """See `Spinning`."""
+        if self._crowded and self._resting:
+            return
+        self._crowded = False
+        if seconds > _SOON:
+            self._doubt(1)
+            return
+        self._near = min(self._near + 1, _SURE)
+        if self._near == _SURE and 0 < self._budget < _SOON:
+            self._budget = self._probe = _SOON
+            self._score, self._resting = _TRUST, 0
+
+    def _hit(self) -> None:
+        if self._near < _SURE:
+            self._near += 1
+        if self._score < _TRUST:  # on the path of every call: one frame, as a rule
+            super()._hit()
+
+    def _miss(self, longest_rest: int = _LONGEST_REST) -> None:
+        self._crowded = longest_rest == LONGEST_CROWDED_REST
+        self._doubt(_SURE if self._crowded else 2)
+        super()._miss(longest_rest)
+
+    def _doubt(self, by: int) -> None:
+        self._near = max(0, self._near - by)
+        if not self._near:
+            self._budget, self._probe = self._usual, _PROBE * self._usual

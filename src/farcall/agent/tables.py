@@ -5,14 +5,17 @@ Under the book's lock the tables are changed, and what is left to do is noted; w
 
 from __future__ import annotations
 
+import logging
 import threading
+from collections import deque
 from collections.abc import Callable, Iterable
 from functools import partial
 
 from farcall.agent.handle import Handles, Made, owner_lost, refused
 from farcall.agent.mailboxes import Mailboxes
 from farcall.agent.values import Value
-from farcall.protocol.ids import RRefId, Worker
+from farcall.errors import ProtocolError
+from farcall.protocol.ids import ForkId, RRefId, Worker
 from farcall.protocol.reference_messages import (
     ConfirmHandle,
     Effect,
@@ -23,23 +26,44 @@ from farcall.protocol.reference_messages import (
 )
 from farcall.protocol.references import References
 
+logger = logging.getLogger("farcall")
+
 
 class Tables:
     """What a book of references keeps."""
 
     def __init__(self, me: Worker, work_soon: Callable[[], None], name_of: Callable[[Worker], str]) -> None:
         self.me = me
-        self._work_soon = work_soon  # has what is noted here done by the serving pool
+        self.work_soon = work_soon
+        """Has what is noted here done by the serving pool."""
         self._name_of = name_of
         self._lock = threading.RLock()  # so that a finalizer that comes in its midst is refused, not stuck
         self._references = References(me)
         self.mailboxes = Mailboxes(self._lock)
         """What is to be said to each peer."""
         self._values: dict[RRefId, Value] = {}
+        self._uncounted: deque[tuple[Worker, RRefId, ForkId]] = deque()  # remote calls that are counted in a moment
         self._handles = Handles()  # until a drop is worked off
         self._origins: dict[RRefId, Made] = {}  # where values of this worker got their reference
         self._refused: list[tuple[RRefId, Value]] = []  # values that never come, to be settled outside the lock
         self._released: list[Value | None] = []  # values that may go, in the serving pool
+
+    def _count_created(self) -> None:
+        """Counts the remote calls of which that was put off until they are answered. Under the lock.
+
+        To be called before anything that has to do with what this worker owns.
+        """
+        uncounted, references = self._uncounted, self._references
+        while uncounted:
+            sender, reference, fork = uncounted.popleft()
+            try:
+                effects = references.create_requested(sender, reference, fork)
+            except ProtocolError as error:
+                logger.warning("worker %r: %s", self._name_of(self.me), error)
+                continue
+            if effects:
+                self._decide(effects)
+                self.work_soon()
 
     def _decide(self, effects: Iterable[Effect]) -> None:
         """Does what must be done under the lock, and notes the rest for `_act`."""
@@ -78,7 +102,7 @@ class Tables:
     def _act(self) -> None:
         """Does what was decided, by this thread or another. Without the lock, but for a moment."""
         if self.mailboxes.outboxes or self.mailboxes.owed or self._released:
-            self._work_soon()
+            self.work_soon()
         if self._refused:
             with self._lock:
                 without, self._refused = self._refused, []

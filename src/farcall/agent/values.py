@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import partial
-from typing import Any
+from typing import Any, Final
 
 from farcall.futures import DONE, FAILED, PENDING, Future, run_callbacks
 from farcall.serialization import decode_failure, describe_failure
@@ -66,3 +66,7 @@ class Value(Future[Any]):
         """See `Future`."""
         error = super().exception(timeout)
         return self._new_error() if self._new_error is not None else error
+
+
+new_value: Final[Callable[[type[Value]], Value]] = Value.__new__
+"""`new_value(Value)`: with nothing in it, and without a frame; for who makes one for every remote call."""

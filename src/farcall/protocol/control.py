@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import struct
 from collections.abc import Sequence
-from typing import Final
+from typing import Final, TypeAlias
 
 from farcall.errors import ProtocolError
 from farcall.protocol.ids import ForkId, RRefId, new_tuple
@@ -41,16 +41,21 @@ _KINDS: Final[tuple[type[Message], ...]] = (
     UserDeleted,
 )
 _CODES: Final = {kind: code for code, kind in enumerate(_KINDS)}
+CHILD_ACCEPTED: Final = _CODES[ChildAccepted]
+USER_DELETED: Final = _CODES[UserDeleted]
 
 _ACKNOWLEDGEMENT: Final = struct.Struct("<Q")
 _ENTRY: Final = struct.Struct("<QBIIQIQ")
 _SECTION: Final = struct.Struct("<QH")
 _HANDLE: Final = struct.Struct("<IIQIQ")
 _REMOTE: Final = struct.Struct("<QHIIQIQ")
-_REMOTE_SIZE: Final = _REMOTE.size
+REMOTE_SIZE: Final = _REMOTE.size
+"""Of the head of a remote call without handles, up to the callee."""
 _pack_one: Final = _REMOTE.pack
-_unpack_remote: Final = _REMOTE.unpack_from
-_pack_frame: Final = struct.Struct(HEADER.format + _REMOTE.format[1:]).pack
+unpack_remote_start: Final = _REMOTE.unpack_from
+"""`unpack_remote_start(head)`: number, how many handles, and if these are none the reference and the fork."""
+pack_frame: Final = struct.Struct(HEADER.format + _REMOTE.format[1:]).pack
+"""What stands in front of the callee in a remote call, see `encode_remote`; for who makes one without its frame."""
 HANDLE_SIZE: Final = _HANDLE.size
 unpack_reference: Final = struct.Struct("<IIQ").unpack_from
 """`unpack_reference(head, at)`: the reference of a handle in a head, as a plain tuple, which is equal to its `RRefId`.
@@ -71,21 +76,34 @@ def pack_control(acknowledged: int, messages: Sequence[tuple[int, Message]]) -> 
     return b"".join(parts)
 
 
-def unpack_control(body: bytes | bytearray | memoryview) -> tuple[int, list[tuple[int, Message]]]:
-    """The acknowledgement and the numbered messages. Raises `ProtocolError`."""
+Entry: TypeAlias = tuple[int, int, int, int, int, int, int]
+"""A message as it stands there: its number, its kind, owner, creator and number of the reference, and the fork's."""
+
+
+def unpack_entries(body: bytes | bytearray | memoryview) -> tuple[int, list[Entry]]:
+    """The acknowledgement, and the messages as they stand there. Raises `ProtocolError`."""
     size = len(body) - _ACKNOWLEDGEMENT.size
     if size < 0 or size % _ENTRY.size:
         raise ProtocolError(f"a control message of {len(body)} bytes came, which cannot be")
     (acknowledged,) = _ACKNOWLEDGEMENT.unpack_from(body)
-    messages: list[tuple[int, Message]] = []
-    for number, code, owner, creator, count, fork_creator, fork_number in _ENTRY.iter_unpack(
-        memoryview(body)[_ACKNOWLEDGEMENT.size :]
-    ):
-        if code >= len(_KINDS):
-            raise ProtocolError(f"a control message of unknown kind {code} came")
-        named = new_tuple(RRefId, (owner, creator, count)), new_tuple(ForkId, (fork_creator, fork_number))
-        messages.append((number, new_tuple(_KINDS[code], named)))
-    return acknowledged, messages
+    if not size:
+        return acknowledged, []
+    entries: list[Entry] = list(_ENTRY.iter_unpack(memoryview(body)[_ACKNOWLEDGEMENT.size :]))
+    for entry in entries:
+        if entry[1] >= len(_KINDS):
+            raise ProtocolError(f"a control message of unknown kind {entry[1]} came")
+    return acknowledged, entries
+
+
+def message_of(code: int, reference: tuple[int, int, int], fork: tuple[int, int]) -> Message:
+    """The message of that kind about these."""
+    return new_tuple(_KINDS[code], (new_tuple(RRefId, reference), new_tuple(ForkId, fork)))  # type: ignore[no-any-return]
+
+
+def unpack_control(body: bytes | bytearray | memoryview) -> tuple[int, list[tuple[int, Message]]]:
+    """The acknowledgement and the numbered messages. Raises `ProtocolError`."""
+    acknowledged, entries = unpack_entries(body)
+    return acknowledged, [(number, message_of(code, named[:3], named[3:])) for number, code, *named in entries]  # type: ignore[arg-type]
 
 
 def pack_section(number: int, handles: Sequence[Carried]) -> bytes:
@@ -105,8 +123,8 @@ def encode_remote(call_id: int, number: int, reference: RRefId, fork: ForkId, ca
     """A whole remote call without handles and buffers: as `wire.encode` of what `pack_remote` gives, in fewer steps."""
     owner, creator, place = reference
     fork_creator, fork_number = fork
-    size = _REMOTE_SIZE + len(callee)
-    start = _pack_frame(
+    size = REMOTE_SIZE + len(callee)
+    start = pack_frame(
         REMOTE, 0, 0, size, len(body), call_id, number, 0, owner, creator, place, fork_creator, fork_number
     )
     return start + callee + body
@@ -114,22 +132,22 @@ def encode_remote(call_id: int, number: int, reference: RRefId, fork: ForkId, ca
 
 def unpack_remote(head: bytes) -> tuple[int, list[Carried], RRefId, ForkId, bytes]:
     """What `pack_remote` has packed, and the rest of the head. Raises `ProtocolError`."""
-    if len(head) >= _REMOTE_SIZE:
-        number, count, owner, creator, place, fork_creator, fork_number = _unpack_remote(head)
+    if len(head) >= REMOTE_SIZE:
+        number, count, owner, creator, place, fork_creator, fork_number = unpack_remote_start(head)
         if not count:
             reference, fork = new_tuple(RRefId, (owner, creator, place)), new_tuple(ForkId, (fork_creator, fork_number))
-            return number, [], reference, fork, head[_REMOTE_SIZE:]
+            return number, [], reference, fork, head[REMOTE_SIZE:]
     number, carried, rest = unpack_section(head)
     return number, carried, *unpack_handle(rest)
 
 
 def unpack_section(head: bytes) -> tuple[int, list[Carried], bytes]:
     """The message's number, the handles it carries, and the rest of the head. Raises `ProtocolError`."""
-    if len(head) >= _REMOTE_SIZE:
-        number, count, owner, creator, place, fork_creator, fork_number = _unpack_remote(head)
+    if len(head) >= REMOTE_SIZE:
+        number, count, owner, creator, place, fork_creator, fork_number = unpack_remote_start(head)
         if count == 1:
             named = new_tuple(RRefId, (owner, creator, place)), new_tuple(ForkId, (fork_creator, fork_number))
-            return number, [new_tuple(Carried, named)], head[_REMOTE_SIZE:]
+            return number, [new_tuple(Carried, named)], head[REMOTE_SIZE:]
     if len(head) < _SECTION.size:
         raise ProtocolError("a message that should carry references has no place for them")
     number, count = _SECTION.unpack_from(head)

@@ -24,7 +24,9 @@ from farcall.protocol.watermark import Watermark
 M = TypeVar("M")
 
 
-class _Link(Generic[M]):
+class Link(Generic[M]):
+    """What went to one peer, and what came from it. For `Delivery`, and those for whom a frame more would be felt."""
+
     __slots__ = ("last", "received", "unacknowledged")
 
     def __init__(self) -> None:
@@ -37,35 +39,36 @@ class Delivery(Generic[M]):
     """The numbered messages between this worker and its peers."""
 
     def __init__(self) -> None:
-        self._links: dict[Worker, _Link[M]] = {}
+        self.links: dict[Worker, Link[M]] = {}
+        """Of the peers that are there."""
 
     def joined(self, peer: Worker) -> None:
         """A peer is there; once for each, not after each reconnect. Raises `ProtocolError` if it was there."""
-        if peer in self._links:
+        if peer in self.links:
             raise ProtocolError(f"worker {peer} is there already, and its messages are counted")
-        self._links[peer] = _Link()
+        self.links[peer] = Link()
 
     def lost(self, peer: Worker) -> None:
         """A peer is gone for good. Nothing is kept of it."""
-        self._links.pop(peer, None)
+        self.links.pop(peer, None)
 
     def send(self, peer: Worker, message: M) -> int:
         """Keeps the message and gives the number to send it with. Raises `KeyError` for a peer that is lost."""
-        link = self._links[peer]
+        link = self.links[peer]
         link.last += 1
         link.unacknowledged[link.last] = message
         return link.last
 
     def take_back(self, peer: Worker, message: M) -> None:
         """Gives back the number of a message that was the last to get one, and was not sent. Else does nothing."""
-        link = self._links[peer]
+        link = self.links[peer]
         if link.unacknowledged.get(link.last) is message:
             del link.unacknowledged[link.last]
             link.last -= 1
 
     def receive(self, peer: Worker, number: int) -> bool:
         """Whether the message of that number is to be taken: it is new, and its sender is not lost."""
-        link = self._links.get(peer)
+        link = self.links.get(peer)
         if link is None:
             return False
         received = link.received
@@ -76,7 +79,7 @@ class Delivery(Generic[M]):
 
     def acknowledgement(self, peer: Worker) -> int:
         """The number up to which all messages of the peer have come; 0 for none, or if it is lost."""
-        link = self._links.get(peer)
+        link = self.links.get(peer)
         return link.received.mark if link is not None else 0
 
     def acknowledged(self, peer: Worker, upto: int) -> list[M]:
@@ -85,7 +88,7 @@ class Delivery(Generic[M]):
         Raises `ProtocolError` if it was not sent.
         """
         messages: list[M] = []
-        link = self._links.get(peer)
+        link = self.links.get(peer)
         if link is not None:
             if upto > link.last:
                 raise ProtocolError(f"worker {peer} acknowledged message {upto}; the last one sent is {link.last}")
@@ -98,20 +101,25 @@ class Delivery(Generic[M]):
             messages = [kept.pop(number) for number in taken]
         return messages
 
+    def taken(self, peer: Worker, number: int) -> M | None:
+        """The peer has taken the message of that number, whatever became of others. None if that was known."""
+        link = self.links.get(peer)
+        return link.unacknowledged.pop(number, None) if link is not None else None
+
     def unacknowledged(self, peer: Worker) -> list[tuple[int, M]]:
         """What to send again after a reconnect, in the order in which it was sent first."""
-        link = self._links.get(peer)
+        link = self.links.get(peer)
         return list(link.unacknowledged.items()) if link is not None else []
 
     def awaits(self, peer: Worker) -> bool:
         """Whether the peer has something to acknowledge still."""
-        link = self._links.get(peer)
+        link = self.links.get(peer)
         return link is not None and bool(link.unacknowledged)
 
     def sent(self) -> int:
         """How many messages the peers that are there have been sent."""
-        return sum(link.last for link in self._links.values())
+        return sum(link.last for link in self.links.values())
 
     def is_quiet(self) -> bool:
         """Whether every peer has acknowledged everything."""
-        return not any(link.unacknowledged for link in self._links.values())
+        return not any(link.unacknowledged for link in self.links.values())

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from enum import Enum
 from typing import Final
 
@@ -18,6 +19,10 @@ class Owned:
         self.refused = False  # the value is gone, or will never come: an error stands for it
         self.handles = 0
         self.forks: dict[ForkId, Worker] = {}  # who holds which
+
+
+new_owned: Final[Callable[[type[Owned]], Owned]] = Owned.__new__
+"""`new_owned(Owned)`: with nothing in it, and without a frame; for who makes one for every remote call."""
 
 
 class Standing(Enum):
@@ -45,3 +50,7 @@ class Held:
         self.parent = parent  # who waits for our ChildAccepted; None if nobody does
         self.dropped = False
         self.children: dict[ForkId, Worker] = {}  # made from this one, not yet counted by the owner: who gets which
+
+
+new_held: Final[Callable[[type[Held]], Held]] = Held.__new__
+"""The same for a fork that is held."""

@@ -80,7 +80,7 @@ from farcall.protocol.reference_messages import (
     UserDeleted,
     ValueMade,
 )
-from farcall.protocol.reference_tables import CONFIRMED, LENT, UNCONFIRMED, Held, Owned
+from farcall.protocol.reference_tables import CONFIRMED, LENT, UNCONFIRMED, Held, Owned, new_held, new_owned
 from farcall.protocol.watermark import Watermark
 
 
@@ -95,9 +95,9 @@ class References:
         """Those of the held that the owner was not asked for yet."""
         self.peers: dict[Worker, Watermark] = {}
         """The workers that are there, and which references each has created here."""
-        self._parents: dict[ForkId, ForkId] = {}  # of the children that are pending
-        self._numbers: dict[Worker, int] = {}
-        self._forks = 0
+        self.parents: dict[ForkId, ForkId] = {}  # of the children that are pending
+        self.numbers: dict[Worker, int] = {}  # how many references at each worker have got ids so far
+        self.forks = 0
         self._handlers: dict[type[Any], Callable[..., list[Effect]]] = {
             PeerJoined: self.peer_joined,
             PeerLost: self.peer_lost,
@@ -129,18 +129,17 @@ class References:
         """
         if owner not in self.peers:
             return RRefId(owner, self.me, 0)
-        number = self._numbers.get(owner, 0) + 1
-        self._numbers[owner] = number
+        number = self.numbers[owner] = self.numbers.get(owner, 0) + 1
         return RRefId(owner, self.me, number)
 
     def new_fork(self) -> ForkId:
         """An id for a fork that this worker is about to make."""
-        forks = self._forks = self._forks + 1
-        return new_tuple(ForkId, (self.me, forks))  # type: ignore[no-any-return]
+        self.forks += 1
+        return new_tuple(ForkId, (self.me, self.forks))  # type: ignore[no-any-return]
 
     def ids_given(self, owner: Worker) -> tuple[int, int]:
         """How many references at `owner`, and how many forks, have got ids so far: for `take_back`."""
-        return self._numbers.get(owner, 0), self._forks
+        return self.numbers.get(owner, 0), self.forks
 
     def take_back(
         self, to: Worker, before: tuple[int, int], passed: Sequence[tuple[RRefId, ForkId | None]]
@@ -148,31 +147,32 @@ class References:
         """Undoes what nobody was told of since `ids_given(to)`: a `call_remote`, and the passing of handles to `to`."""
         number, forks = before
         effects: list[Effect] = []
-        for child in [ForkId(self.me, each) for each in range(forks + 1, self._forks + 1)]:
+        for child in [ForkId(self.me, each) for each in range(forks + 1, self.forks + 1)]:
             self.held.pop(child, None)
             for reference, parent in passed:
                 effects += self.passing_failed(reference, parent, child)
         if number:
-            self._numbers[to] = number
+            self.numbers[to] = number
         else:
-            self._numbers.pop(to, None)
+            self.numbers.pop(to, None)
         return effects
 
     def call_remote(self, owner: Worker) -> tuple[RRefId, ForkId]:
         """New ids, and `remote_called` with them, for an owner that is there. In one frame, for speed."""
-        number = self._numbers[owner] = self._numbers.get(owner, 0) + 1
-        forks = self._forks = self._forks + 1
+        number = self.numbers[owner] = self.numbers.get(owner, 0) + 1
+        forks = self.forks = self.forks + 1
         reference, fork = new_tuple(RRefId, (owner, self.me, number)), new_tuple(ForkId, (self.me, forks))
-        self.held[fork] = Held(reference, UNCONFIRMED, None)
+        held = self.held[fork] = new_held(Held)
+        held.reference, held.standing, held.parent, held.dropped = reference, UNCONFIRMED, None, False
+        held.children = {}
         return reference, fork
 
     # The door
 
     def handle(self, event: Event) -> list[Effect]:
-        """Takes an event, gives what is to be done. Raises `ProtocolError`, changing nothing, if it cannot be.
+        """Takes an event, gives what is to be done, as the method of its name does with what is in it.
 
-        The same as the method of the event's name, with what is in it.
-        """
+        Raises `ProtocolError`, changing nothing, if it cannot be."""
         return self._handlers[type(event)](*event)
 
     def is_to_come(self, reference: RRefId) -> bool:
@@ -201,7 +201,7 @@ class References:
             raise ProtocolError(f"worker {lost} cannot lose itself")
         if self.peers.pop(lost, None) is None:
             raise ProtocolError(f"worker {lost} is not there")
-        self._numbers.pop(lost, None)
+        self.numbers.pop(lost, None)
         effects: list[Effect] = []
         for reference, owned in list(self.owned.items()):
             for fork in [fork for fork, holder in owned.forks.items() if holder == lost]:
@@ -274,7 +274,7 @@ class References:
             raise ProtocolError(f"{child} is not ours to make")
         held = self._passable(reference, parent)
         owned = self.owned.get(reference)
-        if child in self._parents or (owned is not None and child in owned.forks):
+        if child in self.parents or (owned is not None and child in owned.forks):
             raise ProtocolError(f"{child} was passed before")
         if to not in self.peers:
             return []  # it never arrives, and nobody will hold it
@@ -282,7 +282,7 @@ class References:
             self.owned.setdefault(reference, Owned(created=False)).forks[child] = to
         elif held is not None and parent is not None:
             held.children[child] = to
-            self._parents[child] = parent
+            self.parents[child] = parent
         return []
 
     def _passable(self, reference: RRefId, parent: ForkId | None) -> Held | None:
@@ -392,8 +392,8 @@ class References:
         elif not created.add(number):
             raise ProtocolError(f"{reference} was made before")
         if owned is None:
-            owned = self.owned[reference] = Owned(created=True)
-            owned.forks[fork] = sender
+            owned = self.owned[reference] = new_owned(Owned)
+            owned.created, owned.refused, owned.handles, owned.forks = True, False, 0, {fork: sender}
             return []
         owned.created = True
         # Those that we have passed on ourselves were counted then, and did not ask.
@@ -444,7 +444,7 @@ class References:
     def _child_accepted(self, sender: Worker, _: RRefId, fork: ForkId) -> list[Effect]:
         if fork.creator != self.me:
             raise ProtocolError(f"{fork} was not made here")
-        parent = self._parents.get(fork)
+        parent = self.parents.get(fork)
         if parent is None:
             return []  # the parent was refused or orphaned meanwhile, and gave its children up
         held = self.held[parent]
@@ -479,11 +479,11 @@ class References:
         if held.standing is LENT:
             del self.lent[fork]
         for child in held.children:
-            del self._parents[child]
+            del self.parents[child]
 
     def _settle_child(self, held: Held, child: ForkId) -> None:
         del held.children[child]
-        del self._parents[child]
+        del self.parents[child]
 
     def _release_if_unused(self, reference: RRefId, owned: Owned) -> list[Effect]:
         if owned.handles or owned.forks:

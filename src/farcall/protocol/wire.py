@@ -119,6 +119,11 @@ _RETURNED: Final = 4
 _MOST_UNFINISHED: Final = 4096
 """So many messages may be coming in parts at the same time."""
 _pack = HEADER.pack
+# One buffer is the rule: a format that is made anew for each message costs more than the packing.
+_one_shared = struct.Struct("<QII").pack
+_one_returned = struct.Struct("<QQQ").pack
+_one_size = struct.Struct("<Q").unpack_from
+_one_offset = struct.Struct("<QQ").unpack_from
 _unpack_from = struct.Struct("<IIQQ").unpack_from
 """Kind, flags and number of buffers as one number, which is the kind if there are no flags and no buffers."""
 
@@ -147,7 +152,10 @@ def encode_shared(
 ) -> bytes:
     """A message whose buffers, of these sizes, are in that segment of shared memory."""
     count = len(sizes)
-    table = struct.pack(f"<{count}QII", *sizes, descriptor, number)
+    if count == 1:
+        table = _one_shared(sizes[0], descriptor, number)
+    else:
+        table = struct.pack(f"<{count}QII", *sizes, descriptor, number)
     return _pack(kind, _SHARED, count, len(head), len(body), call_id) + table + head + body
 
 
@@ -156,7 +164,10 @@ def encode_returned(
 ) -> bytes:
     """A message whose buffers, of these sizes, are at these places in that segment of the receiver's own."""
     count = len(sizes)
-    table = struct.pack(f"<{2 * count + 1}Q", *sizes, number, *offsets)
+    if count == 1:
+        table = _one_returned(sizes[0], number, offsets[0])
+    else:
+        table = struct.pack(f"<{2 * count + 1}Q", *sizes, number, *offsets)
     return _pack(kind, _RETURNED, count, len(head), len(body), call_id) + table + head + body
 
 
@@ -266,7 +277,7 @@ class Decoder:
                     continue
                 if end - table < 8 * (count + (flags == _SHARED) + (flags == _RETURNED) * (count + 1)):
                     break
-                sizes = struct.unpack_from(f"<{count}Q", data, table)
+                sizes = _one_size(data, table) if count == 1 else struct.unpack_from(f"<{count}Q", data, table)
                 total = head_size + body_size + sum(sizes)
                 if head_size > self.limits.head or total > self.limits.message:
                     raise ProtocolError(
@@ -281,7 +292,9 @@ class Decoder:
                     table += _PLACE.size
                     sizes = ()
                 elif flags == _RETURNED:
-                    number, *offsets = struct.unpack_from(f"<{count + 1}Q", data, table)
+                    number, *offsets = (
+                        _one_offset(data, table) if count == 1 else struct.unpack_from(f"<{count + 1}Q", data, table)
+                    )
                     shared = self.returned(number, offsets, sizes)
                     table += 8 * (count + 1)
                     sizes = ()

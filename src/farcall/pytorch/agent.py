@@ -18,6 +18,7 @@ from typing import Any, Final
 import torch
 
 from farcall.agent import Agent
+from farcall.agent.spinning import Awaiting, Spinning
 from farcall.agent.surrounding import Around, surround
 from farcall.api import current_agent
 from farcall.backends.default import join_at
@@ -78,6 +79,10 @@ class TensorPipeAgent(Agent):
 
     def _own_options(self, opts: _TensorPipeRpcBackendOptionsBase) -> RpcBackendOptions:
         return opts.for_agent()
+
+    def new_spinning(self) -> Spinning:
+        """See `Agent`. What computes with tensors takes some hundred microseconds, and to be woken some of them."""
+        return Awaiting(self.options.spin)
 
     def failure_to_send(self, name: str, error: BaseException) -> BaseException:
         """As torch: what a function raises goes to stderr here, besides to its caller.

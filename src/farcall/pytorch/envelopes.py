@@ -131,7 +131,10 @@ def rides_along(agent: Agent, to: WorkerInfo) -> bool:
 
 def rides_alone(rider: Rider, agent: Agent, to: WorkerInfo) -> bool:
     """Whether no other rider has to do with a call of this thread to that worker."""
-    return not any(other is not rider and other.concerns(agent, to) for other in RIDERS)
+    for other in RIDERS:  # noqa: SIM110 (any() makes a generator)
+        if other is not rider and other.concerns(agent, to):
+            return False
+    return True
 
 
 def board(agent: Agent, departure: Departure) -> dict[str, Trip]:

@@ -40,7 +40,7 @@ _guards: Final[weakref.WeakKeyDictionary[Any, Allowed]] = weakref.WeakKeyDiction
 
 def guard_here() -> Allowed | None:
     """The list of this worker; None if it has none. Raises `NotInitializedError` if it serves, and has ended."""
-    if not is_initialized() and not on_serving_thread():
+    if not on_serving_thread() and not is_initialized():
         return None
     agent: Any = current_agent()
     options = getattr(agent, "options", None)

@@ -27,7 +27,7 @@ from farcall.pytorch.futures import RpcFuture, failed_with
 from farcall.pytorch.script_modules import check_type_hint
 from farcall.pytorch.workers import WorkerInfo, as_torch
 from farcall.rref import RRef as _OwnRRef
-from farcall.serialization import collect, take_offered
+from farcall.serialization import collect, register_reducer, take_offered
 from farcall.sleeping import FOREVER
 
 T = TypeVar("T")
@@ -245,8 +245,12 @@ class _Told:
     def __init__(self, rref: RRef[Any]) -> None:
         self._rref = rref
 
-    def __reduce__(self) -> tuple[Callable[..., Any], tuple[Any, ...]]:
-        return _receive_here, (tuple(self._rref._handle.reference), self._rref._label)
+
+def _reduce_told(told: _Told) -> tuple[Callable[..., Any], tuple[Any, ...]]:
+    return _receive_here, (tuple(told._rref._handle.reference), told._rref._label)
+
+
+register_reducer(_Told, _reduce_told)
 
 
 def _told(rref: RRef[Any], to: AnyWorkerInfo) -> _Told | None:

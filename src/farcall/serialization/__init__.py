@@ -20,6 +20,7 @@ from farcall.serialization.pickler import (
     dumps_result,
     loads,
     loads_arguments,
+    loads_atom,
     not_rebuilt,
 )
 from farcall.serialization.plain_arrays import MARK, OUT_OF_BAND_SIZE, code_of, register_kind, small_array
@@ -52,6 +53,7 @@ __all__ = [
     "loads",
     "loads_arguments",
     "loads_arguments_guarded",
+    "loads_atom",
     "loads_guarded",
     "not_rebuilt",
     "offered",

@@ -106,6 +106,10 @@ def dumps_atom(value: Any) -> bytes:
     return _pickle_dumps(value, 5)
 
 
+loads_atom: Final = _pickle_loads
+"""`loads_atom(payload)`: what `dumps_atom` was given. Pickle's own function: raises whatever it raises."""
+
+
 def loads(payload: Buffer, buffers: Sequence[Buffer] = ()) -> Any:
     """The value again. Large arrays in it use the memory of `buffers`.
 

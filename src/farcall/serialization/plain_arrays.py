@@ -11,7 +11,7 @@ times as long as the copy of some kilobytes. Here a few bytes say it all. Whatev
             ...   the contents of those of less than `OUT_OF_BAND_SIZE` bytes, in order; the others' are beside it
 
 Rules
-- Only `numpy.ndarray` itself, C-contiguous and not empty, of numpy's own type for bools, integers, floats or complex
+- Only `numpy.ndarray` itself, C-contiguous, of numpy's own type for bools, integers, floats or complex
   numbers in the byte order of the machine. These arrive as they would through pickle: their own memory, as writable.
 - An edge may have one kind of arrays of its own go the same way (`register_kind`): the tensors of torch.
 - One array that is several arguments is left to pickle, which makes it one again.
@@ -157,7 +157,7 @@ def pack_value(array: Any, start: bytes = _VALUE) -> tuple[bytes, list[memoryvie
     shape = array.shape
     size = array.nbytes
     # Types that are equal may still differ, by what users have attached to them: only numpy's very own will do.
-    if known is None or known[0] is not dtype or not flags.c_contiguous or not size or len(shape) > _MOST_DIMENSIONS:
+    if known is None or known[0] is not dtype or not flags.c_contiguous or len(shape) > _MOST_DIMENSIONS:
         return None
     code = known[1] if flags.writeable else known[1] | _READ_ONLY
     start += _lengths[len(shape)].pack(code, len(shape), *shape)
@@ -179,7 +179,7 @@ def small_array(payload: bytes | bytearray | memoryview) -> Any:
         if known is None:
             lengths, dtype = _shapes[head[1]].unpack_from(head, 2), _types[head[0] & _TYPE]
             known = lengths, dtype, math.prod(lengths) * dtype.itemsize, head[0]
-            if not 0 < known[2] < OUT_OF_BAND_SIZE or head[0] & _READ_ONLY:
+            if not 0 <= known[2] < OUT_OF_BAND_SIZE or head[0] & _READ_ONLY:
                 return None
             if len(_heads) >= _MOST_HEADS:
                 _heads.clear()
@@ -222,7 +222,7 @@ def unpack(payload: bytes | bytearray | memoryview, buffers: Sequence[Any]) -> A
         dtype = _types[code & _TYPE]
         size = math.prod(lengths) * dtype.itemsize
         if size < OUT_OF_BAND_SIZE:
-            if not 0 < size <= len(payload) - at:
+            if not 0 <= size <= len(payload) - at:
                 raise ValueError(f"an array of {size} bytes came in {len(payload) - at}")
             array = ndarray(lengths, dtype, payload, at).copy()
             at += size

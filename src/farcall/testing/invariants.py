@@ -50,7 +50,7 @@ def _check_lender(workers: Workers, holder: SimulatedWorker, fork: ForkId) -> No
         at = workers[held.parent]
         if not at.alive:
             return  # the holder will be told, and ask
-        parent = at.references._parents.get(fork)
+        parent = at.references.parents.get(fork)
         if parent is None and held.reference.owner not in at.lost and not any(w.lost for w in workers.values()):
             raise BrokenInvariant("LENT", f"worker {at.me} does not know that it lent {fork} of {held.reference}")
         if parent is None:
@@ -107,7 +107,7 @@ def check_settled(worker: SimulatedWorker) -> None:
             _unsettled(worker, f"means to tell the parent of {fork}")
         if not lost.isdisjoint(held.children.values()):
             _unsettled(worker, f"waits for a child of {fork}")
-    for table in (references.peers, references._numbers):
+    for table in (references.peers, references.numbers):
         if not lost.isdisjoint(table):
             _unsettled(worker, "counts it among its peers")
     for peer in lost:
@@ -157,7 +157,7 @@ def check_empty(workers: Workers) -> None:
             "owned": references.owned,
             "held": references.held,
             "lent": references.lent,
-            "pending children": references._parents,
+            "pending children": references.parents,
             "values": worker.values,
             "errors for values": worker.refused,
         }

@@ -309,9 +309,9 @@ def tables(references: References) -> Hashable:
         ),
         frozenset(references.lent),
         frozenset((worker, seen.mark, frozenset(seen.beyond)) for worker, seen in references.peers.items()),
-        frozenset(references._parents.items()),
-        frozenset(references._numbers.items()),
-        references._forks,
+        frozenset(references.parents.items()),
+        frozenset(references.numbers.items()),
+        references.forks,
     )
 
 
@@ -319,7 +319,7 @@ def links(delivery: Delivery[Any]) -> Hashable:
     """The whole state of a `Delivery` as a value."""
     return frozenset(
         (peer, link.last, frozenset(link.unacknowledged), link.received.mark, frozenset(link.received.beyond))
-        for peer, link in delivery._links.items()
+        for peer, link in delivery.links.items()
     )
 
 
@@ -335,16 +335,16 @@ def copy_references(old: References) -> References:
         if fork in old.lent:
             new.lent[fork] = taken
     new.peers = {worker: _copy_watermark(seen) for worker, seen in old.peers.items()}
-    new._parents, new._numbers, new._forks = dict(old._parents), dict(old._numbers), old._forks
+    new.parents, new.numbers, new.forks = dict(old.parents), dict(old.numbers), old.forks
     return new
 
 
 def copy_delivery(old: Delivery[Payload]) -> Delivery[Payload]:
     """Another `Delivery` of the same class, in the same state."""
     new = type(old)()
-    for peer, link in old._links.items():
+    for peer, link in old.links.items():
         new.joined(peer)
-        copied = new._links[peer]
+        copied = new.links[peer]
         copied.last, copied.unacknowledged = link.last, dict(link.unacknowledged)
         copied.received = _copy_watermark(link.received)
     return new

@@ -46,6 +46,7 @@ from farcall.transports.segments import (
     NUMBER_AT,
     TOKEN_SIZE,
     Place,
+    aligned,
     are_apart,
     begins,
     copy,
@@ -162,7 +163,7 @@ class Lender:
     def lend(self, buffers: Sequence[memoryview]) -> Place | None:
         """Copies the buffers into a segment; None if there is none for them."""
         segment = self._lent(buffers)
-        return None if segment is None else Place(segment.descriptor, segment.number)
+        return None if segment is None else segment.place
 
     def keep(self, buffers: Sequence[memoryview]) -> tuple[Place, list[memoryview]] | None:
         """As `lend`, with views of the copies: the segment is not used again while one of them is there."""
@@ -171,7 +172,7 @@ class Lender:
             return None
         try:
             kept = segment.keep([buffer.nbytes for buffer in buffers])
-            return Place(segment.descriptor, segment.number), kept
+            return segment.place, kept
         except BaseException:
             segment.take_back()
             raise
@@ -210,7 +211,7 @@ class Lender:
         return self._pool.is_short()
 
     def _lent(self, buffers: Sequence[memoryview]) -> _Segment | None:
-        total = ends(tuple(buffer.nbytes for buffer in buffers))[-1]
+        total = aligned(buffers[0].nbytes) if len(buffers) == 1 else ends([buffer.nbytes for buffer in buffers])[-1]
         segment = None
         try:
             with self._lock:
@@ -230,8 +231,10 @@ class Lender:
     def _claimed(self, total: int) -> _Segment | None:
         """The least of those that are free and fit; lent from now on."""
         while True:
-            fitting = (each for each in self._segments if each.capacity >= total and each.is_free())
-            least = min(fitting, key=lambda segment: segment.capacity, default=None)
+            least: _Segment | None = None
+            for each in self._segments:  # not min(): it would take as long as the rest
+                if each.capacity >= total and (least is None or each.capacity < least.capacity) and each.is_free():
+                    least = each
             if least is None:
                 return None
             least.used = monotonic()
@@ -334,6 +337,7 @@ class _Segment:
         except BaseException:
             os.close(self.descriptor)
             raise
+        self.place = Place(self.descriptor, number)
         self._lease_type: Any = None
         self._kept: weakref.ref[Any] | None = None
         self._shown: weakref.ref[Any] | None = None
@@ -357,7 +361,10 @@ class _Segment:
         return self._bytes[LENT_AT]
 
     def is_free(self) -> bool:
-        return self._bytes[LENT_AT] == FREE and not self.is_kept()
+        if self._bytes[LENT_AT] != FREE:
+            return False
+        kept, shown = self._kept, self._shown  # as `is_kept`, with fewer steps
+        return (kept is None or kept() is None) and (shown is None or shown() is None)
 
     def keep(self, sizes: Sequence[int]) -> list[memoryview]:
         """Views of the buffers in it, of which it knows when they are gone."""
@@ -369,7 +376,11 @@ class _Segment:
         """The same for what was returned."""
         lease = self._lease()
         self._shown = weakref.ref(lease)
-        return views(memoryview(lease).cast("B")[DATA:], offsets, sizes)
+        data = memoryview(lease).cast("B")
+        if len(sizes) == 1:
+            begin = DATA + offsets[0]
+            return [data[begin : begin + sizes[0]]]
+        return views(data[DATA:], offsets, sizes)
 
     def _lease(self) -> Any:
         """All of it: views keep what exports it, and nothing else. So each message has an exporter of its own."""
@@ -389,11 +400,11 @@ class _Segment:
         return self._bytes[MAPPED_AT] != 0
 
     def fill(self, buffers: Sequence[memoryview]) -> None:
-        data = self._bytes[DATA:]
-        begin = 0
-        for buffer, end in zip(buffers, ends(tuple(buffer.nbytes for buffer in buffers)), strict=True):
-            copy(data[begin : begin + buffer.nbytes], buffer)
-            begin = end
+        begin = DATA
+        for buffer in buffers:
+            size = buffer.nbytes
+            copy(self._bytes[begin : begin + size], buffer)
+            begin += aligned(size)
 
     def empty(self) -> None:
         """Gives its memory back at once: the other side may have it mapped for a while."""

@@ -22,7 +22,7 @@ def test_names_begin_with_the_worker(workers: Workers) -> None:
     assert one >> COUNTER_BITS == two >> COUNTER_BITS == 3
     assert two == one + 1
     assert workers[3].max_id == (3 << 48) + 281474976710655
-    assert workers[3].new_message_id() >> COUNTER_BITS == 3
+    assert workers[3].new_message()[0] >> COUNTER_BITS == 3
     assert workers[1].new_pass_id() != workers[2].new_pass_id()
 
 
@@ -158,11 +158,11 @@ def test_a_forgotten_context_is_reported_with_where_it_was_made(
 
 def test_clocks_are_past_all_they_have_seen(workers: Workers) -> None:
     contexts = workers[0]
-    first = contexts.stamp()
+    _, first = contexts.new_message()
     contexts.hear(first + 50)
-    assert contexts.stamp() == first + 51
+    assert contexts.new_message()[1] == first + 51
     contexts.hear(3)
-    assert contexts.stamp() == first + 52
+    assert contexts.new_message()[1] == first + 52
 
 
 def test_what_torch_asks_of_a_context(workers: Workers) -> None:

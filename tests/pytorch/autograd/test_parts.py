@@ -9,7 +9,7 @@ import torch
 from autograd_stage import Workers, info
 
 from farcall.pytorch.autograd.nodes import record_received, record_sent
-from farcall.pytorch.autograd.parts import Part, survey
+from farcall.pytorch.autograd.parts import Part, Produced, survey
 
 
 @pytest.fixture
@@ -26,6 +26,13 @@ def sent_node(context: Any, *tensors: torch.Tensor) -> Any:
     number = len(context.sent)
     record_sent(context, number, number, info(1), tensors)
     return context.sent[number].end.grad_fn
+
+
+def run(context: Any, part: Part, gradients: list[torch.Tensor]) -> list[Produced]:
+    """What a part gives for others; the rest is in the context."""
+    produced, found = part.run(gradients, retain_graph=False)
+    part.keep(context, found)
+    return produced
 
 
 def parts_of(context: Any, roots: list[torch.Tensor], *sent: torch.Tensor) -> tuple[Part | None, list[Part]] | None:
@@ -96,7 +103,7 @@ def test_a_run_gives_gradients_for_others_and_gathers_those_of_variables(context
     surveyed = parts_of(context, [], one * weight + two * 2)
     assert surveyed is not None
     ((part,)) = surveyed[1]
-    (produced,) = part.run(context, [torch.tensor([1.0, 10.0])], retain_graph=False)
+    (produced,) = run(context, part, [torch.tensor([1.0, 10.0])])
     assert (produced.to, produced.message_id) == (info(1), 7)
     assert [gradient.tolist() for gradient in produced.gradients] == [[3, 40], [2, 20], [[0, 0, 0]]]
     assert context.gradients[weight].tolist() == [1, 10]
@@ -112,7 +119,7 @@ def test_hooks_of_tensors_run_and_what_they_retain_is_there(context: Any) -> Non
     x.register_hook(lambda gradient: gradient + 1)
     surveyed = parts_of(context, [], value * x)
     assert surveyed is not None
-    (produced,) = surveyed[1][0].run(context, [torch.ones(2)], retain_graph=False)
+    (produced,) = run(context, surveyed[1][0], [torch.ones(2)])
     assert produced.gradients[0].tolist() == [10, 20]
     assert value.grad is not None
     assert value.grad.tolist() == [10, 20]
@@ -124,7 +131,7 @@ def test_a_variable_and_what_was_received_may_be_sent_as_they_are(context: Any) 
     (value,) = record_received(context, 7, info(1), [torch.ones(2)])
     surveyed = survey([], [sent_node(context, x, value)])
     assert surveyed is not None
-    (produced,) = surveyed[1][0].run(context, [torch.ones(2), torch.full((2,), 5.0)], retain_graph=False)
+    (produced,) = run(context, surveyed[1][0], [torch.ones(2), torch.full((2,), 5.0)])
     assert produced.gradients[0].tolist() == [5, 5]
     assert context.gradients[x].tolist() == [1, 1]
 
@@ -133,6 +140,6 @@ def test_of_what_was_received_and_is_no_plain_memory(context: Any) -> None:
     one, two = record_received(context, 7, info(1), [torch.eye(2).to_sparse() for _ in range(2)])
     surveyed = parts_of(context, [], one.to_dense() * 2)
     assert surveyed is not None
-    (produced,) = surveyed[1][0].run(context, [torch.ones(2, 2)], retain_graph=False)
+    (produced,) = run(context, surveyed[1][0], [torch.ones(2, 2)])
     assert [gradient.to_dense().diag().tolist() for gradient in produced.gradients] == [[2, 2], [0, 0]]
     assert two.requires_grad

@@ -27,7 +27,7 @@ import sys
 import threading
 from collections import OrderedDict
 from collections.abc import Hashable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Final, NamedTuple, Protocol
 
 import torch
@@ -92,7 +92,7 @@ class Post(Protocol):
         """We have a context of that worker: it has to tell us of its release. Raises nothing."""
 
 
-@dataclass
+@dataclass(slots=True)
 class Sent:
     """Tensors that went out with one message."""
 
@@ -107,16 +107,14 @@ class Sent:
     """Whether the worker to which it went is gone."""
 
 
-@dataclass
-class Received:
+class Received(Protocol):
     """Tensors that came with one message."""
 
     message_id: int
-    node: Any
-    """The receive function."""
     sender: WorkerInfo
-    holder: Any
-    """Keeps the function alive: its Python object does not."""
+
+    def function(self) -> Any:
+        """The receive function."""
 
 
 class _Memory:
@@ -134,23 +132,23 @@ class _Memory:
         return name in self._names
 
 
-@dataclass(eq=False)
 class DistAutogradContext:
     """What this worker knows of one distributed forward pass, and of the backward passes over it."""
 
-    context_id: int
-    made_by: tuple[str, int] | None = None
-    """The line of the program, at its maker."""
-    lock: threading.Lock = field(default_factory=threading.Lock)
-    sent: dict[int, Sent] = field(default_factory=dict)
-    received: dict[int, Received] = field(default_factory=dict)
-    known_workers: dict[int, WorkerInfo] = field(default_factory=dict)
-    """To whom calls were made in it."""
-    gradients: dict[torch.Tensor, torch.Tensor] = field(default_factory=dict)
-    passes: dict[PassId, LocalPass | PartedPass] = field(default_factory=dict)
-    forgotten: set[int] = field(default_factory=set)
-    """The requests to which no reply is awaited any more."""
-    is_released: bool = False
+    def __init__(self, context_id: int, made_by: tuple[str, int] | None = None) -> None:
+        """`made_by`: the line of the program, at its maker."""
+        self.context_id = context_id
+        self.made_by = made_by
+        self.lock = threading.Lock()
+        self.sent: dict[int, Sent] = {}
+        self.received: dict[int, Received] = {}
+        self.known_workers: dict[int, WorkerInfo] = {}
+        """To whom calls were made in it."""
+        self.gradients: dict[torch.Tensor, torch.Tensor] = {}
+        self.passes: dict[PassId, LocalPass | PartedPass] = {}
+        self.forgotten: set[int] = set()
+        """The requests to which no reply is awaited any more."""
+        self.is_released = False
 
     @property
     def made_at(self) -> str:
@@ -159,6 +157,8 @@ class DistAutogradContext:
 
     def add_known_worker(self, worker: WorkerInfo) -> None:
         """A call goes there. Raises `RuntimeError` if the context is released."""
+        if worker.id in self.known_workers and not self.is_released:
+            return
         with self.lock:
             self.check_valid()
             self.known_workers[worker.id] = worker
@@ -226,7 +226,7 @@ class DistAutogradContext:
     def _recv_functions(self) -> dict[int, Any]:
         """The receive functions, by the numbers of their messages."""
         with self.lock:
-            return {number: received.node for number, received in self.received.items()}
+            return {number: received.function() for number, received in self.received.items()}
 
     def _known_worker_ids(self) -> set[int]:
         """The numbers of the workers to which calls were made in it."""
@@ -263,24 +263,21 @@ class Contexts:
 
     # Numbers
 
-    def new_message_id(self) -> int:
-        """Never given before, by any worker."""
-        return next(self._message_ids)
+    def new_message(self) -> tuple[int, int]:
+        """A number that was never given before, by any worker; and a stamp, greater than any given or heard before."""
+        with self._lock:
+            self._clock += 1
+            return next(self._message_ids), self._clock
 
     def new_pass_id(self) -> PassId:
         """Never given before, by any worker."""
         return PassId(self.worker_id, next(self._passes))
 
-    def stamp(self) -> int:
-        """Greater than any that was given or heard before."""
-        with self._lock:
-            self._clock += 1
-            return self._clock
-
     def hear(self, stamp: int) -> None:
         """A message has come with that stamp."""
-        with self._lock:
-            self._clock = max(self._clock, stamp)
+        if stamp > self._clock:
+            with self._lock:
+                self._clock = max(self._clock, stamp)
 
     # Finding them
 

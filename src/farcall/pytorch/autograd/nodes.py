@@ -16,7 +16,7 @@ import torch
 from torch.autograd import Function
 
 from farcall.protocol.ids import WorkerInfo
-from farcall.pytorch.autograd.contexts import DistAutogradContext, Received, Sent
+from farcall.pytorch.autograd.contexts import DistAutogradContext, Sent
 
 if TYPE_CHECKING:
     from farcall.pytorch.autograd.passes import LocalPass
@@ -142,6 +142,35 @@ def record_sent(
     context.add_sent(Sent(message_id, stamp, to, end, answered))
 
 
+class _Reception:
+    """Tensors that came with one message."""
+
+    __slots__ = ("_holder", "_node", "_origin", "message_id", "sender")
+
+    def __init__(self, origin: Origin, node: Any) -> None:
+        self.message_id = origin.message_id
+        self.sender = origin.sender
+        self._origin = origin
+        self._node = node
+        self._holder: Any = None
+
+    def function(self) -> Any:
+        """See `Received`. Another one of the same kind if nobody had the tensors any more, nor what was made of them.
+
+        Python's object of a function of ours does not keep it alive; that of one of torch's does, and what follows it.
+        """
+        if self._holder is None:
+            try:
+                self._node.next_functions  # noqa: B018 (says whether it lives)
+            except RuntimeError:
+                likes = [torch.zeros(shape, **kind) for shape, kind in self._origin.likes]
+                with torch.enable_grad():
+                    first = _receive(_LURE, self._origin, likes)[0]
+                    self._holder = (first.view_as(first) if first.layout is torch.strided else first.clone()).grad_fn
+                self._node = first.grad_fn
+        return self._node
+
+
 def record_received(
     context: DistAutogradContext, message_id: int, sender: WorkerInfo, tensors: Sequence[torch.Tensor]
 ) -> tuple[torch.Tensor, ...]:
@@ -149,17 +178,11 @@ def record_received(
     likes = [(each.shape, {"dtype": each.dtype, "device": each.device, "layout": each.layout}) for each in tensors]
     origin = Origin(context.context_id, message_id, sender, likes)
     fresh = [tensor.data for tensor in tensors]  # no views: autograd does not let those be changed in place
+    outputs: tuple[torch.Tensor, ...]
     if torch.is_grad_enabled():
-        outputs, holder = _received(origin, fresh)
+        outputs = _receive(_LURE, origin, fresh)
     else:
         with torch.enable_grad():
-            outputs, holder = _received(origin, fresh)
-    context.add_received(Received(message_id, outputs[0].grad_fn, sender, holder))
+            outputs = _receive(_LURE, origin, fresh)
+    context.add_received(_Reception(origin, outputs[0].grad_fn))
     return outputs
-
-
-def _received(origin: Origin, tensors: Sequence[torch.Tensor]) -> tuple[tuple[torch.Tensor, ...], Any]:
-    outputs: tuple[torch.Tensor, ...] = _receive(_LURE, origin, tensors)
-    # Python's object of a function of ours does not keep it alive; that of one of torch's does, and what follows it.
-    first = outputs[0]
-    return outputs, (first.view_as(first) if first.layout is torch.strided else first.clone()).grad_fn

@@ -94,7 +94,7 @@ class PartedPass:
         assert part is not None
         try:
             self._begin()
-            calls = self._send(self._run(part, [_one(root) for root in part.starts]))
+            calls = self._run_and_send(part, [_one(root) for root in part.starts])
             self._rest()
             self._wait(calls)
         except BaseException as error:
@@ -151,11 +151,10 @@ class PartedPass:
         is_parent = caller.id == self._parent
         try:
             self._begin()
-            produced = self._give(message_id, gradients)
-            back = [each for each in produced if takes_back and each.to.id == caller.id]
-            if back:
-                produced = [each for each in produced if each.to.id != caller.id]
-            self._watch(self._send(produced))
+            back: list[Produced] = []
+            part = self._take(message_id)
+            if part is not None:
+                self._watch(self._run_and_send(part, gradients, caller.id if takes_back else None, back))
             self._rest()
             return self._answer(is_parent, takes_back, [(each.message_id, each.gradients) for each in back])
         except BaseException as error:
@@ -233,20 +232,35 @@ class PartedPass:
 
     # Parts
 
-    def _give(self, message_id: int, gradients: list[torch.Tensor]) -> list[Produced]:
-        """Runs what is behind that message. Nothing if it is too late."""
+    def _take(self, message_id: int) -> Part | None:
+        """What is behind that message, to be run. None if it is too late."""
         with self._lock:
             self._check()
             taken = self._missing.pop(message_id, None)
-        return self._run(taken[1], gradients) if taken is not None else []
+        return taken[1] if taken is not None else None
 
-    def _run(self, part: Part, gradients: list[torch.Tensor]) -> list[Produced]:
+    def _run_and_send(
+        self,
+        part: Part,
+        gradients: list[torch.Tensor],
+        caller: int | None = None,
+        back: list[Produced] | None = None,
+    ) -> list[_Call]:
+        """Runs a part and sends what comes out of it; the calls by which it does. What is for `caller` goes to `back`.
+
+        Others go on with what is sent while the gradients of variables are put away here.
+        """
         try:
-            return part.run(self.context, gradients, self.retain_graph)
+            produced, found = part.run(gradients, self.retain_graph)
         except RpcError:
             raise
         except Exception as error:
             raise trouble.error_here(error, self._contexts) from error
+        if back is not None and caller is not None:
+            back += [each for each in produced if each.to.id == caller]
+        calls = self._send([each for each in produced if each.to.id != caller] if back else produced)
+        part.keep(self.context, found)
+        return calls
 
     # Calls
 
@@ -300,7 +314,9 @@ class PartedPass:
                 self._owing[to.id] = to
         calls = []
         for message_id, gradients in brought:
-            calls += self._send(self._give(message_id, gradients))
+            part = self._take(message_id)
+            if part is not None:
+                calls += self._run_and_send(part, gradients)
         with self._lock:
             must_ask = to.id in self._owing and not self._open[to.id] and not self._is_failed
         if must_ask:

@@ -17,7 +17,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Iterable, Sequence
 from functools import cache
-from typing import Any, Final, NamedTuple
+from typing import Any, Final, NamedTuple, TypeAlias
 
 import torch
 from torch.autograd import Variable
@@ -28,10 +28,17 @@ from farcall.pytorch.autograd.accumulating import add_up
 from farcall.pytorch.autograd.contexts import DistAutogradContext
 from farcall.pytorch.autograd.nodes import is_hooked, is_receive_function, origin_of
 
-_LEAF: Final = "AccumulateGrad"
+_strided: Final = torch.strided
+_count_holders: Final = sys.getrefcount
+_Leaf: Final = type(torch.zeros(0, requires_grad=True).view(0).grad_fn.next_functions[0][0])
+"""The type of the nodes of variables."""
 _NO_SECOND_DERIVATIVES: Final = False
 _UNREACHED_IS_NONE: Final = True
 _NOT_IN_GRAD: Final = False
+
+
+Found: TypeAlias = Sequence[torch.Tensor | None]
+"""Gradients, as torch's engine hands them out: of variables first."""
 
 
 class Produced(NamedTuple):
@@ -51,10 +58,8 @@ class Part(NamedTuple):
     received: list[Any]
     """The receive functions, from which it goes on elsewhere."""
 
-    def run(
-        self, context: DistAutogradContext, gradients: Sequence[torch.Tensor], retain_graph: bool
-    ) -> list[Produced]:
-        """Runs it: gradients of variables go into the context, those of what was received come out.
+    def run(self, gradients: Sequence[torch.Tensor], retain_graph: bool) -> tuple[list[Produced], Found]:
+        """Runs it: the gradients of what was received, and all that were found, which are to be kept (`keep`).
 
         Raises what hooks and nodes raise.
         """
@@ -64,7 +69,7 @@ class Part(NamedTuple):
             for node, origin in zip(self.received, origins, strict=True)
             for place in range(len(origin.likes))
         ]
-        found: Sequence[torch.Tensor | None] = Variable._execution_engine.run_backward(
+        found: Found = Variable._execution_engine.run_backward(
             self.starts,
             tuple(gradients),
             retain_graph,
@@ -81,25 +86,35 @@ class Part(NamedTuple):
             filled = [torch.zeros(shape, **kind) if each is None else each for each, (shape, kind) in given]
             produced.append(Produced(origin.sender, origin.message_id, filled))
             place += width
-        if self.variables:
-            gradients_here, unshared, strided = context.gradients, _unshared_holders(), torch.strided
-            with context.lock, torch.no_grad():
-                for place, variable in enumerate(self.variables):
-                    gradient = found[place]
-                    if gradient is None:
-                        continue
-                    is_unshared = _holders(gradient) <= unshared
-                    if (
-                        is_unshared
-                        and variable not in gradients_here
-                        and gradient.layout is strided
-                        and gradient.is_contiguous()
-                        and variable.is_contiguous()
-                    ):
-                        gradients_here[variable] = gradient  # as nearly always: what `add_up` would do
-                    else:
+        return produced, found
+
+    def keep(self, context: DistAutogradContext, found: Found) -> None:
+        """The gradients of variables that a run has found go into the context.
+
+        Those of what was received must be in somebody's hands meanwhile, so that none of them is taken for unshared.
+        """
+        if not self.variables:
+            return
+        used, held = _unshared_holders()
+        with context.lock:
+            gradients_here = context.gradients
+            is_first = not gradients_here  # tensors are hashed in Python: not to look is quicker
+            for place, variable in enumerate(self.variables):
+                gradient = found[place]
+                if gradient is None:
+                    continue
+                is_unshared = gradient._use_count() <= used and _count_holders(gradient) <= held
+                if (
+                    is_unshared
+                    and (is_first or variable not in gradients_here)
+                    and gradient.layout is _strided
+                    and gradient.is_contiguous()
+                    and variable.is_contiguous()
+                ):
+                    gradients_here[variable] = gradient  # as nearly always: what `add_up` would do
+                else:
+                    with torch.no_grad():
                         add_up(gradients_here, variable, gradient, is_unshared)
-        return produced
 
 
 def survey(roots: Sequence[torch.Tensor], sent: Iterable[Any]) -> tuple[Part | None, list[Part]] | None:
@@ -108,20 +123,18 @@ def survey(roots: Sequence[torch.Tensor], sent: Iterable[Any]) -> tuple[Part | N
     leaves: dict[Any, list[Part]] = {}
     parts: list[Part] = []
     for node in sent:
-        starts = tuple(
-            following.variable if _is_leaf(following) else GradientEdge(following, place)
-            for following, place in node.next_functions
-        )
-        parts.append(Part(starts, [], []))
-        if not _walk([node], parts[-1], len(parts), seen, leaves):
+        following = node.next_functions
+        starts = tuple([at.variable if type(at) is _Leaf else GradientEdge(at, place) for at, place in following])
+        parts.append(part := Part(starts, [], []))
+        if not _walk([node], part, len(parts), seen, leaves):
             return None
     root_part = None
     if roots:
         root_part = Part(tuple(roots), [], [])
         if not _walk([root.grad_fn for root in roots], root_part, 0, seen, leaves):
             return None
-    node = None  # it may be a leaf, whose holders are counted now
-    if any(held > _unheld() for held in _leaf_holders(leaves)):
+    node = following = None  # leaves may be in there, whose holders are counted now
+    if leaves and max(_leaf_holders(leaves)) > _unheld():
         return None
     for leaf, behind in leaves.items():
         variable = leaf.variable
@@ -151,9 +164,11 @@ def _walk(starts: Iterable[Any], part: Part, number: int, seen: dict[Any, int], 
         for following, _ in node.next_functions:
             if following is None:
                 continue
-            if _is_leaf(following):
-                behind = leaves.setdefault(following, [])
-                if not behind or behind[-1] is not part:
+            if type(following) is _Leaf:
+                behind = leaves.get(following)
+                if behind is None:
+                    leaves[following] = [part]
+                elif behind[-1] is not part:
                     behind.append(part)
                 continue
             known = seen.get(following)
@@ -163,10 +178,6 @@ def _walk(starts: Iterable[Any], part: Part, number: int, seen: dict[Any, int], 
             elif known != number:
                 return False
     return True
-
-
-def _is_leaf(node: Any) -> bool:
-    return type(node).__name__ == _LEAF
 
 
 def _leaf_holders(leaves: Iterable[Any]) -> list[int]:
@@ -182,13 +193,9 @@ def _unheld() -> int:
     return _leaf_holders({view.grad_fn.next_functions[0][0]: None})[0]
 
 
-def _holders(gradient: torch.Tensor) -> tuple[int, int]:
-    return gradient._use_count(), sys.getrefcount(gradient)
-
-
 @cache
 def _unshared_holders() -> tuple[int, int]:
-    """What `_holders` gives, where `Part.run` asks, for a gradient that only the engine's result holds."""
+    """What torch and Python say, where `Part.keep` asks, of a gradient that only the engine's result holds."""
     found = (torch.zeros(1),)
     gradient = found[0]
-    return _holders(gradient)
+    return gradient._use_count(), _count_holders(gradient)

@@ -37,11 +37,12 @@ class Ticket(NamedTuple):
     def check(self) -> None:
         """Raises `TypeError` if it is none: it may have come from another worker."""
         check_kinds((self, Ticket))
-        if tuple(map(type, self)) != _KINDS or any(type(place) is not int for place in self.places):
+        if tuple(map(type, self)) != _KINDS or not _INTS.issuperset(map(type, self.places)):
             raise TypeError(f"what came from another worker is no ticket: {tuple(self)!r}")
 
 
 _KINDS: Final = (int, int, int, list, bool)
+_INTS: Final = frozenset({int})
 register_plain(Ticket, Ticket)
 
 
@@ -58,8 +59,7 @@ def pack(
     Raises `RuntimeError` if the context is released.
     """
     places = [place for place, tensor in enumerate(tensors) if tensor.requires_grad] if is_recorded else []
-    stamp = contexts.stamp()
-    message_id = contexts.new_message_id()
+    message_id, stamp = contexts.new_message()
     if places:
         record_sent(context, message_id, stamp, to, [tensors[place] for place in places], answered)
         tensors = list(tensors)

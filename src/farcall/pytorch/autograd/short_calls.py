@@ -13,7 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from types import CoroutineType
-from typing import Any, Final, NamedTuple, TypeAlias
+from typing import Any, Final, TypeAlias
 
 import torch
 from torch.nn import Parameter
@@ -89,9 +89,11 @@ class Glance:
                 self.kept.append(value)
             return True
         if kind is tuple or kind is list:
-            for index, each in enumerate(value):  # noqa: SIM110 (all() makes a generator)
-                if not self._look(each, (*place, index)):
+            for index, each in enumerate(value):
+                if type(each) not in _PLAIN and not self._look(each, (*place, index)):
                     return False
+            return True
+        if not value and kind is dict:
             return True
         if kind is dict:
             return all(type(key) is str and self._look(each, (*place, key)) for key, each in value.items())
@@ -100,9 +102,17 @@ class Glance:
 
 def replaced(values: Any, places: Sequence[Place], others: Sequence[Any]) -> Any:
     """The values with these others at those places. Raises `TypeError` and others if there are no such places."""
+    changed = None  # the positional arguments of a call, which most places are among
     for place, other in zip(places, others, strict=True):
-        values = _put(values, place, 0, other)
-    return values
+        if len(place) == 2 and place[0] == 0 and type(values) is tuple and type(values[0]) is tuple:
+            if changed is None:
+                changed = list(values[0])
+            changed[place[1]] = other  # type: ignore[index]
+            continue
+        if changed is not None:
+            values, changed = (tuple(changed), *values[1:]), None
+        values = _put(values, place, 0, other) if place else other
+    return values if changed is None else (tuple(changed), *values[1:])
 
 
 def _put(value: Any, place: Any, depth: int, other: Any) -> Any:
@@ -123,19 +133,17 @@ def _put(value: Any, place: Any, depth: int, other: Any) -> Any:
 # At the caller
 
 
-class _Departure(NamedTuple):
+class _Departure(AutogradTrip):
     """What has to be known of a call until it is answered."""
 
-    trip: AutogradTrip
-    to: WorkerInfo
-    released: list[int]
+    released: Sequence[int] = ()
     """The contexts of whose release it tells."""
 
     def failed(self, error: BaseException) -> None:
         """It may not have come."""
-        self.trip.failed(error)
+        super().failed(error)
         for context_id in self.released:
-            contexts().post.release(self.to, context_id)
+            self._contexts.post.release(self._to, context_id)
 
 
 class _Awaited:
@@ -157,7 +165,7 @@ class _Awaited:
             raise
         finally:
             del self  # it has the call, and that the error, whose traceback holds this frame
-        return _opened(answer, departure.trip)
+        return _opened(answer, departure)
 
 
 def call_shortly(
@@ -179,16 +187,18 @@ def call_shortly(
     glance = Glance(values, to)
     if not glance.is_clear or encode_function(function) is None:
         return None
-    departure = _Departure(RIDER.trip(agent, to), to, take_releases(to))
+    here = contexts()
+    departure = _Departure(here, here.current(), to)
+    departure.released = released = take_releases(to)
     run = run_in_context if async_result(function) is None else run_in_context_later
     try:
-        tensors, ticket = departure.trip.pack(glance.tensors)
+        tensors, ticket = departure.pack(glance.tensors)
         values = replaced(values, [*glance.places, *glance.told_places], [*tensors, *glance.told])
-        request = (agent.info.id, tuple(ticket), glance.places, departure.released, function, *values)
+        request = (agent.info.id, tuple(ticket), glance.places, released, function, *values)
         call: PendingCall = agent.call(to, run, request, None, timeout, unattended)  # type: ignore[assignment]
         if glance.kept:
             call.keeps = glance.kept
-            if call.done():  # answered already, and perhaps before that was set
+            if call._state:  # answered already, and perhaps before that was set
                 call.keeps = None
     except BaseException as error:
         departure.failed(error)
@@ -204,7 +214,7 @@ def call_shortly(
             raise
         finally:
             del done  # see above
-        return _opened(answer, departure.trip)
+        return _opened(answer, departure)
 
     return call.then(answered)
 
@@ -212,7 +222,8 @@ def call_shortly(
 def _opened(answer: Any, trip: AutogradTrip) -> Any:
     if type(answer) is ReplyEnvelope:
         return answer.open({AutogradRider.key: trip})
-    check_kinds((answer, tuple))
+    if type(answer) is not tuple:
+        check_kinds((answer, tuple))
     words, places, result = answer
     tensors = trip.unpack([_at(result, place) for place in places], Ticket(*words))
     return replaced(result, places, tensors) if places else result
@@ -220,7 +231,8 @@ def _opened(answer: Any, trip: AutogradTrip) -> Any:
 
 def _at(values: Any, place: Any) -> torch.Tensor:
     for key in place:
-        check_kinds((values, tuple if type(values) is tuple else list if type(values) is list else dict))
+        if type(values) is not tuple and type(values) is not list:
+            check_kinds((values, dict))
         values = values[key]
     if not isinstance(values, torch.Tensor):
         raise TypeError(f"a {type(values).__name__} came from another worker in place of a tensor")
@@ -267,11 +279,12 @@ mark_async(run_in_context_later, run_in_context_later, lambda name, result: resu
 
 def _visited(caller: int, words: Any, places: Any, released: Any, values: Any) -> tuple[AutogradVisit, Any]:
     check_kinds((caller, int), (words, tuple), (places, list), (values[0], tuple), (values[1], dict), (released, list))
+    here = contexts()
     for context_id in released:
         check_kinds((context_id, int))
-        contexts().release_if_present(context_id, is_told=True)
+        here.release_if_present(context_id, is_told=True)
     agent: Any = current_agent()
-    visit = RIDER.visit(agent, as_torch(agent.get_worker_info(caller)), Ticket(*words))
+    visit = AutogradVisit(here, as_torch(agent.get_worker_info(caller)), Ticket(*words))
     tensors = visit.unpack([_at(values, place) for place in places])
     return visit, replaced(values, places, tensors) if places else values
 
@@ -281,6 +294,9 @@ async def _finished(visit: AutogradVisit, result: CoroutineType[Any, Any, Any]) 
 
 
 def _answer(visit: AutogradVisit, result: Any) -> Any:
+    if type(result) is torch.Tensor:  # as nearly always
+        tensors, ticket = visit.pack([result])
+        return tuple(ticket), [()] if result.requires_grad else [], tensors[0]
     glance = Glance(result)
     if not glance.is_clear:
         return ReplyEnvelope(result, {AutogradRider.key: visit})

@@ -35,6 +35,8 @@ logger = logging.getLogger("farcall")
 
 _compiler: Final = threading.Lock()
 """TorchScript compiles for one thread at a time."""
+_STRIDED: Final = frozenset({torch.strided})
+_SGD: Final = ("torch.distributed.optim.functional_sgd", "_FunctionalSGD")
 _stepping: Final = threading.Lock()
 """All plain optimizers of a worker may be for the same parameters: one step at a time."""
 
@@ -72,11 +74,26 @@ class _FunctionalOptimizer:
         made = _functional_class(optimizer_class) or optimizer_class
         with _compiling():
             self._compiled = torch.jit.script(_CompiledStep(made(parameters, *args, **kwargs)))
+        self._rate = _plain_rate(made, *args, **kwargs)
 
     def step(self, context_id: int) -> None:
         """Applies the gradients of that context."""
-        gradients = autograd.get_gradients(context_id)
-        self._compiled.step([gradients.get(parameter) for parameter in self._parameters])
+        found = autograd.get_gradients(context_id)
+        gradients = [found.get(parameter) for parameter in self._parameters]
+        if self._rate is not None and {None if each is None else each.layout for each in gradients} == _STRIDED:
+            with torch.no_grad():
+                torch._foreach_add_(self._parameters, gradients, alpha=-self._rate)
+        else:
+            self._compiled.step(gradients)
+
+
+def _plain_rate(functional: Any, lr: Any = None, *args: Any, **kwargs: Any) -> float | None:
+    """The rate of torch's SGD without anything else to it: one operation on all parameters is what it compiles to.
+
+    None for any other: it has a state, or does more than to add.
+    """
+    is_plain = functional.__module__ == _SGD[0] and functional.__qualname__ == _SGD[1] and not args and not kwargs
+    return float(lr) if is_plain and lr is not None else None
 
 
 class _PlainOptimizer:

@@ -1,0 +1,136 @@
+"""Taking turns: threads whose replies have come together are let out one after the other.
+
+A reader that wakes all the threads whose replies it has read makes a crowd that fights for the interpreter: each thread
+gives it up at every system call, and has to be woken once more to get it back. So they line up instead, and sleep on.
+One is let out; it goes on with its program, most likely sends its next request, and lets the next one out right before
+it sleeps itself. At any moment one thread runs, and what the other end has answered meanwhile is read at once.
+
+Rules
+- Nobody depends on the others' manners. Who sleeps in the line, or beside it, *naps*: for some milliseconds at most,
+  and then it looks for itself. A thread that has been let out may compute, block or end.
+- Turns are taken while that pays, by the rule of `spinning.py`: a nap that ends by itself, with the reply there or with
+  nobody reading, is a miss.
+- A napping thread sleeps at a *bell* and not at a lock: ringing it gives up the interpreter first, so that who is woken
+  has it at once. One who is woken at a lock finds the interpreter taken by the waker, and sleeps a second time.
+- A bell may ring though nobody meant it: for a seat that its thread has left. So its ring is a hint, never a promise.
+  It is closed when nobody refers to it any more, and not before: a late ring must not go to another file.
+
+The machine that decides who is let out and when is in `reading.py`.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+import select
+from collections.abc import Callable
+from time import monotonic
+from typing import Final
+
+from farcall.agent.spinning import LONGEST_CROWDED_REST, Trust
+
+_NAP: Final = 5
+"""Milliseconds. As long as a thread that computes keeps the interpreter from others, and so no use to look sooner."""
+_NAP_MORE: Final = 8
+"""And one more for so many threads that may go first. Each takes some tens of microseconds."""
+_EVENT: Final = 5e-3
+"""Seconds. Naps that end by themselves in such a time do so for the same reason."""
+_KEPT: Final = 64
+"""So many bells are kept for the next naps."""
+
+
+class Bell:
+    """Where one thread naps."""
+
+    __slots__ = ("_descriptor", "_poll")
+
+    def __init__(self) -> None:
+        """Raises `OSError` if the system has no descriptor to give."""
+        self._descriptor = -1
+        self._descriptor = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
+        poll = select.poll()
+        poll.register(self._descriptor, select.POLLIN)
+        self._poll = poll.poll
+
+    def ring(self) -> None:
+        """Wakes the thread that naps here, or the next one to come."""
+        os.eventfd_write(self._descriptor, 1)
+
+    def nap(self, left: float, before: int) -> bool:
+        """Sleeps until it rings; False if that took too long, or as many seconds as are left.
+
+        `before`: so many other threads may go first.
+        """
+        most = _NAP + before // _NAP_MORE
+        if not self._poll(most if left > 1 else min(most, math.ceil(left * 1000))):
+            return False
+        os.eventfd_read(self._descriptor)  # there is one: nobody else reads it
+        return True
+
+    def __del__(self) -> None:
+        if getattr(self, "_descriptor", -1) >= 0:
+            os.close(self._descriptor)
+
+
+class Bells:
+    """The bells of one agent that are not in use. It has as many as threads have napped at once, at most `_KEPT`."""
+
+    __slots__ = ("_bells", "_kept", "_new_bell")
+
+    def __init__(self, new_bell: Callable[[], Bell] = Bell) -> None:
+        self._new_bell = new_bell
+        self._bells: list[Bell] = []
+        self._kept = _KEPT
+
+    def take(self) -> Bell | None:
+        """One that nobody uses; None if the system has no descriptor to give."""
+        try:
+            return self._bells.pop()
+        except IndexError:
+            pass
+        try:
+            return self._new_bell()
+        except OSError:
+            return None
+
+    def put_back(self, bell: Bell) -> None:
+        """Nobody naps at it any more."""
+        if len(self._bells) < self._kept:
+            self._bells.append(bell)
+
+    def close(self) -> None:
+        """Keeps none any more. Those in use are closed when they are put back."""
+        self._kept = 0
+        self._bells.clear()
+
+
+class Turns(Trust):
+    """Whether taking turns has paid of late, on one connection.
+
+    Not locked, though many threads use it: what two of them do at once is counted once at worst.
+    """
+
+    __slots__ = ("_last_broken", "bells")
+
+    def __init__(self, bells: Bells) -> None:
+        super().__init__()
+        self._last_broken = -math.inf
+        self.bells = bells
+
+    def bell(self) -> Bell | None:
+        """A bell to nap at; None if the thread should rather sleep until it is woken."""
+        if self._resting:
+            self._resting -= 1
+            return None
+        return self.bells.take()
+
+    def kept(self) -> None:
+        """A thread that napped was let out."""
+        self._hit()
+
+    def broken(self) -> None:
+        """A thread that napped had to look for itself: who ran before it has not come back."""
+        now = monotonic()
+        if now - self._last_broken > _EVENT:
+            self._last_broken = now
+            self._miss(LONGEST_CROWDED_REST)

@@ -1,0 +1,150 @@
+"""Taking turns: the bells, and when it rests. Who is let out is tested with `reading.py`."""
+
+from __future__ import annotations
+
+import os
+import threading
+from collections.abc import Callable
+
+import pytest
+
+from farcall.agent import turns as turns_module
+from farcall.agent.turns import Bell, Bells, Turns
+
+
+def no_descriptors() -> Bell:
+    raise OSError("too many open files")
+
+
+@pytest.fixture
+def clock(monkeypatch: pytest.MonkeyPatch) -> Callable[[float], None]:
+    now = [0.0]
+    monkeypatch.setattr(turns_module, "monotonic", lambda: now[0])
+
+    def go_on(seconds: float) -> None:
+        now[0] += seconds
+
+    return go_on
+
+
+def break_until_it_rests(turns: Turns, clock: Callable[[float], None]) -> int:
+    """How many naps had to end by themselves for that."""
+    for number in range(1, 100):
+        clock(1.0)
+        turns.broken()
+        if turns._resting:
+            return number
+    pytest.fail("it never rests")
+
+
+# Bells
+
+
+def test_a_ring_wakes_who_naps() -> None:
+    bell, woken = Bell(), []
+    thread = threading.Thread(target=lambda: woken.append(bell.nap(60.0, before=1 << 16)))
+    thread.start()
+    bell.ring()
+    thread.join()
+    assert woken == [True]
+
+
+def test_a_bell_that_rang_before_wakes_the_next_one_once() -> None:
+    bell = Bell()
+    bell.ring()
+    bell.ring()
+    assert bell.nap(1.0, 0)
+    assert not bell.nap(0.0, 0)
+
+
+def test_a_nap_ends_by_itself_and_at_the_deadline() -> None:
+    bell = Bell()
+    asked = []
+
+    def poll(milliseconds: int) -> list[object]:
+        asked.append(milliseconds)
+        return []
+
+    bell._poll = poll  # type: ignore[assignment]
+    assert not bell.nap(60.0, 0)
+    assert not bell.nap(60.0, 80)
+    assert not bell.nap(0.0015, 80)
+    assert not bell.nap(float("inf"), 0)
+    assert asked == [5, 15, 2, 5]
+
+
+def test_a_bell_is_closed_when_nobody_has_it() -> None:
+    bell = Bell()
+    descriptor = bell._descriptor
+    os.fstat(descriptor)
+    del bell
+    with pytest.raises(OSError, match="Bad file descriptor"):
+        os.fstat(descriptor)
+
+
+def test_bells_are_used_again() -> None:
+    bells = Bells()
+    one, other = bells.take(), bells.take()
+    assert one is not None
+    assert one is not other
+    bells.put_back(one)
+    assert bells.take() is one
+
+
+def test_no_more_bells_are_kept_than_are_of_use(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(turns_module, "_KEPT", 2)
+    bells = Bells()
+    for bell in [Bell() for _ in range(3)]:
+        bells.put_back(bell)
+    assert len(bells._bells) == 2
+
+
+def test_bells_that_come_back_after_the_end_are_not_kept() -> None:
+    bells = Bells()
+    used, kept = bells.take(), bells.take()
+    assert used is not None
+    assert kept is not None
+    bells.put_back(kept)
+    bells.close()
+    bells.put_back(used)
+    assert not bells._bells
+
+
+def test_without_descriptors_nobody_naps() -> None:
+    assert Turns(Bells(no_descriptors)).bell() is None
+
+
+# When it rests
+
+
+def test_turns_that_are_not_kept_rest_and_are_tried_again(clock: Callable[[float], None]) -> None:
+    turns = Turns(Bells())
+    assert turns.bell() is not None
+    assert break_until_it_rests(turns, clock) > 1, "once is no reason"
+    rest = 0
+    while turns.bell() is None:
+        rest += 1
+    assert rest > 1
+    assert break_until_it_rests(turns, clock) == 1, "it was on trial"
+    again = 0
+    while turns.bell() is None:
+        again += 1
+    assert again > rest
+
+
+def test_naps_that_end_together_count_once(clock: Callable[[float], None]) -> None:
+    turns = Turns(Bells())
+    clock(1.0)
+    for _ in range(100):
+        turns.broken()
+    assert turns.bell() is not None
+
+
+def test_turns_that_are_kept_again_win_trust_back(clock: Callable[[float], None]) -> None:
+    turns = Turns(Bells())
+    first = break_until_it_rests(turns, clock)
+    while turns.bell() is None:
+        pass
+    for _ in range(100):
+        turns.kept()
+    assert break_until_it_rests(turns, clock) == first
