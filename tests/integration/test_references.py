@@ -43,7 +43,7 @@ def settled():
     return wait_for(lambda: not left(), 10)
 
 def objects():
-    "The objects of farcall's classes, but for idle threads of the pool, and bells that are kept: there may be more now."
+    "The objects of farcall's classes, but for idle threads of the pool, and bells that are kept: there may be more."
     gc.collect()
     return collections.Counter(
         type(each).__qualname__ for each in gc.get_objects()
