@@ -102,7 +102,7 @@ class Workers:
         assert found == expected, self._what_was_said()
         if quiet:
             noise = {rank: text for rank in self.processes if (text := self.errors(rank)) and found[rank] == 0}
-            assert noise == {}
+            assert noise == {}, noise
         return [self.reports(rank) for rank in sorted(self.processes)]
 
     def errors(self, rank: int) -> str:
