@@ -21,6 +21,12 @@ class Block:
         return cls(readme, "<!-- results: written by run.py --write-readme; do not edit -->", "<!-- end of results -->")
 
     @classmethod
+    def of_program(cls, program: str) -> Self:
+        """The place of the tables of another program in this directory's README, by its name: `workloads.run`, say."""
+        mark = f"<!-- results: written by {program} --write-readme; do not edit -->"
+        return cls(Path(__file__).parent / "README.md", mark, f"<!-- end of {program} -->")
+
+    @classmethod
     def of_summary(cls, readme: Path) -> Self:
         """The place of a run's summary."""
         return cls(readme, "<!-- bench:begin -->", "<!-- bench:end -->")

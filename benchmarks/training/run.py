@@ -16,12 +16,17 @@ import importlib.util
 import json
 import statistics
 import sys
+import time
 from pathlib import Path
 from typing import Final
 
+import report
+from farcall.bench.machine import others_cpu_seconds
 from farcall.bench.processes import EndpointFailed, Endpoints, ended_by_signals, free_port
 from farcall.bench.screen import Screen
 from farcall.bench.tables import TextTable
+from figures import Results
+from recording import Block
 
 WANTED: Final = 2.0
 """Times torch's speed, for a step of the small model."""
@@ -71,6 +76,7 @@ def parse(arguments: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--rounds", type=int, metavar="N", help="alternating rounds (default: 5; 1 with --quick)")
     parser.add_argument("--systems", default=",".join(SYSTEMS), metavar="A,B", help="only these")
     parser.add_argument("--json", type=Path, metavar="FILE", help="write what each round found there")
+    parser.add_argument("--write-readme", action="store_true", help="write the table into benchmarks/README.md")
     parser.add_argument("--strict", action="store_true", help="exit with 1 unless the wanted figure is met")
     options = parser.parse_args(arguments)
     if options.rounds is None:
@@ -88,14 +94,17 @@ def parse(arguments: list[str] | None) -> argparse.Namespace:
 def main(arguments: list[str] | None = None) -> int:
     """Run it; the exit status."""
     options = parse(arguments)
+    results = Results()
     rounds: dict[str, list[Found]] = {system: [] for system in options.systems}
     for number in range(options.rounds):
         for system in options.systems if number % 2 == 0 else reversed(options.systems):
+            others, start = others_cpu_seconds(), time.perf_counter()
             try:
                 found = measure(system, options.quick)
             except EndpointFailed as failure:
                 print(f"the bench cannot go on: {failure}", file=sys.stderr)
                 return 1
+            results.others_percent.append(100 * (others_cpu_seconds() - others) / (time.perf_counter() - start))
             rounds[system].append(found)
             print(f"round {number + 1}: {system:8} {found['small model: step']:7.0f} µs a step", flush=True)
     medians = {
@@ -109,13 +118,20 @@ def main(arguments: list[str] | None = None) -> int:
         for name in next(iter(medians.values()))
     ]
     title = f"Training with a parameter server, 2 processes (µs, medians, {options.rounds} rounds)"
-    Screen().table(TextTable(title, ["", *rounds, "× torch's speed"], rows))
+    table = TextTable(title, ["", *rounds, "× torch's speed"], rows)
+    where = report.machine(results)
+    screen = Screen()
+    screen.table(table)
+    screen.line(", ".join(f"{name} {value}" for name, value in where.items()))
+    if options.write_readme:
+        Block.of_program("training.run").replace(report.in_full([table], where))
     ratio = ratios.get("small model: step")
     if ratio is not None:
         verdict = "aim met" if ratio >= AIM else "met" if ratio >= WANTED else "missed"
         print(f"a step of the small model: {ratio:.2f} × torch's speed; wanted {WANTED:g}, aim {AIM:g}: {verdict}")
     if options.json is not None:
-        options.json.write_text(json.dumps({"rounds": rounds, "ratios": ratios}, indent=2) + "\n", encoding="utf-8")
+        written = {"machine": where, "rounds": rounds, "ratios": ratios}
+        options.json.write_text(json.dumps(written, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
     return 1 if options.strict and (ratio is None or ratio < WANTED) else 0
 
 

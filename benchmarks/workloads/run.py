@@ -4,6 +4,7 @@
     PYTHONPATH=benchmarks python -m workloads.run --quick                # does it work? figures not to be believed
     PYTHONPATH=benchmarks python -m workloads.run --workloads rl --computing numpy --world-size 8
     PYTHONPATH=benchmarks python -m workloads.run --json found.json --strict
+    PYTHONPATH=benchmarks python -m workloads.run --recorded found.json --write-readme
 
 Every round starts its processes anew and ends them, for the reasons that `measurements` has. A result is the median
 over the rounds. With --strict the exit status is 1 unless every wanted figure is met.
@@ -30,6 +31,7 @@ from farcall.bench.processes import EndpointFailed
 from farcall.bench.screen import Screen
 from farcall.bench.tables import TextTable
 from figures import Results
+from recording import Block
 from workloads import computing, sides
 from workloads.cases import LABELS, Case, all_cases, measure
 
@@ -65,6 +67,8 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
         "--computing", metavar="A,B", help=f"what they compute in: {', '.join(computing.NAMES)} (default: installed)"
     )
     parser.add_argument("--json", type=Path, metavar="FILE", help="write all findings there")
+    parser.add_argument("--recorded", type=Path, metavar="FILE", help="measure nothing: show what --json has written")
+    parser.add_argument("--write-readme", action="store_true", help="write the tables into benchmarks/README.md")
     parser.add_argument("--strict", action="store_true", help="exit with 1 unless every wanted figure is met")
     options = parser.parse_args(arguments)
     if options.rounds is None:
@@ -86,10 +90,22 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
                 parser.error(f"--{name}: torch is not installed; `pip install 'farcall[bench]'` does")
             picked = [each for each in every if each in asked]
         setattr(options, name, picked)
+    if options.recorded is not None and not options.recorded.is_file():
+        parser.error(f"--recorded: there is no file {options.recorded}")
     # Refused now rather than after minutes of measuring.
     if options.json is not None and not options.json.absolute().parent.is_dir():
         parser.error(f"--json: there is no directory {options.json.parent}")
     return options
+
+
+def read(recorded: Path, cases: Sequence[Case]) -> tuple[list[Case], dict[str, str]]:
+    """The cases of a run that `as_json` has written, and what it stood on. Raises OSError, ValueError."""
+    written = json.loads(recorded.read_text(encoding="utf-8"))
+    found = {case["name"]: case["rounds"] for case in written["cases"]}
+    measured = [case for case in cases if case.name in found]
+    for case in measured:
+        case.rounds.update(found[case.name])
+    return measured, written["machine"]
 
 
 def run(cases: Sequence[Case], systems: Sequence[str], rounds: int, results: Results, notes: Console) -> None:
@@ -178,13 +194,18 @@ def main(arguments: Sequence[str] | None = None) -> int:
         if case.workload in options.workloads
     ]
     results = Results()
-    try:
-        run(cases, options.systems, options.rounds, results, notes)
-    except EndpointFailed as failure:
-        notes.print(f"the bench cannot go on: {failure}", markup=False, style="red")
-        return 1
-    where = report.machine(results)
-    for table in tables(cases, options.systems, options.rounds):
+    if options.recorded is not None:
+        cases, where = read(options.recorded, cases)
+        options.rounds = len(cases[0].rounds[options.systems[0]])
+    else:
+        try:
+            run(cases, options.systems, options.rounds, results, notes)
+        except EndpointFailed as failure:
+            notes.print(f"the bench cannot go on: {failure}", markup=False, style="red")
+            return 1
+        where = report.machine(results)
+    shown = tables(cases, options.systems, options.rounds)
+    for table in shown:
         screen.table(table)
     screen.line(", ".join(f"{name} {value}" for name, value in where.items()))
     if results.disturbed:
@@ -194,6 +215,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if options.json is not None:
         text = json.dumps(as_json(cases, where), indent=2, ensure_ascii=False)
         options.json.write_text(text + "\n", encoding="utf-8")
+    if options.write_readme:
+        Block.of_program("workloads.run").replace(report.in_full(shown, where))
     good = all(case.figure is None or case.figure.verdict in ("met", "aim met") for case in cases)
     return 1 if options.strict and not good else 0
 

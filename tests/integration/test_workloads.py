@@ -85,6 +85,9 @@ def test_both_workloads_run_on_farcall_and_leave_nothing_behind(tmp_path: Path) 
     assert 0 < findings["waiting_p50_us"] < findings["batch_p50_us"]
     assert "steps/s" in done.stdout
     assert "updates/s" in done.stdout
+    again = run("--quick", "--systems", "farcall", "--computing", "numpy", "--recorded", str(found))
+    assert again.returncode == 0, again.stderr
+    assert again.stdout == done.stdout, "what was recorded is shown as it was found"
 
 
 def test_a_worker_that_fails_ends_the_run_with_its_reason(tmp_path: Path) -> None:
@@ -106,6 +109,7 @@ def test_a_worker_that_fails_ends_the_run_with_its_reason(tmp_path: Path) -> Non
     [
         (["--world-size", "2"], "--world-size must be at least 3"),
         (["--rounds", "0"], "--rounds must be at least 1"),
+        (["--recorded", "absent.json"], "--recorded: there is no file absent.json"),
         (["--systems", "rpyc"], "--systems: there is no rpyc; there are farcall, torch"),
         (["--workloads", "chess"], "--workloads: there is no chess; there are rl, ps"),
         (["--json", "nowhere/found.json"], "--json: there is no directory nowhere"),
