@@ -24,7 +24,7 @@ from farcall.agent.poller import READABLE, WRITABLE, Poller
 from farcall.agent.reading import CHUNK, receive_large
 from farcall.agent.returning import Returning
 from farcall.agent.sending import InParts, Sender, Traffic
-from farcall.agent.shortcuts import accept, receive_beside
+from farcall.agent.shortcuts import abandon, accept, receive_beside
 from farcall.agent.tending import ENOUGH
 from farcall.errors import ProtocolError, SerializationError
 from farcall.protocol.control import REMOTE_SIZE, unpack_remote, unpack_section
@@ -399,6 +399,6 @@ class Incoming:
 
     def abandon(self) -> None:
         """In a forked child: the connection is the parent's, and stays as it is there."""
-        self._ring = self._sender.ring = None
+        abandon((self._ring,) if self._ring is not None else (), self._sender)
         self._channel.abandon()
         self.lane.abandon()

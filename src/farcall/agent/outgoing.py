@@ -31,7 +31,7 @@ from farcall.agent.poller import HUNG_UP, READABLE, WRITABLE, Poller, new_poll
 from farcall.agent.reading import CANNOT_WAIT, CHUNK, LOOK_AGAIN, Reading, first_pause, receive_large
 from farcall.agent.sending import LARGE, MAX_WAITING, Sender, Traffic
 from farcall.agent.serving import Serving
-from farcall.agent.shortcuts import AFTER, offer, receive_beside
+from farcall.agent.shortcuts import AFTER, abandon, offer, receive_beside
 from farcall.agent.spinning import Dozing, Spinning
 from farcall.agent.supervisor import Supervisor
 from farcall.agent.turns import Bells, Turns
@@ -71,10 +71,9 @@ class Outgoing:
         self.pending: dict[int, PendingCall] = {}
         self.peer, self.number, self._channel, self.lane = peer, number, channel, lane
         self._descriptor = channel.fileno()
-        self._poller, self._serving, self.book = poller, serving, book
+        self._poller, self._serving, self.book, self._on_news, self._on_lost = poller, serving, book, on_news, on_lost
         self._late: set[int] = set()  # calls whose time was over: their replies may bring references to be given back
         self._awaits_control = False  # what was sent about references is not acknowledged yet
-        self._on_news, self._on_lost = on_news, on_lost
         self.new_reply: Callable[..., Reply] = Reply  # the agent sets another one if not all may be loaded
         self._ids, self.told_ids, self._decoder = itertools.count(1), itertools.count(TOLD), Decoder()
         self._decoder.shared, self._decoder.returned = lane.take, lane.take_returned
@@ -187,13 +186,15 @@ class Outgoing:
     def _sending_failed(self, error: OSError) -> None:
         """It has hung up, most likely: what it said before that, perhaps good-bye, is read first."""
         poll = new_poll(self._descriptor)
-        while self._lost is None and poll(0) and self.receive_in_background():
+        while self._lost is None and (poll(0) or rest(self._rings)) and self.receive_in_background():
             pass
         self.lose(f"sending to it failed: {error}")
 
     def _sending_interrupted(self, error: BaseException, must_arrive: bool) -> None:
         if must_arrive or self._sender.is_broken():  # a part of a message may be gone
             self.interrupted(error)
+        else:
+            self._handle(WRITABLE)  # others may have left it to this thread to send theirs, or to knock
 
     def is_lost(self) -> bool:
         """Whether it is closed, and what was sent on it may not have arrived."""
@@ -236,29 +237,31 @@ class Outgoing:
             if self._receiving:
                 raise UsageError(CANNOT_WAIT.format("reading a reply"))
             poll = new_poll(self._descriptor)  # one that polls already cannot be used
-        while not future._state and self._lost is None and (nested or not line):  # else those go first, further out
-            if spinning.look(poll, self._rings):
-                self._receive(future)
-                continue
-            began = monotonic()
-            left = deadline - began
-            if left <= 0:
-                break
-            if self._sender.busy:
-                self.check_wait()
-            pause = min(2 * pause, LOOK_AGAIN) if pause else first_pause()
-            if self._serving.doze(self._dozing, poll):
-                self._receive(future)
-                continue
-            with asleep():
-                came = poll(math.ceil(min(left, pause) * 1000))
-            if came:
-                spinning.slept(monotonic() - began)
-                self._receive(future)
-            else:
-                self._handle(WRITABLE)  # a thread that was to send for others as well may have been interrupted
-        if nested and rest(self._rings):  # who waits further out may be about to sleep
-            self._receive(None)
+        try:
+            while not future._state and self._lost is None and (nested or not line):  # else those go first, further out
+                if spinning.look(poll, self._rings):
+                    self._receive(future)
+                    continue
+                began = monotonic()
+                left = deadline - began
+                if left <= 0:
+                    break
+                if self._sender.busy:
+                    self.check_wait()
+                pause = min(2 * pause, LOOK_AGAIN) if pause else first_pause()
+                if self._serving.doze(self._dozing, poll):
+                    self._receive(future)
+                    continue
+                with asleep():
+                    came = poll(math.ceil(min(left, pause) * 1000))
+                if came:
+                    spinning.slept(monotonic() - began)
+                    self._receive(future)
+                else:
+                    self._handle(WRITABLE)  # a thread that was to send for others as well may have been interrupted
+        finally:
+            if nested and rest(self._rings):  # who waits further out may be about to sleep
+                self._receive(None)
 
     def doze(self, gate: Gate) -> None:
         """See `Readable`."""
@@ -352,18 +355,16 @@ class Outgoing:
         """What has to do with references; the handles of a result that carries some, None for anything else."""
         if kind == CONTROL:
             self.book.control_received(self.number, body)
-            return None
-        if kind == NEWS:
+        elif kind == NEWS:
             self._on_news(self.number, body)
             if self._parting:  # that was its good-bye, and it answers nothing more
                 self.lose(self._parting, advice="")
-            return None
-        if kind == KNOCK:
-            return None
-        if kind != RESULT_CARRYING:
+        elif kind == RESULT_CARRYING:
+            number, carried, _ = unpack_section(head)
+            return self.book.take(self.number, number, carried)
+        elif kind != KNOCK:
             raise ProtocolError(f"a call (kind {kind}) came where only replies may")
-        number, carried, _ = unpack_section(head)
-        return self.book.take(self.number, number, carried)
+        return None
 
     def _dispatch(self, future: Future[Any], callbacks: Callbacks) -> None:
         self._serving.submit(CallbackJob(future, callbacks))
@@ -446,7 +447,7 @@ class Outgoing:
     def abandon(self, error: RpcError) -> None:
         """In a forked child: the connection is the parent's, and stays as it is there."""
         self._lost = error
-        self._rings, self._sender.ring = (), None
+        abandon(self._rings, self._sender)
         self._channel.abandon()
         self.lane.abandon()
         while self.pending:

@@ -324,6 +324,8 @@ class Reading:
             seat = self._next() if self._queue else None
             if seat is not None and seat.gate is not None and not self.line:
                 seat.gate.open()
+                if self._watched:  # who leaves is the background reader
+                    self._unwatch()
                 self._holder = seat.thread  # last: until then the role is ours to hand on
                 self._stand_up(seat)
                 return

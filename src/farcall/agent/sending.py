@@ -11,9 +11,9 @@ Rules
 - After the channel broke every call raises `OSError`; what was queued is dropped.
 - An exception that comes from nowhere (Ctrl-C, no memory) in the midst of a send leaves an unknown part of a message
   sent. The channel is of no use then: it is marked broken, before anything else is done.
-- A small message takes the ring, where there is one, if nothing is before it that must go on the channel. Whoever
-  releases the lock looks whether the reader of the ring has gone to sleep just then: the lock is the fence between the
-  two (`transports.rings`).
+- A small message takes the ring, where there is one, if nothing is before it that must go on the channel. Who has put
+  it in looks whether the reader of the ring has gone to sleep just then, and knocks (`transports.rings`). If that is
+  interrupted, whoever sends or flushes next does it, and those who wait for a reply flush now and then.
 - A signal handler or a finalizer may send in the midst of a send of the same thread: the lock lets it in, and it only
   queues its message, whole, for the outer send to take along.
 """
@@ -128,17 +128,11 @@ class Sender:
                     raise
                 self.busy = False
         finally:
-            self._lock.release()  # a fence, too
+            self._lock.release()
         if ring is not None and not ring.words[AWAKE]:
             self._knock(ring)
         if self._later:
             self._send_later()
-
-    def _look_at_ring(self) -> None:
-        """As `send` does it: a signal handler in the midst of this may have used the ring, under the lock still."""
-        ring = self.ring
-        if ring is not None and not ring.words[AWAKE]:
-            self._knock(ring)
 
     def _knock(self, ring: RingWriter) -> None:
         """The reader of the ring is not looking; it is told if something is in there, which it may have missed."""
@@ -166,7 +160,6 @@ class Sender:
         """
         with self._lock:
             self._send_behind(pieces)
-        self._look_at_ring()
         if self._later:
             self._send_later()
 
@@ -201,7 +194,7 @@ class Sender:
                     raise
                 self.busy = False
         finally:
-            self._lock.release()  # a fence, too
+            self._lock.release()
         if ring is not None and not ring.words[AWAKE]:
             self._knock(ring)
         if later:
@@ -255,7 +248,6 @@ class Sender:
                 self._send_behind((start + part,))
             else:
                 self._send_behind((start, part), keep=True)
-        self._look_at_ring()
         if self._later:
             self._send_later()
 

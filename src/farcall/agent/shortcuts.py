@@ -78,3 +78,15 @@ def receive_beside(ring: RingReader, channel: Channel, decoder: Decoder) -> list
         messages = decoder.feed(data) if data else None
     ring.had(decoder.received)
     return messages
+
+
+def abandon(rings: Sequence[RingReader], sender: Sender) -> None:
+    """In a forked child, for both ends that a connection has here: neither touches the parent's memory any more.
+
+    The child may have been made by a signal handler, in the midst of reading or sending, which goes on in it as well.
+    """
+    for ring in rings:
+        ring.abandon()
+    writer, sender.ring = sender.ring, None
+    if writer is not None:
+        writer.abandon()

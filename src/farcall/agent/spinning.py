@@ -146,14 +146,13 @@ class Spinning(Trust):
     def look(self, poll: Callable[[int], list[Any]], rings: Sequence[RingReader] = ()) -> list[Any]:
         """What `poll(0)` gives, tried for a moment if that has paid before; nothing if the thread should sleep.
 
-        The same of `rings`, by their events. Those who put something in know that somebody looks, until this gives
-        nothing.
+        The same of `rings`, by their events. They rest if it gives nothing, and only then (`transports.rings`).
         """
         if self._resting:
             self._resting -= 1
-            return rest(rings) if rings else []
+            return rest(rings)
         if not self._budget:
-            return rest(rings) if rings else []
+            return rest(rings)
         for ring in rings:
             if not ring.words[AWAKE]:
                 ring.words[AWAKE] = 1

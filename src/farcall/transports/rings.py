@@ -8,7 +8,7 @@ One direction, of `RING_SIZE` bytes; the first is that of who has made the memor
     offset  size   what (numbers of 8 bytes, in the machine's own order)
     0       8      HEAD: bytes ever put in; set by the writer
     64      8      TAIL: bytes ever taken out; set by the reader, as are the next two
-    128     8      AWAKE: 1 while the reader will look again before it sleeps
+    128     8      AWAKE: 0 if the reader sleeps, or may; 1 if who sleeps next will look before that
     136     8      READ: bytes that the reader has had from the socket so far
     256     65536  the bytes: number n of all is at n modulo 65536
 
@@ -18,13 +18,37 @@ Rules
 - *Order.* The writer puts something in only if the reader has had all that went on the socket before (READ). So what is
   in the ring was always sent before what is still in the socket. A reader that has received from the socket looks into
   the ring after that, and before it sets READ: what it finds there comes first.
-- *Sleep.* The reader sets AWAKE to 0, and then looks once more (`rest`), before it does anything but poll. The writer
-  sets HEAD, and then looks at AWAKE once more: if it is 0, it sends a *knock* through the socket. So either the reader
-  sees what is there, or the knock wakes it. Between setting and looking each has a fence, or the processor might look
-  first. All other order is kept by the processor itself, if it is an x86 (`is_possible`).
+- *Sleep.* Whoever is about to sleep until the socket has something sets AWAKE to 0 first, and then looks into the ring
+  (`rest`). The writer sets HEAD, and then looks at AWAKE once more: if it is 0, it sends a *knock* through the socket.
+  So either the reader sees what is there, or the knock wakes it.
+- *Fences.* In these two places, and nowhere else, something is read after something was written, and the order matters.
+  An x86 keeps all other order by itself (`is_possible`), but it may read first there: what is written waits in a buffer
+  of the core. So both have a `fence` in between. The sender's lock is none: it may be taken twice by one thread, and
+  then only a number is counted down when it is released.
 - *Trust.* What the other side writes is a number that may be anything. Nobody reads or writes outside of the ring for
   it, or waits for it. A reader whose HEAD cannot be says so by a `ProtocolError`; a writer takes the socket.
 - An interrupt (Ctrl-C) in the midst of `put` or `take` leaves the connection of no use, as one in a socket's would.
+- A forked child has the memory, too. It lets go of both ends (`abandon`) before it does anything else.
+
+AWAKE stays 1 while the reader deals with what it has found, or does something else altogether: what comes meanwhile
+waits in the ring, as it would wait in the socket, and nobody is to be woken for it. For whoever could be woken by the
+socket has let the ring rest before. These are all who sleep there, and how each comes to that:
+
+    who sleeps                                  where it lets the ring rest
+    a thread that waits for its reply           `Spinning.look` gives nothing only after that: the time is over, others
+      (`Outgoing.read_until`)                   want the core, or spinning does not pay
+    the same, around a wait of a signal         the inner wait does so on its every way out, and takes what is there
+      handler or finalizer in that thread
+    the serving pool, for a connection that     as it is asked to watch (`Outgoing.watch_in_background`), before the
+      nobody reads (`Reading`)                  role is free; nobody reads while it watches
+    the background reader, for a moment         `Outgoing.receive_in_background`
+    the leader of the serving pool              `Serving._handle_events`: by `look`, or at once while functions run
+    the leader, a ring being no longer hot      `HotRings.warm`, for the one that makes room
+    nobody, as the connection is closed         not at all: the other side sees the socket's end
+
+So these leave AWAKE as it is: a hit; an error or Ctrl-C anywhere; a reader that leaves the role or gives way to threads
+that take turns; a leader that runs a function or is deposed. The next one who reads, or sleeps, finds what has come,
+and if there is none, nobody waits for it: the supervisor has a connection watched on which something is awaited.
 
 Not locked: one thread at a time may write, and one may read.
 """
@@ -32,6 +56,7 @@ Not locked: one thread at a time may write, and one may read.
 from __future__ import annotations
 
 import os
+import sys
 from _thread import allocate_lock
 from collections.abc import Sequence
 from typing import Any, Final
@@ -54,18 +79,28 @@ PAIR_SIZE: Final = 2 * RING_SIZE
 
 
 def is_possible() -> bool:
-    """Whether this machine keeps the order of what it writes, and of what it reads."""
-    return os.uname().machine == "x86_64"
+    """Whether this machine keeps the order of what it writes, and of what it reads, and this interpreter does."""
+    return os.uname().machine == "x86_64" and sys.implementation.name == "cpython"
 
 
 def fence() -> None:
-    """Nothing that is read after it is read before what was written before it is there for all to see."""
-    allocate_lock().acquire(False)  # one instruction in there has this effect, and nothing is left that is locked
+    """What was written before is there for all to see before anything is read after it.
+
+    To take a lock that is free is one instruction that has this effect, in every version: it compares and exchanges. A
+    lock that is taken would not do. It is seen by a plain read that it is, in C, and nothing else is done. Hence a new
+    one each time: it is free, whoever else is here, and an interrupt leaves nothing locked.
+    """
+    allocate_lock().acquire(False)
 
 
 def _words(memory: memoryview) -> memoryview:
     # A memoryview moves a number of this format by one instruction, so that nobody sees half of it.
     return memory[:_WORDS].cast("Q")
+
+
+def _nothing() -> tuple[memoryview, memoryview]:
+    memory = memoryview(bytearray(RING_SIZE))
+    return _words(memory), memory[_WORDS:]
 
 
 class RingWriter:
@@ -82,7 +117,7 @@ class RingWriter:
         """How many bytes were put in so far."""
 
     def put(self, message: bytes, sent: int) -> bool:
-        """Puts the message in, if the reader is awake; whether it did. Then there must be a fence and `is_unseen`.
+        """Puts the message in, if the reader is awake; whether it did. Then AWAKE must be looked at: see `is_unseen`.
 
         `sent`: how many bytes have gone to the other side before it, through the ring or not.
         """
@@ -103,12 +138,17 @@ class RingWriter:
             self._data[begin:] = message[:fits]
             self._data[: end - CAPACITY] = message[fits:]
         self.head = words[HEAD] = head + size
+        fence()
         return True
 
     def is_unseen(self) -> bool:
         """Whether the reader, which has slept by now, may have missed something: it needs a knock."""
         words = self.words
         return bool(not words[AWAKE] and words[TAIL] != self.head)
+
+    def abandon(self) -> None:
+        """In a forked child: the ring is the parent's. Nothing is put in here any more, by whoever is about to."""
+        self.words, self._data = _nothing()
 
 
 class RingReader:
@@ -152,9 +192,16 @@ class RingReader:
         """So many bytes have come so far, through the ring or not. All that is still in the ring is newer."""
         self.words[READ] = received - self.taken
 
+    def abandon(self) -> None:
+        """In a forked child: the ring is the parent's. Nothing is taken out here any more, by whoever is about to."""
+        self.words, self._data = _nothing()
+        self.taken = 0
+
 
 def rest(rings: Sequence[RingReader]) -> list[Any]:
-    """Nobody polls these any more; the events of those that have something, which must be taken now."""
+    """Somebody is about to sleep; the events of those that have something, which must be taken instead."""
+    if not rings:
+        return []
     for ring in rings:
         ring.words[AWAKE] = 0
     fence()
