@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
+import contextlib
+import itertools
 from collections.abc import Callable
 from typing import Any
 
 import pytest
 
 from farcall.agent.sending import Sender
-from farcall.agent.shortcuts import accept, receive_beside
+from farcall.agent.shortcuts import abandon, accept, receive_beside
 from farcall.errors import ProtocolError
 from farcall.protocol.wire import CALL, HEADER, KNOCK, Decoder, encode
 from farcall.transports.rings import AWAKE, PAIR_SIZE, RING_SIZE, RingReader, RingWriter, found, rest
 from interleaving import Schedule, explore
+from interruption import At, Interrupt
 
 LINES = ("transports/rings.py", "agent/shortcuts.py", "agent/test_shortcuts.py", "agent/sending.py")
 GREETING = 40
@@ -217,3 +220,70 @@ def test_rings_are_accepted_once() -> None:
     assert accept([bytearray(PAIR_SIZE)], sender, 0, "event").event == "event"
     with pytest.raises(ProtocolError, match="were offered"):
         accept([bytearray(PAIR_SIZE)], sender, 0, None)
+
+
+# Interrupts
+
+
+PATH = ("agent/sending.py", "transports/rings.py", "agent/shortcuts.py")
+
+
+@pytest.mark.parametrize("way", ["send", "flush"])
+def test_an_interrupt_at_any_point_of_a_send_leaves_all_of_it_or_a_broken_channel(way: str) -> None:
+    """What is in the ring is whole, and who sends or flushes next knocks for it."""
+    for point in itertools.count():
+        here = Connection()
+        here.ring.words[AWAKE] = 1
+        if way == "flush":
+            here.sender.queue(message(0))
+        with contextlib.suppress(Interrupt), At(PATH, (point,)) as at:
+            if way == "flush":
+                here.sender.flush()
+            else:
+                here.sender.send(message(0))
+        here.ring.words[AWAKE] = 0  # the reader sleeps by now, and has seen nothing
+        if here.sender.is_broken():
+            with pytest.raises(ConnectionError):
+                here.sender.send(message(1))
+        else:
+            here.sender.flush()
+            assert here.socket.data or not here.ring.has_some(), f"nobody is woken: {at.places}"
+            while here.socket.data or here.ring.has_some():
+                here.receive()
+            assert here.got == [0] or (at.places and not here.got), at.places
+        if not at.has_acted:
+            assert point > 5
+            return
+
+
+def test_an_interrupt_at_any_point_of_receiving_is_not_swallowed() -> None:
+    """Bytes may be lost then: whoever reads gives the connection up."""
+    for point in itertools.count():
+        here = Connection()
+        here.ring.words[AWAKE] = 1
+        here.sender.send(message(0))
+        interrupted = True
+        with contextlib.suppress(Interrupt), At(PATH, (point,)) as at:
+            here.receive()
+            interrupted = False
+        assert interrupted == at.has_acted, at.places
+        if not at.has_acted:
+            assert point > 2
+            assert here.got == [0]
+            return
+
+
+def test_a_forked_child_in_the_midst_of_it_touches_nothing() -> None:
+    here = Connection()
+    here.ring.words[AWAKE] = 1
+    here.sender.send(message(0))
+    words, data, writer = here.ring.words, here.ring._data, here.sender.ring
+    before = bytes(words), bytes(data)
+    assert writer is not None
+    abandon([here.ring], here.sender)
+    assert rest([here.ring]) == []
+    assert here.ring.take() == b""
+    here.ring.had(77)
+    assert not writer.put(message(1), here.sender.sent)
+    assert here.sender.ring is None
+    assert (bytes(words), bytes(data)) == before
