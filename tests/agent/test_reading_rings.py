@@ -190,16 +190,19 @@ def test_the_background_reader_does_not_watch_on_while_another_reads() -> None:
     assert not wire.awake
 
 
+def explore_both_orders() -> None:
+    for replies in [(0, 1), (1, 0)]:
+        explore(lambda schedule, replies=replies: beside_a_callback(schedule, replies), (), 1)
+
+
 def test_planted_a_watch_that_goes_on_while_somebody_reads_is_caught(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(RingWire, "turns", NoTurns)
     monkeypatch.setattr(Reading, "_unwatch", lambda self: None)
     with pytest.raises(AssertionError):
-        for replies in [(0, 1), (1, 0)]:
-            explore(lambda schedule, replies=replies: beside_a_callback(schedule, replies), (), 1)
+        explore_both_orders()
 
 
 def test_planted_a_watch_beside_a_ring_that_is_awake_is_caught(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(RingWire, "watch_in_background", Wire.watch_in_background)
     with pytest.raises(Deadlock):
-        for replies in [(0, 1), (1, 0)]:
-            explore(lambda schedule, replies=replies: beside_a_callback(schedule, replies), (), 1)
+        explore_both_orders()

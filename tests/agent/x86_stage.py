@@ -1,8 +1,8 @@
 """Two processes on an x86, over every order in which its cores may do things: what a shortcut must survive.
 
 Each core has a buffer: what it writes goes there, and from there to the memory that both see, in that order, at some
-time. It sees what is in its own buffer, and nothing of the other's. A fence waits until the buffer is empty. A socket is
-taken to be memory as well, though the system's calls are fences in fact: what holds here holds there all the more.
+time. It sees what is in its own buffer, and nothing of the other's. A fence waits until the buffer is empty. A socket
+is taken to be memory as well, though the system's calls are fences in fact: what holds here holds there all the more.
 
 The two sides are the real code, and no thread runs it: all that a side knows is what its steps have given so far. So it
 is run anew from the beginning with these results, up to the first step that has none yet, and that step is taken next,
@@ -191,7 +191,7 @@ class Model:
         """The next step of that side; None if it has ended."""
         results, known = state.results[side], self._known[side]
         if results not in known:
-            Side.now = Side("writer reader".split()[side], results)
+            Side.now = Side(("writer", "reader")[side], results)
             try:
                 got = self._bodies[side]()
                 known[results] = None

@@ -227,7 +227,7 @@ def test_forked_children_leave_the_rings_alone(workers: StartWorkers) -> None:
 
 
 def test_whoever_sleeps_at_a_socket_has_let_the_ring_rest(workers: StartWorkers) -> None:
-    """Threads that take turns, callbacks, signal handlers that wait, calls that call back: AWAKE is 0 at every sleep."""
+    """Threads that take turns, callbacks, signal handlers that wait, calls that call back: AWAKE is 0 at each sleep."""
     script = (
         EARLY
         + """
