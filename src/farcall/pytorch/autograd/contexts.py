@@ -26,7 +26,7 @@ import logging
 import sys
 import threading
 from collections import OrderedDict
-from collections.abc import Hashable
+from collections.abc import Hashable, Iterator, MutableMapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Final, NamedTuple, Protocol
 
@@ -132,6 +132,31 @@ class _Memory:
         return name in self._names
 
 
+class Gradients(MutableMapping[torch.Tensor, torch.Tensor]):
+    """The gradients of variables. torch hashes tensors in Python, so they are kept by the ids of the variables."""
+
+    __slots__ = ("by_id",)
+
+    def __init__(self) -> None:
+        self.by_id: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
+        """The variable and its gradient."""
+
+    def __getitem__(self, variable: torch.Tensor) -> torch.Tensor:
+        return self.by_id[id(variable)][1]
+
+    def __setitem__(self, variable: torch.Tensor, gradient: torch.Tensor) -> None:
+        self.by_id[id(variable)] = variable, gradient
+
+    def __delitem__(self, variable: torch.Tensor) -> None:
+        del self.by_id[id(variable)]
+
+    def __iter__(self) -> Iterator[torch.Tensor]:
+        return (variable for variable, _ in self.by_id.values())
+
+    def __len__(self) -> int:
+        return len(self.by_id)
+
+
 class DistAutogradContext:
     """What this worker knows of one distributed forward pass, and of the backward passes over it."""
 
@@ -144,7 +169,7 @@ class DistAutogradContext:
         self.received: dict[int, Received] = {}
         self.known_workers: dict[int, WorkerInfo] = {}
         """To whom calls were made in it."""
-        self.gradients: dict[torch.Tensor, torch.Tensor] = {}
+        self.gradients = Gradients()
         self.passes: dict[PassId, LocalPass | PartedPass] = {}
         self.forgotten: set[int] = set()
         """The requests to which no reply is awaited any more."""
@@ -205,6 +230,12 @@ class DistAutogradContext:
                 f"Could not find autograd context with id: {self.context_id}: it was released while a call in it was "
                 "under way. Wait for the calls of a context inside of its `with` block"
             )
+
+    def gradients_of(self, variables: Sequence[torch.Tensor]) -> list[torch.Tensor | None]:
+        """The gradients of these; None for one that has none."""
+        with self.lock:
+            found = self.gradients.by_id
+            return [found[id(each)][1] if id(each) in found else None for each in variables]
 
     def everybody(self) -> list[WorkerInfo]:
         """The workers that have to do with it: whom we called, and who sent us tensors."""
