@@ -26,7 +26,7 @@ import logging
 import sys
 import threading
 from collections import OrderedDict
-from collections.abc import Hashable, Iterator, MutableMapping, Sequence
+from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Final, NamedTuple, Protocol
 
@@ -34,6 +34,7 @@ import torch
 
 from farcall.futures import Future
 from farcall.protocol.ids import WorkerInfo
+from farcall.pytorch.autograd.accumulating import GradientTable
 
 if TYPE_CHECKING:
     from farcall.pytorch.autograd.parted import PartedPass
@@ -132,31 +133,6 @@ class _Memory:
         return name in self._names
 
 
-class Gradients(MutableMapping[torch.Tensor, torch.Tensor]):
-    """The gradients of variables. torch hashes tensors in Python, so they are kept by the ids of the variables."""
-
-    __slots__ = ("by_id",)
-
-    def __init__(self) -> None:
-        self.by_id: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
-        """The variable and its gradient."""
-
-    def __getitem__(self, variable: torch.Tensor) -> torch.Tensor:
-        return self.by_id[id(variable)][1]
-
-    def __setitem__(self, variable: torch.Tensor, gradient: torch.Tensor) -> None:
-        self.by_id[id(variable)] = variable, gradient
-
-    def __delitem__(self, variable: torch.Tensor) -> None:
-        del self.by_id[id(variable)]
-
-    def __iter__(self) -> Iterator[torch.Tensor]:
-        return (variable for variable, _ in self.by_id.values())
-
-    def __len__(self) -> int:
-        return len(self.by_id)
-
-
 class DistAutogradContext:
     """What this worker knows of one distributed forward pass, and of the backward passes over it."""
 
@@ -169,7 +145,7 @@ class DistAutogradContext:
         self.received: dict[int, Received] = {}
         self.known_workers: dict[int, WorkerInfo] = {}
         """To whom calls were made in it."""
-        self.gradients = Gradients()
+        self.gradients = GradientTable()
         self.passes: dict[PassId, LocalPass | PartedPass] = {}
         self.forgotten: set[int] = set()
         """The requests to which no reply is awaited any more."""

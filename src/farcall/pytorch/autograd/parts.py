@@ -67,7 +67,7 @@ class Part(NamedTuple):
         for node in self.received:
             origins.append(node.origin)
             for place in range(len(node.origin.likes)):
-                edges.append(GradientEdge(node, place))  # noqa: PERF401
+                edges.append(GradientEdge(node, place))
         found: Found = Variable._execution_engine.run_backward(
             self.starts,
             tuple(gradients),

@@ -6,6 +6,7 @@ tensors that require gradients are replaced before the call is pickled as any ot
 
 Rules
 - What cannot be seen through, a request as well as a reply, goes in an envelope.
+- What is small and flat, as most is, needs not even to be pickled (`flat`).
 - A place is a path of indices and keys, from outside to inside. What is on the way there is copied, not changed.
 """
 
@@ -198,9 +199,9 @@ def call_shortly(
     if named is None:
         return None
     run = run_in_context if async_result(function) is None else run_in_context_later
-    if run is run_in_context and not kwargs and (row := flatten(args, to)) is not None:
-        if torch.is_grad_enabled() or not row.tensors:
-            return _call_flat(agent, to, named, row, timeout, unattended)
+    row = flatten(args, to) if run is run_in_context and not kwargs else None
+    if row is not None and (torch.is_grad_enabled() or not row.tensors):
+        return _call_flat(agent, to, named, row, timeout, unattended)
     values = (tuple(args), dict(kwargs))
     glance = Glance(values, to)
     if not glance.is_clear:
