@@ -258,7 +258,7 @@ def test_small_arguments_go_in_a_row_and_others_do_not(tmp_path: Path, monkeypat
 
         monkeypatch.setattr(short_calls, "_call_flat", noting)
         factor = rpc.remote("worker1", made_factor)
-        factor.to_here()
+        assert factor.confirmed_by_owner()
         x, y = leaf(), torch.ones(5000, requires_grad=True)
         with autograd.context() as context_id:
             total = rpc.rpc_sync("worker1", times, (factor, x, 3)).sum()
