@@ -9,9 +9,9 @@ from typing import Any
 import pytest
 
 import farcall
+from eventually import eventually
 from farcall import ReferenceRefused, RpcBackendOptions, RRef, UsageError, api
 from farcall.testing import LocalGroup
-from eventually import eventually
 from gates import new_gate, wait_at
 from group_stage import call, echo
 from reference_stage import (
