@@ -2,20 +2,23 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 import pytest
 from planted_bugs import G2Dropped
 
 from farcall.testing import random_schedules, simulate
 from farcall.testing.random_schedules import RandomSchedule
+from farcall.testing.simulated_workers import SimulatedWorker
 
 
 @pytest.fixture
 def broken_protocol(monkeypatch: pytest.MonkeyPatch) -> None:
     def broken(seed: int, workers: int, steps: int) -> RandomSchedule:
-        return RandomSchedule(seed, workers, steps, references=G2Dropped)
+        return RandomSchedule(seed, workers, steps, new_worker=partial(SimulatedWorker, references=G2Dropped))
 
     def shorten(failure: object, workers: int) -> object:
-        return random_schedules.shorten(failure, workers, references=G2Dropped)  # type: ignore[arg-type]
+        return random_schedules.shorten(failure, workers, new_worker=partial(SimulatedWorker, references=G2Dropped))  # type: ignore[arg-type]
 
     monkeypatch.setattr(simulate, "RandomSchedule", broken)
     monkeypatch.setattr(simulate, "shorten", shorten)
@@ -61,7 +64,7 @@ def test_one_schedule_is_replayed(capsys: pytest.CaptureFixture[str]) -> None:
 
 def test_a_failing_schedule_is_replayed(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     def replay(schedule: object, workers: int) -> object:
-        return random_schedules.replay(schedule, workers, references=G2Dropped)  # type: ignore[arg-type]
+        return random_schedules.replay(schedule, workers, new_worker=partial(SimulatedWorker, references=G2Dropped))  # type: ignore[arg-type]
 
     monkeypatch.setattr(simulate, "replay", replay)
     steps = "call 1 0; pass 1 0 1; drop 1 1; deliver 1 0 1; ack 1 0; deliver 1 0 3; deliver 1 0 2"

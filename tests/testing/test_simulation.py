@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 import pytest
@@ -12,7 +13,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 from farcall.protocol.ids import ForkId, RRefId
 from farcall.protocol.references import References
 from farcall.testing.invariants import BrokenInvariant, check_answered, check_live, check_settled
-from farcall.testing.simulated_workers import CONFIRMED, ORPHANED, PENDING, REFUSED
+from farcall.testing.simulated_workers import CONFIRMED, ORPHANED, PENDING, REFUSED, SimulatedWorker
 from farcall.testing.simulation import SimulatedNetwork, parse, show
 
 ANY = st.integers(0, 11)
@@ -265,7 +266,7 @@ class Raises(References):
 
 
 def test_an_exception_of_the_protocol_breaks_lawful_and_brings_its_schedule() -> None:
-    network = play("make 0; call 1 0", references=Raises)
+    network = play("make 0; call 1 0", new_worker=partial(SimulatedWorker, references=Raises))
     with pytest.raises(BrokenInvariant, match=r"LAWFUL: 'deliver 1 0 1' raised KeyError") as caught:
         network.step("deliver", 1, 0, 1)
     assert show(caught.value.schedule) == "make 0; call 1 0; deliver 1 0 1"

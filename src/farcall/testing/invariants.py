@@ -87,6 +87,8 @@ def check_answered(workers: Workers, alive: Iterable[SimulatedWorker], asked: Co
                 continue
             owned = owner.references.owned.get(reference)
             if owned is None or owned.created or owned.forks.get(fork) != worker.me or reference.creator in owner.lost:
+                if worker.has_to_say(fork) or owner.has_to_say(fork):
+                    continue
                 raise BrokenInvariant("ANSWERED", f"worker {worker.me} waits for an answer about {fork} of {reference}")
 
 
