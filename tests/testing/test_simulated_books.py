@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from farcall.agent.hearing import create_answered
-from farcall.errors import OwnerLost
+from farcall.errors import OwnerLost, ReferenceRefused
 from farcall.protocol.ids import ForkId, RRefId
 from farcall.testing import simulated_books
 from farcall.testing.invariants import BrokenInvariant
@@ -146,3 +146,17 @@ def test_what_is_left_of_a_book_is_said(spoil: Callable[[BookWorker], Any], what
     spoil(worker)
     with pytest.raises(BrokenInvariant, match=f"EMPTY: the book of worker 1 still has {what}"):
         worker.check(at_the_end=True)
+
+
+def test_the_owner_passes_on_what_has_come_back_too_late_and_its_receiver_finds_an_error() -> None:
+    network = play(
+        "make 2; pass 2 1 1; deliver 2 1 1; drop 2 1; work 2; pass 1 0 1; crash 1; tell 2 1; deliver 1 0 1; "
+        "pass 0 2 1; deliver 0 2 1; pass 2 0 2"
+    )
+    reference = RRefId(2, 2, 1)
+    assert reference in network.workers[2].released
+    assert network.step("deliver", 2, 0, 2)
+    assert [handle.standing for handle in network.workers[0].handles.values()] == [PENDING, CONFIRMED]
+    with pytest.raises(ReferenceRefused):
+        book_worker(network, 2).book.value(reference).value()
+    network.finish()
