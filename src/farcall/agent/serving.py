@@ -300,7 +300,7 @@ class Serving:
             reply = job.run()
         except BaseException as error:
             reply = self._escaped(job, error)
-        if perf_counter() - began - follower.rested < SLOW:
+        if perf_counter() - began - follower.rested < SLOW / 2:
             self._slow.pop(job.kind, None)
         self._answer(job, reply)
 
