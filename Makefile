@@ -39,7 +39,7 @@ bench: $(BENCH_VENV)/.installed  ## measure against torch, RPyC and raw sockets 
 bench-peers: $(PEERS_VENV)/.peers  ## farcall beside eight others (large download, once): ARGS="--quick", ARGS="--write-docs"
 	$(PEERS_VENV)/bin/farcall bench --peers all $(ARGS)
 
-simulate: $(VENV)/.installed  ## run random schedules of the reference protocol: ARGS="--schedules 1000000"
+simulate: $(VENV)/.installed  ## run random schedules of the reference protocol: ARGS="--schedules 1000000", ARGS="--books"
 	$(VENV)/bin/python -m farcall.testing.simulate --jobs 2 $(ARGS)
 
 simulate-group: $(VENV)/.installed  ## groups of up to 1,000 workers join, churn and agree, in virtual time

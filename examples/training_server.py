@@ -94,6 +94,7 @@ def main() -> None:
     if world_size != 4:
         raise SystemExit("the story has four workers: farcall run -n 4 examples/training_server.py")
     torch.set_num_threads(1)
+    torch.manual_seed(rank)
     rpc.init_rpc(f"worker{rank}", rank=rank, world_size=world_size)
     if rank == 0:
         watch(options.steps, options.plot)

@@ -97,13 +97,13 @@ TORCH_LIMIT = 150.0
 def test_training_with_a_server_brings_the_losses_down_and_draws_them(tmp_path: Path) -> None:
     pytest.importorskip("matplotlib")
     plot = tmp_path / "losses.png"
-    result = run_example("training_server.py", 4, "--steps", "25", "--plot", str(plot), limit=TORCH_LIMIT)
+    result = run_example("training_server.py", 4, "--steps", "60", "--plot", str(plot), limit=TORCH_LIMIT)
     assert (result.returncode, result.stderr) == (0, "")
     *losses, drawn = result.stdout.splitlines()
     for trainer, line in zip(("worker2", "worker3"), losses, strict=True):
         match = re.fullmatch(rf"worker0 \| {trainer}: loss (\d\.\d\d) at first, (\d\.\d\d) at the end", line)
         assert match, line
-        assert float(match[2]) < 0.8 * float(match[1])
+        assert float(match[2]) < 0.8 * float(match[1])  # by far: the two train one table, as it happens
     assert drawn == "worker0 | the losses are drawn in losses.png"
     assert plot.read_bytes().startswith(b"\x89PNG")
 

@@ -12,7 +12,7 @@ from collections import Counter
 import pytest
 from worker_processes import StartWorkers
 
-SECONDS = float(os.environ.get("FARCALL_STRESS_SECONDS", "20"))
+SECONDS = float(os.environ.get("FARCALL_STRESS_SECONDS", "8"))
 THREADS = 16
 
 SCRIPT = """

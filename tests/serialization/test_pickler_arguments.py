@@ -98,7 +98,18 @@ def test_plain_arrays_too() -> None:
 
 @pytest.mark.parametrize(
     "args",
-    [(), [1], None, ([1],), (1, (2,)), (Number(3),), (b"x",), (np.arange(2), 1), (1, np.arange(2)), (np.int64(1),)],
+    [
+        (),
+        [1],
+        None,
+        ([1],),
+        (1, (2,)),
+        (Number(3),),
+        (b"x" * 16384,),
+        (np.arange(2), 1),
+        (1, np.arange(2)),
+        (np.int64(1),),
+    ],
 )
 def test_what_is_not_plain_goes_the_long_way(args: Any) -> None:
     assert dumps_plain_arguments(args) is None

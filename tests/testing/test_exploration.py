@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 import pytest
 from planted_bugs import G2Dropped, NoDeduplication
 
@@ -9,6 +11,7 @@ from farcall.testing.exploration import Bound, Exploration
 from farcall.testing.explore import FIRST_STEPS, main
 from farcall.testing.invariants import BrokenInvariant
 from farcall.testing.random_schedules import replay
+from farcall.testing.simulated_workers import SimulatedWorker
 from farcall.testing.simulation import Step, show
 
 
@@ -62,7 +65,7 @@ def test_what_it_finds_is_a_shortest_schedule_that_plays_on_the_simulated_networ
     assert explored.broken.invariant == "LENT"
     assert len(explored.broken.schedule) == 6
     with pytest.raises(BrokenInvariant, match="LENT"):
-        replay(explored.broken.schedule, 3, references=G2Dropped)
+        replay(explored.broken.schedule, 3, new_worker=partial(SimulatedWorker, references=G2Dropped))
 
 
 def test_a_message_that_is_taken_twice_is_found() -> None:

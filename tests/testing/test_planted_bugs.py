@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import NamedTuple
 
 import pytest
@@ -11,6 +12,7 @@ from farcall.testing.exploration import Bound, Exploration
 from farcall.testing.explore import FIRST_STEPS
 from farcall.testing.invariants import BrokenInvariant
 from farcall.testing.random_schedules import RandomSchedule
+from farcall.testing.simulated_workers import SimulatedWorker
 from farcall.testing.simulation import show
 
 MOST_SCHEDULES = 2000
@@ -28,7 +30,7 @@ class Caught(NamedTuple):
 def by_schedules(bug: Planted) -> Caught | None:
     for seed in range(MOST_SCHEDULES):
         try:
-            RandomSchedule(seed, **bug.classes).run()
+            RandomSchedule(seed, new_worker=partial(SimulatedWorker, **bug.classes)).run()
         except BrokenInvariant as broken:
             return Caught(seed + 1, broken)
     return None

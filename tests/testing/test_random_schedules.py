@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 import pytest
@@ -9,6 +10,7 @@ from planted_bugs import G2Dropped
 
 from farcall.testing.invariants import BrokenInvariant
 from farcall.testing.random_schedules import RandomSchedule, replay, shorten
+from farcall.testing.simulated_workers import SimulatedWorker
 from farcall.testing.simulation import SimulatedNetwork, Step, parse, show
 
 
@@ -26,7 +28,7 @@ def test_everything_happens_in_some_schedule() -> None:
     words = {step[0] for seed in range(300) for step in RandomSchedule(seed).run().schedule}
     assert words == {
         "make", "call", "pass", "use", "draft", "abandon", "drop", "keep", "deliver", "again", "lose", "resend", "ack",
-        "cut", "heal", "crash", "tell", "restart", "greet", "illegal",
+        "cut", "heal", "crash", "tell", "restart", "greet", "illegal", "ask", "answer",
     }  # fmt: skip
 
 
@@ -48,7 +50,7 @@ def test_a_printed_schedule_plays_again() -> None:
 
 def first_failure() -> tuple[BrokenInvariant, int]:
     for seed in range(1000):
-        schedule = RandomSchedule(seed, references=G2Dropped)
+        schedule = RandomSchedule(seed, new_worker=partial(SimulatedWorker, references=G2Dropped))
         workers = len(schedule.network.workers)
         try:
             schedule.run()
@@ -59,7 +61,7 @@ def first_failure() -> tuple[BrokenInvariant, int]:
 
 def broken_by(schedule: list[Step], workers: int) -> str | None:
     try:
-        replay(schedule, workers, references=G2Dropped)
+        replay(schedule, workers, new_worker=partial(SimulatedWorker, references=G2Dropped))
     except BrokenInvariant as broken:
         return broken.invariant
     return None
@@ -68,18 +70,18 @@ def broken_by(schedule: list[Step], workers: int) -> str | None:
 def test_a_failing_schedule_fails_again_from_its_text() -> None:
     broken, workers = first_failure()
     with pytest.raises(BrokenInvariant) as caught:
-        replay(parse(show(broken.schedule)), workers, references=G2Dropped)
+        replay(parse(show(broken.schedule)), workers, new_worker=partial(SimulatedWorker, references=G2Dropped))
     assert str(caught.value) == str(broken)
 
 
 def test_a_failing_schedule_is_shortened_to_what_matters() -> None:
     broken, workers = first_failure()
     before = len(broken.schedule)
-    short = shorten(broken, workers, references=G2Dropped)
+    short = shorten(broken, workers, new_worker=partial(SimulatedWorker, references=G2Dropped))
     assert short.invariant == broken.invariant
     assert len(short.schedule) < before
     for position in range(len(short.schedule)):
         shorter = short.schedule[:position] + short.schedule[position + 1 :]
         assert broken_by(shorter, workers) != short.invariant, "a step could have been left out"
     with pytest.raises(BrokenInvariant, match=short.invariant):
-        replay(short.schedule, workers, references=G2Dropped)
+        replay(short.schedule, workers, new_worker=partial(SimulatedWorker, references=G2Dropped))

@@ -2,20 +2,23 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 import pytest
 from planted_bugs import G2Dropped
 
 from farcall.testing import random_schedules, simulate
 from farcall.testing.random_schedules import RandomSchedule
+from farcall.testing.simulated_workers import SimulatedWorker
 
 
 @pytest.fixture
 def broken_protocol(monkeypatch: pytest.MonkeyPatch) -> None:
-    def broken(seed: int, workers: int, steps: int) -> RandomSchedule:
-        return RandomSchedule(seed, workers, steps, references=G2Dropped)
+    def broken(seed: int, workers: int, steps: int, *, new_worker: object) -> RandomSchedule:
+        return RandomSchedule(seed, workers, steps, new_worker=partial(SimulatedWorker, references=G2Dropped))
 
-    def shorten(failure: object, workers: int) -> object:
-        return random_schedules.shorten(failure, workers, references=G2Dropped)  # type: ignore[arg-type]
+    def shorten(failure: object, workers: int, *, new_worker: object) -> object:
+        return random_schedules.shorten(failure, workers, new_worker=partial(SimulatedWorker, references=G2Dropped))  # type: ignore[arg-type]
 
     monkeypatch.setattr(simulate, "RandomSchedule", broken)
     monkeypatch.setattr(simulate, "shorten", shorten)
@@ -54,14 +57,26 @@ def test_a_failure_is_printed_with_its_seed_and_schedule(capsys: pytest.CaptureF
     assert "again:\n  python -m farcall.testing.simulate --workers " in printed
 
 
+def test_it_runs_schedules_with_the_books_of_agents(capsys: pytest.CaptureFixture[str]) -> None:
+    assert simulate.main(["--books", "--schedules", "30", "--seed", "3"]) == 0
+    assert capsys.readouterr().out.startswith("30 schedules from seed 3, ")
+    assert simulate.main(["--books", "--workers", "2", "--replay", "ask 1 0; deliver 1 0 1; count 0; work 1"]) == 0
+    assert capsys.readouterr().out == "all invariants held at every step\n"
+
+
+def test_a_finding_with_books_says_so_where_it_says_how_to_play_it_again() -> None:
+    found = simulate.Finding(1, 2, "what", "make 0", "make 0", "what", books=True)
+    assert 'farcall.testing.simulate --books --workers 2 --replay "make 0"' in str(found)
+
+
 def test_one_schedule_is_replayed(capsys: pytest.CaptureFixture[str]) -> None:
     assert simulate.main(["--workers", "2", "--replay", "call 1 0; deliver 1 0 1; drop 1 1"]) == 0
     assert capsys.readouterr().out == "all invariants held at every step\n"
 
 
 def test_a_failing_schedule_is_replayed(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
-    def replay(schedule: object, workers: int) -> object:
-        return random_schedules.replay(schedule, workers, references=G2Dropped)  # type: ignore[arg-type]
+    def replay(schedule: object, workers: int, *, new_worker: object) -> object:
+        return random_schedules.replay(schedule, workers, new_worker=partial(SimulatedWorker, references=G2Dropped))  # type: ignore[arg-type]
 
     monkeypatch.setattr(simulate, "replay", replay)
     steps = "call 1 0; pass 1 0 1; drop 1 1; deliver 1 0 1; ack 1 0; deliver 1 0 3; deliver 1 0 2"

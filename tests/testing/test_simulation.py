@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 import pytest
@@ -12,7 +13,8 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 from farcall.protocol.ids import ForkId, RRefId
 from farcall.protocol.references import References
 from farcall.testing.invariants import BrokenInvariant, check_answered, check_live, check_settled
-from farcall.testing.simulated_workers import CONFIRMED, ORPHANED, PENDING, REFUSED
+from farcall.testing.simulated_books import BookWorker
+from farcall.testing.simulated_workers import CONFIRMED, ORPHANED, PENDING, REFUSED, SimulatedWorker
 from farcall.testing.simulation import SimulatedNetwork, parse, show
 
 ANY = st.integers(0, 11)
@@ -22,9 +24,11 @@ ANY = st.integers(0, 11)
 class References_under_any_schedule(RuleBasedStateMachine):  # noqa: N801 - it is the name of a test
     """Hypothesis plays the programs, the network and the machines."""
 
+    kind: type[SimulatedWorker] = SimulatedWorker
+
     @initialize(workers=st.integers(2, 4))
     def begin(self, workers: int) -> None:
-        self.network = SimulatedNetwork(workers)
+        self.network = SimulatedNetwork(workers, new_worker=self.kind)
 
     def someone(self, number: int) -> int:
         return self.network.alive[number % len(self.network.alive)].me
@@ -40,9 +44,20 @@ class References_under_any_schedule(RuleBasedStateMachine):  # noqa: N801 - it i
     def make(self, worker: int) -> None:
         self.network.step("make", self.someone(worker))
 
-    @rule(worker=ANY, owner=ANY)
-    def call(self, worker: int, owner: int) -> None:
-        self.network.step("call", self.someone(worker), self.anyone(owner))
+    @rule(word=st.sampled_from(["call", "ask"]), worker=ANY, owner=ANY)
+    def call(self, word: str, worker: int, owner: int) -> None:
+        self.network.step(word, self.someone(worker), self.anyone(owner))
+
+    @precondition(lambda self: self.network.answers)
+    @rule(number=ANY)
+    def answer(self, number: int) -> None:
+        self.network.step("answer", *self.network.answers[number % len(self.network.answers)])
+
+    @precondition(lambda self: self.network.chores())
+    @rule(number=ANY)
+    def do_a_chore(self, number: int) -> None:
+        chores = self.network.chores()
+        self.network.step(*chores[number % len(chores)])
 
     @rule(word=st.sampled_from(["pass", "use", "draft"]), worker=ANY, to=ANY, number=ANY)
     def pass_one(self, word: str, worker: int, to: int, number: int) -> None:
@@ -124,6 +139,16 @@ TestReferences = References_under_any_schedule.TestCase
 TestReferences.settings = settings(
     max_examples=300, stateful_step_count=40, deadline=None, derandomize=True, suppress_health_check=list(HealthCheck)
 )
+
+
+class Books_under_any_schedule(References_under_any_schedule):  # noqa: N801
+    """The same, with the book of a real agent in each worker."""
+
+    kind = BookWorker
+
+
+TestBooks = Books_under_any_schedule.TestCase
+TestBooks.settings = settings(TestReferences.settings, max_examples=100)
 
 
 # -- steps
@@ -265,7 +290,7 @@ class Raises(References):
 
 
 def test_an_exception_of_the_protocol_breaks_lawful_and_brings_its_schedule() -> None:
-    network = play("make 0; call 1 0", references=Raises)
+    network = play("make 0; call 1 0", new_worker=partial(SimulatedWorker, references=Raises))
     with pytest.raises(BrokenInvariant, match=r"LAWFUL: 'deliver 1 0 1' raised KeyError") as caught:
         network.step("deliver", 1, 0, 1)
     assert show(caught.value.schedule) == "make 0; call 1 0; deliver 1 0 1"

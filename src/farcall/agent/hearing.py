@@ -67,12 +67,7 @@ def hear_acknowledged(book: ReferenceBook, sender: Worker, upto: int) -> None:
         boxes.delivery.acknowledged(sender, upto)  # which raises, if it is not lost
         return
     kept = link.unacknowledged
-    taken = []
-    for number in kept:  # in the order of their numbers
-        if number > upto:
-            break
-        taken.append(number)
-    for number in taken:
+    for number in link.kept_upto(upto):
         parcel = kept[number]
         held = held_forks.get(parcel.fork) if isinstance(parcel, RemoteFrame) else None
         if held is None or not isinstance(parcel, RemoteFrame):
@@ -139,7 +134,7 @@ def hear_messages(book: ReferenceBook, sender: Worker, entries: Iterable[Entry])
                 if held.dropped and len(held.children) == 1 and held.standing is not UNCONFIRMED:
                     owner = held.reference[0]
                     there = links.get(owner)
-                    if held.standing is CONFIRMED and held.parent is None and there is not None:
+                    if held.standing is CONFIRMED and there is not None:  # which has told its parent
                         outbox = outboxes.get(owner)
                         if outbox is None:
                             outbox = outboxes[owner] = []

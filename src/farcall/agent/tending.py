@@ -45,7 +45,7 @@ def tend(book: ReferenceBook) -> None:
             link = links.get(owner)
             parcel = link.unacknowledged.get(number) if link is not None else None
             held = held_forks.get(parcel.fork) if isinstance(parcel, RemoteFrame) else None
-            if held is None or held.dropped or held.standing is not UNCONFIRMED:
+            if held is None or held.dropped:
                 left += [delivered[0]]
                 del delivered[0]
                 continue
@@ -74,7 +74,7 @@ def tend(book: ReferenceBook) -> None:
                 if known is not None:
                     del handles[fork]
                 del dropped[0]
-            elif held.parent is not None or held.standing is not CONFIRMED:
+            elif held.standing is not CONFIRMED:
                 left += [dropped[0]]
                 del dropped[0]
             else:

@@ -34,6 +34,15 @@ class Link(Generic[M]):
         self.unacknowledged: dict[int, M] = {}
         self.received = Watermark()
 
+    def kept_upto(self, upto: int) -> list[int]:
+        """The numbers of the messages that are kept, up to that one."""
+        numbers = []
+        for number in self.unacknowledged:  # in the order of their numbers
+            if number > upto:
+                break
+            numbers.append(number)
+        return numbers
+
 
 class Delivery(Generic[M]):
     """The numbered messages between this worker and its peers."""
@@ -92,13 +101,7 @@ class Delivery(Generic[M]):
         if link is not None:
             if upto > link.last:
                 raise ProtocolError(f"worker {peer} acknowledged message {upto}; the last one sent is {link.last}")
-            kept = link.unacknowledged
-            taken = []
-            for number in kept:  # in the order of their numbers
-                if number > upto:
-                    break
-                taken.append(number)
-            messages = [kept.pop(number) for number in taken]
+            messages = [link.unacknowledged.pop(number) for number in link.kept_upto(upto)]
         return messages
 
     def taken(self, peer: Worker, number: int) -> M | None:

@@ -26,7 +26,7 @@ import torch
 from farcall.api import current_agent, is_initialized
 from farcall.errors import NotAllowedError
 from farcall.security.allowed import Allowed, register_own
-from farcall.serialization import find_guarded, loads, loads_guarded
+from farcall.serialization import find_guarded, loads, loads_guarded, resolve_function
 from farcall.sleeping import on_serving_thread
 
 F = TypeVar("F", bound=Callable[..., Any])
@@ -69,6 +69,19 @@ def judge_function(function: Any) -> None:
     guard.check_function(module, name)
     if find_guarded(module, name, guard) is not function:
         raise NotAllowedError(f"`{module}.{name}` is not allowed: something else has that name")
+
+
+def find_function(named: bytes) -> Any:
+    """The function that these bytes name (`encode_function`). Raises `SerializationError` if there is none here.
+
+    `NotAllowedError` if others may not call it here.
+    """
+    guard = guard_here()
+    if guard is None:
+        return resolve_function(named)
+    module, _, name = named.decode().partition("\0")
+    guard.check_function(module, name)
+    return find_guarded(module, name, guard)
 
 
 def judge_script(name: str) -> None:

@@ -20,6 +20,7 @@ from farcall.futures import Future
 from farcall.protocol.ids import RRefId
 from farcall.protocol.ids import WorkerInfo as AnyWorkerInfo
 from farcall.protocol.wire import PRESENCE, TYPE
+from farcall.pytorch.autograd.flat import travels_as_numbers
 from farcall.pytorch.autograd.short_calls import see_through
 from farcall.pytorch.constants import UNSET_RPC_TIMEOUT
 from farcall.pytorch.envelopes import rides_along
@@ -272,7 +273,12 @@ def _receive_here(reference: tuple[int, int, int], label: int) -> RRef[Any]:
     return rref
 
 
+def _numbers(rref: RRef[Any], to: AnyWorkerInfo) -> tuple[int, int, int, int] | None:
+    return (*rref._handle.reference, rref._label) if _told(rref, to) is not None else None
+
+
 see_through(RRef, _told)
+travels_as_numbers(RRef, _numbers, lambda *numbers: _receive_here(numbers[:3], numbers[3]))
 
 
 def _unique(creator: int, number: int) -> str:

@@ -23,10 +23,19 @@ from farcall.serialization.pickler import (
     loads_atom,
     not_rebuilt,
 )
-from farcall.serialization.plain_arrays import MARK, OUT_OF_BAND_SIZE, code_of, register_kind, small_array
+from farcall.serialization.plain_arrays import (
+    ARRAYS,
+    MARK,
+    OUT_OF_BAND_SIZE,
+    code_of,
+    pack_value,
+    register_kind,
+    small_array,
+)
 from farcall.serialization.reducers import dumps_reduced, register_family_reducer, register_reducer
 
 __all__ = [
+    "ARRAYS",
     "ATOMS",
     "MARK",
     "OUT_OF_BAND_SIZE",
@@ -58,6 +67,7 @@ __all__ = [
     "not_rebuilt",
     "offered",
     "offering",
+    "pack_value",
     "register_family_reducer",
     "register_kind",
     "register_plain",

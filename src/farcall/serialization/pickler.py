@@ -41,7 +41,7 @@ from farcall.serialization.plain_arrays import (
     pack_value,
     unpack,
 )
-from farcall.serialization.raw import RAW, has_raw, lifted
+from farcall.serialization.raw import LEAST, RAW, has_raw, lifted
 from farcall.serialization.reducers import REDUCERS, dumps_reduced
 from farcall.serialization.unpicklable import find_unpicklable, type_name
 
@@ -197,7 +197,7 @@ def as_arguments(sent: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
 
 
 def dumps_plain_arguments(args: Sequence[Any]) -> Pickled | None:
-    """The arguments of a call that are all plain arrays, or all of `ATOMS`; None for others, as for none.
+    """The arguments of a call that are all plain arrays, or all of `ATOMS` or few bytes; None for others, as for none.
 
     The same as `dumps_arguments` with fewer frames, for what is sent most. They carry no handles.
     """
@@ -206,7 +206,7 @@ def dumps_plain_arguments(args: Sequence[Any]) -> Pickled | None:
     if type(args[0]) in ARRAYS:
         return pack_arguments(args)
     for value in args:
-        if value is not None and type(value) not in ATOMS:
+        if value is not None and type(value) not in ATOMS and (type(value) is not bytes or len(value) >= LEAST):
             return None
     return _pickle_dumps(args, 5), _NO_BUFFERS
 
@@ -214,7 +214,7 @@ def dumps_plain_arguments(args: Sequence[Any]) -> Pickled | None:
 def dumps_plain_result(value: Any) -> Pickled | None:
     """The same for a result, which is not None."""
     kind = type(value)
-    if kind in ATOMS:
+    if kind in ATOMS or (kind is bytes and len(value) < LEAST):
         return _pickle_dumps(value, 5), _NO_BUFFERS
     return pack_value(value) if kind in ARRAYS else None
 

@@ -11,6 +11,7 @@ from farcall.protocol.reference_messages import (
     ChildAccepted,
     CreateDelivered,
     CreateRequest,
+    Effect,
     Event,
     ForkAccepted,
     ForkRefused,
@@ -128,16 +129,20 @@ def illegal_events(references: References) -> list[Event]:
     return [event for kind in _KINDS for event in kind(references)]
 
 
-def check_unchanged(references: References, kind: int | None = None) -> None:
+def check_unchanged(
+    references: References, kind: int | None = None, handle: Callable[[Event], list[Effect]] | None = None
+) -> None:
     """UNCHANGED: an illegal event raises `ProtocolError` and changes nothing.
 
-    All that are known for this state are tried, or only the `kind`-th, counted round.
+    All that are known for this state are tried, or only the `kind`-th, counted round. `handle` takes them, where it is
+    not the protocol itself.
     """
+    handle = handle or references.handle
     events = illegal_events(references)
     before = tables(references)
     for event in events if kind is None else [events[kind % len(events)]]:
         try:
-            effects = references.handle(event)
+            effects = handle(event)
         except ProtocolError:
             if tables(references) != before:
                 raise BrokenInvariant("UNCHANGED", f"worker {references.me} refused {event}, and has changed") from None

@@ -7,15 +7,12 @@ wrong in few handles that are passed on quickly while a message of theirs is lat
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from random import Random
 from typing import TypeVar
 
-from farcall.protocol.delivery import Delivery
-from farcall.protocol.ids import Worker
-from farcall.protocol.references import References
 from farcall.testing.invariants import BrokenInvariant
-from farcall.testing.simulated_workers import Parcel, Payload
+from farcall.testing.simulated_workers import NewWorker, Parcel, SimulatedWorker
 from farcall.testing.simulation import SimulatedNetwork, Step
 
 T = TypeVar("T")
@@ -33,17 +30,17 @@ class RandomSchedule:
         workers: int = WORKERS,
         steps: int = STEPS,
         *,
-        references: Callable[[Worker], References] = References,
-        delivery: Callable[[], Delivery[Payload]] = Delivery,
+        new_worker: NewWorker = SimulatedWorker,
     ) -> None:
         self._random = Random(seed).random
         self._steps = 1 + self._below(2 * steps)
-        self.network = SimulatedNetwork(2 + self._below(max(1, workers - 1)), references=references, delivery=delivery)
+        self.network = SimulatedNetwork(2 + self._below(max(1, workers - 1)), new_worker=new_worker)
         self._faults = self._random() < 0.5  # of the network
         self._crashes = (0, 0, 1, 1, 1, 2)[self._below(6)]
         self._unmade = 1 + self._below(4)  # references: few, so that much happens to each
         count = len(self.network.workers)
         self._slow = self._below(count), self._below(count)
+        self._keen = (0.1, 0.3, 0.6)[self._below(3)]  # on chores
 
     def run(self) -> SimulatedNetwork:
         """Plays it. Raises `BrokenInvariant`."""
@@ -66,7 +63,11 @@ class RandomSchedule:
         network, dice = self.network, self._random()
         if not network.alive:
             return
-        if dice < 0.45 and network.under_way:
+        if (chores := network.chores()) and self._random() < self._keen:
+            network.step(*self._choose(chores))
+        elif network.answers and self._random() < 0.2:
+            network.step("answer", *self._choose(network.answers))
+        elif dice < 0.45 and network.under_way:
             self._move_a_message()
         elif dice < 0.85:
             self._let_a_program_act()
@@ -104,7 +105,10 @@ class RandomSchedule:
         if self._faults:
             dice = self._random()
             word = "deliver" if dice < 0.7 else "again" if dice < 0.85 else "lose"
-        self.network.step(word, *key)
+        if word != "lose" and len(keys) > 1 and self._random() < 0.3:
+            self.network.step(word, *key[:2], *[number for *link, number in keys if (*link,) == key[:2]])
+        else:
+            self.network.step(word, *key)
 
     def _trouble_a_link(self) -> None:
         network = self.network
@@ -120,11 +124,13 @@ class RandomSchedule:
         holders = [worker for worker in alive if worker.handles]
         if self._unmade and (not holders or dice < 0.15):
             self._unmade -= 1
-            me = self._choose(alive).me
+            worker = self._choose(alive)
+            me = worker.me
             if self._random() < 0.4:
                 step("make", me)
             else:
-                step("call", me, self._below(len(self.network.workers)))
+                brought = [self._choose(list(worker.handles))] if worker.handles and self._random() < 0.2 else []
+                step("call" if self._random() < 0.5 else "ask", me, self._below(len(self.network.workers)), *brought)
             return
         if not holders:
             return
@@ -162,11 +168,10 @@ def replay(
     schedule: Iterable[Step],
     workers: int,
     *,
-    references: Callable[[Worker], References] = References,
-    delivery: Callable[[], Delivery[Payload]] = Delivery,
+    new_worker: NewWorker = SimulatedWorker,
 ) -> SimulatedNetwork:
     """Plays a schedule that was printed, and then lets it come to rest. Raises `BrokenInvariant`."""
-    network = SimulatedNetwork(workers, references=references, delivery=delivery)
+    network = SimulatedNetwork(workers, new_worker=new_worker)
     for step in schedule:
         network.step(*step)
     network.finish()
@@ -177,8 +182,7 @@ def shorten(
     broken: BrokenInvariant,
     workers: int,
     *,
-    references: Callable[[Worker], References] = References,
-    delivery: Callable[[], Delivery[Payload]] = Delivery,
+    new_worker: NewWorker = SimulatedWorker,
 ) -> BrokenInvariant:
     """The same invariant broken by fewer steps: steps are left out while it stays broken, until none can be."""
     steps = list(broken.schedule)
@@ -188,7 +192,7 @@ def shorten(
         for position in reversed(range(len(steps))):
             shorter = steps[:position] + steps[position + 1 :]
             try:
-                replay(shorter, workers, references=references, delivery=delivery)
+                replay(shorter, workers, new_worker=new_worker)
             except BrokenInvariant as again:
                 if again.invariant == broken.invariant:
                     broken, steps, tried = again, shorter, 0

@@ -1,5 +1,6 @@
 """`python -m farcall.testing.simulate`: random schedules of the reference protocol, for as long as asked.
 
+With `--books`, each worker has the book of a real agent (`simulated_books.py`) instead of the bare protocol.
 Exits with 0 if all ran clean, with 1 at the first that did not: its seed, its schedule and the shortest form of it are
 printed, and how to play them again.
 """
@@ -21,6 +22,8 @@ from typing import NamedTuple
 
 from farcall.testing.invariants import BrokenInvariant
 from farcall.testing.random_schedules import STEPS, WORKERS, RandomSchedule, replay, shorten
+from farcall.testing.simulated_books import BookWorker
+from farcall.testing.simulated_workers import SimulatedWorker
 from farcall.testing.simulation import parse, show
 
 CHUNK = 500
@@ -36,9 +39,10 @@ class Finding(NamedTuple):
     schedule: str
     shortened: str
     shortened_what: str
+    books: bool = False
 
     def __str__(self) -> str:
-        again = f"python -m farcall.testing.simulate --workers {self.workers} --replay"
+        again = f"python -m farcall.testing.simulate{' --books' * self.books} --workers {self.workers} --replay"
         return (
             f"seed {self.seed}, {self.workers} workers\n  {self.what}\n  {self.schedule}\n"
             f"shortened\n  {self.shortened_what}\n  {self.shortened}\n"
@@ -54,20 +58,20 @@ class Done(NamedTuple):
     finding: Finding | None
 
 
-def run_chunk(first: int, count: int, workers: int, steps: int) -> Done:
+def run_chunk(first: int, count: int, workers: int, steps: int, books: bool = False) -> Done:
     """Runs the schedules of so many seeds, up to the first that fails."""
     made = 0
+    kind = _kind(books)
     for seed in range(first, first + count):
-        schedule = RandomSchedule(seed, workers, steps)
+        schedule = RandomSchedule(seed, workers, steps, new_worker=kind)
         started_with = len(schedule.network.workers)
         try:
             made += len(schedule.run().schedule)
         except BrokenInvariant as broken:
             what, happened = str(broken), show(broken.schedule)
-            short = shorten(broken, started_with)
-            return Done(
-                seed - first + 1, made, Finding(seed, started_with, what, happened, show(short.schedule), str(short))
-            )
+            short = shorten(broken, started_with, new_worker=kind)
+            found = Finding(seed, started_with, what, happened, show(short.schedule), str(short), books)
+            return Done(seed - first + 1, made, found)
     return Done(count, made, None)
 
 
@@ -79,11 +83,12 @@ def run(
     schedules: int | None,
     seconds: float | None,
     progress: Callable[[int, float], None],
+    books: bool = False,
 ) -> Done:
     """Runs so many schedules, or for so long, in `jobs` processes; ends at the first finding."""
     began = perf_counter()
     done = Done(0, 0, None)
-    for chunk in _chunks(partial(_chunk_or_none, first, schedules, seconds, began), workers, steps, jobs):
+    for chunk in _chunks(partial(_chunk_or_none, first, schedules, seconds, began), jobs, workers, steps, books):
         done = Done(done.schedules + chunk.schedules, done.steps + chunk.steps, done.finding or chunk.finding)
         progress(done.schedules, perf_counter() - began)
         if done.finding:
@@ -101,11 +106,17 @@ def _chunk_or_none(
     return (first + index * CHUNK, count) if count > 0 else None
 
 
-def _chunks(chunk: Callable[[int], tuple[int, int] | None], workers: int, steps: int, jobs: int) -> Iterator[Done]:
+def _kind(books: bool) -> type[SimulatedWorker]:
+    return BookWorker if books else SimulatedWorker
+
+
+def _chunks(
+    chunk: Callable[[int], tuple[int, int] | None], jobs: int, workers: int, steps: int, books: bool
+) -> Iterator[Done]:
     indices = itertools.count()
     if jobs == 1:
         while (seeds := chunk(next(indices))) is not None:
-            yield run_chunk(*seeds, workers, steps)
+            yield run_chunk(*seeds, workers, steps, books)
         return
     with ProcessPoolExecutor(jobs, mp_context=get_context("spawn"), initializer=gc.freeze) as pool:
         running: set[Future[Done]] = set()
@@ -117,7 +128,7 @@ def _chunks(chunk: Callable[[int], tuple[int, int] | None], workers: int, steps:
                     if seeds is None:
                         more = False
                     else:
-                        running.add(pool.submit(run_chunk, *seeds, workers, steps))
+                        running.add(pool.submit(run_chunk, *seeds, workers, steps, books))
                 finished, running = wait(running, return_when=FIRST_COMPLETED)
                 for future in finished:
                     yield future.result()
@@ -177,27 +188,29 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--steps", type=int, default=STEPS, metavar="N", help=f"so many on average ({STEPS})")
     parser.add_argument("--seed", type=int, metavar="S", help="of the first schedule; the next has the next number")
     parser.add_argument("--jobs", type=int, default=1, metavar="N", help="so many processes (1)")
+    parser.add_argument("--books", action="store_true", help="each worker has the book of references of a real agent")
     options = parser.parse_args(arguments)
     if options.replay is not None:
-        return _replay(options.replay, options.workers)
+        return _replay(options.replay, options.workers, options.books)
     seconds = options.minutes * 60 if options.minutes else None
     schedules = options.schedules or (None if seconds else 10_000)
     first = random.randrange(10**9) * 1000 if options.seed is None else options.seed
     began = perf_counter()
     with shown_progress(schedules, seconds) as progress:
-        done = run(first, options.workers, options.steps, max(1, options.jobs), schedules, seconds, progress)
+        jobs = max(1, options.jobs)
+        done = run(first, options.workers, options.steps, jobs, schedules, seconds, progress, options.books)
     elapsed = perf_counter() - began
     print(
         f"{done.schedules:,} schedules from seed {first}, {done.steps:,} steps, in {elapsed:,.1f} s: "
-        f"{done.schedules / elapsed:,.0f} schedules/s with {max(1, options.jobs)} process(es)"
+        f"{done.schedules / elapsed:,.0f} schedules/s with {jobs} process(es)"
     )
     print(f"BROKEN: {done.finding}" if done.finding else "all invariants held at every step")
     return 1 if done.finding else 0
 
 
-def _replay(schedule: str, workers: int) -> int:
+def _replay(schedule: str, workers: int, books: bool) -> int:
     try:
-        replay(parse(schedule), workers)
+        replay(parse(schedule), workers, new_worker=_kind(books))
     except BrokenInvariant as broken:
         print(f"BROKEN: {broken}\n  {show(broken.schedule)}")
         return 1

@@ -22,6 +22,7 @@ from farcall.protocol.reference_messages import (
     CreateDelivered,
     CreateRequest,
     Effect,
+    Event,
     HandleDropped,
     HandleKept,
     HandlePassed,
@@ -53,6 +54,7 @@ class Parcel(NamedTuple):
 
 
 Payload: TypeAlias = Message | Parcel
+NewWorker: TypeAlias = "Callable[[Worker], SimulatedWorker]"
 
 
 class Outgoing(NamedTuple):
@@ -129,11 +131,18 @@ class SimulatedWorker:
         self.values.add(reference)
         self._hold(Handle(reference, None, CONFIRMED))
 
-    def call(self, owner: Worker) -> None:
-        """The program calls `remote`."""
+    def call(self, owner: Worker, numbers: Sequence[int] = (), told: bool = False) -> int:
+        """The program calls `remote` with some handles; the number of the message, 0 if the owner is lost.
+
+        It makes no difference here whether it is to be `told` of the value.
+        """
         reference, fork = self.references.new_reference(owner), self.references.new_fork()
         self._hold(Handle(reference, fork, PENDING))
         self.perform(self.references.handle(RemoteCalled(reference, fork)))
+        number = self.outbox[-1].number if owner not in self.lost else 0
+        if numbers:
+            self.send(numbers, owner)
+        return number
 
     def can_pass(self, number: int) -> bool:
         """Whether the program has such a handle, and may use it."""
@@ -183,6 +192,13 @@ class SimulatedWorker:
             named |= {reference.owner, reference.creator, fork.creator}
         return self.unknown.isdisjoint(named)
 
+    def hear(self, sender: Worker, messages: Sequence[tuple[int, Payload]], upto: int) -> list[tuple[int, Payload]]:
+        """Messages come, and an acknowledgement unless it is 0; those that were taken."""
+        taken = [message for message in messages if self.receive(sender, *message)]
+        if upto:
+            self.acknowledged(sender, upto)
+        return taken
+
     def receive(self, sender: Worker, number: int, payload: Payload) -> bool:
         """A message comes, perhaps not for the first time; whether it was taken."""
         if not self.takes(sender, payload) or not self.delivery.receive(sender, number):
@@ -201,6 +217,20 @@ class SimulatedWorker:
         for payload in self.delivery.acknowledged(peer, upto):
             if isinstance(payload, CreateRequest):
                 self.perform(self.references.handle(CreateDelivered(payload.reference, payload.fork)))
+
+    def answered(self, owner: Worker, number: int) -> None:
+        """It is told that a remote call of its has come."""
+        payload = self.delivery.taken(owner, number)
+        if isinstance(payload, CreateRequest):
+            self.perform(self.references.handle(CreateDelivered(payload.reference, payload.fork)))
+
+    def acknowledgement(self, peer: Worker) -> int:
+        """It says up to which number it has taken a peer's messages."""
+        return self.delivery.acknowledgement(peer)
+
+    def unacknowledged(self, peer: Worker) -> list[tuple[int, Payload]]:
+        """What it sends once more."""
+        return self.delivery.unacknowledged(peer)
 
     def creations_to_confirm(self, peer: Worker) -> list[ForkId]:
         """The forks of remote calls of which it does not know yet that the peer has taken them."""
@@ -264,7 +294,28 @@ class SimulatedWorker:
         if handle is not None:  # else the program has let go of it
             handle.standing = standing
 
+    # What it puts off: nothing
+
+    def chores(self) -> list[tuple[str | int, ...]]:
+        """What it could do now by itself, as steps of the network."""
+        return []
+
+    def do_chore(self, word: str, *more: int) -> bool:
+        """Does one of these; whether there was anything to do. Raises `KeyError` if it has no such chore."""
+        raise KeyError(word)
+
+    def has_to_say(self, fork: ForkId) -> bool:
+        """Whether it has decided to say something about the standing of a fork, and put that off."""
+        return False
+
     # Seen from outside
+
+    def check(self, at_the_end: bool = False) -> None:
+        """Raises `BrokenInvariant` if something is wrong with it that has nothing to do with others."""
+
+    def handle_illegal(self, event: Event) -> list[Effect]:
+        """Something happens to it that cannot be. Raises `ProtocolError`, if all is well."""
+        return self.references.handle(event)
 
     def snapshot(self) -> Hashable:
         """All that decides what it will do, and nothing else: equal for two workers that nobody can tell apart."""

@@ -242,6 +242,49 @@ class TestCalls:
             rpc.rpc_sync("alone", value_of, (rpc.RRef(1),))
 
 
+# Flat rows
+
+
+def test_small_arguments_go_in_a_row_and_others_do_not(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def body(rank: int) -> Any:
+        if rank:
+            return None
+        rows: list[int] = []
+        call_flat = short_calls._call_flat
+
+        def noting(agent: Any, to: Any, named: bytes, row: Any, *more: Any) -> Any:
+            rows.append(row.mask)
+            return call_flat(agent, to, named, row, *more)
+
+        monkeypatch.setattr(short_calls, "_call_flat", noting)
+        factor = rpc.remote("worker1", made_factor)
+        assert factor.confirmed_by_owner()
+        x, y = leaf(), torch.ones(5000, requires_grad=True)
+        with autograd.context() as context_id:
+            total = rpc.rpc_sync("worker1", times, (factor, x, 3)).sum()
+            assert rows == [0b10]
+            total = total + rpc.rpc_sync("worker1", times, (factor, x), {"by": 3}).sum()
+            total = total + rpc.rpc_async("worker1", times, (factor, y, 3)).wait().sum()
+            with torch.no_grad():
+                assert rpc.rpc_sync("worker1", times, (factor, x, 3)).tolist() == [6, 6]
+            assert rows == [0b10]
+            autograd.backward(context_id, [total])
+            found = autograd.get_gradients(context_id)
+            assert found[x].tolist() == [12, 12]
+            assert found[y].tolist() == [6] * 5000
+        return True
+
+    assert run_group(tmp_path, body)[0]
+
+
+def made_factor() -> torch.Tensor:
+    return torch.tensor(2.0)
+
+
+def times(factor: Any, tensor: torch.Tensor, by: int) -> torch.Tensor:
+    return factor.local_value() * tensor * by
+
+
 # References
 
 

@@ -10,7 +10,7 @@ Rules
 from __future__ import annotations
 
 import sys
-from collections.abc import MutableMapping, Sequence
+from collections.abc import Iterator, MutableMapping, Sequence
 from functools import cache
 from typing import Any
 
@@ -18,6 +18,31 @@ import torch
 from torch.autograd.graph import get_gradient_edge
 
 Gradients = tuple[torch.Tensor | None, ...]
+
+
+class GradientTable(MutableMapping[torch.Tensor, torch.Tensor]):
+    """The gradients of variables. torch hashes tensors in Python, so they are kept by the ids of the variables."""
+
+    __slots__ = ("by_id",)
+
+    def __init__(self) -> None:
+        self.by_id: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
+        """The variable and its gradient."""
+
+    def __getitem__(self, variable: torch.Tensor) -> torch.Tensor:
+        return self.by_id[id(variable)][1]
+
+    def __setitem__(self, variable: torch.Tensor, gradient: torch.Tensor) -> None:
+        self.by_id[id(variable)] = variable, gradient
+
+    def __delitem__(self, variable: torch.Tensor) -> None:
+        del self.by_id[id(variable)]
+
+    def __iter__(self) -> Iterator[torch.Tensor]:
+        return (variable for variable, _ in self.by_id.values())
+
+    def __len__(self) -> int:
+        return len(self.by_id)
 
 
 def accumulate(

@@ -26,7 +26,7 @@ import logging
 import sys
 import threading
 from collections import OrderedDict
-from collections.abc import Hashable
+from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Final, NamedTuple, Protocol
 
@@ -34,6 +34,7 @@ import torch
 
 from farcall.futures import Future
 from farcall.protocol.ids import WorkerInfo
+from farcall.pytorch.autograd.accumulating import GradientTable
 
 if TYPE_CHECKING:
     from farcall.pytorch.autograd.parted import PartedPass
@@ -144,7 +145,7 @@ class DistAutogradContext:
         self.received: dict[int, Received] = {}
         self.known_workers: dict[int, WorkerInfo] = {}
         """To whom calls were made in it."""
-        self.gradients: dict[torch.Tensor, torch.Tensor] = {}
+        self.gradients = GradientTable()
         self.passes: dict[PassId, LocalPass | PartedPass] = {}
         self.forgotten: set[int] = set()
         """The requests to which no reply is awaited any more."""
@@ -205,6 +206,12 @@ class DistAutogradContext:
                 f"Could not find autograd context with id: {self.context_id}: it was released while a call in it was "
                 "under way. Wait for the calls of a context inside of its `with` block"
             )
+
+    def gradients_of(self, variables: Sequence[torch.Tensor]) -> list[torch.Tensor | None]:
+        """The gradients of these; None for one that has none."""
+        with self.lock:
+            found = self.gradients.by_id
+            return [found[id(each)][1] if id(each) in found else None for each in variables]
 
     def everybody(self) -> list[WorkerInfo]:
         """The workers that have to do with it: whom we called, and who sent us tensors."""

@@ -87,6 +87,8 @@ _RecvRpc: Final = function("torch::distributed::autograd::RecvRpc", _Receive)
 
 
 _RecvRpcBackward: Final[Any] = _RecvRpc._backward_cls
+RECEIVE_FUNCTION: Final[Any] = _RecvRpcBackward
+"""The type of receive functions, for who asks that of many nodes."""
 # Past what `Function.apply` does in Python for functions of programs: defaults of arguments, and functorch.
 _send: Final[Any] = super(Function, _SendRpc).apply
 _receive: Final[Any] = super(Function, _RecvRpc).apply
@@ -95,11 +97,6 @@ _receive: Final[Any] = super(Function, _RecvRpc).apply
 def is_receive_function(node: Any) -> bool:
     """Whether the graph goes on at another worker there."""
     return isinstance(node, _RecvRpcBackward)
-
-
-def origin_of(node: Any) -> Origin:
-    """Where that came from which a receive function has brought."""
-    return node.origin  # type: ignore[no-any-return]
 
 
 def is_hooked(node: Any) -> bool:
@@ -175,9 +172,11 @@ def record_received(
     context: DistAutogradContext, message_id: int, sender: WorkerInfo, tensors: Sequence[torch.Tensor]
 ) -> tuple[torch.Tensor, ...]:
     """These came from that worker; the tensors to use in their place. Raises `RuntimeError` as `record_sent`."""
-    likes = [(each.shape, {"dtype": each.dtype, "device": each.device, "layout": each.layout}) for each in tensors]
+    likes, fresh = [], []
+    for tensor in tensors:
+        likes.append((tensor.shape, {"dtype": tensor.dtype, "device": tensor.device, "layout": tensor.layout}))
+        fresh.append(tensor.data)  # no views: autograd does not let those be changed in place
     origin = Origin(context.context_id, message_id, sender, likes)
-    fresh = [tensor.data for tensor in tensors]  # no views: autograd does not let those be changed in place
     outputs: tuple[torch.Tensor, ...]
     if torch.is_grad_enabled():
         outputs = _receive(_LURE, origin, fresh)

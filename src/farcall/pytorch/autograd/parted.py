@@ -31,6 +31,7 @@ from farcall.futures import Future
 from farcall.protocol.ids import WorkerInfo
 from farcall.pytorch.autograd import trouble
 from farcall.pytorch.autograd.contexts import Contexts, DistAutogradContext, PassId, Sent
+from farcall.pytorch.autograd.flat import read_answer
 from farcall.pytorch.autograd.parts import Part, Produced
 from farcall.sleeping import FOREVER
 
@@ -303,7 +304,12 @@ class PartedPass:
         """Deals with the answer: runs what it brings gradients for. The calls that follow. Raises what went wrong."""
         to = call.to
         try:
-            is_through, brought = call.future.value() or (True, ())
+            answer: Any = call.future.value()
+            if type(answer) is bytes:
+                is_through, message_id, _, gradient = read_answer(answer)
+                brought: Any = ((message_id, [gradient]),)
+            else:
+                is_through, brought = answer or (True, ())
         finally:
             del call  # which has the error, whose traceback holds this frame
         with self._lock:

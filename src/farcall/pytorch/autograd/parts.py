@@ -26,7 +26,7 @@ from torch.autograd.graph import GradientEdge
 from farcall.protocol.ids import WorkerInfo
 from farcall.pytorch.autograd.accumulating import add_up
 from farcall.pytorch.autograd.contexts import DistAutogradContext
-from farcall.pytorch.autograd.nodes import is_hooked, is_receive_function, origin_of
+from farcall.pytorch.autograd.nodes import RECEIVE_FUNCTION, is_hooked
 
 _strided: Final = torch.strided
 _count_holders: Final = sys.getrefcount
@@ -63,12 +63,11 @@ class Part(NamedTuple):
 
         Raises what hooks and nodes raise.
         """
-        origins = [origin_of(node) for node in self.received]
-        edges = [
-            GradientEdge(node, place)
-            for node, origin in zip(self.received, origins, strict=True)
-            for place in range(len(origin.likes))
-        ]
+        origins, edges = [], []  # loops, not comprehensions, each of which is a call: most often there is one to see to
+        for node in self.received:
+            origins.append(node.origin)
+            for place in range(len(node.origin.likes)):
+                edges.append(GradientEdge(node, place))
         found: Found = Variable._execution_engine.run_backward(
             self.starts,
             tuple(gradients),
@@ -81,11 +80,13 @@ class Part(NamedTuple):
         produced = []
         place = len(self.variables)
         for origin in origins:
-            width = len(origin.likes)
-            given = zip(found[place : place + width], origin.likes, strict=True)
-            filled = [torch.zeros(shape, **kind) if each is None else each for each, (shape, kind) in given]
+            filled = []
+            for shape, kind in origin.likes:
+                gradient = found[place]
+                filled.append(torch.zeros(shape, **kind) if gradient is None else gradient)
+                place += 1
             produced.append(Produced(origin.sender, origin.message_id, filled))
-            place += width
+            gradient = None  # who counts holders should not find this frame
         return produced, found
 
     def keep(self, context: DistAutogradContext, found: Found) -> None:
@@ -97,8 +98,7 @@ class Part(NamedTuple):
             return
         used, held = _unshared_holders()
         with context.lock:
-            gradients_here = context.gradients
-            is_first = not gradients_here  # tensors are hashed in Python: not to look is quicker
+            gradients_here = context.gradients.by_id
             for place, variable in enumerate(self.variables):
                 gradient = found[place]
                 if gradient is None:
@@ -106,15 +106,15 @@ class Part(NamedTuple):
                 is_unshared = gradient._use_count() <= used and _count_holders(gradient) <= held
                 if (
                     is_unshared
-                    and (is_first or variable not in gradients_here)
+                    and id(variable) not in gradients_here
                     and gradient.layout is _strided
                     and gradient.is_contiguous()
                     and variable.is_contiguous()
                 ):
-                    gradients_here[variable] = gradient  # as nearly always: what `add_up` would do
+                    gradients_here[id(variable)] = variable, gradient  # as nearly always: what `add_up` would do
                 else:
                     with torch.no_grad():
-                        add_up(gradients_here, variable, gradient, is_unshared)
+                        add_up(context.gradients, variable, gradient, is_unshared)
 
 
 def survey(roots: Sequence[torch.Tensor], sent: Iterable[Any]) -> tuple[Part | None, list[Part]] | None:
@@ -156,7 +156,7 @@ def _walk(starts: Iterable[Any], part: Part, number: int, seen: dict[Any, int], 
             return False
     while ahead:
         node = ahead.pop()
-        if is_receive_function(node):
+        if isinstance(node, RECEIVE_FUNCTION):
             if is_hooked(node):
                 return False
             part.received.append(node)

@@ -18,10 +18,11 @@ from farcall.api import current_agent, is_initialized
 from farcall.backends.interface import MembershipChange
 from farcall.errors import RpcError, RpcTimeoutError, WorkerLost
 from farcall.functions import mark_async
-from farcall.futures import Future
+from farcall.futures import DONE, Future
 from farcall.protocol.ids import WorkerInfo
 from farcall.pytorch.autograd import engine
 from farcall.pytorch.autograd.contexts import Contexts, PassId
+from farcall.pytorch.autograd.flat import answer_of, pack_tensor, tensor_of
 from farcall.pytorch.guarding import check_kinds, check_tensors, may_be_called
 
 logger = logging.getLogger("farcall")
@@ -58,6 +59,9 @@ class AgentPost:
         takes_back: bool,
     ) -> Future[Any]:
         """See `Post`."""
+        packed = [pack_tensor(gradient) for gradient in gradients]
+        if None not in packed:
+            return call(to, _propagate_flat, (context_id, *pass_id, message_id, retain_graph, takes_back, *packed))
         args = (context_id, tuple(pass_id), message_id, gradients, retain_graph, takes_back)
         return call(to, _propagate, args)
 
@@ -162,6 +166,34 @@ def _propagate(
 
 
 @may_be_called
+def _propagate_flat(
+    context_id: int, worker: int, number: int, message_id: int, retain_graph: bool, takes_back: bool, *packed: Any
+) -> Any:
+    """The same where all gradients are small."""
+    check_kinds((context_id, int), (message_id, int), (retain_graph, bool), (takes_back, bool))
+    gradients = [tensor_of(each) for each in packed]
+    pass_id = _pass_id((worker, number))
+    answer = engine.take_part(contexts(), context_id, pass_id, message_id, gradients, retain_graph, takes_back)
+    if type(answer) is tuple and len(answer[1]) == 1:
+        back, brought = answer[1][0]
+        flat = pack_tensor(brought[0]) if len(brought) == 1 else None
+        if flat is not None:
+            return _Settled(answer_of(answer[0], back, 0, flat))
+    return answer if isinstance(answer, Future) else _Settled(answer)
+
+
+class _Settled:
+    """As good as a future, for who runs functions and only looks whether it is done: costs less to make."""
+
+    __slots__ = ("_value",)
+
+    _state = DONE
+
+    def __init__(self, value: Any) -> None:
+        self._value = value
+
+
+@may_be_called
 def _await_end(context_id: int, pass_id: tuple[int, int]) -> Future[Any]:
     check_kinds((context_id, int))
     return _settled(engine.await_end(contexts(), context_id, _pass_id(pass_id)))
@@ -175,7 +207,7 @@ def _settled(answer: Any) -> Future[Any]:
     return future
 
 
-for _function in (_propagate, _await_end):
+for _function in (_propagate, _propagate_flat, _await_end):
     mark_async(_function, _function, lambda name, result: result)
 
 

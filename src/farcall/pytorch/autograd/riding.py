@@ -104,6 +104,18 @@ class AutogradTrip(Trip):
         Ticket.check(words)
         return unpack(self._contexts, self._context, self._to, tensors, words)
 
+    def received(self, tensor: torch.Tensor, stamp: int, message_id: int | None) -> torch.Tensor:
+        """One tensor has come back, with that message if gradients may go there: what to hand out.
+
+        Raises `RuntimeError` if the context is released.
+        """
+        if not self._is_recorded:
+            return tensor
+        self._contexts.hear(stamp)
+        if message_id is None:
+            return tensor
+        return record_received(self._context, message_id, self._to, (tensor,))[0]
+
     def failed(self, error: BaseException) -> None:
         """See `Trip`. No gradients come through this call, nor go: a backward pass must not wait for them."""
         if self._is_recorded and self._message_id is not None:
@@ -144,6 +156,16 @@ class AutogradVisit(Visit):
         """See `Visit`."""
         ticket = self._ticket
         return pack(self._contexts, self._context, self._caller, tensors, ticket.is_recorded, ticket.message_id)
+
+    def sent(self, tensor: torch.Tensor) -> tuple[int, int]:
+        """One tensor goes back, as the result: the stamp and the number of the message.
+
+        Raises `RuntimeError` if the context is released.
+        """
+        message_id, stamp = self._contexts.new_message()
+        if tensor.requires_grad:
+            record_sent(self._context, message_id, stamp, self._caller, (tensor,), self._ticket.message_id)
+        return stamp, message_id
 
     def failed(self) -> None:
         """See `Visit`. The caller must not wait for gradients of what it sent."""

@@ -14,7 +14,7 @@ from farcall.pytorch.autograd import engine, post
 def _get_gradients(context_id: int) -> Dict[torch.Tensor, torch.Tensor]:  # noqa: UP006
     context = post.contexts().retrieve(context_id)
     with context.lock:
-        return dict(context.gradients)
+        return dict(context.gradients.by_id.values())
 
 
 def _dist_backward(context_id: int, roots: List[torch.Tensor], retain_graph: bool) -> None:  # noqa: UP006

@@ -6,6 +6,7 @@ tensors that require gradients are replaced before the call is pickled as any ot
 
 Rules
 - What cannot be seen through, a request as well as a reply, goes in an envelope.
+- What is small and flat, as most is, needs not even to be pickled (`flat`).
 - A place is a path of indices and keys, from outside to inside. What is on the way there is copied, not changed.
 """
 
@@ -25,10 +26,21 @@ from farcall.backends.running import run_here
 from farcall.functions import async_result, mark_async
 from farcall.futures import Future
 from farcall.protocol.ids import WorkerInfo
+from farcall.pytorch.autograd.flat import (
+    Row,
+    answer_of,
+    flatten,
+    pack_ids,
+    pack_tensor,
+    read_answer,
+    read_ids,
+    unflatten,
+)
+from farcall.pytorch.autograd.nodes import record_sent
 from farcall.pytorch.autograd.post import contexts, contexts_of, take_releases
 from farcall.pytorch.autograd.riding import AutogradRider, AutogradTrip, AutogradVisit, Ticket
 from farcall.pytorch.envelopes import ReplyEnvelope, Tensors, rides_alone
-from farcall.pytorch.guarding import check_kinds, judge_function, may_be_called
+from farcall.pytorch.guarding import check_kinds, find_function, judge_function, may_be_called
 from farcall.pytorch.workers import WorkerInfo as TorchWorkerInfo
 from farcall.pytorch.workers import as_torch
 from farcall.serialization import encode_function
@@ -183,26 +195,63 @@ def call_shortly(
     """
     if not rides_alone(RIDER, agent, to):
         return None
+    named = encode_function(function)
+    if named is None:
+        return None
+    run = run_in_context if async_result(function) is None else run_in_context_later
+    row = flatten(args, to) if run is run_in_context and not kwargs else None
+    if row is not None and (torch.is_grad_enabled() or not row.tensors):
+        return _call_flat(agent, to, named, row, timeout, unattended)
     values = (tuple(args), dict(kwargs))
     glance = Glance(values, to)
-    if not glance.is_clear or encode_function(function) is None:
+    if not glance.is_clear:
         return None
     here = contexts()
     departure = _Departure(here, here.current(), to)
     departure.released = released = take_releases(to)
-    run = run_in_context if async_result(function) is None else run_in_context_later
     try:
         tensors, ticket = departure.pack(glance.tensors)
         values = replaced(values, [*glance.places, *glance.told_places], [*tensors, *glance.told])
         request = (agent.info.id, tuple(ticket), glance.places, released, function, *values)
         call: PendingCall = agent.call(to, run, request, None, timeout, unattended)  # type: ignore[assignment]
-        if glance.kept:
-            call.keeps = glance.kept
-            if call._state:  # answered already, and perhaps before that was set
-                call.keeps = None
+        _keep(call, glance.kept)
     except BaseException as error:
         departure.failed(error)
         raise
+    return _awaited(call, departure, unattended)
+
+
+def _call_flat(agent: Agent, to: WorkerInfo, named: bytes, row: Row, timeout: float, unattended: bool) -> Any:
+    """The same for arguments that are flat."""
+    here = contexts()
+    context = here.current()
+    departure = _Departure(here, context, to)
+    departure.released = released = take_releases(to)
+    try:
+        context.add_known_worker(to)
+        message_id, stamp = here.new_message()
+        departure._message_id = message_id
+        if row.tensors:
+            record_sent(context, message_id, stamp, to, row.tensors)
+        told = pack_ids(released) if released else None
+        words = (agent.info.id, context.context_id, stamp, message_id, row.mask, departure._is_recorded, told, named)
+        request = (*words, *row.values)
+        call: PendingCall = agent.call(to, run_flat, request, None, timeout, unattended)  # type: ignore[assignment]
+        _keep(call, row.kept)
+    except BaseException as error:
+        departure.failed(error)
+        raise
+    return _awaited(call, departure, unattended)
+
+
+def _keep(call: PendingCall, kept: list[Any]) -> None:
+    if kept:
+        call.keeps = kept
+        if call._state:  # answered already, and perhaps before that was set
+            call.keeps = None
+
+
+def _awaited(call: PendingCall, departure: _Departure, unattended: bool) -> Any:
     if not unattended:
         return _Awaited(call, departure)
 
@@ -220,6 +269,9 @@ def call_shortly(
 
 
 def _opened(answer: Any, trip: AutogradTrip) -> Any:
+    if type(answer) is bytes:
+        is_sent, stamp, message_id, tensor = read_answer(answer)
+        return trip.received(tensor, stamp, message_id if is_sent else None)
     if type(answer) is ReplyEnvelope:
         return answer.open({AutogradRider.key: trip})
     if type(answer) is not tuple:
@@ -256,6 +308,48 @@ def run_in_context(
         visit.leave(before)
     if type(result) is CoroutineType:
         return _finished(visit, result)
+    return _answer(visit, result)
+
+
+@may_be_called
+def run_flat(
+    caller: int,
+    context_id: int,
+    stamp: int,
+    message_id: int,
+    mask: int,
+    is_recorded: bool,
+    released: bytes | None,
+    named: bytes,
+    *row: Any,
+) -> Any:
+    """The same for arguments that are flat."""
+    check_kinds((caller, int), (mask, int), (named, bytes))
+    here = contexts()
+    if released is not None:
+        for each in read_ids(released):
+            here.release_if_present(each, is_told=True)
+    values = unflatten(row)
+    places = [place for place in range(len(values)) if mask >> place & 1] if mask else []
+    agent: Any = current_agent()
+    words = Ticket(context_id, stamp, message_id, places, is_recorded)
+    visit = AutogradVisit(here, as_torch(agent.get_worker_info(caller)), words)
+    for place in places:
+        if type(values[place]) is not torch.Tensor:
+            raise TypeError(f"a {type(values[place]).__name__} came from another worker in place of a tensor")
+    values = visit.unpack(values)
+    function = find_function(named)
+    before = visit.enter()
+    try:
+        result = function(*values)
+    finally:
+        visit.leave(before)
+    if type(result) is CoroutineType:
+        return _finished(visit, result)
+    if type(result) is torch.Tensor and (is_recorded or not result.requires_grad):
+        packed = pack_tensor(result)
+        if packed is not None:
+            return answer_of(result.requires_grad, *visit.sent(result), packed)
     return _answer(visit, result)
 
 

@@ -78,8 +78,7 @@ class _FunctionalOptimizer:
 
     def step(self, context_id: int) -> None:
         """Applies the gradients of that context."""
-        found = autograd.get_gradients(context_id)
-        gradients = [found.get(parameter) for parameter in self._parameters]
+        gradients = autograd._retrieve_context(context_id).gradients_of(self._parameters)
         if self._rate is not None and {None if each is None else each.layout for each in gradients} == _STRIDED:
             with torch.no_grad():
                 torch._foreach_add_(self._parameters, gradients, alpha=-self._rate)
@@ -185,6 +184,7 @@ class DistributedOptimizer:
             ]
         )
         """One for each worker that owns some of the parameters."""
+        self._owners = list(by_owner)
 
     def step(self, context_id: int) -> None:
         """Applies the gradients of that context, on all workers at the same time; returns when all have.
@@ -196,8 +196,7 @@ class DistributedOptimizer:
         context = autograd._retrieve_context(context_id)
         here: list[tuple[WorkerInfo, Any]] = []
         there: list[tuple[WorkerInfo, Any]] = []
-        for optimizer in self.remote_optimizers:
-            owner = optimizer.owner()
+        for optimizer, owner in zip(self.remote_optimizers, self._owners, strict=True):
             if optimizer.is_owner():
                 here.append((owner, _StepHere(optimizer, context_id)))
             else:
