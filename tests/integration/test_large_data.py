@@ -61,7 +61,7 @@ def test_two_processes_share_memory_and_leave_none(workers: StartWorkers, limit:
         if RANK == 0:
             data = numpy.random.default_rng(1).integers(0, 256, 1 << 20, numpy.uint8)
             right = all(rpc.rpc_sync("w1", checksum, args=(data[n:],)) == zlib.crc32(data[n:]) for n in range(20))
-            before = memfds(), maps(), rpc.rpc_sync("w1", memfds), rpc.rpc_sync("w1", maps)
+            assert all(rpc.rpc_sync("w1", max, args=(0, 1)) for _ in range(300))  # after that it has rings
             for byte in range(250):
                 right &= bool((rpc.rpc_sync("w1", filled, args=(1 << 20, byte % 256)) == byte % 256).all())
                 right &= rpc.rpc_sync("w1", checksum, args=(data,)) == zlib.crc32(data)

@@ -126,8 +126,9 @@ def work(thread):
             del mine[chance.randrange(len(mine))]
 
 start()
-for rank in range(SIZE):  # warm: threads, connections, and the memory that they keep
-    assert rpc.remote(rank, make, args=(1,)).to_here()[0] == rpc.rpc_sync(rank, max, args=(0, 1)) == 1
+for rank in range(SIZE):  # warm: threads, connections, and the memory that they keep, rings too
+    assert rpc.remote(rank, make, args=(1,)).to_here()[0] == 1
+    assert all(rpc.rpc_sync(rank, max, args=(0, 1)) for _ in range(300))
 report(warm=True)
 wait_for_file("warmed")  # when all others have connected to this one too
 settled()
@@ -155,7 +156,8 @@ def grown():  # not by what is made for a moment, for a heartbeat, say
     more = objects() - objects_before
     return more
 wait_for(lambda: not grown(), 5)
-report(inventory=str(rpc.references()), left=left(), more=more, before=before, after=megabytes())
+report(inventory=str(rpc.references()), left=left(), more=more, before=before, after=megabytes(),
+       rings=objects()["RingReader"])
 wait_for_file("end", 40)
 rpc.shutdown(graceful=False)
 """
@@ -214,6 +216,8 @@ def test_survivors_get_values_or_honest_errors_and_keep_nothing(
     inventories = {rank: facts["inventory"] for rank, facts in reports.items()}
     assert [facts["left"] for facts in reports.values()] == [{}] * len(reports), inventories
     assert [facts["more"] for facts in reports.values()] == [{}] * len(reports)
+    connections = 2 * len(reports)  # to each survivor, and from it, itself too
+    assert all(facts["rings"] <= connections for facts in reports.values()), reports  # type: ignore[operator]
     for rank, facts in reports.items():
         grown = facts["after"] - facts["before"]  # type: ignore[operator]
         assert grown < GROWTH, f"worker {rank} has grown by {grown:.0f} MB: {facts}"
