@@ -5,6 +5,7 @@ from __future__ import annotations
 import operator
 import pickle
 from collections.abc import Callable, Iterator
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -13,14 +14,17 @@ import torch
 from torch_stage import one_worker, options, run_group
 
 import farcall.pytorch as rpc
+from eventually import eventually
 from farcall.api import current_agent
 from farcall.errors import NotAllowedError
-from farcall.pytorch import api, autograd, callees, envelopes, guarding, internal
-from farcall.pytorch.autograd import post, riding
+from farcall.pytorch import api, autograd, callees, envelopes, guarding, internal, rref
+from farcall.pytorch.autograd import post, riding, short_calls
 from farcall.pytorch.workers import WorkerInfo
 
 ME = "alone"
 HERE = __name__
+THEIRS = (1 << 48) + 5
+"""A context of another worker."""
 touched: list[str] = []
 
 
@@ -221,6 +225,13 @@ class TestOperators:
         (post._propagate, (1, (0, 0), "x", [], False, False)),
         (post._propagate, (1, (0, 0), 1, [], False, 1)),
         (post._await_end, ("x", (0, 0))),
+        (post._release, (1 << 64,)),
+        (post._forget, (1, -1)),
+        (post._join, (1 << 80, WorkerInfo(ME, 0))),
+        (post._propagate_flat, (1 << 64, 0, 0, 1, False, False)),
+        (short_calls.run_flat, (0, THEIRS, 1 << 64, 1, 0, True, None, b"m\0f")),
+        (short_calls.run_flat, (0, THEIRS, 1, 1 << 64, 0, True, None, b"m\0f")),
+        (short_calls.run_flat, (0, 1 << 80, 1, 1, 0, True, None, b"m\0f")),
     ],
 )
 def test_the_edge_looks_at_what_others_tell_it(tmp_path: Path, function: Any, args: Any) -> None:
@@ -243,3 +254,46 @@ def test_a_restricted_worker_takes_part_in_contexts_and_in_the_end(tmp_path: Pat
         return gathered, gradient
 
     assert run_group(tmp_path, body, init=False) == [({"worker0": 0, "worker1": 1}, [2, 2])] * 2
+
+
+@pytest.mark.parametrize(
+    ("receive", "args"),
+    [
+        (rref._receive_here_checked, ((1, 1, "x"), 1)),
+        (rref._receive_here_checked, ("abc", 1)),
+        (rref._receive_here_checked, ((1, 1, 1), "x")),
+        (rref._receive_checked, ("x", 1)),
+    ],
+)
+def test_what_is_no_reference_is_not_made_one(receive: Callable[..., Any], args: Any) -> None:
+    with pytest.raises(TypeError, match="came from another worker"):
+        receive(*args)
+
+
+def first_of(values: Any) -> Any:
+    return values[0].local_value()
+
+
+def fetched(rref: Any) -> Any:
+    return rref.local_value()
+
+
+def test_a_restricted_worker_takes_references_in_every_form(tmp_path: Path) -> None:
+    def body(rank: int) -> Any:
+        allow = {"allow": tuple(f"{HERE}.{name}" for name in ("double", "first_of", "fetched"))} if rank == 0 else {}
+        rpc.init_rpc(f"worker{rank}", rank=rank, world_size=2, rpc_backend_options=options(tmp_path, **allow))
+        found = []
+        if rank == 1:
+            mine = rpc.remote("worker0", double, (21,))
+            mine.to_here()
+            eventually(mine.confirmed_by_owner)
+            for around in (autograd.context(), nullcontext()):
+                with around:
+                    found.append(rpc.rpc_sync("worker0", fetched, (mine,)))
+                    found.append(rpc.rpc_sync("worker0", fetched, kwargs={"rref": mine}))
+                    found.append(rpc.rpc_sync("worker0", first_of, ([mine],)))
+            del mine
+        rpc.shutdown()
+        return found
+
+    assert run_group(tmp_path, body, init=False)[1] == [42] * 6

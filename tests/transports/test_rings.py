@@ -193,3 +193,21 @@ def test_another_process_sees_all_of_it_in_order() -> None:
             reader.words.release()
             reader._data.release()
             del reader
+
+
+class Forking(bytes):
+    """As its length is asked for, a signal handler forks; this process is the child."""
+
+    writer: RingWriter
+
+    def __len__(self) -> int:
+        self.writer.abandon()
+        return super().__len__()
+
+
+def test_a_child_that_is_made_in_the_midst_of_a_put_leaves_the_ring_be() -> None:
+    writer, reader = ends()
+    message = Forking(b"the parent's to say")
+    message.writer = writer
+    assert not writer.put(message, 0)
+    assert reader.words[HEAD] == 0

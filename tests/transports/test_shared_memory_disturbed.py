@@ -240,6 +240,7 @@ def test_a_child_sees_what_its_parent_had(ends: Ends) -> None:
 @pytest.mark.parametrize("warm", [True, False])
 def test_an_interrupt_anywhere_while_lending_gives_the_segment_back(warm: bool) -> None:
     known = segments_open()
+    lost = set()
     for point in range(1000):
         ends = Ends()
         if warm:
@@ -254,12 +255,31 @@ def test_an_interrupt_anywhere_while_lending_gives_the_segment_back(warm: bool) 
             assert [segment.state() for segment in ends.lender._segments if segment.state()] == [], at.places
         ends.close()
         if descriptors() or ends.pool._left != 1 << 26:
-            # Between a segment's making and its first owner something may be lost, but no more than that one.
-            assert at.places[0].startswith(("Pool.make", "_Segment.__init__")), at.places
+            # Between its making and its first owner something may be lost: the descriptor, or the room for one.
+            lost.add(at.places[0].partition(",")[0])
             _close_segments(known)
         if not at.has_acted:
             break
     assert point > 20
+    assert lost <= {"Pool.make", "_Segment.__init__"}
+
+
+def test_a_close_that_was_interrupted_is_done_again() -> None:
+    for point in range(1000):
+        ends = Ends()
+        ends.lend(data(1))
+        ends.pass_on(data(2), data(3))
+        at = At(FILES, (point,))
+        with at:
+            try:
+                ends.lender.close()
+            except Interrupt:
+                pass
+        ends.close()
+        assert (descriptors(), ends.pool._left, ends.pool._segments_left) == (0, 1 << 26, 64), at.places
+        if not at.has_acted:
+            break
+    assert point > 10
 
 
 def _close_segments(known: set[str]) -> None:

@@ -69,7 +69,7 @@ def _new_memory(size: int) -> memoryview:
 class Lane:
     """That of one connection. It carries nothing until both ends have agreed."""
 
-    __slots__ = ("_borrower", "_has_rings", "_lender", "_pool", "_process", "limits", "new_memory", "on_large", "told")
+    __slots__ = ("_borrower", "_lender", "_pool", "_process", "limits", "new_memory", "on_large", "told")
 
     def __init__(self, pool: Pool, channel: Channel) -> None:
         self._pool = pool
@@ -82,7 +82,6 @@ class Lane:
         """Told how many bytes go or come, if they do in shared memory."""
         self._lender: Lender | None = None
         self._borrower: Borrower | None = None
-        self._has_rings = False
         self.told = 0
         """Bytes that went to the other side behind the greeting, and not through a `Sender`."""
 
@@ -166,11 +165,13 @@ class Lane:
 
     def keep_rings(self, size: int) -> tuple[Place, memoryview] | None:
         """So much shared memory, all zeros, for as long as the lane lasts; None if there is none to be had for that."""
-        if self._has_rings or self._lender is None or not self._pool.give_rings():
+        if self._lender is None or not self._pool.may_have_rings(self):
             return None
-        self._has_rings = True
         kept = self.keep([memoryview(bytes(size))])
-        return None if kept is None else (kept[0], kept[1][0])
+        if kept is None:
+            self._pool.take_rings_back(self)
+            return None
+        return kept[0], kept[1][0]
 
     def take(self, descriptor: int, number: int, sizes: Sequence[int]) -> Sequence[Bytes]:
         """The buffers of a message that the other side has put into a segment. Raises `ProtocolError`."""
@@ -231,9 +232,7 @@ class Lane:
 
     def close(self) -> None:
         """Lends and borrows no more. May be called twice."""
-        if self._has_rings:
-            self._has_rings = False
-            self._pool.take_rings_back()
+        self._pool.take_rings_back(self)
         self._borrower = None  # what nobody uses is unmapped now, though somebody may keep the connection
         if self._lender is not None:
             self._lender.close()

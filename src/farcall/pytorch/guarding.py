@@ -79,7 +79,7 @@ def find_function(named: bytes) -> Any:
     guard = guard_here()
     if guard is None:
         return resolve_function(named)
-    module, _, name = named.decode().partition("\0")
+    module, _, name = named.decode(errors="replace").partition("\0")
     guard.check_function(module, name)
     return find_guarded(module, name, guard)
 
@@ -132,6 +132,13 @@ def check_kinds(*expected: tuple[Any, type]) -> None:
     for value, kind in expected:
         if type(value) is not kind:
             raise TypeError(f"a {type(value).__name__} came from another worker in place of a {kind.__name__}")
+
+
+def check_numbers(*numbers: Any) -> None:
+    """Raises `TypeError` if one of these is no number of a context or message: it came from another worker."""
+    for number in numbers:
+        if type(number) is not int or not 0 <= number < 1 << 64:
+            raise TypeError("what came from another worker in place of the number of a context or message is none")
 
 
 def check_tensors(tensors: Any) -> None:

@@ -25,10 +25,11 @@ from farcall.pytorch.autograd.short_calls import see_through
 from farcall.pytorch.constants import UNSET_RPC_TIMEOUT
 from farcall.pytorch.envelopes import rides_along
 from farcall.pytorch.futures import RpcFuture, failed_with
+from farcall.pytorch.guarding import check_kinds
 from farcall.pytorch.script_modules import check_type_hint
 from farcall.pytorch.workers import WorkerInfo, as_torch
 from farcall.rref import RRef as _OwnRRef
-from farcall.serialization import collect, register_reducer, take_offered
+from farcall.serialization import collect, register_plain, register_reducer, take_offered
 from farcall.sleeping import FOREVER
 
 T = TypeVar("T")
@@ -289,6 +290,21 @@ def _receive(place: int, label: int) -> RRef[Any]:
     rref = cast("RRef[Any]", RRef.of(take_offered(place)))
     rref._label = label
     return rref
+
+
+def _receive_here_checked(reference: Any, label: Any) -> RRef[Any]:
+    check_kinds((reference, tuple), (label, int), *((number, int) for number in reference))
+    return _receive_here(reference, label)
+
+
+def _receive_checked(place: Any, label: Any) -> RRef[Any]:
+    check_kinds((place, int), (label, int))
+    return _receive(place, label)
+
+
+# Workers that restrict what others may do take references, as they take all plain data.
+register_plain(_receive_here, _receive_here_checked)
+register_plain(_receive, _receive_checked)
 
 
 class _Labels:

@@ -121,7 +121,8 @@ class RingWriter:
 
         `sent`: how many bytes have gone to the other side before it, through the ring or not.
         """
-        words, head, size = self.words, self.head, len(message)
+        size = len(message)  # first: a signal handler may fork as this returns, and `abandon` there
+        words, head = self.words, self.head
         if not words[AWAKE] or size > MOST or words[READ] + head + self._behind != sent:
             return False
         if head + size - self._tail > CAPACITY:

@@ -76,7 +76,7 @@ class Pool:
         """Every segment of this worker begins with it."""
         self._limit, self._left = limit, limit
         self._most, self._segments_left = most, most
-        self._rings_left = _MOST_RINGS
+        self._ringed: set[object] = set()  # who has rings
         self._on_trouble = on_trouble
         self._lock = threading.RLock()
         self._numbers = 0
@@ -108,34 +108,40 @@ class Pool:
         try:
             return _Segment(capacity, self.token, number)
         except (OSError, ValueError) as error:
-            self.give_back(capacity)
+            self._count_back(capacity)
             with self._lock:
                 was_broken, self._is_broken = self._is_broken, True
             if not was_broken:
                 self._on_trouble(f"no shared memory can be had ({error})")
             return None
         except BaseException:  # Ctrl-C
-            self.give_back(capacity)
+            self._count_back(capacity)
             raise
 
-    def give_back(self, capacity: int) -> None:
-        """A segment of that many bytes is no more."""
+    def _count_back(self, capacity: int) -> None:
         with self._lock:
             self._left += capacity
             self._segments_left += 1
 
-    def give_rings(self) -> bool:
+    def give_back(self, segment: _Segment) -> None:
+        """It is no more. May be said twice."""
+        with self._lock:
+            if segment.is_counted:
+                segment.is_counted = False
+                self._left += segment.capacity
+                self._segments_left += 1
+
+    def may_have_rings(self, connection: object) -> bool:
         """Whether one more connection may have rings, the memory of which is kept as long as it is there."""
         with self._lock:
-            if not self._rings_left:
+            if connection in self._ringed or len(self._ringed) >= _MOST_RINGS:
                 return False
-            self._rings_left -= 1
+            self._ringed.add(connection)
             return True
 
-    def take_rings_back(self) -> None:
-        """A connection that might have rings is no more."""
-        with self._lock:
-            self._rings_left += 1
+    def take_rings_back(self, connection: object) -> None:
+        """It has no rings any more, if it had any."""
+        self._ringed.discard(connection)
 
     def is_short(self) -> bool:
         """Whether more than half of it is used."""
@@ -275,7 +281,7 @@ class Lender:
         if state == FREE and not segment.is_kept():
             segment.empty()
         segment.close()
-        self._pool.give_back(segment.capacity)
+        self._pool.give_back(segment)
 
     def has_unseen(self) -> bool:
         """Whether the other side has not even opened some of what was lent: it could not any more after `close`."""
@@ -302,15 +308,16 @@ class Lender:
             for segment in [each for each in self._segments if each.is_shown()]:
                 self._segments.remove(segment)
                 segment.close()
-                self._pool.give_back(segment.capacity)
+                self._pool.give_back(segment)
 
     def close(self) -> None:
         """Lends no more. What the other side has of it stays its own. May be called twice."""
         with self._lock:
             self._closed = True
             while self._segments:
-                segment = self._segments.pop()
-                self._give_up(segment, segment.claim())
+                segment = self._segments[-1]
+                self._give_up(segment, segment.claim())  # Ctrl-C may come in there: then it is done again
+                del self._segments[-1:]
 
     def abandon(self) -> None:
         """In a forked child: gives the descriptors back; the segments are the parent's."""
@@ -328,21 +335,22 @@ class _Segment:
         self.capacity = capacity
         self.number = number
         self.used = 0.0
+        self.is_counted = True  # by the pool
         self.descriptor = os.memfd_create("farcall", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
         try:
             os.ftruncate(self.descriptor, DATA + capacity)
             fcntl.fcntl(self.descriptor, fcntl.F_ADD_SEALS, _SEALS)
             # Kept by its views alone: it is unmapped when the last of them is gone, a copy that is under way too.
             self._bytes = memoryview(mmap.mmap(self.descriptor, DATA + capacity))
+            self.place = Place(self.descriptor, number)
+            self._lease_type: Any = None
+            self._kept: weakref.ref[Any] | None = None
+            self._shown: weakref.ref[Any] | None = None
+            self._bytes[:NUMBER_AT] = token
+            NUMBER.pack_into(self._bytes, NUMBER_AT, number)
         except BaseException:
             os.close(self.descriptor)
             raise
-        self.place = Place(self.descriptor, number)
-        self._lease_type: Any = None
-        self._kept: weakref.ref[Any] | None = None
-        self._shown: weakref.ref[Any] | None = None
-        self._bytes[:NUMBER_AT] = token
-        NUMBER.pack_into(self._bytes, NUMBER_AT, number)
 
     def claim(self) -> int:
         """Marks it as lent; what it was before.
@@ -413,7 +421,10 @@ class _Segment:
             memory.madvise(mmap.MADV_REMOVE, at, min(_AT_ONCE, len(memory) - at))
 
     def close(self) -> None:
-        os.close(self.descriptor)
+        """May be called twice."""
+        descriptor, self.descriptor = self.descriptor, -1
+        if descriptor >= 0:
+            os.close(descriptor)
 
 
 def _rounded(total: int) -> int:

@@ -165,6 +165,16 @@ def test_clocks_are_past_all_they_have_seen(workers: Workers) -> None:
     assert contexts.new_message()[1] == first + 52
 
 
+@pytest.mark.parametrize("ahead", [1 << 49, 1 << 64, 1 << 5000])
+def test_a_stamp_that_was_made_up_moves_no_clock(workers: Workers, ahead: int) -> None:
+    """Ours would be as wrong from then on, and so would those of all whom we send it."""
+    contexts = workers[0]
+    _, first = contexts.new_message()
+    with pytest.raises(TypeError, match="a stamp that cannot be"):
+        contexts.hear(first + ahead)
+    assert contexts.new_message()[1] == first + 1
+
+
 def test_what_torch_asks_of_a_context(workers: Workers) -> None:
     context_id = workers.new_context()
     x, y = torch.ones(1, requires_grad=True), torch.ones(2)

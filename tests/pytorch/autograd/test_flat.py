@@ -93,9 +93,10 @@ def test_answers_come_out_the_same() -> None:
     tensor = torch.randn(3, 2)
     packed = pack_tensor(tensor)
     assert packed is not None
-    is_sent, first, second, found = read_answer(answer_of(True, 5, (1 << 64) - 1, packed))
-    assert (is_sent, first, second) == (True, 5, (1 << 64) - 1)
-    assert torch.equal(found, tensor)
+    for stamp in (5, (1 << 64) - 1, 1 << 64, (1 << 128) - 1):
+        is_sent, first, second, found = read_answer(answer_of(True, stamp, (1 << 64) - 1, packed))
+        assert (is_sent, first, second) == (True, stamp, (1 << 64) - 1)
+        assert torch.equal(found, tensor)
     with pytest.raises(TypeError, match="no answer"):
         read_answer(b"\x01\x02")
 

@@ -43,6 +43,7 @@ if TYPE_CHECKING:
 logger = logging.getLogger("farcall")
 
 COUNTER_BITS: Final = 48
+_MOST_AHEAD: Final = 1 << COUNTER_BITS
 MAX_WORKER_ID: Final = 65535
 _REMEMBERED: Final = 4096
 """How many contexts, or backward passes, that have ended are remembered."""
@@ -281,8 +282,11 @@ class Contexts:
         return PassId(self.worker_id, next(self._passes))
 
     def hear(self, stamp: int) -> None:
-        """A message has come with that stamp."""
+        """A message has come with that stamp. Raises `TypeError` if it is none."""
         if stamp > self._clock:
+            # Stamps count messages. One that is far ahead was made up, and would have ours grow beyond all bounds.
+            if stamp - self._clock > _MOST_AHEAD:
+                raise TypeError("a message came from another worker with a stamp that cannot be")
             with self._lock:
                 self._clock = max(self._clock, stamp)
 

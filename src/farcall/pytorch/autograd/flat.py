@@ -25,7 +25,8 @@ from farcall.serialization import ARRAYS, pack_value, small_array
 _NUMBERS: Final = 2
 _PLAIN: Final = frozenset({int, float, bool, str, type(None)})
 _four: Final = struct.Struct("<B4Q")
-_answer: Final = struct.Struct("<?QQ")
+_answer: Final = struct.Struct("<?QQQ")
+_LOW: Final = (1 << 64) - 1
 
 NumbersOf = Callable[[Any, WorkerInfo], "tuple[int, int, int, int] | None"]
 
@@ -135,17 +136,17 @@ def unflatten(values: Sequence[Any]) -> list[Any]:
     return found
 
 
-def answer_of(flag: bool, first: int, second: int, packed: bytes) -> bytes:
-    """One packed tensor, and a word and two numbers with it."""
-    return _answer.pack(flag, first, second) + packed
+def answer_of(flag: bool, stamp: int, message_id: int, packed: bytes) -> bytes:
+    """One packed tensor, with the words and numbers of a message. A stamp has 128 bits: nobody drives it beyond."""
+    return _answer.pack(flag, stamp & _LOW, stamp >> 64, message_id) + packed
 
 
 def read_answer(answer: bytes) -> tuple[bool, int, int, torch.Tensor]:
     """The same again. Raises `TypeError` for what is none."""
     if len(answer) < _answer.size:
         raise TypeError("what came from another worker is no answer")
-    flag, first, second = _answer.unpack_from(answer)
-    return flag, first, second, tensor_of(answer[_answer.size :])
+    flag, low, high, message_id = _answer.unpack_from(answer)
+    return flag, high << 64 | low, message_id, tensor_of(answer[_answer.size :])
 
 
 def pack_ids(ids: Sequence[int]) -> bytes:

@@ -306,7 +306,7 @@ class PartedPass:
         try:
             answer: Any = call.future.value()
             if type(answer) is bytes:
-                is_through, message_id, _, gradient = read_answer(answer)
+                is_through, _, message_id, gradient = read_answer(answer)
                 brought: Any = ((message_id, [gradient]),)
             else:
                 is_through, brought = answer or (True, ())

@@ -23,7 +23,7 @@ from farcall.protocol.ids import WorkerInfo
 from farcall.pytorch.autograd import engine
 from farcall.pytorch.autograd.contexts import Contexts, PassId
 from farcall.pytorch.autograd.flat import answer_of, pack_tensor, tensor_of
-from farcall.pytorch.guarding import check_kinds, check_tensors, may_be_called
+from farcall.pytorch.guarding import check_kinds, check_numbers, check_tensors, may_be_called
 
 logger = logging.getLogger("farcall")
 
@@ -157,7 +157,8 @@ def _propagate(
     retain_graph: bool,
     takes_back: bool,
 ) -> Future[Any]:
-    check_kinds((context_id, int), (message_id, int), (retain_graph, bool), (takes_back, bool))
+    check_numbers(context_id, message_id)
+    check_kinds((retain_graph, bool), (takes_back, bool))
     check_tensors(gradients)
     found = contexts()
     return _settled(
@@ -170,7 +171,8 @@ def _propagate_flat(
     context_id: int, worker: int, number: int, message_id: int, retain_graph: bool, takes_back: bool, *packed: Any
 ) -> Any:
     """The same where all gradients are small."""
-    check_kinds((context_id, int), (message_id, int), (retain_graph, bool), (takes_back, bool))
+    check_numbers(context_id, message_id)
+    check_kinds((retain_graph, bool), (takes_back, bool))
     gradients = [tensor_of(each) for each in packed]
     pass_id = _pass_id((worker, number))
     answer = engine.take_part(contexts(), context_id, pass_id, message_id, gradients, retain_graph, takes_back)
@@ -178,7 +180,7 @@ def _propagate_flat(
         back, brought = answer[1][0]
         flat = pack_tensor(brought[0]) if len(brought) == 1 else None
         if flat is not None:
-            return _Settled(answer_of(answer[0], back, 0, flat))
+            return _Settled(answer_of(answer[0], 0, back, flat))
     return answer if isinstance(answer, Future) else _Settled(answer)
 
 
@@ -195,7 +197,7 @@ class _Settled:
 
 @may_be_called
 def _await_end(context_id: int, pass_id: tuple[int, int]) -> Future[Any]:
-    check_kinds((context_id, int))
+    check_numbers(context_id)
     return _settled(engine.await_end(contexts(), context_id, _pass_id(pass_id)))
 
 
@@ -213,19 +215,19 @@ for _function in (_propagate, _propagate_flat, _await_end):
 
 @may_be_called
 def _release(context_id: int) -> None:
-    check_kinds((context_id, int))
+    check_numbers(context_id)
     contexts().release_if_present(context_id, is_told=True)
 
 
 @may_be_called
 def _forget(context_id: int, request: int) -> None:
-    check_kinds((context_id, int), (request, int))
+    check_numbers(context_id, request)
     contexts().forget(context_id, request)
 
 
 @may_be_called
 def _join(context_id: int, worker: WorkerInfo) -> None:
-    check_kinds((context_id, int))
+    check_numbers(context_id)
     if not isinstance(worker, WorkerInfo):
         raise TypeError(f"a {type(worker).__name__} came from another worker in place of who it is")
     contexts().take_in(context_id, worker)
@@ -233,7 +235,8 @@ def _join(context_id: int, worker: WorkerInfo) -> None:
 
 @may_be_called
 def _abandon(context_id: int, pass_id: tuple[int, int], reason: str) -> None:
-    check_kinds((context_id, int), (reason, str))
+    check_numbers(context_id)
+    check_kinds((reason, str))
     contexts().abandon(context_id, _pass_id(pass_id), reason)
 
 

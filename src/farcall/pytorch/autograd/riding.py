@@ -19,7 +19,7 @@ from farcall.protocol.ids import WorkerInfo
 from farcall.pytorch.autograd.contexts import Contexts, DistAutogradContext
 from farcall.pytorch.autograd.nodes import record_received, record_sent
 from farcall.pytorch.envelopes import Departure, Tensors, Trip, Visit
-from farcall.pytorch.guarding import check_kinds
+from farcall.pytorch.guarding import check_kinds, check_numbers
 from farcall.serialization import register_plain
 
 
@@ -39,6 +39,7 @@ class Ticket(NamedTuple):
         check_kinds((self, Ticket))
         if tuple(map(type, self)) != _KINDS or not _INTS.issuperset(map(type, self.places)):
             raise TypeError(f"what came from another worker is no ticket: {tuple(self)!r}")
+        check_numbers(self.context_id, self.message_id)
 
 
 _KINDS: Final = (int, int, int, list, bool)

@@ -40,7 +40,7 @@ from farcall.pytorch.autograd.nodes import record_sent
 from farcall.pytorch.autograd.post import contexts, contexts_of, take_releases
 from farcall.pytorch.autograd.riding import AutogradRider, AutogradTrip, AutogradVisit, Ticket
 from farcall.pytorch.envelopes import ReplyEnvelope, Tensors, rides_alone
-from farcall.pytorch.guarding import check_kinds, find_function, judge_function, may_be_called
+from farcall.pytorch.guarding import check_kinds, check_numbers, find_function, judge_function, may_be_called
 from farcall.pytorch.workers import WorkerInfo as TorchWorkerInfo
 from farcall.pytorch.workers import as_torch
 from farcall.serialization import encode_function
@@ -375,7 +375,7 @@ def _visited(caller: int, words: Any, places: Any, released: Any, values: Any) -
     check_kinds((caller, int), (words, tuple), (places, list), (values[0], tuple), (values[1], dict), (released, list))
     here = contexts()
     for context_id in released:
-        check_kinds((context_id, int))
+        check_numbers(context_id)
         here.release_if_present(context_id, is_told=True)
     agent: Any = current_agent()
     visit = AutogradVisit(here, as_torch(agent.get_worker_info(caller)), Ticket(*words))
