@@ -10,6 +10,7 @@ from typing import Any
 from eventually import PATIENCE, eventually
 from farcall.agent.poller import Poller
 from farcall.agent.serving import Serving
+from farcall.agent.spinning import Spinning
 
 
 class Origin:
@@ -83,10 +84,10 @@ class Stage:
         self._blocking: list[Blocking] = []
         self.woken = 0
 
-    def serving(self, limit: int = 4) -> Serving:
+    def serving(self, limit: int = 4, spinning: Spinning | None = None) -> Serving:
         poller = Poller()
         self._pollers.append(poller)
-        pool = Serving("w", poller, limit, 0.0, self._wake_supervisor)
+        pool = Serving("w", poller, limit, spinning or Spinning(0.0), self._wake_supervisor)
         self._pools.append(pool)
         pool.start()
         return pool

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import os
 import threading
+from time import monotonic
 
 import pytest
 from serving_stage import FakeJob, Origin, Stage, come_in, depose, run
@@ -12,6 +13,7 @@ from serving_stage import FakeJob, Origin, Stage, come_in, depose, run
 from eventually import PATIENCE, eventually
 from farcall.agent import serving as serving_module
 from farcall.agent.poller import READABLE
+from farcall.agent.spinning import Spinning
 from farcall.errors import UsageError
 from farcall.futures import Future
 
@@ -48,6 +50,22 @@ def test_the_answers_of_a_burst_are_sent_together(stage: Stage) -> None:
         *queued[serving_module._BURST :],
         "flush",
     ]
+
+
+def test_the_leader_says_for_how_long_it_slept_before_something_came(stage: Stage) -> None:
+    class Noting(Spinning):
+        slept_for: list[float]
+
+        def slept(self, seconds: float) -> None:
+            self.slept_for.append(seconds)
+
+    spinning = Noting(0.0)
+    spinning.slept_for = []
+    pool = stage.serving(spinning=spinning)
+    began = monotonic()
+    run(pool, FakeJob("job"))
+    assert len(spinning.slept_for) == 1
+    assert 0 < spinning.slept_for[0] < monotonic() - began + PATIENCE
 
 
 def test_jobs_begin_in_the_order_in_which_they_came(stage: Stage) -> None:

@@ -12,6 +12,7 @@ from farcall.agent import serving as serving_module
 from farcall.agent.follower import LEAD, Follower
 from farcall.agent.poller import Poller
 from farcall.agent.serving import Serving
+from farcall.agent.spinning import Spinning
 from interleaving import Schedule, explore
 
 
@@ -133,7 +134,7 @@ class Stagehand(Serving):
 
     def __init__(self, schedule: Schedule) -> None:
         self.poller = Poller()
-        super().__init__("w", self.poller, 4, 0.0, lambda: None)
+        super().__init__("w", self.poller, 4, Spinning(0.0), lambda: None)
         self.poller.close()
         self._lock = schedule.lock()  # type: ignore[assignment]
         self.made: list[Follower] = []

@@ -341,6 +341,15 @@ def test_who_was_crowded_out_keeps_to_its_rest(world: World) -> None:
     assert look_for(world, spin) == 0
 
 
+def test_a_crowd_now_and_then_does_not_end_the_long_looks(world: World) -> None:
+    spin = sure(world)
+    for _ in range(50):
+        assert world.wait(spin, crowded_at=1) == []
+        for _ in range(5):
+            assert world.wait(spin, ready_at=100) == ["it"]
+    assert look_for(world, spin) == pytest.approx(spinning._SOON, abs=2 * STEP)
+
+
 def test_who_shall_not_spin_does_not_for_replies_either(world: World) -> None:
     spin = Awaiting(0)
     for _ in range(spinning._SURE):

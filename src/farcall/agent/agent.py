@@ -98,7 +98,9 @@ class Agent(WaitingAgent):
         self._bells = Bells()
         self._supervisor = Supervisor(name)
         self._loop = EventLoop(name)
-        self._serving = Serving(name, self._poller, options.num_worker_threads, options.spin, self._supervisor.quicken)
+        self._serving = Serving(
+            name, self._poller, options.num_worker_threads, self.new_spinning(), self._supervisor.quicken
+        )
         try:
             self._listeners = listen_on(name, transports.values(), rendezvous.host)
         except UsageError:
@@ -211,7 +213,7 @@ class Agent(WaitingAgent):
             self._listening.go_on()
 
     def new_spinning(self) -> Spinning:
-        """How one waits for the replies of one worker."""
+        """How one waits for the replies of one worker, and the leader for requests."""
         return Spinning(self.options.spin)
 
     def _new_connection(self, peer: Peer, channel: Channel, lane: Lane) -> Outgoing:

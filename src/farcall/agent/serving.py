@@ -51,13 +51,11 @@ _PAUSE: Final = 0.01
 class Serving:
     """The serving pool of one agent."""
 
-    def __init__(self, name: str, poller: Poller, limit: int, spin: float, wake_supervisor: Callable[[], None]) -> None:
-        self._name = name
-        self._poller, self._limit = poller, limit
-        self._spinning = Spinning(spin)
-        self.after_large = self._spinning.after_large
+    def __init__(self, name: str, poller: Poller, limit: int, spinning: Spinning, quicken: Callable[[], None]) -> None:
+        self._name, self._poller, self._limit, self._spinning = name, poller, limit, spinning
+        self.after_large = spinning.after_large
         """See `Spinning.after_large`."""
-        self._wake_supervisor = wake_supervisor
+        self._wake_supervisor = quicken
         self._lock = threading.RLock()
         self._idle: list[Follower] = []  # the one that slept last wakes first: its stack is warm
         self._threads: set[threading.Thread] = set()
@@ -235,8 +233,10 @@ class Serving:
         events = rest(rings) if self._running else self._spinning.look(poll, rings)
         if not events:
             self.asleep = True
+            began = monotonic()
             events = poll(-1)
             self.asleep = False
+            self._spinning.slept(monotonic() - began)
             self._supervised = False
         handlers = self._poller.handlers
         for descriptor, what in events:

@@ -18,8 +18,10 @@ A rest is some number of waits without spinning, longer each time until spinning
 else wanted the core: two workers that both rest make each other wait for longer than either would look, so each of them
 has to try again while the other one does, or both would sleep through calls that take a fraction of a wake-up.
 
-Replies of functions that compute for a moment (`Awaiting`) come later than such a look lasts, and soon enough that to
-be woken takes a good part of the whole. Where they do, a thread that waits for one looks for as long as they take.
+Where functions compute for a moment (`Awaiting`), replies come later than such a look lasts, and so do the requests of
+a caller that computes in between; but soon enough that to be woken takes a good part of the whole, and what is woken
+finds its caches cold. Where they do, who waits looks for as long as they take. In so long a time a clock ticks now and
+then, which looks like a crowd: so one such miss counts as any other, and the rest that follows many is kept to.
 
 *Dozing* is the same thought one step further. A function that waits for a reply should give its place in the serving
 pool away, so that others are served meanwhile; but that wakes a thread, and later another one. If the reply usually
@@ -57,8 +59,8 @@ _COPIED: Final = 1 << 20
 """Bytes that are copied in no more than the time of a usual look."""
 _LARGEST: Final = 1 << 21
 """What is larger takes so long to copy that a wake-up hardly matters."""
-_SOON: Final = 600e-6
-"""Seconds within which a reply comes soon: to look for so long costs as much as some wake-ups."""
+_SOON: Final = 1e-3
+"""Seconds within which something comes soon: to look for so long costs as much as some wake-ups."""
 _SURE: Final = 8
 _WORTH: Final = 300e-6
 """Seconds in which a dozing thread must have been woken: giving its place away costs about as much."""
@@ -197,7 +199,7 @@ class Spinning(Trust):
 
 
 class Awaiting(Spinning):
-    """The same for the replies of one worker: for longer, where they come soon, but not as soon as others do."""
+    """The same for what computes: for longer, where things come soon, but not as soon as others do."""
 
     __slots__ = ("_crowded", "_near")
 
@@ -227,7 +229,7 @@ class Awaiting(Spinning):
 
     def _miss(self, longest_rest: int = _LONGEST_REST) -> None:
         self._crowded = longest_rest == LONGEST_CROWDED_REST
-        self._doubt(_SURE if self._crowded else 2)
+        self._doubt(2)
         super()._miss(longest_rest)
 
     def _doubt(self, by: int) -> None:
