@@ -50,6 +50,16 @@ def test_a_graceful_shutdown_names_what_is_left_and_who_holds_it(caplog: pytest.
         del own, other
 
 
+def test_what_only_its_owner_has_is_not_left(caplog: pytest.LogCaptureFixture) -> None:
+    with LocalGroup(2) as group:
+        own = here(group[0], Shelf())
+        assert call(group[0], 1, fetch, own).items == []
+        with caplog.at_level(logging.WARNING, "farcall"):
+            group.shutdown(graceful=True)
+        assert caplog.text == ""
+        del own
+
+
 def test_a_shutdown_with_nothing_left_is_silent(caplog: pytest.LogCaptureFixture) -> None:
     with LocalGroup(3) as group:
         rrefs = [remote(group[0], 1, Shelf) for _ in range(10)]

@@ -62,6 +62,10 @@ class Inventory:
     owned: tuple[OwnedReference, ...]
     held: tuple[HeldReference, ...]
 
+    def between_workers(self) -> Inventory:
+        """What of it concerns others: a reference that only its owner has is as good as its value."""
+        return Inventory(tuple(each for each in self.owned if each.holders), self.held)
+
     def __str__(self) -> str:
         lines = [f"owns {len(self.owned)}, holds {len(self.held)}"]
         return "\n  ".join([*lines, *map(str, self.owned), *map(str, self.held)])

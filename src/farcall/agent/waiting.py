@@ -129,10 +129,11 @@ class WaitingAgent(RpcAgent):
         self._report_what_is_left()
 
     def _report_what_is_left(self) -> Inventory:
-        left = self.book.inventory()
+        inventory = self.book.inventory()
+        left = inventory.between_workers()
         if left.owned or left.held:
             logger.warning("worker %r shuts down with references left: it %s", self.info.name, left)
-        return left
+        return inventory
 
 
 def _has_calls(connection: Outgoing) -> bool:
