@@ -92,20 +92,44 @@ class Training:
             self._optimizer.step(context_id)
         return forward, backward, time.perf_counter()
 
-    def time_steps(self, steps: int) -> dict[str, list[float]]:
-        """Seconds of each step and of its three parts. Raises if a call fails."""
-        sizes = self._sizes
-        times: dict[str, list[float]] = {"step": [], "forward": [], "backward": [], "optimizer": []}
-        for _ in range(steps):
-            words = torch.randint(sizes.words, (sizes.length, sizes.batch))
-            following = torch.randint(sizes.words, (sizes.length * sizes.batch,))
-            began = time.perf_counter()
-            forward, backward, ended = self.step(words, following)
-            times["step"].append(ended - began)
-            times["forward"].append(forward - began)
-            times["backward"].append(backward - forward)
-            times["optimizer"].append(ended - backward)
-        return times
+
+class Alone:
+    """The same model and the same steps in one process, with torch's own autograd and optimizer: no calls at all."""
+
+    def __init__(self, sizes: Sizes) -> None:
+        torch.manual_seed(7)
+        self._sizes = sizes
+        self._table, self._decoder = Table(sizes), Decoder(sizes)
+        self._recurrent = nn.LSTM(sizes.features, sizes.hidden, sizes.layers)
+        modules = (self._recurrent, self._table, self._decoder)
+        self._optimizer = torch.optim.SGD([each for module in modules for each in module.parameters()], lr=0.05)
+        self._loss = nn.CrossEntropyLoss()
+
+    def step(self, words: Any, following: Any) -> tuple[float, float, float]:
+        """As that of `Training`."""
+        hidden, _ = self._recurrent(self._table(words))
+        loss = self._loss(self._decoder(hidden).view(-1, self._sizes.words), following)
+        forward = time.perf_counter()
+        loss.backward()
+        backward = time.perf_counter()
+        self._optimizer.step()
+        self._optimizer.zero_grad()
+        return forward, backward, time.perf_counter()
+
+
+def time_steps(model: Training | Alone, sizes: Sizes, steps: int) -> dict[str, list[float]]:
+    """Seconds of each step and of its three parts. Raises if a call fails."""
+    times: dict[str, list[float]] = {"step": [], "forward": [], "backward": [], "optimizer": []}
+    for _ in range(steps):
+        words = torch.randint(sizes.words, (sizes.length, sizes.batch))
+        following = torch.randint(sizes.words, (sizes.length * sizes.batch,))
+        began = time.perf_counter()
+        forward, backward, ended = model.step(words, following)
+        times["step"].append(ended - began)
+        times["forward"].append(forward - began)
+        times["backward"].append(backward - forward)
+        times["optimizer"].append(ended - backward)
+    return times
 
 
 def _double(tensor: Any) -> Any:

@@ -5,7 +5,8 @@
     PYTHONPATH=benchmarks python -m training.run --rounds 9 --strict --json found.json
 
 Two processes: a trainer with recurrent layers, and a server with embedding table and decoder (`model`). A round starts
-them anew, for each of the two in turn; a result is the median over the rounds of the medians in each. With --strict the
+them anew, for each of the two in turn; a result is the median over the rounds of the medians in each. Beside them, the
+same step in one process: what is computed in any case, so that it can be seen what the calls add. With --strict the
 exit status is 1 unless farcall's step is at least twice as fast as torch's.
 """
 
@@ -27,6 +28,7 @@ from farcall.bench.screen import Screen
 from farcall.bench.tables import TextTable
 from figures import Results
 from recording import Block
+from training.worker import ALONE
 
 WANTED: Final = 2.0
 """Times torch's speed, for a step of the small model."""
@@ -36,7 +38,8 @@ LIMIT: Final = 120.0
 SMALL: Final = {"words": 10, "features": 2, "hidden": 3, "layers": 4, "length": 3, "batch": 5}
 """PyTorch's tutorial."""
 LARGER: Final = {"words": 1000, "features": 64, "hidden": 64, "layers": 1, "length": 16, "batch": 8}
-SYSTEMS: Final = ("farcall", "torch")
+COMPARED: Final = ("farcall", "torch")
+SYSTEMS: Final = (*COMPARED, ALONE)
 
 Found = dict[str, float]
 
@@ -52,7 +55,7 @@ def measure(system: str, quick: bool) -> Found:
                 module="training.worker",
                 options={"system": system, "rank": rank, "port": port, "limit": LIMIT},
             )
-            for rank, role in enumerate(("trainer", "server"))
+            for rank, role in enumerate(("trainer", "server") if system != ALONE else ("trainer",))
         ]
         endpoints.wait_until_up(*workers, limit=LIMIT)
         trainer = workers[0]
@@ -61,9 +64,10 @@ def measure(system: str, quick: bool) -> Found:
             trainer.ask("steps", sizes=sizes, times=5 if quick else 50)  # not counted: compilers warm up
             for part, micros in trainer.ask("steps", sizes=sizes, times=5 if quick else times).items():
                 found[f"{title} model: {part}"] = micros
-        trainer.ask("pairs", times=5 if quick else 200)
-        for part, micros in trainer.ask("pairs", times=20 if quick else 2000).items():
-            found[f"one call: {part}"] = micros
+        if system != ALONE:
+            trainer.ask("pairs", times=5 if quick else 200)
+            for part, micros in trainer.ask("pairs", times=20 if quick else 2000).items():
+                found[f"one call: {part}"] = micros
         for worker in workers:
             worker.tell("stop")
         return found
@@ -111,10 +115,14 @@ def main(arguments: list[str] | None = None) -> int:
         system: {name: statistics.median(each[name] for each in found) for name in found[0]}
         for system, found in rounds.items()
     }
-    both = SYSTEMS if set(SYSTEMS) <= rounds.keys() else ()
+    both = set(COMPARED) <= rounds.keys()
     ratios = {name: medians["torch"][name] / micros for name, micros in medians["farcall"].items()} if both else {}
     rows = [
-        [name, *(f"{medians[system][name]:,.0f}" for system in rounds), f"{ratios[name]:.2f}" if ratios else "–"]
+        [
+            name,
+            *(f"{medians[system][name]:,.0f}" if name in medians[system] else "–" for system in rounds),
+            f"{ratios[name]:.2f}" if ratios else "–",
+        ]
         for name in next(iter(medians.values()))
     ]
     title = f"Training with a parameter server, 2 processes (µs, medians, {options.rounds} rounds)"
@@ -127,6 +135,12 @@ def main(arguments: list[str] | None = None) -> int:
         Block.of_program("training.run").replace(report.in_full([table], where))
     ratio = ratios.get("small model: step")
     if ratio is not None:
+        if ALONE in medians:
+            computed = medians[ALONE]["small model: step"]
+            added = [medians[system]["small model: step"] - computed for system in COMPARED]
+            print(
+                f"to the {computed:.0f} µs of one process, farcall adds {added[0]:.0f} µs and torch {added[1]:.0f} µs"
+            )
         verdict = "aim met" if ratio >= AIM else "met" if ratio >= WANTED else "missed"
         print(f"a step of the small model: {ratio:.2f} × torch's speed; wanted {WANTED:g}, aim {AIM:g}: {verdict}")
     if options.json is not None:

@@ -1,11 +1,17 @@
-"""One of the two processes: the trainer, with rank 0, or the server. Started through `farcall.bench.endpoint`."""
+"""One of the two processes: the trainer, with rank 0, or the server. Started through `farcall.bench.endpoint`.
+
+Or the only one, which computes the same without calls (`ALONE`).
+"""
 
 from __future__ import annotations
 
 import os
 import statistics
 from collections.abc import Callable, Mapping
-from typing import Any
+from typing import Any, Final
+
+ALONE: Final = "one process"
+"""As the name of a system."""
 
 
 def take_up(system: str, rank: int, port: int, limit: float) -> dict[str, Callable[..., object]]:
@@ -23,18 +29,23 @@ def take_up(system: str, rank: int, port: int, limit: float) -> dict[str, Callab
 
     from training import model
 
+    def steps_of(make: Callable[[model.Sizes], model.Training | model.Alone]) -> Callable[..., dict[str, float]]:
+        made: dict[model.Sizes, model.Training | model.Alone] = {}
+
+        def steps(sizes: dict[str, int], times: int) -> dict[str, float]:
+            given = model.Sizes(**sizes)
+            if given not in made:
+                made[given] = make(given)
+            return medians(model.time_steps(made[given], given, times))
+
+        return steps
+
+    if system == ALONE:
+        return {"steps": steps_of(model.Alone), "stop": lambda: None}
     options = rpc.TensorPipeRpcBackendOptions(init_method=f"tcp://127.0.0.1:{port}", rpc_timeout=limit)
     rpc.init_rpc(("trainer", model.SERVER)[rank], rank=rank, world_size=2, rpc_backend_options=options)
-    made: dict[model.Sizes, model.Training] = {}
-
-    def steps(sizes: dict[str, int], times: int) -> dict[str, float]:
-        given = model.Sizes(**sizes)
-        if given not in made:
-            made[given] = model.Training(given)
-        return medians(made[given].time_steps(times))
-
     return {
-        "steps": steps,
+        "steps": steps_of(model.Training),
         "pairs": lambda times: medians(model.time_pairs(times)),
         "stop": rpc.shutdown,
     }
