@@ -9,7 +9,7 @@ from collections.abc import Callable
 import pytest
 
 from farcall.agent import turns as turns_module
-from farcall.agent.turns import Bell, Bells, Turns
+from farcall.agent.turns import Bell, Bells, Turn, Turns
 
 
 def no_descriptors() -> Bell:
@@ -70,7 +70,7 @@ def test_a_nap_ends_by_itself_and_at_the_deadline() -> None:
     assert not bell.nap(60.0, 80)
     assert not bell.nap(0.0015, 80)
     assert not bell.nap(float("inf"), 0)
-    assert asked == [5, 15, 2, 5]
+    assert asked == [5, 21, 2, 5]
 
 
 def test_a_bell_is_closed_when_nobody_has_it() -> None:
@@ -148,3 +148,56 @@ def test_turns_that_are_kept_again_win_trust_back(clock: Callable[[float], None]
     for _ in range(100):
         turns.kept()
     assert break_until_it_rests(turns, clock) == first
+
+
+# How long one lasts
+
+
+def test_a_turn_is_that_of_the_thread_that_was_let_out_until_its_time_is_over(clock: Callable[[float], None]) -> None:
+    turn = Turn()
+    assert not turn.lasts(1)
+    assert turn.is_over(1)
+    turn.begin(1)
+    assert turn.lasts(1)
+    assert not turn.lasts(2)
+    assert turn.is_over(1), "whose turn it is may end it"
+    assert not turn.is_over(2)
+    clock(0.9 * turns_module._TURN)
+    assert turn.lasts(1)
+    clock(0.2 * turns_module._TURN)
+    assert not turn.lasts(1)
+    assert turn.is_over(2)
+    turn.begin(2)
+    assert turn.lasts(2)
+    assert not turn.lasts(1)
+
+
+def test_who_naps_does_so_for_longer_than_all_turns_before_it() -> None:
+    assert turns_module._TURN * turns_module._NAP_MORE < 1e-3
+
+
+def test_turns_in_which_replies_do_not_come_at_once_last_for_one_call(clock: Callable[[float], None]) -> None:
+    turn = Turn()
+
+    def tried() -> int:
+        """Looks in vain until it does not look any more; how often."""
+        for number in range(100):
+            turn.begin(1)
+            if not turn.lasts(1):
+                return number
+            turn.missed()
+        pytest.fail("it never rests")
+
+    assert tried() > 1, "once is no reason"
+    turn.begin(1)
+    rest = 1
+    while not turn.lasts(1):
+        rest += 1
+    assert rest > 10
+    turn.missed()
+    assert not turn.lasts(1), "it was on trial"
+    while not turn.lasts(1):
+        pass
+    for _ in range(100):
+        turn.paid()
+    assert tried() > 1
