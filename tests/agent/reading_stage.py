@@ -23,7 +23,7 @@ class EndlessTurn(Turn):
         super().__init__()
         self.outcomes: list[bool] = []
 
-    def begin(self, thread: int) -> None:
+    def begin(self, thread: int, behind: int) -> None:
         self._thread, self._until = thread, FOREVER
 
     def paid(self) -> None:

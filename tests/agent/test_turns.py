@@ -70,7 +70,7 @@ def test_a_nap_ends_by_itself_and_at_the_deadline() -> None:
     assert not bell.nap(60.0, 80)
     assert not bell.nap(0.0015, 80)
     assert not bell.nap(float("inf"), 0)
-    assert asked == [5, 21, 2, 5]
+    assert asked == [5, 15, 2, 5]
 
 
 def test_a_bell_is_closed_when_nobody_has_it() -> None:
@@ -157,7 +157,7 @@ def test_a_turn_is_that_of_the_thread_that_was_let_out_until_its_time_is_over(cl
     turn = Turn()
     assert not turn.lasts(1)
     assert turn.is_over(1)
-    turn.begin(1)
+    turn.begin(1, 0)
     assert turn.lasts(1)
     assert not turn.lasts(2)
     assert turn.is_over(1), "whose turn it is may end it"
@@ -167,13 +167,25 @@ def test_a_turn_is_that_of_the_thread_that_was_let_out_until_its_time_is_over(cl
     clock(0.2 * turns_module._TURN)
     assert not turn.lasts(1)
     assert turn.is_over(2)
-    turn.begin(2)
+    turn.begin(2, 0)
     assert turn.lasts(2)
     assert not turn.lasts(1)
 
 
-def test_who_naps_does_so_for_longer_than_all_turns_before_it() -> None:
-    assert turns_module._TURN * turns_module._NAP_MORE < 1e-3
+@pytest.mark.parametrize("threads", [1, 16, 1000])
+def test_who_naps_does_so_for_longer_than_the_turns_of_all_before_it(
+    threads: int, clock: Callable[[float], None]
+) -> None:
+    turn, bell, asked = Turn(), Bell(), []
+    bell._poll = asked.append  # type: ignore[assignment]
+    bell.nap(60.0, threads)
+    spent = 0.0
+    for number in range(threads):
+        turn.begin(number, threads - number - 1)
+        while turn.lasts(number):
+            clock(1e-6)
+            spent += 1e-6
+    assert spent < asked[0] / 1000
 
 
 def test_turns_in_which_replies_do_not_come_at_once_last_for_one_call(clock: Callable[[float], None]) -> None:
@@ -182,14 +194,14 @@ def test_turns_in_which_replies_do_not_come_at_once_last_for_one_call(clock: Cal
     def tried() -> int:
         """Looks in vain until it does not look any more; how often."""
         for number in range(100):
-            turn.begin(1)
+            turn.begin(1, 0)
             if not turn.lasts(1):
                 return number
             turn.missed()
         pytest.fail("it never rests")
 
     assert tried() > 1, "once is no reason"
-    turn.begin(1)
+    turn.begin(1, 0)
     rest = 1
     while not turn.lasts(1):
         rest += 1

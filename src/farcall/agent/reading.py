@@ -295,7 +295,7 @@ class Reading:
         except IndexError:
             return
         seat.lined_up = False
-        self.turns.turn.begin(seat.thread)
+        self.turns.turn.begin(seat.thread, len(self.line))
         seat.wake()
 
     def _stop_napping(self, seat: Seat) -> None:

@@ -37,13 +37,15 @@ from farcall.agent.spinning import LONGEST_CROWDED_REST, Trust
 
 _NAP: Final = 5
 """Milliseconds. As long as a thread that computes keeps the interpreter from others, and so no use to look sooner."""
-_NAP_MORE: Final = 5
-"""And one more for so many threads that may go first, each for a turn."""
+_NAP_MORE: Final = 8
+"""And one more for so many threads that may go first. Each takes some tens of microseconds, or a turn."""
 _EVENT: Final = 5e-3
 """Seconds. Naps that end by themselves in such a time do so for the same reason."""
 _TURN: Final = 150e-6
 """Seconds. Enough for more than ten calls that are answered at once: to let the next one out takes as long as one. And
 no more, for those who wait."""
+_ROUND: Final = 4e-3
+"""Seconds that the turns of all who are in the line may take together: less than a nap."""
 _KEPT: Final = 64
 """So many bells are kept for the next naps."""
 
@@ -126,9 +128,9 @@ class Turn(Trust):
         self._thread = 0
         self._until = 0.0
 
-    def begin(self, thread: int) -> None:
-        """That thread is about to be let out."""
-        self._until = monotonic() + _TURN
+    def begin(self, thread: int, behind: int) -> None:
+        """That thread is about to be let out. So many more are in the line."""
+        self._until = monotonic() + min(_TURN, _ROUND / (behind + 1))
         self._thread = thread
 
     def lasts(self, me: int) -> bool:
