@@ -7,17 +7,40 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from farcall.agent.reading import Reading
-from farcall.agent.turns import Bells, Turns
+from farcall.agent.turns import Bells, Turn, Turns
 from farcall.errors import UsageError
 from farcall.futures import DONE, Future, run_callbacks
 from farcall.sleeping import FOREVER
 from interleaving import Schedule
 
 
+class EndlessTurn(Turn):
+    """Lasts until its thread has looked in vain: what happens must not depend on the clock."""
+
+    __slots__ = ("outcomes",)
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.outcomes: list[bool] = []
+
+    def begin(self, thread: int, behind: int) -> None:
+        self._thread, self._until = thread, FOREVER
+
+    def paid(self) -> None:
+        self.outcomes.append(True)
+
+    def missed(self) -> None:
+        self.outcomes.append(False)
+
+
 class AlwaysTurns(Turns):
     """Taken whether that pays or not: what happens must not depend on the clock."""
 
     __slots__ = ()
+
+    def __init__(self, bells: Bells) -> None:
+        super().__init__(bells)
+        self.turn = EndlessTurn()
 
     def kept(self) -> None:
         """Nothing is learned."""
@@ -73,6 +96,14 @@ class Wire:
                 break  # the deadline
             self.take_one()
         self.readers = outer
+
+    def glance(self, future: Future[Any]) -> None:
+        self.enter()
+        self._schedule.step()
+        while self.arrived and not future.done():
+            self.take_one()
+            self._schedule.step()
+        self.readers -= 1
 
     dozes = False
 

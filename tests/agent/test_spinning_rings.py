@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable
+from time import monotonic
 from typing import Any
 
 import pytest
@@ -120,3 +121,29 @@ def test_after_an_interrupt_at_any_point_the_next_look_finds_what_has_come(monke
         if not at.has_acted:
             assert point > 10
             return
+
+
+# Glancing, by who does not sleep there
+
+
+@pytest.mark.parametrize("poll", [0, 3])
+@pytest.mark.parametrize("where", ["ring", "socket"])
+def test_a_glance_finds_what_comes_at_once(pair: Pair, where: str, poll: int) -> None:
+    pair.at[poll] = (lambda: pair.put(1)) if where == "ring" else (lambda: ["socket"])
+    assert pair.spinning.glance(pair.poll, pair.rings, monotonic() + 60.0)
+    assert pair.awake() == [1, 1]
+    assert next(pair.polls) == poll + 1
+
+
+def test_a_glance_in_vain_ends_and_leaves_all_as_it_is(pair: Pair) -> None:
+    for _ in range(100):
+        assert not pair.spinning.glance(pair.poll, pair.rings, 0.0)
+    assert pair.awake() == [1, 1], "nobody sleeps there"
+    assert pair.spinning._score == spinning._TRUST
+    assert not pair.spinning._resting
+
+
+def test_there_is_no_glance_where_spinning_is_off(pair: Pair) -> None:
+    pair.at[0] = lambda: ["socket"]
+    assert not Spinning(0.0).glance(pair.poll, pair.rings, monotonic() + 60.0)
+    assert pair.awake() == [0, 0]

@@ -9,7 +9,7 @@ from collections.abc import Callable
 import pytest
 
 from farcall.agent import turns as turns_module
-from farcall.agent.turns import Bell, Bells, Turns
+from farcall.agent.turns import Bell, Bells, Turn, Turns
 
 
 def no_descriptors() -> Bell:
@@ -148,3 +148,68 @@ def test_turns_that_are_kept_again_win_trust_back(clock: Callable[[float], None]
     for _ in range(100):
         turns.kept()
     assert break_until_it_rests(turns, clock) == first
+
+
+# How long one lasts
+
+
+def test_a_turn_is_that_of_the_thread_that_was_let_out_until_its_time_is_over(clock: Callable[[float], None]) -> None:
+    turn = Turn()
+    assert not turn.lasts(1)
+    assert turn.is_over(1)
+    turn.begin(1, 0)
+    assert turn.lasts(1)
+    assert not turn.lasts(2)
+    assert turn.is_over(1), "whose turn it is may end it"
+    assert not turn.is_over(2)
+    clock(0.9 * turns_module._TURN)
+    assert turn.lasts(1)
+    clock(0.2 * turns_module._TURN)
+    assert not turn.lasts(1)
+    assert turn.is_over(2)
+    turn.begin(2, 0)
+    assert turn.lasts(2)
+    assert not turn.lasts(1)
+
+
+@pytest.mark.parametrize("threads", [1, 16, 1000])
+def test_who_naps_does_so_for_longer_than_the_turns_of_all_before_it(
+    threads: int, clock: Callable[[float], None]
+) -> None:
+    turn, bell, asked = Turn(), Bell(), []
+    bell._poll = asked.append  # type: ignore[assignment]
+    bell.nap(60.0, threads)
+    spent = 0.0
+    for number in range(threads):
+        turn.begin(number, threads - number - 1)
+        while turn.lasts(number):
+            clock(1e-6)
+            spent += 1e-6
+    assert spent < asked[0] / 1000
+
+
+def test_turns_in_which_replies_do_not_come_at_once_last_for_one_call(clock: Callable[[float], None]) -> None:
+    turn = Turn()
+
+    def tried() -> int:
+        """Looks in vain until it does not look any more; how often."""
+        for number in range(100):
+            turn.begin(1, 0)
+            if not turn.lasts(1):
+                return number
+            turn.missed()
+        pytest.fail("it never rests")
+
+    assert tried() > 1, "once is no reason"
+    turn.begin(1, 0)
+    rest = 1
+    while not turn.lasts(1):
+        rest += 1
+    assert rest > 10
+    turn.missed()
+    assert not turn.lasts(1), "it was on trial"
+    while not turn.lasts(1):
+        pass
+    for _ in range(100):
+        turn.paid()
+    assert tried() > 1

@@ -32,7 +32,7 @@ from farcall.agent.reading import CANNOT_WAIT, CHUNK, LOOK_AGAIN, Reading, first
 from farcall.agent.sending import LARGE, MAX_WAITING, Sender, Traffic
 from farcall.agent.serving import Serving
 from farcall.agent.shortcuts import AFTER, abandon, offer, receive_beside
-from farcall.agent.spinning import Dozing, Spinning
+from farcall.agent.spinning import AT_ONCE, Dozing, Spinning
 from farcall.agent.supervisor import Supervisor
 from farcall.agent.turns import Bells, Turns
 from farcall.errors import ProtocolError, RpcError, UsageError, WorkerLost
@@ -77,17 +77,16 @@ class Outgoing:
         self.new_reply: Callable[..., Reply] = Reply  # the agent sets another one if not all may be loaded
         self._ids, self.told_ids, self._decoder = itertools.count(1), itertools.count(TOLD), Decoder()
         self._decoder.shared, self._decoder.returned = lane.take, lane.take_returned
-        self._reading = Reading(self, turns=Turns(bells))
+        self._reading, self._deadlines = Reading(self, turns=Turns(bells)), Deadlines(supervisor)
         self._attendance = Attendance(self, supervisor, self._reading.look_after)
-        self.unattended = self._attendance.unattended
-        """See `Readable`; also called for a call that nobody waits for yet. One frame less than a method would be."""
+        self.unattended, self.attend = self._attendance.unattended, self._reading.attend
+        """See `Readable`, and `Source`; the first also for a call that nobody waits for yet. No frames of their own."""
         self._spinning, self._dozing, self._poll = spinning, Dozing(), new_poll(self._descriptor)
         lane.on_large = self._spinning.after_large
         self._lock, self._receiving = threading.RLock(), False  # the holder of the reader's role is at it just now
         self._rings: tuple[RingReader, ...] = ()  # one, if small messages come through it
         self._lost: RpcError | None = None
         self._advice = self._parting = ""  # the latter: why it is about to end, once the peer has left
-        self._deadlines = Deadlines(supervisor)
         self.calls_started = self.calls_failed = 0
         """How many calls were sent on it so far, and how many of those have ended with an error."""
         poller.add(self._descriptor, self._handle, HUNG_UP)  # a peer that dies is noticed though nobody waits for it
@@ -132,9 +131,8 @@ class Outgoing:
                 message = self.lane.pieces(kind, call_id, head, body, buffers)
                 self._sender.send_large(message, deadline, self.is_lost, before)
             else:
-                self._sender.send(
-                    before + encode(kind, call_id, head, body) if before else encode(kind, call_id, head, body)
-                )
+                whole = encode(kind, call_id, head, body)
+                self._sender.send(before + whole if before else whole)
             if self._sender.waiting > MAX_WAITING:
                 self._sender.hold_back(deadline, self.is_lost)
         except OSError as error:
@@ -224,10 +222,6 @@ class Outgoing:
         if not future._state and monotonic() >= future.deadline:
             self._expire(future)
 
-    def attend(self) -> None:
-        """A pending future has got a callback."""
-        self._reading.attend()
-
     # Reading
 
     def read_until(self, future: Future[Any], deadline: float, nested: bool = False) -> None:
@@ -262,6 +256,12 @@ class Outgoing:
         finally:
             if nested and rest(self._rings):  # who waits further out may be about to sleep
                 self._receive(None)
+
+    def glance(self, future: Future[Any]) -> None:
+        """See `Readable`."""
+        stop = monotonic() + AT_ONCE
+        while not future._state and self._lost is None and self._spinning.glance(self._poll, self._rings, stop):
+            self._receive(future)
 
     def doze(self, gate: Gate) -> None:
         """See `Readable`."""

@@ -13,7 +13,12 @@ Rules, each tested over every interleaving
 - No wake-up is lost: while the role is free, nobody sleeps in the queue, unless somebody naps there or in the line. Who
   naps looks for itself before long: if its reply has not come and nobody reads, it does; and who leaves while the role
   is free hands it on. So it matters not what a thread does that was let out.
-- Who comes to sleep, and only who does, lets the next one out, after it has sent its request.
+- Who comes to sleep, and only who does, lets the next one out, after it has sent its request; unless somebody reads in
+  its turn just then, who will do that.
+- Who was let out has the *turn* for a while. If it waits again while others are in the line it may take the role, if
+  that is free, and look for its reply, for a moment and without sleeping. If that comes it leaves, the role is free,
+  and the line stays as it is. If not, or if its turn is over, others go first. A turn promises nothing: who has it may
+  never come back, and those in the line look for themselves.
 - In the line are those only whose replies have come and who have not looked for themselves. Lining up and leaving are
   done under the lock.
 - The role goes to a thread whose reply has not come yet: one that was woken by its reply would only hand it on, and
@@ -55,6 +60,9 @@ class Readable(Protocol):
         `nested`: this thread reads already, further out. Raises `UsageError` if that must go on first.
         """
 
+    def glance(self, future: Future[Any]) -> None:
+        """Reads and settles futures until this one is settled, if that is at once. Only for the role's holder."""
+
     def doze(self, gate: Gate) -> None:
         """Waits there for a moment, if this thread has a place that it would give away, and that has paid before."""
 
@@ -93,7 +101,7 @@ CANNOT_WAIT: Final = (
 class Seat:
     """One thread in the queue for the role."""
 
-    __slots__ = ("_reading", "bell", "future", "gate", "napping", "outer", "thread")
+    __slots__ = ("_reading", "bell", "future", "gate", "lined_up", "napping", "outer", "thread")
 
     def __init__(self, reading: Reading, thread: int, future: Future[Any]) -> None:
         self._reading = reading
@@ -103,6 +111,7 @@ class Seat:
         self.bell: Bell | None = None  # where it naps, or has napped
         self.gate: Gate | None = None  # where it sleeps, if it does not nap
         self.napping = False  # and its reply has not come
+        self.lined_up = False  # and it may be in the line
 
     def settled(self, _: object) -> None:
         """The reply has come. If who has read it takes turns this thread lines up, and naps on; else it is woken."""
@@ -110,6 +119,7 @@ class Seat:
         with reading._lock:
             if self.napping and reading._holder == get_ident() and blocking_thread.before is None:
                 self.napping = False
+                self.lined_up = True
                 reading.line.append(self)
                 return
         self.wake()
@@ -158,7 +168,7 @@ class Reading:
             if self._holder and not nested and self._lock._is_owned():
                 raise UsageError(CANNOT_WAIT.format("handing over the reading"))
             with self._lock:
-                if not (self._holder or self.line):
+                if not self._holder and (not self.line or self.turns.turn.lasts(me)):
                     self._holder = me
                     if self._watched:
                         self._unwatch()
@@ -171,9 +181,15 @@ class Reading:
                 self._connection.read_until(future, deadline, nested=True)
                 return
             if seat is None:
-                self._connection.read_until(future, deadline)
-                if future._state or not self.line:
-                    return
+                while True:
+                    if not self.line:
+                        self._connection.read_until(future, deadline)
+                        if future._state or not self.line:
+                            return
+                    if self._goes_on(me, future):
+                        return
+                    if self.line:  # else they have looked for themselves meanwhile
+                        break
                 seat = Seat(self, me, future)
                 self._give_way(seat)
             self._connection.check_wait()
@@ -222,6 +238,21 @@ class Reading:
             else:
                 self._queue[seat.thread] = seat.outer
 
+    def _goes_on(self, me: int, future: Future[Any]) -> bool:
+        """Others are in the line. The holder looks for its reply nevertheless, for a moment, if it is its turn.
+
+        Whether that came; else those go first.
+        """
+        turn = self.turns.turn
+        if not turn.lasts(me):
+            return False
+        self._connection.glance(future)
+        if future._state:
+            turn.paid()
+            return True
+        turn.missed()
+        return False
+
     def _give_way(self, seat: Seat) -> None:
         """The holder has read replies of others. They go first, one by one, and the last of them reads on."""
         with self._lock:
@@ -237,7 +268,7 @@ class Reading:
         """Reads, naps or sleeps; False if the deadline has passed, or nothing can be read any more."""
         gate, bell = seat.gate, seat.bell
         if gate is None and bell is not None:
-            if self.line:
+            if self.line and (not self._holder or self.turns.turn.is_over(seat.thread)):
                 self.let_out()
             left = deadline - monotonic()
             if left <= 0:
@@ -253,7 +284,7 @@ class Reading:
                 return False
             self._give_way(seat)
             return True
-        if self.line:
+        if self.line and (not self._holder or self.turns.turn.is_over(seat.thread)):
             self.let_out()
         return gate is not None and gate.sleep(deadline)
 
@@ -263,6 +294,8 @@ class Reading:
             seat = self.line.popleft()
         except IndexError:
             return
+        seat.lined_up = False
+        self.turns.turn.begin(seat.thread, len(self.line))
         seat.wake()
 
     def _stop_napping(self, seat: Seat) -> None:
@@ -306,7 +339,7 @@ class Reading:
         with self._lock:
             seat.napping = False
             self._stand_up(seat)
-            if self.line and seat in self.line:
+            if seat.lined_up and seat in self.line:
                 self.line.remove(seat)
             if self._holder == me or not (self._holder or self.line):
                 self.leave()
@@ -321,6 +354,9 @@ class Reading:
         in the line, if any, come by here. To be called again if it was interrupted.
         """
         with self._lock:
+            if self.line and not self._urgent:  # nobody is to be looked for, on the path of every call of a turn
+                self._holder = 0
+                return
             seat = self._next() if self._queue else None
             if seat is not None and seat.gate is not None and not self.line:
                 seat.gate.open()

@@ -35,7 +35,7 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Sequence
 from resource import RUSAGE_THREAD, getrusage
-from time import perf_counter
+from time import monotonic, perf_counter
 from typing import Any, Final
 
 from farcall.transports.rings import AWAKE, HEAD, RingReader, found, rest
@@ -65,6 +65,8 @@ _SURE: Final = 8
 _WORTH: Final = 300e-6
 """Seconds in which a dozing thread must have been woken: giving its place away costs about as much."""
 
+AT_ONCE: Final = 40e-6
+"""Seconds: some times as long as a call takes that is answered at once."""
 _GLANCES: Final = range(16)
 """Looks into each ring between two at everything else: together they take about as long as one of those."""
 
@@ -196,6 +198,30 @@ class Spinning(Trust):
         if not rings:
             return events
         return [*events, *found(rings)] if events else rest(rings)
+
+    def glance(self, poll: Callable[[int], list[Any]], rings: Sequence[RingReader], stop: float) -> bool:
+        """Whether something comes by then, a moment of `monotonic`, for who does not sleep here otherwise.
+
+        It counts neither as hit nor as miss. It is not tried if spinning is off, but if that rests: who asks knows
+        whether this has paid.
+        """
+        if not self._budget:
+            return False
+        heads = []
+        for ring in rings:
+            if not ring.words[AWAKE]:
+                ring.words[AWAKE] = 1
+            heads.append((ring.words, ring.taken))
+        glances = _GLANCES if rings else ()
+        while True:
+            for _ in glances:
+                for words, taken in heads:
+                    if words[HEAD] != taken:
+                        return True
+            if poll(0):
+                return True
+            if monotonic() > stop:
+                return False
 
 
 class Awaiting(Spinning):

@@ -5,11 +5,17 @@ gives it up at every system call, and has to be woken once more to get it back. 
 One is let out; it goes on with its program, most likely sends its next request, and lets the next one out right before
 it sleeps itself. At any moment one thread runs, and what the other end has answered meanwhile is read at once.
 
+To let one out takes as long as a whole call that is answered at once. So a *turn* lasts for more than one call: who was
+let out looks for its next reply itself, as if it were alone, and again for those after it, until its time is over. Only
+then it sends a request and sleeps. So one thread waits for the turns of all others, and no longer.
+
 Rules
 - Nobody depends on the others' manners. Who sleeps in the line, or beside it, *naps*: for some milliseconds at most,
   and then it looks for itself. A thread that has been let out may compute, block or end.
 - Turns are taken while that pays, by the rule of `spinning.py`: a nap that ends by itself, with the reply there or with
   nobody reading, is a miss.
+- They last for more than one call while that pays, by the same rule: a reply that does not come at once is a miss, and
+  ends the turn. A turn is a matter of time, not of calls: who computes in between has no more of it than others.
 - A napping thread sleeps at a *bell* and not at a lock: ringing it gives up the interpreter first, so that who is woken
   has it at once. One who is woken at a lock finds the interpreter taken by the waker, and sleeps a second time.
 - A bell may ring though nobody meant it: for a seat that its thread has left. So its ring is a hint, never a promise.
@@ -32,9 +38,14 @@ from farcall.agent.spinning import LONGEST_CROWDED_REST, Trust
 _NAP: Final = 5
 """Milliseconds. As long as a thread that computes keeps the interpreter from others, and so no use to look sooner."""
 _NAP_MORE: Final = 8
-"""And one more for so many threads that may go first. Each takes some tens of microseconds."""
+"""And one more for so many threads that may go first. Each takes some tens of microseconds, or a turn."""
 _EVENT: Final = 5e-3
 """Seconds. Naps that end by themselves in such a time do so for the same reason."""
+_TURN: Final = 150e-6
+"""Seconds. Enough for more than ten calls that are answered at once: to let the next one out takes as long as one. And
+no more, for those who wait."""
+_ROUND: Final = 4e-3
+"""Seconds that the turns of all who are in the line may take together: less than a nap."""
 _KEPT: Final = 64
 """So many bells are kept for the next naps."""
 
@@ -104,18 +115,56 @@ class Bells:
         self._bells.clear()
 
 
+class Turn(Trust):
+    """Whose turn it is, on one connection, and whether it has paid of late that a turn lasts for more than one call.
+
+    Not locked, as `Turns`.
+    """
+
+    __slots__ = ("_thread", "_until")
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._thread = 0
+        self._until = 0.0
+
+    def begin(self, thread: int, behind: int) -> None:
+        """That thread is about to be let out. So many more are in the line."""
+        self._until = monotonic() + min(_TURN, _ROUND / (behind + 1))
+        self._thread = thread
+
+    def lasts(self, me: int) -> bool:
+        """Whether it is the turn of this thread, and it may go on."""
+        if me != self._thread:
+            return False
+        if self._resting:
+            self._resting -= 1
+            return False
+        return monotonic() < self._until
+
+    def is_over(self, me: int) -> bool:
+        """Whether the next one may be let out by this thread: it is not the turn of another."""
+        return me == self._thread or monotonic() >= self._until
+
+    paid = Trust._hit
+    """A thread that went on has got its reply at once. Without a frame of its own: it is on the path of every call."""
+    missed = Trust._miss
+    """It has not, and those in the line have waited for nothing."""
+
+
 class Turns(Trust):
     """Whether taking turns has paid of late, on one connection.
 
     Not locked, though many threads use it: what two of them do at once is counted once at worst.
     """
 
-    __slots__ = ("_last_broken", "bells")
+    __slots__ = ("_last_broken", "bells", "turn")
 
     def __init__(self, bells: Bells) -> None:
         super().__init__()
         self._last_broken = -math.inf
         self.bells = bells
+        self.turn = Turn()
 
     def bell(self) -> Bell | None:
         """A bell to nap at; None if the thread should rather sleep until it is woken."""
