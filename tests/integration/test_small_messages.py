@@ -293,3 +293,28 @@ def test_whoever_sleeps_at_a_socket_has_let_the_ring_rest(workers: StartWorkers)
     assert facts["here"][1] > 0
     assert facts["there"][1] > 0
     assert facts["ring"] > 0
+
+
+def test_connections_for_remote_calls_and_for_values_alone_have_rings_as_well(workers: StartWorkers) -> None:
+    script = (
+        EARLY
+        + """
+    def number(): return 7
+
+    def fetch(reference): return reference.to_here()
+
+    def rings(): return sorted(each.peer.name for each in api._agent._connections if each._rings)
+
+    start()
+    if RANK == 0:
+        for _ in range(20):
+            assert rpc.rpc_sync("w2", fetch, args=(rpc.remote("w1", number),)) == 7
+        calls = [each.calls_started for each in api._agent._connections if each.peer.name == "w1"]
+        report(calls=calls, rings=rings(), third=rpc.rpc_sync("w2", rings))
+    rpc.shutdown()
+    """
+    )
+    facts = workers(script, n=3, transports=("unix",)).finish()[0]
+    assert facts["calls"] == [0]
+    assert facts["rings"] == ["w1", "w2"]
+    assert "w1" in facts["third"], "it has asked for values there, and called nothing more than once"

@@ -227,14 +227,15 @@ class Calling:
             if peer is not None and (connection := peer.connection) is not None:
                 call_id = next(connection.told_ids)
                 told = connection.pending[call_id] = ToldCall(connection, call_id)
-                handle.told, handle.packed = told, pack_handle(handle.reference, fork)
-                asks.append((told, encode(CALL, call_id, PLAIN + handle.packed, b"")))
+                packed = handle.packed = handle.packed or pack_handle(handle.reference, fork)
+                handle.told = told
+                asks.append((told, encode(CALL, call_id, PLAIN + packed, b"")))
 
     def send_asks(self, asks: Asks) -> None:
         """Sends what `ask_ahead` has left, all that goes to one worker at once, and forgets it."""
         for connection in {told.connection: None for told, _ in asks}:
-            connection.send_news(b"".join([message for told, message in asks if told.connection is connection]))
-            connection.unattended()
+            messages = [message for told, message in asks if told.connection is connection]
+            connection.send_control(b"".join(messages), is_told=True)
         for told, _ in asks:
             if told.connection.is_lost():  # and perhaps does not know of it
                 told.connection.take_and_fail(told, RpcError("what was asked ahead was lost with its connection"))

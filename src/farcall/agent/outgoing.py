@@ -70,12 +70,12 @@ class Outgoing:
     ) -> None:
         self.pending: dict[int, PendingCall] = {}
         self.peer, self.number, self._channel, self.lane = peer, number, channel, lane
-        self._descriptor = channel.fileno()
+        self._descriptor, self._decoder = channel.fileno(), Decoder()
         self._poller, self._serving, self.book, self._on_news, self._on_lost = poller, serving, book, on_news, on_lost
         self._late: set[int] = set()  # calls whose time was over: their replies may bring references to be given back
         self._awaits_control = False  # what was sent about references is not acknowledged yet
         self.new_reply: Callable[..., Reply] = Reply  # the agent sets another one if not all may be loaded
-        self._ids, self.told_ids, self._decoder = itertools.count(1), itertools.count(TOLD), Decoder()
+        self._ids, self.told_ids, self._uses = itertools.count(1), itertools.count(TOLD), itertools.count(1)
         self._decoder.shared, self._decoder.returned = lane.take, lane.take_returned
         self._reading, self._deadlines = Reading(self, turns=Turns(bells)), Deadlines(supervisor)
         self._attendance = Attendance(self, supervisor, self._reading.look_after)
@@ -108,8 +108,7 @@ class Outgoing:
     ) -> PendingCall:
         """Sends a call, for which `spent` of its timeout is over already. `function` may be a name, for messages only.
 
-        `mail` is the body of a control message that goes along, in front. The future is settled in any case, with
-        `WorkerLost` if it cannot be sent.
+        `mail`: the body of a control message that goes in front. The future is settled in any case, if by `WorkerLost`.
         """
         call_id = next(self._ids)
         deadline = monotonic() + timeout - spent if timeout else FOREVER
@@ -120,7 +119,7 @@ class Outgoing:
             if deadline < self._deadlines.first:
                 self._deadlines.note(deadline)
             self.calls_started = call_id
-            if call_id == AFTER:
+            if next(self._uses) == AFTER:
                 self._rings = offer(self.lane, self._sender)
             if kind != CALL or mail is not None:
                 self._awaits_control = True  # before it is sent: the answer may come at once
@@ -164,6 +163,8 @@ class Outgoing:
         if not is_told:
             self._awaits_control = True  # before it is sent: the answer may come at once
         try:
+            if next(self._uses) == AFTER:  # whatever is said a lot, not calls alone
+                self._rings = offer(self.lane, self._sender)
             if buffers:
                 self._sender.send_all([message, *buffers])
             else:

@@ -21,7 +21,7 @@ from farcall.transports.base import Channel
 from farcall.transports.rings import PAIR_SIZE, RING_SIZE, RingReader, RingWriter, is_possible
 
 AFTER: Final = 256
-"""Calls: on a connection with less of them it is not worth its memory."""
+"""Calls, remote calls, and values that are asked for: on a connection with less of them it is not worth its memory."""
 
 
 def offer(lane: Lane, sender: Sender) -> tuple[RingReader, ...]:
