@@ -23,8 +23,8 @@ class EndlessTurn(Turn):
         super().__init__()
         self.outcomes: list[bool] = []
 
-    def begin(self, thread: int, behind: int) -> None:
-        self._thread, self._until = thread, FOREVER
+    def begin(self, thread: int, behind: int, now: float) -> None:
+        self._thread, self.until = thread, FOREVER
 
     def paid(self) -> None:
         self.outcomes.append(True)
@@ -42,8 +42,9 @@ class AlwaysTurns(Turns):
         super().__init__(bells)
         self.turn = EndlessTurn()
 
-    def kept(self) -> None:
+    def begin(self, thread: int, since: float, behind: int) -> None:
         """Nothing is learned."""
+        self.turn.begin(thread, behind, since)
 
     def broken(self) -> None:
         """Nothing is learned."""

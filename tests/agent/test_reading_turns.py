@@ -118,7 +118,7 @@ def in_turn(schedule: Schedule) -> tuple[Answering, Seat]:
     waiting.future.settle(DONE, -1)
     waiting.napping, waiting.lined_up = False, True
     reading.line.append(waiting)
-    reading.turns.turn.begin(threading.get_ident(), 1)
+    reading.turns.turn.begin(threading.get_ident(), 1, 0.0)
     return wire, waiting
 
 
@@ -152,7 +152,7 @@ def test_who_gets_no_reply_at_once_lets_the_next_one_out() -> None:
 
 def test_who_does_not_have_the_turn_lets_others_go_first() -> None:
     wire, waiting = in_turn(Schedule((), ()))
-    wire.reading.turns.turn.begin(-2, 1)
+    wire.reading.turns.turn.begin(-2, 1, 0.0)
     wire.reading.wait(wire.ask(), 0.0)
     assert wire.outcomes == []
     assert is_let_out(waiting)
@@ -171,10 +171,10 @@ def test_nobody_is_let_out_beside_a_thread_that_reads_in_its_turn() -> None:
     wire, waiting = in_turn(Schedule((), ()))
     reading = wire.reading
     reading._holder = -2
-    reading.turns.turn.begin(-2, 1)
+    reading.turns.turn.begin(-2, 1, 0.0)
     reading.wait(wire.call(0), 0.0)
     assert not is_let_out(waiting)
-    reading.turns.turn._until = 0.0
+    reading.turns.turn.until = 0.0
     reading.wait(wire.call(1), 0.0)
     assert is_let_out(waiting), "its turn is over, whatever it does"
 

@@ -27,16 +27,6 @@ def clock(monkeypatch: pytest.MonkeyPatch) -> Callable[[float], None]:
     return go_on
 
 
-def break_until_it_rests(turns: Turns, clock: Callable[[float], None]) -> int:
-    """How many naps had to end by themselves for that."""
-    for number in range(1, 100):
-        clock(1.0)
-        turns.broken()
-        if turns._resting:
-            return number
-    pytest.fail("it never rests")
-
-
 # Bells
 
 
@@ -117,37 +107,75 @@ def test_without_descriptors_nobody_naps() -> None:
 # When it rests
 
 
-def test_turns_that_are_not_kept_rest_and_are_tried_again(clock: Callable[[float], None]) -> None:
+def rest(turns: Turns) -> int:
+    """How many waits go without a nap."""
+    count = 0
+    while turns.bell() is None:
+        count += 1
+    return count
+
+
+def let_out(turns: Turns, clock: Callable[[float], None], late: float = 0.0, times: int = 1) -> None:
+    """Somebody is let out so many seconds after the turn before was over."""
+    for _ in range(times):
+        clock(turns.turn.until - turns_module.monotonic() + late)
+        turns.begin(1, 0.0, 0)
+
+
+def test_turns_after_which_nobody_comes_in_time_rest_for_longer_and_longer(clock: Callable[[float], None]) -> None:
     turns = Turns(Bells())
     assert turns.bell() is not None
-    assert break_until_it_rests(turns, clock) > 1, "once is no reason"
-    rest = 0
-    while turns.bell() is None:
-        rest += 1
-    assert rest > 1
-    assert break_until_it_rests(turns, clock) == 1, "it was on trial"
-    again = 0
-    while turns.bell() is None:
-        again += 1
-    assert again > rest
+    rests = []
+    for _ in range(10):
+        while not turns._resting:
+            let_out(turns, clock, late=1e-3)
+        rests.append(rest(turns))
+    assert rests == [min(16 << number, turns_module._LONGEST_REST) for number in range(10)]
 
 
-def test_naps_that_end_together_count_once(clock: Callable[[float], None]) -> None:
+def test_turns_that_save_more_than_is_lost_do_not_rest(clock: Callable[[float], None]) -> None:
+    turns = Turns(Bells())
+    for _ in range(50):
+        let_out(turns, clock, late=2e-3)
+        let_out(turns, clock, times=120)
+        assert turns.bell() is not None
+
+
+def test_a_moment_is_not_late(clock: Callable[[float], None]) -> None:
+    turns = Turns(Bells())
+    let_out(turns, clock, late=0.9 * turns_module._LATE, times=1000)
+    assert turns.bell() is not None
+
+
+def test_who_lines_up_long_after_the_last_turn_has_not_waited(clock: Callable[[float], None]) -> None:
+    turns = Turns(Bells())
+    for _ in range(100):
+        clock(1.0)
+        turns.begin(1, turns_module.monotonic(), 0)
+    assert turns.bell() is not None
+
+
+def test_after_enough_was_saved_the_next_rest_is_short_again(clock: Callable[[float], None]) -> None:
+    turns = Turns(Bells())
+    for _ in range(3):
+        while not turns._resting:
+            let_out(turns, clock, late=1e-3)
+        rest(turns)
+    let_out(turns, clock, times=round(turns_module._MOST_SAVED / turns_module._SAVES) + 1)
+    while not turns._resting:
+        let_out(turns, clock, late=1e-3)
+    assert rest(turns) == turns_module._FIRST_REST
+
+
+def test_naps_that_end_by_themselves_together_count_once(clock: Callable[[float], None]) -> None:
     turns = Turns(Bells())
     clock(1.0)
     for _ in range(100):
         turns.broken()
-    assert turns.bell() is not None
-
-
-def test_turns_that_are_kept_again_win_trust_back(clock: Callable[[float], None]) -> None:
-    turns = Turns(Bells())
-    first = break_until_it_rests(turns, clock)
-    while turns.bell() is None:
-        pass
-    for _ in range(100):
-        turns.kept()
-    assert break_until_it_rests(turns, clock) == first
+    assert turns.bell() is not None, "once is no reason"
+    clock(1.0)
+    turns.broken()
+    assert rest(turns) == turns_module._FIRST_REST
 
 
 # How long one lasts
@@ -157,7 +185,7 @@ def test_a_turn_is_that_of_the_thread_that_was_let_out_until_its_time_is_over(cl
     turn = Turn()
     assert not turn.lasts(1)
     assert turn.is_over(1)
-    turn.begin(1, 0)
+    turn.begin(1, 0, turns_module.monotonic())
     assert turn.lasts(1)
     assert not turn.lasts(2)
     assert turn.is_over(1), "whose turn it is may end it"
@@ -167,7 +195,7 @@ def test_a_turn_is_that_of_the_thread_that_was_let_out_until_its_time_is_over(cl
     clock(0.2 * turns_module._TURN)
     assert not turn.lasts(1)
     assert turn.is_over(2)
-    turn.begin(2, 0)
+    turn.begin(2, 0, turns_module.monotonic())
     assert turn.lasts(2)
     assert not turn.lasts(1)
 
@@ -181,7 +209,7 @@ def test_who_naps_does_so_for_longer_than_the_turns_of_all_before_it(
     bell.nap(60.0, threads)
     spent = 0.0
     for number in range(threads):
-        turn.begin(number, threads - number - 1)
+        turn.begin(number, threads - number - 1, turns_module.monotonic())
         while turn.lasts(number):
             clock(1e-6)
             spent += 1e-6
@@ -194,14 +222,14 @@ def test_turns_in_which_replies_do_not_come_at_once_last_for_one_call(clock: Cal
     def tried() -> int:
         """Looks in vain until it does not look any more; how often."""
         for number in range(100):
-            turn.begin(1, 0)
+            turn.begin(1, 0, turns_module.monotonic())
             if not turn.lasts(1):
                 return number
             turn.missed()
         pytest.fail("it never rests")
 
     assert tried() > 1, "once is no reason"
-    turn.begin(1, 0)
+    turn.begin(1, 0, turns_module.monotonic())
     rest = 1
     while not turn.lasts(1):
         rest += 1

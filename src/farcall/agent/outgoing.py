@@ -477,9 +477,8 @@ class Outgoing:
             self._fail(future)
 
     def _fail(self, future: PendingCall) -> None:
-        lost = self._lost
-        assert lost is not None
-        self.take_and_fail(future, future.cut_off(lost, self._advice))
+        assert self._lost is not None
+        self.take_and_fail(future, future.cut_off(self._lost, self._advice))
 
     def take_and_fail(self, future: PendingCall, error: RpcError) -> bool:
         """Settles it with that error, unless somebody else has taken it from `pending`; whether it was settled here."""

@@ -101,7 +101,7 @@ CANNOT_WAIT: Final = (
 class Seat:
     """One thread in the queue for the role."""
 
-    __slots__ = ("_reading", "bell", "future", "gate", "lined_up", "napping", "outer", "thread")
+    __slots__ = ("_reading", "bell", "future", "gate", "lined_up", "napping", "outer", "since", "thread")
 
     def __init__(self, reading: Reading, thread: int, future: Future[Any]) -> None:
         self._reading = reading
@@ -112,6 +112,7 @@ class Seat:
         self.gate: Gate | None = None  # where it sleeps, if it does not nap
         self.napping = False  # and its reply has not come
         self.lined_up = False  # and it may be in the line
+        self.since = 0.0  # if it is: when that began
 
     def settled(self, _: object) -> None:
         """The reply has come. If who has read it takes turns this thread lines up, and naps on; else it is woken."""
@@ -119,7 +120,7 @@ class Seat:
         with reading._lock:
             if self.napping and reading._holder == get_ident() and blocking_thread.before is None:
                 self.napping = False
-                self.lined_up = True
+                self.lined_up, self.since = True, monotonic()
                 reading.line.append(self)
                 return
         self.wake()
@@ -275,8 +276,6 @@ class Reading:
                 return False
             if not bell.nap(left, len(self._queue)):
                 self._stop_napping(seat)
-            elif seat.future._state:
-                self.turns.kept()
             return True
         if self._is_holder(seat.thread):
             self._connection.read_until(seat.future, deadline)
@@ -295,7 +294,7 @@ class Reading:
         except IndexError:
             return
         seat.lined_up = False
-        self.turns.turn.begin(seat.thread, len(self.line))
+        self.turns.begin(seat.thread, seat.since, len(self.line))
         seat.wake()
 
     def _stop_napping(self, seat: Seat) -> None:

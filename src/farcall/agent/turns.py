@@ -12,10 +12,12 @@ then it sends a request and sleeps. So one thread waits for the turns of all oth
 Rules
 - Nobody depends on the others' manners. Who sleeps in the line, or beside it, *naps*: for some milliseconds at most,
   and then it looks for itself. A thread that has been let out may compute, block or end.
-- Turns are taken while that pays, by the rule of `spinning.py`: a nap that ends by itself, with the reply there or with
-  nobody reading, is a miss.
-- They last for more than one call while that pays, by the same rule: a reply that does not come at once is a miss, and
-  ends the turn. A turn is a matter of time, not of calls: who computes in between has no more of it than others.
+- Turns are taken while that pays. Each saves some microseconds. A thread whose turn was over long before it came to
+  sleep has kept those in the line waiting for nothing, and so has one that never came, so that their naps ended. Where
+  more is lost than was saved all turns rest for some number of waits, longer each time. So it is with threads that
+  sleep, or wait for others, between their calls.
+- They last for more than one call while that pays, by the rule of `spinning.py`: a reply that does not come at once is
+  a miss, and ends the turn. A turn is a matter of time, not of calls: who computes in between has no more than others.
 - A napping thread sleeps at a *bell* and not at a lock: ringing it gives up the interpreter first, so that who is woken
   has it at once. One who is woken at a lock finds the interpreter taken by the waker, and sleeps a second time.
 - A bell may ring though nobody meant it: for a seat that its thread has left. So its ring is a hint, never a promise.
@@ -33,7 +35,7 @@ from collections.abc import Callable
 from time import monotonic
 from typing import Final
 
-from farcall.agent.spinning import LONGEST_CROWDED_REST, Trust
+from farcall.agent.spinning import Trust
 
 _NAP: Final = 5
 """Milliseconds. As long as a thread that computes keeps the interpreter from others, and so no use to look sooner."""
@@ -46,6 +48,15 @@ _TURN: Final = 150e-6
 no more, for those who wait."""
 _ROUND: Final = 4e-3
 """Seconds that the turns of all who are in the line may take together: less than a nap."""
+_LATE: Final = 300e-6
+"""Seconds after which somebody should have come to sleep once a turn was over. Less may be the interpreter's doing."""
+_SAVES: Final = 20e-6
+"""Seconds that a turn saves: about what it takes to wake a thread which has to fight for the interpreter."""
+_MOST_SAVED: Final = 5e-3
+"""Seconds that may be lost at once, however much was saved before."""
+_FIRST_REST: Final = 16
+_LONGEST_REST: Final = 1 << 12
+"""Waits. Among so many, what is lost when turns are tried again does not matter."""
 _KEPT: Final = 64
 """So many bells are kept for the next naps."""
 
@@ -121,16 +132,17 @@ class Turn(Trust):
     Not locked, as `Turns`.
     """
 
-    __slots__ = ("_thread", "_until")
+    __slots__ = ("_thread", "until")
 
     def __init__(self) -> None:
         super().__init__()
         self._thread = 0
-        self._until = 0.0
+        self.until = 0.0
+        """When it is over."""
 
-    def begin(self, thread: int, behind: int) -> None:
+    def begin(self, thread: int, behind: int, now: float) -> None:
         """That thread is about to be let out. So many more are in the line."""
-        self._until = monotonic() + min(_TURN, _ROUND / (behind + 1))
+        self.until = now + min(_TURN, _ROUND / (behind + 1))
         self._thread = thread
 
     def lasts(self, me: int) -> bool:
@@ -140,11 +152,11 @@ class Turn(Trust):
         if self._resting:
             self._resting -= 1
             return False
-        return monotonic() < self._until
+        return monotonic() < self.until
 
     def is_over(self, me: int) -> bool:
         """Whether the next one may be let out by this thread: it is not the turn of another."""
-        return me == self._thread or monotonic() >= self._until
+        return me == self._thread or monotonic() >= self.until
 
     paid = Trust._hit
     """A thread that went on has got its reply at once. Without a frame of its own: it is on the path of every call."""
@@ -152,17 +164,19 @@ class Turn(Trust):
     """It has not, and those in the line have waited for nothing."""
 
 
-class Turns(Trust):
+class Turns:
     """Whether taking turns has paid of late, on one connection.
 
     Not locked, though many threads use it: what two of them do at once is counted once at worst.
     """
 
-    __slots__ = ("_last_broken", "bells", "turn")
+    __slots__ = ("_last_broken", "_rest", "_resting", "_saved", "bells", "turn")
 
     def __init__(self, bells: Bells) -> None:
-        super().__init__()
+        self._saved = _MOST_SAVED  # seconds, less those that were lost
         self._last_broken = -math.inf
+        self._rest = _FIRST_REST  # how long the next rest will be
+        self._resting = 0  # how many waits to go without turns
         self.bells = bells
         self.turn = Turn()
 
@@ -173,13 +187,27 @@ class Turns(Trust):
             return None
         return self.bells.take()
 
-    def kept(self) -> None:
-        """A thread that napped was let out."""
-        self._hit()
+    def begin(self, thread: int, since: float, behind: int) -> None:
+        """That thread is about to be let out. It has been in the line since then, and so many more are there."""
+        now = monotonic()
+        late = now - max(since, self.turn.until)
+        self.turn.begin(thread, behind, now)
+        if late > _LATE:
+            self._lose(late)
+        elif self._saved < _MOST_SAVED:
+            self._saved += _SAVES
+            if self._saved >= _MOST_SAVED:
+                self._rest = _FIRST_REST
 
     def broken(self) -> None:
         """A thread that napped had to look for itself: who ran before it has not come back."""
         now = monotonic()
         if now - self._last_broken > _EVENT:
             self._last_broken = now
-            self._miss(LONGEST_CROWDED_REST)
+            self._lose(_EVENT)
+
+    def _lose(self, seconds: float) -> None:
+        self._saved -= seconds
+        if self._saved < 0:
+            self._saved = 0.0
+            self._resting, self._rest = self._rest, min(2 * self._rest, _LONGEST_REST)
