@@ -77,6 +77,27 @@ def test_who_is_lost_is_not_waited_for() -> None:
     assert len(store.timeouts) == 3
 
 
+def test_what_others_have_called_meanwhile_ends_though_one_is_lost(clock: Clock) -> None:
+    """They have not called the lost one, and need not hear of it."""
+    store = Unmoved(RendezvousError("worker 'cem' is gone"))
+    worker = Worker(0, 3)
+    ends_at = clock.now + 3.0
+    looks = 0
+
+    def is_idle() -> bool:
+        nonlocal looks
+        looks += 1
+        return looks == 1 or clock.now >= ends_at  # idle as it came, and then called
+
+    worker.is_idle = is_idle  # type: ignore[method-assign]
+    with pytest.raises(ShutdownError, match="'cem' is gone"):
+        wait_for_everybody(worker, way_in(store, 0, 3), FOREVER)
+    assert clock.now >= ends_at
+    looks, ends_at = 0, FOREVER
+    with pytest.raises(ShutdownError, match="'cem' is gone"):
+        wait_for_everybody(worker, way_in(store, 0, 3), clock.now + 5.0)
+
+
 def test_who_was_lost_before_is_not_even_looked_for() -> None:
     """Though it may have come back meanwhile, and have come: a group that has lost one is never together again."""
     board, worker = Board(), Worker(0, 2)

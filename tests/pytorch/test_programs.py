@@ -163,3 +163,14 @@ def test_arguments_and_the_way_out(tmp_path: Path) -> None:
     out, err = process.communicate(timeout=LIMIT)
     assert process.returncode == 2
     assert "usage: python -m farcall.pytorch" in err
+
+
+def test_a_script_knows_where_it_is_wherever_it_goes(tmp_path: Path) -> None:
+    tmp_path.joinpath("program.py").write_text(
+        "import os\nos.chdir('/')\nprint(os.path.isabs(__file__), os.path.exists(__file__))\n"
+    )
+    assert finish(start(["-m", "farcall.pytorch", "program.py"], tmp_path, environment())) == ["True True"]
+    process = start(["-m", "farcall.pytorch", "nowhere.py"], tmp_path, environment())
+    out, err = process.communicate(timeout=LIMIT)
+    assert (process.returncode, out) == (2, "")
+    assert err == "python -m farcall.pytorch: there is no script 'nowhere.py' here\n"

@@ -330,6 +330,9 @@ def test_an_owner_that_dies(tmp_path: Path) -> None:
         eventually(lambda: confirmed._handle.new_error)
         with pytest.raises(OwnerLost):
             confirmed.to_here()
+        for args in ((confirmed,), ([{"a": confirmed}],)):
+            with pytest.raises(OwnerLost, match="'worker1'"):
+                rpc.rpc_sync("worker0", echo, args)
         assert confirmed.confirmed_by_owner()
         for use in (lost._get_type, lost.rpc_sync().up, lost.remote().up, lambda: lost._get_future().wait()):
             with pytest.raises(RuntimeError):

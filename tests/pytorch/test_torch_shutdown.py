@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Iterator
 from pathlib import Path
+from threading import Timer
 from time import monotonic
 from typing import Any
 
@@ -99,6 +100,28 @@ def test_a_dead_worker_does_not_keep_others_from_their_end(tmp_path: Path) -> No
         return rank
 
     assert run_group(tmp_path, body, 3) == [0, DIED, 2]
+
+
+def test_what_others_have_called_ends_though_a_worker_dies_and_only_that_one_is_blamed(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    def body(rank: int) -> Any:
+        if rank == 1:
+            make_gate("late")
+        api._barrier(["worker0", "worker1", "worker2"])
+        if rank == 2:
+            die()
+        future = rpc.rpc_async("worker1", wait_at, ("late", "through")) if rank == 0 else None
+        if rank == 1:
+            Timer(2.0, lambda: open_gate("late")).start()  # by then it has heard of the loss
+        with pytest.raises(WorkerLost) as lost:
+            rpc.shutdown()
+        assert "'worker2'" in str(lost.value)
+        assert "worker1" not in str(lost.value)
+        assert "Shutdown Proceed" not in caplog.text
+        return future.value() if future else None
+
+    assert run_group(tmp_path, body, 3) == ["through", None, DIED]
 
 
 def test_the_time_limit_of_a_graceful_end(tmp_path: Path) -> None:

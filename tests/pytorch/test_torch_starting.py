@@ -45,6 +45,23 @@ def test_names_that_torch_does_not_take(tmp_path: Path, name: str) -> None:
         WorkerInfo(name, 0)
 
 
+def test_a_rank_that_is_not_given_is_that_of_the_launcher(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def begin() -> None:
+        rpc.init_rpc("own", world_size=1, rpc_backend_options=options(tmp_path))
+
+    monkeypatch.delenv("RANK", raising=False)
+    with pytest.raises(ValueError, match="rank"):
+        begin()
+    monkeypatch.setenv("RANK", "first")
+    with pytest.raises(RuntimeError, match="RANK is 'first'"):
+        begin()
+    assert not api._is_current_rpc_agent_set()
+    monkeypatch.setenv("RANK", "0")
+    begin()
+    assert rpc.get_worker_info().id == 0
+    rpc.shutdown()
+
+
 def test_names_that_it_takes(tmp_path: Path) -> None:
     name = "A-z_0:9" + "x" * 120
     with one_worker(tmp_path, name):

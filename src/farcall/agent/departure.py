@@ -20,6 +20,7 @@ from __future__ import annotations
 import logging
 import threading
 from collections.abc import Mapping
+from contextlib import suppress
 from time import monotonic
 from typing import TYPE_CHECKING, Final, NamedTuple, Protocol
 
@@ -99,7 +100,11 @@ def wait_for_everybody(
         prefix = f"{occasion.prefix}{number}/"
         _wait_until_idle(leaver, rendezvous, prefix, deadline, occasion)
         _refuse_if_lost(leaver, occasion)
-        total = _hear_all(leaver, rendezvous, prefix, deadline, occasion)
+        try:
+            total = _hear_all(leaver, rendezvous, prefix, deadline, occasion)
+        except ShutdownError:
+            finish_what_has_begun(leaver, deadline)
+            raise
         if total == before:
             return
         before = total
@@ -118,6 +123,15 @@ def meet(leaver: Leaver, rendezvous: Rendezvous, deadline: float, occasion: Occa
     """Returns when all are here for the same occasion, whatever is under way. Raises `ShutdownError` as the others."""
     _refuse_if_lost(leaver, occasion)
     _hear_all(leaver, rendezvous, occasion.prefix, deadline, occasion)
+
+
+def finish_what_has_begun(leaver: Leaver, deadline: float) -> None:
+    """Nobody is to be waited for, as a worker was lost: what others have called here meanwhile ends all the same.
+
+    Raises nothing, whatever comes first, its end or the deadline.
+    """
+    with suppress(ShutdownError):
+        wait_until_idle(leaver, deadline)
 
 
 def wait_until_idle(leaver: Leaver, deadline: float) -> None:

@@ -23,9 +23,13 @@ def main() -> None:
         sys.argv = arguments[1:]
         runpy.run_module(arguments[1], run_name="__main__", alter_sys=True)
     else:
+        script = os.path.abspath(arguments[0])  # Python itself makes the script's `__file__` one that stays right
+        if not os.path.exists(script):
+            print(f"python -m farcall.pytorch: there is no script {arguments[0]!r} here", file=sys.stderr)
+            raise SystemExit(2)
         sys.argv = arguments
-        sys.path[0] = os.path.dirname(os.path.abspath(arguments[0]))
-        runpy.run_path(arguments[0], run_name="__main__")
+        sys.path[0] = os.path.dirname(script)
+        runpy.run_path(script, run_name="__main__")
 
 
 if __name__ == "__main__":

@@ -20,6 +20,7 @@ from typing import Any, Final, ParamSpec, TypeAlias, TypeVar
 
 from farcall import api as _farcall
 from farcall.agent import Agent
+from farcall.agent.departure import deadline_of, finish_what_has_begun
 from farcall.errors import NotInitializedError, RpcTimeoutError, UsageError, WorkerLost
 from farcall.futures import Future
 from farcall.pytorch import autograd
@@ -385,7 +386,8 @@ def _wait_for(agent: Any, gathering: _Gathering, names: set[str], limit: float) 
         if agent.closed is not None:
             raise agent.closed
         there = {info.name for info in agent.get_worker_infos()}
-        if lost := sorted(names - there):
+        if gone := sorted(names - there):  # some of whom have gone because of others, perhaps
+            lost = [name for name in gone if name in getattr(agent, "lost", list)()] or gone
             raise WorkerLost(f"workers {lost} were lost before everybody had come to _all_gather", lost[0])
     return gathering.proceed.value()
 
@@ -428,6 +430,10 @@ def _wait_all_workers(timeout: float = 0) -> None:
     """Returns when all workers have called it. Raises `RuntimeError` if that takes longer; 0 is without limit."""
     try:
         _all_gather(None, timeout=timeout)
+    except WorkerLost:  # nobody was late; what those who are left have called here ends first
+        if isinstance(agent := _get_current_rpc_agent(), Agent):
+            finish_what_has_begun(agent, deadline_of(timeout))
+        raise
     except RuntimeError:
         logger.exception("Failed to respond to 'Shutdown Proceed' in time")
         raise

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable
+from contextlib import suppress
 from time import monotonic, sleep
 from typing import Any, Final, Generic, TypeVar, cast
 
@@ -15,7 +16,7 @@ import torch
 
 from farcall.agent.handle import handle_here
 from farcall.api import current_agent, current_book
-from farcall.errors import NotInitializedError, RpcError, RpcTimeoutError, SerializationError, UsageError
+from farcall.errors import NotInitializedError, OwnerLost, RpcError, RpcTimeoutError, SerializationError, UsageError
 from farcall.futures import Future
 from farcall.protocol.ids import RRefId
 from farcall.protocol.ids import WorkerInfo as AnyWorkerInfo
@@ -201,7 +202,8 @@ class PyRRef(_OwnRRef[T]):
 
     def _serialize(self) -> tuple[Any, ...]:
         """What stands for it in a pickle: its place among the references of the message that is being made."""
-        self._refuse_if_deleted("fork an UserRRef")
+        with suppress(OwnerLost):  # which is said, with that type, as the call is made
+            self._refuse_if_deleted("fork an UserRRef")
         try:
             return collect(self._handle, self), self._label
         except SerializationError as error:

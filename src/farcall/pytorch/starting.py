@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import numbers
+import os
 import threading
 from datetime import timedelta
 from typing import Any
@@ -35,7 +36,8 @@ def init_rpc(
 ) -> None:
     """Makes this process a worker, and returns when all workers are there.
 
-    Without a `world_size` the group is open: workers may join and leave. Raises `TypeError` for a backend or options
+    Without a `rank`, that of the environment (RANK) counts. Without a `world_size` the group is open: workers may join
+    and leave. Raises `TypeError` for a backend or options
     that are none, `ValueError` for a rank that is none, `RuntimeError` if this process is a worker already or the
     others do not come.
     """
@@ -47,6 +49,7 @@ def init_rpc(
         backend = _backend_for(rpc_backend_options)
     if rpc_backend_options is None:
         rpc_backend_options = backend_registry.construct_rpc_backend_options(backend)
+    rank = _own_rank(rank)
     _refuse_unless_new(rank, world_size)  # before anybody has met this worker
     store = _meet_at_store(rpc_backend_options, rank, world_size)
     autograd._init(rank)
@@ -118,6 +121,16 @@ def _validate_rpc_args(
     for argument, kind in wanted:
         if not isinstance(argument, kind):
             raise RuntimeError(f"Argument {argument} must be of type {kind} but got type {type(argument)}")
+
+
+def _own_rank(rank: int) -> int:
+    """The rank that was given, or else the one that a launcher has set. Raises `RuntimeError` if that is none."""
+    told = os.environ.get("RANK", "") if rank == -1 else ""
+    if not told:
+        return rank
+    if not told.isdecimal():
+        raise RuntimeError(f"RANK is {told!r} in the environment: it has to be a whole number from 0 on")
+    return int(told)
 
 
 def _refuse_unless_new(rank: int, world_size: int | None) -> None:

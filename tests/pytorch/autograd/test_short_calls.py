@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Iterator
 from pathlib import Path
 from time import monotonic
 from typing import Any, NamedTuple
 
+import numpy
 import pytest
 import torch
 from torch_stage import SOON, run_group
@@ -80,6 +82,37 @@ def both(value: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
 
 async def doubled_later(value: torch.Tensor) -> torch.Tensor:
     return value * 2
+
+
+def echo(value: Any) -> Any:
+    return value
+
+
+def are_one(first: Any, second: Any) -> bool:
+    return first is second
+
+
+def doubled(value: torch.Tensor) -> torch.Tensor:
+    return value * 2
+
+
+async def asks_another(value: torch.Tensor) -> torch.Tensor:
+    before = autograd._current_context()._context_id()
+    await asyncio.sleep(0)  # others run in this thread meanwhile
+    assert autograd._current_context()._context_id() == before
+    with pytest.raises(ZeroDivisionError):
+        await fails_later()
+    again: torch.Tensor = rpc.rpc_sync("worker2", doubled, args=(value,))
+    return again * 3
+
+
+async def fails_later() -> None:
+    await asyncio.sleep(0)
+    raise ZeroDivisionError
+
+
+class Special(torch.Tensor):
+    pass
 
 
 def refusing(value: torch.Tensor) -> None:
@@ -336,3 +369,50 @@ def test_one_that_is_gone_is_refused_by_its_owner(tmp_path: Path) -> None:
 
 def rref_here(reference: tuple[int, int, int]) -> None:
     rref_module._receive_here(reference, 0)
+
+
+# What is no plain data
+
+
+def test_arrays_and_other_kinds_of_tensors_travel_in_a_context_as_they_do_elsewhere(alone: None) -> None:
+    array, special = numpy.arange(3.0), torch.ones(3).as_subclass(Special)
+    with autograd.context():
+        assert numpy.array_equal(rpc.rpc_sync("alone", echo, args=(array,)), array)
+        assert numpy.array_equal(rpc.rpc_sync("alone", echo, args=([array, leaf()],))[0], array)
+        assert numpy.array_equal(rpc.rpc_async("alone", echo, args=({"a": array},)).wait()["a"], array)
+        assert numpy.array_equal(rpc.remote("alone", echo, args=(array,)).to_here(), array)
+        assert torch.equal(rpc.rpc_sync("alone", echo, args=(special,)), special)
+
+
+def test_nobody_asks_whether_an_object_is_true() -> None:
+    class Undecided:
+        def __bool__(self) -> bool:
+            raise AssertionError
+
+    assert not Glance([Undecided()]).is_clear
+
+
+def test_what_contains_itself_or_is_there_twice_arrives_so(alone: None) -> None:
+    cycle: list[Any] = [1]
+    cycle.append(cycle)
+    twice = [leaf()]
+    with autograd.context():
+        returned = rpc.rpc_sync("alone", echo, args=(cycle,))
+        assert returned[1] is returned
+        assert rpc.rpc_sync("alone", are_one, args=(twice, twice))
+        owned = [rpc.RRef(1)]
+        assert rpc.rpc_sync("alone", are_one, args=(owned, owned))
+        del owned
+
+
+def test_a_coroutine_works_in_the_context_of_its_caller_and_so_do_its_calls(tmp_path: Path) -> None:
+    def body(rank: int) -> Any:
+        if rank:
+            return None
+        value = leaf()
+        with autograd.context() as context_id:
+            result = rpc.rpc_sync("worker1", asks_another, args=(value,))
+            autograd.backward(context_id, [result.sum()])
+            return autograd.get_gradients(context_id)[value].tolist()
+
+    assert run_group(tmp_path, body, 3)[0] == [6.0, 6.0]

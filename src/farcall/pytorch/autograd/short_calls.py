@@ -12,7 +12,7 @@ Rules
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Generator, Mapping, Sequence
 from types import CoroutineType
 from typing import Any, Final, TypeAlias
 
@@ -70,7 +70,7 @@ def see_through(kind: type, in_place: InPlace) -> None:
 class Glance:
     """The tensors that require gradients in some values, if these can be seen through."""
 
-    __slots__ = ("is_clear", "kept", "places", "tensors", "to", "told", "told_places")
+    __slots__ = ("_containers", "is_clear", "kept", "places", "tensors", "to", "told", "told_places")
 
     def __init__(self, values: Any, to: WorkerInfo | None = None) -> None:
         """`to`: to whom they go in a call."""
@@ -82,6 +82,7 @@ class Glance:
         """What goes in place of other things, and where."""
         self.kept: list[Any] = []
         """Those other things."""
+        self._containers: set[int] = set()
         # One tensor that is there twice arrives as one: left to envelopes.
         self.is_clear = self._look(values, ()) and len(set(map(id, self.tensors))) == len(self.tensors)
 
@@ -100,15 +101,18 @@ class Glance:
                 self.told.append(told)
                 self.kept.append(value)
             return True
-        if kind is tuple or kind is list:
+        if kind is tuple or kind is list or kind is dict:
+            if not value:
+                return True
+            if id(value) in self._containers:  # one that is there twice, perhaps in itself, has to arrive as one
+                return False
+            self._containers.add(id(value))
+            if kind is dict:
+                return all(type(key) is str and self._look(each, (*place, key)) for key, each in value.items())
             for index, each in enumerate(value):
                 if type(each) not in _PLAIN and not self._look(each, (*place, index)):
                     return False
             return True
-        if not value and kind is dict:
-            return True
-        if kind is dict:
-            return all(type(key) is str and self._look(each, (*place, key)) for key, each in value.items())
         return False
 
 
@@ -384,7 +388,33 @@ def _visited(caller: int, words: Any, places: Any, released: Any, values: Any) -
 
 
 async def _finished(visit: AutogradVisit, result: CoroutineType[Any, Any, Any]) -> Any:
-    return _answer(visit, await result)
+    return _answer(visit, await _InContext(visit, result))
+
+
+class _InContext:
+    """A coroutine whose every step is run in the context, in whatever thread that is, and among others."""
+
+    __slots__ = ("_coroutine", "_visit")
+
+    def __init__(self, visit: AutogradVisit, coroutine: CoroutineType[Any, Any, Any]) -> None:
+        self._visit = visit
+        self._coroutine = coroutine
+
+    def __await__(self) -> Generator[Any, Any, Any]:
+        step: Callable[[Any], Any] = self._coroutine.send
+        given: Any = None
+        while True:
+            before = self._visit.enter()
+            try:
+                awaited = step(given)
+            except StopIteration as end:
+                return end.value
+            finally:
+                self._visit.leave(before)
+            try:
+                step, given = self._coroutine.send, (yield awaited)
+            except BaseException as error:
+                step, given = self._coroutine.throw, error
 
 
 def _answer(visit: AutogradVisit, result: Any) -> Any:

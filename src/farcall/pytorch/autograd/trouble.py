@@ -11,7 +11,7 @@ from farcall.pytorch.autograd.contexts import Contexts, DistAutogradContext
 
 logger = logging.getLogger("farcall")
 
-PATIENCE: Final = 30.0
+PATIENCE: Final = 10.0
 """Seconds after which whoever waits for gradients says so."""
 
 
