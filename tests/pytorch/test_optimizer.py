@@ -124,6 +124,11 @@ def test_without_torchscript_none_is_compiled(monkeypatch: pytest.MonkeyPatch) -
     assert parameter.tolist() == [0.0, 0.0]
 
 
+def test_parameters_themselves_are_refused() -> None:
+    with pytest.raises(TypeError, match=r"references to parameters, not a Parameter: give it rpc.RRef\(parameter\)"):
+        DistributedOptimizer(torch.optim.SGD, [torch.nn.Parameter(torch.ones(2))], lr=0.1)
+
+
 def test_what_goes_wrong_reaches_the_caller() -> None:
     parameter = torch.ones(2, requires_grad=True)
     with pytest.raises(ValueError, match="none is made"):

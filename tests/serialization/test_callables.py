@@ -258,7 +258,7 @@ def test_an_interactive_function_travels_by_value(become: Any) -> None:
 
 def test_another_script_says_so(become: Any) -> None:
     become("")
-    advice = "define it at the top level of the script, before init_rpc, on every worker, or pass a lambda"
+    advice = "define it at the top level of the script, before init_rpc, on every worker, or pass a lambda. It"
     with pytest.raises(SerializationError, match=f"`work` in module `__main__`: {advice}"):
         resolve_function(b"__main__\0work")
 

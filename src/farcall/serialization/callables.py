@@ -127,7 +127,7 @@ def _find_function(blob: bytes, worker: str) -> Any:
     advice = "is the same code installed there?"
     if module in _MAIN_NAMES:
         module = "__main__"
-        advice = f"{IN_THE_SCRIPT}, or pass a lambda"
+        advice = f"{IN_THE_SCRIPT}, or pass a lambda."
     elif _is_the_script(module):
         # For the classes of the script, which pickle looks up by itself.
         _modules.setdefault(module, _modules["__main__"])
@@ -145,8 +145,8 @@ def _find_function(blob: bytes, worker: str) -> Any:
         function = path(found)
     except Exception as error:
         raise SerializationError(
-            f"{worker} has no function `{qualname}` in module `{module}`: {advice} It goes by its name: the RPC "
-            "pickler does not serialize the code of a module's functions"
+            f"{worker} has no function `{qualname}` in module `{module}`: {advice} It goes by its name: the "
+            "RPC pickler does not serialize the code of a module's functions"
         ) from error
     if len(_names) >= _MAX_NAMES:
         _names.clear()

@@ -156,7 +156,8 @@ class DistributedOptimizer:
     `optimizer_class` is one of `torch.optim`, or any other with such a constructor; `params_rref` are references to the
     parameters, from whatever workers. Everything else is for the constructor of the optimizer on each worker.
 
-    Raises what a constructor raised on its worker. If several did, the others' errors are notes of the first.
+    Raises `TypeError` for parameters themselves, and what a constructor raised on its worker. If several
+    did, the others' errors are notes of the first.
     """
 
     def __init__(
@@ -164,6 +165,11 @@ class DistributedOptimizer:
     ) -> None:
         by_owner: dict[WorkerInfo, list[PyRRef[Any]]] = {}
         for rref in params_rref:
+            if isinstance(rref, torch.Tensor):
+                raise TypeError(
+                    f"DistributedOptimizer takes references to parameters, not a {type(rref).__name__}: give it "
+                    "rpc.RRef(parameter), or what RemoteModule.remote_parameters() gives"
+                )
             by_owner.setdefault(rref.owner(), []).append(rref)
         functional = _functional_class(optimizer_class)
         self.is_functional_optim = functional is not None
