@@ -37,9 +37,8 @@ def init_rpc(
     """Makes this process a worker, and returns when all workers are there.
 
     Without a `rank`, that of the environment (RANK) counts. Without a `world_size` the group is open: workers may join
-    and leave. Raises `TypeError` for a backend or options
-    that are none, `ValueError` for a rank that is none, `RuntimeError` if this process is a worker already or the
-    others do not come.
+    and leave. Raises `TypeError` for a backend or options that are none, `ValueError` for a rank that is none,
+    `RuntimeError` if this process is a worker already or the others do not come.
     """
     if backend is not None and not isinstance(backend, backend_registry.BackendType):
         raise TypeError("Argument backend must be a member of BackendType")
