@@ -86,21 +86,24 @@ def _kind(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(plain_arrays, "_kind", plain_arrays._Kind())
     plain_arrays.notice() if plain_arrays.ARRAYS else plain_arrays._learn(numpy)
     monkeypatch.setattr(plain_arrays, "ARRAYS", set(plain_arrays.ARRAYS))
+    monkeypatch.setattr(plain_arrays, "_heads", {})
 
 
-def described(value: Wrapped) -> plain_arrays.Described | None:
+def pack(value: Wrapped, start: bytes) -> plain_arrays.Packed | None:
     if value.array.ndim == 2:
         return None
     code = code_of(value.array.dtype.name)
     assert code is not None
-    return code, value.array.shape, value.array.tobytes()
+    head = plain_arrays.head_of(code, value.array.shape)
+    assert head is not None
+    return start + head + value.array.tobytes(), []
 
 
 @pytest.mark.usefixtures("_kind")
 def test_a_kind_goes_without_pickle_and_arrives_as_one() -> None:
     import numpy
 
-    register_kind(Wrapped, described, Wrapped)
+    register_kind(Wrapped, pack, Wrapped)
     payload, _ = plain_arrays.pack_value(Wrapped(numpy.arange(3))) or (b"", [])
     found = plain_arrays.unpack(payload, [])
     assert type(found) is Wrapped
@@ -116,7 +119,7 @@ def test_a_kind_goes_without_pickle_and_arrives_as_one() -> None:
 def test_a_kind_that_is_not_known_is_refused_and_so_are_its_truth_values() -> None:
     import numpy
 
-    register_kind(Wrapped, described, Wrapped)
+    register_kind(Wrapped, pack, Wrapped)
     payload, _ = plain_arrays.pack_value(Wrapped(numpy.arange(3))) or (b"", [])
     truths, _ = plain_arrays.pack_value(Wrapped(numpy.array([True]))) or (b"", [])
     with pytest.raises(ValueError, match="not known here"):

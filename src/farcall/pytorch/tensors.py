@@ -36,7 +36,7 @@ except ImportError:  # torch can do without
     numpy = None  # type: ignore[assignment]
 
 from farcall.pytorch.layouts import reduce_storage, reduce_typed_storage, reduce_unplain
-from farcall.serialization import OUT_OF_BAND_SIZE, code_of, register_kind, register_reducer
+from farcall.serialization import OUT_OF_BAND_SIZE, VALUE, Packed, code_of, head_of, register_kind, register_reducer
 
 LARGEST_WITH_GAPS: Final = 16 * 1024
 """Bytes from the first to the last element of a view up to which its gaps are made again where it arrives."""
@@ -151,12 +151,18 @@ def _memory(tensor: torch.Tensor) -> Any:
     return PickleBuffer(memory)
 
 
-def describe_tensor(tensor: torch.Tensor) -> tuple[int, Sequence[int], Any] | None:
-    """What a tensor is that needs no pickle, see `register_kind`: most do not. None for one that is pickled."""
-    code = _CODES.get(tensor.dtype)
+_small: Final[dict[tuple[torch.dtype, torch.Size], tuple[bytes, Any]]] = {}
+"""Of small tensors that need no pickle, by type and shape: what is sent before their contents, and what shows these."""
+
+
+def pack_tensor(tensor: torch.Tensor, start: bytes = VALUE, with_gradients: bool = False) -> Packed | None:
+    """A tensor that needs no pickle, as most, see `register_kind`. None for one that is pickled.
+
+    `with_gradients`: that it requires gradients is told in another way.
+    """
     if (
-        code is None
-        or tensor.requires_grad
+        tensor.dtype not in _CODES
+        or (tensor.requires_grad and not with_gradients)
         or tensor.layout is not _strided
         or not tensor.is_cpu
         or tensor.is_nested
@@ -166,10 +172,25 @@ def describe_tensor(tensor: torch.Tensor) -> tuple[int, Sequence[int], Any] | No
         or tensor._is_zerotensor()
     ):
         return None
+    known = _small.get((tensor.dtype, tensor.shape))
+    if known is None:
+        return _pack_unknown(tensor, start)
+    head, bytes_at = known
+    return start + head + bytes_at(tensor.data_ptr()).raw, []
+
+
+def _pack_unknown(tensor: torch.Tensor, start: bytes) -> Packed | None:
+    """The same for one that is large, or the first of its kind."""
+    head = head_of(_CODES[tensor.dtype], tensor.shape) if tensor.nbytes else None
+    if head is None:
+        return None
     memory = _memory(tensor)
-    if type(memory) is bytes:
-        return (code, tensor.shape, memory) if memory else None
-    return code, tensor.shape, memory.raw()
+    if type(memory) is not bytes:
+        return start + head, [memory.raw()]
+    if len(_small) >= _MOST_SIZES:
+        _small.clear()
+    _small[tensor.dtype, tensor.shape] = head, _bytes_of(len(memory))
+    return start + head + memory, []
 
 
 def _reduce_view(tensor: torch.Tensor, name: str, requires_grad: bool) -> Any:
@@ -253,7 +274,7 @@ def rebuild_parameter(tensor: torch.Tensor, requires_grad: bool) -> Parameter:
 _CODES: Final[dict[torch.dtype, int]] = {}
 """The types of elements of tensors that need no pickle. Truth values do: see `plain_arrays`."""
 if numpy is not None:
-    register_kind(torch.Tensor, describe_tensor, _from_numpy)
+    register_kind(torch.Tensor, pack_tensor, _from_numpy)
     _CODES.update({_TYPES[n]: code for n in _IN_NUMPY if n != "bool" and (code := code_of(n)) is not None})
 
 register_reducer(torch.Tensor, reduce_tensor)

@@ -42,15 +42,15 @@ _TYPE: Final = 63
 ARRAYS: set[type] = set()
 """The classes of arrays, once they are known."""
 
-Described = tuple[int, Sequence[int], bytes | memoryview]
-"""Of an array: its type's place in `_CODES`, its lengths, and its contents; these as a view if they are large."""
+Packed = tuple[bytes, list[memoryview]]
+"""A payload, and the buffers beside it."""
 
 _CODES: Final = ("|b1", "|i1", "|u1", "<i2", "<u2", "<i4", "<u4", "<i8", "<u8", "<f2", "<f4", "<f8", "<c8", "<c16")
 _numpy_array: list[Any] = []  # its class
 _types: list[Any] = []  # as `_CODES`, as numpy's types
 _codes: dict[Any, tuple[Any, int]] = {}  # by type: the very object, and its place
-_heads: dict[bytes, tuple[tuple[int, ...], Any, int, int]] = {}
-"""What was read of small arrays that came: lengths, type, bytes, and the code that says all but these."""
+_heads: dict[bytes, tuple[tuple[int, ...], Any, int, Callable[[Any], Any] | None]] = {}
+"""What was read of small arrays that came: lengths, type, bytes, and what makes one of the edge's kind, if it is."""
 _shapes: Final = tuple(struct.Struct(f"<{count}Q") for count in range(_MOST_DIMENSIONS + 1))
 _lengths: Final = tuple(struct.Struct(f"<BB{count}Q") for count in range(_MOST_DIMENSIONS + 1))
 
@@ -58,24 +58,25 @@ _lengths: Final = tuple(struct.Struct(f"<BB{count}Q") for count in range(_MOST_D
 class _Kind:
     """The kind of an edge, if there is one."""
 
-    describe: Callable[[Any], Described | None]
+    pack: Callable[[Any, bytes], Packed | None]
     make: Callable[[Any], Any] | None = None
 
 
 _kind: Final = _Kind()
 
 
-def register_kind(kind: type, describe: Callable[[Any], Described | None], make: Callable[[Any], Any]) -> None:
+def register_kind(kind: type, pack: Callable[[Any, bytes], Packed | None], make: Callable[[Any], Any]) -> None:
     """Has arrays of that type, which is not numpy's, go this way, too; instead of the one before, if there was one.
 
-    `describe` gives None for one that is to be pickled; `make` makes one of an array of numpy's, in its memory. Raises
-    `ImportError` if numpy is not installed.
+    `pack` puts what `head_of` gives and the contents after the given start of a payload; None for one that is to be
+    pickled. `make` makes one of an array of numpy's, in its memory. Raises `ImportError` if numpy is not installed.
     """
     if not ARRAYS:
         import numpy
 
         _learn(numpy)
-    _kind.describe, _kind.make = describe, make
+    _kind.pack, _kind.make = pack, make
+    _heads.clear()
     ARRAYS.add(kind)
 
 
@@ -87,11 +88,20 @@ def code_of(name: str) -> int | None:
     return None
 
 
-def _made(array: Any, code: int) -> Any:
-    """One of the edge's kind. Truth values are not taken: only pickle's way sees to it that each is 0 or 1."""
+def head_of(code: int, shape: Sequence[int]) -> bytes | None:
+    """What comes before the contents of an array of the edge's kind; None if it has too many dimensions.
+
+    `code`: see `code_of`.
+    """
+    count = len(shape)
+    return _lengths[count].pack(code | _KIND, count, *shape) if count <= _MOST_DIMENSIONS else None
+
+
+def _maker(code: int) -> Callable[[Any], Any]:
+    """What makes one of the edge's kind. Truth values are not taken: only pickle sees to it that each is 0 or 1."""
     if _kind.make is None or not code & _TYPE:
         raise ValueError("an array came of a kind that is not known here")
-    return _kind.make(array)
+    return _kind.make
 
 
 def notice() -> None:
@@ -115,7 +125,7 @@ def _learn(numpy: Any) -> None:
     ARRAYS.add(numpy.ndarray)  # last: it says that all else is there
 
 
-def pack_arguments(values: Sequence[Any]) -> tuple[bytes, list[memoryview]] | None:
+def pack_arguments(values: Sequence[Any]) -> Packed | None:
     """The payload of these arguments and the buffers beside it; None if they are to be pickled."""
     count = len(values)
     if count == 1:
@@ -137,20 +147,14 @@ def pack_arguments(values: Sequence[Any]) -> tuple[bytes, list[memoryview]] | No
 
 
 _ONE: Final = bytes((MARK, 1))
-_VALUE: Final = bytes((MARK, 0))
+VALUE: Final = bytes((MARK, 0))
+"""How the payload of one array begins that is the value itself."""
 
 
-def pack_value(array: Any, start: bytes = _VALUE) -> tuple[bytes, list[memoryview]] | None:
+def pack_value(array: Any, start: bytes = VALUE) -> Packed | None:
     """The same for a result, an array."""
     if type(array) is not _numpy_array[0]:
-        described = _kind.describe(array)
-        if described is None:
-            return None
-        code, shape, contents = described
-        if len(shape) > _MOST_DIMENSIONS:
-            return None
-        start += _lengths[len(shape)].pack(code | _KIND, len(shape), *shape)
-        return (start + contents, []) if type(contents) is bytes else (start, [contents])  # type: ignore[list-item]
+        return _kind.pack(array, start)
     dtype = array.dtype
     known = _codes.get(dtype)
     flags = array.flags
@@ -178,19 +182,20 @@ def small_array(payload: bytes | bytearray | memoryview) -> Any:
         known = _heads.get(head)  # type: ignore[arg-type]  # what cannot be hashed is not known
         if known is None:
             lengths, dtype = _shapes[head[1]].unpack_from(head, 2), _types[head[0] & _TYPE]
-            known = lengths, dtype, math.prod(lengths) * dtype.itemsize, head[0]
+            make = _maker(head[0]) if head[0] & _KIND else None
+            known = lengths, dtype, math.prod(lengths) * dtype.itemsize, make
             if not 0 <= known[2] < OUT_OF_BAND_SIZE or head[0] & _READ_ONLY:
                 return None
             if len(_heads) >= _MOST_HEADS:
                 _heads.clear()
             _heads[bytes(head)] = known
-        lengths, dtype, size, code = known
+        lengths, dtype, size, make = known
         if size != len(payload) - at or payload[1] > 1:
             return None
-        if not code & _KIND:
+        if make is None:
             return _numpy_array[0](lengths, dtype, payload, at).copy()
         # A copy of the bytes is quicker than one of an array; nobody gets at the array below, to make them longer.
-        return _made(_numpy_array[0](lengths, dtype, bytearray(payload[at:])), code)
+        return make(_numpy_array[0](lengths, dtype, bytearray(payload[at:])))
     except Exception:
         return None
 
@@ -233,7 +238,7 @@ def unpack(payload: bytes | bytearray | memoryview, buffers: Sequence[Any]) -> A
             array = _over(memory, dtype).reshape(lengths)  # not ndarray(), which lets go of the view
         if code & _READ_ONLY:
             array.flags.writeable = False
-        arrays.append(_made(array, code) if code & _KIND else array)
+        arrays.append(_maker(code)(array) if code & _KIND else array)
     if left or at != len(payload):
         raise ValueError("more came than the arrays that were announced")
     return tuple(arrays) if count else arrays[0]

@@ -20,7 +20,8 @@ import torch
 from torch.nn import Parameter
 
 from farcall.protocol.ids import WorkerInfo
-from farcall.serialization import ARRAYS, pack_value, small_array
+from farcall.pytorch import tensors
+from farcall.serialization import small_array
 
 _NUMBERS: Final = 2
 _PLAIN: Final = frozenset({int, float, bool, str, type(None)})
@@ -106,9 +107,7 @@ def flatten(args: Sequence[Any], to: WorkerInfo) -> Row | None:
 
 def pack_tensor(tensor: torch.Tensor) -> bytes | None:
     """What a small tensor holds, as bytes; None for one that goes the usual way."""
-    if torch.Tensor not in ARRAYS:  # there is no numpy
-        return None
-    packed = pack_value(tensor.data if tensor.requires_grad else tensor)
+    packed = tensors.pack_tensor(tensor, with_gradients=True)
     return packed[0] if packed is not None and not packed[1] else None
 
 
