@@ -48,7 +48,7 @@ def test_what_escapes_from_a_job_of_a_follower_is_told_and_its_place_is_free_aga
     pool, origin = stage.serving(limit=1), Origin()
     with caplog.at_level(logging.ERROR, "farcall"):
         for _ in range(3):
-            pool._note_slow("known to be slow")  # each time: it proves quick
+            pool._slow.note("known to be slow")  # each time: it proves quick
             come_in(pool, Failing(MemoryError(), kind="known to be slow", origin=origin))
             eventually(lambda: not pool.is_busy())
     eventually(lambda: origin.events == [("now", "MemoryError()")] * 3)
@@ -67,7 +67,7 @@ def test_an_answer_that_cannot_be_sent_ends_no_thread(
     with caplog.at_level(logging.ERROR, "farcall"):
         for _ in range(3):
             if slow:
-                pool._note_slow("job")
+                pool._slow.note("job")
             run(pool, FakeJob("job", origin=Broken(), pieces=["large", "one"]))
             eventually(lambda: not pool.is_busy())
     assert "a thread that serves failed, and goes on" in caplog.text
@@ -138,7 +138,7 @@ def test_the_leader_runs_a_slow_job_itself_if_there_is_no_thread_to_lead(
     stage: Stage, no_threads: threading.Event
 ) -> None:
     pool = stage.serving()
-    pool._note_slow("slow")
+    pool._slow.note("slow")
     no_threads.set()
     run(pool, slow := FakeJob("slow"), after := FakeJob("after"))
     assert slow.thread == after.thread

@@ -125,7 +125,7 @@ def test_a_job_that_proves_quick_is_no_longer_taken_for_slow(stage: Stage) -> No
 def test_what_is_remembered_of_slow_kinds_is_bounded(stage: Stage) -> None:
     pool = stage.serving()
     for number in range(5000):
-        pool._note_slow(number)
+        pool._slow.note(number)
     assert len(pool._slow) < 2000
 
 

@@ -318,6 +318,10 @@ class Agent(WaitingAgent):
         """See `RpcAgent`."""
         self.group.unwatch(watcher)
 
+    def afterwards(self, chore: Callable[[], None]) -> None:
+        """For a function that another worker has called: has that done when its reply has gone, or at once."""
+        self._serving.afterwards(chore)
+
     def look_after(self, has_work: Callable[[], bool], work_off: Callable[[], None]) -> Callable[[], None]:
         """Has `work_off` run in the serving pool every few milliseconds while `has_work`.
 

@@ -6,7 +6,7 @@ from nothing.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from typing import Protocol, TypeAlias, runtime_checkable
 
 from farcall.transports.base import Buffer
@@ -54,3 +54,24 @@ class Awaited(Protocol):
 
     def failed(self, error: BaseException) -> Reply | None:
         """It raised after all; the reply that says so, if there is one."""
+
+
+class AfterwardsJob:
+    """What a function has left to be done when its reply has gone; which goes now, unless others are to be run yet."""
+
+    __slots__ = ("_chore", "_flush", "_ready", "kind", "origin")
+
+    must_run = False
+
+    def __init__(self, chore: Callable[[], None], ready: Collection[Job], flush: Callable[[], None]) -> None:
+        self.kind: object = "afterwards"
+        self.origin: Answerable | None = None
+        self._chore = chore
+        self._ready = ready
+        self._flush = flush
+
+    def run(self) -> None:
+        """See `Job`."""
+        if not self._ready:
+            self._flush()
+        self._chore()

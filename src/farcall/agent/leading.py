@@ -17,6 +17,23 @@ Rules, each tested over every interleaving
 
 from __future__ import annotations
 
+from typing import Final
+
+SLOW: Final = 1e-3
+"""A function that took longer than this, its waits for others not counted, is run with the lead given away first, next
+time. One that only waits gives the lead away when it comes to that, and need not do so before."""
+_MOST_KINDS: Final = 1024
+
+
+class SlowKinds(dict[object, None]):
+    """The kinds of functions that have proved slow of late."""
+
+    def note(self, kind: object) -> None:
+        """One of that kind has."""
+        if len(self) > _MOST_KINDS:
+            self.clear()
+        self[kind] = None
+
 
 class Lead:
     """The claim of one thread on the lead, while it runs a function as the leader."""

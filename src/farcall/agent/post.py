@@ -141,7 +141,7 @@ class Post:
     def _connect(self) -> Outgoing | None:
         """The connection, made if need be. None if the peer is gone or cannot be reached."""
         for pause in _PAUSES:
-            if self._peer.is_lost or self._peer.is_over() or self._serving.is_closing():
+            if self._peer.is_lost or self._peer.is_over() or self._serving.is_closing:
                 break
             try:
                 connection = self._peer.connect(monotonic() + _CONNECT_TIMEOUT)

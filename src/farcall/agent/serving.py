@@ -30,7 +30,8 @@ from typing import Any, Final
 
 from farcall.agent.follower import EXIT, LEAD, Follower, Order
 from farcall.agent.hot_rings import HotRings
-from farcall.agent.jobs import Answerable, Awaited, Job, Reply
+from farcall.agent.jobs import AfterwardsJob, Answerable, Awaited, Job, Reply
+from farcall.agent.leading import SLOW, SlowKinds
 from farcall.agent.poller import Poller
 from farcall.agent.spinning import Dozing, Spinning
 from farcall.errors import UsageError
@@ -39,9 +40,6 @@ from farcall.transports.rings import rest
 
 logger = logging.getLogger("farcall")
 
-SLOW: Final = 1e-3
-"""A function that took longer than this, its waits for others not counted, is run with the lead given away first, next
-time. One that only waits gives the lead away when it comes to that, and need not do so before."""
 _BURST: Final = 64
 _IDLE_LIFE: Final = 10.0
 _PAUSE: Final = 0.01
@@ -59,11 +57,10 @@ class Serving:
         self._lock = threading.RLock()
         self._idle: list[Follower] = []  # the one that slept last wakes first: its stack is warm
         self._threads: set[threading.Thread] = set()
-        self._numbered = 0
-        self._running = 0  # functions that run, and do not sleep, in followers
+        self._numbered = self._running = 0  # the latter: functions that run, and do not sleep, in followers
         self._unflushed: list[Answerable] = []
-        self._slow: dict[object, None] = {}
-        self._closing = self._closed = False
+        self._slow = SlowKinds()
+        self._closed = self.is_closing = False  # the latter: the threads are about to end
         self._dozing = False  # the leader's function has come to wait, most likely for a moment only
         self._sleeping = 0  # functions that sleep in a wait of ours
         self._leader: Follower | None = None
@@ -93,15 +90,18 @@ class Serving:
 
     def run_aside(self, job: Job) -> None:
         """Has the job run at once, though as many functions run as may: for what must not wait for users' functions."""
-        follower = None if self._closing else self._have_follower()
+        follower = None if self.is_closing else self._have_follower()
         if follower is None:
             self.submit(job)
         else:
             follower.tell(job)
 
-    def is_closing(self) -> bool:
-        """Whether the threads are about to end."""
-        return self._closing
+    def afterwards(self, chore: Callable[[], None]) -> None:
+        """For a function that runs here: has that done as soon as its reply has gone; at once if it does not lead."""
+        if self._leader_here() is None:
+            chore()
+        else:
+            self.ready.appendleft(AfterwardsJob(chore, self.ready, self._flush))
 
     def is_busy(self) -> bool:
         """Whether anything runs or is to be run."""
@@ -139,7 +139,7 @@ class Serving:
         May be called again, by who was interrupted in it.
         """
         with self._lock:
-            self._closing = True
+            self.is_closing = True
             while self._idle:
                 self._idle[-1].tell(EXIT)  # before it is forgotten: Ctrl-C may come in between, and this be done again
                 self._idle.pop()
@@ -175,7 +175,7 @@ class Serving:
         unflushed = self._unflushed
         slow = self._slow
         done = 0
-        while not self._closing:
+        while not self.is_closing:
             if not ready or self._running >= self._limit:
                 if unflushed:
                     self._flush()
@@ -201,10 +201,10 @@ class Serving:
                 reply = self._escaped(job, error)
             took = perf_counter() - began - follower.rested
             if took > SLOW:
-                self._note_slow(kind)
+                slow.note(kind)
             if not lead.end():
                 if not follower.rested:  # it was seen to be slow, and did not come to wait
-                    self._note_slow(kind)
+                    slow.note(kind)
                 self._answer(job, reply)
                 return True
             origin = job.origin
@@ -260,11 +260,6 @@ class Serving:
                 return
             origin.flush_answers()
 
-    def _note_slow(self, kind: object) -> None:
-        if len(self._slow) > 1024:
-            self._slow.clear()
-        self._slow[kind] = None
-
     def _replace(self, leader: Follower) -> bool:
         """Another thread leads from now on, if the leader runs a function still and a thread can be had."""
         successor = self._have_follower()
@@ -273,7 +268,7 @@ class Serving:
         with self._lock:
             counts = not leader.depth  # its function does not sleep
             self._running += counts
-            replaced = not self._closing and leader.lead.depose()
+            replaced = not self.is_closing and leader.lead.depose()
             if replaced:
                 leader.counted = counts
                 self._leader = successor
@@ -320,7 +315,7 @@ class Serving:
                 follower.counted = False
                 job = None if self._dozing else self._take_job(follower)
                 if job is None:
-                    if self._closing or len(self._idle) >= self._limit:
+                    if self.is_closing or len(self._idle) >= self._limit:
                         return False
                     self._idle.append(follower)
                     return True
@@ -375,7 +370,7 @@ class Serving:
 
     def _put_back(self, follower: Follower) -> None:
         """It is not needed after all. Under the lock."""
-        if self._closing:
+        if self.is_closing:
             follower.tell(EXIT)
         else:
             self._idle.append(follower)
@@ -416,7 +411,7 @@ class Serving:
                 logger.exception("worker %r: a thread that serves failed, and goes on", self._name)
                 with self._lock:
                     follower.lead.end()
-                    if self._leader is follower and not self._closing:
+                    if self._leader is follower and not self.is_closing:
                         order = LEAD
                 sleep(_PAUSE)
 
@@ -436,8 +431,8 @@ class Serving:
         While the leader dozes, nobody else takes what is ready: it will be back in a moment, and one thread that does
         it all costs less than two that take turns.
         """
-        leader = self._leader
-        if leader is None or leader.thread != get_ident() or not leader.lead.is_running():
+        leader = self._leader_here()
+        if leader is None:
             return None
         began, self._dozing = perf_counter(), True
         try:
@@ -445,6 +440,11 @@ class Serving:
         finally:
             self._dozing = False
             leader.rested += perf_counter() - began
+
+    def _leader_here(self) -> Follower | None:
+        """This thread, if it runs a function as the leader."""
+        leader = self._leader
+        return leader if leader is not None and leader.thread == get_ident() and leader.lead.is_running() else None
 
     def _before_sleep(self, follower: Follower) -> None:
         if follower.depth:
@@ -474,7 +474,7 @@ class Serving:
     def _fill_place(self) -> None:
         """A function that ran has come to sleep: another thread runs what is ready."""
         with self._lock:
-            if self._closing or self._dozing or not self._has_place():
+            if self.is_closing or self._dozing or not self._has_place():
                 return
         helper = self._have_follower()
         if helper is None:
