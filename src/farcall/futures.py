@@ -144,6 +144,8 @@ class Future(Generic[T]):
 
     def block(self, deadline: float) -> bool:
         """Waits until settled, or until the deadline; whether it is settled. Raises nothing of the call's."""
+        if not isinstance(self._source, Future):  # as nearly always
+            return self._state != PENDING or self._block_alone(deadline)
         chain = [self]
         while isinstance(source := chain[-1]._source, Future) and not source._state:
             chain.append(source)  # the one by whose callback it is settled

@@ -17,7 +17,7 @@ from time import monotonic
 from typing import TYPE_CHECKING, Any, Generic, NoReturn, TypeVar, cast
 
 from farcall.errors import OwnerLost, RpcTimeoutError, UsageError
-from farcall.futures import Future
+from farcall.futures import DONE, Future
 from farcall.gathering import awaited_together
 from farcall.options import UNSET_RPC_TIMEOUT
 from farcall.protocol.ids import WorkerInfo
@@ -104,7 +104,9 @@ class RRef(Generic[T]):
                 f"{self!r} belongs to worker {self.owner_name()!r}: local_value() works only there; "
                 "use to_here() for a copy, or rpc_sync() to call its methods there"
             )
-        return cast(T, self._value_here().wait())
+        value = self._value_here()
+        # Not cast() and not only wait(): it is on the path of nearly every call that is given a reference.
+        return value._value if value._state == DONE else value.wait()  # type: ignore[no-any-return]
 
     def __await__(self) -> Generator[Any, None, T]:
         return cast("Future[T]", self._fetch(VALUE, UNSET_RPC_TIMEOUT, unattended=True)).__await__()

@@ -14,7 +14,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any, TypeAlias
 
 import torch
-from torch.jit._builtins import _find_builtin
+from torch.jit import _builtins
 
 from farcall.backends.running import run_here
 from farcall.functions import mark_async
@@ -41,7 +41,8 @@ def callee_of(
     `pickler`: what pickles the call of a Python function, if it is not ours.
     Raises `RuntimeError` if it is a script function, and not with these arguments.
     """
-    builtin = _find_builtin(function)
+    # As `_find_builtin`, which is a frame in a frame, on the path of every call:
+    builtin = (_builtins._builtin_table or _builtins._get_builtin_table()).get(id(function))
     if builtin is not None:
         return builtin_call(builtin, args, kwargs)
     marked = getattr(function, _MARK, None)

@@ -42,7 +42,10 @@ def guard_here() -> Allowed | None:
     """The list of this worker; None if it has none. Raises `NotInitializedError` if it serves, and has ended."""
     if not on_serving_thread() and not is_initialized():
         return None
-    agent: Any = current_agent()
+    return _guard_of(current_agent())
+
+
+def _guard_of(agent: Any) -> Allowed | None:
     options = getattr(agent, "options", None)
     if options is None or options.allow is None:
         return None
@@ -71,12 +74,12 @@ def judge_function(function: Any) -> None:
         raise NotAllowedError(f"`{module}.{name}` is not allowed: something else has that name")
 
 
-def find_function(named: bytes) -> Any:
+def find_function(named: bytes, agent: Any) -> Any:
     """The function that these bytes name (`encode_function`). Raises `SerializationError` if there is none here.
 
-    `NotAllowedError` if others may not call it here.
+    `NotAllowedError` if others may not call it at that agent, which is this worker's.
     """
-    guard = guard_here()
+    guard = _guard_of(agent) if agent.options.allow is not None else None
     if guard is None:
         return resolve_function(named)
     module, _, name = named.decode(errors="replace").partition("\0")

@@ -17,7 +17,7 @@ import torch
 from farcall.agent.handle import handle_here
 from farcall.api import current_agent, current_book
 from farcall.errors import NotInitializedError, OwnerLost, RpcError, RpcTimeoutError, SerializationError, UsageError
-from farcall.futures import Future
+from farcall.futures import DONE, Future
 from farcall.protocol.ids import RRefId
 from farcall.protocol.ids import WorkerInfo as AnyWorkerInfo
 from farcall.protocol.wire import PRESENCE, TYPE
@@ -118,7 +118,8 @@ class PyRRef(_OwnRRef[T]):
                 f"For UserRRef(rref_id={rref_id}, fork_id={fork_id}), can't call localValue() on user "
                 f"{current_agent().get_worker_info()}. Call it on owner {self.owner()}"
             )
-        return super().local_value()
+        value = self._value_here()
+        return value._value if value._state == DONE else value.wait()  # type: ignore[no-any-return]  # as in `super()`
 
     def _get_type(self, timeout: float = UNSET_RPC_TIMEOUT, blocking: bool = True) -> Any:
         """The type of the value; with `blocking=False` a future of it. Asked for once."""
@@ -241,6 +242,9 @@ class RRef(PyRRef[T], Generic[T]):
     __slots__ = ()
 
 
+_new_rref: Final = RRef.__new__
+
+
 class _Told:
     """A reference, as its owner is told of it by a call that keeps it until it is answered: nothing is counted."""
 
@@ -259,29 +263,38 @@ register_reducer(_Told, _reduce_told)
 
 def _told(rref: RRef[Any], to: AnyWorkerInfo) -> _Told | None:
     """What to send in place of it in a call to that worker, if that owns the value and knows of this handle."""
-    handle = rref._handle
+    return _Told(rref) if _is_known_at(rref._handle, to) else None
+
+
+def _is_known_at(handle: Any, to: AnyWorkerInfo) -> bool:
+    """Whether that worker owns the value, and has counted the handle. Raises what every use of the handle raises."""
     if handle.fork is None or not handle.confirmed:
-        return None
+        return False
     owner = handle.book.calling.numbered.get(handle.reference.owner)
     if owner is None or owner.info.id != to.id:
-        return None
+        return False
     handle.check()
-    return _Told(rref)
+    return True
 
 
 def _receive_here(reference: tuple[int, int, int], label: int) -> RRef[Any]:
+    return _of_numbers(*reference, label)
+
+
+def _of_numbers(owner: int, creator: int, number: int, label: int) -> RRef[Any]:
     book: Any = current_book()
-    rref = cast("RRef[Any]", RRef.of(handle_here(book, RRefId(*reference), "a call of another worker")))
+    rref: RRef[Any] = _new_rref(RRef)
+    rref._handle = handle_here(book, RRefId(owner, creator, number), "a call of another worker")
     rref._label = label
     return rref
 
 
 def _numbers(rref: RRef[Any], to: AnyWorkerInfo) -> tuple[int, int, int, int] | None:
-    return (*rref._handle.reference, rref._label) if _told(rref, to) is not None else None
+    return (*rref._handle.reference, rref._label) if _is_known_at(rref._handle, to) else None
 
 
 see_through(RRef, _told)
-travels_as_numbers(RRef, _numbers, lambda *numbers: _receive_here(numbers[:3], numbers[3]))
+travels_as_numbers(RRef, _numbers, _of_numbers)
 
 
 def _unique(creator: int, number: int) -> str:

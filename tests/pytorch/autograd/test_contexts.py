@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import logging
+import threading
 
 import pytest
 import torch
 from autograd_stage import Workers, info
 
 from farcall.pytorch.autograd.contexts import COUNTER_BITS, Contexts, _Memory
+from farcall.pytorch.autograd.nodes import record_later, record_received
 from farcall.pytorch.autograd.riding import pack
 
 
@@ -196,3 +198,73 @@ def test_a_receive_function_lives_as_long_as_its_context(workers: Workers) -> No
     workers.move(context_id, 0, 1, [torch.ones(1, requires_grad=True)])
     (node,) = workers.context(context_id, 1)._recv_functions().values()
     assert node.next_functions  # raises if torch's node is gone
+
+
+def send_later(workers: Workers, context_id: int, tensor: torch.Tensor, answered: int | None = None) -> int:
+    """Worker 0 sends that to worker 1, and has not recorded it yet; the number of the message."""
+    context = workers[0].retrieve(context_id)
+    message_id, stamp = workers[0].new_message()
+    record_later(context, message_id, stamp, info(1), (tensor,), answered)
+    return message_id
+
+
+def test_who_looks_for_send_functions_finds_those_that_are_not_recorded_yet(workers: Workers) -> None:
+    context_id = workers.new_context()
+    message_id = send_later(workers, context_id, torch.ones(2, requires_grad=True))
+    context = workers[0].retrieve(context_id)
+    assert context.sent == {}
+    assert list(context._send_functions()) == [message_id] == list(context.sent)
+    workers[0].release(context_id)
+
+
+def test_a_backward_pass_waits_for_what_is_not_recorded_yet(workers: Workers) -> None:
+    context_id = workers.new_context()
+    x = torch.ones(2, requires_grad=True)
+    message_id = send_later(workers, context_id, x)
+    context = workers[1].retrieve_or_make(context_id)
+    (there,) = record_received(context, message_id, info(0), (torch.ones(2),))
+    workers.backward(context_id, 1, [(there * 3).sum()])
+    assert workers.gradients(context_id, 0)[x].tolist() == [3, 3]
+
+
+def test_who_records_in_another_thread_is_waited_for(workers: Workers) -> None:
+    context_id = workers.new_context()
+    context = workers[0].retrieve(context_id)
+    begun, go_on, found = threading.Event(), threading.Event(), []
+    context.unrecorded.append(lambda: (begun.set(), go_on.wait(10)))  # type: ignore[arg-type,return-value]
+    message_id = send_later(workers, context_id, torch.ones(2, requires_grad=True))
+    first = threading.Thread(target=context.catch_up)
+    second = threading.Thread(target=lambda: found.append(list(context._send_functions())))
+    first.start()
+    assert begun.wait(10)
+    second.start()
+    second.join(0.05)
+    assert found == []
+    go_on.set()
+    first.join(10)
+    second.join(10)
+    assert found == [[message_id]]
+    workers[0].release(context_id)
+
+
+def test_what_was_forgotten_or_released_before_it_was_recorded_stays_so(workers: Workers) -> None:
+    context_id = workers.new_context()
+    context = workers[0].retrieve(context_id)
+    x = torch.ones(2, requires_grad=True)
+    message_id = send_later(workers, context_id, x)
+    reply = send_later(workers, context_id, x, answered=message_id)
+    context.forget(message_id)
+    assert reply not in context.sent
+    assert context.sent == {}
+    send_later(workers, context_id, x)
+    workers[0].release(context_id)
+    context.catch_up()
+    assert context.sent == {}
+
+
+def test_the_loss_of_a_worker_reaches_what_is_not_recorded_yet(workers: Workers) -> None:
+    context_id = workers.new_context()
+    message_id = send_later(workers, context_id, torch.ones(2, requires_grad=True))
+    workers[0].lost(info(1))
+    assert workers[0].retrieve(context_id).sent[message_id].is_lost
+    workers[0].release(context_id)

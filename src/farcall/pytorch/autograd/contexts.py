@@ -25,8 +25,8 @@ import itertools
 import logging
 import sys
 import threading
-from collections import OrderedDict
-from collections.abc import Hashable, Sequence
+from collections import OrderedDict, deque
+from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Final, NamedTuple, Protocol
 
@@ -134,6 +134,10 @@ class _Memory:
         return name in self._names
 
 
+_recording: Final = threading.RLock()
+"""Held by who records, in whatever context: who looks for something waits until that is through."""
+
+
 class DistAutogradContext:
     """What this worker knows of one distributed forward pass, and of the backward passes over it."""
 
@@ -151,6 +155,8 @@ class DistAutogradContext:
         self.forgotten: set[int] = set()
         """The requests to which no reply is awaited any more."""
         self.is_released = False
+        self.unrecorded: deque[Callable[[], None]] = deque()
+        """What records tensors that are on their way: after they have been sent, and before anybody looks for them."""
 
     @property
     def made_at(self) -> str:
@@ -165,11 +171,17 @@ class DistAutogradContext:
             self.check_valid()
             self.known_workers[worker.id] = worker
 
+    def catch_up(self) -> None:
+        """Records what is on its way and not recorded yet. Who looks at what was sent has to do this first."""
+        with _recording:
+            while self.unrecorded:
+                self.unrecorded.popleft()()
+
     def add_sent(self, sent: Sent) -> None:
         """Tensors go out. Raises `RuntimeError` if the context is released."""
         with self.lock:
             self.check_valid()
-            if sent.answered not in self.forgotten:
+            if sent.answered not in self.forgotten and sent.message_id not in self.forgotten:
                 self.sent[sent.message_id] = sent
 
     def add_received(self, received: Received) -> None:
@@ -180,6 +192,7 @@ class DistAutogradContext:
 
     def forget(self, request: int) -> None:
         """The call with that request has failed: neither it nor its reply takes part in passes, new or under way."""
+        self.catch_up()
         with self.lock:
             self.forgotten.add(request)
             dropped = [sent for sent in self.sent.values() if request in (sent.message_id, sent.answered)]
@@ -192,6 +205,7 @@ class DistAutogradContext:
 
     def lose(self, worker: WorkerInfo) -> None:
         """That worker is gone: fails the passes in which gradients should come from it."""
+        self.catch_up()
         with self.lock:
             for sent in self.sent.values():
                 if sent.to.id == worker.id:
@@ -228,6 +242,7 @@ class DistAutogradContext:
 
     def _send_functions(self) -> dict[int, Any]:
         """The send functions, by the numbers of their messages."""
+        self.catch_up()
         with self.lock:
             return {number: sent.end.grad_fn for number, sent in self.sent.items()}
 

@@ -107,6 +107,7 @@ def _new_pass(
     roots: Sequence[torch.Tensor] = (),
 ) -> Callable[[], LocalPass | PartedPass]:
     """What enters a pass into the context, whose lock is to be held then; the graph is looked at before that."""
+    context.catch_up()
     with context.lock:
         sent = list(context.sent.values())
     # Who profiles is to see send and receive functions run; and a reducer sees to all its variables in one run.

@@ -139,6 +139,27 @@ def record_sent(
     context.add_sent(Sent(message_id, stamp, to, end, answered))
 
 
+def record_later(
+    context: DistAutogradContext,
+    message_id: int,
+    stamp: int,
+    to: WorkerInfo,
+    tensors: Sequence[torch.Tensor],
+    answered: int | None = None,
+) -> None:
+    """The same, to be done when they have gone: `DistAutogradContext.catch_up` has to be called then."""
+
+    def record() -> None:
+        if not context.is_released:
+            try:
+                record_sent(context, message_id, stamp, to, tensors, answered)
+            except RuntimeError:
+                if not context.is_released:  # just now
+                    raise
+
+    context.unrecorded.append(record)
+
+
 class _Reception:
     """Tensors that came with one message."""
 

@@ -149,9 +149,9 @@ class PartedPass:
         with self._lock:
             if self._parent is None and self._root_part is None:
                 self._parent, self._parent_takes = caller.id, takes_back
+            self._busy += 1
         is_parent = caller.id == self._parent
         try:
-            self._begin()
             back: list[Produced] = []
             part = self._take(message_id)
             if part is not None:
@@ -236,7 +236,8 @@ class PartedPass:
     def _take(self, message_id: int) -> Part | None:
         """What is behind that message, to be run. None if it is too late."""
         with self._lock:
-            self._check()
+            if self._is_failed:
+                self._check()
             taken = self._missing.pop(message_id, None)
         return taken[1] if taken is not None else None
 
@@ -348,7 +349,7 @@ class PartedPass:
             self._leave()
         for each in waiting:
             each.set_result(None)
-        if is_through:
+        if is_through and self._root_part is not None:
             _settle(self._done)
 
     def _is_through(self) -> bool:

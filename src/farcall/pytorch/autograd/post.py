@@ -172,9 +172,9 @@ def _propagate_flat(
 ) -> Any:
     """The same where all gradients are small."""
     check_numbers(context_id, message_id)
-    check_kinds((retain_graph, bool), (takes_back, bool))
+    check_kinds((worker, int), (number, int), (retain_graph, bool), (takes_back, bool))
     gradients = [tensor_of(each) for each in packed]
-    pass_id = _pass_id((worker, number))
+    pass_id = PassId(worker, number)
     answer = engine.take_part(contexts(), context_id, pass_id, message_id, gradients, retain_graph, takes_back)
     if type(answer) is tuple and len(answer[1]) == 1:
         back, brought = answer[1][0]
@@ -288,6 +288,12 @@ def contexts() -> Contexts:
     if is_initialized():
         _watch(found, current_agent())
     return found
+
+
+def is_in_context() -> bool:
+    """Whether this thread is in a context."""
+    found = _process.contexts
+    return found is not None and found.thread.context_id is not None
 
 
 def contexts_of(agent: Agent) -> Contexts:

@@ -17,7 +17,7 @@ import torch
 from farcall.agent import Agent
 from farcall.protocol.ids import WorkerInfo
 from farcall.pytorch.autograd.contexts import Contexts, DistAutogradContext
-from farcall.pytorch.autograd.nodes import record_received, record_sent
+from farcall.pytorch.autograd.nodes import record_later, record_received, record_sent
 from farcall.pytorch.envelopes import Departure, Tensors, Trip, Visit
 from farcall.pytorch.guarding import check_kinds, check_numbers
 from farcall.serialization import register_plain
@@ -124,12 +124,17 @@ class AutogradTrip(Trip):
 
 
 class AutogradVisit(Visit):
-    def __init__(self, contexts: Contexts, caller: WorkerInfo, ticket: Ticket) -> None:
-        Ticket.check(ticket)
+    def __init__(self, contexts: Contexts, context: DistAutogradContext, caller: WorkerInfo, ticket: Ticket) -> None:
         self._contexts = contexts
-        self._context = contexts.retrieve_or_make(ticket.context_id, caller)
+        self._context = context
         self._caller = caller
         self._ticket = ticket
+
+    @classmethod
+    def of(cls, contexts: Contexts, caller: WorkerInfo, ticket: Ticket) -> AutogradVisit:
+        """A call that came with these words. Raises `TypeError` if they are none, `RuntimeError` if it was released."""
+        Ticket.check(ticket)
+        return cls(contexts, contexts.retrieve_or_make(ticket.context_id, caller), caller, ticket)
 
     def unpack(self, tensors: Tensors) -> Tensors:
         """See `Visit`."""
@@ -158,14 +163,15 @@ class AutogradVisit(Visit):
         ticket = self._ticket
         return pack(self._contexts, self._context, self._caller, tensors, ticket.is_recorded, ticket.message_id)
 
-    def sent(self, tensor: torch.Tensor) -> tuple[int, int]:
+    def sent(self, agent: Agent, tensor: torch.Tensor) -> tuple[int, int]:
         """One tensor goes back, as the result: the stamp and the number of the message.
 
         Raises `RuntimeError` if the context is released.
         """
         message_id, stamp = self._contexts.new_message()
         if tensor.requires_grad:
-            record_sent(self._context, message_id, stamp, self._caller, (tensor,), self._ticket.message_id)
+            record_later(self._context, message_id, stamp, self._caller, (tensor,), self._ticket.message_id)
+            agent.afterwards(self._context.catch_up)
         return stamp, message_id
 
     def failed(self) -> None:
@@ -179,12 +185,14 @@ class AutogradRider:
 
     key = "autograd"
 
-    def __init__(self, contexts_of: Callable[[Agent], Contexts]) -> None:
+    def __init__(self, contexts_of: Callable[[Agent], Contexts], is_in_context: Callable[[], bool]) -> None:
+        """`is_in_context`: whether this thread is."""
         self._contexts_of = contexts_of
+        self._is_in_context = is_in_context
 
     def concerns(self, agent: Agent, to: WorkerInfo) -> bool:
         """See `Rider`. In a context every call does: its result may require gradients, though no argument does."""
-        return self._contexts_of(agent).thread.context_id is not None  # not `current_id`: one frame less
+        return self._is_in_context()
 
     def board(self, agent: Agent, departure: Departure) -> AutogradTrip:
         """See `Rider`. Raises `RuntimeError` if the context was released."""
@@ -197,4 +205,4 @@ class AutogradRider:
 
     def visit(self, agent: Agent, caller: WorkerInfo, words: Ticket) -> AutogradVisit:
         """See `Rider`. Raises `RuntimeError` if the context was released."""
-        return AutogradVisit(self._contexts_of(agent), caller, words)
+        return AutogradVisit.of(self._contexts_of(agent), caller, words)

@@ -18,7 +18,7 @@ def _get_gradients(context_id: int) -> Dict[torch.Tensor, torch.Tensor]:  # noqa
 
 
 def _dist_backward(context_id: int, roots: List[torch.Tensor], retain_graph: bool) -> None:  # noqa: UP006
-    if not _is_id(context_id) or not _are_tensors(roots):
+    if not isinstance(context_id, int) or not _are_tensors(roots):
         raise TypeError(
             "backward(): incompatible function arguments. The following argument types are supported:\n"
             "    1. (arg0: int, arg1: list[torch.Tensor], retain_graph: bool = False) -> None\n\n"
@@ -48,10 +48,6 @@ def dist_backward(context_id: int, roots: List[torch.Tensor], retain_graph: bool
 
 
 backward = dist_backward
-
-
-def _is_id(value: Any) -> bool:
-    return isinstance(value, int)
 
 
 def _are_tensors(value: Any) -> bool:

@@ -13,6 +13,7 @@ Rules
 from __future__ import annotations
 
 from collections.abc import Callable, Generator, Mapping, Sequence
+from functools import partial
 from types import CoroutineType
 from typing import Any, Final, TypeAlias
 
@@ -26,6 +27,7 @@ from farcall.backends.running import run_here
 from farcall.functions import async_result, mark_async
 from farcall.futures import Future
 from farcall.protocol.ids import WorkerInfo
+from farcall.pytorch.autograd.contexts import Contexts
 from farcall.pytorch.autograd.flat import (
     Row,
     answer_of,
@@ -36,8 +38,8 @@ from farcall.pytorch.autograd.flat import (
     read_ids,
     unflatten,
 )
-from farcall.pytorch.autograd.nodes import record_sent
-from farcall.pytorch.autograd.post import contexts, contexts_of, take_releases
+from farcall.pytorch.autograd.nodes import record_later, record_received
+from farcall.pytorch.autograd.post import contexts, contexts_of, is_in_context, take_releases
 from farcall.pytorch.autograd.riding import AutogradRider, AutogradTrip, AutogradVisit, Ticket
 from farcall.pytorch.envelopes import ReplyEnvelope, Tensors, rides_alone
 from farcall.pytorch.guarding import check_kinds, check_numbers, find_function, judge_function, may_be_called
@@ -54,7 +56,7 @@ _PLAIN: Final = frozenset(
 InPlace: TypeAlias = Callable[[Any, WorkerInfo], Any]
 _seen_through: Final[dict[type, InPlace]] = {}
 
-RIDER: Final = AutogradRider(contexts_of)
+RIDER: Final = AutogradRider(contexts_of, is_in_context)
 """Autograd, of this process."""
 
 
@@ -236,12 +238,14 @@ def _call_flat(agent: Agent, to: WorkerInfo, named: bytes, row: Row, timeout: fl
         message_id, stamp = here.new_message()
         departure._message_id = message_id
         if row.tensors:
-            record_sent(context, message_id, stamp, to, row.tensors)
+            record_later(context, message_id, stamp, to, row.tensors)
         told = pack_ids(released) if released else None
         words = (agent.info.id, context.context_id, stamp, message_id, row.mask, departure._is_recorded, told, named)
         request = (*words, *row.values)
         call: PendingCall = agent.call(to, run_flat, request, None, timeout, unattended)  # type: ignore[assignment]
         _keep(call, row.kept)
+        if row.tensors:
+            context.catch_up()
     except BaseException as error:
         departure.failed(error)
         raise
@@ -315,6 +319,9 @@ def run_in_context(
     return _answer(visit, result)
 
 
+_WORDS: Final = (int, int, int, int, int, bool, bytes)
+
+
 @may_be_called
 def run_flat(
     caller: int,
@@ -328,33 +335,45 @@ def run_flat(
     *row: Any,
 ) -> Any:
     """The same for arguments that are flat."""
-    check_kinds((caller, int), (mask, int), (named, bytes))
+    if tuple(map(type, (caller, context_id, stamp, message_id, mask, is_recorded, named))) != _WORDS:
+        raise TypeError("what came from another worker is no call in a context")
+    check_numbers(context_id, message_id)
     here = contexts()
+    agent: Any = current_agent()
     if released is not None:
-        for each in read_ids(released):
-            here.release_if_present(each, is_told=True)
+        agent.afterwards(partial(_release_all, here, read_ids(released)))
     values = unflatten(row)
     places = [place for place in range(len(values)) if mask >> place & 1] if mask else []
-    agent: Any = current_agent()
-    words = Ticket(context_id, stamp, message_id, places, is_recorded)
-    visit = AutogradVisit(here, as_torch(agent.get_worker_info(caller)), words)
-    for place in places:
-        if type(values[place]) is not torch.Tensor:
-            raise TypeError(f"a {type(values[place]).__name__} came from another worker in place of a tensor")
-    values = visit.unpack(values)
-    function = find_function(named)
-    before = visit.enter()
+    info = as_torch(agent.get_worker_info(caller))
+    context = here.retrieve_or_make(context_id, info)
+    visit = AutogradVisit(here, context, info, Ticket(context_id, stamp, message_id, places, is_recorded))
+    here.hear(stamp)
+    if places:
+        tensors = [values[place] for place in places]
+        for tensor in tensors:
+            if type(tensor) is not torch.Tensor:
+                raise TypeError(f"a {type(tensor).__name__} came from another worker in place of a tensor")
+        for place, tensor in zip(places, record_received(context, message_id, info, tensors), strict=True):
+            values[place] = tensor
+    function = find_function(named, agent)
+    thread = here.thread  # not `visit.around`, with its frames: it is on the path of nearly every call in a context
+    before, thread.context_id = thread.context_id, context_id
     try:
         result = function(*values)
     finally:
-        visit.leave(before)
+        thread.context_id = before
     if type(result) is CoroutineType:
         return _finished(visit, result)
     if type(result) is torch.Tensor and (is_recorded or not result.requires_grad):
         packed = pack_tensor(result)
         if packed is not None:
-            return answer_of(result.requires_grad, *visit.sent(result), packed)
+            return answer_of(result.requires_grad, *visit.sent(agent, result), packed)
     return _answer(visit, result)
+
+
+def _release_all(here: Contexts, context_ids: Sequence[int]) -> None:
+    for context_id in context_ids:
+        here.release_if_present(context_id, is_told=True)
 
 
 @may_be_called
@@ -382,7 +401,7 @@ def _visited(caller: int, words: Any, places: Any, released: Any, values: Any) -
         check_numbers(context_id)
         here.release_if_present(context_id, is_told=True)
     agent: Any = current_agent()
-    visit = AutogradVisit(here, as_torch(agent.get_worker_info(caller)), Ticket(*words))
+    visit = AutogradVisit.of(here, as_torch(agent.get_worker_info(caller)), Ticket(*words))
     tensors = visit.unpack([_at(values, place) for place in places])
     return visit, replaced(values, places, tensors) if places else values
 
