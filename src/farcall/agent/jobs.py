@@ -6,7 +6,7 @@ from nothing.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Sequence
 from typing import Protocol, TypeAlias, runtime_checkable
 
 from farcall.transports.base import Buffer
@@ -57,21 +57,19 @@ class Awaited(Protocol):
 
 
 class AfterwardsJob:
-    """What a function has left to be done when its reply has gone; which goes now, unless others are to be run yet."""
+    """What a function has left to be done when its reply has gone: all that waits goes first."""
 
-    __slots__ = ("_chore", "_flush", "_ready", "kind", "origin")
+    __slots__ = ("_chore", "_flush", "kind", "origin")
 
     must_run = False
 
-    def __init__(self, chore: Callable[[], None], ready: Collection[Job], flush: Callable[[], None]) -> None:
+    def __init__(self, chore: Callable[[], None], flush: Callable[[], None]) -> None:
         self.kind: object = "afterwards"
         self.origin: Answerable | None = None
         self._chore = chore
-        self._ready = ready
         self._flush = flush
 
     def run(self) -> None:
         """See `Job`."""
-        if not self._ready:
-            self._flush()
+        self._flush()
         self._chore()

@@ -101,7 +101,7 @@ class Serving:
         if self._leader_here() is None:
             chore()
         else:
-            self.ready.appendleft(AfterwardsJob(chore, self.ready, self._flush))
+            self.ready.appendleft(AfterwardsJob(chore, self._flush))
 
     def is_busy(self) -> bool:
         """Whether anything runs or is to be run."""
