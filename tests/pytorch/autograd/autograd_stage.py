@@ -20,9 +20,10 @@ import torch
 from farcall.errors import WorkerLost
 from farcall.futures import Future
 from farcall.protocol.ids import WorkerInfo
-from farcall.pytorch.autograd.contexts import Contexts, DistAutogradContext, PassId
+from farcall.pytorch.autograd.contexts import Contexts, DistAutogradContext
 from farcall.pytorch.autograd.engine import await_end, run_backward, take_part
 from farcall.pytorch.autograd.riding import pack, unpack
+from farcall.pytorch.autograd.telling import PassId
 
 
 class StagePost:

@@ -9,7 +9,7 @@ import torch
 from autograd_stage import Workers, info
 
 from farcall.pytorch.autograd.nodes import record_received, record_sent
-from farcall.pytorch.autograd.parts import Part, Produced, survey
+from farcall.pytorch.autograd.parts import Part, Produced, Walks
 
 
 @pytest.fixture
@@ -36,7 +36,7 @@ def run(context: Any, part: Part, gradients: list[torch.Tensor]) -> list[Produce
 
 
 def parts_of(context: Any, roots: list[torch.Tensor], *sent: torch.Tensor) -> tuple[Part | None, list[Part]] | None:
-    return survey(roots, [sent_node(context, tensor) for tensor in sent])
+    return Walks().survey(roots, [sent_node(context, tensor) for tensor in sent])
 
 
 def test_parts_without_a_common_node_are_apart(context: Any) -> None:
@@ -129,7 +129,7 @@ def test_hooks_of_tensors_run_and_what_they_retain_is_there(context: Any) -> Non
 def test_a_variable_and_what_was_received_may_be_sent_as_they_are(context: Any) -> None:
     x = leaf(1, 2)
     (value,) = record_received(context, 7, info(1), [torch.ones(2)])
-    surveyed = survey([], [sent_node(context, x, value)])
+    surveyed = Walks().survey([], [sent_node(context, x, value)])
     assert surveyed is not None
     (produced,) = run(context, surveyed[1][0], [torch.ones(2), torch.full((2,), 5.0)])
     assert produced.gradients[0].tolist() == [5, 5]

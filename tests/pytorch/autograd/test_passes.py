@@ -15,9 +15,9 @@ from torch.autograd import Function
 
 from farcall.errors import WorkerLost
 from farcall.pytorch.autograd import passes, trouble
-from farcall.pytorch.autograd.contexts import PassId
 from farcall.pytorch.autograd.engine import take_part
 from farcall.pytorch.autograd.nodes import record_received, running
+from farcall.pytorch.autograd.telling import PassId
 
 
 @pytest.fixture

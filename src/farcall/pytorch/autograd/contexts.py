@@ -28,16 +28,17 @@ import threading
 from collections import OrderedDict, deque
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Final, NamedTuple, Protocol
+from typing import TYPE_CHECKING, Any, Final, Protocol
 
 import torch
 
-from farcall.futures import Future
 from farcall.protocol.ids import WorkerInfo
 from farcall.pytorch.autograd.accumulating import GradientTable
+from farcall.pytorch.autograd.telling import PassId, Post
 
 if TYPE_CHECKING:
     from farcall.pytorch.autograd.parted import PartedPass
+    from farcall.pytorch.autograd.parts import Walks
     from farcall.pytorch.autograd.passes import LocalPass
 
 logger = logging.getLogger("farcall")
@@ -47,51 +48,6 @@ _MOST_AHEAD: Final = 1 << COUNTER_BITS
 MAX_WORKER_ID: Final = 65535
 _REMEMBERED: Final = 4096
 """How many contexts, or backward passes, that have ended are remembered."""
-
-
-class PassId(NamedTuple):
-    """A backward pass: the worker that began it, and its how-manieth it is."""
-
-    worker: int
-    number: int
-
-
-class Post(Protocol):
-    """How a worker tells others about contexts. The futures are done when the other has done it."""
-
-    def own_name(self) -> str:
-        """The name of the worker that tells. Raises nothing."""
-
-    def propagate(
-        self,
-        to: WorkerInfo,
-        context_id: int,
-        pass_id: PassId,
-        message_id: int,
-        gradients: list[torch.Tensor],
-        retain_graph: bool,
-        takes_back: bool,
-    ) -> Future[Any]:
-        """The gradients of the tensors that came with that message. Raises if it cannot be sent.
-
-        `takes_back`: the answer may bring gradients, and come before the other is through (`parted.Answer`). Else it
-        is None, when the other is through if those gradients were the first.
-        """
-
-    def await_end(self, to: WorkerInfo, context_id: int, pass_id: PassId) -> Future[Any]:
-        """Has it tell when it is through with a backward pass (`parted.Answer`). Raises if it cannot be asked."""
-
-    def release(self, to: WorkerInfo, context_id: int) -> None:
-        """The context is released. Raises nothing."""
-
-    def abandon(self, to: WorkerInfo, context_id: int, pass_id: PassId, reason: str) -> None:
-        """The backward pass has failed. Raises nothing."""
-
-    def forget(self, to: WorkerInfo, context_id: int, request: int) -> None:
-        """No reply to that request is awaited any more. Raises nothing."""
-
-    def join(self, maker: int, context_id: int) -> None:
-        """We have a context of that worker: it has to tell us of its release. Raises nothing."""
 
 
 @dataclass(slots=True)
@@ -134,8 +90,9 @@ class _Memory:
         return name in self._names
 
 
-_recording: Final = threading.RLock()
-"""Held by who records, in whatever context: who looks for something waits until that is through."""
+surveying: Final = threading.RLock()
+"""Held by who records what was sent, or looks through the graph behind it. To look is to hold its nodes, and to see who
+else does."""
 
 
 class DistAutogradContext:
@@ -155,7 +112,9 @@ class DistAutogradContext:
         self.forgotten: set[int] = set()
         """The requests to which no reply is awaited any more."""
         self.is_released = False
-        self.unrecorded: deque[Callable[[], None]] = deque()
+        self.walks: Walks | None = None
+        """Through what is behind the messages that were sent, once somebody has looked at it."""
+        self.unrecorded: deque[Callable[[], Sent | None]] = deque()
         """What records tensors that are on their way: after they have been sent, and before anybody looks for them."""
 
     @property
@@ -171,14 +130,18 @@ class DistAutogradContext:
             self.check_valid()
             self.known_workers[worker.id] = worker
 
-    def catch_up(self) -> None:
-        """Records what is on its way and not recorded yet. Who looks at what was sent has to do this first."""
-        with _recording:
+    def catch_up(self) -> list[Sent]:
+        """Records what is on its way and not recorded yet, and gives that. To be done before `sent` is looked at."""
+        recorded = []
+        with surveying:
             while self.unrecorded:
-                self.unrecorded.popleft()()
+                sent = self.unrecorded.popleft()()
+                if sent is not None:
+                    recorded.append(sent)
+        return recorded
 
     def add_sent(self, sent: Sent) -> None:
-        """Tensors go out. Raises `RuntimeError` if the context is released."""
+        """Tensors go out, or have just gone. Raises `RuntimeError` if the context is released."""
         with self.lock:
             self.check_valid()
             if sent.answered not in self.forgotten and sent.message_id not in self.forgotten:
@@ -281,8 +244,6 @@ class Contexts:
         self._clock = 0
         self.thread = _Thread()
         self._gone: set[int] = set()
-        self.surveying = threading.Lock()
-        """One survey of a graph at a time: who walks through one holds its nodes, and looks who else does."""
 
     # Numbers
 

@@ -11,11 +11,12 @@ from torch.autograd import _profiler_enabled
 from torch.autograd.profiler import record_function
 
 from farcall.futures import Future
-from farcall.pytorch.autograd.contexts import Contexts, DistAutogradContext, PassId
+from farcall.pytorch.autograd.contexts import Contexts, DistAutogradContext, surveying
 from farcall.pytorch.autograd.parted import Answer, PartedPass
-from farcall.pytorch.autograd.parts import survey
+from farcall.pytorch.autograd.parts import Walks
 from farcall.pytorch.autograd.passes import LocalPass
 from farcall.pytorch.autograd.reducers import has_reducers
+from farcall.pytorch.autograd.telling import PassId
 
 
 def run_backward(contexts: Contexts, context_id: int, roots: Sequence[torch.Tensor], retain_graph: bool) -> None:
@@ -43,6 +44,25 @@ def _run_backward(contexts: Contexts, context_id: int, roots: Sequence[torch.Ten
     except BaseException as error:
         contexts.abandon(context_id, pass_id, str(error))
         raise
+
+
+def prepare(context: DistAutogradContext) -> None:
+    """Records what has just gone out in that context, and looks at the graph behind it: while others work.
+
+    A backward pass then has less to do. It does the same if nobody has.
+    """
+    with surveying:
+        recorded = context.catch_up()
+        walks = _walks_of(context)
+        for sent in recorded:
+            walks.through(sent.end.grad_fn)
+
+
+def _walks_of(context: DistAutogradContext) -> Walks:
+    """Under `surveying`."""
+    if context.walks is None:
+        context.walks = Walks()
+    return context.walks
 
 
 def take_part(
@@ -114,8 +134,8 @@ def _new_pass(
     is_whole = has_reducers() or _profiler_enabled()
     surveyed = None
     if not is_whole:
-        with contexts.surveying:
-            surveyed = survey(roots, [each.end.grad_fn for each in sent])
+        with surveying:
+            surveyed = _walks_of(context).survey(roots, [each.end.grad_fn for each in sent])
     if surveyed is None:
         return partial(LocalPass, contexts, context, pass_id, retain_graph, roots)
     root_part, parts = surveyed

@@ -129,14 +129,16 @@ def record_sent(
     to: WorkerInfo,
     tensors: Sequence[torch.Tensor],
     answered: int | None = None,
-) -> None:
+) -> Sent:
     """These tensors, which require gradients, go to that worker. Raises `RuntimeError` if the context is released."""
     if torch.is_grad_enabled():  # to ask costs less than to set
         end = _send(message_id, *tensors)
     else:
         with torch.enable_grad():
             end = _send(message_id, *tensors)
-    context.add_sent(Sent(message_id, stamp, to, end, answered))
+    sent = Sent(message_id, stamp, to, end, answered)
+    context.add_sent(sent)
+    return sent
 
 
 def record_later(
@@ -149,13 +151,13 @@ def record_later(
 ) -> None:
     """The same, to be done when they have gone: `DistAutogradContext.catch_up` has to be called then."""
 
-    def record() -> None:
-        if not context.is_released:
-            try:
-                record_sent(context, message_id, stamp, to, tensors, answered)
-            except RuntimeError:
-                if not context.is_released:  # just now
-                    raise
+    def record() -> Sent | None:
+        try:
+            return record_sent(context, message_id, stamp, to, tensors, answered)
+        except RuntimeError:
+            if not context.is_released:
+                raise
+        return None
 
     context.unrecorded.append(record)
 

@@ -30,9 +30,10 @@ from farcall.errors import RpcError
 from farcall.futures import Future
 from farcall.protocol.ids import WorkerInfo
 from farcall.pytorch.autograd import trouble
-from farcall.pytorch.autograd.contexts import Contexts, DistAutogradContext, PassId, Sent
+from farcall.pytorch.autograd.contexts import Contexts, DistAutogradContext, Sent
 from farcall.pytorch.autograd.flat import read_answer
 from farcall.pytorch.autograd.parts import Part, Produced
+from farcall.pytorch.autograd.telling import PassId
 from farcall.sleeping import FOREVER
 
 Answer: TypeAlias = tuple[bool, list[tuple[int, list[torch.Tensor]]]] | None

@@ -2,7 +2,8 @@
 
 The graph behind the roots is one part, that behind each message that was sent is another. Most often they share no
 node: then each can be run by itself, as soon as its gradients are there, and nothing has to wait inside of torch's
-engine (`parted`). `survey` walks through the graph once and says so, or that they are not apart.
+engine (`parted`). `survey` says so, or that they are not apart. What is behind a message is walked through once, and
+best while others work: right after it was sent (`through`).
 
 Rules
 - Parts are apart if no node is in two of them. Variables may be: their gradients are sums, in whatever order the parts
@@ -15,7 +16,7 @@ Rules
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterable, Sequence
+from collections.abc import Container, Iterable, Sequence
 from functools import cache
 from typing import Any, Final, NamedTuple, TypeAlias
 
@@ -117,67 +118,116 @@ class Part(NamedTuple):
                         add_up(context.gradients, variable, gradient, is_unshared)
 
 
-def survey(roots: Sequence[torch.Tensor], sent: Iterable[Any]) -> tuple[Part | None, list[Part]] | None:
-    """The part behind the roots, if there are any, and those behind these send functions. None: they are not apart."""
-    seen: dict[Any, int] = {}
-    leaves: dict[Any, list[Part]] = {}
-    parts: list[Part] = []
-    for node in sent:
-        following = node.next_functions
-        starts = tuple([at.variable if type(at) is _Leaf else GradientEdge(at, place) for at, place in following])
-        parts.append(part := Part(starts, [], []))
-        if not _walk([node], part, len(parts), seen, leaves):
-            return None
-    root_part = None
-    if roots:
-        root_part = Part(tuple(roots), [], [])
-        if not _walk([root.grad_fn for root in roots], root_part, 0, seen, leaves):
-            return None
-    node = following = None  # leaves may be in there, whose holders are counted now
-    if leaves and max(_leaf_holders(leaves)) > _unheld():
-        return None
-    for leaf, behind in leaves.items():
-        variable = leaf.variable
-        if variable._post_accumulate_grad_hooks or (len(behind) > 1 and variable._backward_hooks):
-            return None
-        for part in behind:
-            part.variables.append(variable)
-    return root_part, parts
+class Walk:
+    """What a walk through the graph has found that cannot change: hooks come and go, the graph stays."""
 
+    __slots__ = ("leaves", "nodes", "received")
 
-def _walk(starts: Iterable[Any], part: Part, number: int, seen: dict[Any, int], leaves: dict[Any, list[Part]]) -> bool:
-    """Notes what is behind these nodes; False if some of it is behind another part, too."""
-    ahead: list[Any] = []
-    for start in starts:
-        if start not in seen:
-            seen[start] = number
-            ahead.append(start)
-        elif seen[start] != number:
-            return False
-    while ahead:
-        node = ahead.pop()
-        if isinstance(node, RECEIVE_FUNCTION):
-            if is_hooked(node):
+    def __init__(self) -> None:
+        self.nodes: set[Any] = set()
+        self.received: list[Any] = []
+        self.leaves: list[tuple[Any, list[int]]] = []
+        """Nodes that come right before those of variables, and where. Not these themselves: who holds one counts."""
+
+    def go(self, starts: Iterable[Any], others: Container[Any]) -> bool:
+        """Notes what is behind these nodes; False if some of it is among those others."""
+        nodes, leaves = self.nodes, set()
+        ahead: list[Any] = []
+        for start in starts:
+            if start in others:
                 return False
-            part.received.append(node)
-            continue
-        for following, _ in node.next_functions:
-            if following is None:
+            if start not in nodes:
+                nodes.add(start)
+                ahead.append(start)
+        while ahead:
+            node = ahead.pop()
+            if isinstance(node, RECEIVE_FUNCTION):
+                self.received.append(node)
                 continue
-            if type(following) is _Leaf:
-                behind = leaves.get(following)
-                if behind is None:
-                    leaves[following] = [part]
-                elif behind[-1] is not part:
-                    behind.append(part)
-                continue
-            known = seen.get(following)
-            if known is None:
-                seen[following] = number
+            places = None
+            for place, (following, _) in enumerate(node.next_functions):
+                if following is None or following in nodes:
+                    continue
+                if type(following) is _Leaf:
+                    if following not in leaves:
+                        leaves.add(following)
+                        if places is None:
+                            self.leaves.append((node, places := []))
+                        places.append(place)
+                    continue
+                if following in others:
+                    return False
+                nodes.add(following)
                 ahead.append(following)
-            elif known != number:
-                return False
-    return True
+        return True
+
+
+class Walks:
+    """The walks through what is behind the messages of one context. One thread at a time."""
+
+    __slots__ = ("_are_apart", "_nodes", "_walks")
+
+    def __init__(self) -> None:
+        self._walks: dict[Any, Walk] = {}  # by send function
+        self._nodes: set[Any] = set()
+        self._are_apart = True
+
+    def through(self, node: Any) -> Walk | None:
+        """What is behind that send function. None, from then on always, if it is not apart from all others."""
+        walk = self._walks.get(node)
+        if walk is None and self._are_apart:
+            walk = Walk()
+            self._are_apart = walk.go([node], self._nodes)
+            self._nodes |= walk.nodes
+            self._walks[node] = walk
+        return walk if self._are_apart else None
+
+    def survey(self, roots: Sequence[torch.Tensor], sent: Iterable[Any]) -> tuple[Part | None, list[Part]] | None:
+        """The part behind the roots, if there are any, and those behind these send functions; None if they touch."""
+        leaves: dict[Any, list[Part]] = {}
+        parts: list[Part] = []
+        for node in sent:
+            walk = self.through(node)
+            if walk is None:
+                return None
+            following = node.next_functions
+            starts = tuple([at.variable if type(at) is _Leaf else GradientEdge(at, place) for at, place in following])
+            parts.append(_part(starts, walk, leaves))
+        root_part = None
+        if roots:
+            walk = Walk()
+            if not walk.go([root.grad_fn for root in roots], self._nodes):
+                return None
+            root_part = _part(tuple(roots), walk, leaves)
+        node = following = None  # leaves may be in there, whose holders are counted now
+        if leaves and max(_leaf_holders(leaves)) > _unheld():
+            return None
+        for leaf, behind in leaves.items():
+            variable = leaf.variable
+            if variable._post_accumulate_grad_hooks or (len(behind) > 1 and variable._backward_hooks):
+                return None
+            for part in behind:
+                part.variables.append(variable)
+        for part in (*parts, root_part) if root_part is not None else parts:
+            for node in part.received:
+                if is_hooked(node):
+                    return None
+        return root_part, parts
+
+
+def _part(starts: tuple[Any, ...], walk: Walk, leaves: dict[Any, list[Part]]) -> Part:
+    """A part of which the variables are to be found yet: by their nodes, which it adds to `leaves`."""
+    part = Part(starts, [], walk.received)
+    for node, places in walk.leaves:
+        following = node.next_functions
+        for place in places:
+            leaf = following[place][0]
+            behind = leaves.get(leaf)
+            if behind is None:
+                leaves[leaf] = [part]
+            else:
+                behind.append(part)
+    return part
 
 
 def _leaf_holders(leaves: Iterable[Any]) -> list[int]:

@@ -44,9 +44,10 @@ from farcall.futures import Future
 from farcall.protocol.ids import WorkerInfo
 from farcall.pytorch.autograd import trouble
 from farcall.pytorch.autograd.accumulating import Gradients, accumulate, unshared_holders
-from farcall.pytorch.autograd.contexts import Contexts, DistAutogradContext, PassId, Sent
+from farcall.pytorch.autograd.contexts import Contexts, DistAutogradContext, Sent
 from farcall.pytorch.autograd.nodes import EMPTY, function, is_receive_function, running, running_pass
 from farcall.pytorch.autograd.reducers import lent_to_reducers
+from farcall.pytorch.autograd.telling import PassId
 from farcall.sleeping import FOREVER
 
 _LEAF: Final = "AccumulateGrad"

@@ -21,8 +21,9 @@ from farcall.functions import mark_async
 from farcall.futures import DONE, Future
 from farcall.protocol.ids import WorkerInfo
 from farcall.pytorch.autograd import engine
-from farcall.pytorch.autograd.contexts import Contexts, PassId
+from farcall.pytorch.autograd.contexts import Contexts
 from farcall.pytorch.autograd.flat import answer_of, pack_tensor, tensor_of
+from farcall.pytorch.autograd.telling import PassId
 from farcall.pytorch.guarding import check_kinds, check_numbers, check_tensors, may_be_called
 
 logger = logging.getLogger("farcall")

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from typing import Final, NamedTuple
 
 import torch
@@ -17,6 +18,7 @@ import torch
 from farcall.agent import Agent
 from farcall.protocol.ids import WorkerInfo
 from farcall.pytorch.autograd.contexts import Contexts, DistAutogradContext
+from farcall.pytorch.autograd.engine import prepare
 from farcall.pytorch.autograd.nodes import record_later, record_received, record_sent
 from farcall.pytorch.envelopes import Departure, Tensors, Trip, Visit
 from farcall.pytorch.guarding import check_kinds, check_numbers
@@ -171,7 +173,7 @@ class AutogradVisit(Visit):
         message_id, stamp = self._contexts.new_message()
         if tensor.requires_grad:
             record_later(self._context, message_id, stamp, self._caller, (tensor,), self._ticket.message_id)
-            agent.afterwards(self._context.catch_up)
+            agent.afterwards(partial(prepare, self._context))
         return stamp, message_id
 
     def failed(self) -> None:

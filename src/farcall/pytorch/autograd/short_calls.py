@@ -28,6 +28,7 @@ from farcall.functions import async_result, mark_async
 from farcall.futures import Future
 from farcall.protocol.ids import WorkerInfo
 from farcall.pytorch.autograd.contexts import Contexts
+from farcall.pytorch.autograd.engine import prepare
 from farcall.pytorch.autograd.flat import (
     Row,
     answer_of,
@@ -245,7 +246,7 @@ def _call_flat(agent: Agent, to: WorkerInfo, named: bytes, row: Row, timeout: fl
         call: PendingCall = agent.call(to, run_flat, request, None, timeout, unattended)  # type: ignore[assignment]
         _keep(call, row.kept)
         if row.tensors:
-            context.catch_up()
+            prepare(context)
     except BaseException as error:
         departure.failed(error)
         raise
