@@ -65,11 +65,20 @@ def test_a_nap_ends_by_itself_and_at_the_deadline() -> None:
 
 def test_a_bell_is_closed_when_nobody_has_it() -> None:
     bell = Bell()
-    descriptor = bell._descriptor
-    os.fstat(descriptor)
+    ends = bell._ends
+    for end in ends:
+        os.fstat(end)
     del bell
-    with pytest.raises(OSError, match="Bad file descriptor"):
-        os.fstat(descriptor)
+    for end in ends:
+        with pytest.raises(OSError, match="Bad file descriptor"):
+            os.fstat(end)
+
+
+def test_nobody_waits_for_a_bell_that_has_rung_very_often() -> None:
+    bell = Bell()
+    for _ in range(1 << 17):  # more than fit into a pipe
+        bell.ring()
+    assert bell.nap(1.0, 0)
 
 
 def test_bells_are_used_again() -> None:

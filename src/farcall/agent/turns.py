@@ -20,6 +20,9 @@ Rules
   a miss, and ends the turn. A turn is a matter of time, not of calls: who computes in between has no more than others.
 - A napping thread sleeps at a *bell* and not at a lock: ringing it gives up the interpreter first, so that who is woken
   has it at once. One who is woken at a lock finds the interpreter taken by the waker, and sleeps a second time.
+- A bell is a pipe, since Linux takes it that who writes into one sleeps next (a *synchronous* wake-up): who is woken gets
+  the core of who rings. Where all cores are taken, anything else that wakes puts it, every other time, on the core of
+  the worker that is called, which has to run first.
 - A bell may ring though nobody meant it: for a seat that its thread has left. So its ring is a hint, never a promise.
   It is closed when nobody refers to it any more, and not before: a late ring must not go to another file.
 
@@ -57,6 +60,8 @@ _MOST_SAVED: Final = 5e-3
 _FIRST_REST: Final = 16
 _LONGEST_REST: Final = 1 << 12
 """Waits. Among so many, what is lost when turns are tried again does not matter."""
+_RINGS: Final = 64
+"""So many are answered at once: few ring that nobody meant."""
 _KEPT: Final = 64
 """So many bells are kept for the next naps."""
 
@@ -64,19 +69,22 @@ _KEPT: Final = 64
 class Bell:
     """Where one thread naps."""
 
-    __slots__ = ("_descriptor", "_poll")
+    __slots__ = ("_ends", "_poll")
 
     def __init__(self) -> None:
         """Raises `OSError` if the system has no descriptor to give."""
-        self._descriptor = -1
-        self._descriptor = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
+        self._ends: tuple[int, ...] = ()
+        self._ends = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
         poll = select.poll()
-        poll.register(self._descriptor, select.POLLIN)
+        poll.register(self._ends[0], select.POLLIN)
         self._poll = poll.poll
 
     def ring(self) -> None:
         """Wakes the thread that naps here, or the next one to come."""
-        os.eventfd_write(self._descriptor, 1)
+        try:
+            os.write(self._ends[1], b"!")
+        except BlockingIOError:
+            pass  # full: it has rung for long
 
     def nap(self, left: float, before: int) -> bool:
         """Sleeps until it rings; False if that took too long, or as many seconds as are left.
@@ -86,12 +94,12 @@ class Bell:
         most = _NAP + before // _NAP_MORE
         if not self._poll(most if left > 1 else min(most, math.ceil(left * 1000))):
             return False
-        os.eventfd_read(self._descriptor)  # there is one: nobody else reads it
+        os.read(self._ends[0], _RINGS)  # there is one: nobody else reads it
         return True
 
     def __del__(self) -> None:
-        if getattr(self, "_descriptor", -1) >= 0:
-            os.close(self._descriptor)
+        for end in getattr(self, "_ends", ()):
+            os.close(end)
 
 
 class Bells:
