@@ -227,6 +227,7 @@ def test_who_naps_does_so_for_longer_than_the_turns_of_all_before_it(
 
 def test_turns_in_which_replies_do_not_come_at_once_last_for_one_call(clock: Callable[[float], None]) -> None:
     turn = Turn()
+    assert not turn.in_doubt, "who goes on need not tell that it has paid"
 
     def tried() -> int:
         """Looks in vain until it does not look any more; how often."""
@@ -247,6 +248,10 @@ def test_turns_in_which_replies_do_not_come_at_once_last_for_one_call(clock: Cal
     assert not turn.lasts(1), "it was on trial"
     while not turn.lasts(1):
         pass
-    for _ in range(100):
+    assert turn.in_doubt
+    paid = 0
+    while turn.in_doubt:
         turn.paid()
+        paid += 1
+    assert paid > 10, "until all trust is won back"
     assert tried() > 1

@@ -20,9 +20,9 @@ Rules
   a miss, and ends the turn. A turn is a matter of time, not of calls: who computes in between has no more than others.
 - A napping thread sleeps at a *bell* and not at a lock: ringing it gives up the interpreter first, so that who is woken
   has it at once. One who is woken at a lock finds the interpreter taken by the waker, and sleeps a second time.
-- A bell is a pipe, since Linux takes it that who writes into one sleeps next (a *synchronous* wake-up): who is woken gets
-  the core of who rings. Where all cores are taken, anything else that wakes puts it, every other time, on the core of
-  the worker that is called, which has to run first.
+- A bell is a pipe, since Linux takes it that who writes into one sleeps next (a *synchronous* wake-up): who is woken
+  gets the core of who rings. Where all cores are taken, anything else that wakes puts it, every other time, on the core
+  of the worker that is called, which has to run first.
 - A bell may ring though nobody meant it: for a seat that its thread has left. So its ring is a hint, never a promise.
   It is closed when nobody refers to it any more, and not before: a late ring must not go to another file.
 
@@ -38,7 +38,7 @@ from collections.abc import Callable
 from time import monotonic
 from typing import Final
 
-from farcall.agent.spinning import Trust
+from farcall.agent.spinning import TRUST, Trust
 
 _NAP: Final = 5
 """Milliseconds. As long as a thread that computes keeps the interpreter from others, and so no use to look sooner."""
@@ -140,11 +140,13 @@ class Turn(Trust):
     Not locked, as `Turns`.
     """
 
-    __slots__ = ("_thread", "until")
+    __slots__ = ("_thread", "in_doubt", "until")
 
     def __init__(self) -> None:
         super().__init__()
         self._thread = 0
+        self.in_doubt = False
+        """It has been missed of late, and so it matters if it has `paid`, which is on the path of every call."""
         self.until = 0.0
         """When it is over."""
 
@@ -166,10 +168,15 @@ class Turn(Trust):
         """Whether the next one may be let out by this thread: it is not the turn of another."""
         return me == self._thread or monotonic() >= self.until
 
-    paid = Trust._hit
-    """A thread that went on has got its reply at once. Without a frame of its own: it is on the path of every call."""
-    missed = Trust._miss
-    """It has not, and those in the line have waited for nothing."""
+    def paid(self) -> None:
+        """A thread that went on has got its reply at once."""
+        self._hit()
+        self.in_doubt = self._score < TRUST
+
+    def missed(self) -> None:
+        """It has not, and those in the line have waited for nothing."""
+        self._miss()
+        self.in_doubt = True
 
 
 class Turns:
