@@ -223,7 +223,7 @@ class ControlledBell(Bell):
     __slots__ = ("_rung", "_schedule")
 
     def __init__(self, schedule: Schedule) -> None:
-        self._descriptor = -1
+        self._ends = ()
         self._schedule = schedule
         self._rung = False
 

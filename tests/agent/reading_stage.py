@@ -22,6 +22,7 @@ class EndlessTurn(Turn):
     def __init__(self) -> None:
         super().__init__()
         self.outcomes: list[bool] = []
+        self.in_doubt = True  # so that it is told of each
 
     def begin(self, thread: int, behind: int, now: float) -> None:
         self._thread, self.until = thread, FOREVER

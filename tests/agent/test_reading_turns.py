@@ -139,6 +139,37 @@ def test_who_has_the_turn_goes_on_and_lets_nobody_out() -> None:
     assert not is_let_out(waiting)
 
 
+def test_who_goes_on_in_its_turn_has_the_connection_watched_if_a_future_has_a_callback() -> None:
+    wire, waiting = in_turn(Schedule((), ()))
+    wire.call(-3)
+    wire.reading._urgent = True
+    future = wire.ask()
+    wire.reading.wait(future, FOREVER)
+    assert future.done()
+    assert wire.watched
+    assert not wire.reading._holder
+    assert list(wire.reading.line) == [waiting]
+
+
+def test_who_goes_on_in_its_turn_hands_the_role_on_if_the_line_is_empty_by_then(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    wire, waiting = in_turn(Schedule((), ()))
+    reading = wire.reading
+    sleeper = reading._queue[-3] = Seat(reading, -3, wire.call(-3))
+    sleeper.gate = reading._new_gate()
+    glance = wire.glance
+
+    def looked_for_itself_meanwhile(future: Future[Any]) -> None:
+        glance(future)
+        reading._stand_up(waiting)
+        reading.line.clear()
+
+    monkeypatch.setattr(wire, "glance", looked_for_itself_meanwhile)
+    reading.wait(wire.ask(), FOREVER)
+    assert reading._holder == -3
+
+
 def test_who_gets_no_reply_at_once_lets_the_next_one_out() -> None:
     wire, waiting = in_turn(Schedule((), ()))
     wire.reading.wait(wire.call(0), 0.0)
@@ -207,9 +238,10 @@ def test_an_interrupt_at_any_point_of_a_turn_leaves_the_role_to_others(answered:
 class KeepsTheRoleInItsTurn(Reading):
     """Does not give the role up while others are in the line."""
 
-    def leave(self) -> None:
-        if not self.line:
-            super().leave()
+    def wait(self, future: Future[Any], deadline: float) -> None:
+        super().wait(future, deadline)
+        if self.line and not self._holder:
+            self._holder = threading.get_ident()
 
 
 class ForgetsTheLine(Reading):

@@ -144,7 +144,7 @@ def test_a_budget_of_nothing_never_looks(world: World) -> None:
 
 def test_it_rests_when_it_has_missed_often_and_then_tries_again(world: World) -> None:
     spin = Spinning(BUDGET)
-    assert misses_until_it_rests(world, spin) == spinning._TRUST // spinning._MISS_COSTS
+    assert misses_until_it_rests(world, spin) == spinning.TRUST // spinning._MISS_COSTS
     assert rest(world, spin) == spinning._FIRST_REST
 
 
@@ -172,7 +172,7 @@ def test_after_a_rest_it_looks_for_longer_until_trust_is_won_back(world: World) 
     while world.wait(spin, ready_at=late):
         hits += 1
         assert hits < 1000
-    assert 2 * spinning._MISS_COSTS < hits < spinning._TRUST, "for as long as two misses take to win back, not for ever"
+    assert 2 * spinning._MISS_COSTS < hits < spinning.TRUST, "for as long as two misses take to win back, not for ever"
     assert world.wait(spin, ready_at=late), "a miss, and it looks for longer again"
 
 
@@ -182,9 +182,9 @@ def test_trust_that_is_won_back_makes_the_next_rest_short(world: World) -> None:
     rest(world, spin)
     misses_until_it_rests(world, spin)
     rest(world, spin)
-    for _ in range(spinning._TRUST):
+    for _ in range(spinning.TRUST):
         assert world.wait(spin, ready_at=2)
-    assert misses_until_it_rests(world, spin) == spinning._TRUST // spinning._MISS_COSTS
+    assert misses_until_it_rests(world, spin) == spinning.TRUST // spinning._MISS_COSTS
     assert rest(world, spin) == spinning._FIRST_REST
 
 
@@ -201,7 +201,7 @@ def test_it_pays_if_three_of_four_come_while_spinning(world: World, hits_for_a_m
 
 def test_a_crowded_core_ends_the_spinning_and_counts_as_a_miss(world: World) -> None:
     spin = Spinning(BUDGET)
-    for _ in range(spinning._TRUST // spinning._MISS_COSTS):
+    for _ in range(spinning.TRUST // spinning._MISS_COSTS):
         assert world.wait(spin, crowded_at=1) == []
         assert world.yields == 1
     assert world.wait(spin, ready_at=1) == []
@@ -241,7 +241,7 @@ def test_what_comes_in_a_crowded_round_is_not_lost(world: World) -> None:
 def test_a_first_look_that_finds_it_says_nothing_of_spinning(world: World) -> None:
     spin = Spinning(BUDGET)
     looks: list[Callable[[], object]] = [lambda: world.wait(spin), lambda: world.wait(spin, ready_at=1)]
-    for _ in range(spinning._TRUST // spinning._MISS_COSTS):
+    for _ in range(spinning.TRUST // spinning._MISS_COSTS):
         for look in looks:
             look()
     assert world.wait(spin) == []

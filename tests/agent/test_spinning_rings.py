@@ -139,7 +139,7 @@ def test_a_glance_in_vain_ends_and_leaves_all_as_it_is(pair: Pair) -> None:
     for _ in range(100):
         assert not pair.spinning.glance(pair.poll, pair.rings, 0.0)
     assert pair.awake() == [1, 1], "nobody sleeps there"
-    assert pair.spinning._score == spinning._TRUST
+    assert pair.spinning._score == spinning.TRUST
     assert not pair.spinning._resting
 
 

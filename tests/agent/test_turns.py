@@ -65,11 +65,20 @@ def test_a_nap_ends_by_itself_and_at_the_deadline() -> None:
 
 def test_a_bell_is_closed_when_nobody_has_it() -> None:
     bell = Bell()
-    descriptor = bell._descriptor
-    os.fstat(descriptor)
+    ends = bell._ends
+    for end in ends:
+        os.fstat(end)
     del bell
-    with pytest.raises(OSError, match="Bad file descriptor"):
-        os.fstat(descriptor)
+    for end in ends:
+        with pytest.raises(OSError, match="Bad file descriptor"):
+            os.fstat(end)
+
+
+def test_nobody_waits_for_a_bell_that_has_rung_very_often() -> None:
+    bell = Bell()
+    for _ in range(1 << 17):  # more than fit into a pipe
+        bell.ring()
+    assert bell.nap(1.0, 0)
 
 
 def test_bells_are_used_again() -> None:
@@ -218,6 +227,7 @@ def test_who_naps_does_so_for_longer_than_the_turns_of_all_before_it(
 
 def test_turns_in_which_replies_do_not_come_at_once_last_for_one_call(clock: Callable[[float], None]) -> None:
     turn = Turn()
+    assert not turn.in_doubt, "who goes on need not tell that it has paid"
 
     def tried() -> int:
         """Looks in vain until it does not look any more; how often."""
@@ -238,6 +248,10 @@ def test_turns_in_which_replies_do_not_come_at_once_last_for_one_call(clock: Cal
     assert not turn.lasts(1), "it was on trial"
     while not turn.lasts(1):
         pass
-    for _ in range(100):
+    assert turn.in_doubt
+    paid = 0
+    while turn.in_doubt:
         turn.paid()
+        paid += 1
+    assert paid > 10, "until all trust is won back"
     assert tried() > 1

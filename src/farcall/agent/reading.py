@@ -21,6 +21,9 @@ Rules, each tested over every interleaving
   never come back, and those in the line look for themselves.
 - In the line are those only whose replies have come and who have not looked for themselves. Lining up and leaving are
   done under the lock.
+- The role is taken and handed on under the lock. But a holder that looked for its reply in its turn, on the path of
+  every call, gives it up in one statement that calls nothing: neither another thread nor Ctrl-C comes in between. If
+  somebody is in the line then, and no future has a callback, there is nobody to hand it to.
 - The role goes to a thread whose reply has not come yet: one that was woken by its reply would only hand it on, and
   waking takes longer than reading. If that one naps, the role stays free: who leaves is likely back before it is woken.
 - A thread that leaves (its reply came, its time is over, Ctrl-C) and has just been handed the role hands it on. Ctrl-C
@@ -188,6 +191,7 @@ class Reading:
                         if future._state or not self.line:
                             return
                     if self._goes_on(me, future):
+                        self._holder = 0 if self.line and not self._urgent else me  # not leave(): see the rules
                         return
                     if self.line:  # else they have looked for themselves meanwhile
                         break
@@ -249,7 +253,8 @@ class Reading:
             return False
         self._connection.glance(future)
         if future._state:
-            turn.paid()
+            if turn.in_doubt:
+                turn.paid()
             return True
         turn.missed()
         return False

@@ -102,7 +102,7 @@ class Sender:
     def send(self, data: bytes) -> None:
         """Sends one small message, or queues what does not fit. Raises `OSError` if the channel is broken."""
         ring = self.ring
-        if not self._lock.acquire(blocking=False):
+        if not self._lock.acquire(False):  # by its place: a keyword takes as long as the rest of it, for every message
             self._later.append(data)  # whoever sends just now takes it along, and it costs no system call of its own
             self._send_later()
             return
@@ -145,7 +145,7 @@ class Sender:
 
         Whoever releases the lock looks for it afterwards: nothing stays, whoever was first.
         """
-        while self._later and self._lock.acquire(blocking=False):
+        while self._later and self._lock.acquire(False):
             try:
                 if self.busy:  # further out, in this very thread
                     return
@@ -166,7 +166,7 @@ class Sender:
     def flush(self) -> None:
         """Sends what is queued, as far as it goes. Raises `OSError` if the channel is broken."""
         later, ring = self._later, self.ring
-        if not self._lock.acquire(blocking=False):
+        if not self._lock.acquire(False):
             return  # whoever sends just now takes it along
         try:
             if self.busy or self._full or self._broken is not None:

@@ -40,7 +40,7 @@ from typing import Any, Final
 
 from farcall.transports.rings import AWAKE, HEAD, RingReader, found, rest
 
-_TRUST: Final = 24
+TRUST: Final = 24
 _MISS_COSTS: Final = 3
 _FIRST_REST: Final = 16
 _LONGEST_REST: Final = 256
@@ -53,7 +53,7 @@ _OFFER_AFTER: Final = 20e-6
 _PROBE: Final = 3
 """How many times longer it looks until trust is won back, so after a rest: the other end may be at rest as well and
 have to be woken first. With less, two that spin well together would never find back to it."""
-_WON_BACK: Final = _TRUST // 2
+_WON_BACK: Final = TRUST // 2
 """The other end's rest may last longer than this one's: the long looks go on until it has most likely ended."""
 _COPIED: Final = 1 << 20
 """Bytes that are copied in no more than the time of a usual look."""
@@ -88,14 +88,14 @@ class Trust:
     """So many misses after a rest, and it rests again."""
 
     def __init__(self) -> None:
-        self._score = _TRUST
+        self._score = TRUST
         self._resting = 0  # how many waits to go without it
         self._rest = _FIRST_REST  # how long the next rest will be
 
     def _hit(self) -> None:
-        if self._score < _TRUST:
+        if self._score < TRUST:
             self._score += 1
-            if self._score == _TRUST:
+            if self._score == TRUST:
                 self._rest = _FIRST_REST
 
     def _miss(self, longest_rest: int = _LONGEST_REST) -> None:
@@ -245,12 +245,12 @@ class Awaiting(Spinning):
         self._near = min(self._near + 1, _SURE)
         if self._near == _SURE and 0 < self._budget < _SOON:
             self._budget = self._probe = _SOON
-            self._score, self._resting = _TRUST, 0
+            self._score, self._resting = TRUST, 0
 
     def _hit(self) -> None:
         if self._near < _SURE:
             self._near += 1
-        if self._score < _TRUST:  # on the path of every call: one frame, as a rule
+        if self._score < TRUST:  # on the path of every call: one frame, as a rule
             super()._hit()
 
     def _miss(self, longest_rest: int = _LONGEST_REST) -> None:

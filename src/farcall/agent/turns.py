@@ -20,6 +20,9 @@ Rules
   a miss, and ends the turn. A turn is a matter of time, not of calls: who computes in between has no more than others.
 - A napping thread sleeps at a *bell* and not at a lock: ringing it gives up the interpreter first, so that who is woken
   has it at once. One who is woken at a lock finds the interpreter taken by the waker, and sleeps a second time.
+- A bell is a pipe, since Linux takes it that who writes into one sleeps next (a *synchronous* wake-up): who is woken
+  gets the core of who rings. Where all cores are taken, anything else that wakes puts it, every other time, on the core
+  of the worker that is called, which has to run first.
 - A bell may ring though nobody meant it: for a seat that its thread has left. So its ring is a hint, never a promise.
   It is closed when nobody refers to it any more, and not before: a late ring must not go to another file.
 
@@ -35,7 +38,7 @@ from collections.abc import Callable
 from time import monotonic
 from typing import Final
 
-from farcall.agent.spinning import Trust
+from farcall.agent.spinning import TRUST, Trust
 
 _NAP: Final = 5
 """Milliseconds. As long as a thread that computes keeps the interpreter from others, and so no use to look sooner."""
@@ -57,6 +60,8 @@ _MOST_SAVED: Final = 5e-3
 _FIRST_REST: Final = 16
 _LONGEST_REST: Final = 1 << 12
 """Waits. Among so many, what is lost when turns are tried again does not matter."""
+_RINGS: Final = 64
+"""So many are answered at once: few ring that nobody meant."""
 _KEPT: Final = 64
 """So many bells are kept for the next naps."""
 
@@ -64,19 +69,22 @@ _KEPT: Final = 64
 class Bell:
     """Where one thread naps."""
 
-    __slots__ = ("_descriptor", "_poll")
+    __slots__ = ("_ends", "_poll")
 
     def __init__(self) -> None:
         """Raises `OSError` if the system has no descriptor to give."""
-        self._descriptor = -1
-        self._descriptor = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
+        self._ends: tuple[int, ...] = ()
+        self._ends = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
         poll = select.poll()
-        poll.register(self._descriptor, select.POLLIN)
+        poll.register(self._ends[0], select.POLLIN)
         self._poll = poll.poll
 
     def ring(self) -> None:
         """Wakes the thread that naps here, or the next one to come."""
-        os.eventfd_write(self._descriptor, 1)
+        try:
+            os.write(self._ends[1], b"!")
+        except BlockingIOError:
+            pass  # full: it has rung for long
 
     def nap(self, left: float, before: int) -> bool:
         """Sleeps until it rings; False if that took too long, or as many seconds as are left.
@@ -86,12 +94,12 @@ class Bell:
         most = _NAP + before // _NAP_MORE
         if not self._poll(most if left > 1 else min(most, math.ceil(left * 1000))):
             return False
-        os.eventfd_read(self._descriptor)  # there is one: nobody else reads it
+        os.read(self._ends[0], _RINGS)  # there is one: nobody else reads it
         return True
 
     def __del__(self) -> None:
-        if getattr(self, "_descriptor", -1) >= 0:
-            os.close(self._descriptor)
+        for end in getattr(self, "_ends", ()):
+            os.close(end)
 
 
 class Bells:
@@ -132,11 +140,13 @@ class Turn(Trust):
     Not locked, as `Turns`.
     """
 
-    __slots__ = ("_thread", "until")
+    __slots__ = ("_thread", "in_doubt", "until")
 
     def __init__(self) -> None:
         super().__init__()
         self._thread = 0
+        self.in_doubt = False
+        """It has been missed of late, and so it matters if it has `paid`, which is on the path of every call."""
         self.until = 0.0
         """When it is over."""
 
@@ -158,10 +168,15 @@ class Turn(Trust):
         """Whether the next one may be let out by this thread: it is not the turn of another."""
         return me == self._thread or monotonic() >= self.until
 
-    paid = Trust._hit
-    """A thread that went on has got its reply at once. Without a frame of its own: it is on the path of every call."""
-    missed = Trust._miss
-    """It has not, and those in the line have waited for nothing."""
+    def paid(self) -> None:
+        """A thread that went on has got its reply at once."""
+        self._hit()
+        self.in_doubt = self._score < TRUST
+
+    def missed(self) -> None:
+        """It has not, and those in the line have waited for nothing."""
+        self._miss()
+        self.in_doubt = True
 
 
 class Turns:
