@@ -8,8 +8,9 @@ import pytest
 import torch
 from autograd_stage import Workers, info
 
-from farcall.pytorch.autograd.nodes import record_received, record_sent
-from farcall.pytorch.autograd.parts import Part, Produced, Walks
+from farcall.pytorch.autograd.engine import prepare
+from farcall.pytorch.autograd.nodes import record_later, record_received, record_sent
+from farcall.pytorch.autograd.parts import Part, Produced, Walk, Walks
 
 
 @pytest.fixture
@@ -143,3 +144,82 @@ def test_of_what_was_received_and_is_no_plain_memory(context: Any) -> None:
     (produced,) = run(context, surveyed[1][0], [torch.ones(2, 2)])
     assert [gradient.to_dense().diag().tolist() for gradient in produced.gradients] == [[2, 2], [0, 0]]
     assert two.requires_grad
+
+
+@pytest.fixture
+def walked(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
+    """From where walks have begun."""
+    begun: list[Any] = []
+    go = Walk.go
+
+    def noting(self: Walk, starts: Any, others: Any) -> bool:
+        begun.extend(starts)
+        return go(self, starts, others)
+
+    monkeypatch.setattr(Walk, "go", noting)
+    return begun
+
+
+def test_what_is_behind_a_message_is_walked_through_once(context: Any, walked: list[Any]) -> None:
+    walks, node = Walks(), sent_node(context, leaf(1) * 2)
+    root = (leaf(2) * 3).sum()
+    walks.through(node)
+    for _ in range(2):
+        assert walks.survey([root], [node]) is not None
+    assert walked == [node, root.grad_fn, root.grad_fn]
+
+
+def test_what_has_changed_since_then_is_seen(context: Any) -> None:
+    x = leaf(1)
+    (value,) = record_received(context, 7, info(1), [torch.ones(1)])
+    product = x * value
+    node = sent_node(context, product)
+    walks = Walks()
+    walks.through(node)
+    assert walks.survey([], [node]) is not None
+    held = product.grad_fn.next_functions[0][0]
+    assert walks.survey([], [node]) is None
+    del held
+    assert walks.survey([], [node]) is not None
+    hook = x.register_post_accumulate_grad_hook(lambda variable: None)
+    assert walks.survey([], [node]) is None
+    hook.remove()
+    assert walks.survey([], [node]) is not None
+    value.grad_fn.register_hook(lambda *gradients: None)
+    assert walks.survey([], [node]) is None
+
+
+def test_messages_that_are_not_apart_stay_so_and_are_not_walked_through_again(context: Any, walked: list[Any]) -> None:
+    shared = leaf(1) * 2
+    one, two, three = (sent_node(context, shared * number) for number in (3, 4, 5))
+    walks = Walks()
+    assert walks.through(one) is not None
+    assert walks.through(two) is None
+    assert [walks.through(each) for each in (one, two, three)] == [None, None, None]
+    assert walks.survey([], [one]) is None
+    assert walked == [one, two]
+
+
+def test_a_root_that_touches_a_message_is_not_apart_from_it_whichever_is_walked_through_first(context: Any) -> None:
+    shared = leaf(1) * 2
+    walks, node = Walks(), sent_node(context, shared * 3)
+    assert walks.survey([shared.sum()], [node]) is None
+    assert walks.survey([], [node]) is not None, "one that does not is"
+
+
+def test_walks_of_other_contexts_do_not_count_as_holders(context: Any) -> None:
+    x = leaf(1)
+    walks = [Walks() for _ in range(3)]
+    nodes = [sent_node(context, x * 2) for _ in walks]
+    for each, node in zip(walks, nodes, strict=True):
+        each.through(node)
+    assert all(each.survey([], [node]) is not None for each, node in zip(walks, nodes, strict=True))
+
+
+def test_a_context_is_prepared_while_others_work(context: Any, walked: list[Any]) -> None:
+    x = leaf(1)
+    record_later(context, 5, 1, info(1), (x * 2,))
+    prepare(context)
+    prepare(context)
+    assert list(context.sent) == [5]
+    assert walked == [context.sent[5].end.grad_fn]
