@@ -30,10 +30,15 @@ def _unpack(content: Any, way: str = "registered") -> Parcel:
 
 @pytest.fixture(autouse=True)
 def registered() -> Iterator[None]:
+    before, families_before = dict(REDUCERS), dict(reducers._families)  # of torch's edge, if it was imported
+    REDUCERS.clear()
+    reducers._families.clear()
     register_reducer(Parcel, lambda parcel: (_unpack, (parcel.content,)))
     yield
     REDUCERS.clear()
+    REDUCERS.update(before)
     reducers._families.clear()
+    reducers._families.update(families_before)
 
 
 def test_it_is_used_wherever_the_object_is() -> None:
