@@ -56,15 +56,17 @@ def pack(
     tensors: Tensors,
     is_recorded: bool,
     answered: int | None = None,
+    record: Callable[..., object] = record_sent,
 ) -> tuple[Tensors, Ticket]:
     """Tensors go out: what to send, and the words. `answered` is the message to which this is the reply.
 
-    Raises `RuntimeError` if the context is released.
+    `record`: `record_later` for who calls `prepare` when they have gone. Raises `RuntimeError` if the context is
+    released.
     """
     places = [place for place, tensor in enumerate(tensors) if tensor.requires_grad] if is_recorded else []
     message_id, stamp = contexts.new_message()
     if places:
-        record_sent(context, message_id, stamp, to, [tensors[place] for place in places], answered)
+        record(context, message_id, stamp, to, [tensors[place] for place in places], answered)
         tensors = list(tensors)
         for place in places:
             tensors[place] = tensors[place].detach()
@@ -93,10 +95,10 @@ class AutogradTrip(Trip):
         self._is_recorded = torch.is_grad_enabled()  # where the call is made: others may pack, and read the reply
         self._message_id: int | None = None
 
-    def pack(self, tensors: Tensors) -> tuple[Tensors, Ticket]:
+    def pack(self, tensors: Tensors, record: Callable[..., object] = record_sent) -> tuple[Tensors, Ticket]:
         """See `Trip`."""
         self._context.add_known_worker(self._to)
-        packed, ticket = pack(self._contexts, self._context, self._to, tensors, self._is_recorded)
+        packed, ticket = pack(self._contexts, self._context, self._to, tensors, self._is_recorded, record=record)
         self._message_id = ticket.message_id
         return packed, ticket
 
@@ -126,17 +128,20 @@ class AutogradTrip(Trip):
 
 
 class AutogradVisit(Visit):
-    def __init__(self, contexts: Contexts, context: DistAutogradContext, caller: WorkerInfo, ticket: Ticket) -> None:
+    def __init__(
+        self, agent: Agent, contexts: Contexts, context: DistAutogradContext, caller: WorkerInfo, ticket: Ticket
+    ) -> None:
+        self._agent = agent
         self._contexts = contexts
         self._context = context
         self._caller = caller
         self._ticket = ticket
 
     @classmethod
-    def of(cls, contexts: Contexts, caller: WorkerInfo, ticket: Ticket) -> AutogradVisit:
+    def of(cls, agent: Agent, contexts: Contexts, caller: WorkerInfo, ticket: Ticket) -> AutogradVisit:
         """A call that came with these words. Raises `TypeError` if they are none, `RuntimeError` if it was released."""
         Ticket.check(ticket)
-        return cls(contexts, contexts.retrieve_or_make(ticket.context_id, caller), caller, ticket)
+        return cls(agent, contexts, contexts.retrieve_or_make(ticket.context_id, caller), caller, ticket)
 
     def unpack(self, tensors: Tensors) -> Tensors:
         """See `Visit`."""
@@ -165,7 +170,17 @@ class AutogradVisit(Visit):
         ticket = self._ticket
         return pack(self._contexts, self._context, self._caller, tensors, ticket.is_recorded, ticket.message_id)
 
-    def sent(self, agent: Agent, tensor: torch.Tensor) -> tuple[int, int]:
+    def pack_now(self, tensors: Tensors) -> tuple[Tensors, Ticket]:
+        """The same for a reply that goes as soon as the function has returned."""
+        ticket = self._ticket
+        tensors, words = pack(
+            self._contexts, self._context, self._caller, tensors, ticket.is_recorded, ticket.message_id, record_later
+        )
+        if words.places:
+            self._agent.afterwards(partial(prepare, self._context))
+        return tensors, words
+
+    def sent(self, tensor: torch.Tensor) -> tuple[int, int]:
         """One tensor goes back, as the result: the stamp and the number of the message.
 
         Raises `RuntimeError` if the context is released.
@@ -173,7 +188,7 @@ class AutogradVisit(Visit):
         message_id, stamp = self._contexts.new_message()
         if tensor.requires_grad:
             record_later(self._context, message_id, stamp, self._caller, (tensor,), self._ticket.message_id)
-            agent.afterwards(partial(prepare, self._context))
+            self._agent.afterwards(partial(prepare, self._context))
         return stamp, message_id
 
     def failed(self) -> None:
@@ -207,4 +222,4 @@ class AutogradRider:
 
     def visit(self, agent: Agent, caller: WorkerInfo, words: Ticket) -> AutogradVisit:
         """See `Rider`. Raises `RuntimeError` if the context was released."""
-        return AutogradVisit.of(self._contexts_of(agent), caller, words)
+        return AutogradVisit.of(agent, self._contexts_of(agent), caller, words)

@@ -217,11 +217,13 @@ def call_shortly(
     departure = _Departure(here, here.current(), to)
     departure.released = released = take_releases(to)
     try:
-        tensors, ticket = departure.pack(glance.tensors)
+        tensors, ticket = departure.pack(glance.tensors, record_later)
         values = replaced(values, [*glance.places, *glance.told_places], [*tensors, *glance.told])
         request = (agent.info.id, tuple(ticket), glance.places, released, function, *values)
         call: PendingCall = agent.call(to, run, request, None, timeout, unattended)  # type: ignore[assignment]
         _keep(call, glance.kept)
+        if ticket.places:
+            prepare(departure._context)
     except BaseException as error:
         departure.failed(error)
         raise
@@ -347,7 +349,7 @@ def run_flat(
     places = [place for place in range(len(values)) if mask >> place & 1] if mask else []
     info = as_torch(agent.get_worker_info(caller))
     context = here.retrieve_or_make(context_id, info)
-    visit = AutogradVisit(here, context, info, Ticket(context_id, stamp, message_id, places, is_recorded))
+    visit = AutogradVisit(agent, here, context, info, Ticket(context_id, stamp, message_id, places, is_recorded))
     here.hear(stamp)
     if places:
         tensors = [values[place] for place in places]
@@ -368,7 +370,7 @@ def run_flat(
     if type(result) is torch.Tensor and (is_recorded or not result.requires_grad):
         packed = pack_tensor(result)
         if packed is not None:
-            return answer_of(result.requires_grad, *visit.sent(agent, result), packed)
+            return answer_of(result.requires_grad, *visit.sent(result), packed)
     return _answer(visit, result)
 
 
@@ -402,7 +404,7 @@ def _visited(caller: int, words: Any, places: Any, released: Any, values: Any) -
         check_numbers(context_id)
         here.release_if_present(context_id, is_told=True)
     agent: Any = current_agent()
-    visit = AutogradVisit.of(here, as_torch(agent.get_worker_info(caller)), Ticket(*words))
+    visit = AutogradVisit.of(agent, here, as_torch(agent.get_worker_info(caller)), Ticket(*words))
     tensors = visit.unpack([_at(values, place) for place in places])
     return visit, replaced(values, places, tensors) if places else values
 
@@ -439,10 +441,10 @@ class _InContext:
 
 def _answer(visit: AutogradVisit, result: Any) -> Any:
     if type(result) is torch.Tensor:  # as nearly always
-        tensors, ticket = visit.pack([result])
+        tensors, ticket = visit.pack_now([result])
         return tuple(ticket), [()] if result.requires_grad else [], tensors[0]
     glance = Glance(result)
     if not glance.is_clear:
         return ReplyEnvelope(result, {AutogradRider.key: visit})
-    tensors, ticket = visit.pack(glance.tensors)
+    tensors, ticket = visit.pack_now(glance.tensors)
     return tuple(ticket), glance.places, replaced(result, glance.places, tensors) if glance.places else result
