@@ -259,7 +259,7 @@ class Desk:
         self.again: list[Any] = []
         peer: Any = SimpleNamespace(connection=outgoing, number=1, is_lost=False, is_over=lambda: False)
         mailboxes: Any = SimpleNamespace(outbox=self._outbox)
-        serving: Any = SimpleNamespace(run_aside=self.again.append, is_closing=lambda: False)
+        serving: Any = SimpleNamespace(run_aside=self.again.append, is_closing=False)
         self.post = Post(peer, mailboxes, serving, lambda: incoming, lambda: None)  # type: ignore[arg-type, return-value]
 
     def _outbox(self, to: int) -> Letter | None:
