@@ -13,6 +13,7 @@ from farcall.protocol.ids import WorkerInfo
 from farcall.pytorch.autograd.flat import (
     answer_of,
     flatten,
+    pack_gradient,
     pack_ids,
     pack_tensor,
     read_answer,
@@ -80,6 +81,28 @@ def test_what_is_no_row_is_refused(value: Any) -> None:
         unflatten([value])
     with pytest.raises(TypeError, match="in place of a tensor"):
         tensor_of(value)
+
+
+@pytest.mark.parametrize(
+    "gradient",
+    [torch.ones(()).expand(3, 4), torch.arange(6.0).view(2, 3).t(), torch.arange(8.0)[::2], torch.ones(2)],
+    ids=["of a sum", "turned", "with gaps", "plain"],
+)
+def test_a_small_gradient_goes_whatever_its_strides(gradient: torch.Tensor) -> None:
+    packed = pack_gradient(gradient)
+    assert packed is not None
+    found = tensor_of(packed)
+    assert torch.equal(found, gradient)
+    assert found.is_contiguous()
+
+
+@pytest.mark.parametrize(
+    "gradient",
+    [torch.eye(2).to_sparse(), torch.ones(()).expand(100, 100), torch.ones(2, dtype=torch.cfloat).conj()],
+    ids=["sparse", "large", "conjugate"],
+)
+def test_other_gradients_go_the_usual_way(gradient: torch.Tensor) -> None:
+    assert pack_gradient(gradient) is None
 
 
 def test_no_array_comes_in_place_of_a_tensor() -> None:

@@ -14,7 +14,7 @@ from autograd_stage import Workers, info
 
 from farcall.errors import WorkerLost
 from farcall.futures import Future
-from farcall.pytorch.autograd import parted, passes, trouble
+from farcall.pytorch.autograd import parted, parts, passes, trouble
 from farcall.pytorch.autograd.engine import await_end, take_part
 
 
@@ -41,6 +41,20 @@ def leaf(*values: float) -> torch.Tensor:
 def message_of(workers: Workers, context_id: int, number: int) -> int:
     """The last message that this worker has sent in the context."""
     return list(workers.context(context_id, number).sent)[-1]
+
+
+@pytest.mark.usefixtures("only_parted")
+def test_the_gradient_of_a_variable_that_was_sent_as_it_is_need_not_be_copied(
+    workers: Workers, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    copied: list[Any] = []
+    monkeypatch.setattr(parts, "add_up", lambda *of: copied.append(of))
+    x = leaf(1, 2)
+    context_id = workers.new_context()
+    (there,) = workers.move(context_id, 0, 1, [x])
+    workers.backward(context_id, 1, [(there * torch.tensor([3.0, 4.0])).sum()])
+    assert workers.gradients(context_id, 0)[x].tolist() == [3, 4]
+    assert copied == []
 
 
 @pytest.mark.usefixtures("only_parted")

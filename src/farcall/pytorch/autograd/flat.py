@@ -21,7 +21,7 @@ from torch.nn import Parameter
 
 from farcall.protocol.ids import WorkerInfo
 from farcall.pytorch import tensors
-from farcall.serialization import small_array
+from farcall.serialization import OUT_OF_BAND_SIZE, small_array
 
 _NUMBERS: Final = 2
 _PLAIN: Final = frozenset({int, float, bool, str, type(None)})
@@ -109,6 +109,14 @@ def pack_tensor(tensor: torch.Tensor) -> bytes | None:
     """What a small tensor holds, as bytes; None for one that goes the usual way."""
     packed = tensors.pack_tensor(tensor, with_gradients=True)
     return packed[0] if packed is not None and not packed[1] else None
+
+
+def pack_gradient(gradient: torch.Tensor) -> bytes | None:
+    """The same for a gradient, of which nobody needs the strides: that of a sum shows one number many times."""
+    packed = pack_tensor(gradient)
+    if packed is None and gradient.layout is torch.strided and gradient.nbytes < OUT_OF_BAND_SIZE:
+        packed = pack_tensor(gradient.contiguous())
+    return packed
 
 
 def tensor_of(packed: Any) -> torch.Tensor:

@@ -255,6 +255,7 @@ class PartedPass:
         """
         try:
             produced, found = part.run(gradients, self.retain_graph)
+            gradients.clear()  # if one of them is that of a variable, it is in nobody else's hands now
         except RpcError:
             raise
         except Exception as error:
@@ -310,6 +311,7 @@ class PartedPass:
             if type(answer) is bytes:
                 is_through, _, message_id, gradient = read_answer(answer)
                 brought: Any = ((message_id, [gradient]),)
+                del gradient
             else:
                 is_through, brought = answer or (True, ())
         finally:

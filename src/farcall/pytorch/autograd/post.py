@@ -22,7 +22,7 @@ from farcall.futures import DONE, Future
 from farcall.protocol.ids import WorkerInfo
 from farcall.pytorch.autograd import engine
 from farcall.pytorch.autograd.contexts import Contexts
-from farcall.pytorch.autograd.flat import answer_of, pack_tensor, tensor_of
+from farcall.pytorch.autograd.flat import answer_of, pack_gradient, tensor_of
 from farcall.pytorch.autograd.telling import PassId
 from farcall.pytorch.guarding import check_kinds, check_numbers, check_tensors, may_be_called
 
@@ -60,7 +60,7 @@ class AgentPost:
         takes_back: bool,
     ) -> Future[Any]:
         """See `Post`."""
-        packed = [pack_tensor(gradient) for gradient in gradients]
+        packed = [pack_gradient(gradient) for gradient in gradients]
         if None not in packed:
             return call(to, _propagate_flat, (context_id, *pass_id, message_id, retain_graph, takes_back, *packed))
         args = (context_id, tuple(pass_id), message_id, gradients, retain_graph, takes_back)
@@ -179,7 +179,7 @@ def _propagate_flat(
     answer = engine.take_part(contexts(), context_id, pass_id, message_id, gradients, retain_graph, takes_back)
     if type(answer) is tuple and len(answer[1]) == 1:
         back, brought = answer[1][0]
-        flat = pack_tensor(brought[0]) if len(brought) == 1 else None
+        flat = pack_gradient(brought[0]) if len(brought) == 1 else None
         if flat is not None:
             return _Settled(answer_of(answer[0], 0, back, flat))
     return answer if isinstance(answer, Future) else _Settled(answer)
