@@ -142,13 +142,16 @@ def page(findings: Findings, effort: Effort, where: dict[str, str], plots: Seque
 
 def _introduction(findings: Findings, effort: Effort) -> str:
     beside = f"beside {_and([peer.label for peer in findings.peers])}" if findings.peers else "by itself"
-    command = "farcall bench --quick" if effort.quick else "farcall bench"
+    command = "farcall bench --quick" if effort.quick else f"farcall bench --rounds {effort.rounds}"
     if findings.peers:
         command += f" --peers {','.join(peer.family for peer in findings.peers)}"
     text = (
         f"farcall {beside}, with the same work for all, on one machine. This page is written by the command itself,"
         f" from the run that is described at its end:\n\n```sh\n{command} --write-docs\n```\n\n"
-        "`make bench-peers` sets up an environment with the peers and runs the command there. Every system runs in two"
+        "`make bench-peers` sets up an environment with the peers, a large download, and runs `farcall bench --peers"
+        " all` there, with what `ARGS` adds; all of them take about half an hour. A ratio below 1 is one by which"
+        " farcall is slower. Single calls are timed one after another with an array as their argument; the calls of"
+        " *in flight* and *threads* have none, and follow each other at once. Every system runs in two"
         " processes of one host, in the way that its own documentation recommends, and the caller reads the clock."
         " Rounds alternate: each system has its turn in each, in an order that rotates; the figures are medians over"
         " the rounds. What counts are the ratios; times differ between machines. The figures that farcall must reach"

@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 from autograd_stage import Workers
 
+from farcall.pytorch.autograd import reducers
 from farcall.pytorch.autograd.reducers import Reducer, note_reduced
 
 
@@ -49,3 +50,11 @@ def test_the_next_pass_in_the_context_adds_to_them() -> None:
 
 def test_it_stands_for_torchs() -> None:
     assert issubclass(Reducer, torch.distributed.Reducer)
+
+
+def test_a_reducer_lets_others_have_the_interpreter_before_it_ends() -> None:
+    """Else its last process group waits for its threads, and they for the interpreter, for ever."""
+    waited: list[float] = []
+    reducers._end(None, waited.append)
+    assert waited == [reducers._MOMENT]
+    assert Reducer.__del__ is reducers._end

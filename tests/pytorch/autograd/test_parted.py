@@ -205,6 +205,31 @@ def test_who_waits_for_others_for_long_says_so(workers: Workers, monkeypatch: py
     done = workers.in_thread(lambda: workers.backward(context_id, 0, [home.sum()]))
     assert said.block(monotonic() + 10)
     assert "waits for worker 'worker1' to be through" in said.value()
+    assert "earlier passes" not in said.value()
+    workers[0].release(context_id)
+    with pytest.raises(RuntimeError, match="no longer valid"):
+        done.wait()
+
+
+def test_a_second_pass_that_waits_for_the_calls_of_the_first_says_so(
+    workers: Workers, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(trouble, "PATIENCE", 0.0)
+    monkeypatch.setattr(parted, "_GLANCE", 0.001)
+    x = leaf(1)
+    context_id = workers.new_context()
+
+    def forward() -> torch.Tensor:
+        (there,) = workers.move(context_id, 0, 1, [x])
+        (back,) = workers.move(context_id, 1, 0, [there * 5])
+        return back.sum()
+
+    workers.backward(context_id, 0, [forward()])
+    said: Future[str] = Future()
+    monkeypatch.setattr(trouble.logger, "warning", lambda words, *more: said.set_result(words % more))
+    done = workers.in_thread(lambda: workers.backward(context_id, 0, [forward()]))
+    assert said.block(monotonic() + 10)
+    assert "this is pass number 2 of the context: give all losses to one backward" in said.value()
     workers[0].release(context_id)
     with pytest.raises(RuntimeError, match="no longer valid"):
         done.wait()

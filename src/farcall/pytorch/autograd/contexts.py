@@ -109,6 +109,7 @@ class DistAutogradContext:
         """To whom calls were made in it."""
         self.gradients = GradientTable()
         self.passes: dict[PassId, LocalPass | PartedPass] = {}
+        self.passes_begun = 0
         self.forgotten: set[int] = set()
         """The requests to which no reply is awaited any more."""
         self.is_released = False
@@ -282,7 +283,10 @@ class Contexts:
         """The one of that name. Raises `RuntimeError` if it is not here."""
         context = self._contexts.get(context_id)
         if context is None:
-            raise RuntimeError(f"Could not find autograd context with id: {context_id}")
+            raise RuntimeError(
+                f"Could not find autograd context with id: {context_id}: its `with` block is over, or no call in it "
+                f"has come to worker {self.post.own_name()!r}"
+            )
         return context
 
     def retrieve_or_make(self, context_id: int, caller: WorkerInfo | None = None) -> DistAutogradContext:

@@ -87,6 +87,7 @@ class PartedPass:
         self._is_failed = False
         self._error: BaseException | None = None  # until those have heard of it who have to
         context.passes[pass_id] = self
+        context.passes_begun += 1
 
     # At the worker that begins it
 

@@ -87,6 +87,7 @@ class LocalPass:
         self._task = -1
         self._lent: Collection[int] = ()
         context.passes[pass_id] = self
+        context.passes_begun += 1
 
     # What comes from other workers
 

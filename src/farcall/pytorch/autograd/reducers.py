@@ -10,6 +10,7 @@ once are no more possible than torch's own.
 
 from __future__ import annotations
 
+import time
 import weakref
 from collections.abc import Collection, Iterator, Sequence
 from contextlib import contextmanager
@@ -33,9 +34,21 @@ def _begin(self: Any, params: Sequence[torch.Tensor], *others: Any, **options: A
     note_reduced(params)
 
 
+_MOMENT: Final = 2e-3
+
+
+def _end(self: Any, wait: Any = time.sleep) -> None:
+    """The last that holds a process group of Gloo's ends its threads, and waits for them with the interpreter's lock.
+
+    One that has just reduced something may want that lock, to let go of a tensor: they would wait for each other for
+    ever. So they get it before.
+    """
+    wait(_MOMENT)
+
+
 # Not by `class`: without torch, its type is not known when types are checked.
 Reducer: Final[Any] = type(
-    "Reducer", (_TorchReducer,), {"__init__": _begin, "__doc__": "torch's, and it notes its own."}
+    "Reducer", (_TorchReducer,), {"__init__": _begin, "__del__": _end, "__doc__": "torch's, and it notes its own."}
 )
 
 

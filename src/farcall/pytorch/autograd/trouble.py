@@ -34,9 +34,10 @@ def warn_of_missing(worker: WorkerInfo, context: DistAutogradContext) -> None:
     """Gradients of what was sent to that worker have been awaited for long."""
     logger.warning(
         "the backward pass in autograd context %d waits for gradients from worker %r, to which tensors were "
-        "sent: is the result of that call used? All calls of a context take part in its backward passes",
+        "sent: is the result of that call used? All calls of a context take part in its backward passes%s",
         context.context_id,
         worker.name,
+        _earlier(context),
     )
 
 
@@ -44,7 +45,18 @@ def warn_of_others(names: list[str], context: DistAutogradContext) -> None:
     """Those workers have not been through for long."""
     logger.warning(
         "the backward pass in autograd context %d waits for %s to be through: are the results of all calls of the "
-        "context used? All of them take part in its backward passes",
+        "context used? All of them take part in its backward passes%s",
         context.context_id,
         " and ".join(f"worker {name!r}" for name in names) or "other workers",
+        _earlier(context),
+    )
+
+
+def _earlier(context: DistAutogradContext) -> str:
+    """The most common reason, if it may be that."""
+    if context.passes_begun < 2:
+        return ""
+    return (
+        f", those of earlier passes too, and this is pass number {context.passes_begun} of the context: give all "
+        "losses to one backward, or use a context for each"
     )
