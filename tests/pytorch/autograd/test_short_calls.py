@@ -17,7 +17,7 @@ import farcall.pytorch as rpc
 from farcall.api import current_book
 from farcall.pytorch import api, autograd
 from farcall.pytorch import rref as rref_module
-from farcall.pytorch.autograd import post, short_calls
+from farcall.pytorch.autograd import engine, post, short_calls
 from farcall.pytorch.autograd.short_calls import Glance, replaced
 
 
@@ -418,24 +418,24 @@ def test_a_coroutine_works_in_the_context_of_its_caller_and_so_do_its_calls(tmp_
     assert run_group(tmp_path, body, 3)[0] == [6.0, 6.0]
 
 
-kept: list[Any] = []
+held: list[Any] = []
 
 
 @rpc.functions.async_execution
 def tripled_later(value: torch.Tensor) -> Any:
     future: Any = torch.futures.Future()
-    kept.append((future, value * 3))
+    held.append((future, value * 3))
     return future
 
 
 def finish_and_change() -> None:
-    future, result = kept.pop()
+    future, result = held.pop()
     future.set_result(result)
     result.mul_(2)
 
 
 def is_kept() -> bool:
-    return bool(kept)
+    return bool(held)
 
 
 def test_a_result_may_be_changed_in_place_right_after_a_future_was_told_it(tmp_path: Path) -> None:
@@ -456,7 +456,7 @@ def test_a_result_may_be_changed_in_place_right_after_a_future_was_told_it(tmp_p
 
 
 def change_kept(value: torch.Tensor) -> torch.Tensor:
-    kept[0].mul_(2)
+    held[0].mul_(2)
     return value * 1
 
 
@@ -467,16 +467,16 @@ def test_who_is_called_may_change_in_place_what_was_sent(wrapped: bool, monkeypa
         sleep(0.05)
         prepare(context)
 
-    prepare = short_calls.prepare
+    prepare = engine.prepare
     monkeypatch.setattr(short_calls, "prepare", slow_prepare)
     with autograd.context() as context_id:
         variable = leaf()
         sent = variable * 3
-        kept[:] = [sent]
+        held[:] = [sent]
         if wrapped:  # not flat
             result = rpc.rpc_sync("alone", change_kept, kwargs={"value": sent})
         else:
             result = rpc.rpc_sync("alone", change_kept, args=(sent,))
-        kept.clear()
+        held.clear()
         autograd.backward(context_id, [result.sum()])
         assert autograd.get_gradients(context_id)[variable].tolist() == [3, 3]
