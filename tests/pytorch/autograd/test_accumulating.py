@@ -8,6 +8,7 @@ import pytest
 import torch
 from autograd_stage import Workers
 from torch.autograd import Function
+from torch.autograd.graph import get_gradient_edge
 
 
 class Passes(Function):
@@ -115,3 +116,18 @@ def test_the_type_is_that_of_the_variable() -> None:
     y = torch.ones(3, dtype=torch.float32, requires_grad=True)
     gradients = gathered((x * y).sum())
     assert (gradients[x].dtype, gradients[y].dtype) == (torch.float64, torch.float32)
+
+
+@pytest.mark.parametrize("shape", [(), (1,), (1, 1)])
+@pytest.mark.parametrize("is_apart", [True, False])
+def test_gradients_that_show_the_same_memory_add_up_each_for_itself(shape: tuple[int, ...], is_apart: bool) -> None:
+    with Workers(1) as workers:
+        context_id = workers.new_context()
+        x, y = torch.ones(shape, requires_grad=True), torch.ones(shape, requires_grad=True)
+        node = None if is_apart else get_gradient_edge(x).node  # a node that is held is not taken apart
+        loss = x.sum() + y.sum()
+        for retain_graph in (True, False):
+            workers.backward(context_id, 0, [loss], retain_graph)
+        gradients = workers.gradients(context_id, 0)
+        assert (gradients[x].item(), gradients[y].item()) == (2, 2)
+        del node

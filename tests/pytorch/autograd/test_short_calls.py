@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Iterator
 from pathlib import Path
-from time import monotonic
+from time import monotonic, sleep
 from typing import Any, NamedTuple
 
 import numpy
@@ -17,7 +17,7 @@ import farcall.pytorch as rpc
 from farcall.api import current_book
 from farcall.pytorch import api, autograd
 from farcall.pytorch import rref as rref_module
-from farcall.pytorch.autograd import post, short_calls
+from farcall.pytorch.autograd import engine, post, short_calls
 from farcall.pytorch.autograd.short_calls import Glance, replaced
 
 
@@ -416,3 +416,67 @@ def test_a_coroutine_works_in_the_context_of_its_caller_and_so_do_its_calls(tmp_
             return autograd.get_gradients(context_id)[value].tolist()
 
     assert run_group(tmp_path, body, 3)[0] == [6.0, 6.0]
+
+
+held: list[Any] = []
+
+
+@rpc.functions.async_execution
+def tripled_later(value: torch.Tensor) -> Any:
+    future: Any = torch.futures.Future()
+    held.append((future, value * 3))
+    return future
+
+
+def finish_and_change() -> None:
+    future, result = held.pop()
+    future.set_result(result)
+    result.mul_(2)
+
+
+def is_kept() -> bool:
+    return bool(held)
+
+
+def test_a_result_may_be_changed_in_place_right_after_a_future_was_told_it(tmp_path: Path) -> None:
+    def body(rank: int) -> Any:
+        if rank:
+            return None
+        with autograd.context() as context_id:
+            variable = leaf()
+            pending = rpc.rpc_async("worker1", tripled_later, args=(variable,))
+            while not rpc.rpc_sync("worker1", is_kept):
+                pass
+            rpc.rpc_sync("worker1", finish_and_change)
+            result = pending.wait()
+            autograd.backward(context_id, [result.sum()])
+            return result.tolist(), autograd.get_gradients(context_id)[variable].tolist()
+
+    assert run_group(tmp_path, body)[0] == ([3, 3], [3, 3])
+
+
+def change_kept(value: torch.Tensor) -> torch.Tensor:
+    held[0].mul_(2)
+    return value * 1
+
+
+@pytest.mark.usefixtures("alone")
+@pytest.mark.parametrize("wrapped", [False, True])
+def test_who_is_called_may_change_in_place_what_was_sent(wrapped: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    def slow_prepare(context: Any) -> None:  # as if another thread had got the interpreter
+        sleep(0.05)
+        prepare(context)
+
+    prepare = engine.prepare
+    monkeypatch.setattr(short_calls, "prepare", slow_prepare)
+    with autograd.context() as context_id:
+        variable = leaf()
+        sent = variable * 3
+        held[:] = [sent]
+        if wrapped:  # not flat
+            result = rpc.rpc_sync("alone", change_kept, kwargs={"value": sent})
+        else:
+            result = rpc.rpc_sync("alone", change_kept, args=(sent,))
+        held.clear()
+        autograd.backward(context_id, [result.sum()])
+        assert autograd.get_gradients(context_id)[variable].tolist() == [3, 3]

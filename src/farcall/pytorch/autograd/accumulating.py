@@ -69,6 +69,21 @@ def add_up(
         old += new
 
 
+def shows_others(gradient: torch.Tensor) -> bool:
+    """Whether somebody else has the memory of a dense gradient, by another tensor: that of a sum is a view."""
+    return gradient._is_view() and any(have > one for have, one in zip(_viewers(gradient), _one_viewer(), strict=True))
+
+
+def _viewers(view: Any) -> tuple[int, int]:
+    return torch._C._storage_Use_Count(view.untyped_storage()._cdata), view._base._use_count()
+
+
+@cache
+def _one_viewer() -> tuple[int, int]:
+    """What `_viewers` gives for the only view of a tensor that nobody else has: measured, as it is torch's affair."""
+    return _viewers(torch.zeros(1).view(1))
+
+
 def _taken(new: torch.Tensor, variable: torch.Tensor, is_unshared: bool) -> torch.Tensor:
     if new.layout is torch.sparse_coo:
         indices, values = new._indices(), new._values()
@@ -80,6 +95,7 @@ def _taken(new: torch.Tensor, variable: torch.Tensor, is_unshared: bool) -> torc
         return new.clone()
     if new.layout is not torch.strided or new.is_nested:
         return new.clone()
+    is_unshared = is_unshared and not shows_others(new)
     if is_unshared and new.is_contiguous() and variable.is_contiguous():  # the rule, and quick to see
         return new.detach()
     strides = _wanted_strides(new, variable)

@@ -116,7 +116,11 @@ class DistAutogradContext:
         self.walks: Walks | None = None
         """Through what is behind the messages that were sent, once somebody has looked at it."""
         self.unrecorded: deque[Callable[[], Sent | None]] = deque()
-        """What records tensors that are on their way: after they have been sent, and before anybody looks for them."""
+        """What records tensors that are on their way: after they have been sent, and before anybody looks for them.
+
+        And before a function runs that was called in this context: it may change them in place.
+        """
+        self._is_recording = False  # further out in the thread that holds `surveying`
 
     @property
     def made_at(self) -> str:
@@ -133,10 +137,15 @@ class DistAutogradContext:
 
     def catch_up(self) -> list[Sent]:
         """Records what is on its way and not recorded yet, and gives that. To be done before `sent` is looked at."""
-        recorded = []
+        recorded: list[Sent] = []
         with surveying:
-            while self.unrecorded:
-                sent = self.unrecorded.popleft()()
+            while self.unrecorded and not self._is_recording:
+                self._is_recording = True
+                try:
+                    sent = self.unrecorded[0]()
+                finally:
+                    self._is_recording = False
+                    self.unrecorded.popleft()  # only now: who finds none relies on it that all is recorded
                 if sent is not None:
                     recorded.append(sent)
         return recorded

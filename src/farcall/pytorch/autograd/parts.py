@@ -25,7 +25,7 @@ from torch.autograd import Variable
 from torch.autograd.graph import GradientEdge
 
 from farcall.protocol.ids import WorkerInfo
-from farcall.pytorch.autograd.accumulating import add_up
+from farcall.pytorch.autograd.accumulating import add_up, shows_others
 from farcall.pytorch.autograd.contexts import DistAutogradContext
 from farcall.pytorch.autograd.nodes import RECEIVE_FUNCTION, is_hooked
 
@@ -111,6 +111,7 @@ class Part(NamedTuple):
                     and gradient.layout is _strided
                     and gradient.is_contiguous()
                     and variable.is_contiguous()
+                    and not shows_others(gradient)
                 ):
                     gradients_here[id(variable)] = variable, gradient  # as nearly always: what `add_up` would do
                 else:

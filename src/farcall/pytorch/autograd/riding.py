@@ -141,7 +141,10 @@ class AutogradVisit(Visit):
     def of(cls, agent: Agent, contexts: Contexts, caller: WorkerInfo, ticket: Ticket) -> AutogradVisit:
         """A call that came with these words. Raises `TypeError` if they are none, `RuntimeError` if it was released."""
         Ticket.check(ticket)
-        return cls(agent, contexts, contexts.retrieve_or_make(ticket.context_id, caller), caller, ticket)
+        context = contexts.retrieve_or_make(ticket.context_id, caller)
+        if context.unrecorded:
+            context.catch_up()
+        return cls(agent, contexts, context, caller, ticket)
 
     def unpack(self, tensors: Tensors) -> Tensors:
         """See `Visit`."""

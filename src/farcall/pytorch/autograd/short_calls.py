@@ -319,7 +319,7 @@ def run_in_context(
         visit.leave(before)
     if type(result) is CoroutineType:
         return _finished(visit, result)
-    return _answer(visit, result)
+    return _answer(visit, result, visit.pack_now)
 
 
 _WORDS: Final = (int, int, int, int, int, bool, bytes)
@@ -351,6 +351,8 @@ def run_flat(
     context = here.retrieve_or_make(context_id, info)
     visit = AutogradVisit(agent, here, context, info, Ticket(context_id, stamp, message_id, places, is_recorded))
     here.hear(stamp)
+    if context.unrecorded:
+        context.catch_up()
     if places:
         tensors = [values[place] for place in places]
         for tensor in tensors:
@@ -371,7 +373,7 @@ def run_flat(
         packed = pack_tensor(result)
         if packed is not None:
             return answer_of(result.requires_grad, *visit.sent(result), packed)
-    return _answer(visit, result)
+    return _answer(visit, result, visit.pack_now)
 
 
 def _release_all(here: Contexts, context_ids: Sequence[int]) -> None:
@@ -391,7 +393,7 @@ def run_in_context_later(
         future = run_here(function, *values)
     finally:
         visit.leave(before)
-    return future.then(lambda done: _answer(visit, done.value()))
+    return future.then(lambda done: _answer(visit, done.value(), visit.pack))
 
 
 mark_async(run_in_context_later, run_in_context_later, lambda name, result: result)
@@ -410,7 +412,7 @@ def _visited(caller: int, words: Any, places: Any, released: Any, values: Any) -
 
 
 async def _finished(visit: AutogradVisit, result: CoroutineType[Any, Any, Any]) -> Any:
-    return _answer(visit, await _InContext(visit, result))
+    return _answer(visit, await _InContext(visit, result), visit.pack)
 
 
 class _InContext:
@@ -439,12 +441,13 @@ class _InContext:
                 step, given = self._coroutine.throw, error
 
 
-def _answer(visit: AutogradVisit, result: Any) -> Any:
+def _answer(visit: AutogradVisit, result: Any, pack: Callable[[Tensors], tuple[Tensors, Ticket]]) -> Any:
+    """`pack`: not `pack_now` for who is told a result by something that goes on then, and may change it in place."""
     if type(result) is torch.Tensor:  # as nearly always
-        tensors, ticket = visit.pack_now([result])
+        tensors, ticket = pack([result])
         return tuple(ticket), [()] if result.requires_grad else [], tensors[0]
     glance = Glance(result)
     if not glance.is_clear:
         return ReplyEnvelope(result, {AutogradRider.key: visit})
-    tensors, ticket = visit.pack_now(glance.tensors)
+    tensors, ticket = pack(glance.tensors)
     return tuple(ticket), glance.places, replaced(result, glance.places, tensors) if glance.places else result
