@@ -14,7 +14,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as arrays
 from lanes_stage import NewPair, copied, keep, kept, memfds, returned_to, segments, sent_by
@@ -209,6 +209,7 @@ plain_memory = st.builds(
 def test_anything_arrives_as_it_was(new_pair: NewPair, shared_memory: int | None) -> None:
     group = new_pair(shared_memory=shared_memory)
 
+    @example([np.ones(1 << 20, np.uint8), bytes(1 << 20)], False)  # the one goes back as it came, the other is copied
     @given(st.lists(any_array() | plain_memory, min_size=1, max_size=4), st.booleans())
     @settings(deadline=None, max_examples=60)
     def check(values: list[Any], nested: bool) -> None:
