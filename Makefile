@@ -38,6 +38,7 @@ bench: $(BENCH_VENV)/.installed  ## measure against torch, RPyC and raw sockets 
 
 bench-peers: $(PEERS_VENV)/.peers  ## farcall beside eight others (large download, once): ARGS="--quick", ARGS="--write-docs"
 	$(PEERS_VENV)/bin/farcall bench --peers all $(ARGS)
+	$(if $(findstring --write-docs,$(ARGS)),$(PEERS_VENV)/bin/python benchmarks/peers.py)
 
 simulate: $(VENV)/.installed  ## run random schedules of the reference protocol: ARGS="--schedules 1000000", ARGS="--books"
 	$(VENV)/bin/python -m farcall.testing.simulate --jobs 2 $(ARGS)
