@@ -16,7 +16,8 @@ import torch
 
 import farcall.pytorch as rpc
 from eventually import eventually
-from farcall.errors import NotAllowedError, RpcTimeoutError
+from farcall.api import current_agent
+from farcall.errors import NotAllowedError, RpcError, RpcTimeoutError
 from farcall.futures import Future
 from farcall.protocol.ids import WorkerInfo
 from farcall.pytorch import autograd
@@ -127,6 +128,24 @@ def test_only_what_a_broken_connection_may_have_cost_is_told_again(
     post.AgentPost().release(WorkerInfo("worker1", 1), 5)
     assert len(made) == attempts
     assert "worker 'worker1' could not be told _release(5,)" in caplog.text
+
+
+def test_who_shuts_down_does_not_complain_of_what_others_were_not_told(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    options = rpc.TensorPipeRpcBackendOptions(init_method=f"file://{tmp_path}/store")
+    rpc.init_rpc("alone", rank=0, world_size=1, rpc_backend_options=options)
+    agent: Any = current_agent()
+    try:
+        call: Future[None] = Future()
+        monkeypatch.setattr(post, "call", lambda *_, **__: call)
+        post._tell(agent.get_worker_info(), post._release, (5,), 1)
+        monkeypatch.setattr(agent.calling, "closed", RpcError("this worker has shut down"))
+        call.set_exception(RpcError("worker 'alone' (this one) shut down before the call ended"))
+        assert "could not be told" not in caplog.text
+        monkeypatch.undo()
+    finally:
+        rpc.shutdown()
 
 
 def seen_by(lead: Callable[[], list[Any]], tmp_path: Path) -> list[Any]:

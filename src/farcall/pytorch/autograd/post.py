@@ -146,7 +146,11 @@ def _tell(to: WorkerInfo, function: Any, args: tuple[Any, ...], attempts: int) -
 
 
 def _is_there(worker: WorkerInfo) -> bool:
-    return is_initialized() and worker.name in {info.name for info in current_agent().get_worker_infos()}
+    """Whether it still has to be told: neither it nor this worker is gone, or about to be."""
+    agent: Any = current_agent() if is_initialized() else None
+    if agent is None or agent.closed is not None:
+        return False
+    return worker.name in {info.name for info in agent.get_worker_infos()}
 
 
 @may_be_called
