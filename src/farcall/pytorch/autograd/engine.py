@@ -147,14 +147,13 @@ def _check_roots(roots: Sequence[Any]) -> None:
     if not roots:
         raise RuntimeError("No tensors provided for gradient computation.")
     for root in roots:
-        name = root.name or ""
+        name = root.name or "a root"
         if not root.requires_grad:
             raise RuntimeError("requires_grad not set on root")
         if root.numel() != 1:
             shape = "x".join(map(str, root.shape))
             raise RuntimeError(
-                f"{name or 'a root'} is not a scalar, all roots need to be scalar: its shape is {shape}; give its "
-                ".sum() or .mean()"
+                f"{name} is not a scalar, all roots need to be scalar: its shape is {shape}; give its .sum() or .mean()"
             )
         if root.grad_fn is None:
             raise RuntimeError(f"{name} does not have a valid gradient function.")

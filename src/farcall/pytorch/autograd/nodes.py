@@ -141,19 +141,12 @@ def record_sent(
     return sent
 
 
-def record_later(
-    context: DistAutogradContext,
-    message_id: int,
-    stamp: int,
-    to: WorkerInfo,
-    tensors: Sequence[torch.Tensor],
-    answered: int | None = None,
-) -> None:
-    """The same, to be done when they have gone: `DistAutogradContext.catch_up` has to be called then."""
+def record_later(context: DistAutogradContext, *sent: Any) -> None:
+    """As `record_sent`, to be done when they have gone: `DistAutogradContext.catch_up` has to be called then."""
 
     def record() -> Sent | None:
         try:
-            return record_sent(context, message_id, stamp, to, tensors, answered)
+            return record_sent(context, *sent)
         except RuntimeError:
             if not context.is_released:
                 raise
