@@ -35,6 +35,7 @@ conformance: $(BENCH_VENV)/.installed  ## run PyTorch's own RPC tests on farcall
 bench: $(BENCH_VENV)/.installed  ## measure against torch, RPyC and raw sockets (large download, once)
 	$(BENCH_VENV)/bin/python benchmarks/run.py $(ARGS)
 	$(BENCH_VENV)/bin/python benchmarks/encryption.py
+	PYTHONPATH=benchmarks $(BENCH_VENV)/bin/python -m training.run $(filter --quick --write-readme --strict,$(ARGS))
 
 bench-peers: $(PEERS_VENV)/.peers  ## farcall beside eight others (large download, once): ARGS="--quick", ARGS="--write-docs"
 	$(PEERS_VENV)/bin/farcall bench --peers all $(ARGS)
