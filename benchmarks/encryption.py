@@ -1,7 +1,7 @@
 """What encryption costs: the transport between hosts in the clear and encrypted, side by side, in alternating rounds.
 
 Two processes on this machine, connected by the TCP transport over loopback; in farcall itself loopback is never
-encrypted. One sends, the other reads all and says so. Also the round trip of a small message, one by one.
+encrypted. One sends a large buffer, the other receives it and says so. Also the round trip of a small frame.
 
     python benchmarks/encryption.py                 # 5 rounds of 256 MiB
     python benchmarks/encryption.py --rounds 3 --megabytes 64
@@ -14,92 +14,93 @@ import multiprocessing
 import select
 import statistics
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from multiprocessing.connection import Connection
 from typing import Final
 
 from farcall.security.encryption import Encryption
-from farcall.transports.base import Channel
+from farcall.transports.base import Frame, Link, LinkOptions
+from farcall.transports.buffer_pool import default_buffer_pool
+from farcall.transports.poller import Poller
+from farcall.transports.shm_segments import SegmentPool
 from farcall.transports.tcp import TcpTransport
 
-CHUNK: Final = 1 << 18
 SMALL: Final = bytes(64)
 TRIPS: Final = 500
-PATIENCE: Final = 60.0
+TIMEOUT_S: Final = 60.0
+HANDSHAKE_LIMIT: Final = 1 << 16
 
 
 def transport(encrypted: bool) -> TcpTransport:
-    """The transport, as between hosts, though there is only one."""
+    """Returns the transport, as between hosts, though there is only one."""
     return TcpTransport(Encryption(), even_on_loopback=True) if encrypted else TcpTransport()
 
 
-def serve(encrypted: bool, size: int, control: Connection) -> None:
-    """The other end: sends small messages back, then reads until all is there and says so."""
-    listener = transport(encrypted).listen("127.0.0.1")
+@contextmanager
+def established(link: Link) -> Iterator[Link]:
+    """Ends the handshake of a link, as a worker does. Closes the link at the end."""
+    poller, received = Poller(0.0), default_buffer_pool()
+    segments = SegmentPool(0, 0, lambda problem: None)
+    options = LinkOptions(poller, segments, received, 0.0, copy_shared=False, max_frame_size=1 << 40)
+    link.establish(options, time.monotonic() + TIMEOUT_S)
+    try:
+        yield link
+    finally:
+        link.close()
+        received.close()
+        poller.close()
+
+
+def serve(encrypted: bool, control: Connection) -> None:
+    """The other end: sends small frames back, then receives a large one and says so."""
+    listener = transport(encrypted).listen("127.0.0.1", HANDSHAKE_LIMIT)
     control.send(listener.address)
-    channel = None
-    while channel is None:
-        _wait(listener.fileno(), select.POLLIN)
-        channel = listener.accept()
-    for _ in range(TRIPS):
-        _send(channel, _receive(channel, len(SMALL)))
-    _send(channel, _receive(channel, size)[:1])
-    control.recv()
-    channel.close()
+    accepted = None
+    while accepted is None:
+        select.select([listener], [], [], TIMEOUT_S)
+        accepted = listener.accept()
+    _receive(accepted)
+    with established(accepted) as link:
+        link.send(b"welcome")
+        for _ in range(TRIPS):
+            link.send(_receive(link)[0])
+        _receive(link)
+        link.send(b"done")
+        control.recv()
     listener.close()
 
 
 def measure(encrypted: bool, size: int) -> tuple[float, float]:
-    """One round: gigabytes per second one way, and microseconds of a small round trip (median)."""
+    """One round. Returns gigabytes per second one way, and microseconds of a small round trip (median)."""
     context = multiprocessing.get_context("spawn")
     ours, theirs = context.Pipe()
-    process = context.Process(target=serve, args=(encrypted, size, theirs))
+    process = context.Process(target=serve, args=(encrypted, theirs))
     process.start()
-    channel = transport(encrypted).connect(ours.recv(), PATIENCE)
-    trips = []
-    for _ in range(TRIPS):
+    connected = transport(encrypted).connect(ours.recv(), TIMEOUT_S, HANDSHAKE_LIMIT)
+    connected.send(b"hello")
+    _receive(connected)
+    with established(connected) as link:
+        trips = []
+        for _ in range(TRIPS):
+            began = time.perf_counter()
+            link.send(SMALL)
+            _receive(link)
+            trips.append(time.perf_counter() - began)
+        data = memoryview(bytearray(size))
         began = time.perf_counter()
-        _send(channel, SMALL)
-        _receive(channel, len(SMALL))
-        trips.append(time.perf_counter() - began)
-    data = bytes(size)
-    began = time.perf_counter()
-    _send(channel, data)
-    _receive(channel, 1)
-    seconds = time.perf_counter() - began
-    ours.send("done")
-    process.join(PATIENCE)
-    channel.close()
+        link.send(b"", [data])
+        _receive(link)
+        seconds = time.perf_counter() - began
+        ours.send("done")
+        process.join(TIMEOUT_S)
     return size / seconds / 1e9, statistics.median(trips) * 1e6
 
 
-def _send(channel: Channel, data: bytes) -> None:
-    rest = memoryview(data)
-    while rest:
-        try:
-            rest = rest[channel.send(rest[:CHUNK]) :]
-        except BlockingIOError:
-            _wait(channel.fileno(), select.POLLOUT)
-
-
-def _receive(channel: Channel, size: int) -> bytes:
-    data = bytearray(size)
-    rest = memoryview(data)
-    while rest:
-        try:
-            count = channel.receive_into(rest)
-        except BlockingIOError:
-            _wait(channel.fileno(), select.POLLIN)
-            continue
-        if not count:
-            raise EOFError("the other end has closed the channel")
-        rest = rest[count:]
-    return bytes(data[:64])
-
-
-def _wait(descriptor: int, event: int) -> None:
-    poll = select.poll()
-    poll.register(descriptor, event)
-    poll.poll(PATIENCE * 1000)
+def _receive(link: Link) -> Frame:
+    while not (frames := link.receive()):
+        link.wait(TIMEOUT_S)
+    return frames[0]
 
 
 def main() -> None:

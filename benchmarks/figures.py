@@ -8,32 +8,22 @@ from __future__ import annotations
 import operator
 import statistics
 from collections.abc import Callable
-from dataclasses import dataclass, field
-from typing import Final
+from dataclasses import asdict, dataclass, field
+from typing import Any, Final
 
 from farcall.bench import machine
+from farcall.bench.endpoint import MIXED_KINDS
+from measurements import BUSY_PROGRAMS, SHORT_CALLS, Found, busy_load
 
 _HOLDS: Final[dict[str, Callable[[float, float], bool]]] = {"≥": operator.ge, "≤": operator.le, "<": operator.lt}
 
 
 @dataclass
 class Results:
-    """What each round found. The outer key of `calls` is a system's name, the inner one a measurement's."""
+    """What all rounds found."""
 
-    calls: dict[str, list[dict[str, float]]] = field(default_factory=dict)
-    beside_raw: dict[str, list[float]] = field(default_factory=dict)
-    """For each system: the time of a no-op as a multiple of the raw spinning ping-pong's, in slices side by side."""
-    shared: dict[str, list[float]] = field(default_factory=dict)
-    """For each system: references per second that are made, shared with a third worker, used once and dropped."""
-    data: dict[str, list[dict[str, float]]] = field(default_factory=dict)
-    """As `calls`, for large data and many threads: see `measure_data`."""
-    copy_us: list[float] = field(default_factory=list)
-    """Of memory to memory in one process, there and back."""
-    import_ms: list[float] = field(default_factory=list)
-    idle_percent: list[float] = field(default_factory=list)
-    busy_spinning: list[float] = field(default_factory=list)
-    """Calls per second in each slice, and below: in the slice beside it, with spinning turned off."""
-    busy_blocking: list[float] = field(default_factory=list)
+    rounds: dict[str, dict[str, dict[str, list[float]]]] = field(default_factory=dict)
+    """For each system, each point and each value of it: what every round found. `measurements` has the names."""
     others_percent: list[float] = field(default_factory=list)
     """For each turn, the share of a core that other programs took meanwhile."""
 
@@ -42,33 +32,21 @@ class Results:
         """In how many turns other programs took a good part of a core."""
         return machine.disturbed(self.others_percent)
 
-    @property
-    def busy_ratios(self) -> list[float]:
-        """For each slice: the rate with spinning, as a share of that without."""
-        return [own / other for own, other in zip(self.busy_spinning, self.busy_blocking, strict=True)]
+    def record(self, system: str, found: Found) -> None:
+        """Adds what one turn of a system found."""
+        points = self.rounds.setdefault(system, {})
+        for point, values in found.items():
+            for name, value in values.items():
+                points.setdefault(point, {}).setdefault(name, []).append(value)
 
-    def median(self, system: str, measurement: str) -> float | None:
-        """The median over the rounds; None if it was not measured."""
-        values = [found[measurement] for found in self.calls.get(system, ()) if measurement in found]
-        return _median(values)
+    def values(self, system: str, point: str, name: str = "p50_us") -> list[float]:
+        """Returns what every round found; an empty list if it was not measured."""
+        return self.rounds.get(system, {}).get(point, {}).get(name, [])
 
-    def median_data(self, system: str, measurement: str) -> float | None:
-        """The same of large data and many threads."""
-        return _median([found[measurement] for found in self.data.get(system, ()) if measurement in found])
-
-    @property
-    def median_copy(self) -> float | None:
-        """Microseconds; None if it was not measured."""
-        return _median(self.copy_us)
-
-    def median_shared(self, system: str) -> float | None:
-        """The median rate of shared references; None if it was not measured."""
-        return _median(self.shared.get(system, []))
-
-    @property
-    def median_import(self) -> float | None:
-        """Milliseconds; None if it was not measured."""
-        return _median(self.import_ms)
+    def median(self, system: str, point: str, name: str = "p50_us") -> float | None:
+        """Returns the median over the rounds; None if it was not measured."""
+        values = self.values(system, point, name)
+        return statistics.median(values) if values else None
 
 
 @dataclass(frozen=True)
@@ -85,6 +63,8 @@ class Figure:
     unit: str = "×"
     noise: float = 0.0
     """The share of the required value by which it may lie from the truth; a miss by no more than that is none."""
+    floor: float | None = None
+    """What the value must never fall below, for `floors`; None: what is required."""
 
     @property
     def verdict(self) -> str:
@@ -99,13 +79,13 @@ class Figure:
         slack = -self.noise if self.bound == "≥" else self.noise
         return "within noise" if self.noise and holds(self.value, self.required * (1 + slack)) else "missed"
 
+    def as_json(self) -> dict[str, Any]:
+        """Returns all fields and the verdict, for programs to read."""
+        return asdict(self) | {"verdict": self.verdict}
+
 
 def _ratio(above: float | None, below: float | None) -> float | None:
     return None if above is None or not below else above / below
-
-
-def _median(values: list[float]) -> float | None:
-    return statistics.median(values) if values else None
 
 
 def _noise(values: list[float]) -> float:
@@ -119,100 +99,116 @@ def _noise(values: list[float]) -> float:
     return float(2.5 * (upper - lower) / 1.35 / len(values) ** 0.5)
 
 
-@dataclass(frozen=True)
-class TorchRatios:
-    """How many times as fast as torch farcall over a Unix socket is. None: one of the two was not measured."""
-
-    call: float | None
-    pipelined: float | None
-    remote: float | None
-    proxy: float | None
-    shared: float | None
-
-
-def torch_ratios(results: Results) -> TorchRatios:
-    """The ratios to torch, of which most of the figures are made."""
-
-    def faster(measurement: str) -> float | None:
-        return _ratio(results.median("torch", measurement), results.median("farcall-unix", measurement))
-
-    return TorchRatios(
-        call=faster("p50_us"),
-        pipelined=_ratio(results.median("farcall-unix", "calls_per_s"), results.median("torch", "calls_per_s")),
-        remote=faster("remote_us"),
-        proxy=faster("proxy_us"),
-        shared=_ratio(results.median_shared("farcall-unix"), results.median_shared("torch")),
-    )
-
-
 def wanted_figures(results: Results) -> list[Figure]:
-    """All wanted figures, in the order of the table."""
+    """Returns all wanted figures, in the order of the table."""
 
-    def p50(system: str) -> float | None:
-        return results.median(system, "p50_us")
+    def faster(point: str, name: str = "p50_us", system: str = "farcall-unix", than: str = "torch") -> float | None:
+        """How many times as fast the system is: of times."""
+        return _ratio(results.median(than, point, name), results.median(system, point, name))
 
-    def rate(system: str) -> float | None:
-        return results.median(system, "calls_per_s")
+    def rate(point: str, name: str = "calls_per_s", than: str = "torch") -> float | None:
+        """How many times the other system's rate farcall has: of rates."""
+        return _ratio(results.median("farcall-unix", point, name), results.median(than, point, name))
 
-    torch = torch_ratios(results)
+    fastest = results.values("farcall-unix", "fresh run", "fastest_us")
+    slowest = results.values("farcall-unix", "fresh run", "slowest_us")
+    short = f"{busy_load(0)}: 16 threads"
+    ratios = results.values("farcall-unix", "busy workers", "ratio")
     return [
-        Figure("no-op, unix: faster than torch", torch.call, 12, aim=20),
-        Figure("no-op, tcp: faster than torch", _ratio(p50("torch"), p50("farcall-tcp")), 8),
+        Figure("no-op, unix: faster than torch", faster("no-op"), 12, aim=20),
+        Figure("no-op, unix, pure Python: faster than torch", faster("no-op", system="farcall-unix-python"), 15),
+        Figure("no-op, tcp: faster than torch", faster("no-op", system="farcall-tcp"), 8),
         Figure(
-            "no-op, unix: of the raw spinning ping-pong",
-            _median(results.beside_raw.get("farcall-unix", [])),
-            2,
+            "no-op, unix: slowest fresh run, of the fastest",
+            _ratio(max(slowest, default=None), min(fastest, default=None)),
+            1.5,
             bound="≤",
         ),
-        Figure(
-            "no-op, tcp: of the raw spinning ping-pong",
-            _median(results.beside_raw.get("farcall-tcp", [])),
-            2,
-            bound="≤",
+        *(
+            Figure(
+                f"no-op, {kind}: of the raw spinning ping-pong",
+                results.median(f"farcall-{kind}", "of the raw socket", "ratio"),
+                2,
+                bound="≤",
+            )
+            for kind in ("unix", "tcp")
         ),
-        Figure("pipelined, unix: torch's rate", torch.pipelined, 12, aim=25),
-        Figure("pipelined, unix: RPyC's rate", _ratio(rate("farcall-unix"), rate("rpyc-tcp")), 2, aim=5),
-        Figure("remote + to_here, unix: faster than torch", torch.remote, 12),
-        Figure("proxy call, unix: faster than torch", torch.proxy, 15),
-        Figure("shared references, unix: torch's rate", torch.shared, 10),
-        *_data_figures(results),
-        Figure("idle worker: share of a core", _median(results.idle_percent), 1, bound="<", unit=" %"),
+        *(
+            Figure(
+                f"no-op, unix, beside {busy_load(number)}, {title}: faster than torch",
+                faster(f"{busy_load(number)}: in a row", name),
+                15,
+            )
+            for number in BUSY_PROGRAMS
+            if number
+            for title, name in (("p50", "p50_us"), ("mean", "mean_us"))
+        ),
+        *(
+            Figure(
+                f"{kind}, mixed, unix: of its own run",
+                _ratio(
+                    results.median("farcall-unix", f"mixed: {kind}"), results.median("farcall-unix", f"alone: {kind}")
+                ),
+                1.3,
+                bound="≤",
+            )
+            for kind in MIXED_KINDS
+        ),
+        Figure("pipelined, unix: torch's rate", rate("pipelined"), 25, floor=12),
+        Figure("pipelined, unix: RPyC's rate", rate("pipelined", than="rpyc-tcp"), 2, aim=5),
+        Figure("remote + to_here, unix: faster than torch", faster("remote + to_here"), 12),
+        Figure("proxy call, unix: faster than torch", faster("proxy call"), 15),
+        # By the mean: references are dropped some time later, which a median would not show.
+        Figure(
+            "reference made, passed back and dropped, unix: faster than torch", faster("passed back", "mean_us"), 12
+        ),
+        Figure("shared references, unix: torch's rate", rate("shared", "references_per_s"), 10),
+        Figure("64 MiB there and back, unix: torch's bandwidth", faster("echo 64 MiB"), 12, floor=8),
+        Figure("64 MiB there and another back, unix: torch's bandwidth", faster("exchange 64 MiB"), 8),
+        Figure(
+            "64 MiB tensor there and back, farcall.pytorch: torch's bandwidth", faster("echo 64 MiB", system="edge"), 8
+        ),
+        Figure(
+            "2 × 2 tensor there and back, farcall.pytorch: faster than torch", faster("2 × 2 tensor", system="edge"), 12
+        ),
+        Figure("1 MiB there and back, unix: torch's bandwidth", faster("echo 1 MiB"), 10, floor=6),
+        Figure("64 MiB there and back, tcp: torch's bandwidth", faster("echo 64 MiB", system="farcall-tcp"), 1.5),
+        Figure(
+            "64 MiB there and back, tcp: of a raw copy's",
+            faster("echo 64 MiB", system="farcall-tcp", than="raw-copy-tcp"),
+            0.8,
+        ),
+        Figure("4 KiB there and back, unix: torch's rate", faster("echo 4 KiB"), 25, floor=10),
+        Figure("16 threads, unix: torch's rate", rate("16 threads"), 12, floor=10),
+        Figure(f"16 threads, {SHORT_CALLS} calls each, unix: torch's rate", rate(short), 12),
+        Figure(
+            f"16 threads, {SHORT_CALLS} calls each, unix: p99",
+            _ratio(results.median("farcall-unix", short, "p99_us"), 1000),
+            2,
+            bound="<",
+            unit=" ms",
+        ),
+        Figure(
+            "16 threads, unix: of one alone",
+            _ratio(
+                results.median("farcall-unix", "16 threads", "calls_per_s"),
+                results.median("farcall-unix", "1 thread", "calls_per_s"),
+            ),
+            1,
+        ),
+        Figure(
+            "idle worker: share of a core",
+            results.median("farcall-unix", "idle", "percent"),
+            0.5,
+            bound="<",
+            unit=" %",
+            floor=1,
+        ),
         Figure(
             "8 busy workers: rate with spinning, of that without",
-            _median(results.busy_ratios),
-            1,
-            noise=_noise(results.busy_ratios),
+            results.median("farcall-unix", "busy workers", "ratio"),
+            0.97,
+            noise=_noise(ratios),
         ),
-        Figure("import farcall", results.median_import, 150, bound="<", unit=" ms"),
-    ]
-
-
-def _data_figures(results: Results) -> list[Figure]:
-    def faster(than: str, system: str, size: str, way: str = "echo") -> float | None:
-        return _ratio(results.median_data(than, f"{way} {size}"), results.median_data(system, f"{way} {size}"))
-
-    def threads(system: str, number: int) -> float | None:
-        return results.median_data(system, f"threads {number}")
-
-    return [
-        Figure("64 MiB there and back, unix: torch's bandwidth", faster("torch", "farcall-unix", "64 MiB"), 8, aim=12),
-        Figure(
-            "64 MiB there and another back, unix: torch's bandwidth",
-            faster("torch", "farcall-unix", "64 MiB", "exchange"),
-            8,
-        ),
-        Figure(
-            "64 MiB tensor there and back, farcall.pytorch: torch's bandwidth", faster("torch", "edge", "64 MiB"), 8
-        ),
-        Figure(
-            "2 × 2 tensor there and back, farcall.pytorch: faster than torch",
-            _ratio(results.median("torch", "tensor_us"), results.median("edge", "tensor_us")),
-            12,
-        ),
-        Figure("1 MiB there and back, unix: torch's bandwidth", faster("torch", "farcall-unix", "1 MiB"), 6),
-        Figure("64 MiB there and back, tcp: torch's bandwidth", faster("torch", "farcall-tcp", "64 MiB"), 1.5),
-        Figure("64 MiB there and back, tcp: of a raw copy's", faster("raw-copy-tcp", "farcall-tcp", "64 MiB"), 0.8),
-        Figure("4 KiB there and back, unix: torch's rate", faster("torch", "farcall-unix", "4 KiB"), 10),
-        Figure("16 threads, unix: torch's rate", _ratio(threads("farcall-unix", 16), threads("torch", 16)), 10),
-        Figure("16 threads, unix: of one alone", _ratio(threads("farcall-unix", 16), threads("farcall-unix", 1)), 1),
+        Figure("import farcall", results.median("farcall-unix", "import", "ms"), 150, bound="<", unit=" ms"),
     ]

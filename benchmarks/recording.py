@@ -26,11 +26,6 @@ class Block:
         mark = f"<!-- results: written by {program} --write-readme; do not edit -->"
         return cls(Path(__file__).parent / "README.md", mark, f"<!-- end of {program} -->")
 
-    @classmethod
-    def of_summary(cls, readme: Path) -> Self:
-        """The place of a run's summary."""
-        return cls(readme, "<!-- bench:begin -->", "<!-- bench:end -->")
-
     def around(self) -> tuple[str, str]:
         """What stands before and after the block. Raises OSError, and ValueError if the file lacks the marks."""
         before, begin, rest = self.file.read_text(encoding="utf-8").partition(self.begin)

@@ -17,8 +17,8 @@ import statistics
 import sys
 from typing import Final, NamedTuple
 
-from farcall.bench.processes import EndpointFailed, Endpoints, ended_by_signals
-from farcall.bench.systems import find, installed
+from farcall.bench.processes import EndpointFailed, Endpoints, exit_on_signals
+from systems import find
 
 WANTED: Final = 0.25
 """Of torch's time."""
@@ -40,14 +40,16 @@ def measure(system: str, size: int) -> Round:
     """One round. Raises `EndpointFailed`; no process is left in any case."""
     with Endpoints() as endpoints:
         address = endpoints.address(size)
-        workers = [endpoints.start(f"{system}, worker {rank}", kind="joiner", system=system) for rank in range(size)]
+        workers = [
+            endpoints.start(f"{system}, worker {rank}", kind="joiner", system=find(system)) for rank in range(size)
+        ]
         endpoints.wait_until_up(*workers, limit=LIMIT)
         for rank, worker in enumerate(workers):
-            worker.tell("join", rank=rank, address=address)
-        times = [worker.hear(LIMIT) for worker in workers]
+            worker.send("join", rank=rank, address=address)
+        times = [worker.receive(LIMIT) for worker in workers]
         for worker in workers:
-            worker.tell("leave")
-        shutdown = max(worker.hear(LIMIT) for worker in workers)
+            worker.send("leave")
+        shutdown = max(worker.receive(LIMIT) for worker in workers)
     last_came = max(began for began, _, _ in times)
     joining = max(joined for _, joined, _ in times) - last_came
     return Round(max(ended for _, _, ended in times) - last_came, joining, shutdown)
@@ -62,7 +64,7 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--strict", action="store_true", help="exit with 1 unless the figure is met")
     options = parser.parse_args(arguments)
     chosen = options.systems.split(",")
-    if "torch" in chosen and not installed(find("torch")):
+    if "torch" in chosen and not find("torch").is_installed:
         print("torch is not installed and is left out", file=sys.stderr)
         chosen.remove("torch")
     rounds: dict[str, list[Round]] = {system: [] for system in chosen}
@@ -93,5 +95,5 @@ def main(arguments: list[str] | None = None) -> int:
 
 
 if __name__ == "__main__":
-    with ended_by_signals():
+    with exit_on_signals():
         sys.exit(main())

@@ -18,7 +18,7 @@ from conformance.categories import Categories, CategoriesError, matches
 from conformance.outcomes import Outcome, failed
 from conformance.report import ReportError, Run, read_baseline, write_baseline, write_json
 from conformance.runner import NurseryFailed, Runner
-from farcall.bench.processes import ended_by_signals
+from farcall.bench.processes import exit_on_signals
 from farcall.bench.screen import Screen
 
 ITSELF: Final = "none"
@@ -157,7 +157,7 @@ class Session:
 def main(arguments: Sequence[str] | None = None) -> int:
     """The command. Gives its exit status."""
     options = parse(arguments)
-    with ended_by_signals():
+    with exit_on_signals():
         try:
             session = Session(options)
             if options.list:

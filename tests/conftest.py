@@ -33,6 +33,7 @@ import pytest
 
 import farcall as rpc
 import ports
+from farcall.testing.local import TRANSPORTS
 
 pytest.register_assert_rewrite("farcall.testing.conformance")
 
@@ -45,6 +46,12 @@ _failed = pytest.StashKey[bool]()
 Leftover = tuple[Any, ...]
 
 
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption(
+        "--transport", choices=TRANSPORTS, default="unix", help="what connects the workers in tests/behaviour"
+    )
+
+
 def pytest_collection_finish() -> None:
     # What was imported stays. The collector, which many tests ask to look for what they have left, need not look
     # through all of it each time.
@@ -55,6 +62,9 @@ def pytest_collection_finish() -> None:
 def pytest_configure() -> None:
     # The secret of whoever runs the tests is theirs: nothing here makes or reads the file of a user by accident.
     os.environ.setdefault("FARCALL_SECRET", "the secret of all tests")
+    # Tests fork processes that have threads, on purpose: what farcall does in the child is what they test. Since 3.12
+    # Python warns of that; pyproject.toml says the same for this process.
+    os.environ.setdefault("PYTHONWARNINGS", "ignore:This process:DeprecationWarning")
     # Who runs the tests in the background (`&` in a script, nohup) has them ignore some signals, and all processes that
     # they start too. What is tested here is what a program does that a person started.
     for number, usual in (
@@ -192,12 +202,36 @@ def _socket_files() -> Iterator[Leftover]:
 
 
 def _is_of_another_process(leftover: Leftover) -> bool:
-    """Shared memory is the whole machine's. What somebody else uses is taken for theirs; looked up only in need."""
+    """Whether another program made it. /dev/shm belongs to the whole machine; this is looked up only in need."""
     match leftover:
+        case "shared memory", path if path.startswith("/dev/shm/sem."):
+            # The name of a semaphore outlives a process that was killed. So one that none of our processes has mapped
+            # says nothing about this test: any program on the machine that uses multiprocessing makes them.
+            return not any(_has_mapped(pid, path) for pid in _own_processes())
         case "shared memory", path:
-            others = (entry for entry in os.listdir("/proc") if entry.isdigit() and int(entry) != os.getpid())
-            return any(path in _read(f"/proc/{pid}/maps") for pid in others)
+            own = set(_own_processes())
+            others = {int(entry) for entry in os.listdir("/proc") if entry.isdigit()} - own
+            return any(_has_mapped(pid, path) for pid in others)
     return False
+
+
+def _has_mapped(pid: int, path: str) -> bool:
+    """Whether that process has the file in its memory: by its inode, as sem_open maps a file before it names it."""
+    try:
+        inode = os.stat(path).st_ino
+    except FileNotFoundError:
+        return False
+    lines = (line.split(maxsplit=5) for line in _read(f"/proc/{pid}/maps").splitlines() if "/dev/shm/" in line)
+    return any(int(fields[4]) == inode for fields in lines)
+
+
+def _own_processes() -> Iterator[int]:
+    """This process and all that descend from it."""
+    found = [os.getpid()]
+    for pid in found:
+        for task in glob.glob(f"/proc/{pid}/task/*/children"):
+            found.extend(map(int, _read(task).split()))
+        yield pid
 
 
 def _read(path: str) -> str:

@@ -53,7 +53,7 @@ class Drivable:
         if future in self.settles:
             run_callbacks(future, future.settle(DONE, self.settles.pop(future)))
 
-    def attend(self) -> None:
+    def drive_in_background(self) -> None:
         self.attended += 1
 
 

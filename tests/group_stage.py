@@ -9,8 +9,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
-from farcall.agent import Agent
-from farcall.futures import Future
+from farcall import Future, RpcAgent
 from farcall.testing import LocalGroup
 from gates import SOON
 
@@ -40,13 +39,15 @@ def local_groups() -> Iterator[NewGroup]:
 
 
 def start(
-    caller: Agent, to: Any, function: Callable[..., Any], *args: Any, timeout: float = SOON, **kwargs: Any
+    caller: RpcAgent, to: Any, function: Callable[..., Any], *args: Any, timeout: float = SOON, **kwargs: Any
 ) -> Future[Any]:
     """The future of a call, as `rpc_async` gives it."""
     return caller.call(to, function, args, kwargs, timeout, unattended=True)
 
 
-def call(caller: Agent, to: Any, function: Callable[..., Any], *args: Any, timeout: float = SOON, **kwargs: Any) -> Any:
+def call(
+    caller: RpcAgent, to: Any, function: Callable[..., Any], *args: Any, timeout: float = SOON, **kwargs: Any
+) -> Any:
     """The result of a call, as `rpc_sync` gives it."""
     return caller.call(to, function, args, kwargs, timeout).wait()
 

@@ -15,9 +15,9 @@ from typing import Any
 
 from eventually import eventually
 from farcall import RRef
-from farcall.agent import Agent
 from farcall.functions import async_execution
 from farcall.futures import Future
+from farcall.runtime.agent import Agent
 from gates import SOON
 
 
@@ -28,25 +28,12 @@ def remote(creator: Agent, to: Any, function: Callable[..., Any], *args: Any, **
 
 def here(owner: Agent, value: Any) -> RRef[Any]:
     """What `RRef(value)` gives, for one of several workers of this process."""
-    return RRef.of(owner.book.own(value))
+    return RRef.of(owner.reference_store.own(value))
 
 
 def tables(agent: Agent) -> dict[str, int]:
     """How much is in each table of a worker that should be empty in the end; only those that are not."""
-    book = agent.book
-    sizes = {
-        "owned": len(book._references.owned),
-        "held": len(book._references.held),
-        "parents": len(book._references.parents),
-        "values": len(book._values),
-        "origins": len(book._origins),
-        "handles": len(book._handles),
-        "dropped": len(book.dropped),
-        "outboxes": len(book.mailboxes.outboxes),
-        "unacknowledged": sum(len(link.unacknowledged) for link in book.mailboxes.delivery.links.values()),
-        "received out of turn": sum(len(link.received.beyond) for link in book.mailboxes.delivery.links.values()),
-    }
-    return {name: size for name, size in sizes.items() if size}
+    return {name: size for name, size in agent.reference_store.table_sizes().items() if size}
 
 
 def expect_nothing_left(agents: Iterable[Agent]) -> None:

@@ -136,9 +136,9 @@ def test_what_cannot_be_pickled() -> None:
     for call in (rpc.rpc_sync, rpc.rpc_async):
         with pytest.raises(rpc.SerializationError, match=r"argument 2 .*of alone's `divmod`.*_thread\.lock"):
             call("alone", divmod, args=(1, lock))
-    with pytest.raises(rpc.SerializationError, match=r"the result of alone's `allocate_lock`.*_thread\.lock"):
-        rpc.rpc_sync("alone", threading.Lock)
-    assert isinstance(rpc.rpc_async("alone", threading.Lock).exception(), TypeError)
+    with pytest.raises(rpc.SerializationError, match=r"the result of alone's `RLock`.*_thread\.RLock"):
+        rpc.rpc_sync("alone", threading.RLock)
+    assert isinstance(rpc.rpc_async("alone", threading.RLock).exception(), TypeError)
 
 
 @pytest.mark.usefixtures("alone")
@@ -200,7 +200,7 @@ def test_the_default_timeout() -> None:
 @pytest.mark.parametrize("wrong", [None, "3", [1]])
 def test_a_timeout_that_is_no_number(wrong: Any) -> None:
     for call in (rpc.rpc_sync, rpc.rpc_async):
-        with pytest.raises(rpc.UsageError, match=r"a timeout must be a number of seconds \(0 is none\), not "):
+        with pytest.raises(rpc.UsageError, match=r"a timeout must be a number of seconds \(0 means no timeout\), not "):
             call("alone", int, timeout=wrong)
     with pytest.raises(rpc.UsageError, match=r"0 \(none\) or more seconds, not "):
         rpc._set_rpc_timeout(wrong)

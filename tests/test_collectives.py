@@ -230,7 +230,8 @@ def test_who_is_among_the_members(agent: Any) -> None:
     assert collectives._members(agent, iter(["c", "b", "c"])) == ("b", "c")
     with pytest.raises(UsageError, match="worker 'b' is not among 'a', 'c', so it cannot wait with them"):
         collectives._members(agent, ["a", "c"])
-    for text in ("b", "", b"b"):
+    texts: list[Any] = ["b", "", b"b"]
+    for text in texts:
         with pytest.raises(UsageError, match=r"worker_names must be a list of names, not one text; write \["):
             collectives._members(agent, text)
 

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 LEAKING_TESTS = '''
-import contextlib, os, select, socket, subprocess, tempfile, threading
+import contextlib, multiprocessing, os, select, socket, subprocess, tempfile, threading
 import conftest, pytest
 
 conftest.GRACE = 0.1
@@ -60,6 +60,15 @@ def test_zombie(later):
 
 def test_shared_memory(later):
     path = f"/dev/shm/farcall-test-{os.getpid()}"
+    open(path, "x").close()
+    later.callback(os.unlink, path)
+
+def test_semaphore(later):
+    kept = multiprocessing.get_context("spawn").Semaphore()
+    later.callback(kept.__repr__)
+
+def test_semaphore_of_another_program(later):
+    path = f"/dev/shm/sem.another-{os.getpid()}"
     open(path, "x").close()
     later.callback(os.unlink, path)
 
@@ -132,6 +141,7 @@ def outcomes(report: str, test: str) -> list[str]:
         ("test_process", r"process \d+ \(sleep 600\)"),
         ("test_zombie", r"process \d+ \(a zombie: nobody waited for it\)"),
         ("test_shared_memory", r"shared memory /dev/shm/farcall-test-\d+"),
+        ("test_semaphore", r"shared memory /dev/shm/sem\.\S+"),
         ("test_socket_file", r"socket file \S+/forgotten\.sock"),
     ],
 )
@@ -148,6 +158,7 @@ def test_a_leak_is_an_error_that_names_it(report: str, test: str, left: str) -> 
         "test_thread_that_is_just_ending",
         "test_cycle_that_is_only_garbage",
         "test_fixture_of_wider_scope",
+        "test_semaphore_of_another_program",
     ],
 )
 def test_what_is_no_leak_passes(report: str, test: str) -> None:

@@ -29,12 +29,12 @@ from typing import Any, NamedTuple
 import pytest
 
 import farcall
-from farcall.agent import sending
+from architecture.test_imports import MAY_IMPORT
 from farcall.cli import main, run
-from farcall.protocol import wire
+from farcall.runtime.client import MAX_BACKLOG_BYTES
 from farcall.testing import FaultyRpcBackendOptions
 from farcall.testing.faulty_options import MESSAGES
-from test_architecture import MAY_IMPORT
+from farcall.transports.large_frames import MAX_BUFFERS
 
 ROOT = Path(__file__).parents[1]
 DOCUMENTS = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
@@ -258,9 +258,8 @@ def test_the_readmes_first_program_is_the_example_of_that_name() -> None:
     assert shown == "# first.py\n" + (ROOT / "examples" / "first.py").read_text(encoding="utf-8")
 
 
-def test_the_readme_has_a_place_for_the_figures_and_says_the_version() -> None:
+def test_the_readme_says_the_version() -> None:
     text = (ROOT / "README.md").read_text(encoding="utf-8")
-    assert text.count("<!-- bench:begin -->") == text.count("<!-- bench:end -->") == 1
     assert f"Version {farcall.__version__}" in text
 
 
@@ -268,7 +267,7 @@ def test_the_readme_has_a_place_for_the_figures_and_says_the_version() -> None:
 
 
 def test_every_public_name_is_documented() -> None:
-    names = ("calls.md", "starting.md", "backends.md", "groups.md", "security.md")
+    names = ("calls.md", "starting.md", "backends.md", "groups.md", "security.md", "performance.md", "interceptors.md")
     text = "".join((ROOT / "docs" / name).read_text(encoding="utf-8") for name in names)
     assert [name for name in farcall.__all__ if not re.search(rf"\b{name}\b", text)] == []
 
@@ -303,7 +302,8 @@ def test_every_error_is_documented_with_what_else_it_is() -> None:
 
 def test_the_limits_are_those_of_the_code() -> None:
     rows = table_rows(ROOT / "docs" / "calls.md", "Limits")
-    limits = (wire.MAX_MESSAGE, wire.MAX_BUFFERS, wire.MAX_HEAD, sending.MAX_WAITING)
+    options = farcall.RpcBackendOptions()
+    limits = (options.max_message_size, MAX_BUFFERS, options.max_head_size, MAX_BACKLOG_BYTES)
     said = [text for cells in rows.values() for text in re.findall(r"[\d,]+ (?:[MT]iB|buffers)", cells[0])]
     units = {"MiB": 1 << 20, "TiB": 1 << 40, "buffers": 1}
     assert [int(text.split()[0].replace(",", "")) * units[text.split()[1]] for text in said] == list(limits)
@@ -343,17 +343,17 @@ def test_every_option_of_farcall_run_is_documented() -> None:
             assert row[-1] == as_shown(action.default)
 
 
-def test_the_architecture_names_every_layer_and_every_module_of_the_agent() -> None:
+def test_the_architecture_names_every_layer_and_every_module_of_the_core() -> None:
     (tree,) = [block.text for block in blocks(ROOT / "docs" / "architecture.md")]
     package = ROOT / "src" / "farcall"
-    layers = {path.name + "/" if path.is_dir() else path.name for path in package.iterdir()}
-    agent = {path.stem for path in (package / "agent").glob("*.py")}
+    layers = {path.name + "/" if path.is_dir() else path.stem for path in package.iterdir()}
+    core = {path.stem for name in ("protocol", "transports", "runtime") for path in (package / name).glob("*.py")}
     # An entry is a name, or several with commas between them, two or more blanks away from what is said of it.
-    entries = re.findall(r"^ {2,4}(\S+(?:, \S+)*)(?:  |$)", tree, re.MULTILINE)
+    entries = re.findall(r"^ {2,4}(\S+(?:, \S+)*)(?: \.\.\.)?(?:  |$)", tree, re.MULTILINE)
     named = {name for entry in entries for name in entry.split(", ")}
-    assert (layers | agent) - {"__pycache__/", "py.typed", "__init__"} <= named
+    assert (layers | core) - {"__pycache__/", "py"} <= named
     folders = {f"{path.parent.name}/" for path in package.glob("*/*/__init__.py")}
-    assert named <= layers | agent | folders | {path.stem for path in package.glob("*/*.py")}
+    assert named <= layers | folders | {path.stem for path in package.glob("*/*.py")}
 
 
 def test_the_architecture_shows_the_import_table_that_is_enforced() -> None:

@@ -40,7 +40,7 @@ def drawing() -> list[Drawn]:
     return drawn
 
 
-CLASSES = {name: value for name, value in vars(errors).items() if inspect.isclass(value)}
+CLASSES: dict[str, type[Exception]] = {name: value for name, value in vars(errors).items() if inspect.isclass(value)}
 
 
 def test_every_class_is_drawn_and_every_drawn_class_is_there() -> None:

@@ -12,7 +12,7 @@ import pytest
 
 from eventually import eventually
 from farcall.futures import DONE, FAILED, UNLOADED, Future, run_callbacks, settle_failed
-from farcall.sleeping import FOREVER
+from farcall.gate import FOREVER
 from future_stage import Drivable, LateReply, done, failed, failed_seen, has_sleeper
 
 # The result
@@ -121,7 +121,7 @@ def test_who_waits_drives_the_source() -> None:
     future = source.future(3)
     assert future.wait() == 3
     assert source.driven == [(future, FOREVER)]
-    assert source.attended == 0, "who waits itself needs nobody to attend"
+    assert source.attended == 0, "a thread that waits reads for itself"
 
 
 def test_a_wait_with_a_timeout_drives_until_then() -> None:
@@ -143,7 +143,7 @@ def test_a_future_that_its_source_gave_up_before_it_was_settled_is_waited_for(ba
     assert waiting.result() == 9
 
 
-def test_a_callback_has_the_source_attend_as_long_as_it_is_pending() -> None:
+def test_a_callback_has_the_source_drive_in_background_as_long_as_it_is_pending() -> None:
     source = Drivable()
     future = source.future(3)
     future.add_done_callback(lambda _: None)
@@ -161,7 +161,7 @@ def test_waiting_for_a_derived_future_drives_where_it_comes_from() -> None:
     derived = future.then(lambda f: f.value() + 1).then(lambda f: f.value() * 2)
     assert derived.wait() == 8
     assert [driven for driven, _ in source.driven] == [future]
-    derived.attend()  # a source too, but there is nothing to do
+    derived.drive_in_background()  # a source too, but there is nothing to do
 
 
 def test_settle_hands_the_callbacks_to_the_settler_and_runs_none() -> None:

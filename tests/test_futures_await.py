@@ -43,7 +43,7 @@ def test_await_raises_the_error() -> None:
     asyncio.run(main())
 
 
-def test_await_has_the_source_attend() -> None:
+def test_await_has_the_source_drive_in_background() -> None:
     source = Drivable()
     future = source.future(settled=False)
 
@@ -212,4 +212,6 @@ def test_settling_after_the_loop_of_an_await_was_closed() -> None:
     assert future.wait() == 2
     # The task is left pending with its loop closed, as a killed loop would; say that it is meant.
     task._log_destroy_pending = False  # type: ignore[attr-defined]
-    task.get_coro().close()
+    coroutine = task.get_coro()
+    assert coroutine is not None
+    coroutine.close()

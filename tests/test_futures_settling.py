@@ -12,8 +12,7 @@ from typing import Any
 import pytest
 
 from farcall import futures
-from farcall.futures import DONE, UNLOADED, Future, run_callbacks
-from farcall.gathering import collect_all
+from farcall.futures import DONE, UNLOADED, Future, collect_all, run_callbacks
 from future_stage import LateReply
 from interleaving import Schedule, explore
 from interruption import At, Interrupt
@@ -54,13 +53,15 @@ def test_an_interrupt_at_any_point_of_running_callbacks_leaves_none_behind() -> 
         future: Future[int] = Future()
         got: list[str] = []
         derived = [future.then(lambda f: f.value()) for _ in range(2)]
-        last = derived[0].then(lambda f: f.value())
+        failing = future.then(lambda f: f.value() / 0)
+        last: list[Future[Any]] = [derived[0].then(lambda f: f.value()), failing.then(lambda f: f.exception())]
         future.add_done_callback(lambda _, got=got: got.append("callback"))
         callbacks = future.settle(DONE, 1)
         with contextlib.suppress(Interrupt), At(("farcall/futures.py",), (point,)) as at:
             run_callbacks(future, callbacks)
         run_callbacks(future, callbacks)  # what was left, as who was interrupted does
-        for one in (*derived, last):
+        waited_for: list[Future[Any]] = [*derived, failing, *last]
+        for one in waited_for:
             assert one.done(), at.places
             one.exception()
         assert got == ["callback"] or at.places[0].startswith("_DoneCallback"), at.places
@@ -121,6 +122,11 @@ def test_each_watcher_is_called_once_however_settling_comes_between(exploring: C
     assert exploring(watching_while_it_is_settled(Future)) > 100
 
 
+def _step() -> None:
+    """Another thread may run here: `exploring` has put a gate of its schedule in place of this one."""
+    futures.Gate().open()  # type: ignore[attr-defined]
+
+
 class ChecksBeforeItWatches(Future[Any]):
     """Looks whether it is settled, then adds the watcher."""
 
@@ -128,7 +134,7 @@ class ChecksBeforeItWatches(Future[Any]):
         if self._state:
             watcher(self)
             return
-        futures.Gate().open()  # a step: another thread may run here
+        _step()
         self._watchers.append((waker, watcher))
 
 
@@ -137,7 +143,7 @@ class WritesTheStateFirst(Future[Any]):
 
     def settle(self, state: int, value: Any) -> futures.Callbacks | None:
         self._state = state
-        futures.Gate().open()
+        _step()
         self._value = value
         return self.wake()
 
@@ -147,7 +153,7 @@ class LeavesALateWatcherInTheList(Future[Any]):
 
     def watch(self, watcher: futures.Watcher, *, waker: bool, attended: bool = False) -> None:
         self._watchers.append((waker, watcher))
-        futures.Gate().open()
+        _step()
         if self._state:
             watcher(self)
 

@@ -93,19 +93,19 @@ def test_what_is_set_later_is_checked_as_well(name: str, wrong: object) -> None:
 
 def test_options_never_change_once_an_agent_has_taken_them() -> None:
     chosen = RpcBackendOptions(spin=0, device_maps={"b": {0: 1}})
-    taken = chosen.taken()
+    taken = chosen.frozen_copy()
     assert taken == chosen
     chosen.spin = 1e-3
     chosen.set_device_map("b", {1: 0})
     assert (taken.spin, taken.device_maps) == (0, {"b": {"cuda:0": "cuda:1"}})
     for field in dataclasses.fields(taken):
-        with pytest.raises(UsageError, match=f"{field.name} cannot be set: an agent has taken these options"):
+        with pytest.raises(UsageError, match=f"{field.name} cannot be set: these options are in use by an agent"):
             setattr(taken, field.name, getattr(taken, field.name))
-    with pytest.raises(UsageError, match="set_device_map came too late"):
+    with pytest.raises(UsageError, match="set_device_map was called too late"):
         taken.set_device_map("b", {1: 0})
     with pytest.raises(UsageError, match="devices cannot be set"):
         taken.set_devices(["cuda:0"])
-    again = taken.taken()
+    again = taken.frozen_copy()
     assert again == taken
     assert again is not taken
 
@@ -120,7 +120,7 @@ def test_the_options_of_another_backend() -> None:
     assert (chosen.rpc_timeout, chosen.init_method, chosen.colour) == (3, "env://", "red")
     with pytest.raises(UsageError, match="rpc_timeout must be 0"):
         Chosen(rpc_timeout=-2)
-    taken = chosen.taken()
+    taken = chosen.frozen_copy()
     assert taken == chosen
     chosen.shades.append("dark")
     assert taken.shades == []
@@ -130,7 +130,7 @@ def test_the_options_of_another_backend() -> None:
             super().__init__()
             self.init_method = init_method
 
-    assert InTorchsManner("tcp://h:1").taken().init_method == "tcp://h:1"
+    assert InTorchsManner("tcp://h:1").frozen_copy().init_method == "tcp://h:1"
 
 
 def test_a_whole_number_may_be_written_as_one_likes() -> None:
@@ -143,7 +143,7 @@ def test_an_option_that_is_none_is_refused_with_those_that_are_near() -> None:
         BackendError, match=r"^RpcBackendOptions has no option num_threads; did you mean num_worker_threa"
     ):
         RpcBackendOptions(num_threads=3)  # type: ignore[call-arg]
-    with pytest.raises(BackendError, match=r"no option colour; there are rpc_timeout, init_method$"):
+    with pytest.raises(BackendError, match=r"no option colour; its options are rpc_timeout, init_method$"):
         BackendOptions(colour="red")  # type: ignore[call-arg]
 
     class TakesAny(BackendOptions):
@@ -194,7 +194,7 @@ def test_devices_may_be_written_in_any_way(given: object, kept: str) -> None:
 @pytest.mark.parametrize("given", ["", "gpu 0", "cuda:", "cuda:x", None, 1.5, True, object()])
 def test_what_is_no_device(given: object) -> None:
     for chosen in ({"device_maps": {"b": {given: 0}}}, {"device_maps": {"b": {0: given}}}, {"devices": [given]}):
-        with pytest.raises(DeviceError, match="is no device: write it as 'cpu'"):
+        with pytest.raises(DeviceError, match="is not a device: write 'cpu'"):
             RpcBackendOptions(**chosen)  # type: ignore[arg-type]
 
 
@@ -225,7 +225,7 @@ def test_device_maps_can_be_turned_round() -> None:
         chosen.set_device_map("c", {0: 5, 1: 5})
     chosen.set_device_map("b", {2: 1})
     with pytest.raises(ValueError, match="`device_map` only supports 1-to-1 mapping"):
-        chosen.taken()
+        chosen.frozen_copy()
 
 
 def test_devices_of_calls_are_cuda_devices() -> None:

@@ -23,10 +23,10 @@ from typing import Final
 
 import report
 from farcall.bench.machine import others_cpu_seconds
-from farcall.bench.processes import EndpointFailed, Endpoints, ended_by_signals, free_port
+from farcall.bench.processes import EndpointFailed, Endpoints, exit_on_signals, free_port
 from farcall.bench.screen import Screen
 from farcall.bench.tables import TextTable
-from figures import Results
+from figures import Figure, Results
 from recording import Block
 from training.worker import ALONE
 
@@ -69,7 +69,7 @@ def measure(system: str, quick: bool) -> Found:
             for part, micros in trainer.ask("pairs", times=20 if quick else 2000).items():
                 found[f"one call: {part}"] = micros
         for worker in workers:
-            worker.tell("stop")
+            worker.send("stop")
         return found
 
 
@@ -134,6 +134,7 @@ def main(arguments: list[str] | None = None) -> int:
     if options.write_readme:
         Block.of_program("training.run").replace(report.in_full([table], where))
     ratio = ratios.get("small model: step")
+    figure = Figure("training step, small model: torch's speed", ratio, WANTED, AIM)
     if ratio is not None:
         if ALONE in medians:
             computed = medians[ALONE]["small model: step"]
@@ -141,14 +142,15 @@ def main(arguments: list[str] | None = None) -> int:
             print(
                 f"to the {computed:.0f} µs of one process, farcall adds {added[0]:.0f} µs and torch {added[1]:.0f} µs"
             )
-        verdict = "aim met" if ratio >= AIM else "met" if ratio >= WANTED else "missed"
-        print(f"a step of the small model: {ratio:.2f} × torch's speed; wanted {WANTED:g}, aim {AIM:g}: {verdict}")
+        print(
+            f"a step of the small model: {ratio:.2f} × torch's speed; wanted {WANTED:g}, aim {AIM:g}: {figure.verdict}"
+        )
     if options.json is not None:
-        written = {"machine": where, "rounds": rounds, "ratios": ratios}
+        written = {"machine": where, "rounds": rounds, "ratios": ratios, "figures": [figure.as_json()]}
         options.json.write_text(json.dumps(written, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
     return 1 if options.strict and (ratio is None or ratio < WANTED) else 0
 
 
 if __name__ == "__main__":
-    with ended_by_signals():
+    with exit_on_signals():
         sys.exit(main())

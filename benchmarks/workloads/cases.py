@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from typing import Final
 
 from farcall.bench.processes import Endpoints, free_port
-from farcall.bench.systems import START_LIMIT
+from farcall.bench.system import START_LIMIT_S
 from figures import Figure
 from workloads.settings import ParameterServing, Reinforcement, Setting
 
@@ -105,7 +105,7 @@ def measure(system: str, setting: Setting) -> Findings:
                     "setting": setting,
                     "rank": rank,
                     "port": port,
-                    "limit": START_LIMIT,
+                    "limit": START_LIMIT_S,
                 },
             )
             for rank in range(setting.world_size)

@@ -175,12 +175,10 @@ def as_json(cases: Sequence[Case], where: dict[str, str]) -> dict[str, Any]:
                 "rounds": case.rounds,
                 "throughput": case.rate,
                 "ratio": case.ratio,
-                "figure": None
-                if case.figure is None
-                else dataclasses.asdict(case.figure) | {"verdict": case.figure.verdict},
             }
             for case in cases
         ],
+        "figures": [case.figure.as_json() for case in cases if case.figure is not None],
     }
 
 

@@ -40,9 +40,9 @@ class _Farcall(Side):
     def __init__(self) -> None:
         import numpy
 
-        from farcall.bench.systems.farcall_rpc import the_package
+        from farcall.bench.farcall_rpc import import_farcall
 
-        farcall = the_package()
+        farcall = import_farcall()
 
         self.rpc = farcall
         self.Future = farcall.Future

@@ -10,12 +10,14 @@ rpc.shutdown()
 from typing import TYPE_CHECKING
 
 from farcall import backend_registry, errors, functions
+from farcall._native import native_available
 from farcall.api import (
     _delete_all_user_and_unforked_owner_rrefs,
     _destroy_rref_context,
     _get_debug_info,
     _rref_context_get_debug_info,
     _set_rpc_timeout,
+    add_interceptor,
     add_membership_callback,
     get_metrics,
     get_rpc_timeout,
@@ -25,6 +27,7 @@ from farcall.api import (
     is_available,
     references,
     remote,
+    remove_interceptor,
     remove_membership_callback,
     rpc_async,
     rpc_sync,
@@ -66,11 +69,11 @@ from farcall.errors import (
     WorkerLost,
 )
 from farcall.functions import exposed
-from farcall.futures import Future, UnseenFailureWarning
-from farcall.gathering import _wait_all, collect_all, wait_all
+from farcall.futures import Future, UnseenFailureWarning, _wait_all, collect_all, wait_all
 from farcall.options import BackendOptions, RpcBackendOptions, TensorPipeRpcBackendOptions
 from farcall.protocol import WorkerInfo
 from farcall.rref import RRef
+from farcall.runtime.interceptors import ClientCall, ClientInterceptor, ServerCall, ServerInterceptor
 
 __version__ = "0.1.0"
 
@@ -80,6 +83,8 @@ __all__ = [
     "BackendError",
     "BackendOptions",
     "BackendType",
+    "ClientCall",
+    "ClientInterceptor",
     "ConnectionRefusedByPeer",
     "DeviceError",
     "EncryptionError",
@@ -101,6 +106,8 @@ __all__ = [
     "RpcError",
     "RpcTimeoutError",
     "SerializationError",
+    "ServerCall",
+    "ServerInterceptor",
     "ShutdownError",
     "TensorPipeRpcBackendOptions",
     "UnknownWorkerError",
@@ -118,6 +125,7 @@ __all__ = [
     "_set_rpc_timeout",
     "_wait_all",
     "_wait_all_workers",
+    "add_interceptor",
     "add_membership_callback",
     "backend_registered",
     "backend_registry",
@@ -133,9 +141,11 @@ __all__ = [
     "init_backend",
     "init_rpc",
     "is_available",
+    "native_available",
     "references",
     "register_backend",
     "remote",
+    "remove_interceptor",
     "remove_membership_callback",
     "rpc_async",
     "rpc_sync",

@@ -10,20 +10,20 @@ import os
 import threading
 from collections.abc import Callable, Mapping, Sequence
 from numbers import Real
+from sys import _getframe
 from typing import Any, TypeVar
 
-from farcall.agent import Inventory
-from farcall.backends.interface import MembershipChange, RpcAgent
-from farcall.backends.references import Book
+from farcall.backends.interface import MembershipChange, ReferenceStore, RpcAgent
 from farcall.backends.registry import BackendType, choose_backend, init_backend
 from farcall.errors import AlreadyInitializedError, NotInitializedError, UsageError
-from farcall.futures import Future
-from farcall.gathering import awaited_together
-from farcall.last_words import prepare_last_words
+from farcall.futures import Future, awaited_together
+from farcall.gate import blocking_thread, on_serving_thread
+from farcall.launcher.exit_report import install_exit_report
 from farcall.options import DEFAULT_SHUTDOWN_TIMEOUT, UNSET_RPC_TIMEOUT, BackendOptions
 from farcall.protocol.ids import WorkerInfo
 from farcall.rref import RRef
-from farcall.sleeping import blocking_thread, on_serving_thread
+from farcall.runtime.interceptors import ClientInterceptor, ServerInterceptor
+from farcall.runtime.leaks import Inventory
 
 T = TypeVar("T")
 
@@ -58,7 +58,7 @@ def init_rpc(
     if not name.isprintable() or len(name) > 255:
         raise UsageError(f"a worker's name must be printable and at most 255 characters long, not {name!r}")
     backend, options = choose_backend(backend, rpc_backend_options)
-    prepare_last_words(os.environ)
+    install_exit_report(os.environ)
     with _lock:
         if _agent is not None and not _agent.is_forked:
             raise AlreadyInitializedError(
@@ -151,6 +151,7 @@ def rpc_async(
     if agent is None:
         raise _not_initialized()
     future = agent.call(to, func, args, kwargs, timeout, unattended=True)
+    future.made_by(_getframe(1))
     if awaited_together:
         awaited_together.note(future)
     return future
@@ -178,17 +179,17 @@ def remote(
 
 def references() -> Inventory:
     """What this worker owns and for whom, and what it holds, with where each was made. Raises `NotInitializedError`."""
-    return current_book().inventory()
+    return current_reference_store().inventory()
 
 
 def _rref_context_get_debug_info() -> dict[str, str]:
     """Counters of this worker's references, by the names that torch gives them. Raises `NotInitializedError`."""
-    return current_book().debug_info()
+    return current_reference_store().debug_info()
 
 
 def _delete_all_user_and_unforked_owner_rrefs(timeout: float = UNSET_RPC_TIMEOUT) -> None:
     """Gives up all handles of references that others own; using one raises from now on."""
-    current_book().give_up_handles("all references of this worker were deleted")
+    current_reference_store().give_up_handles("all references of this worker were deleted")
 
 
 def _destroy_rref_context(ignore_leak: bool) -> None:
@@ -196,11 +197,11 @@ def _destroy_rref_context(ignore_leak: bool) -> None:
 
     Raises `UsageError` if some are left, unless leaks are to be ignored. New ones can be made after it.
     """
-    book = current_book()
-    left = book.inventory()
+    store = current_reference_store()
+    left = store.inventory()
     if not ignore_leak and (left.owned or left.held):
         raise UsageError(f"references are left on worker {get_worker_info().name!r}: it {left}")
-    book.forget("the references of this worker were destroyed")
+    store.forget("the references of this worker were destroyed")
 
 
 def get_worker_info(worker_name: To | None = None) -> WorkerInfo:
@@ -221,7 +222,7 @@ def get_metrics() -> Mapping[str, Any]:
 def _get_debug_info() -> dict[str, str]:
     """The counters of references and of the agent, as torch gives them: texts. Raises `NotInitializedError`."""
     agent = current_agent()
-    return {**agent.book.debug_info(), **agent.get_debug_info()}
+    return {**agent.reference_store.debug_info(), **agent.get_debug_info()}
 
 
 def add_membership_callback(callback: Callable[[MembershipChange], object]) -> None:
@@ -238,6 +239,27 @@ def add_membership_callback(callback: Callable[[MembershipChange], object]) -> N
 def remove_membership_callback(callback: Callable[[MembershipChange], object]) -> None:
     """Takes back what `add_membership_callback` was given; nothing happens if it was not. `NotInitializedError`."""
     current_agent().unwatch_members(callback)
+
+
+def add_interceptor(interceptor: ClientInterceptor | ServerInterceptor) -> None:
+    """Registers code that runs around every call of this worker, until the shutdown.
+
+    A `ClientInterceptor` runs around the calls that this worker makes, a `ServerInterceptor` around those that it runs
+    for others; an object may be both. The one that is registered first is outermost. Calls under way do not see it.
+
+    Args:
+        interceptor: An object of a class that derives from one of these, or from both.
+
+    Raises:
+        NotInitializedError: This process is no worker.
+        UsageError: The object is no interceptor, or the backend of this worker has none.
+    """
+    current_agent().add_interceptor(interceptor)
+
+
+def remove_interceptor(interceptor: ClientInterceptor | ServerInterceptor) -> None:
+    """Takes back what `add_interceptor` was given; does nothing if it was not. Raises `NotInitializedError`."""
+    current_agent().remove_interceptor(interceptor)
 
 
 def get_rpc_timeout() -> float:
@@ -291,12 +313,12 @@ def current_agent() -> RpcAgent:
     return agent
 
 
-def current_book() -> Book:
+def current_reference_store() -> ReferenceStore:
     """The references of this process. Raises `NotInitializedError`; `ForkedProcessError` if they are its parent's."""
     agent = current_agent()
     if agent.closed is not None:
         raise agent.closed
-    return agent.book
+    return agent.reference_store
 
 
 def _not_initialized() -> NotInitializedError:

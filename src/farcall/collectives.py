@@ -183,25 +183,49 @@ def gatherings_of(agent: RpcAgent) -> Gatherings:
 
 @async_execution
 def waiting_for_each_other(key: Key, name: str, part: Any) -> Future[dict[str, Any]]:
+    _check_key(key)
+    if type(name) is not str or name not in key.members:
+        raise UsageError(f"a worker that is none of {_listed(key.members)} came to where they wait for each other")
     return gatherings_of(current_agent()).bring(key, name, part)
 
 
 @async_execution
 def coming_to_the_others(key: Key) -> Future[None]:
+    _check_key(key)
     return gatherings_of(current_agent()).look(key)
 
 
 def _time_is_over(key: Key, timeout: float) -> None:
     """The time of one who waits is over: nobody waits any longer, so that all hear the same."""
+    _check_key(key)
+    if type(timeout) not in (int, float):  # it is printed, and a Decimal may have a billion digits
+        raise UsageError(f"a {type(timeout).__name__} came from another worker in place of a time")
     gatherings = gatherings_of(current_agent())
     gatherings.fail(key, _too_late(gatherings.missing(key), timeout, gatherings.elsewhere(key)))
 
 
 def _look_for_missing(key: Key) -> None:
+    _check_key(key)
     agent = current_agent()
     gatherings = gatherings_of(agent)
     for name in gatherings.begin_to_look(key):
         _look_for(agent, gatherings, key, name)
+
+
+def _check_key(key: Any) -> None:
+    """Raises `UsageError` for what is no key: it came from another worker, which may call these functions always.
+
+    Keys are hashed, sorted and printed; nothing else than names and numbers is.
+    """
+    if (
+        type(key) is not Key
+        or type(key.members) is not tuple
+        or type(key.ids) is not tuple
+        or type(key.number) is not int
+        or any(type(member) is not str for member in key.members)
+        or any(type(number) is not int for number in key.ids)
+    ):
+        raise UsageError("a worker came to a gathering of no workers: its version of farcall may be another one")
 
 
 def _look_for(agent: RpcAgent, gatherings: Gatherings, key: Key, name: str) -> None:

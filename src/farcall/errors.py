@@ -1,108 +1,132 @@
-"""Every error that farcall raises of its own.
+"""The exceptions that farcall itself raises.
 
-    RpcError (RuntimeError)              the root: programs written for torch catch RuntimeError
-    ├── UsageError                       the call itself was wrong; nothing was sent, nothing has changed
-    │   ├── NotInitializedError          no init_rpc yet, or shut down already
-    │   ├── AlreadyInitializedError      a second init_rpc without a shutdown between
-    │   ├── ForkedProcessError           a forked child used its parent's agent
-    │   ├── UnknownWorkerError           no worker of that name or rank in the group
-    │   ├── BackendError                 (TypeError) no such backend, or options that are not of it
-    │   ├── DeviceError                  (ValueError) no device, or a device map that cannot be turned round
+    RpcError (RuntimeError)              the root; programs written for torch catch RuntimeError
+    ├── UsageError                       the arguments or the order of calls is wrong; nothing was sent or changed
+    │   ├── NotInitializedError          init_rpc was not called, or shutdown was
+    │   ├── AlreadyInitializedError      init_rpc was called twice without a shutdown in between
+    │   ├── ForkedProcessError           a forked child used the agent of its parent
+    │   ├── UnknownWorkerError           the group has no worker of that name or rank
+    │   ├── BackendError                 (TypeError) the backend does not exist, or got options that are not its own
+    │   ├── DeviceError                  (ValueError) a device or a device map is not valid
     │   └── SerializationError           (TypeError) an argument or result cannot be pickled
-    ├── ExpelledError                    the group has taken this worker for dead; join it again
-    ├── RpcTimeoutError                  (TimeoutError) the time of a call is over
+    ├── ExpelledError                    the group has declared this worker lost; it can join again
+    ├── RpcTimeoutError                  (TimeoutError) the timeout of a call has expired
     ├── WorkerLost                       (ConnectionError) the other worker died or cannot be reached
-    │   └── OwnerLost                    ... and a reference whose value it had was used
-    ├── ReferenceRefused                 a reference was used whose value is gone, as who passed it on has died
-    ├── NotAllowedError                  the callee does not let others call that, or load that
-    ├── RemoteError                      the callee raised something that cannot be rebuilt here
+    │   └── OwnerLost                    ... and it owned the value of the reference that was used
+    ├── ReferenceRefused                 the owner does not have the value of a reference any more
+    ├── NotAllowedError                  the callee does not allow others to call or send this
+    ├── RemoteError                      the callee raised an exception that cannot be rebuilt here
     ├── RendezvousError                  the workers did not find each other
-    │   └── RendezvousTimeoutError       (TimeoutError) ... in time
-    ├── ShutdownError                    a graceful shutdown ended without everybody
-    └── ProtocolError                    (ConnectionError) the other end does not speak our protocol
+    │   └── RendezvousTimeoutError       (TimeoutError) ... within the timeout
+    ├── ShutdownError                    a graceful shutdown ended before all workers were done
+    └── ProtocolError                    (ConnectionError) the other end of a connection broke farcall's protocol
         ├── VersionMismatchError         ... or speaks another version of it
-        └── ConnectionRefusedByPeer      ... or does not want to talk to us, and said why
-            └── AuthenticationError      ... as one of the two does not know the group's secret
-                └── EncryptionError      ... or a certificate is no good, or only one of the two encrypts
+        └── ConnectionRefusedByPeer      ... or refused the connection, and said why
+            └── AuthenticationError      ... because the two ends do not have the same secret
+                └── EncryptionError      ... or because they do not agree on TLS
 
-Rules: a message says who (the worker's name), what (the function, the argument) and what to do next. An error raised
-by a *user's* function is none of these: it arrives with its own type.
+Rules
+- A message names the worker, says what went wrong with which function or argument, and says what to do next.
+- An exception raised by a user's function is none of these: it arrives at the caller with its own type.
 """
 
 from __future__ import annotations
 
 
 class RpcError(RuntimeError):
-    """The root of all errors that farcall itself raises."""
+    """The base class of all exceptions that farcall itself raises."""
 
 
 class UsageError(RpcError):
-    """The call was wrong; nothing was sent and nothing has changed."""
+    """A function of farcall was called with wrong arguments or at the wrong time. Nothing was sent or changed."""
 
 
 class NotInitializedError(UsageError):
-    """There is no agent: `init_rpc` was not called, or `shutdown` was."""
+    """This process has no agent, because `init_rpc` was not called yet or `shutdown` was called already."""
 
 
 class AlreadyInitializedError(UsageError):
-    """`init_rpc` was called while an agent is running."""
+    """`init_rpc` was called while this process already has an agent. Call `shutdown` first."""
 
 
 class ForkedProcessError(UsageError):
-    """A forked child used the agent of its parent."""
+    """A forked child used the agent of its parent, whose threads and connections do not exist in the child."""
 
 
 class UnknownWorkerError(UsageError):
-    """The group has no worker of that name or rank."""
+    """A call names a worker that is not in the group."""
 
 
 class BackendError(UsageError, TypeError):
-    """There is no such backend, or it cannot be used as it was asked for: with options that are not of it, say."""
+    """The backend does not exist, does not do what a backend must do, or got options that are not its own."""
 
 
 class DeviceError(UsageError, ValueError):
-    """Something is no device, or a device map cannot be turned round."""
+    """A value is not a device, or a device map sends two devices to the same device."""
 
 
 class SerializationError(UsageError, TypeError):
-    """An argument or a result cannot be turned into bytes."""
+    """An argument or a result cannot be pickled. The message says which part of it and why."""
 
 
 class ExpelledError(RpcError):
-    """The others have taken this worker for dead: it was silent for too long. It must shut down, and may join again."""
+    """The group has declared this worker lost, because it did not answer for too long, although it still runs.
+
+    Every further call raises this error. Call `shutdown(graceful=False)` and then `init_rpc` to join again.
+    """
 
 
 class RpcTimeoutError(RpcError, TimeoutError):
-    """The time of a call is over; its reply, should it still come, is dropped."""
+    """The timeout of a call has expired. The function may still run on the callee; a late reply is discarded."""
 
 
 class WorkerLost(RpcError, ConnectionError):
-    """The other worker died, or cannot be reached."""
+    """The other worker died or cannot be reached.
+
+    Args:
+        message: The text of the exception.
+        worker: The name of the lost worker, if it is known.
+
+    Attributes:
+        worker: The name of the lost worker, or None.
+        is_gone: Whether the process of the worker has ended, as far as can be told: nothing listens at its addresses.
+            False if it may still run.
+    """
 
     def __init__(self, message: str, worker: str | None = None) -> None:
         super().__init__(message)
         self.worker = worker
-        """The name of the worker that was lost, if it is known."""
         self.is_gone = False
-        """Nobody listens any more where it did, as far as can be trusted: its process has ended."""
 
 
 class OwnerLost(WorkerLost):
-    """The owner of a reference was lost, and the value with it."""
+    """The worker that owns the value of a reference was lost, and the value with it."""
 
 
 class ReferenceRefused(RpcError):
-    """The value of a reference is gone: the worker that passed it on died before the owner could count it."""
+    """The owner of a reference does not have its value any more, or never counted this copy of the reference.
+
+    The usual cause: the worker that passed the reference on died before the owner had counted the copy.
+    """
 
 
 class NotAllowedError(RpcError):
-    """A worker restricts what others may call there, or load (the option `allow`), and this is not on its list."""
+    """The callee has an allow-list (the option `allow`), and the function called or the type sent is not on it."""
 
 
 class RemoteError(RpcError):
-    """The callee raised something that cannot be rebuilt here.
+    """The callee raised an exception that cannot be rebuilt on the caller, for example because its class is missing.
 
-    It carries what is known of it as text: `type_name`, `message` and `traceback`.
+    Args:
+        message: The text of this exception.
+        type_name: The full name of the class of the original exception.
+        remote_message: The text of the original exception.
+        traceback: The traceback on the callee, as text.
+
+    Attributes:
+        type_name: The full name of the class of the original exception; empty if unknown.
+        message: The text of the original exception; empty if unknown.
+        traceback: The traceback on the callee, as text; empty if unknown.
     """
 
     def __init__(self, message: str, type_name: str = "", remote_message: str = "", traceback: str = "") -> None:
@@ -113,38 +137,51 @@ class RemoteError(RpcError):
 
 
 class RendezvousError(RpcError):
-    """The workers did not find each other."""
+    """The workers did not find each other: the rendezvous address is wrong, in use or not reachable."""
 
 
 class RendezvousTimeoutError(RendezvousError, TimeoutError):
-    """Not all workers came in time; the message says who came and who did not."""
+    """Not all workers arrived at the rendezvous within the timeout. The message says which ones did.
+
+    Args:
+        message: The text of the exception.
+        present: The keys that the store had when the timeout expired.
+
+    Attributes:
+        present: The keys that the store had when the timeout expired; empty if unknown.
+    """
 
     def __init__(self, message: str, present: tuple[str, ...] = ()) -> None:
         super().__init__(message)
         self.present = present
-        """The keys of the store that were there when the time was over."""
 
 
 class ShutdownError(RpcError):
-    """A graceful shutdown ended without everybody; the message says who was missing. All is closed here."""
+    """Waiting for all workers to finish their work failed. The message says which workers or calls were missing.
+
+    Raised by `shutdown(graceful=True)`, which leaves the group and releases all resources all the same, and by
+    `RpcAgent.join`, after which the worker is still in the group.
+    """
 
 
 class ProtocolError(RpcError, ConnectionError):
-    """What came over a connection is not what our protocol says."""
+    """The other end of a connection sent bytes that are not valid in farcall's protocol."""
 
 
 class VersionMismatchError(ProtocolError):
-    """The other end speaks another version of the protocol."""
+    """The other end of a connection speaks another version of farcall's protocol. Install one version everywhere."""
 
 
 class ConnectionRefusedByPeer(ProtocolError):
-    """The other end does not want this connection, and said why."""
+    """The other end refused the connection during the handshake. The message quotes its reason."""
 
 
 class AuthenticationError(ConnectionRefusedByPeer):
-    """One end of a connection does not know the secret of the other's group."""
+    """The two ends of a connection do not have the same secret, so they belong to different groups."""
 
 
 class EncryptionError(AuthenticationError):
-    """The two ends of a connection do not agree on its encryption: one refuses the other's certificate, or does not
-    encrypt though the other does."""
+    """The two ends of a connection do not agree on TLS.
+
+    One end does not accept the certificate of the other, or one end encrypts and the other does not.
+    """

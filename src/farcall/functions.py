@@ -1,4 +1,14 @@
-"""Marks on functions that others call."""
+"""Decorators for functions that other workers call: `async_execution` and `exposed`.
+
+`async_execution` marks a function that returns a `Future`; its caller gets the result of that future. `exposed` marks
+a function or class that other workers may call where the option `allow` restricts calls.
+
+Theory of operation: `async_execution` sets two attributes on a wrapper of the function. The first has the name that
+torch's decorator of the same name uses, so a function decorated by either is recognised by both. The second holds a
+*converter*, which turns what the function returned into a `farcall.Future`. The executor asks `async_result` for the
+converter after the function has returned. Functions without the second attribute were decorated by torch itself; the
+converter for them is set by `set_default_converter`.
+"""
 
 from __future__ import annotations
 
@@ -13,74 +23,112 @@ P = ParamSpec("P")
 T = TypeVar("T")
 E = TypeVar("E", bound=Callable[..., Any])
 
-FutureOf: TypeAlias = Callable[[str, Any], Future[Any]]
-"""Makes a future of a function's name and what it returned."""
+FutureConverter: TypeAlias = Callable[[str, Any], Future[Any]]
+"""A function of a marked function's name and its return value that returns a `Future`, or raises `TypeError`."""
 
 EXPOSED = "_farcall_exposed"
-"""The attribute by which `exposed` marks."""
-_NOTHING = object()
-_MARK = "_wrapped_async_rpc_function"  # torch's name, which some programs look at
-_FUTURE_OF = "_farcall_future_of"
+"""The name of the attribute that `exposed` sets to True on functions and classes."""
+
+_MISSING = object()
+"""The default of `exposed`'s parameter, to tell `@exposed` from `@exposed()`."""
+
+ASYNC_MARK = "_wrapped_async_rpc_function"
+"""The attribute that marks a function as asynchronous. The name is torch's; some programs look at it."""
+
+_CONVERTER = "_farcall_future_converter"
+"""The attribute that holds the `FutureConverter` of a function marked by `mark_async`."""
 
 
 def async_execution(function: Callable[P, Future[T]]) -> Callable[P, Future[T]]:
-    """Says that the function returns a `Future`, and that its caller gets what that future is settled with.
+    """Marks a function that returns a `Future`: its remote caller gets the result of that future.
 
-    The thread that ran the function is free meanwhile. Goes beneath `staticmethod` and `classmethod`:
+    The thread that ran the function is free for other requests until the future is done. A call from the same process,
+    not through farcall, returns the future as it is.
 
-        class Server:
-            @staticmethod
-            @farcall.functions.async_execution
-            def add_later(x, y): ...
+    Args:
+        function: The function to mark. Put the decorator below `staticmethod` and `classmethod`.
 
-    Raises `TypeError` for an `async def` function, which needs no mark.
+    Returns:
+        A wrapper with the same signature, name and documentation. If the function returns anything but a
+        `farcall.Future`, the remote caller gets a `TypeError`.
+
+    Raises:
+        TypeError: `function` is an `async def` function. These are asynchronous without the decorator.
+
+    Example:
+        >>> class Server:
+        ...     @staticmethod
+        ...     @farcall.functions.async_execution
+        ...     def add_later(x, y):
+        ...         return farcall.rpc_async("adder", operator.add, args=(x, y))
     """
     if inspect.iscoroutinefunction(function):
         raise TypeError(
-            f"`{function.__qualname__}` is an `async def` function: leave async_execution out, as its caller gets what "
-            "it returns when its coroutine ends, or make it a plain function that returns a Future"
+            f"`{function.__qualname__}` is an `async def` function: leave async_execution out, because its caller gets "
+            "what it returns when its coroutine ends, or make it a plain function that returns a Future"
         )
 
     @functools.wraps(function)
     def wrapper(*args: P.args, **kwargs: P.kwargs) -> Future[T]:
         return function(*args, **kwargs)
 
-    mark_async(wrapper, function, _future_of)
+    mark_async(wrapper, function, _check_future)
     return wrapper
 
 
-def mark_async(wrapper: Any, function: Callable[..., Any], future_of: FutureOf) -> None:
-    """Marks a wrapper of a function as `async_execution` does.
+def mark_async(wrapper: Any, function: Callable[..., Any], converter: FutureConverter) -> None:
+    """Marks `wrapper` as an asynchronous function, with a converter for its return values.
 
-    `future_of` makes a `Future` of the function's name and what it returned, which may be another kind of future; or
-    raises what the caller is told.
+    `async_execution` is this with a converter that accepts `farcall.Future` only. Other edges, such as torch's, pass a
+    converter for another kind of future.
+
+    Args:
+        wrapper: The function that is called; it gets the mark. Must accept new attributes.
+        function: The function that `wrapper` calls, which may be `wrapper` itself.
+        converter: See `FutureConverter`. What it raises becomes the outcome of the call.
     """
-    setattr(wrapper, _MARK, function)
-    setattr(wrapper, _FUTURE_OF, future_of)
+    setattr(wrapper, ASYNC_MARK, function)
+    setattr(wrapper, _CONVERTER, converter)
 
 
-def async_result(function: Callable[..., Any]) -> FutureOf | None:
-    """If it, or what a partial or bound method stands for, is marked by `async_execution`: what makes a future of its
-    result, or raises `TypeError`."""
-    while not hasattr(function, _MARK):
+def async_result(function: Callable[..., Any]) -> FutureConverter | None:
+    """Returns the converter for the return value of an asynchronous function, or None if `function` is not marked.
+
+    The mark of the function inside a `functools.partial`, and of the function of a bound method, counts.
+    """
+    while not hasattr(function, ASYNC_MARK):
         if not isinstance(function, functools.partial):
             return None
         function = function.func
-    return getattr(function, _FUTURE_OF, _future_of)
+    return getattr(function, _CONVERTER, _default_converter)
+
+
+def set_default_converter(converter: FutureConverter) -> None:
+    """Sets the converter for functions that have torch's mark but no converter of their own.
+
+    These are functions that torch's own decorator marked before `farcall.pytorch.install()` replaced it. Until this is
+    called, they must return a `farcall.Future`.
+    """
+    global _default_converter
+    _default_converter = converter
 
 
 def is_async_execution(function: Callable[..., Any]) -> bool:
-    """Whether it, or what a partial or bound method stands for, is marked by `async_execution`."""
+    """Returns whether `function` is marked by `async_execution`, directly or inside a partial or bound method."""
     return async_result(function) is not None
 
 
-def _future_of(name: str, result: Any) -> Future[Any]:
+def _check_future(name: str, result: Any) -> Future[Any]:
+    """Returns `result` if it is a `Future`. Raises `TypeError`, naming the function, if not."""
     if not isinstance(result, Future):
         raise TypeError(
-            f"functions decorated with async_execution must return a Future, but what `{name}` returned is of type "
+            f"functions decorated with async_execution must return a Future, but `{name}` returned a "
             f"{type(result).__name__}"
         )
     return result
+
+
+_default_converter: FutureConverter = _check_future
 
 
 @overload
@@ -91,17 +139,28 @@ def exposed(target: E) -> E: ...
 def exposed() -> Callable[[E], E]: ...
 
 
-def exposed(target: Any = _NOTHING) -> Any:
-    """Marks a function, a method or a class as one that others may call, where the option `allow` restricts that.
+def exposed(target: Any = _MISSING) -> Any:
+    """Marks a function, method or class that other workers may call where the option `allow` restricts calls.
 
-        @farcall.exposed
-        def predict(batch): ...
+    A worker with `allow=[]` accepts calls of marked functions and nothing else. Of a marked class, other workers may
+    create instances and call the public methods. On a worker without `allow` the mark has no effect. Both `@exposed`
+    and `@exposed()` work, above or below `staticmethod` and `classmethod`.
 
-    A worker with `allow=[]` lets others call what is marked, and nothing else. A class that is marked may be made, and
-    its public methods called. Goes beneath `staticmethod` and `classmethod`, or above. Without `allow` it changes
-    nothing. Parentheses behind it may be there or not. Raises `TypeError` for what cannot carry the mark.
+    Args:
+        target: The function or class to mark. Without it, the decorator itself is returned.
+
+    Returns:
+        `target` itself, unchanged but for the mark.
+
+    Raises:
+        TypeError: `target` does not accept attributes, as a builtin function or class does not.
+
+    Example:
+        >>> @farcall.exposed
+        ... def predict(batch):
+        ...     return model(batch)
     """
-    if target is _NOTHING:
+    if target is _MISSING:
         return exposed
     carrier = target.__func__ if isinstance(target, (staticmethod, classmethod)) else target
     try:

@@ -1,19 +1,24 @@
-"""Futures: a result that is there later.
+"""Futures: results that will be there later.
 
-A future is settled once, by `set_result`, by `set_exception`, or by the reply of a call. Whoever waits for the future
-of a call does not sleep until somebody else has read the reply: it drives the future's *source* (the connection), which
-reads. A future that was made by hand has no source; waiting for it is plain sleeping.
+A future is settled once: by `set_result`, by `set_exception`, or by the reply of a call. A thread that waits for the
+future of a call does not sleep until another thread has read the reply. It drives the future's *source* (the
+connection), which reads. A future that was made by hand has no source, and waiting for it is plain sleeping.
 
 Rules
-- Settling needs no lock: the state is written last, and watchers are kept in a list from which the settler and a late
-  watcher both `pop`, so that each watcher runs exactly once whoever comes first.
-- A *waker* is a watcher that only wakes a thread; it runs at once wherever the future is settled, and may run twice if
-  Ctrl-C comes in between. A *callback* is user code; the settler is handed the callbacks and chooses where they run, so
-  that none runs under a lock or in the midst of reading. It runs once, whatever those before it raise.
-- Chains of `then`, however long, are walked up and down in loops: they need no stack.
-- The reply of a call is unpickled by whoever wants the value, not by whoever read it (`Unloaded`).
+- Settling needs no lock: the state is written last, and watchers are kept in a list from which the settling thread and
+  a late watcher both `pop`. So each watcher runs exactly once, whichever comes first.
+- A *waker* is a watcher that only wakes a thread. It runs at once, wherever the future is settled, and may run twice if
+  Ctrl-C comes in between. A *callback* is user code. The settling thread gets the callbacks and chooses where to run
+  them, so that none runs under a lock or in the middle of reading. A callback runs once, whatever the callbacks before
+  it raise.
+- Chains of `then` of any length are walked up and down in loops, so they need no stack.
+- The reply of a call is unpickled by the thread that wants the value, not by the thread that read it (`Unloaded`).
 - A done callback that is added where an event loop runs is called in that loop, as asyncio's own waits expect.
-- A failure that nobody has looked at when the future goes is reported once, as an `UnseenFailureWarning`.
+- A failure that nobody looked at before the future was dropped is reported once, as an `UnseenFailureWarning`. It
+  points at the line that made the call (`made_by`), or, if that is not known, at the line that dropped the future.
+
+`collect_all`, `wait_all` and blocks of `_wait_all` are for many futures at once. A thread that waits for all of them
+drives each in turn, so that no thread has to be woken.
 """
 
 from __future__ import annotations
@@ -22,13 +27,15 @@ import logging
 import sys
 import threading
 import warnings
-from collections.abc import Callable, Generator
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Generator, Iterable, Iterator
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
+from threading import get_ident
 from time import monotonic
+from types import CodeType, FrameType
 from typing import TYPE_CHECKING, Any, Final, Generic, NamedTuple, NoReturn, Protocol, TypeAlias, TypeVar, cast
 
-from farcall.sleeping import FOREVER, Gate
+from farcall.gate import FOREVER, Gate
 
 if TYPE_CHECKING:
     import asyncio
@@ -47,6 +54,11 @@ UNLOADED: Final = 3
 Watcher: TypeAlias = Callable[[Any], Any]
 """Called with the future. A waker returns callbacks for the settler to run, or None; a callback `Followed`, or None."""
 Callbacks: TypeAlias = list[Watcher]
+
+Place: TypeAlias = tuple[CodeType, int, dict[str, Any]]
+"""A place in a program: the code, the offset of the instruction, and the globals. A frame would keep its locals."""
+
+_OWN_CODE: Final = __file__.rpartition("/")[0] + "/"
 
 _settling = threading.RLock()  # guards no user code: only the check and the two writes of settling by hand
 
@@ -69,7 +81,7 @@ class Source(Protocol):
     def drive(self, future: Future[Any], deadline: float) -> None:
         """Blocks until the future is settled, or until `deadline` (of `time.monotonic`)."""
 
-    def attend(self) -> None:
+    def drive_in_background(self) -> None:
         """Somebody watches one of the futures without waiting for it: see that it is settled without delay."""
 
 
@@ -84,7 +96,8 @@ class Unloaded(Protocol):
 class Future(Generic[T]):
     """A result that is there later. Made by `rpc_async`, or by hand for a function under `async_execution`."""
 
-    __slots__ = ("__weakref__", "_reply", "_report", "_source", "_state", "_value", "_watchers")
+    # `_place` is not set by the constructor: most futures go without.
+    __slots__ = ("__weakref__", "_place", "_reply", "_report", "_source", "_state", "_value", "_watchers")
 
     def __init__(self, *, devices: object = None) -> None:
         # `devices` is accepted for programs written for torch, where it names GPUs.
@@ -127,7 +140,7 @@ class Future(Generic[T]):
             raise RuntimeError("the future is not done: call wait(), or ask done() first")
         if self._load() == FAILED:
             try:
-                raise self._value
+                raise self._value  # what the function raised, or why the call failed
             finally:
                 # The error's traceback holds this frame and those that called it. Would they hold the future, which
                 # holds the error, then all that was met on the way, references too, stayed until garbage collection.
@@ -163,13 +176,13 @@ class Future(Generic[T]):
                 self.forget(gate.open)
         return self._state != PENDING
 
-    def attend(self) -> None:
+    def drive_in_background(self) -> None:
         """Watched by a `then` already, and so attended."""
 
     def hasten(self) -> None:
         """Somebody waits for it in a way that cannot be seen here: it is to be settled without delay."""
         if not self._state and self._source is not None:
-            self._source.attend()
+            self._source.drive_in_background()
 
     def __await__(self) -> Generator[Any, None, T]:
         if not self._state:
@@ -204,6 +217,7 @@ class Future(Generic[T]):
         """A future for what `callback(this future)` returns. It runs as soon as this one is done."""
         derived: Future[S] = Future()
         derived._source = self
+        derived.made_by(sys._getframe(1))
         self.watch(_Then(callback, derived), waker=False)
         return derived
 
@@ -250,7 +264,7 @@ class Future(Generic[T]):
                 self._report.seen = True
             run_callbacks(self, watcher(self) if waker else [watcher])
         elif self._source is not None and not attended:
-            self._source.attend()
+            self._source.drive_in_background()
 
     def forget(self, watcher: Watcher) -> None:
         """Takes a waker back that is of no use any more."""
@@ -270,6 +284,8 @@ class Future(Generic[T]):
         """Settles the future with an error. `RuntimeError` if it is settled already."""
         if not isinstance(error, BaseException):
             raise TypeError(f"set_exception takes an exception, not {error!r}")
+        if not hasattr(self, "_place"):
+            self.made_by(sys._getframe(1))
         self._settle_by_hand(FAILED, error, lambda: _unseen(error))
         run_callbacks(self, self.wake())
 
@@ -297,11 +313,14 @@ class Future(Generic[T]):
         watchers = self._watchers
         entry = None
         try:
-            while watchers:
+            while True:
+                if not watchers:
+                    break  # not `while watchers:`; `run_callbacks` says why
                 try:
                     entry = watchers[0]
                     watchers.remove(entry)
                 except (IndexError, ValueError):
+                    entry = None
                     continue  # a watcher that came late took it
                 waker, watcher = entry
                 # Not append(): Ctrl-C may come as that returns.
@@ -316,11 +335,18 @@ class Future(Generic[T]):
             self._report.seen = True  # the callbacks were handed the failure
         return callbacks or None
 
+    def made_by(self, frame: FrameType) -> None:
+        """That frame of the program has made it: a warning about it is to point there."""
+        self._place = frame.f_code, frame.f_lasti, frame.f_globals
+        if self._report is not None:  # another thread has settled it in the meantime
+            self._report.place = self._place
+
     def report_unseen(self, describe: Callable[[], str]) -> None:
         """If nobody looks at this future's failure before it goes, warns with `describe()`."""
         if self._report is not None:
             self._report.seen = True  # settling was interrupted, and is done again
-        self._report = _FailureReport(describe)
+        report = self._report = _FailureReport(describe)
+        report.place = getattr(self, "_place", None)  # after that: see `made_by`
 
     def _load(self) -> int:
         reply = self._reply
@@ -390,15 +416,15 @@ class _Then:
 
     def __call__(self, future: Future[Any]) -> Followed | None:
         derived = self.derived
-        interrupt = None
         try:
             result = self.callback(future)
         except BaseException as error:
             interrupt = _meant_for_the_program(error, future)
             callbacks = None if derived._state else settle_failed(derived, error)
-        else:
-            callbacks = None if derived._state else derived.settle(DONE, result)  # if not by hand meanwhile
-        return Followed(derived, callbacks, interrupt) if callbacks or interrupt else None
+            # Here, not after the `try`: since 3.12 the way there is a jump back, at which an interrupt may come.
+            return Followed(derived, callbacks, interrupt) if callbacks or interrupt else None
+        callbacks = None if derived._state else derived.settle(DONE, result)  # if not by hand meanwhile
+        return Followed(derived, callbacks) if callbacks else None
 
     def interrupted(self, error: BaseException) -> Followed:
         """That escaped: whoever waits for the derived future must not wait for ever."""
@@ -409,15 +435,42 @@ class _Then:
 class _FailureReport:
     """Warns when it goes unless somebody has looked. An object of its own, so that most futures need no finalizer."""
 
-    __slots__ = ("_describe", "seen")
+    __slots__ = ("_describe", "place", "seen")
 
     def __init__(self, describe: Callable[[], str]) -> None:
         self._describe = describe
+        self.place: Place | None = None
         self.seen = False
 
     def __del__(self) -> None:
-        if not getattr(self, "seen", True):  # it is not there if Ctrl-C came as this was made
+        if getattr(self, "seen", True):  # it is not there if Ctrl-C came as this was made
+            return
+        place = self.place
+        if place is None or place[0].co_filename.startswith(_OWN_CODE):
+            place = _place_outside()
+        if place is None:
             warnings.warn(self._describe(), UnseenFailureWarning, stacklevel=2)
+            return
+        code, at, names = place
+        lines = (line for start, end, line in code.co_lines() if start <= at < end and line is not None)
+        warnings.warn_explicit(
+            self._describe(),
+            UnseenFailureWarning,
+            code.co_filename,
+            next(lines, code.co_firstlineno),
+            names.get("__name__"),
+            names.setdefault("__warningregistry__", {}),
+        )
+
+
+def _place_outside() -> Place | None:
+    """The innermost place of this thread that is not in farcall; None if there is none."""
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None and frame.f_code.co_filename.startswith(_OWN_CODE):
+        frame = frame.f_back
+    if frame is None or frame.f_globals.get("__name__") == "threading":  # a thread of ours
+        return None
+    return frame.f_code, frame.f_lasti, frame.f_globals
 
 
 def run_callbacks(future: Future[Any], callbacks: Callbacks | None, waiting: bool = False) -> None:
@@ -427,7 +480,11 @@ def run_callbacks(future: Future[Any], callbacks: Callbacks | None, waiting: boo
     interrupt = callback = None
     todo = [Followed(future, callbacks)]
     try:
-        while todo:
+        # On Python 3.13 an interrupt at the end of a `while todo:` loop would pass by the handlers of this `try`
+        # (CPython issue 130279): the jump back to a condition is not covered by them, the jump of `while True` is.
+        while True:
+            if not todo:
+                break
             future, callbacks, _ = todo[-1]
             if not callbacks:
                 todo.pop()
@@ -463,3 +520,104 @@ def _meant_for_the_program(error: BaseException, future: Future[Any]) -> BaseExc
 
 def _unseen(error: BaseException) -> str:
     return f"nobody looked at a future that failed with {type(error).__name__}: {error}"
+
+
+# -- Many futures at once
+
+
+class _All:
+    """The source of a future of `collect_all`: a thread that waits for all of them drives each in turn."""
+
+    def __init__(self, futures: list[Future[Any]]) -> None:
+        self._futures = futures
+
+    def drive(self, future: Future[Any], deadline: float) -> None:
+        for each in self._futures:
+            each.block(deadline)
+
+    def drive_in_background(self) -> None:
+        for each in self._futures:
+            if each._source is not None:
+                each._source.drive_in_background()
+
+
+def _checked(futures: Iterable[Future[Any]]) -> list[Future[Any]]:
+    all_futures = list(futures)
+    for future in all_futures:
+        if not isinstance(future, Future):
+            raise TypeError(f"collect_all and wait_all take farcall futures, as rpc_async gives them, not {future!r}")
+    return all_futures
+
+
+def collect_all(futures: Iterable[Future[Any]]) -> Future[list[Future[Any]]]:
+    """A future that is done, with the list of all these futures, when all of them are done, failed or not."""
+    all_futures = _checked(futures)
+    collected: Future[list[Future[Any]]] = Future()
+    collected._source = _All(all_futures)
+    if not all_futures:
+        collected.set_result([])
+        return collected
+    remaining = set(map(id, all_futures))
+    lock = threading.Lock()
+
+    def one_done(future: Future[Any]) -> Callbacks | None:
+        with lock:
+            remaining.discard(id(future))  # not counted: a waker may run twice
+            if remaining:
+                return None
+        callbacks = collected.wake() if collected._state else collected.settle(DONE, all_futures)
+        return [lambda _: Followed(collected, callbacks)] if callbacks else None
+
+    for future in all_futures:
+        future.watch(one_done, waker=True, attended=True)
+    return collected
+
+
+def wait_all(futures: Iterable[Future[Any]]) -> list[Any]:
+    """The results of all, in their order. Raises the first error in that order, when all are done."""
+    all_futures = _checked(futures)
+    for future in all_futures:
+        if not future._state:
+            future.block(FOREVER)
+    for future in all_futures:
+        if future._state != DONE:
+            future._load()  # all failures are seen, though only one can be raised
+    return [future.value() for future in all_futures]
+
+
+class AwaitedTogether(dict[int, list[Future[Any]]]):
+    """The futures that `_wait_all` blocks have to wait for, by thread. Empty, and so false, while there is no block."""
+
+    def note(self, future: Future[Any]) -> None:
+        """Adds the future of a call to the block that this thread is in; does nothing outside of a block."""
+        futures = self.get(get_ident())
+        if futures is not None:
+            futures.append(future)
+
+
+awaited_together: Final = AwaitedTogether()
+
+
+@contextmanager
+def _wait_all() -> Iterator[None]:
+    """Around `rpc_async`: at its end, waits for all futures of calls that this thread has made in it.
+
+    Raises the first error of theirs, in the order of the calls, when all are done; what the block itself raises comes
+    first. Blocks may stand in each other, and each waits for its own.
+    """
+    thread = get_ident()
+    outer = awaited_together.get(thread)
+    futures: list[Future[Any]] = []
+    awaited_together[thread] = futures
+    try:
+        yield
+    except Exception:
+        for future in futures:
+            future.exception()  # is seen, though another error is raised
+        raise
+    finally:
+        if outer is None:
+            del awaited_together[thread]
+        else:
+            awaited_together[thread] = outer
+    wait_all(futures)

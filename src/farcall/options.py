@@ -1,12 +1,14 @@
-"""What can be chosen about an agent, and checked when it is chosen.
+"""The options of an agent: `RpcBackendOptions` for farcall's own, `BackendOptions` for the agents of other backends.
 
-Options may be changed until an agent takes them: it keeps a copy that nobody can change (`taken`), so an agent never
-sees its options change.
+Rules
+- A value is checked when it is set, in the constructor or later. A wrong value raises an error and changes nothing.
+- Options can be changed until an agent is made from them. The agent keeps a frozen copy (`frozen_copy`), so its
+  options never change while it runs.
+- The defaults are those of `torch.distributed.rpc` for the options that torch has.
 
-Defaults are those of `torch.distributed.rpc` where it has the option. Device maps say on which device of the callee a
-tensor arrives. Devices are written as torch writes them, but torch is not needed for it: "cpu", "cuda:1", "meta"; a
-number n is "cuda:n"; whatever has a `type` and an `index` (a `torch.device`) is taken for those. They are checked for
-their form only: which devices there are is not known here.
+Devices are written as torch writes them, but torch is not needed: "cpu", "cuda:1" or "meta". A number n means "cuda:n".
+An object with the attributes `type` and `index`, such as a `torch.device`, is accepted as well. Only the form of a
+device is checked here, not whether the device exists.
 """
 
 from __future__ import annotations
@@ -24,211 +26,310 @@ from typing import Any, Final, Self, TypeAlias
 from farcall.errors import BackendError, DeviceError, UsageError
 
 DEFAULT_RPC_TIMEOUT: Final = 60.0
+"""The default timeout of calls, in seconds."""
 UNSET_RPC_TIMEOUT: Final = -1.0
-"""The default of a `timeout` parameter: take the agent's."""
+"""The default of `timeout` parameters. It means: use the timeout of the agent, `RpcAgent.rpc_timeout`."""
 DEFAULT_NUM_WORKER_THREADS: Final = 16
+"""The default number of functions that a worker runs at once for other workers."""
 DEFAULT_INIT_METHOD: Final = "env://"
+"""The default rendezvous: MASTER_ADDR and MASTER_PORT of the environment."""
 DEFAULT_INIT_TIMEOUT: Final = 60.0
+"""The default time that `init_rpc` waits for the other workers, in seconds."""
 DEFAULT_SHUTDOWN_TIMEOUT: Final = 0.0
+"""The default timeout of `shutdown`, in seconds; 0 means no limit."""
 
 Device: TypeAlias = Any
-"""A text, a number, or something with a `type` and an `index`. Kept as a text."""
+"""A str such as "cuda:1", an int, or an object with `type` and `index`. Options keep devices as str."""
 
-_ONE_OF: Final = re.compile(r"\[!?[^\[\].]+\]")
-"""In a pattern of names: one of these characters."""
+_CHARACTER_SET: Final = re.compile(r"\[!?[^\[\].]+\]")
+"""A set of characters in a pattern of names, such as the `[0-9]` of "service.step[0-9]"."""
 _DEVICE: Final = re.compile(r"([a-z]+)(?::(-?\d+))?")
+"""A device: its type and, after a colon, its index."""
 
 
 @dataclass(kw_only=True)
 class BackendOptions:
-    """What the options of every backend have. Another backend's options are a subclass of it.
+    """The options that all backends have. The options of another backend are a subclass of this class.
 
-    Every value is checked when it is set: raises `UsageError`, and nothing has changed. An option that is none raises
-    `BackendError`, a `TypeError`.
+    All options are keyword arguments and attributes. Each is checked when it is set.
+
+    Raises:
+        UsageError: An option is set to a value that it cannot have; the option keeps its value.
+        BackendError: A keyword argument names no option. The message suggests similar names.
     """
 
     rpc_timeout: float = DEFAULT_RPC_TIMEOUT
-    """Seconds that a call may take unless it says otherwise; 0 is without end."""
+    """The timeout, in seconds, of calls that do not give their own. 0 means no timeout."""
 
     init_method: str = DEFAULT_INIT_METHOD
-    """Where workers find each other: `env://`, `tcp://host:port` or `file://path`."""
+    """The rendezvous, where the workers find each other: `env://`, `tcp://host:port` or `file://path`."""
 
     def __new__(cls, *_: Any, **chosen: Any) -> Self:
+        """Returns a new object. Raises `BackendError` if a keyword argument is not a parameter of `__init__`."""
         known = inspect.signature(cls.__init__).parameters
         takes_any = any(each.kind is each.VAR_KEYWORD for each in known.values())
         unknown = [] if takes_any else [name for name in chosen if name not in known]
         if unknown:
-            raise _no_such_option(cls, unknown[0], list(known)[1:])
+            raise _unknown_option_error(cls, unknown[0], list(known)[1:])
         return super().__new__(cls)
 
     def __setattr__(self, name: str, value: Any) -> None:
-        if self.__dict__.get("_taken"):
-            raise UsageError(f"{name} cannot be set: an agent has taken these options; set it before init_rpc")
+        """Checks and sets one option. Raises `UsageError` for a wrong value, and always on a frozen copy."""
+        if self.__dict__.get("_frozen"):
+            raise UsageError(f"{name} cannot be set: these options are in use by an agent; set it before init_rpc")
         check = _CHECKS.get(name)
         super().__setattr__(name, check(name, value) if check is not None else value)
 
-    def taken(self) -> Self:
-        """A copy for an agent to keep, checked once more. Nobody can change it."""
+    def frozen_copy(self) -> Self:
+        """Returns a copy for an agent to keep, whose options cannot be set any more.
+
+        All values are checked again, because a list or dict may have been changed in place since it was set.
+
+        Raises:
+            UsageError: An option has a value that it cannot have.
+        """
         mine = copy.deepcopy(self)
-        mine.__dict__.pop("_taken", None)
+        mine.__dict__.pop("_frozen", None)
         for each in dataclasses.fields(mine):
             setattr(mine, each.name, getattr(mine, each.name))
-        mine.__dict__["_taken"] = True
+        mine.__dict__["_frozen"] = True
         return mine
 
 
 @dataclass(kw_only=True)
 class RpcBackendOptions(BackendOptions):
-    """The options of the default backend."""
+    """The options of the default backend, farcall's own agent.
+
+    All options are keyword arguments and attributes. Each is checked when it is set.
+
+    Raises:
+        UsageError: An option is set to a value that it cannot have; the option keeps its value.
+        DeviceError: `devices` or `device_maps` is not valid.
+        BackendError: A keyword argument names no option. The message suggests similar names.
+
+    Example:
+        >>> options = farcall.RpcBackendOptions(num_worker_threads=4, rpc_timeout=30)
+        >>> farcall.init_rpc("trainer", rank=0, world_size=2, rpc_backend_options=options)
+    """
 
     num_worker_threads: int = DEFAULT_NUM_WORKER_THREADS
-    """How many functions run here at once for others. Those that wait for a farcall reply do not count."""
+    """How many functions this worker runs at once for other workers, at least 1. Functions that are waiting for the
+    reply of a farcall call do not count."""
 
     init_timeout: float = DEFAULT_INIT_TIMEOUT
-    """Seconds to wait for all workers at the start."""
+    """How many seconds `init_rpc` waits for the other workers, more than 0."""
 
     interface: str | None = None
-    """The network interface (`eth0`) or its address to listen on; by default the one that leads to the store."""
+    """The network interface (`eth0`) or its address to listen on. None means the one that leads to the store."""
 
     transports: tuple[str, ...] = ("unix", "tcp")
-    """Which transports may be used, best first. What cannot be used here or for a peer is passed over."""
+    """The names of the transports that may be used, the preferred one first; not empty. A transport that this host does
+    not have, or that does not lead to the other worker, is skipped."""
 
     spin: float = 100e-6
-    """Seconds that a thread polls for what it waits for before it sleeps; 0 turns spinning off.
-    Spinning stops by itself where it does not pay."""
+    """How many seconds a waiting thread polls before it sleeps. 0 means it never polls. Polling is also switched off
+    automatically while it does not make calls faster."""
 
     heartbeat_interval: float = 1.0
-    """Seconds between the pings by which workers watch each other."""
+    """Seconds between two heartbeats, more than 0."""
 
     heartbeat_patience: float = 8.0
-    """Seconds of silence after which a worker is taken for dead. It should be longer than any call into C that keeps
-    the interpreter to itself; a worker whose process has ended is noticed at once all the same."""
+    """How many seconds a worker may be silent, towards all other workers, before it can be declared lost. At the latest
+    two heartbeat intervals after that it is. Must be at least three heartbeat intervals, which `init_rpc` checks, and
+    longer than any call into C code that holds the GIL. A worker whose process has ended is declared lost at once."""
 
     secret: str | None = field(default=None, repr=False)
-    """What the workers of the group know each other by, the same at all; by default FARCALL_SECRET of the environment,
-    which `farcall run` sets, else what the file of this user holds, which is made on first use."""
+    """The secret of the group, at least 16 characters, the same for all workers. None means FARCALL_SECRET of the
+    environment, which `farcall run` sets, or else the content of a file of this user, which is created on first use."""
 
-    allow: tuple[str, ...] | None = None
-    """What others may call on this worker, and what may be loaded from what they send: modules, functions and classes,
-    or their names, or patterns of names ("service.*"). Besides, what is marked by `farcall.exposed`, and plain data.
-    None allows everything; an empty list only what is marked."""
+    allow: Sequence[Any] | None = None
+    """The functions that other workers may call on this worker, and the types that they may send: modules, functions
+    and classes, or their names, or patterns of names ("service.*"). Functions and classes marked by `farcall.exposed`
+    and plain data are always allowed. None allows everything; an empty list allows only those."""
 
     encrypt_between_hosts: bool = True
-    """Whether what goes to other hosts is encrypted (TLS 1.3). It must be the same at all workers. On one host, by unix
-    sockets and loopback, everything goes in the clear; the secret is asked for everywhere."""
+    """Whether connections to other hosts, and to other network namespaces of this host, use TLS 1.3. Must be the same
+    for all workers. Connections within one host (Unix sockets, loopback) are not encrypted. All connections are
+    authenticated with the secret, encrypted or not."""
 
     tls_certificate: str | None = None
-    """The PEM file with this worker's certificate, if it is not to make one for itself; `tls_key` has its key, and
-    `tls_authority` the certificate of who has signed those of all workers. All three or none."""
+    """The path of a PEM file with this worker's certificate. None means that the worker creates a certificate for
+    itself. Set `tls_certificate`, `tls_key` and `tls_authority` together or not at all."""
 
     tls_key: str | None = None
+    """The path of a PEM file with the private key of `tls_certificate`, without a passphrase."""
+
     tls_authority: str | None = None
+    """The path of a PEM file with the certificate of the authority that signed the certificates of all workers."""
 
     max_strangers: int = 256
-    """How many connections may be there at once whose other end has not proved yet that it knows the secret."""
+    """How many connections may be open at once whose other end has not proved yet that it knows the secret, at least
+    1. When one more arrives, the oldest of them is closed."""
 
     proof_timeout: float = 10.0
-    """Seconds that the other end of a connection has to prove it."""
+    """How many seconds the other end of a new connection has to prove that it knows the secret, more than 0."""
 
     max_greeting_size: int = 64 * 1024
-    """Bytes that one message may have before that is proved."""
+    """The largest size, in bytes, of one message of a handshake, at least 1024."""
 
     max_head_size: int = 4 * 1024**2
-    """Bytes that the head of a message between workers may have: the function's name, and references."""
+    """The largest size, in bytes, of the header of a message between workers, which holds the name of the function and
+    the references. At least 1024."""
 
     max_message_size: int = 1024**4
-    """Bytes that a message between workers may have. Memory is taken as they come, not as they are announced."""
+    """The largest size, in bytes, of a message between workers, at least 65536. Memory is allocated as the bytes
+    arrive, not for the size that the message announces."""
 
     shared_memory: int | None = None
-    """Bytes of shared memory at most in which this worker hands large data to others on its host; 0 turns that off,
-    and everything goes through sockets. By default a quarter of the machine's memory, 4 GiB at most."""
+    """How many bytes of shared memory this worker may use to pass large data to workers of the same host. 0 means none:
+    large data goes through sockets. None means a quarter of the memory of the machine, at most 4 GiB."""
 
     record_stacks: bool = False
-    """Whether references remember the whole stack where they were made, for `references()`; else the line only."""
+    """Whether a reference remembers the whole call stack at its creation, for `farcall.references()`. False means only
+    the line that created it."""
 
     device_maps: dict[str, dict[Device, Device]] = field(default_factory=dict)
-    """For a callee's name: which of its devices stands for which device of this worker."""
+    """For the name of each callee, a map from devices of this worker to devices of the callee. A tensor on a device of
+    this worker arrives on the mapped device. No two devices may be mapped to the same one. None means no maps."""
 
     devices: list[Device] = field(default_factory=list)
-    """The CUDA devices of this worker that calls may use; by default those of the device maps."""
+    """The CUDA devices of this worker that calls may use. An empty list or None means those in the device maps."""
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Returns the options for pickling. Raises `UsageError` if `secret` is set, so that no pickle contains it."""
+        if self.secret is not None:
+            raise UsageError(
+                "options with a secret cannot be pickled, because the pickle would contain the secret; for a child "
+                "process, set FARCALL_SECRET in the environment, which it inherits, or set the option secret there"
+            )
+        return dict(self.__dict__)
+
+    def __copy__(self) -> Self:
+        """Returns a shallow copy with the secret, which `__getstate__` would refuse to copy."""
+        mine = object.__new__(type(self))
+        mine.__dict__.update(self.__dict__)
+        return mine
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Self:
+        """Returns a deep copy with the secret, which `__getstate__` would refuse to copy."""
+        mine = object.__new__(type(self))
+        memo[id(self)] = mine
+        mine.__dict__.update(copy.deepcopy(self.__dict__, memo))
+        return mine
 
     def set_device_map(self, to: str, device_map: Mapping[Device, Device]) -> None:
-        """Adds to the device map for worker `to`: our devices are the keys, its devices the values.
+        """Adds entries to the device map for one callee.
 
-        Raises `DeviceError`, a `ValueError`, for what is no device, for two of ours on one of its, and for one of ours
-        that has another place already. Two of ours on one of its by several calls: `init_rpc` raises it.
+        Args:
+            to: The name of the callee. Whether there is such a worker is not checked.
+            device_map: A dict from devices of this worker to devices of the callee. An empty one changes nothing.
+
+        Raises:
+            DeviceError: A key or value is not a device, two devices are mapped to the same one, or a device is mapped
+                already to another one. Two separate calls that map two devices to the same one are found by `init_rpc`.
+            UsageError: An agent uses these options already.
+
+        Example:
+            >>> options.set_device_map("worker1", {"cuda:0": "cuda:1", 1: "cpu"})
         """
-        if self.__dict__.get("_taken"):
-            raise UsageError("set_device_map came too late: an agent has taken these options; set it before init_rpc")
-        added = _device_map(device_map)
+        if self.__dict__.get("_frozen"):
+            raise UsageError(
+                "set_device_map was called too late: these options are in use by an agent; call it before init_rpc"
+            )
+        added = _check_device_map(device_map)
         known = self.device_maps.get(to, {})
-        for ours, its in added.items():
-            if known.get(ours, its) != its:
+        for source, target in added.items():
+            if known.get(source, target) != target:
                 raise DeviceError(
-                    f"`set_device_map` only supports 1-to-1 mapping, trying to map {ours} to {its} and {known[ours]}"
+                    f"`set_device_map` only supports 1-to-1 mapping, trying to map {source} to {target} and "
+                    f"{known[source]}"
                 )
         self.device_maps[to] = {**known, **added}
 
     def set_devices(self, devices: Iterable[Device]) -> None:
-        """Says which CUDA devices of this worker calls may use. Raises `DeviceError`, a `ValueError`, for any other."""
+        """Sets the CUDA devices of this worker that calls may use.
+
+        Args:
+            devices: The devices, such as `["cuda:0", 1]`. An empty list means the devices in the device maps.
+
+        Raises:
+            DeviceError: One of them is not a CUDA device. Nothing has changed.
+            UsageError: An agent uses these options already.
+        """
         self.devices = list(devices)
 
 
 TensorPipeRpcBackendOptions = RpcBackendOptions
-"""The name that torch gives to the options of its default backend."""
+"""torch's name for the options of the default backend."""
 
 
-# What each option is checked by, and made of: a function of its name and the value.
+# The checks. Each is a function of the option's name and the value, and returns the value to store.
 
 
-def _no_such_option(cls: type, name: str, known: Sequence[str]) -> BackendError:
+def _unknown_option_error(cls: type, name: str, known: Sequence[str]) -> BackendError:
+    """Returns the error for an unknown option, with up to three similar names, or all known ones if none is similar."""
     import difflib  # late: only for this message
 
     near = difflib.get_close_matches(name, known, n=3)
-    advice = f"did you mean {' or '.join(near)}?" if near else f"there are {', '.join(known)}"
+    advice = f"did you mean {' or '.join(near)}?" if near else f"its options are {', '.join(known)}"
     return BackendError(f"{cls.__name__} has no option {name}; {advice}")
 
 
-def _number(name: str, value: Any, least: Callable[[Any], bool], rule: str) -> Any:
+def _check_number(name: str, value: Any, is_valid: Callable[[Any], bool], rule: str) -> Any:
+    """Returns `value` if it is a real number and `is_valid`. Raises `UsageError`, quoting `rule`, if not."""
     if not isinstance(value, Real) or isinstance(value, bool):
         raise UsageError(f"{name} must be a number, not {value!r}")
-    if not least(value):  # nan too
+    if not is_valid(value):  # every comparison with nan is false, so nan is refused here
         raise UsageError(f"{name} must be {rule}, not {value}")
     return value
 
 
-def _whole(least: int) -> Callable[[str, Any], int]:
+def _check_int(least: int) -> Callable[[str, Any], int]:
+    """Returns a check for whole numbers of at least `least`. It accepts 1e6, as 1000000, and refuses 1.5 and inf."""
+
     def check(name: str, value: Any) -> int:
-        number = _number(name, value, lambda number: number >= least, f"at least {least}")
-        if number // 1 != number:  # infinity, too
+        number = _check_number(name, value, lambda number: number >= least, f"at least {least}")
+        if number // 1 != number:  # also refuses infinity: inf // 1 is nan
             raise UsageError(f"{name} must be a whole number, not {value}")
-        return int(number)  # 1e6 is one
+        return int(number)
 
     return check
 
 
-def _transports(name: str, value: Any) -> Any:
+def _check_transports(name: str, value: Any) -> Any:
+    """Returns `value`. Raises `UsageError` if it is empty or a single str. The names are checked by `init_rpc`."""
     if isinstance(value, str) or not value:
         raise UsageError(f"{name} must be a tuple of names such as ('unix', 'tcp'), not {value!r}")
     return value
 
 
-def _secret(name: str, value: Any) -> Any:
-    if value is not None and not isinstance(value, str):  # it is not shown
-        raise UsageError(f"{name} must be a text, the same at all workers, not a {type(value).__name__}")
+def _check_secret(name: str, value: Any) -> Any:
+    """Returns `value`. Raises `UsageError` if it is neither None nor a str. `init_rpc` checks its length."""
+    if value is not None and not isinstance(value, str):
+        # The message has the type only: the value may be the secret, as bytes.
+        raise UsageError(f"{name} must be a str, the same for all workers, not a {type(value).__name__}")
     return value
 
 
-def _allow(name: str, value: Any) -> Any:
-    """As names, which can be copied and compared before anything is loaded."""
+def _check_allow(name: str, value: Any) -> Any:
+    """Returns the entries as a tuple of names, or None for None.
+
+    Names can be compared before anything is imported. Raises `UsageError` for a single str, for what is not iterable,
+    and for an entry without a usable name.
+    """
     if value is None:
         return None
     if isinstance(value, str) or not isinstance(value, Iterable):
         raise UsageError(f"{name} must be a list of names, functions, classes or modules, not {value!r}")
-    return tuple(_name_of(name, each) for each in value)
+    return tuple(_name_of_entry(name, each) for each in value)
 
 
-def _name_of(option: str, target: Any) -> str:
+def _name_of_entry(option: str, target: Any) -> str:
+    """Returns the full name of a module, function or class, or a name or pattern as it is.
+
+    Raises `UsageError` for an object without a module and a name (a lambda, an instance), and for a text that can match
+    no name, because it has empty parts, spaces or unpaired brackets.
+    """
     if isinstance(target, ModuleType):
         return target.__name__
     if isinstance(target, str):
@@ -236,26 +337,30 @@ def _name_of(option: str, target: Any) -> str:
     else:
         module, qualname = getattr(target, "__module__", None), getattr(target, "__qualname__", None)
         if not isinstance(module, str) or not isinstance(qualname, str) or "<" in qualname:
-            raise UsageError(f"{option} cannot name {target!r}: give a module, or a function or class of a module")
+            raise UsageError(
+                f"{option} cannot have {target!r}, because it has no name that can be looked up: give a module, or a "
+                "function or class of a module"
+            )
         text = f"{module}.{qualname}"
-    plain = _ONE_OF.sub("x", text)
+    plain = _CHARACTER_SET.sub("x", text)
     if not all(plain.split(".")) or set(plain) & set("[]") or any(each.isspace() for each in text):
-        # It would match nothing, and nobody would know why.
+        # Refused here, because it would match nothing later, without any message.
         raise UsageError(
-            f"{option} has {target!r}, which is no name: write 'module', 'module.function', or a pattern such as "
+            f"{option} has {target!r}, which is not a name: write 'module', 'module.function', or a pattern such as "
             "'module.*', 'module.get_?' or 'module.step[0-9]'"
         )
     return text
 
 
-def _truth(name: str, value: Any) -> Any:
+def _check_bool(name: str, value: Any) -> Any:
+    """Returns `value`. Raises `UsageError` if it is not True or False."""
     if not isinstance(value, bool):
         raise UsageError(f"{name} must be True or False, not {value!r}")
     return value
 
 
-def _device(device: Device) -> str:
-    """The device as torch writes it. Raises `DeviceError`."""
+def _check_device(device: Device) -> str:
+    """Returns a device as torch writes it, such as "cuda:1" for 1. Raises `DeviceError` if it is not a device."""
     if isinstance(device, int) and not isinstance(device, bool):
         text = f"cuda:{device}"
     elif isinstance(device, str):
@@ -265,36 +370,52 @@ def _device(device: Device) -> str:
         text = f"{kind}:{index}" if index is not None else str(kind)
     match = _DEVICE.fullmatch(text)
     if match is None:
-        raise DeviceError(f"{device!r} is no device: write it as 'cpu', 'cuda:1', or 1 for the latter")
+        raise DeviceError(f"{device!r} is not a device: write 'cpu', or 'cuda:1', or 1 for 'cuda:1'")
     if match[2] and match[2].startswith("-"):
         raise DeviceError(f"Device index must not be negative, got {match[2]}")
     return text
 
 
-def _device_map(device_map: Mapping[Device, Device]) -> dict[Device, Device]:
+def _check_device_map(device_map: Mapping[Device, Device]) -> dict[Device, Device]:
+    """Returns the device map with its devices as str. Raises `DeviceError` if two devices are mapped to the same one.
+
+    Also raises `DeviceError` if `device_map` is not a mapping, or a key or value is not a device.
+    """
     if not isinstance(device_map, Mapping):
-        raise DeviceError(f"a device map must be a dict from our devices to the callee's, not {device_map!r}")
+        raise DeviceError(
+            f"a device map must be a dict from devices of this worker to devices of the callee, not {device_map!r}"
+        )
     checked: dict[Device, Device] = {}
-    of: dict[str, str] = {}  # theirs to ours
-    for ours, its in ((_device(key), _device(value)) for key, value in device_map.items()):
-        if of.setdefault(its, ours) != ours:
-            raise DeviceError(f"`device_map` only supports 1-to-1 mapping, trying to map {ours} and {of[its]} to {its}")
-        checked[ours] = its
+    sources: dict[str, str] = {}
+    for source, target in ((_check_device(key), _check_device(value)) for key, value in device_map.items()):
+        if sources.setdefault(target, source) != source:
+            raise DeviceError(
+                f"`device_map` only supports 1-to-1 mapping, trying to map {source} and {sources[target]} to {target}"
+            )
+        checked[source] = target
     return checked
 
 
-def _device_maps(name: str, value: Any) -> dict[str, dict[Device, Device]]:
+def _check_device_maps(name: str, value: Any) -> dict[str, dict[Device, Device]]:
+    """Returns the checked device maps by the callees' names; an empty dict for None.
+
+    Raises `DeviceError` if `value` is not a dict from names to valid device maps.
+    """
     if value is None:
         return {}
     if not isinstance(value, Mapping) or not all(isinstance(worker, str) for worker in value):
-        raise DeviceError(f"{name} must be a dict with a device map for each worker's name, not {value!r}")
-    return {worker: _device_map(device_map) for worker, device_map in value.items()}
+        raise DeviceError(f"{name} must be a dict from names of workers to device maps, not {value!r}")
+    return {worker: _check_device_map(device_map) for worker, device_map in value.items()}
 
 
-def _devices(name: str, value: Any) -> list[Device]:
+def _check_devices(name: str, value: Any) -> list[Device]:
+    """Returns a list of CUDA devices as str; an empty list for None.
+
+    Raises `DeviceError` for other devices, a single str, a mapping, and what is not iterable.
+    """
     if isinstance(value, str | Mapping) or not isinstance(value, Iterable | None):
         raise DeviceError(f"{name} must be a list such as ['cuda:0'], not {value!r}")
-    checked = [_device(device) for device in value or ()]
+    checked = [_check_device(device) for device in value or ()]
     for device in checked:
         kind = device.partition(":")[0]
         if kind != "cuda":
@@ -303,22 +424,23 @@ def _devices(name: str, value: Any) -> list[Device]:
 
 
 _CHECKS: Final[Mapping[str, Callable[[str, Any], Any]]] = {
-    "num_worker_threads": _whole(1),
-    "rpc_timeout": lambda name, value: _number(name, value, lambda number: number >= 0, "0 (no timeout) or more"),
-    "init_timeout": lambda name, value: _number(name, value, lambda number: number > 0, "more than 0"),
-    "spin": lambda name, value: _number(name, value, lambda number: number >= 0, "0 (never spin) or more"),
-    "heartbeat_interval": lambda name, value: _number(name, value, lambda number: number > 0, "more than 0"),
-    "heartbeat_patience": lambda name, value: _number(name, value, lambda number: number > 0, "more than 0"),
-    "secret": _secret,
-    "encrypt_between_hosts": _truth,
-    "allow": _allow,
-    "max_strangers": _whole(1),
-    "proof_timeout": lambda name, value: _number(name, value, lambda number: number > 0, "more than 0"),
-    "max_greeting_size": _whole(1024),
-    "max_head_size": _whole(1024),
-    "max_message_size": _whole(65536),
-    "shared_memory": lambda name, value: None if value is None else _whole(0)(name, value),
-    "transports": _transports,
-    "device_maps": _device_maps,
-    "devices": _devices,
+    "num_worker_threads": _check_int(1),
+    "rpc_timeout": lambda name, value: _check_number(name, value, lambda number: number >= 0, "0 (no timeout) or more"),
+    "init_timeout": lambda name, value: _check_number(name, value, lambda number: number > 0, "more than 0"),
+    "spin": lambda name, value: _check_number(name, value, lambda number: number >= 0, "0 (never spin) or more"),
+    "heartbeat_interval": lambda name, value: _check_number(name, value, lambda number: number > 0, "more than 0"),
+    "heartbeat_patience": lambda name, value: _check_number(name, value, lambda number: number > 0, "more than 0"),
+    "secret": _check_secret,
+    "encrypt_between_hosts": _check_bool,
+    "allow": _check_allow,
+    "max_strangers": _check_int(1),
+    "proof_timeout": lambda name, value: _check_number(name, value, lambda number: number > 0, "more than 0"),
+    "max_greeting_size": _check_int(1024),
+    "max_head_size": _check_int(1024),
+    "max_message_size": _check_int(65536),
+    "shared_memory": lambda name, value: None if value is None else _check_int(0)(name, value),
+    "transports": _check_transports,
+    "device_maps": _check_device_maps,
+    "devices": _check_devices,
 }
+"""The check of each option that has one, by the option's name; applied by `BackendOptions.__setattr__`."""

@@ -4,29 +4,29 @@ Whoever holds one can fetch the value (`to_here`), call its methods where it liv
 it on inside the arguments and results of calls, to anybody. The value goes when the last handle anywhere has gone;
 nothing is freed by hand.
 
-What it asks of an agent is in `backends.references`; what farcall's own handles are, and how their end is noticed, is
-in `agent.handle`; what follows from it, in `agent.book`; what the workers tell each other about it, in
-`protocol.references`.
+What it asks of an agent is in `backends.interface`; what farcall's own handles are, and how their end is noticed, is
+in `runtime.handles`; what follows from it, in `runtime.reference_store`; what the workers tell each other about it, in
+`protocol.refcount`.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Generator
 from functools import partial
+from sys import _getframe
 from time import monotonic
 from typing import TYPE_CHECKING, Any, Generic, NoReturn, TypeVar, cast
 
 from farcall.errors import OwnerLost, RpcTimeoutError, UsageError
-from farcall.futures import DONE, Future
-from farcall.gathering import awaited_together
+from farcall.futures import DONE, Future, awaited_together
+from farcall.gate import FOREVER
 from farcall.options import UNSET_RPC_TIMEOUT
+from farcall.protocol.frames import METHOD, PRESENCE, TYPE, VALUE
 from farcall.protocol.ids import WorkerInfo
-from farcall.protocol.wire import METHOD, PRESENCE, TYPE, VALUE
 from farcall.serialization import collect, take_offered
-from farcall.sleeping import FOREVER
 
 if TYPE_CHECKING:
-    from farcall.backends.references import Handle, ReferenceCalls
+    from farcall.backends.interface import Handle, ReferenceCalls
 
 T = TypeVar("T")
 
@@ -48,9 +48,9 @@ class RRef(Generic[T]):
 
         Raises `NotInitializedError` if this process is no worker, `ForkedProcessError` if only its parent is one.
         """
-        from farcall.api import current_book  # not at the head: the module of the functions knows this one
+        from farcall.api import current_reference_store  # not at the head: the module of the functions knows this one
 
-        self._handle = current_book().own(value)
+        self._handle = current_reference_store().own(value)
 
     @classmethod
     def of(cls, handle: Handle) -> RRef[Any]:
@@ -61,13 +61,13 @@ class RRef(Generic[T]):
 
     @property
     def _calling(self) -> ReferenceCalls:
-        return self._handle.book.calling
+        return self._handle.reference_store.calling
 
     # Who and where
 
     def is_owner(self) -> bool:
         """Whether the value lives on this worker."""
-        return self._handle.reference.owner == self._handle.book.me
+        return self._handle.reference.owner == self._handle.reference_store.me
 
     def owner(self) -> WorkerInfo:
         """The worker on which the value lives. Raises `OwnerLost` if it is gone, and so many others since, that it was
@@ -94,7 +94,7 @@ class RRef(Generic[T]):
         """
         handle = self._handle
         if handle.fork is not None:
-            return handle.book.calling.fetch(handle, timeout)  # type: ignore[no-any-return]
+            return handle.reference_store.calling.fetch(handle, timeout)  # type: ignore[no-any-return]
         return cast(T, self._fetch(VALUE, timeout).wait())
 
     def local_value(self) -> T:
@@ -238,15 +238,16 @@ class Proxy:
 
 
 def _call(handle: Handle, timeout: float, method: str, /, *args: Any, **kwargs: Any) -> Any:
-    return handle.book.calling.call_on(handle, METHOD, method, args, kwargs, timeout).wait()
+    return handle.reference_store.calling.call_on(handle, METHOD, method, args, kwargs, timeout).wait()
 
 
 def _call_later(handle: Handle, timeout: float, method: str, /, *args: Any, **kwargs: Any) -> Future[Any]:
-    future = handle.book.calling.call_on(handle, METHOD, method, args, kwargs, timeout, unattended=True)
+    future = handle.reference_store.calling.call_on(handle, METHOD, method, args, kwargs, timeout, unattended=True)
+    future.made_by(_getframe(1))
     if awaited_together:
         awaited_together.note(future)
     return future
 
 
 def _call_remote(handle: Handle, timeout: float, method: str, /, *args: Any, **kwargs: Any) -> RRef[Any]:
-    return RRef.of(handle.book.calling.remote_on(handle, method, args, kwargs))
+    return RRef.of(handle.reference_store.calling.remote_on(handle, method, args, kwargs))

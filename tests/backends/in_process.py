@@ -13,13 +13,13 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from farcall.agent import Inventory
 from farcall.backends import BackendValue, NoReferences, RpcAgent, run_here
 from farcall.errors import NotInitializedError, UnknownWorkerError
 from farcall.futures import Future
 from farcall.options import UNSET_RPC_TIMEOUT, BackendOptions
+from farcall.protocol.frames import METHOD, PRESENCE, TYPE, VALUE
 from farcall.protocol.ids import RRefId, WorkerInfo
-from farcall.protocol.wire import METHOD, PRESENCE, TYPE
+from farcall.runtime.leaks import Inventory
 
 
 @dataclass(kw_only=True)
@@ -33,7 +33,7 @@ class InProcessAgent(RpcAgent):
     """One worker, and one thread that runs what it calls."""
 
     def __init__(self, name: str, options: InProcessOptions) -> None:
-        self.options = options.taken()
+        self.options = options.frozen_copy()
         self._me = WorkerInfo(name, 0)
         self.asked_to_leave: list[tuple[bool, float]] = []
         self.calls = 0
@@ -41,7 +41,7 @@ class InProcessAgent(RpcAgent):
         self._thread = threading.Thread(target=self._serve, name="in-process", daemon=True)
         self._closed = False
         if options.with_references:
-            self.book = InProcessBook(self)
+            self.reference_store = InProcessReferences(self)
 
     def start(self) -> None:
         self._thread.start()
@@ -73,9 +73,10 @@ class InProcessAgent(RpcAgent):
         return future
 
     def remote(self, to: Any, function: Any, args: Any, kwargs: Any) -> Any:
-        if isinstance(self.book, NoReferences):
+        if isinstance(self.reference_store, NoReferences):
             return super().remote(to, function, args, kwargs)
-        return InProcessHandle(self.book, self.call(to, function, args, kwargs, 0))
+        assert isinstance(self.reference_store, InProcessReferences)
+        return InProcessHandle(self.reference_store, self.call(to, function, args, kwargs, 0))
 
     def get_worker_info(self, to: Any = None) -> WorkerInfo:
         if to not in (None, self._me, self._me.name, self._me.id):
@@ -107,17 +108,17 @@ class InProcessHandle:
     fork = None
     confirmed = True
 
-    def __init__(self, book: InProcessBook, value: Future[Any]) -> None:
-        self.book = book
+    def __init__(self, store: InProcessReferences, value: Future[Any]) -> None:
+        self.reference_store = store
         self.value = value
-        self.reference = RRefId(0, 0, next(book.numbers))
+        self.reference = RRefId(0, 0, next(store.numbers))
 
     def check(self) -> None:
         """They always lead somewhere."""
 
 
-class InProcessBook:
-    """Book and calls of references in one."""
+class InProcessReferences:
+    """Store and calls of references in one."""
 
     def __init__(self, agent: InProcessAgent) -> None:
         self.calling = self
@@ -142,6 +143,9 @@ class InProcessBook:
             return {PRESENCE: None, TYPE: type(value)}.get(what, value)
 
         return self.agent.call(0, ask, None, None, timeout)
+
+    def fetch(self, handle: Any, timeout: float) -> Any:
+        return self.call_on(handle, VALUE, "", (), None, timeout).wait()
 
     def remote_on(self, handle: Any, method: str, args: Any, kwargs: Any) -> InProcessHandle:
         return InProcessHandle(self, self.call_on(handle, METHOD, method, args, kwargs, 0))

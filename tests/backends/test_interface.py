@@ -11,9 +11,9 @@ import pytest
 
 import farcall as rpc
 from backends.in_process import BACKEND, InProcessAgent, InProcessOptions
-from farcall.agent import Agent
 from farcall.backends import RpcAgent
 from farcall.options import BackendOptions
+from farcall.runtime.agent import Agent
 from gates import SOON
 
 
@@ -44,7 +44,7 @@ def test_calls_over_another_backend() -> None:
 
 @pytest.mark.usefixtures("agent")
 def test_references_over_another_backend() -> None:
-    numbers = rpc.remote("me", list, args=((3, 1, 2),))
+    numbers: rpc.RRef[list[int]] = rpc.remote("me", list, args=((3, 1, 2),))
     assert numbers.is_owner()
     assert numbers.confirmed_by_owner()
     assert numbers.owner() == rpc.WorkerInfo("me", 0)
@@ -103,13 +103,17 @@ def test_an_agent_is_who_its_group_says_it_is() -> None:
 
 def test_what_is_wrong_with_a_call_never_reaches_the_agent(agent: InProcessAgent) -> None:
     wrong: Any = None
+    number: Any = 3
     for call, reason in (
         (lambda: rpc.rpc_sync(wrong, int), "`to` must be a worker's name, rank or WorkerInfo, not None"),
         (lambda: rpc.rpc_sync("you", int), "there is no worker 'you'"),
         (lambda: rpc.rpc_sync("me", wrong), "None cannot be called"),
-        (lambda: rpc.rpc_sync("me", int, args=wrong or 3), "`args` must be a tuple or list of arguments, not a int"),
-        (lambda: rpc.rpc_sync("me", int, timeout=-2), "a timeout must be 0 .none. or more seconds, not -2"),
-        (lambda: rpc.rpc_sync("me", int, timeout=wrong), "a timeout must be a number of seconds .0 is none., not None"),
+        (lambda: rpc.rpc_sync("me", int, args=number), "`args` must be a tuple or list of arguments, not a int"),
+        (lambda: rpc.rpc_sync("me", int, timeout=-2), "a timeout must be 0 .no timeout. or more seconds, not -2"),
+        (
+            lambda: rpc.rpc_sync("me", int, timeout=wrong),
+            "a timeout must be a number of seconds .0 means no timeout., not None",
+        ),
     ):
         with pytest.raises(rpc.UsageError, match=reason):
             call()
@@ -134,14 +138,16 @@ def test_an_agent_gets_what_is_left_to_do(agent: InProcessAgent, monkeypatch: py
 
 def test_an_agent_that_gives_no_future(agent: InProcessAgent, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(agent, "run_on", lambda *_: 3)
-    with pytest.raises(rpc.BackendError, match=r"InProcessAgent.run_on must give a farcall.Future at once, not 3"):
+    with pytest.raises(rpc.BackendError, match=r"InProcessAgent.run_on must return a farcall.Future, not 3"):
         rpc.rpc_sync("me", int)
 
 
 def test_an_agent_that_does_not_know_who_it_is(backend: rpc.BackendType, monkeypatch: pytest.MonkeyPatch) -> None:
     asked: list[Any] = []
     monkeypatch.setattr(InProcessAgent, "get_worker_info", lambda self, to=None: asked.append(self.asked_to_leave))
-    with pytest.raises(rpc.BackendError, match=r"IN_PROCESS does not know who it is: its get_worker_info.* not None"):
+    with pytest.raises(
+        rpc.BackendError, match=r"get_worker_info.* of an agent of .*IN_PROCESS must return a .* not None"
+    ):
         rpc.init_rpc("me", backend=backend)
     assert asked[0] == [(False, 0.0)]
     with pytest.raises(rpc.NotInitializedError):
@@ -187,7 +193,9 @@ def test_an_agent_keeps_a_copy_of_its_options(backend: rpc.BackendType) -> None:
 def test_a_handler_that_makes_no_agent() -> None:
     backend = rpc.register_backend("NONE", BACKEND[0], lambda **given: given)  # type: ignore[arg-type,return-value]
     try:
-        with pytest.raises(rpc.BackendError, match=r"BackendType.NONE made no farcall.RpcAgent but \{'store': None, "):
+        with pytest.raises(
+            rpc.BackendError, match=r"BackendType.NONE returned \{'store': None, .* instead of a farcall.RpcAgent"
+        ):
             rpc.init_rpc("me", backend=backend)
         with pytest.raises(rpc.NotInitializedError):
             rpc.get_worker_info()

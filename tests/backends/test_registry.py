@@ -75,7 +75,7 @@ def test_it_is_a_namespace_a_mapping_and_a_type() -> None:
 
 
 def test_a_name_that_is_none() -> None:
-    with pytest.raises(AttributeError, match="there is no backend 'YOURS'; there are FARCALL, TENSORPIPE"):
+    with pytest.raises(AttributeError, match="there is no backend 'YOURS'; the backends are FARCALL, TENSORPIPE"):
         _ = BackendType.YOURS
     with pytest.raises(KeyError, match="YOURS"):
         _ = BackendType["YOURS"]
@@ -95,7 +95,7 @@ def test_registering_and_back() -> None:
         register_backend("MINE", *BACKEND)
     unregister_backend("MINE")
     assert not backend_registered("MINE")
-    with pytest.raises(UsageError, match="there is no backend 'MINE'; there are FARCALL"):
+    with pytest.raises(UsageError, match="there is no backend 'MINE'; the backends are FARCALL"):
         unregister_backend("MINE")
 
 
@@ -140,9 +140,9 @@ def test_what_cannot_be_called_is_no_handler(handlers: Any, role: str) -> None:
 
 def test_a_handler_that_makes_no_options() -> None:
     backend = register_backend("MINE", lambda timeout, method: {}, never)  # type: ignore[arg-type,return-value]
-    with pytest.raises(BackendError, match=r"BackendType.MINE made no farcall.BackendOptions but \{\}"):
+    with pytest.raises(BackendError, match=r"BackendType.MINE returned \{\} instead of a farcall.BackendOptions"):
         construct_rpc_backend_options(backend)
-    with pytest.raises(BackendError, match=r"made no farcall\.BackendOptions"):
+    with pytest.raises(BackendError, match=r"instead of a farcall\.BackendOptions"):
         choose_backend(backend, None)
 
 
@@ -267,7 +267,7 @@ def test_a_package_may_register_its_backend_itself() -> None:
 @pytest.mark.usefixtures("packages")
 @pytest.mark.parametrize(
     ("name", "reason"),
-    [("WRONG", r"\(pigeons:WRONG\) is 3; its entry point must name a"), ("GONE", "cannot be loaded: No module named")],
+    [("WRONG", r"\(pigeons:WRONG\) names 3; it must name a"), ("GONE", "cannot be loaded: No module named")],
 )
 def test_a_package_that_is_wrong(name: str, reason: str) -> None:
     with pytest.raises(BackendError, match=f"backend '{name}' .*{reason}"):

@@ -6,9 +6,11 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
+from farcall.bench.farcall_rpc import OWN
 from farcall.bench.findings import Findings
 from farcall.bench.processes import EndpointFailed
-from farcall.bench.systems import OWN, PEERS, System
+from farcall.bench.system import System
+from systems import PEERS
 
 TORCH = PEERS["torch"]
 PYRO5 = PEERS["pyro5"]
@@ -30,11 +32,11 @@ class FakeEnds:
             raise EndpointFailed("a traceback\nof two lines", "no such device")
         ends = self
 
-        class Asked:
+        class MeasuredEnd:
             def ask(self, command: str, **options: Any) -> Any:
                 return ends._answer(system, command, options)
 
-        yield Asked()
+        yield MeasuredEnd()
         if system.name in self.cannot_stop:
             raise EndpointFailed("it hangs")
 

@@ -14,14 +14,14 @@ spec = importlib.util.spec_from_file_location("bootstrap", sys.argv[1])
 bootstrap = importlib.util.module_from_spec(spec)
 spec.loader.exec_module(bootstrap)
 assert "farcall" not in sys.modules  # a process of multiprocessing: nothing is done
-bootstrap.stand_in()
+bootstrap.install_stand_in()
 import farcall.bench.endpoint
-from farcall.bench.systems import farcall_rpc
+from farcall.bench import farcall_rpc
 
 print(sorted(name for name in sys.modules if name.startswith("farcall.") and not name.startswith("farcall.bench")))
-print(farcall_rpc.the_package().init_rpc.__module__)
+print(farcall_rpc.import_farcall().init_rpc.__module__)
 import farcall
-print(farcall is farcall_rpc.the_package(), callable(farcall.rpc_sync))
+print(farcall is farcall_rpc.import_farcall(), callable(farcall.rpc_sync))
 """
 
 

@@ -6,21 +6,25 @@ from typing import Any
 
 import pytest
 
+import compare
 from bench.bench_stage import FakeEnds
+from compare import choose_peers
 from farcall.bench import command, plots
-from farcall.bench.command import Outputs, choose_peers, plan, run
+from farcall.bench.command import Outputs, plan, run
 from farcall.bench.effort import QUICK, Effort
+from farcall.bench.farcall_rpc import OWN
 from farcall.bench.findings import Findings
 from farcall.bench.measurements import Measurer
 from farcall.bench.processes import EndpointFailed
-from farcall.bench.systems import OWN, PEERS, System
+from farcall.bench.system import System
 from farcall.errors import UsageError
+from systems import PEERS
 
 ANSWERS: dict[str, Any] = {
     "echoes": {"p50_us": 30.0, "p99_us": 90.0},
     "exchanges": {"p50_us": 40.0, "p99_us": 90.0},
     "in_flight": 50_000.0,
-    "threads": 40_000.0,
+    "threads": {"calls_per_s": 40_000.0},
     "streaming": {"p50_us": 70.0, "p99_us": 777.0},
     "remotes": {"p50_us": 100.0, "p99_us": 200.0},
     "share_rate": 2_000.0,
@@ -71,11 +75,14 @@ def test_a_run_shows_tables_and_writes_json(ends: FakeEnds, tmp_path: Path, caps
 def test_a_peer_that_is_not_installed_is_named_and_left_out(
     ends: FakeEnds, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(command, "installed", lambda system: system.family == "pyro5")
+    monkeypatch.setattr(System, "is_installed", property(lambda system: system.family == "pyro5"))
     monkeypatch.setenv("COLUMNS", "200")
     assert run(QUICK, choose_peers("monarch,pyro5"), Outputs()) == 0
     _, err = capsys.readouterr()
-    assert "Monarch was left out: it is not installed; `pip install torchmonarch` does, or `make bench-peers`" in err
+    assert (
+        "Monarch was left out: it is not installed; install it with `pip install torchmonarch` or `make bench-peers`"
+        in err
+    )
     assert {name for name, _ in ends.opened} == {"farcall", "pyro5"}
 
 
@@ -114,9 +121,9 @@ def test_the_page_is_written_with_the_plots_that_it_shows(
 @pytest.mark.parametrize(
     ("outputs", "said"),
     [
-        (Outputs(json=Path("nowhere/found.json")), "--json: there is no directory .*nowhere"),
-        (Outputs(plots=Path(__file__)), r"--plots: .*test_command.py is no directory"),
-        (Outputs(docs=Path("nowhere")), "--write-docs: there is no directory nowhere"),
+        (Outputs(json=Path("nowhere/found.json")), "--json: the directory .*nowhere does not exist"),
+        (Outputs(plots=Path(__file__)), r"--plots: .*test_command.py is not a directory"),
+        (Outputs(docs=Path("nowhere")), "--write-docs: the directory nowhere does not exist"),
     ],
 )
 def test_what_could_not_be_written_is_refused_before_anything_is_measured(
@@ -137,9 +144,25 @@ def test_a_peer_that_breaks_in_the_middle_leaves_the_others_be(
         return ANSWERS[name]
 
     monkeypatch.setattr(ends, "_answer", breaks)
-    monkeypatch.setattr(command, "installed", lambda system: True)
+    monkeypatch.setattr(System, "is_installed", True)
     monkeypatch.setenv("COLUMNS", "200")
     assert run(QUICK, choose_peers("torch"), Outputs()) == 0
     out, err = capsys.readouterr()
     assert "torch.distributed.rpc, in flight at 1: it burst" in err
     assert "50,000" in out
+
+
+def test_compare_takes_peers_and_what_farcall_bench_takes(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[Any] = []
+    monkeypatch.setattr(command, "run", lambda *arguments: asked.extend(arguments) or 7)
+    assert compare.main(["--quick", "--peers", "dask,torch", "--sizes", "0", "--write-docs"]) == 7
+    effort, peers, outputs = asked
+    assert (effort.sizes, effort.seconds) == ((0,), QUICK.seconds)
+    assert peers == [PEERS["torch"], PEERS["dask"]]
+    assert outputs == Outputs(docs=Path("docs"))
+
+
+def test_compare_refuses_an_unknown_peer(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        compare.main(["--peers", "smoke-signals"])
+    assert "--peers: there is no 'smoke-signals'; there are torch, " in capsys.readouterr().err

@@ -5,8 +5,8 @@ import json
 from bench.bench_stage import PYRO5, TORCH, found_beside
 from farcall.bench import findings as found
 from farcall.bench.effort import QUICK
+from farcall.bench.farcall_rpc import OWN
 from farcall.bench.findings import BANDWIDTH, IN_FLIGHT, LATENCY, SHARED, STARTUP, Findings, points
-from farcall.bench.systems import OWN
 
 
 def test_a_value_is_the_median_over_the_rounds() -> None:

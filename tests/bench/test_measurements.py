@@ -9,6 +9,7 @@ import pytest
 
 from bench.bench_stage import PYRO5, TORCH, FakeEnds, found_beside
 from farcall.bench.effort import QUICK
+from farcall.bench.farcall_rpc import OWN
 from farcall.bench.findings import (
     BANDWIDTH,
     EXCHANGED,
@@ -24,7 +25,8 @@ from farcall.bench.findings import (
 )
 from farcall.bench.measurements import MEMORY_FACTOR, Measurer
 from farcall.bench.processes import EndpointFailed
-from farcall.bench.systems import OWN, PEERS, System
+from farcall.bench.system import System
+from systems import PEERS
 
 EFFORT = dataclasses.replace(
     QUICK, sizes=(0, 65536, 1 << 20), windows=(1, 8), workers=(1, 2), threads=(1, 4), streamed=(1 << 20,)
@@ -40,7 +42,7 @@ def usual(system: System, command: str, options: dict[str, Any]) -> Any:
         case "in_flight":
             return 1000.0 * options["window"]
         case "threads":
-            return 500.0 * options["threads"]
+            return {"calls_per_s": 500.0 * options["threads"]}
         case "streaming":
             return {"p50_us": 60.0, "p99_us": 0.001 * options["size"]}
         case "remotes":
@@ -97,7 +99,7 @@ def test_of_some_only_the_echo_is_tried() -> None:
     findings, ends = found_beside(PYRO5), FakeEnds(usual)
     measurer(findings, ends).turn("exchange", PYRO5)
     assert ends.opened == []
-    assert findings.reason(EXCHANGED, PYRO5, 65536) == "only the echo is tried of it"
+    assert findings.reason(EXCHANGED, PYRO5, 65536) == "only the echo is measured for it"
     measurer(findings, ends, memory=1 << 20).turn("exchange", OWN)
     assert "may be needed" in str(findings.reason(EXCHANGED, OWN, 1 << 20))
     assert findings.median(EXCHANGED, OWN, 65536) is not None
@@ -108,8 +110,8 @@ def test_a_system_whose_caller_is_for_one_thread_is_not_tried_with_more() -> Non
     for part in ("threads", "streaming"):
         measurer(findings, ends).turn(part, PYRO5)
     assert ends.opened == []
-    assert findings.reason(THREADS, PYRO5, 4) == "its caller is used by one thread here"
-    assert findings.reason(STREAMING, PYRO5, 1 << 20) == "its caller is used by one thread here"
+    assert findings.reason(THREADS, PYRO5, 4) == "its caller is used by one thread only"
+    assert findings.reason(STREAMING, PYRO5, 1 << 20) == "its caller is used by one thread only"
     measurer(findings, ends).turn("threads", TORCH)
     assert findings.times_as_fast(THREADS, TORCH, 4) is None
     measurer(findings, ends).turn("threads", OWN)
@@ -177,7 +179,7 @@ def test_a_size_for_which_there_is_no_memory_is_not_tried() -> None:
     measurer(findings, ends, memory=MEMORY_FACTOR * 65536).turn("payload", OWN)
     assert findings.median(LATENCY, OWN, 65536) is not None
     assert findings.median(LATENCY, OWN, 1 << 20) is None
-    assert findings.reason(LATENCY, OWN, 1 << 20) == "not tried: 10 MiB of memory may be needed, and are not free"
+    assert findings.reason(LATENCY, OWN, 1 << 20) == "not tried: 10 MiB of memory may be needed, which are not free"
 
 
 def test_every_peer_says_how_it_is_used() -> None:

@@ -23,7 +23,7 @@ def test_the_table_in_the_readme_is_that_of_the_page() -> None:
 def test_another_figure_is_noticed_and_written_anew(tmp_path: Path) -> None:
     page, readme = tmp_path / "benchmarks.md", tmp_path / "README.md"
     text = (ROOT / "docs" / "benchmarks.md").read_text(encoding="utf-8")
-    page.write_text(text.replace("| Ray | ", "| Rays | "), encoding="utf-8")
+    page.write_text(text.replace("| Pyro5 | ", "| Pyro6 | "), encoding="utf-8")
     before = (ROOT / "README.md").read_text(encoding="utf-8")
     readme.write_text(before, encoding="utf-8")
     files = ("--page", str(page), "--readme", str(readme))
@@ -31,4 +31,4 @@ def test_another_figure_is_noticed_and_written_anew(tmp_path: Path) -> None:
     assert found.returncode == 1
     assert "run python benchmarks/peers.py" in found.stderr
     assert run(*files).returncode == run("--check", *files).returncode == 0
-    assert readme.read_text(encoding="utf-8") == before.replace("| Ray | ", "| Rays | ")
+    assert readme.read_text(encoding="utf-8") == before.replace("| Pyro5 | ", "| Pyro6 | ")

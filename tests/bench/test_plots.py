@@ -11,8 +11,9 @@ import pytest
 from bench.bench_stage import TORCH, found_beside
 from farcall.bench import plots
 from farcall.bench.effort import QUICK
+from farcall.bench.farcall_rpc import OWN
 from farcall.bench.findings import BANDWIDTH, FETCHED, LATENCY, STARTUP, Findings
-from farcall.bench.systems import COMPARED, OWN
+from systems import COMPARED
 
 EFFORT = dataclasses.replace(QUICK, sizes=(0, 64, 1 << 20), workers=(1, 2))
 
@@ -44,7 +45,8 @@ def test_nothing_has_a_place_on_a_logarithmic_axis() -> None:
 
 
 def test_every_system_has_a_look_of_its_own() -> None:
-    looks = [plots._LOOKS[system.name] for system in COMPARED]
+    findings = Findings(systems=list(COMPARED))
+    looks = [plots.style_of(findings, system) for system in COMPARED]
     assert len({colour for colour, _ in looks}) == len({marker for _, marker in looks}) == len(COMPARED)
 
 

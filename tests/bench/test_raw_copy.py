@@ -6,8 +6,8 @@ import pytest
 
 from farcall.bench import endpoint
 from farcall.bench.processes import free_port
-from farcall.bench.systems import COPY, EchoCaller, ReferenceCaller, StreamingCaller, find
-from farcall.bench.systems.base import Address
+from farcall.bench.system import Address, EchoCaller, ReferenceCaller, StreamingCaller
+from systems import COPY, find
 
 
 def test_what_is_sent_comes_back_whatever_its_size(tmp_path: object) -> None:

@@ -5,8 +5,8 @@ import dataclasses
 from bench.bench_stage import PYRO5, TORCH, found_beside
 from farcall.bench import report
 from farcall.bench.effort import QUICK, Effort
+from farcall.bench.farcall_rpc import OWN
 from farcall.bench.findings import BANDWIDTH, FETCHED, IN_FLIGHT, LATENCY, SHARED, STARTUP, Findings
-from farcall.bench.systems import OWN
 
 EFFORT = dataclasses.replace(QUICK, sizes=(0, 1 << 20), windows=(1, 64), workers=(2,))
 WHERE = {"processor": "an abacus", "date": "2020-02-02 10:00 UTC"}
@@ -74,7 +74,7 @@ def test_every_empty_cell_that_has_a_reason_is_explained_once() -> None:
 def test_the_page_has_plots_tables_reasons_usages_and_the_machine() -> None:
     page = report.page(some_findings(), EFFORT, WHERE, ["latency.svg", "latency.png", "references.svg"])
     assert page.startswith("# Benchmarks\n\nfarcall beside torch.distributed.rpc and Pyro5, ")
-    assert "```sh\nfarcall bench --quick --peers torch,pyro5 --write-docs\n```" in page
+    assert "```sh\npython benchmarks/compare.py --quick --peers torch,pyro5 --write-docs\n```" in page
     assert "](benchmarks/latency.svg)" in page
     assert "](benchmarks/references.svg)" in page
     assert "startup.svg" not in page

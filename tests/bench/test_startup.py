@@ -1,12 +1,12 @@
 from __future__ import annotations
 
+import time
 from typing import Any
 
 import pytest
 
-from farcall.bench import startup
 from farcall.bench.startup import Joiner, Starter
-from farcall.bench.systems import Address, Caller, System
+from farcall.bench.system import Address, Caller, System
 
 
 class Group:
@@ -51,7 +51,7 @@ class Played(System):
 def clock(monkeypatch: pytest.MonkeyPatch) -> None:
     """Each look at the clock is a second later."""
     seconds = iter(range(100))
-    monkeypatch.setattr(startup.time, "monotonic", lambda: float(next(seconds)))
+    monkeypatch.setattr(time, "monotonic", lambda: float(next(seconds)))
 
 
 def test_a_system_that_starts_workers_by_itself_is_told_to_and_all_are_called() -> None:

@@ -28,7 +28,6 @@ def test_help_names_run_and_ends_well(argv: list[str], capsys: pytest.CaptureFix
         ([], "required: COMMAND"),
         (["fly"], "invalid choice: 'fly'"),
         (["run", "script.py"], "required: -n/--workers"),
-        (["run", "-n", "2"], "required: SCRIPT | MODULE"),
         (["run", "-n", "two", "script.py"], "invalid int value: 'two'"),
         (["run", "-n", "2", "--nam", "x", "script.py"], "--nam"),
     ],

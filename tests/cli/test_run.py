@@ -100,23 +100,23 @@ def test_no_secret_is_made_up_where_other_nodes_could_not_know_it() -> None:
         (["-n", "1", "--master-port", "65536"], "--master-port must be from 1 to 65535, not 65536"),
         (["-n", "1", "--grace", "-1"], "--grace must be 0 or more seconds"),
         (["-n", "1", "--grace", "nan"], "--grace must be 0 or more seconds"),
-        (["-n", "1"], "there is no script 'missing.py'"),
-        (["-n", "1", "--"], "there is no script 'missing.py'"),
+        (["-n", "1"], "the script 'missing.py' does not exist"),
+        (["-n", "1", "--"], "the script 'missing.py' does not exist"),
     ],
 )
 def test_what_cannot_be_meant_is_refused(argv: list[str], said: str) -> None:
     with pytest.raises(UsageError, match=said):
-        run.check(parse(*argv, "missing.py"))
+        run.check_arguments(parse(*argv, "missing.py"))
 
 
 def test_dashes_without_a_target_are_refused() -> None:
-    with pytest.raises(UsageError, match="name a script"):
-        run.check(parse("-n", "1", "--"))
+    with pytest.raises(UsageError, match="Name a script"):
+        run.check_arguments(parse("-n", "1", "--"))
 
 
 def test_a_script_that_is_there_and_any_module_are_taken() -> None:
-    run.check(parse("-n", "1", __file__))
-    run.check(parse("-n", "1", "-m", "missing"))
+    run.check_arguments(parse("-n", "1", __file__))
+    run.check_arguments(parse("-n", "1", "-m", "missing"))
 
 
 @pytest.mark.parametrize("address", ["127.0.0.1", "localhost", "::1"])

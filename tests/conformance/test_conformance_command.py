@@ -21,7 +21,7 @@ PASSING = {"Fake.test_passes": "passed", "Fake.test_skipped": "skipped"}
 def _fake(pids: Callable[[int], list[int]], monkeypatch: pytest.MonkeyPatch) -> None:
     categories = Categories(
         [Category("good", ""), Category("bad", "", out_of_reach="it is bad", slow=True)],
-        [Rule("*", "*", "bad"), *(Rule(*test.split("."), "good") for test in PASSING)],
+        [Rule("*", "*", "bad"), *(Rule(*test.split("."), "good") for test in PASSING)],  # type: ignore[call-arg]
     )
     monkeypatch.setattr(Categories, "read", lambda: categories)
     monkeypatch.setattr(command, "Runner", partial(Runner, suite="fake_suite"))
@@ -121,7 +121,7 @@ def test_wrong_arguments(arguments: list[str], message: str, capfd: pytest.Captu
 
 
 def test_the_baseline_is_written_from_a_run_of_torch_itself(monkeypatch: pytest.MonkeyPatch) -> None:
-    written: list[object] = []
+    written: list[tuple[set[str], int]] = []
     monkeypatch.setattr(command, "write_baseline", lambda outcomes, tests: written.append((set(outcomes), len(tests))))
     assert main(["--impl", "none", "--write-baseline", "-k", "passes"]) == 0
     ((tests, count),) = written

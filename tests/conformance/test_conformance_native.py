@@ -13,7 +13,7 @@ class pybind11_type(type):  # noqa: N801
     """As the classes that C++ makes have it."""
 
 
-def make_class(module: str, meta: type = pybind11_type) -> type:
+def make_class(module: str, meta: type[type] = pybind11_type) -> type:
     return meta("Agent", (), {"__module__": module, "__init__": lambda self, name="": setattr(self, "name", name)})
 
 

@@ -15,7 +15,7 @@ from pathlib import Path
 
 import pytest
 
-from farcall.bench.processes import MARK
+from farcall.bench.processes import MARK_VARIABLE
 
 LIMIT = 50.0
 
@@ -51,7 +51,8 @@ def bearers(mark: str) -> list[int]:
     found = []
     for entry in Path("/proc").iterdir():
         try:
-            if entry.name.isdigit() and f"{MARK}={mark}".encode() in (entry / "environ").read_bytes().split(b"\0"):
+            wanted = f"{MARK_VARIABLE}={mark}".encode()
+            if entry.name.isdigit() and wanted in (entry / "environ").read_bytes().split(b"\0"):
                 found.append(int(entry.name))
         except OSError:
             pass
@@ -105,7 +106,8 @@ def test_no_process_outlives_an_interrupted_run(how: signal.Signals, expected: i
             assert process.poll() is None, process.communicate()
             for child in started_by(process.pid):
                 environ = Path(f"/proc/{child}/environ").read_bytes().split(b"\0")
-                mark = next((word.decode().partition("=")[2] for word in environ if word.startswith(MARK.encode())), "")
+                marks = [word for word in environ if word.startswith(MARK_VARIABLE.encode())]
+                mark = marks[0].decode().partition("=")[2] if marks else ""
             time.sleep(0.01)
         process.send_signal(how)
         assert process.wait(20) == expected
@@ -118,8 +120,8 @@ def test_no_process_outlives_an_interrupted_run(how: signal.Signals, expected: i
 
 
 def test_bad_input_is_one_line() -> None:
-    with bench("--peers", "smoke-signals") as process:
+    with bench("--measure", "luck") as process:
         _, err = process.communicate(timeout=LIMIT)
     assert process.returncode == 2
-    assert err.startswith("farcall: --peers: there is no 'smoke-signals'; there are torch, ")
+    assert err.startswith("farcall: --measure: 'luck' does not exist; choose from payload, ")
     assert err.count("\n") == 1

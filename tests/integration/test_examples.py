@@ -59,7 +59,7 @@ def test_the_demo_tells_its_whole_story_in_order() -> None:
         r"UnknownWorkerError: could not find destination: there is no worker 'worker9'",
         r"A parameter server: ",
         r"at the start  →  y = 0\.00 x \+ 0\.00$",
-        r"after 180 steps  →  y = 3\.00 x \+ 2\.00$",
+        r"after 180 steps  →  y = (2\.9|3\.0)\d x \+ (1\.9|2\.0)\d$",  # the trainers may take turns in any order
         r"mean squared error .*e-\d\d, .*e-\d\d, .*e-\d\d$",
         r"That is all\.",
     ]

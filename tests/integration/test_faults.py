@@ -7,6 +7,7 @@ import time
 from typing import Any
 
 import pytest
+
 from worker_processes import StartWorkers, Workers
 
 pytestmark = pytest.mark.timeout(60)

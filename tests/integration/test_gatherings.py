@@ -5,6 +5,7 @@ from __future__ import annotations
 import signal
 
 import pytest
+
 from worker_processes import StartWorkers
 
 pytestmark = pytest.mark.timeout(60)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from textwrap import dedent
 
 import pytest
+
 from worker_processes import StartWorkers
 
 pytestmark = pytest.mark.timeout(180)
@@ -75,6 +76,7 @@ def stage(script: str) -> str:
     return dedent(STAGE) + dedent(script)
 
 
+@pytest.mark.long
 def test_a_million_small_and_a_thousand_large_messages_leave_nothing(workers: StartWorkers) -> None:
     script = stage("""
         start()

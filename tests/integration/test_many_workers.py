@@ -8,6 +8,7 @@ from __future__ import annotations
 import os
 
 import pytest
+
 from worker_processes import StartWorkers
 
 MANY = int(os.environ.get("FARCALL_MANY_WORKERS", "24"))

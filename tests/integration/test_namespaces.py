@@ -15,9 +15,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from worker_processes import Workers
 
 from ports import free_port
+from worker_processes import Workers
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(90)]
 
@@ -113,7 +113,7 @@ CALLING = """
         return number + 1
     def make(number): return [number]
     join(heartbeat_interval=0.4, heartbeat_patience=float(PATIENCE))
-    current_agent().group.watch(lambda change: lost.append(change.worker.name) if change.kind == "lost" else None)
+    rpc.add_membership_callback(lambda change: lost.append(change.worker.name) if change.kind == "lost" else None)
     report(up=True)
     wait_for(lambda: len(names()) == SIZE)
     other = f"w{1 - RANK}" if RANK < 2 else "w0"
@@ -230,7 +230,7 @@ def test_a_long_partition_makes_two_groups_and_who_comes_again_is_welcome(hosts:
         assert facts["later"]["error"] == "WorkerLost"
         assert facts["later"]["seconds"] < 1
         first = failures[rank][0]
-        assert first[0] == "WorkerLost"
+        assert first[0] in ("WorkerLost", "OwnerLost")  # of the call, or of the reference, whichever was under way
         assert first[2] - cut < 10
         assert len(set(facts["ran"])) == len(facts["ran"]) or rank == 0  # two call worker 0, with the same numbers
     assert whole == [True] * 3

@@ -15,6 +15,7 @@ import signal
 import time
 
 import pytest
+
 from worker_processes import StartWorkers, Workers
 
 STEADY = {"MALLOC_MMAP_THRESHOLD_": "131072", "MALLOC_ARENA_MAX": "2"}
@@ -29,13 +30,7 @@ import farcall.api
 
 def left():
     "How much is in each table that should be empty; only those that are not."
-    book = farcall.api._agent.book
-    references, links = book._references, book.mailboxes.delivery.links.values()
-    sizes = dict(owned=len(references.owned), held=len(references.held), parents=len(references.parents),
-                 values=len(book._values), origins=len(book._origins), handles=len(book._handles),
-                 dropped=len(book.dropped), outboxes=len(book.mailboxes.outboxes), told=len(book.mailboxes.owed),
-                 kept=sum(len(link.unacknowledged) for link in links),
-                 beyond=sum(len(link.received.beyond) for link in links))
+    sizes = farcall.api._agent.reference_store.table_sizes()
     return {name: size for name, size in sizes.items() if size}
 
 def settled():
@@ -148,8 +143,8 @@ again = [rpc.remote(rank, make, args=(2,)).rpc_sync().count(2) for rank in sorte
 report(again=again == [MEGABYTES << 20] * len(alive), alive=sorted(alive))
 wait_for_file("measure", 60)  # when all others have done that too
 settled()
-for lane in farcall.api._agent._lanes():  # as after some seconds: shared memory that is not in use is kept for a while
-    lane.sweep(time.monotonic() + 1000)
+for link in farcall.api._agent._links():  # as after some seconds: shared memory that is not in use is kept for a while
+    link.sweep(time.monotonic() + 1000)
 more = {}
 def grown():  # not by what is made for a moment, for a heartbeat, say
     global more
@@ -336,7 +331,7 @@ def take(rref):
     report(taken=True)
 
 def owned_there():
-    return len(farcall.api._agent.book._references.owned)
+    return farcall.api._agent.reference_store.table_sizes()["owned"]
 
 def settle_there():
     report(settled=settled(), left=left())
@@ -347,8 +342,8 @@ if RANK == 0:
     for rank in range(SIZE):
         rpc.rpc_sync(rank, max, args=(1, 2))
     if when == "never":  # the request for the value is lost with its sender
-        connection = farcall.api._agent._peers[1].connection
-        connection.send_control = lambda *_: None
+        connection = farcall.api._agent.calling.numbered[1].connection
+        connection.send_call = lambda *_: None
     rref = rpc.remote(1, str, args=("tea",))
     rpc.rpc_async(2, take, args=(rref,))
     if when == "at once":

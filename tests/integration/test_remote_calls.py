@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pytest
+
 from worker_processes import StartWorkers
 
 pytestmark = pytest.mark.timeout(60)

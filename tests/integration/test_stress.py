@@ -10,6 +10,7 @@ import os
 from collections import Counter
 
 import pytest
+
 from worker_processes import StartWorkers
 
 SECONDS = float(os.environ.get("FARCALL_STRESS_SECONDS", "8"))

@@ -66,15 +66,6 @@ def test_one_message_may_be_known_to_be_taken_before_those_in_front_of_it(delive
     assert delivery.acknowledged(PEER, 3) == ["a", "c"]
 
 
-def test_the_number_of_a_message_that_was_not_sent_is_given_again(delivery: Delivery[str]) -> None:
-    delivery.send(PEER, "a")
-    delivery.send(PEER, "b")
-    delivery.take_back(PEER, "b")
-    delivery.take_back(PEER, "c")  # which never had one
-    assert delivery.unacknowledged(PEER) == [(1, "a")]
-    assert delivery.send(PEER, "c") == 2
-
-
 def test_how_many_were_sent(delivery: Delivery[str]) -> None:
     delivery.joined(8)
     for peer in (PEER, PEER, 8):

@@ -9,11 +9,13 @@ import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from farcall.errors import ProtocolError, VersionMismatchError
+from farcall.errors import EncryptionError, ProtocolError, VersionMismatchError
+from farcall.protocol.fields import quoted
 from farcall.protocol.handshake import (
     MAGIC,
     MAX_MESSAGE,
     PREAMBLE_SIZE,
+    PROLOGUE_SIZE,
     VERSION,
     Challenge,
     Greeting,
@@ -23,21 +25,22 @@ from farcall.protocol.handshake import (
     Refused,
     Welcome,
     body_length,
+    check_prologue,
     pack,
-    quoted,
+    pack_prologue,
     take,
     unpack,
 )
 
-names = st.text(st.characters(codec="utf-8"), max_size=50)
-ranks = st.integers(0, 2**31)
-descriptors = st.integers(-1, 2**31)
-tokens = st.binary(max_size=16)
+names = st.text(st.characters(codec="utf-8"), max_size=50).filter(str.isprintable)
+ranks = st.integers(-1, 2**31)
+nonces = st.binary(max_size=40)
+limits = st.tuples(st.integers(0, 2**63 - 1), st.integers(0, 2**63 - 1))
 greetings: st.SearchStrategy[Greeting] = st.one_of(
-    st.builds(Hello, group=names, name=names, rank=ranks, wanted=names, lends=descriptors, token=tokens),
-    st.builds(Welcome, name=names, rank=ranks, shares=st.booleans(), lends=descriptors, token=tokens),
+    st.builds(Hello, group=names, name=names, rank=ranks, wanted=names, nonce=nonces, limits=limits),
+    st.builds(Welcome, name=names, rank=ranks, limits=limits),
     st.builds(Refused, reason=names),
-    st.builds(Challenge, nonce=st.binary(max_size=40)),
+    st.builds(Challenge, nonce=nonces),
     st.builds(Proof, mac=st.binary(max_size=40)),
 )
 HELLO = Hello(group="g", name="a", rank=0, wanted="b")
@@ -73,11 +76,10 @@ def test_the_layout_that_never_changes() -> None:
         "host": "",
         "addresses": [],
         "wanted_number": 0,
+        "network": "",
         "dialed": "",
         "nonce": b"",
         "limits": [0, 0],
-        "lends": -1,
-        "token": b"",
     }
 
 
@@ -86,7 +88,7 @@ def test_a_stranger_is_told_from_us_by_the_first_bytes() -> None:
         body_length(b"GET / HTTP/1.1\r\n", Purpose.CALLS, "10.0.0.1")
 
 
-@pytest.mark.parametrize("version", [0, VERSION + 1, 0xFFFF])
+@pytest.mark.parametrize("version", [0, 1, 2, VERSION + 1, 0xFFFF])
 def test_another_version_is_named_with_ours_and_with_what_to_do(version: int) -> None:
     with pytest.raises(VersionMismatchError) as refused:
         body_length(preamble(version=version, purpose=77, length=0xFFFFFFFF), Purpose.CALLS, "worker 'b'")
@@ -94,6 +96,32 @@ def test_another_version_is_named_with_ours_and_with_what_to_do(version: int) ->
         f"worker 'b' speaks version {version} of the farcall protocol, this worker speaks version {VERSION}; "
         "install the same release of farcall on all workers"
     )
+
+
+def test_a_link_begins_as_a_preamble_does() -> None:
+    """So a worker of any version understands what is wrong, whatever the frames behind it look like."""
+    assert pack_prologue() == preamble()[:PROLOGUE_SIZE]
+    for size in range(1, PROLOGUE_SIZE + 1):
+        check_prologue(pack_prologue()[:size], "it")
+
+
+@pytest.mark.parametrize(
+    ("first", "error", "text"),
+    [
+        (
+            preamble(version=2)[:12],
+            VersionMismatchError,
+            f"it speaks version 2 .* this worker speaks version {VERSION}; ",
+        ),
+        (preamble(purpose=2)[:12], ProtocolError, "another kind"),
+        (b"farcall\1", ProtocolError, "does not speak farcall"),
+        (b"G", ProtocolError, "does not speak farcall"),
+        (b"\x16\x03", EncryptionError, "it encrypts"),
+    ],
+)
+def test_a_link_that_does_not_begin_as_ours_is_refused(first: bytes, error: type[Exception], text: str) -> None:
+    with pytest.raises(error, match=text):
+        check_prologue(first, "it")
 
 
 @pytest.mark.parametrize("purpose", [Purpose.STORE, 0, 3])

@@ -15,7 +15,7 @@ def test_equal_and_hashed_by_value() -> None:
     assert {info: "found"}[WorkerInfo("a", 1)] == "found"
     assert info != WorkerInfo("a", 2)
     assert info != WorkerInfo("b", 1)
-    assert info != ("a", 1)
+    assert info != ("a", 1)  # type: ignore[comparison-overlap]
 
 
 def test_travels_by_value() -> None:

@@ -177,3 +177,9 @@ def test_a_sample_has_no_doubles_and_nobody_unwanted() -> None:
     assert {number for each in found for number in each} == {3, 4, 5, 6, 7}
     assert sorted(members.sample(5, chance.randrange, (1, 2))) == [3, 4, 5, 6, 7]
     assert members.sample(3, lambda n: 0, (1, 2)) == members.sample(1, lambda n: 0, (1, 2))  # it gives up in the end
+
+
+def test_what_is_asked_for_many_times_is_told_once() -> None:
+    members = Members()
+    members.learn(News((member(1), member(2))))
+    assert members.about([(0, 9)] * 50 + [(2, 5)]) == News((member(1), member(2)))

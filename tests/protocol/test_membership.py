@@ -10,7 +10,7 @@ import random
 import pytest
 
 from farcall.errors import UsageError
-from farcall.protocol.membership import MUCH, NEIGHBOURS, Membership
+from farcall.protocol.membership import MUCH, STRANGERS, Membership
 from farcall.protocol.membership_messages import (
     Ack,
     Alive,
@@ -34,6 +34,7 @@ from farcall.protocol.membership_messages import (
     Ticked,
     Wanted,
 )
+from farcall.protocol.watching import NEIGHBOURS
 
 pick = random.Random(1).randrange
 
@@ -66,6 +67,20 @@ def lost(number: int) -> News:
 
 def left(number: int) -> News:
     return News(left=((number, number),))
+
+
+def run(membership: Membership, seconds: float, silent: set[int]) -> list[tuple[float, Effect]]:
+    """Ticks in which all but some answer; all that came of it, and when."""
+    results: list[tuple[float, Effect]] = []
+    if membership.watching._now is None:
+        membership.ticked(0.0)
+    until = (membership.watching._now or 0.0) + seconds
+    while (now := membership.next_tick()) <= until:
+        for other in list(membership.members.here):
+            if other not in silent and other != 1:
+                membership.handle(PeerHeard(other))
+        results += [(now, effect) for effect in membership.handle(Ticked(now))]
+    return results
 
 
 # -- starting
@@ -190,11 +205,10 @@ def test_the_same_digest_needs_no_word() -> None:
 
 def test_another_digest_is_followed_up_once_in_each_round() -> None:
     membership = group(3)
-    for now in range(3):
-        membership.ticked(float(now))
+    run(membership, 3.1, set())
     assert sent(receive(membership, 2, Ack(0))) == [(2, Compare(((1, 3),), ()))]
     assert receive(membership, 3, Ack(0)) == []
-    membership.ticked(3.0)
+    run(membership, 1.1, set())
     assert len(sent(receive(membership, 3, Ack(0)))) == 1
 
 
@@ -202,7 +216,7 @@ def test_while_news_keeps_coming_comparing_is_put_off_but_not_for_ever() -> None
     membership = group(3)
     compared = []
     for now in range(9):
-        membership.ticked(float(now))
+        run(membership, 1.01, set())
         receive(membership, 2, News((member(10 + now),)))
         compared.append(len(sent(receive(membership, 2, Ack(0)))))
     assert sum(compared) == 3
@@ -237,65 +251,100 @@ def test_each_tick_pings_the_neighbours() -> None:
     assert {message for _, message in pings} == {Ping(membership.members.digest)}
 
 
-def silent_rounds(membership: Membership, silent: int, rounds: int, start: int = 0) -> list[list[Effect]]:
-    """Ticks in which all neighbours but one answer."""
-    results = []
-    for now in range(start, start + rounds):
-        results.append(membership.ticked(float(now)))
-        for other in list(membership.members.here):
-            if other not in (silent, 1):
-                membership.handle(PeerHeard(other))
-    return results
+def questions(results: list[tuple[float, Effect]]) -> dict[float, list[tuple[int, Message]]]:
+    """Who was asked what about others, by the time."""
+    found: dict[float, list[tuple[int, Message]]] = {}
+    for now, effect in results:
+        if isinstance(effect, SendMessage) and isinstance(effect.message, Probe):
+            found.setdefault(now, []).append(effect)
+    return found
 
 
-def test_a_silent_neighbour_is_asked_for_through_others_and_then_lost_for_all() -> None:
+def test_about_a_silent_neighbour_all_others_are_asked_before_it_is_lost_for_all() -> None:
     membership = group(10)
     silent = membership.members.successors(1, 3)[1]
-    rounds = silent_rounds(membership, silent, 9)
-    helpers = [[to for to, message in sent(effects) if message == Probe(silent)] for effects in rounds]
-    assert [len(each) for each in helpers[:6]] == [0] * 6
-    assert all(silent not in each and 1 not in each for each in helpers)
-    assert helpers[6]
-    assert helpers[7]
-    assert [told(effects) for effects in rounds[:8]] == [[]] * 8
-    assert told(rounds[8]) == [MemberLost(member(silent))]
-    assert (membership.members.successors(1, 1)[0], lost(silent)) in sent(rounds[8])
+    results = run(membership, 8.5, {silent})
+    first, again = questions(results).items()
+    assert 6.9 <= first[0] < again[0] < 8.0
+    others = set(range(2, 11)) - {silent}
+    assert sorted(first[1]) == sorted(again[1]) == [(other, Probe((silent,))) for other in sorted(others)]
+    ((when, loss),) = [(now, effect) for now, effect in results if not isinstance(effect, SendMessage)]
+    assert loss == MemberLost(member(silent))
+    assert 8.0 < when < 8.5
+    assert (membership.members.successors(1, 1)[0], lost(silent)) in [effect for now, effect in results if now == when]
+
+
+def test_many_silent_ones_are_asked_about_in_one_message() -> None:
+    membership = group(40)
+    silent = set(membership.members.successors(1, 12))
+    results = run(membership, 9.5, silent)
+    asked = questions(results)
+    assert max(len(each.targets) for messages in asked.values() for _, each in messages if isinstance(each, Probe)) >= 3
+    assert all(len({to for to, _ in messages}) == len(messages) for messages in asked.values())
+    assert {effect.member.number for _, effect in results if isinstance(effect, MemberLost)} == silent
+
+
+def test_in_a_large_group_those_who_are_heard_are_asked_and_some_others_by_chance() -> None:
+    membership = group(400)
+    silent, *heard = membership.members.successors(1, 3)
+    membership.ticked(0.0)
+    for _ in range(26):
+        now = membership.next_tick()
+        effects = sent(membership.ticked(now))
+        for other in heard:
+            membership.handle(PeerHeard(other))
+        asked = [to for to, message in effects if isinstance(message, Probe)]
+        if asked:
+            break
+    assert set(heard) < set(asked)
+    assert len(asked) == len(heard) + STRANGERS
+    assert silent not in asked
 
 
 def test_one_that_others_hear_is_not_lost() -> None:
     membership = group(10)
     silent = membership.members.successors(1, 3)[1]
-    silent_rounds(membership, silent, 8)
+    run(membership, 8.0, {silent})
     receive(membership, 9, Alive(silent))
-    assert not any(told(effects) for effects in silent_rounds(membership, silent, 5, start=8))
+    assert not told([effect for _, effect in run(membership, 8.0, {silent})])
+
+
+def test_news_goes_to_those_who_answer() -> None:
+    membership = group(30)
+    silent = set(membership.members.successors(1, 3))
+    run(membership, 1.5, silent)
+    targets = {to for _ in range(20) for to in membership._targets(())}
+    assert targets.isdisjoint(silent)
+    assert membership.members.successors(1, 4)[3] in targets
 
 
 def test_who_is_asked_about_another_pings_it_and_tells_if_it_answers() -> None:
     membership = group(5)
-    assert sent(receive(membership, 2, Probe(4))) == [(4, Ping(membership.members.digest))]
-    assert sent(receive(membership, 3, Probe(4))) == [(4, Ping(membership.members.digest))]
+    assert sent(receive(membership, 2, Probe((4,)))) == [(4, Ping(membership.members.digest))]
+    assert sent(receive(membership, 3, Probe((4, 4)))) == [(4, Ping(membership.members.digest))]
     assert sorted(sent(receive(membership, 4, Ack(membership.members.digest)))) == [(2, Alive(4)), (3, Alive(4))]
     assert receive(membership, 4, Ack(membership.members.digest)) == []
 
 
 def test_an_answer_that_comes_much_later_is_no_answer() -> None:
     membership = group(5)
-    receive(membership, 2, Probe(4))
-    membership.ticked(0.0)
-    membership.ticked(1.0)
+    receive(membership, 2, Probe((4,)))
+    run(membership, 2.1, set())
+    receive(membership, 2, Probe((4,)))
+    run(membership, 2.1, {4})
     assert receive(membership, 4, Ack(membership.members.digest)) == []
 
 
 def test_who_is_asked_about_a_gone_worker_says_so() -> None:
     membership = group(5)
     receive(membership, 3, left(4))
-    assert sent(receive(membership, 2, Probe(4))) == [(2, News(left=((4, 4),), lost=((4, 4),)))]
-    assert receive(membership, 2, Probe(99)) == []
+    assert sent(receive(membership, 2, Probe((4, 99)))) == [(2, News(left=((4, 4),), lost=((4, 4),)))]
+    assert receive(membership, 2, Probe((99,))) == []
 
 
 def test_who_is_asked_about_itself_is_there() -> None:
     membership = group(5)
-    assert sent(receive(membership, 2, Probe(1))) == [(2, Ack(membership.members.digest))]
+    assert sent(receive(membership, 2, Probe((1,)))) == [(2, Ack(membership.members.digest))]
 
 
 def test_a_worker_whose_address_refuses_is_lost_at_once() -> None:
@@ -310,7 +359,7 @@ def test_a_worker_whose_address_refuses_is_lost_at_once() -> None:
 # -- gone ones, and being gone
 
 
-@pytest.mark.parametrize("message", [Ping(0), News((member(9),)), Compare((), ()), Probe(2), Ack(0)])
+@pytest.mark.parametrize("message", [Ping(0), News((member(9),)), Compare((), ()), Probe((2,)), Ack(0)])
 def test_a_gone_worker_is_told_and_not_believed(message: Message) -> None:
     membership = group(5)
     receive(membership, 2, lost(3))

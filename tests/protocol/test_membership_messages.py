@@ -30,7 +30,7 @@ ranges = st.lists(st.tuples(numbers, numbers).map(lambda pair: (min(pair), max(p
 members = st.builds(
     Member,
     number=numbers,
-    name=texts,
+    name=texts.filter(str.isprintable),
     rank=st.integers(-1, LARGEST),
     host=texts,
     addresses=st.lists(texts, max_size=3).map(tuple),
@@ -41,7 +41,7 @@ messages: st.SearchStrategy[Message] = st.one_of(
     st.builds(News, members=st.lists(members, max_size=3).map(tuple), left=ranges, lost=ranges),
     st.builds(Compare, here=ranges, gone=ranges),
     st.builds(Wanted, numbers=ranges),
-    st.builds(Probe, target=numbers),
+    st.builds(Probe, targets=st.lists(numbers, max_size=4).map(tuple)),
     st.builds(Alive, target=numbers),
 )
 

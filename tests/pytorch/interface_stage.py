@@ -12,12 +12,19 @@ import json
 import logging
 import re
 import sys
-import typing
 from types import ModuleType
 from typing import Any
 
-OF_RPC = ("torch.distributed.rpc", "torch.distributed.autograd", "torch._C._distributed_", "farcall.pytorch")
-"""Where what belongs to RPC is defined."""
+OF_RPC = (
+    "torch.distributed.rpc",
+    "torch.distributed.autograd",
+    "torch.distributed.optim.optimizer",
+    "torch.distributed.nn.api",
+    "torch.distributed.nn.jit",
+    "torch._C._distributed_rpc",
+    "torch._C._distributed_autograd",
+)
+"""Where torch defines what belongs to RPC."""
 
 Parameters = list[tuple[str, str, str]]
 """Name, kind and default of each; "" for none."""
@@ -25,38 +32,61 @@ Parameters = list[tuple[str, str, str]]
 
 def parameters(function: Any) -> Parameters | None:
     """Those of a function; None for anything else, and for what C++ does not tell."""
+    if type(function).__name__ == "ScriptFunction":
+        return [("compiled", "", "")]
     if not callable(function) or isinstance(function, type):
         return None
     try:
         found = inspect.signature(function).parameters.values()
     except (ValueError, TypeError):
         return None
+    if [each.kind.name for each in found] == ["POSITIONAL_OR_KEYWORD", "VAR_POSITIONAL", "VAR_KEYWORD"]:
+        return None  # a method that hands everything on to one of C++
     return [
         (each.name, each.kind.name, "" if each.default is inspect.Parameter.empty else repr(each.default))
         for each in found
     ]
 
 
-def is_defined_by(module: ModuleType, value: Any) -> bool:
-    """Whether it is the module's own, not something that it has imported from outside of RPC."""
+def belongs_to_rpc(module: ModuleType, value: Any) -> bool:
+    """Whether it is of one of torch's modules of RPC, not something that a module has imported from elsewhere."""
     if isinstance(value, ModuleType):
         return value.__name__.startswith(module.__name__ + ".")
-    if isinstance(value, (typing.TypeVar, typing.ParamSpec, logging.Logger)):
+    if isinstance(value, logging.Logger):
         return False
+    if type(value).__name__ == "ScriptFunction":
+        return True
     home = getattr(value, "__module__", None)
-    if not isinstance(value, type) and not inspect.isroutine(value):
-        return home is None or home == "_thread" or str(home).startswith(OF_RPC)
-    # A package hands out what its modules define; a module is asked for what is its own.
-    return str(home).startswith(OF_RPC) if hasattr(module, "__path__") else home == module.__name__
+    if home is None or home == "_thread":  # a constant, or a lock
+        return not inspect.isroutine(value)
+    return str(home).startswith(OF_RPC)
 
 
-def interface(module: ModuleType, everything: bool) -> dict[str, Parameters | None]:
-    """The names that a module has, with their parameters."""
-    return {
-        name: parameters(value)
-        for name, value in vars(module).items()
-        if not name.startswith("__") and name != "TYPE_CHECKING" and (everything or is_defined_by(module, value))
-    }
+def members(value: Any) -> list[str]:
+    """The names that a class has, for its objects and for itself."""
+    fields = getattr(value, "__dataclass_fields__", {})
+    names = {*dir(value), *fields} - {"_pybind11_conduit_v1_"}
+    return sorted(name for name in names if not name.startswith("__"))
+
+
+def interface(module: ModuleType, everything: bool) -> dict[str, Any]:
+    """The names that a module has, and those of its classes' members, with their parameters."""
+    found: dict[str, Any] = {}
+    for name, value in vars(module).items():
+        if name.startswith("__") or name == "TYPE_CHECKING":
+            continue
+        if not everything and not belongs_to_rpc(module, value):
+            continue
+        found[name] = parameters(value)
+        if isinstance(value, type) and (everything or str(value.__module__).startswith(OF_RPC)):
+            found |= {f"{name}.{each}": parameters(getattr(value, each, None)) for each in members(value)}
+    return found
+
+
+def torchs_own(module: ModuleType) -> list[str]:
+    """The names of functions and classes that are still those of torch's RPC."""
+    values = {name: value for name, value in vars(module).items() if not isinstance(value, ModuleType)}
+    return [name for name, value in values.items() if str(getattr(value, "__module__", None)).startswith(OF_RPC)]
 
 
 SIGNATURE = re.compile(r"^(?:\d+\. )?\w+\((.*)\)(?: -> .*)?$", re.MULTILINE)
@@ -89,7 +119,11 @@ def main(whose: str, *names: str) -> None:
         return
     if whose == "farcall":
         importlib.import_module("farcall.pytorch").install()
-    found = {name: interface(importlib.import_module(name), everything=whose == "farcall") for name in names}
+    modules = {name: importlib.import_module(name) for name in names}
+    found = {name: interface(module, everything=whose == "farcall") for name, module in modules.items()}
+    if whose == "farcall":
+        own = (f"{name}.{each}" for name, module in modules.items() for each in torchs_own(module))
+        found["torch's own"] = dict.fromkeys(own)
     json.dump(found, sys.stdout)
 
 

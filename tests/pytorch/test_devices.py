@@ -12,7 +12,7 @@ import torch
 from torch.nn import Parameter
 
 import farcall.pytorch as rpc
-from farcall.pytorch.devices import Devices, Move, arrive, depart
+from farcall.pytorch.devices import Devices, Move, place_received, prepare_to_send
 from farcall.pytorch.envelopes import RIDERS
 
 CPU, META = torch.device("cpu"), torch.device("meta")
@@ -31,7 +31,7 @@ def device_of(tensor: torch.Tensor) -> str:
 
 
 @contextmanager
-def worker(device_maps: dict[str, Any] | None) -> Iterator[None]:
+def worker(device_maps: Any) -> Iterator[None]:
     """A worker that is a group of its own: what it sends to itself is pickled, too."""
     options = rpc.TensorPipeRpcBackendOptions(device_maps=device_maps)
     with tempfile.TemporaryDirectory() as directory:
@@ -48,42 +48,42 @@ def worker(device_maps: dict[str, Any] | None) -> Iterator[None]:
 
 def test_what_is_in_the_processors_memory_stays_itself() -> None:
     tensor = torch.ones(2)
-    sent, moves = depart([tensor], {META: META}, "Request", "other")
+    sent, moves = prepare_to_send([tensor], {META: META}, "Request", "other")
     assert sent[0] is tensor
     assert moves == [None]
-    assert arrive(sent, moves)[0] is tensor
+    assert place_received(sent, moves)[0] is tensor
 
 
 def test_a_map_moves_tensors_out_of_the_processors_memory() -> None:
-    sent, moves = depart([torch.ones(2, 3, requires_grad=True)], {CPU: META}, "Request", "other")
+    sent, moves = prepare_to_send([torch.ones(2, 3, requires_grad=True)], {CPU: META}, "Request", "other")
     assert moves == [Move("meta")]
-    [got] = arrive(sent, moves)
+    [got] = place_received(sent, moves)
     assert (got.device, got.shape, got.requires_grad, got.is_leaf) == (META, (2, 3), True, True)
 
 
 def test_parameters_stay_parameters() -> None:
-    sent, moves = depart([Parameter(torch.ones(2), requires_grad=False)], {CPU: META}, "Request", "other")
-    [got] = arrive(sent, moves)
+    sent, moves = prepare_to_send([Parameter(torch.ones(2), requires_grad=False)], {CPU: META}, "Request", "other")
+    [got] = place_received(sent, moves)
     assert type(got) is Parameter
     assert (got.device, got.requires_grad) == (META, False)
 
 
 def test_of_meta_tensors_only_the_shape_travels() -> None:
     tensor = torch.ones(3, 4, dtype=torch.float64, device="meta").t()
-    sent, moves = depart([tensor], {META: META}, "Request", "other")
+    sent, moves = prepare_to_send([tensor], {META: META}, "Request", "other")
     assert (sent[0].device, sent[0].numel()) == (CPU, 0)
-    [got] = arrive(sent, moves)
+    [got] = place_received(sent, moves)
     assert (got.device, got.dtype, got.shape, got.stride()) == (META, torch.float64, (4, 3), (1, 4))
 
 
 def test_moves_are_part_of_the_graph_where_there_is_one() -> None:
     weight = torch.ones(2, requires_grad=True)
     with torch.no_grad():
-        [got] = arrive([weight * 1], [Move("meta")])
+        [got] = place_received([weight * 1], [Move("meta")])
         assert got.is_leaf
     history = weight * 2
     with torch.no_grad():
-        [got] = arrive([history], [Move("meta")])
+        [got] = place_received([history], [Move("meta")])
     assert got.grad_fn is not None
     assert got.grad_fn.next_functions[0][0] is history.grad_fn
 
@@ -91,14 +91,14 @@ def test_moves_are_part_of_the_graph_where_there_is_one() -> None:
 def test_a_device_without_a_map_is_refused() -> None:
     message = r"only supports CPU tensors by default.*`set_device_map` on `TensorPipeRpcBackendOptions`.*"
     with pytest.raises(RuntimeError, match=message + "Request device mapping is not available for destination other"):
-        depart([on("meta")], {CPU: CPU}, "Request", "other")
+        prepare_to_send([on("meta")], {CPU: CPU}, "Request", "other")
     with pytest.raises(RuntimeError, match="Response device mapping is not available for destination other"):
-        depart([on("meta")], {}, "Response", "other")
+        prepare_to_send([on("meta")], {}, "Response", "other")
 
 
 def test_nothing_comes_out_of_meta() -> None:
     with pytest.raises(RuntimeError, match="no contents that could go to cpu of other"):
-        depart([on("meta")], {META: CPU}, "Request", "other")
+        prepare_to_send([on("meta")], {META: CPU}, "Request", "other")
 
 
 # The rider

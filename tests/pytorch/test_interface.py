@@ -18,7 +18,7 @@ import torch
 
 from farcall.pytorch import native
 from farcall.pytorch._testing import faulty_agent
-from farcall.pytorch.installing import _LATER, _MODULES
+from farcall.pytorch.installation import _LAZY_MODULES, _MODULES
 
 LIMIT = 150.0
 """Seconds for importing all of it, on a busy machine."""
@@ -33,7 +33,7 @@ STUBS = {
 }
 """The modules that are C++ in torch: what they have is in stubs."""
 
-MODULES = sorted((set(_MODULES) | set(_LATER)) - set(STUBS))
+MODULES = sorted((set(_MODULES) | set(_LAZY_MODULES)) - set(STUBS))
 ROW = re.compile(r"^\| `(torch[\w.]*)` \| ([^|]+) \| ([^|]+) \|$", re.MULTILINE)
 NAME = re.compile(r"`([\w.]+)`")
 
@@ -58,7 +58,7 @@ def differences() -> dict[str, str]:
     with ThreadPoolExecutor() as pool:
         answers = [pool.submit(ask, "torch"), pool.submit(ask, "farcall"), pool.submit(ask, "keywords", STUBS)]
         theirs, ours, keywords = [answer.result() for answer in answers]
-    found: dict[str, str] = {}
+    found: dict[str, str] = dict.fromkeys(ours.pop("torch's own"), "is torch's own")
     for module, names in theirs.items():
         for name, parameters in names.items():
             if name not in ours[module]:
@@ -72,10 +72,13 @@ def differences() -> dict[str, str]:
 
 
 def takes(ours: list[list[str]] | None, theirs: list[list[str]]) -> bool:
-    """Whether ours can be called as torch's: it may have more parameters, at the end, that need not be given."""
-    if ours is None:
+    """Whether ours can be called as torch's: it may have more parameters, at the end, and more defaults."""
+    if ours is None or len(ours) < len(theirs):
         return False
-    return ours[: len(theirs)] == theirs and all(default for _, _, default in ours[len(theirs) :])
+    for (name, kind, default), (their_name, their_kind, their_default) in zip(ours, theirs, strict=False):
+        if (name, kind) != (their_name, their_kind) or (their_default and default != their_default):
+            return False
+    return all(default or kind.startswith("VAR_") for _, kind, default in ours[len(theirs) :])
 
 
 def stub_differences(module: str, here: Any, keywords: dict[str, list[str]]) -> dict[str, str]:
@@ -102,7 +105,9 @@ def _class_differences(node: ast.ClassDef, ours: Any, keywords: dict[str, list[s
         if isinstance(member, ast.FunctionDef):
             name = f"{node.name}.{member.name}"
             if any(isinstance(mark, ast.Name) and mark.id == "property" for mark in member.decorator_list):
-                continue  # of objects: some of ours are attributes
+                if not hasattr(ours, member.name):
+                    found[name] = "is missing"
+                continue
             found |= _compare(name, member, getattr(ours, member.name, None), keywords)
     return found
 
@@ -154,6 +159,7 @@ def test_parameters_are_compared() -> None:
     )
     assert takes([x, y], [x])
     assert takes([x, y], [x, y])
+    assert takes([x, y], [x, z])
     assert not takes([x, z], [x])
     assert not takes([x, z], [x, y])
     assert not takes([x], [x, y])

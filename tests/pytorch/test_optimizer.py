@@ -14,7 +14,7 @@ import farcall.api
 from farcall.pytorch import autograd
 from farcall.pytorch.optim import DistributedOptimizer, optimizer
 from farcall.pytorch.rref import RRef
-from farcall.pytorch.workers import WorkerInfo
+from farcall.pytorch.worker_info import WorkerInfo
 from farcall.testing.local import LocalGroup
 
 
@@ -161,11 +161,11 @@ class Settled:
         return "done"
 
 
-def test_of_several_errors_the_first_is_raised_with_the_others_as_notes_when_all_have_ended() -> None:
+def test_of_several_errors_the_last_is_raised_with_the_others_as_notes_when_all_have_ended() -> None:
     calls = [Settled(), Settled(ValueError("one")), Settled(KeyError("two")), Settled()]
-    with pytest.raises(ValueError, match="one") as caught:
-        optimizer._all_of([(WorkerInfo(f"worker{number}", number), call) for number, call in enumerate(calls)])
-    assert caught.value.__notes__ == ["worker 'worker2' failed as well: KeyError: 'two'"]
+    with pytest.raises(KeyError, match="two") as caught:
+        optimizer._wait_for_all(calls, [WorkerInfo(f"worker{number}", number) for number in range(4)])
+    assert caught.value.__notes__ == ["worker 'worker1' failed as well: ValueError: one"]
     assert all(call.waited for call in calls)
 
 

@@ -13,8 +13,8 @@ from torch import Tensor, nn
 
 import farcall.api
 from farcall.pytorch import api, autograd
-from farcall.pytorch.nn import RemoteModule, forwarding, instantiator
-from farcall.pytorch.nn.remote_module import _REFUSED, _REMOTE_MODULE_PICKLED_ATTRIBUTES, _RemoteModule
+from farcall.pytorch.nn import RemoteModule, forward_methods, instantiator
+from farcall.pytorch.nn.remote_module import _REFUSED_METHODS, _REMOTE_MODULE_PICKLED_ATTRIBUTES, _RemoteModule
 from farcall.testing.local import LocalGroup
 
 
@@ -32,13 +32,13 @@ class Shift(nn.Module):  # type: ignore[misc]
 
 @torch.jit.interface
 class ShiftInterface:
-    def forward(self, tensor: Tensor, device: str) -> tuple[str, Tensor]:
+    def forward(self, tensor: Tensor, device: str) -> tuple[str, Tensor]:  # type: ignore[empty-body]
         pass
 
 
 @torch.jit.interface
 class Both:
-    def forward(self, tensor: Tensor, device: str) -> tuple[str, Tensor]:
+    def forward(self, tensor: Tensor, device: str) -> tuple[str, Tensor]:  # type: ignore[empty-body]
         pass
 
     def forward_async(self, tensor: Tensor, device: str) -> torch.futures.Future[tuple[str, Tensor]]:
@@ -121,7 +121,7 @@ class TestUsing:
         (only,) = module.remote_parameters(recurse=False)
         assert only.to_here().item() == 1.0
 
-    @pytest.mark.parametrize("name", _REFUSED)
+    @pytest.mark.parametrize("name", _REFUSED_METHODS)
     def test_whatever_needs_the_module_here_is_refused(self, name: str) -> None:
         assert hasattr(nn.Module, name)
         with pytest.raises(ValueError, match=f"Method ``{name}`` not supported for RemoteModule"):
@@ -139,7 +139,7 @@ def test_only_a_worker_has_remote_modules() -> None:
 
 def test_values_are_moved_between_devices_wherever_their_tensors_are() -> None:
     value = {"a": (torch.ones(1), [torch.ones(2), "word"]), "b": 3}
-    there = forwarding.moved(value, torch.device("meta"))
+    there = forward_methods.move_tensors(value, torch.device("meta"))
     assert there["a"][0].device.type == there["a"][1][0].device.type == "meta"
     assert (there["a"][1][1], there["b"]) == ("word", 3)
 
@@ -155,13 +155,13 @@ def attributes_of(module: RemoteModule) -> tuple[list[str], Any, str]:
 
 @pytest.mark.usefixtures("group")
 class TestTravelling:
-    def test_in_a_call_with_what_makes_it_up_and_nothing_else(self, caplog: pytest.LogCaptureFixture) -> None:
+    def test_in_a_call_with_what_makes_it_up_and_nothing_else(self, capsys: pytest.CaptureFixture[str]) -> None:
         module = RemoteModule("worker1", Shift)
         module.hobby = "none"
         names, value, methods = api.rpc_sync("worker1", attributes_of, (module,))
         assert names == [*_REMOTE_MODULE_PICKLED_ATTRIBUTES, "forward_async", "forward"]
-        assert (value, methods) == (2.0, "farcall.pytorch.nn.forwarding")
-        assert "the attribute 'hobby' of a RemoteModule stays here" in caplog.text
+        assert (value, methods) == (2.0, "farcall.pytorch.nn.forward_methods")
+        assert "The new attribute ``hobby`` of RemoteModule is ignored" in capsys.readouterr().err
 
     def test_not_in_any_other_pickle(self) -> None:
         module = RemoteModule("worker1", Shift)

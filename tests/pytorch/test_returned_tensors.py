@@ -3,16 +3,17 @@
 from __future__ import annotations
 
 import gc
+import os
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from torch_stage import echo, one_worker, run_group
 
 import farcall.pytorch as rpc
-from farcall import api
+from farcall import get_metrics
+from torch_stage import echo, one_worker, run_group
 
 COUNT = 1 << 18
 kept: list[Any] = []
@@ -27,18 +28,20 @@ def worker(tmp_path: Path) -> Iterator[str]:
 
 
 def returned() -> int:
-    """Bytes that came back to this process in memory that it had lent."""
-    return sum(lane._lender.returned for lane in api._agent._lanes() if lane._lender)  # type: ignore[union-attr]
+    """Returns how many bytes came back to this process without a copy."""
+    return int(get_metrics()["bytes_returned"])
 
 
-def lent() -> int:
-    return sum(lane._lender.lent for lane in api._agent._lanes() if lane._lender)  # type: ignore[union-attr]
+def shared() -> int:
+    """Returns how many bytes this process has sent in shared memory, both as caller and as callee."""
+    return int(get_metrics()["bytes_shared_out"])
 
 
-def are_free() -> bool:
+def segments() -> int:
+    """Returns how many segments of shared memory this process has open."""
     gc.collect()
-    lenders = [lane._lender for lane in api._agent._lanes() if lane._lender]  # type: ignore[union-attr]
-    return all(segment.is_free() for lender in lenders for segment in lender._segments)
+    names = [f"/proc/self/fd/{name}" for name in os.listdir("/proc/self/fd")]
+    return sum("/memfd:farcall" in os.readlink(name) for name in names if os.path.islink(name))
 
 
 def tensor(kind: torch.dtype = torch.float32) -> torch.Tensor:
@@ -72,10 +75,12 @@ def test_what_nobody_has_any_more_goes_back(
     assert torch.equal(result, expected)
     assert (result.dtype, result.stride()) == (expected.dtype, expected.stride())
     assert torch.equal(sent, tensor(kind))
-    assert (returned(), lent()) == (expected.nbytes, sent.nbytes)
+    assert (returned(), shared()) == (expected.nbytes, sent.nbytes + expected.nbytes)
     result.zero_()
     del result
-    assert are_free()
+    before = segments()
+    assert torch.equal(rpc.rpc_sync(worker, function, args=(sent,)), expected)
+    assert segments() == before, "its memory was free again"
 
 
 def test_inside_of_something_and_a_parameter(worker: str) -> None:
@@ -117,14 +122,16 @@ def keep_what_a_gradient_needs(value: torch.Tensor) -> torch.Tensor:
 @pytest.mark.parametrize("function", [keep, keep_a_view, keep_its_storage, keep_an_array, keep_what_a_gradient_needs])
 def test_what_somebody_there_still_has_is_copied(worker: str, function: Callable[[torch.Tensor], torch.Tensor]) -> None:
     result = rpc.rpc_sync(worker, function, args=(tensor(),))
-    assert (returned(), lent()) == (0, 2 * result.nbytes)
+    assert (returned(), shared()) == (0, 2 * result.nbytes)
     assert torch.equal(result, tensor())
     result.zero_()
     if function is keep:
         assert torch.equal(kept[0], tensor())
     kept.clear()
     del result
-    assert are_free()
+    before = segments()
+    assert torch.equal(rpc.rpc_sync(worker, echo, args=(tensor(),)), tensor())
+    assert segments() == before, "its memory was free again"
 
 
 def test_two_that_share_memory_arrive_as_two(worker: str) -> None:
@@ -148,7 +155,7 @@ def test_between_processes(tmp_path: Path) -> None:
         value = sent
         for place in range(20):
             value = rpc.rpc_sync("worker1", marked, args=(value, place))
-        return returned(), value[18:22].tolist(), sent[18:22].tolist(), rpc.rpc_sync("worker1", lent)
+        return returned(), value[18:22].tolist(), sent[18:22].tolist(), rpc.rpc_sync("worker1", shared)
 
     facts, _ = run_group(tmp_path, body)
-    assert facts == (20 * 4 * COUNT, [-1, -1, 20, 21], [18, 19, 20, 21], 0)
+    assert facts == (20 * 4 * COUNT, [-1, -1, 20, 21], [18, 19, 20, 21], 20 * 4 * COUNT)

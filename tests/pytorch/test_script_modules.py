@@ -41,12 +41,12 @@ with quietly():
     @torch.jit.interface
     class Forward(torch.nn.Module):
         def forward(self, x: torch.Tensor) -> torch.Tensor:
-            pass  # type: ignore[empty-body]
+            pass
 
     @torch.jit.interface
     class ForwardOfNumbers(torch.nn.Module):
-        def forward(self, x: int) -> int:
-            pass  # type: ignore[empty-body]
+        def forward(self, x: int) -> int:  # type: ignore[empty-body]
+            pass
 
 
 @script

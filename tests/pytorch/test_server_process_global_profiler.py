@@ -23,7 +23,7 @@ ONE = torch.ones(1)
 def agent(tmp_path: Path) -> Iterator[Any]:
     with one_worker(tmp_path) as agent:
         yield agent
-    assert module._ranges == []
+    assert module._recordings == []
 
 
 def names(profiled: Any) -> list[str]:
@@ -67,7 +67,7 @@ def test_functions_that_fail_are_in_it_too(agent: Any) -> None:
 def test_a_disabled_one_does_nothing(agent: Any) -> None:
     with rpc._server_process_global_profile(enabled=False) as profiled:
         assert profiled is None
-        assert module._ranges == []
+        assert module._recordings == []
 
 
 def test_what_cannot_be(agent: Any) -> None:
@@ -81,4 +81,4 @@ def test_what_cannot_be(agent: Any) -> None:
 def test_a_process_that_is_no_worker_has_nothing_to_profile() -> None:
     with pytest.raises(NotInitializedError):
         rpc._server_process_global_profile().__enter__()
-    assert module._ranges == []
+    assert module._recordings == []

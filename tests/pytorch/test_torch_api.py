@@ -11,13 +11,14 @@ from typing import Any
 
 import pytest
 import torch
-from torch_stage import SOON, add, echo, fail, make_gate, one_worker, open_gate, options, run_group
 
 import farcall.pytorch as rpc
 from farcall import api as farcall_api
 from farcall.errors import NotInitializedError, RpcTimeoutError
 from farcall.pytorch import api
+from farcall.pytorch.internal import _internal_rpc_pickler
 from gates import gates, new_gate, wait_at
+from torch_stage import SOON, add, echo, fail, make_gate, one_worker, open_gate, options, run_group
 
 ME = "alone"
 
@@ -288,10 +289,10 @@ def test_another_pickler_is_the_default_one_inside() -> None:
     other = object()
     with api._use_rpc_pickler(other):
         assert api._default_pickler is other
-    assert api._default_pickler is api._internal_rpc_pickler
+    assert api._default_pickler is _internal_rpc_pickler
     with pytest.raises(KeyError), api._use_rpc_pickler(other):
         raise KeyError
-    assert api._default_pickler is api._internal_rpc_pickler
+    assert api._default_pickler is _internal_rpc_pickler
 
 
 @pytest.mark.usefixtures("me")

@@ -10,11 +10,11 @@ from typing import Any
 
 import pytest
 import torch
-from torch_stage import add, echo, fail, one_worker
 
 import farcall.pytorch as rpc
 from farcall.futures import Future
 from farcall.pytorch.functions import async_execution
+from torch_stage import add, echo, fail, one_worker
 
 ME = "alone"
 

@@ -9,13 +9,21 @@ from typing import Any
 
 import pytest
 import torch
-from torch_stage import SOON, add, echo, fail, one_worker
 
 import farcall.pytorch as rpc
 from farcall.errors import RpcTimeoutError, SerializationError
 from farcall.futures import Future
-from farcall.pytorch.futures import RpcFuture, adopted, collect_all, failed_with, settle, settled, wait_all
+from farcall.pytorch.futures import (
+    RpcFuture,
+    collect_all,
+    completed_future,
+    copy_outcome,
+    failed_future,
+    to_farcall_future,
+    wait_all,
+)
 from gates import gates, new_gate, wait_at
+from torch_stage import SOON, add, echo, fail, one_worker
 
 ME = "alone"
 
@@ -248,17 +256,17 @@ def test_futures_cannot_be_sent() -> None:
 
 def test_adopted_takes_both_kinds() -> None:
     own: Future[int] = Future()
-    assert adopted(own) is own
-    assert adopted(3) is None
+    assert to_farcall_future(own) is own
+    assert to_farcall_future(3) is None
     plain: Any = torch.futures.Future()
-    follower = adopted(plain)
+    follower = to_farcall_future(plain)
     assert follower is not None
     assert not follower.done()
     plain.set_result(1)
     assert follower.wait() == 1
     failed: Any = torch.futures.Future()
     failed.set_exception(KeyError("gone"))
-    follower = adopted(failed)
+    follower = to_farcall_future(failed)
     assert follower is not None
     with pytest.raises(KeyError, match="gone"):
         follower.wait()
@@ -267,9 +275,9 @@ def test_adopted_takes_both_kinds() -> None:
 def test_adopting_a_call_gives_the_call_itself_until_it_is_settled() -> None:
     call: Future[int] = Future()
     future = RpcFuture(call)
-    assert adopted(future) is call
+    assert to_farcall_future(future) is call
     call.set_result(1)
-    follower = adopted(future)
+    follower = to_farcall_future(future)
     assert follower is not call
     assert follower is not None
     assert follower.value() == 1
@@ -287,20 +295,20 @@ def test_adopting_a_call_that_is_settled_just_now() -> None:
 
     call: Future[int] = Future()
     future = JustNow(call)
-    follower = adopted(future)
+    follower = to_farcall_future(future)
     assert follower is not None
     assert follower.value() == 1
 
 
 def test_settling_by_hand() -> None:
-    assert settled(3).value() == 3
-    failed = failed_with(ValueError("before"))
+    assert completed_future(3).value() == 3
+    failed = failed_future(ValueError("before"))
     with pytest.raises(ValueError, match="before"):
         failed.value()
     exit_: Future[None] = Future()
     exit_.set_exception(SystemExit(1))
     target: Any = torch.futures.Future()
-    settle(target, exit_)
+    copy_outcome(target, exit_)
     with pytest.raises(RuntimeError, match="SystemExit"):
         target.wait()
 

@@ -8,18 +8,18 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from torch_stage import DIED, FORK, SOON, die, one_worker, run_group
 
 import farcall.pytorch as rpc
 from farcall.errors import RpcTimeoutError, UsageError, WorkerLost
 from farcall.pytorch import api
+from torch_stage import DIED, FORK, SOON, die, one_worker, run_group
 
 EVERYBODY = {"worker0": 0, "worker1": 1, "worker2": 2}
 
 
 @pytest.fixture(autouse=True)
 def _glance(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(api, "_GLANCE", 0.05)
+    monkeypatch.setattr(api, "_CHECK_INTERVAL_S", 0.05)
 
 
 @pytest.fixture
@@ -30,7 +30,8 @@ def me(tmp_path: Path) -> Iterator[None]:
 
 def left_over() -> list[Any]:
     """What is kept of those that this worker has been through; others may have come early to the next."""
-    return [each for each in api._gatherings.running if each[1] < api._gatherings.numbers.get(each[0], 0)]
+    states, numbers = api._all_gather_sequence_id_to_states, api._all_gather_sequence_id
+    return [each for each in states if int(each.rpartition("#")[2]) < numbers.get(each.rpartition("#")[0], 0)]
 
 
 def test_everybody_gets_what_everybody_gave(tmp_path: Path) -> None:
@@ -180,9 +181,9 @@ def test_a_barrier_only_logs_what_goes_wrong(caplog: pytest.LogCaptureFixture) -
 
 @pytest.mark.usefixtures("me")
 def test_a_follower_that_comes_twice_is_refused() -> None:
-    sequence_id = (("alone", "other"), 0)
+    sequence_id = "alone,other#0"
     api._gather_to_leader(sequence_id, "other", 1, {"alone", "other"})
-    with pytest.raises(RuntimeError, match="twice"):
+    with pytest.raises(AssertionError, match="twice"):
         api._gather_to_leader(sequence_id, "other", 1, {"alone", "other"})
     with pytest.raises(RuntimeError, match=r"Followers \['other'\] timed out.*there is no worker 'other'"):
         api._all_gather(2, {"alone", "other"})
@@ -193,8 +194,8 @@ def test_a_follower_that_comes_twice_is_refused() -> None:
 
 def test_nothing_of_a_group_is_left_for_the_next(tmp_path: Path) -> None:
     with one_worker(tmp_path, "first"):
-        api._gather_to_leader((("first", "other"), 0), "other", 1, {"first", "other"})
+        api._gather_to_leader("first,other#0", "other", 1, {"first", "other"})
     (tmp_path / "second").mkdir()
     with one_worker(tmp_path / "second", "first"):
-        assert not api._gatherings.running
+        assert not api._all_gather_sequence_id_to_states
         assert api._all_gather(1) == {"first": 1}

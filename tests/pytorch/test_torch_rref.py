@@ -7,11 +7,10 @@ import pickle
 import re
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import torch
-from torch_stage import DIED, add, die, echo, fail, make_gate, one_worker, open_gate, run_group
 
 import farcall.pytorch as rpc
 from eventually import eventually
@@ -20,7 +19,9 @@ from farcall.pytorch import api
 from farcall.pytorch.functions import async_execution
 from farcall.pytorch.rref import PyRRef, RRef, labels
 from farcall.pytorch.rref_proxy import RRefProxy
+from farcall.runtime.handles import Handle
 from gates import gates, wait_at
+from torch_stage import DIED, add, die, echo, fail, make_gate, one_worker, open_gate, run_group
 
 ME = "alone"
 held: list[Any] = []
@@ -125,7 +126,7 @@ def test_numbers_are_given_as_torch_counts() -> None:
 def test_a_copy_is_the_same_reference() -> None:
     rref = rpc.RRef([1])
     twin = copy.copy(rref)
-    assert isinstance(twin, RRef)
+    assert type(twin) is PyRRef
     assert str(twin) == str(rref)
     assert twin == rref
     assert twin.local_value() is rref.local_value()
@@ -176,7 +177,7 @@ def test_methods_through_proxies() -> None:
     assert isinstance(future, torch.futures.Future)
     assert future.wait() == 10
     result = rref.remote().up(5)
-    assert isinstance(result, RRef)
+    assert type(result) is PyRRef
     assert result.to_here() == 15
     assert torch.equal(rref.rpc_sync().tensor(), torch.full((2,), 15.0))
     assert rref.rpc_sync().later(ME) == 115
@@ -327,7 +328,7 @@ def test_an_owner_that_dies(tmp_path: Path) -> None:
         lost = rpc.remote("worker1", die)
         with pytest.raises(WorkerLost):
             lost.to_here()
-        eventually(lambda: confirmed._handle.new_error)
+        eventually(lambda: cast(Handle, confirmed._handle).new_error)
         with pytest.raises(OwnerLost):
             confirmed.to_here()
         for args in ((confirmed,), ([{"a": confirmed}],)):

@@ -10,13 +10,13 @@ from time import monotonic
 from typing import Any
 
 import pytest
-from torch_stage import DIED, FORK, SOON, die, echo, fail, make_gate, one_worker, open_gate, run_group
 
 import farcall.pytorch as rpc
 from eventually import eventually
 from farcall.errors import NotInitializedError, UsageError, WorkerLost
 from farcall.pytorch import api
 from gates import wait_at
+from torch_stage import DIED, FORK, SOON, die, echo, fail, make_gate, one_worker, open_gate, run_group
 
 ME = "alone"
 held: list[Any] = []
@@ -24,7 +24,7 @@ held: list[Any] = []
 
 @pytest.fixture(autouse=True)
 def _glance(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(api, "_GLANCE", 0.05)
+    monkeypatch.setattr(api, "_CHECK_INTERVAL_S", 0.05)
 
 
 @pytest.fixture

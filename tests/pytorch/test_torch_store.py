@@ -1,4 +1,4 @@
-"""`farcall.pytorch.store`: torch's stores as farcall's."""
+"""`farcall.pytorch.torch_store`: torch's stores as farcall's."""
 
 from __future__ import annotations
 
@@ -9,13 +9,13 @@ from typing import Any
 
 import pytest
 import torch.distributed as dist
-from torch_stage import DIED, die, run_group
 
 import farcall.pytorch as rpc
 from farcall.errors import RendezvousError, RendezvousTimeoutError
 from farcall.pytorch import api
-from farcall.pytorch.store import TorchStore
+from farcall.pytorch.torch_store import TorchStore
 from ports import free_port
+from torch_stage import DIED, die, run_group
 
 Make = Callable[[], Any]
 
@@ -68,8 +68,8 @@ def test_keys_of_all_workers_are_waited_for(make: Make) -> None:
 
 def test_a_wait_ends_when_a_worker_is_lost(make: Make) -> None:
     store = TorchStore(make(), 0, 2)
-    store.lost(1, "worker1 is gone")
-    store.lost(1, "and again")
+    store.report_lost(1, "worker1 is gone")
+    store.report_lost(1, "and again")
     with pytest.raises(RendezvousError, match="worker1 is gone"):
         store.collect("join/", 2, 10.0)
     store.close()  # waits for nobody
@@ -79,9 +79,9 @@ def test_the_end_waits_for_the_others_at_rank_0_only(make: Make) -> None:
     here, there = TorchStore(make(), 0, 2), TorchStore(make(), 1, 2)
     there.close()
     there.close()
-    here.close(patience=10.0)
+    here.close(timeout=10.0)
     early = TorchStore(make(), 0, 3)
-    early.close(early=True, patience=10.0)
+    early.close(early=True, timeout=10.0)
 
 
 def test_keys_may_be_deleted_where_the_store_can(tmp_path: Path) -> None:
@@ -129,7 +129,7 @@ def test_a_group_that_meets_at_an_address(tmp_path: Path) -> None:
 
 def test_a_group_whose_store_dies_with_its_host(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     port = free_port()
-    monkeypatch.setattr(api, "_GLANCE", 0.05)
+    monkeypatch.setattr(api, "_CHECK_INTERVAL_S", 0.05)
 
     def body(rank: int) -> Any:
         options = rpc.TensorPipeRpcBackendOptions(init_method=f"tcp://127.0.0.1:{port}")

@@ -13,7 +13,7 @@ import torch.distributed as dist
 
 import farcall.api
 from farcall.pytorch import _utils
-from farcall.pytorch.workers import WorkerInfo
+from farcall.pytorch.worker_info import WorkerInfo
 
 
 class WaitingStore:
@@ -64,7 +64,7 @@ def test_who_never_ends_its_turn(caplog: pytest.LogCaptureFixture) -> None:
     taken.__enter__()
     with pytest.raises(RuntimeError), _utils._group_membership_management(store, "second", True):
         pass
-    assert "Token_for_second_join: Token_for_first_join has not ended its turn" in caplog.text
+    assert "Token_for_second_join: Token_for_first_join has not released the lock" in caplog.text
 
 
 class Hearing:

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from farcall.rendezvous import Rendezvous, host_again, join_open, leave_open, rendezvous
-from farcall.rendezvous.open_store import OpenStore
+from farcall.rendezvous import Rendezvous, ensure_store, join_open, leave_open, rendezvous
+from farcall.rendezvous.open_group_store import OpenStore
 
 
 @dataclass(eq=False)
@@ -37,11 +37,11 @@ class Worker:
         leave_open(self.meeting, self.number)
         self.store.close()
 
-    def host_again(self, *here: Worker, gone: Sequence[Worker] = ()) -> bool:
+    def ensure_store(self, *here: Worker, gone: Sequence[Worker] = ()) -> bool:
         """As its agent would, if these are the others that it knows of, and these those that it knows to be gone."""
         workers = (self, *here)
         seen = {worker.number: (worker.name, payload(worker.name, worker.number)) for worker in workers}
-        return host_again(self.meeting, seen, max(seen) + 1, {worker.name for worker in gone})
+        return ensure_store(self.meeting, seen, max(seen) + 1, {worker.name for worker in gone})
 
 
 class OpenStage:

@@ -5,9 +5,8 @@ from __future__ import annotations
 import socket
 
 from farcall.rendezvous.addresses import listen
-from farcall.rendezvous.client import StoreClient
-from farcall.rendezvous.embedded import EmbeddedStore
-from farcall.rendezvous.locate import Candidate, try_candidate
+from farcall.rendezvous.client import Candidate, StoreClient, try_candidate
+from farcall.rendezvous.server import StoreServer
 from farcall.security import Credentials, Limits
 
 GROUP = "the group"
@@ -18,7 +17,7 @@ class Stage:
 
     def __init__(self, world_size: int = 4, patience: float = 10.0, most: int = 256) -> None:
         self.credentials = Credentials(limits=Limits(most, patience))
-        self.server = EmbeddedStore(listen("127.0.0.1", [0]), GROUP, world_size, "host", credentials=self.credentials)
+        self.server = StoreServer(listen("127.0.0.1", [0]), GROUP, world_size, "host", credentials=self.credentials)
         self.clients: list[StoreClient] = []
 
     def raw(self) -> socket.socket:

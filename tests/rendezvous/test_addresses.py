@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import socket
+import time
 from collections.abc import Callable
 
 import pytest
@@ -12,7 +13,6 @@ from farcall.rendezvous import addresses
 from farcall.rendezvous.addresses import (
     connect,
     host_port,
-    is_loopback,
     keep_alive,
     listen,
     loopback_text,
@@ -20,6 +20,7 @@ from farcall.rendezvous.addresses import (
     reachable_addresses,
     resolve,
 )
+from farcall.transports.network import is_loopback
 
 
 @pytest.fixture
@@ -30,7 +31,7 @@ def own_name(monkeypatch: pytest.MonkeyPatch) -> str:
     def answer(host: str, *args: object, **options: object) -> object:
         return look_up("127.0.1.1" if host == "myhost" else host, *args, **options)  # type: ignore[arg-type]
 
-    monkeypatch.setattr(addresses.socket, "getaddrinfo", answer)
+    monkeypatch.setattr(socket, "getaddrinfo", answer)
     monkeypatch.setattr(addresses, "reachable_addresses", lambda: ["127.0.0.1"])
     return "myhost"
 
@@ -100,7 +101,7 @@ def test_listens_on_the_first_free_port(occupied: Callable[..., socket.socket], 
 def test_a_port_that_is_taken_is_a_clear_error(
     occupied: Callable[..., socket.socket], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(addresses, "BIND_PATIENCE", 0.0)
+    monkeypatch.setattr(addresses, "BIND_TIMEOUT_S", 0.0)
     port = occupied().getsockname()[1]
     with pytest.raises(
         RendezvousError, match=f"port {port} is taken by another process, perhaps another worker that also"
@@ -111,10 +112,10 @@ def test_a_port_that_is_taken_is_a_clear_error(
 def test_a_port_that_is_just_being_closed_is_waited_for(
     occupied: Callable[..., socket.socket], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(addresses, "BIND_PATIENCE", 30.0)
+    monkeypatch.setattr(addresses, "BIND_TIMEOUT_S", 30.0)
     other = occupied()
     port = other.getsockname()[1]
-    monkeypatch.setattr(addresses.time, "sleep", lambda seconds: other.close())
+    monkeypatch.setattr(time, "sleep", lambda seconds: other.close())
     listen("127.0.0.1", [port]).close()
 
 
@@ -129,7 +130,7 @@ def test_a_port_with_old_connections_is_free() -> None:
 
 
 def test_a_host_that_is_elsewhere_is_a_clear_error() -> None:
-    with pytest.raises(RendezvousError, match=r"203.0.113.77 is no address of this machine, which has .*127.0.0.1"):
+    with pytest.raises(RendezvousError, match=r"203.0.113.77 is not an address of this machine, which has .*127.0.0.1"):
         listen("203.0.113.77", [0])
 
 
@@ -137,7 +138,7 @@ def test_a_name_that_nobody_knows_is_a_clear_error(monkeypatch: pytest.MonkeyPat
     def unknown(*args: object, **options: object) -> None:
         raise socket.gaierror(socket.EAI_NONAME, "Name or service not known")
 
-    monkeypatch.setattr(addresses.socket, "getaddrinfo", unknown)
+    monkeypatch.setattr(socket, "getaddrinfo", unknown)
     with pytest.raises(RendezvousError, match="cannot be resolved"):
         listen("no.such.host.invalid", [0])
 
@@ -168,7 +169,7 @@ def test_a_connection_to_itself_is_nobody(free_port: int, monkeypatch: pytest.Mo
             self.bind(("127.0.0.1", free_port))  # as the kernel may choose by chance
             super().connect(address)  # type: ignore[arg-type]
 
-    monkeypatch.setattr(addresses.socket, "socket", Bound)
+    monkeypatch.setattr(socket, "socket", Bound)
     with pytest.raises(ConnectionRefusedError, match="nobody listens there"):
         connect("127.0.0.1", free_port, 10)
 

@@ -18,7 +18,7 @@ from farcall.errors import ProtocolError, RendezvousError, RendezvousTimeoutErro
 from farcall.protocol.handshake import Welcome
 from farcall.rendezvous import client as client_module
 from farcall.rendezvous.client import Limit, StoreClient
-from farcall.rendezvous.store_messages import Number, pack_reply
+from farcall.rendezvous.messages import Number, pack_reply
 
 
 @pytest.fixture
@@ -80,7 +80,7 @@ def test_a_wait_without_end_is_allowed(stage: Stage, background: ThreadPoolExecu
 def test_what_the_store_cannot_do_is_an_error(stage: Stage) -> None:
     client = stage.client(0)
     client.set("k", b"text")
-    with pytest.raises(RendezvousError, match="holds no counter"):
+    with pytest.raises(RendezvousError, match="is not a number"):
         client.add("k", 1)
 
 
@@ -95,7 +95,7 @@ def test_ctrl_c_ends_a_wait_at_once_and_the_client_lives_on(stage: Stage) -> Non
     client = stage.client(0)
 
     def interrupt() -> None:
-        eventually(lambda: stage.server._table._gets and not client._send_lock.locked())  # it waits, or is about to
+        eventually(lambda: stage.server._state._gets and not client._send_lock.locked())  # it waits, or is about to
         signal.pthread_kill(threading.main_thread().ident or 0, signal.SIGINT)
 
     thread = threading.Thread(target=interrupt)
@@ -114,7 +114,7 @@ def test_when_the_store_dies_every_wait_ends(stage: Stage, background: ThreadPoo
     client = stage.client(1)
     waiting = [background.submit(client.get, f"k{number}", math.inf) for number in range(8)]
     eventually(lambda: len(client._pending) == 8)
-    stage.server._table.fail_waits = lambda reason: None  # type: ignore[method-assign]  # as if it had been killed
+    stage.server._state.fail_waits = lambda reason: None  # type: ignore[method-assign]  # as if it had been killed
     stage.server.close(linger=0)
     for future in waiting:
         with pytest.raises(RendezvousError, match=r"the store in 'host' \(rank 0\) at a test is gone"):
@@ -126,7 +126,7 @@ def test_when_the_store_dies_every_wait_ends(stage: Stage, background: ThreadPoo
 
 
 def test_a_stuck_store_ends_waits_a_little_late(stuck: tuple[StoreClient, socket.socket]) -> None:
-    with pytest.raises(RendezvousTimeoutError, match="does not answer; its worker may be stuck or stopped"):
+    with pytest.raises(RendezvousTimeoutError, match="does not answer; its worker may be frozen or stopped"):
         stuck[0].get("k", 0.01)
 
 
@@ -157,7 +157,7 @@ def test_a_broken_off_request_ends_the_connection(
         patch.setattr(client, "_sock", Interrupted())
         with pytest.raises(KeyboardInterrupt):
             client.set("k", b"")
-    with pytest.raises(RendezvousError, match="sending a request to it was broken off"):
+    with pytest.raises(RendezvousError, match="sending a request to it was interrupted"):
         client.set("k", b"")
     theirs.settimeout(10)
     assert theirs.recv(1) == b""
@@ -182,7 +182,7 @@ def test_a_reply_of_the_wrong_kind_is_a_protocol_error(stuck: tuple[StoreClient,
 def test_close_ends_the_waits_of_other_threads(stage: Stage, background: ThreadPoolExecutor) -> None:
     client = stage.client(1)
     waiting = background.submit(client.get, "k", 60)
-    eventually(lambda: stage.server._table._gets)
+    eventually(lambda: stage.server._state._gets)
     client.close()
     with pytest.raises(RendezvousError, match="was closed by this worker"):
         waiting.result(10)
@@ -201,18 +201,18 @@ def test_close_may_be_called_twice_and_calls_what_comes_after_once(stage: Stage)
 
 def test_close_waits_until_the_good_bye_is_read(stage: Stage, background: ThreadPoolExecutor) -> None:
     client, reading = stage.client(1), threading.Event()
-    handle = stage.server._table.handle
-    stage.server._table.handle = lambda *args: reading.wait(10) and handle(*args)  # type: ignore[method-assign]
+    handle = stage.server._state.handle
+    stage.server._state.handle = lambda *args: reading.wait(10) and handle(*args)  # type: ignore[method-assign,assignment]
     closing = background.submit(client.close)
     with pytest.raises(TimeoutError):
         closing.result(0.1)
     reading.set()
     closing.result(10)
-    assert stage.server._table.members == 0
+    assert stage.server._state.members == 0
 
 
 def test_a_client_may_be_idle_for_longer_than_a_request_may_take(stage: Stage, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(client_module, "ANSWER_TIMEOUT", 0.01)
+    monkeypatch.setattr(client_module, "ANSWER_TIMEOUT_S", 0.01)
     client = stage.client(1)
     with pytest.raises(RendezvousTimeoutError, match="has no key"):
         client.get("k", 0.1)
@@ -239,7 +239,7 @@ def test_when_the_host_is_known_to_be_lost_every_wait_ends(
     }[ask]
     waiting = background.submit(asked)
     eventually(lambda: client._pending)
-    client.lost(0, "worker 'host' was lost")
+    client.report_lost(0, "worker 'host' was lost")
     why = r"the store in 'host' \(rank 0\) at a test is lost: worker 'host' was lost"
     with pytest.raises(RendezvousError, match=why):
         waiting.result(10)
@@ -251,7 +251,7 @@ def test_when_another_is_lost_nobody_waits_for_all_any_more(stage: Stage, backgr
     client = stage.client(1)
     waiting, other = background.submit(client.collect, "p/", 3, 30), background.submit(client.get, "k", 30)
     eventually(lambda: len(client._pending) == 2)
-    client.lost(2, "worker 'w2' was lost")
+    client.report_lost(2, "worker 'w2' was lost")
     with pytest.raises(RendezvousError, match=r"^worker 'w2' was lost$"):
         waiting.result(10)
     with pytest.raises(RendezvousError, match=r"^worker 'w2' was lost$"):
@@ -272,7 +272,7 @@ def test_what_is_asked_within_some_seconds_ends_in_them(stuck: tuple[StoreClient
 def test_a_limit_is_that_of_one_thread(background: ThreadPoolExecutor) -> None:
     limit = Limit()
     ours, theirs = socket.socketpair(socket.AF_UNIX)
-    client = StoreClient(ours, Welcome("host", -1), limit=limit, farewell=0)
+    client = StoreClient(ours, Welcome("host", -1), limit=limit, good_bye_timeout=0)
     limit.deadline = time.monotonic() + 0.05
     with theirs:
         other = background.submit(client.read, "k")
@@ -292,7 +292,7 @@ def test_a_limit_is_that_of_one_thread(background: ThreadPoolExecutor) -> None:
 def test_that_the_store_is_lost_is_told_once(how: str) -> None:
     lost = threading.Semaphore(0)
     ours, theirs = socket.socketpair(socket.AF_UNIX)
-    client = StoreClient(ours, Welcome("host", -1), on_lost=lost.release, farewell=0)
+    client = StoreClient(ours, Welcome("host", -1), on_lost=lost.release, good_bye_timeout=0)
     assert not client.is_ended
     if how == "sending":
         client._end("a request could not be sent")

@@ -43,7 +43,7 @@ def test_what_is_not_there_or_empty_is_no_location(path: str) -> None:
 def test_a_file_of_somebody_else_is_no_location_and_never_overwritten(path: str, text: str) -> None:
     Path(path).write_text(text)
     assert read_location(path) is None
-    with pytest.raises(RendezvousError, match="holds something that no farcall worker wrote"):
+    with pytest.raises(RendezvousError, match="was not written by farcall"):
         publish_location(path, HERE, dead, 1)
     remove_location(path, HERE)
     assert Path(path).read_text() == text
@@ -58,7 +58,7 @@ def test_a_stale_location_is_replaced(path: str) -> None:
 
 def test_a_living_location_is_left_alone(path: str) -> None:
     publish_location(path, HERE, dead, 1)
-    with pytest.raises(RendezvousError, match="somebody else hosts a store"):
+    with pytest.raises(RendezvousError, match="another process already hosts a store"):
         publish_location(path, THERE, alive, 1)
     assert read_location(path) == HERE
 
@@ -84,7 +84,8 @@ def test_a_lock_on_a_file_that_was_replaced_meanwhile_does_not_count(
     path: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     Path(path).touch()
-    real, locked = location_file._try_lock, []
+    real = location_file._try_lock
+    locked: list[int] = []
 
     def lock_late(descriptor: int) -> bool:
         if not locked:
@@ -100,7 +101,8 @@ def test_a_lock_on_a_file_that_was_replaced_meanwhile_does_not_count(
 
 def test_a_lock_on_a_file_that_was_removed_meanwhile_does_not_count(path: str, monkeypatch: pytest.MonkeyPatch) -> None:
     Path(path).touch()
-    real, locked = location_file._try_lock, []
+    real = location_file._try_lock
+    locked: list[int] = []
 
     def lock_late(descriptor: int) -> bool:
         if not locked:
@@ -124,7 +126,7 @@ def test_a_failed_write_leaves_nothing_behind(path: str, monkeypatch: pytest.Mon
         raise OSError("disk on fire")
 
     with monkeypatch.context() as patch:
-        patch.setattr(location_file.os, "replace", fail)
+        patch.setattr(os, "replace", fail)
         with pytest.raises(RendezvousError, match="disk on fire"):
             publish_location(path, HERE, dead, 1)
     assert os.listdir(os.path.dirname(path)) == ["location"]

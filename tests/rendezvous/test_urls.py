@@ -91,7 +91,7 @@ def test_a_tcp_url_needs_host_and_port(url: str) -> None:
 
 
 def test_a_file_url_names_no_host() -> None:
-    with pytest.raises(UsageError, match=r"names 'here' where a host would be; a file needs three slashes"):
+    with pytest.raises(UsageError, match=r"has 'here' where a host would be; write three slashes"):
         read_plan("file://here/x", 0, 1, {})
 
 
@@ -112,10 +112,10 @@ def test_other_urls_are_refused(url: str) -> None:
     [
         ("env://?rank=2", 1, 4, "rank is given twice: 1 as an argument, 2 in init_method"),
         ("env://?world_size=2", 1, 4, "world_size is given twice"),
-        ("env://?rank=1&rank=2", -1, 4, "says rank 2 times"),
+        ("env://?rank=1&rank=2", -1, 4, "has rank 2 times"),
         ("env://?rank=x", -1, 4, "must be a whole number"),
-        ("env://?rnak=1", -1, 4, "not 'rnak'"),
-        ("env://", 4, 4, "rank 4 does not exist among 4 workers; ranks go from 0 to 3"),
+        ("env://?rnak=1", -1, 4, "a parameter 'rnak'"),
+        ("env://", 4, 4, "rank 4 does not exist in a group of 4 workers; ranks go from 0 to 3"),
         ("env://", -2, 4, "rank must be 0 or more"),
         ("env://?rank=-1", -1, 4, "rank -1 does not exist"),
         ("env://", 0, 0, "world_size must be at least 1"),
@@ -131,7 +131,7 @@ def test_saying_the_same_twice_is_no_contradiction() -> None:
 
 
 def test_in_a_group_with_a_size_the_rank_must_come_from_somewhere() -> None:
-    with pytest.raises(UsageError, match="rank is needed"):
+    with pytest.raises(UsageError, match="this worker has no rank"):
         read_plan("tcp://h:1", -1, 2, {})
 
 
@@ -152,7 +152,7 @@ def test_an_open_group_may_meet_through_the_environment() -> None:
 
 
 def test_an_open_group_has_no_negative_ranks() -> None:
-    with pytest.raises(UsageError, match="rank must be 0 or more, not -1; an open group needs none"):
+    with pytest.raises(UsageError, match="rank must be 0 or more, not -1; in an open group leave it out"):
         read_plan("tcp://h:1?rank=-1", -1, None, {})
 
 

@@ -67,7 +67,7 @@ def test_a_chain_of_references_whose_links_are_dropped_at_once(group: LocalGroup
     assert arrived["chain"].wait(SOON)
     for _ in range(20):  # whatever is given back is given back before the first value is there
         call(group[0], 1, echo, 0)
-        group[0].book.work_off()
+        group[0].reference_store.process()
     gate.set()
     assert count.to_here() == 2
 

@@ -49,7 +49,7 @@ def test_references_lists_what_is_owned_and_held(this_worker: LocalGroup) -> Non
     assert "owns 1, holds 1" in shown
     assert "(Shelf), held 1 here, 1 by 'worker2'; made at " in shown
     assert "owned by 'worker1', confirmed; made at " in shown
-    there = this_worker[1].book.inventory()
+    there = this_worker[1].reference_store.inventory()
     assert there.owned[0].created_at == "the request of 'worker0'"
     assert there.owned[0].holders == ("worker0",)
     kept.clear()

@@ -104,19 +104,19 @@ def test_an_argument_before_its_value_exists(group: LocalGroup) -> None:
 def test_an_argument_before_the_owner_has_heard_of_it(group: LocalGroup) -> None:
     """The creator's message is still on its way, a large one, say; a third worker is faster."""
     call(group[0], 1, echo, 0)
-    connection = group[0]._peers[1].connection
+    connection = group[0].calling.numbered[1].connection
     assert connection is not None
     held_back: list[Any] = []
-    send_control = connection.send_control
-    connection.send_control = lambda *message: held_back.append(message)  # type: ignore[method-assign]
+    send_call = connection.send_call
+    connection.send_call = lambda *call: held_back.append(call)  # type: ignore[method-assign]
     rref = remote(group[0], 1, echo, "tea")
-    connection.send_control = send_control  # type: ignore[method-assign]
+    connection.send_call = send_call  # type: ignore[method-assign]
     fetched = start(group[0], 2, fetch, rref)
-    eventually(lambda: group[1].book._references.owned)
+    eventually(lambda: group[1].reference_store.table_sizes()["values"])
     call(group[2], 1, echo, 0)
     assert not fetched.done(), fetched
-    for message in held_back:
-        send_control(*message)
+    for held in held_back:
+        send_call(*held)
     assert fetched.wait() == "tea"
     del rref
     expect_nothing_left(group)
@@ -142,7 +142,7 @@ def test_a_result_that_nobody_reads_is_given_back(group: LocalGroup) -> None:
     gate.set()
     future = start(group[0], 1, reference_at, group, "unread")
     eventually(future.done)
-    assert group[1].book._references.owned
+    assert group[1].reference_store.table_sizes()["owned"]
     del future
     expect_nothing_left(group)
 

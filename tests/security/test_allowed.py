@@ -15,12 +15,12 @@ from farcall.errors import NotAllowedError, UsageError
 from farcall.functions import exposed
 from farcall.options import RpcBackendOptions
 from farcall.security import allowed as allowed_module
-from farcall.security.allowed import Allowed
+from farcall.security.allowed import AllowList
 
 HERE = service_stage.__name__
 
 
-def may_call(allowed: Allowed, name: str, module: str = HERE) -> bool:
+def may_call(allowed: AllowList, name: str, module: str = HERE) -> bool:
     try:
         allowed.check_function(module, name)
     except NotAllowedError:
@@ -28,7 +28,7 @@ def may_call(allowed: Allowed, name: str, module: str = HERE) -> bool:
     return True
 
 
-def may_use(allowed: Allowed, name: str, found: object, module: str = HERE) -> bool:
+def may_use(allowed: AllowList, name: str, found: object, module: str = HERE) -> bool:
     try:
         allowed.check_name(module, name)
         allowed.check_found(module, name, found)
@@ -57,11 +57,11 @@ def may_use(allowed: Allowed, name: str, found: object, module: str = HERE) -> b
     ],
 )
 def test_names_and_patterns(entry: str, name: str, yes: bool) -> None:
-    assert may_call(Allowed([entry]), name) is yes
+    assert may_call(AllowList([entry]), name) is yes
 
 
 def test_what_is_marked_is_allowed_and_nothing_is_imported_to_look() -> None:
-    nothing = Allowed([])
+    nothing = AllowList([])
     assert may_call(nothing, "marked")
     assert may_call(nothing, "Marked")
     assert may_call(nothing, "Marked.step")
@@ -76,15 +76,18 @@ def test_what_is_marked_is_allowed_and_nothing_is_imported_to_look() -> None:
 
 
 def test_what_a_module_has_from_elsewhere_is_not_its_own() -> None:
-    whole = Allowed([HERE])
+    whole = AllowList([HERE])
     assert may_use(whole, "predict", service_stage.predict)
     assert not may_use(whole, "system", service_stage.system)
     assert not may_use(whole, "run", service_stage.run)
     assert not may_use(whole, "os", os)
-    assert may_use(Allowed([f"{HERE}.run"]), "run", service_stage.run), "unless it is on the list by that very name"
-    assert not may_use(Allowed([f"{HERE}.os"]), "os", os), "but a module is nothing to be sent"
-    with pytest.raises(NotAllowedError, match=r"`service_stage.os` on worker 'w'; name a function or a class of it"):
-        Allowed([f"{HERE}.os"], "w").check_found(HERE, "os", os)
+    assert may_use(AllowList([f"{HERE}.run"]), "run", service_stage.run), "unless it is on the list by that very name"
+    assert not may_use(AllowList([f"{HERE}.os"]), "os", os), "but a module is nothing to be sent"
+    with pytest.raises(
+        NotAllowedError,
+        match=r"uses of the module `service_stage.os` are not allowed on worker 'w'; name a function or class of it",
+    ):
+        AllowList([f"{HERE}.os"], "w").check_found(HERE, "os", os)
 
 
 @pytest.mark.parametrize(
@@ -92,12 +95,12 @@ def test_what_a_module_has_from_elsewhere_is_not_its_own() -> None:
     [random.random, random.choice, {}.update, [].append, str.upper, dict.fromkeys, (1).__add__, operator.itemgetter(0)],
 )
 def test_methods_of_builtins_are_not_the_module_s_own(found: object) -> None:
-    assert not may_use(Allowed([HERE]), "anything", found)
-    assert may_use(Allowed([f"{HERE}.anything"]), "anything", found), "unless that very name is on the list"
+    assert not may_use(AllowList([HERE]), "anything", found)
+    assert may_use(AllowList([f"{HERE}.anything"]), "anything", found), "unless that very name is on the list"
 
 
 def test_plain_data_may_be_loaded_and_is_no_function() -> None:
-    nothing = Allowed([])
+    nothing = AllowList([])
     assert may_use(nothing, "set", set, module="builtins")
     assert may_use(nothing, "ValueError", ValueError, module="builtins")
     assert not may_call(nothing, "set", module="builtins")
@@ -123,7 +126,7 @@ def test_plain_data_may_be_loaded_and_is_no_function() -> None:
     ],
 )
 def test_methods_by_the_class_of_their_value(entries: list[str], value: object, name: str, yes: bool) -> None:
-    allowed = Allowed(entries)
+    allowed = AllowList(entries)
     if yes:
         allowed.check_method(value, name)
         return
@@ -134,7 +137,7 @@ def test_methods_by_the_class_of_their_value(entries: list[str], value: object, 
 def test_the_option_takes_things_and_names() -> None:
     options = RpcBackendOptions(allow=[service_stage, service_stage.predict, service_stage.Model, "service.*"])  # type: ignore[arg-type]
     assert options.allow == (HERE, f"{HERE}.predict", f"{HERE}.Model", "service.*")
-    assert options.taken().allow == options.allow
+    assert options.frozen_copy().allow == options.allow
     assert RpcBackendOptions().allow is None
 
 
@@ -164,7 +167,7 @@ def test_the_option_refuses_what_is_no_name(wrong: object) -> None:
 def test_the_option_takes_every_pattern_that_may_match() -> None:
     patterns = ("*", "service.*", "service.get_?", "service.step[0-9]", "service.[!_]*", "service.[ab][cd].*", "a-b.c")
     assert RpcBackendOptions(allow=patterns).allow == patterns
-    assert may_call(Allowed(["service_stage.pre[a-d]ict"]), "predict")
+    assert may_call(AllowList(["service_stage.pre[a-d]ict"]), "predict")
 
 
 class MarkedInEveryWay:
@@ -188,7 +191,7 @@ class MarkedInEveryWay:
 
 
 def test_the_mark_may_stand_above_and_have_parentheses() -> None:
-    value, nothing = MarkedInEveryWay(), Allowed([])
+    value, nothing = MarkedInEveryWay(), AllowList([])
     for name in ("with_parentheses", "above", "beneath", "of_the_class"):
         nothing.check_method(value, name)
         assert may_call(nothing, f"MarkedInEveryWay.{name}", __name__)
@@ -206,9 +209,9 @@ def test_only_what_can_carry_the_mark_is_marked() -> None:
 
 
 def test_edges_have_functions_that_may_always_be_called(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(allowed_module, "_OWN", set())
+    monkeypatch.setattr(allowed_module, "_INTERNAL_FUNCTIONS", set())
     name = test_edges_have_functions_that_may_always_be_called.__name__
     with pytest.raises(NotAllowedError):
-        Allowed(["other"]).check_function(__name__, name)
-    allowed_module.register_own(test_edges_have_functions_that_may_always_be_called)
-    Allowed(["other"]).check_function(__name__, name)
+        AllowList(["other"]).check_function(__name__, name)
+    allowed_module.register_internal_function(test_edges_have_functions_that_may_always_be_called)
+    AllowList(["other"]).check_function(__name__, name)

@@ -7,6 +7,7 @@ import hashlib
 import os
 import select
 import ssl
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -15,35 +16,47 @@ from cryptography import x509
 from certificate_stage import make, own
 from farcall.errors import UsageError
 from farcall.options import RpcBackendOptions
-from farcall.security import credentials_of
+from farcall.security import credentials_from_options
 from farcall.security.encryption import LIFETIME, Encryption, _self_signed
-from farcall.testing.conformance import PATIENCE, in_thread, polls, read, write
+from farcall.transports.base import Link
 from farcall.transports.tcp import TcpTransport
+
+PATIENCE_S = 20.0
+LIMIT = 1 << 16
+
+
+def receive(link: Link) -> bytes:
+    """The next frame of the link, which is awaited."""
+    while not (frames := link.receive()):
+        assert link.wait(PATIENCE_S)
+    ((frame, _),) = frames
+    return bytes(frame)
 
 
 def connect(ours: Encryption, theirs: Encryption) -> None:
     """Connects the one to the other, and says a word. Raises what went wrong."""
-    listener = TcpTransport(theirs, even_on_loopback=True).listen()
+    listener = TcpTransport(theirs, even_on_loopback=True).listen(None, LIMIT)
 
     def answer() -> None:
-        assert polls(listener, select.POLLIN)
-        channel = listener.accept()
-        assert channel is not None
+        poll = select.poll()
+        poll.register(listener.fileno(), select.POLLIN)
+        assert poll.poll(PATIENCE_S * 1000)
+        link = listener.accept()
+        assert link is not None
         try:
-            write(channel, read(channel, 1))
-        except OSError:
-            pass
+            link.send(receive(link))
         finally:
-            channel.close()
+            link.close()
 
-    join = in_thread(answer)
     try:
-        channel = TcpTransport(ours, even_on_loopback=True).connect(listener.address, PATIENCE)
-        channel.send(b"?")
-        assert read(channel, 1) == b"?"
-        channel.close()
+        with ThreadPoolExecutor(1) as pool:
+            answered = pool.submit(answer)
+            link = TcpTransport(ours, even_on_loopback=True).connect(listener.address, PATIENCE_S, LIMIT)
+            link.send(b"?")
+            assert receive(link) == b"?"
+            link.close()
+            answered.result()
     finally:
-        join()
         listener.close()
 
 
@@ -82,12 +95,12 @@ def test_own_certificates_need_all_three(tmp_path: Path, left_out: str) -> None:
     }
     del files[left_out]
     with pytest.raises(UsageError, match="need all three: tls_certificate, tls_key and tls_authority"):
-        credentials_of(RpcBackendOptions(**files))  # type: ignore[arg-type]
+        credentials_from_options(RpcBackendOptions(**files))  # type: ignore[arg-type]
 
 
 def test_files_that_cannot_be_used_are_named(tmp_path: Path) -> None:
     make(tmp_path, "ca")
-    with pytest.raises(UsageError, match=r"the file .*nowhere.pem .* cannot be read"):
+    with pytest.raises(UsageError, match=r"the TLS file .*nowhere.pem cannot be read"):
         own(tmp_path, "nowhere")
     (tmp_path / "bad.pem").write_text("no certificate")
     (tmp_path / "bad.key").write_text("no key")
@@ -96,7 +109,7 @@ def test_files_that_cannot_be_used_are_named(tmp_path: Path) -> None:
     (tmp_path / "request.pem").write_text(
         "-----BEGIN CERTIFICATE REQUEST-----\nAA==\n-----END CERTIFICATE REQUEST-----\n"
     )
-    with pytest.raises(UsageError, match=r"no certificate in .*request.pem \(tls_authority\)"):
+    with pytest.raises(UsageError, match=r"no usable certificate in .*request.pem \(tls_authority\)"):
         own(tmp_path, "ca", "request")
 
 
@@ -110,8 +123,8 @@ def test_files_are_looked_at_when_the_options_are_taken(tmp_path: Path, encrypts
         tls_authority=str(tmp_path / "bad.pem"),
         encrypt_between_hosts=encrypts,
     )
-    with pytest.raises(UsageError, match=r"no certificate in .*bad.pem"):
-        credentials_of(options)
+    with pytest.raises(UsageError, match=r"no usable certificate in .*bad.pem"):
+        credentials_from_options(options)
 
 
 def test_a_key_with_a_passphrase_is_refused_and_nobody_is_asked(tmp_path: Path) -> None:
@@ -132,5 +145,5 @@ def test_a_certificate_that_the_others_would_refuse_is_refused_here(tmp_path: Pa
 
 
 def test_the_option_turns_it_off() -> None:
-    assert credentials_of(RpcBackendOptions(encrypt_between_hosts=False)).encryption is None
-    assert credentials_of(RpcBackendOptions()).encryption is not None
+    assert credentials_from_options(RpcBackendOptions(encrypt_between_hosts=False)).encryption is None
+    assert credentials_from_options(RpcBackendOptions()).encryption is not None

@@ -11,7 +11,6 @@ from pathlib import Path
 import pytest
 
 from farcall.errors import UsageError
-from farcall.security import secret as module
 from farcall.security.secret import Secret, find_secret, secret_path
 
 GOOD = "a secret that is long enough"
@@ -112,7 +111,7 @@ def test_a_directory_that_others_can_write_to_is_refused(environ: dict[str, str]
 def test_one_of_another_user_is_refused(environ: dict[str, str], monkeypatch: pytest.MonkeyPatch) -> None:
     find_secret(None, environ)
     us = os.geteuid()
-    monkeypatch.setattr(module.os, "geteuid", lambda: us + 1)
+    monkeypatch.setattr(os, "geteuid", lambda: us + 1)
     with pytest.raises(UsageError, match=f"it belongs to user {us}, not to {us + 1}"):
         find_secret(None, environ)
 
@@ -125,7 +124,7 @@ def test_a_link_and_a_directory_in_its_place_are_refused(environ: dict[str, str]
         find_secret(None, environ)
     path.unlink()
     path.mkdir()
-    with pytest.raises(UsageError, match="it is no file"):
+    with pytest.raises(UsageError, match="it is not a regular file"):
         find_secret(None, environ)
 
 
@@ -133,13 +132,13 @@ def test_a_pipe_in_its_place_does_not_hang(environ: dict[str, str]) -> None:
     path = file_in(environ)
     path.parent.mkdir(parents=True)
     os.mkfifo(path, 0o600)
-    with pytest.raises(UsageError, match="it is no file"):
+    with pytest.raises(UsageError, match="it is not a regular file"):
         find_secret(None, environ)
 
 
 def test_no_place_for_it_is_said_with_what_to_do(environ: dict[str, str], tmp_path: Path) -> None:
     (tmp_path / ".local").write_text("a file in the way")
-    with pytest.raises(UsageError, match=r"cannot be kept in .*set FARCALL_SECRET on all workers"):
+    with pytest.raises(UsageError, match=r"cannot be read from or created in .*set FARCALL_SECRET on all workers"):
         find_secret(None, environ)
 
 
@@ -156,7 +155,7 @@ def test_it_is_not_shown_and_does_not_travel() -> None:
     secret = Secret(GOOD)
     assert GOOD not in repr(secret)
     assert repr(secret) == "<Secret from the option secret>"
-    with pytest.raises(TypeError, match="does not travel"):
+    with pytest.raises(TypeError, match="cannot be pickled"):
         pickle.dumps(secret)
 
 

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -8,6 +9,7 @@ from typing import Any
 
 import pytest
 
+from farcall.errors import SerializationError
 from farcall.serialization.by_value import dumps_by_value
 
 SOURCE = """
@@ -80,7 +82,7 @@ def test_cloudpickle_is_not_imported_before_there_is_need() -> None:
 def test_an_open_file_is_refused(mode: str, tmp_path: Path) -> None:
     path = tmp_path / "notes.txt"
     path.write_text("text")
-    with open(path, mode) as file, pytest.raises(TypeError, match="an open file belongs to its process"):
+    with open(path, mode) as file, pytest.raises(TypeError, match="an open file cannot be sent"):
         dumps_by_value([file], None)
 
 
@@ -88,3 +90,12 @@ def test_the_output_of_the_process_is_that_of_the_receiver(monkeypatch: pytest.M
     monkeypatch.setattr(sys, "stdout", sys.__stdout__)
     monkeypatch.setattr(sys, "stderr", sys.__stderr__)
     assert loads(dumps_by_value([sys.stdout, sys.stderr], None)) == [sys.stdout, sys.stderr]
+
+
+def test_bytecode_of_another_version_is_refused_with_both_versions(monkeypatch: pytest.MonkeyPatch) -> None:
+    payload = dumps_by_value([lambda: 5], None)
+    assert loads(payload)[0]() == 5
+    monkeypatch.setattr("farcall.serialization.by_value.BYTECODE_VERSION", "CPython 3.99")
+    here = re.escape("CPython {}.{}".format(*sys.version_info))
+    with pytest.raises(SerializationError, match=rf"compiled by {here}, and this worker runs CPython 3\.99\."):
+        loads(payload)

@@ -148,9 +148,9 @@ def test_names_that_are_no_text_are_no_names(module: ModuleType) -> None:
 def test_a_function_that_was_replaced_under_its_name_travels_by_value(module: ModuleType) -> None:
     work = module.work
     assert encode_function(work) == b"passing_module\0work"
-    module.work = lambda: 2
+    module.work = lambda: 2  # type: ignore[attr-defined]
     assert encode_function(work) is None
-    module.work = work
+    module.work = work  # type: ignore[attr-defined]
     assert encode_function(work) == b"passing_module\0work"
     del module.work
     assert encode_function(work) is None
@@ -167,7 +167,7 @@ def test_a_function_of_a_module_that_is_gone_travels_by_value(
 def test_a_patched_function_is_found_anew_at_each_call(module: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
     name = b"passing_module\0work"
     assert resolve_function(name)() == 1
-    module.work = lambda: 2
+    module.work = lambda: 2  # type: ignore[attr-defined]
     assert resolve_function(name)() == 2
     again = ModuleType("passing_module")
     again.work = lambda: 3  # type: ignore[attr-defined]
@@ -222,8 +222,8 @@ def test_a_missing_function_says_who_lacks_what() -> None:
     with pytest.raises(SerializationError) as caught:
         resolve_function(blob("absent"), "worker2")
     assert str(caught.value) == (
-        f"worker 'worker2' has no function `absent` in module `{HERE}`: is the same code installed there? It goes by "
-        "its name: the RPC pickler does not serialize the code of a module's functions"
+        f"worker 'worker2' has no function `absent` in module `{HERE}`: is the same code installed there? The "
+        "function was sent by its name: the RPC pickler does not serialize the code of a module's functions"
     )
     with pytest.raises(SerializationError) as caught:
         resolve_function(b"absent_module\0train", "worker2")
@@ -258,7 +258,7 @@ def test_an_interactive_function_travels_by_value(become: Any) -> None:
 
 def test_another_script_says_so(become: Any) -> None:
     become("")
-    advice = "define it at the top level of the script, before init_rpc, on every worker, or pass a lambda. It"
+    advice = "define it at the top level of the script, before init_rpc, on every worker, or pass a lambda. The"
     with pytest.raises(SerializationError, match=f"`work` in module `__main__`: {advice}"):
         resolve_function(b"__main__\0work")
 

@@ -1,4 +1,4 @@
-"""Groups of faulty agents, and the faults of an agent that is not there, for the tests of what we lend to tests."""
+"""Groups of faulty agents, and the faults of an agent that is not there."""
 
 from __future__ import annotations
 
@@ -20,6 +20,6 @@ def new_group() -> Iterator[NewGroup]:
 @pytest.fixture
 def faults() -> Iterator[Faults]:
     """What goes wrong at worker0: nothing, unless the test says so."""
-    faults = Faults("worker0", FaultyRpcBackendOptions())
+    faults = Faults("worker0", FaultyRpcBackendOptions(), lambda name: None)
     yield faults
     faults.relay.close()

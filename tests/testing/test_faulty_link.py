@@ -6,22 +6,20 @@ import threading
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from time import monotonic
-from typing import Any
+from typing import Any, cast
 
 import pytest
+from link_ends import LinkEnds, receive
 
 from eventually import eventually
 from farcall import RpcTimeoutError, RRef, WorkerLost
-from farcall.protocol.control import pack_control
-from farcall.protocol.handshake import Hello, Proof, Purpose, Welcome, pack
+from farcall.protocol.frames import CONTROL, pack_message
 from farcall.protocol.ids import ForkId, RRefId
 from farcall.protocol.reference_messages import UserDeleted
-from farcall.protocol.wire import CONTROL, encode
+from farcall.runtime.handles import Handle
+from farcall.runtime.reference_outbox import pack_control
 from farcall.testing import Failure, Faults, FaultyRpcBackendOptions, LocalGroup, faults, faulty_link
-from farcall.testing.conformance import open_pair, polls, read
-from farcall.testing.faulty_transport import FaultyTransport
-from farcall.transports.base import Channel
-from farcall.transports.memory import MemoryNetwork, MemoryTransport
+from farcall.transports.base import Link
 from gates import SOON, arrived, new_gate, wait_at
 from group_stage import NewGroup, call, echo, run, runs, start
 from reference_stage import Shelf, expect_confirmed, expect_nothing_left, fetch, here, remote, tables
@@ -34,8 +32,8 @@ MOMENT = 0.3
 @pytest.fixture(autouse=True)
 def _no_way_out(monkeypatch: pytest.MonkeyPatch) -> None:
     """What ends after some seconds in any case is to end for its own reason here."""
-    monkeypatch.setattr(faulty_link, "_LATEST", 1000.0)
-    monkeypatch.setattr(faulty_link, "_LONGEST_WAIT", 1000.0)
+    monkeypatch.setattr(faulty_link, "MAX_LATE_S", 1000.0)
+    monkeypatch.setattr(faulty_link, "MAX_BUSY_S", 1000.0)
 
 
 def all_fail(names: list[str], failure: Failure, sends: int = 1) -> dict[str, Any]:
@@ -160,7 +158,7 @@ def test_a_delayed_call_is_overtaken(new_group: NewGroup) -> None:
     with pytest.raises(RpcTimeoutError):
         rref.to_here(timeout=MOMENT / 3)
     began = monotonic()
-    future = group[0].calling.call_on(rref._handle, b"\2", "to_here", (), None, SOON, unattended=True)
+    future = group[0].calling.call_on(cast(Handle, rref._handle), b"\2", "to_here", (), None, SOON, unattended=True)
     assert call(group[0], 1, run, 1) == 1
     assert not future.done()
     assert future.wait() == "tea"
@@ -174,7 +172,7 @@ def test_a_delayed_call_is_overtaken(new_group: NewGroup) -> None:
 def test_what_is_late_arrives_in_the_end_though_nothing_is_sent_again(
     new_group: NewGroup, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(faulty_link, "_LATEST", 0.05)
+    monkeypatch.setattr(faulty_link, "MAX_LATE_S", 0.05)
     group = new_group(2, **all_fail(["PYTHON_CALL"], Failure.LATE))
     assert call(group[0], 1, run, "late") == "late"
     group.shutdown()
@@ -184,39 +182,14 @@ def test_what_is_late_arrives_in_the_end_though_nothing_is_sent_again(
 # -- what must arrive
 
 
-class Ends:
-    """Connections with a worker of whom there is nothing but the ends of its connections."""
-
-    def __init__(self, failure: Failure) -> None:
-        self.faults = Faults("worker0", FaultyRpcBackendOptions(**all_fail(["RREF_USER_DELETE"], failure)))
-        network = MemoryNetwork()
-        self._transport = FaultyTransport(MemoryTransport(network), self.faults)
-        self._listener = network.listen()
-        self._channels: list[Channel] = []
-
-    def connect(self) -> tuple[Channel, Channel]:
-        """The agent's end, which has greeted, and the other worker's, which has heard it."""
-        ours, theirs = open_pair(self._transport, self._listener)
-        self._channels += [ours, theirs]
-        hello = Hello("group", "worker0", 0, "worker1", wanted_number=1)
-        greeting = pack(Purpose.CALLS, hello) + pack(Purpose.CALLS, Proof(b"mac"))
-        ours.send(greeting)
-        assert read(theirs, len(greeting)) == greeting
-        return ours, theirs
-
-    def close(self) -> None:
-        for channel in self._channels:
-            channel.close()
-        self._listener.close()
-        self.faults.relay.close()
-
-
 @pytest.fixture
-def new_ends() -> Iterator[Callable[[Failure], Ends]]:
-    made: list[Ends] = []
+def new_ends() -> Iterator[Callable[[Failure], LinkEnds]]:
+    """Makes the ends of links on which deletions of references fail once, in that way."""
+    made: list[LinkEnds] = []
 
-    def new_ends(failure: Failure) -> Ends:
-        made.append(Ends(failure))
+    def new_ends(failure: Failure) -> LinkEnds:
+        options = FaultyRpcBackendOptions(**all_fail(["RREF_USER_DELETE"], failure))
+        made.append(LinkEnds(Faults("worker0", options, lambda name: None)))
         return made[-1]
 
     yield new_ends
@@ -225,69 +198,74 @@ def new_ends() -> Iterator[Callable[[Failure], Ends]]:
 
 
 def delete(acknowledged: int, *numbers: int) -> bytes:
-    entries = [(number, UserDeleted(RRefId(1, 0, number), ForkId(0, number))) for number in numbers]
-    return encode(CONTROL, 0, b"", pack_control(acknowledged, entries))
+    messages = [(number, UserDeleted(RRefId(1, 0, number), ForkId(0, number))) for number in numbers]
+    return pack_message(CONTROL, pack_control(acknowledged, messages))
 
 
-def ends(channel: Channel) -> bool:
-    """Whether the stream ends, with nothing more in it."""
-    assert polls(channel, 1)
-    try:
-        return channel.receive(1000) == b""
-    except ConnectionResetError as error:
-        return "the faulty agent let this RREF_USER_DELETE fail" in str(error)
+def expect(link: Link, *frames: bytes) -> None:
+    """These frames come next."""
+    for frame in frames:
+        assert receive(link) == (frame, [])
+
+
+def expect_end(link: Link) -> None:
+    """The link ends, with nothing more in it. A link that the faulty agent broke says so."""
+    with pytest.raises(ConnectionError) as caught:
+        receive(link)
+    if isinstance(link, faulty_link.FaultyLink):
+        assert "the faulty agent let this RREF_USER_DELETE fail" in str(caught.value)
 
 
 @pytest.mark.parametrize("failure", [Failure.ERROR, Failure.REQUEST_LOST])
 def test_what_is_lost_does_not_arrive_and_its_connection_ends(
-    new_ends: Callable[[Failure], Ends], failure: Failure
+    new_ends: Callable[[Failure], LinkEnds], failure: Failure
 ) -> None:
     lost = new_ends(failure)
     ours, theirs = lost.connect()
     ours.send(delete(3, 1))
-    assert read(theirs, len(delete(3))) == delete(3)  # the acknowledgement does
-    assert ends(ours)
-    assert ends(theirs)
+    expect(theirs, delete(3))  # the acknowledgement arrives
+    expect_end(ours)
+    expect_end(theirs)
+    with pytest.raises(ConnectionError, match="the faulty agent let this RREF_USER_DELETE fail"):
+        ours.send(delete(0, 1))
     ours, theirs = lost.connect()
     ours.send(delete(0, 1))
-    assert read(theirs, len(delete(0, 1))) == delete(0, 1)
+    expect(theirs, delete(0, 1))
 
 
-def test_what_is_not_acknowledged_arrives_each_time(new_ends: Callable[[Failure], Ends]) -> None:
+def test_what_is_not_acknowledged_arrives_each_time(new_ends: Callable[[Failure], LinkEnds]) -> None:
     deaf = new_ends(Failure.REPLY_LOST)
     ours, theirs = deaf.connect()
-    second, other = deaf.connect()
+    second, other = deaf.accept()
     ours.send(delete(0, 7))
-    assert read(theirs, len(delete(0, 7))) == delete(0, 7)
-    for end, heard in ((theirs, ours), (other, second)):  # whatever connection it comes on
-        end.send(WELCOME + delete(8))
-        assert read(heard, len(WELCOME + delete(8))) == WELCOME + delete(6)
-    assert ends(ours)
-    assert ends(theirs)
+    expect(theirs, delete(0, 7))
+    for end, our_end in ((theirs, ours), (other, second)):  # whatever connection it comes on
+        end.send(delete(8))
+        expect(our_end, delete(6))
+    expect_end(ours)
+    expect_end(theirs)
     second.send(delete(0, 7))
-    assert read(other, len(delete(0, 7))) == delete(0, 7)
+    expect(other, delete(0, 7))
     other.send(delete(8))
-    assert read(second, len(delete(8))) == delete(8)
-
-
-WELCOME = pack(Purpose.CALLS, Welcome("worker1", 1, 1))
+    expect(second, delete(8))
 
 
 def test_what_is_late_arrives_on_its_own_connection_after_it_was_sent_again(
-    new_ends: Callable[[Failure], Ends],
+    new_ends: Callable[[Failure], LinkEnds],
 ) -> None:
     late = new_ends(Failure.LATE)
     ours, theirs = late.connect()
     ours.send(delete(0, 7))
-    assert ends(ours)
-    assert not polls(theirs, 1, 0.05)
+    expect_end(ours)
+    with pytest.raises(TimeoutError):
+        receive(theirs, 0.05)
     again, there = late.connect()
     again.send(delete(0, 7))
-    assert read(there, len(delete(0, 7))) == delete(0, 7)
-    assert read(theirs, len(delete(0, 7))) == delete(0, 7)
-    assert ends(theirs)
+    expect(there, delete(0, 7))
+    expect(theirs, delete(0, 7))
+    expect_end(theirs)
     again.send(delete(0, 7))
-    assert read(there, len(delete(0, 7))) == delete(0, 7)
+    expect(there, delete(0, 7))
 
 
 @pytest.mark.parametrize("failure", Failure)

@@ -65,9 +65,9 @@ def test_ways_to_fail_may_be_texts() -> None:
 
 
 def test_those_of_an_agent_cannot_be_changed() -> None:
-    taken = FaultyRpcBackendOptions(messages_to_fail=["PYTHON_CALL"]).taken()
+    taken = FaultyRpcBackendOptions(messages_to_fail=["PYTHON_CALL"]).frozen_copy()
     assert taken.messages_to_fail == ["PYTHON_CALL"]
-    with pytest.raises(UsageError, match="an agent has taken these options"):
+    with pytest.raises(UsageError, match="these options are in use by an agent"):
         taken.num_fail_sends = 3
 
 

@@ -1,62 +1,77 @@
+"""The thread of a faulty agent: what it does at which time, and that nothing of it is left."""
+
 from __future__ import annotations
 
+import logging
 import threading
 from time import monotonic
 
 import pytest
 
-from eventually import eventually
 from farcall.testing import Faults, faulty_relay
 from farcall.testing.faulty_relay import Relay
-from farcall.testing.faulty_transport import FaultyTransport
-from farcall.transports.memory import MemoryNetwork, MemoryTransport
 from gates import SOON
 
 
-def start(faults: Faults) -> Relay:
-    """With a link, whose agent closes its end at once."""
-    transport = FaultyTransport(MemoryTransport(MemoryNetwork()), faults)
-    listener = transport.listen()
-    try:
-        transport.connect(listener.address, SOON).close()
-    finally:
-        listener.close()
-    return faults.relay
+def threads() -> list[str]:
+    return [thread.name for thread in threading.enumerate() if thread.name == "farcall-faults"]
 
 
-def test_what_is_to_come_comes_in_its_order(faults: Faults, monkeypatch: pytest.MonkeyPatch) -> None:
-    relay = start(faults)
-    came: list[str] = []
+def test_functions_are_called_in_the_order_of_their_times(faults: Faults, monkeypatch: pytest.MonkeyPatch) -> None:
+    relay = faults.relay
+    called: list[str] = []
     done = threading.Event()
     now = monotonic()
     with relay.lock, monkeypatch.context() as patch:
-        patch.setattr(faulty_relay, "monotonic", lambda: now)  # all is said at one time, on a slow machine too
-        relay.later(0.02, done.set)
-        relay.later(0.01, lambda: came.append("second"))
-        relay.later(0.0, lambda: came.append("first"))
-        relay.later(0.01, lambda: came.append("third"))
+        patch.setattr(faulty_relay, "monotonic", lambda: now)  # all are set at one time, on a slow machine too
+        relay.call_later(0.02, done.set)
+        relay.call_later(0.01, lambda: called.append("second"))
+        relay.call_later(0.0, lambda: called.append("first"))
+        relay.call_later(0.01, lambda: called.append("third"))
     assert done.wait(SOON)
-    assert came == ["first", "second", "third"]
+    assert called == ["first", "second", "third"]
 
 
-def test_a_link_that_was_closed_is_forgotten(faults: Faults) -> None:
-    relay = start(faults)
-    eventually(lambda: not relay.links)
+def test_a_function_that_fails_does_not_end_the_thread(faults: Faults, caplog: pytest.LogCaptureFixture) -> None:
+    done = threading.Event()
+    faults.relay.call_later(0.0, lambda: 1 // 0)  # type: ignore[arg-type,return-value]
+    with caplog.at_level(logging.ERROR):
+        faults.relay.call_later(0.01, done.set)
+        assert done.wait(SOON)
+    assert "the relay of a faulty agent failed, and goes on" in caplog.text
 
 
-def test_the_end_drops_what_was_to_come(faults: Faults) -> None:
-    relay = start(faults)
-    came: list[int] = []
+class EndlessLink:
+    """A link that never gets rid of its frames."""
+
+    is_disconnected = False
+
+    def finish(self) -> None: ...
+
+    def disconnect(self) -> None:
+        self.is_disconnected = True
+
+
+def test_closing_drops_what_was_to_be_called_and_waits_for_links_only_so_long(
+    faults: Faults, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(faulty_relay, "CLOSE_TIMEOUT_S", 0.2)
+    relay, link = faults.relay, EndlessLink()
+    called: list[int] = []
     with relay.lock:
-        relay.later(0.05, lambda: came.append(1))
+        assert relay.add(link)  # type: ignore[arg-type]
+    relay.call_later(0.05, lambda: called.append(1))
+    assert threads()
     relay.close()
+    assert link.is_disconnected
     relay.close()
+    relay.call_later(0.0, lambda: called.append(2))
     assert relay.is_closing
-    assert not came
-    assert "farcall-faults" not in [thread.name for thread in threading.enumerate()]
+    assert not threads()
+    assert not called
 
 
-def test_nothing_is_connected_after_the_end(faults: Faults) -> None:
-    faults.relay.close()
-    with pytest.raises(OSError, match="the faulty agent has ended"):
-        start(faults)
+def test_a_relay_without_links_has_no_thread() -> None:
+    relay = Relay()
+    assert not threads()
+    relay.close()

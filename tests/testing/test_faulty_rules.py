@@ -1,9 +1,8 @@
 from __future__ import annotations
 
-from farcall.protocol.control import pack_section
+from farcall.protocol.frames import METHOD, PRESENCE, VALUE
 from farcall.protocol.ids import ForkId, RRefId
 from farcall.protocol.reference_messages import (
-    Carried,
     ChildAccepted,
     CreateRequest,
     ForkAccepted,
@@ -11,10 +10,9 @@ from farcall.protocol.reference_messages import (
     ForkRequest,
     UserDeleted,
 )
-from farcall.protocol.wire import CALL, CALL_CARRYING, METHOD, PRESENCE, VALUE
 from farcall.testing import Failure, FaultyRpcBackendOptions
 from farcall.testing.faulty_options import Names
-from farcall.testing.faulty_rules import Rules, Verdict, callee_of, name_of_call, name_of_reference_message
+from farcall.testing.faulty_rules import Rules, Verdict, name_of_reference_message
 
 REFERENCE, FORK = RRefId(1, 0, 1), ForkId(0, 1)
 
@@ -63,14 +61,11 @@ def test_what_goes_through_is_delayed() -> None:
 
 
 def test_calls_have_the_names_that_torch_gives_them() -> None:
-    section = pack_section(3, [Carried(REFERENCE, FORK)])
-    assert name_of_call(CALL, b"builtins\0max") == "PYTHON_CALL"
-    assert name_of_call(CALL, b"") == "PYTHON_CALL"
-    assert name_of_call(CALL, VALUE + b"x" * 28) == "PYTHON_RREF_FETCH_CALL"
-    assert name_of_call(CALL, METHOD + b"x" * 28 + b"put") == "PYTHON_CALL"
-    assert name_of_call(CALL, PRESENCE + b"x" * 28) == "PYTHON_CALL"
-    assert name_of_call(CALL_CARRYING, section + b"builtins\0max") == "PYTHON_CALL"
-    assert callee_of(CALL_CARRYING, section + b"builtins\0max") == b"builtins\0max"
+    mine = rules()
+    for callee in (b"builtins\0max", b"", METHOD + b"x" * 44 + b"put", PRESENCE + b"x" * 44):
+        assert mine.name_of_call(callee) == "PYTHON_CALL"
+        assert mine.name_of_remote_call(callee) == "PYTHON_REMOTE_CALL"
+    assert mine.name_of_call(VALUE + b"x" * 44) == "PYTHON_RREF_FETCH_CALL"
 
 
 def test_reference_messages_have_them_too() -> None:
@@ -85,11 +80,9 @@ def test_calls_are_told_apart_if_the_agent_says_how() -> None:
     options = FaultyRpcBackendOptions(messages_to_delay={"PYTHON_CALL": 1, "SCRIPT_CALL": 2, "SCRIPT_REMOTE_CALL": 3})
     mine = Rules(options, named)
 
-    def delay(name: str, callee: bytes) -> float:
-        return mine.judge(mine.name_for(name, callee), 1).delay
-
-    assert [delay("PYTHON_CALL", callee) for callee in (b"m\0script", b"m\0any", b"m\0other")] == [2, 1, 0]
-    assert [delay("PYTHON_REMOTE_CALL", callee) for callee in (b"m\0script", b"m\0any", b"m\0other")] == [3, 0, 0]
+    callees = (b"m\0script", b"m\0any", b"m\0other")
+    assert [mine.judge(mine.name_of_call(callee), 1).delay for callee in callees] == [2, 1, 0]
+    assert [mine.judge(mine.name_of_remote_call(callee), 1).delay for callee in callees] == [3, 0, 0]
     mine.fail("SCRIPT_CALL", 1, Failure.ERROR)
     assert mine.judge("PYTHON_CALL", 1).failure is None
     assert mine.judge("SCRIPT_CALL", 1).failure is Failure.ERROR
@@ -97,23 +90,23 @@ def test_calls_are_told_apart_if_the_agent_says_how() -> None:
 
 def test_without_that_one_name_means_both() -> None:
     mine = rules(messages_to_delay={"SCRIPT_CALL": 2})
-    assert mine.name_for("PYTHON_CALL", b"m\0script") == "PYTHON_CALL"
+    assert mine.name_of_call(b"m\0script") == "PYTHON_CALL"
     assert mine.delay_of("PYTHON_CALL") == 2
 
 
 def test_what_has_no_name_is_meant_by_no_rule_also_not_by_one_for_what_is_never_sent() -> None:
     every = ["PYTHON_CALL", "CLEANUP_AUTOGRAD_CONTEXT_REQ"]
     mine = Rules(FaultyRpcBackendOptions(messages_to_fail=every), {b"m\0other": Names()})
-    assert mine.judge(mine.name_for("PYTHON_CALL", b"m\0other"), 1) == Verdict()
-    assert mine.judge(mine.name_for("PYTHON_CALL", b"m\0any"), 1).failure is Failure.ERROR
+    assert mine.judge(mine.name_of_call(b"m\0other"), 1) == Verdict()
+    assert mine.judge(mine.name_of_call(b"m\0any"), 1).failure is Failure.ERROR
 
 
 def test_a_function_can_stand_for_a_message_that_farcall_has_not() -> None:
     options = FaultyRpcBackendOptions(messages_to_fail=["CLEANUP_AUTOGRAD_CONTEXT_REQ"])
     mine = Rules(options, {b"m\0clean": Names("CLEANUP_AUTOGRAD_CONTEXT_REQ")})
-    assert mine.judge(mine.name_for("PYTHON_CALL", b"m\0clean"), 1).failure is Failure.ERROR
+    assert mine.judge(mine.name_of_call(b"m\0clean"), 1).failure is Failure.ERROR
 
 
 def test_a_fetch_has_two_names_in_any_case() -> None:
     mine = Rules(FaultyRpcBackendOptions(messages_to_delay={"SCRIPT_RREF_FETCH_CALL": 2}), {})
-    assert mine.judge(mine.name_for("PYTHON_RREF_FETCH_CALL", VALUE + b"x" * 28), 1).delay == 2
+    assert mine.judge(mine.name_of_call(VALUE + b"x" * 44), 1).delay == 2

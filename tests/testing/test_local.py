@@ -1,11 +1,9 @@
-"""A group in one process, as a user's test has it: what it takes, and references at its workers.
-
-How its agents start, call and end is in `tests/agent`.
-"""
+"""A group in one process, as a user's test has it: its arguments, and references at its workers."""
 
 from __future__ import annotations
 
 import threading
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -59,7 +57,7 @@ def test_a_reference_that_one_worker_makes_at_another(new_group: NewGroup) -> No
     group = new_group(3)
     with pytest.raises(NotInitializedError):  # it needs no worker of this process
         rpc.get_worker_info()
-    numbers = group.remote(0, "worker1", list, ((3, 1, 2),))
+    numbers: rpc.RRef[list[int]] = group.remote(0, "worker1", list, ((3, 1, 2),))
     assert numbers.owner_name() == "worker1"
     numbers.rpc_sync(timeout=SOON).append(4)
     assert numbers.to_here(timeout=SOON) == [3, 1, 2, 4]
@@ -86,7 +84,12 @@ def test_a_reference_to_a_value_of_a_worker(new_group: NewGroup) -> None:
 
 def test_there_is_no_such_worker(new_group: NewGroup) -> None:
     group = new_group(1)
-    for use in (lambda: group.remote(3, 0, list), lambda: group.rref("nobody", 3), lambda: group.references(1)):
+    uses: list[Callable[[], object]] = [
+        lambda: group.remote(3, 0, list),
+        lambda: group.rref("nobody", 3),
+        lambda: group.references(1),
+    ]
+    for use in uses:
         with pytest.raises(UsageError, match=r"there is no worker .* in this group; there are \('worker0',\)"):
             use()
     with pytest.raises(rpc.UnknownWorkerError):
@@ -96,7 +99,7 @@ def test_there_is_no_such_worker(new_group: NewGroup) -> None:
 @pytest.mark.parametrize("message", ABOUT_REFERENCES)
 def test_each_message_about_references_may_get_lost(new_group: NewGroup, message: str) -> None:
     group = new_group(3, messages_to_fail=[message], num_fail_sends=2)
-    numbers = group.remote(0, "worker1", list, ((3, 1, 2),))
+    numbers: rpc.RRef[list[int]] = group.remote(0, "worker1", list, ((3, 1, 2),))
     assert group[0].call("worker2", total, (numbers,), None, timeout=SOON).wait() == 6
     assert numbers.to_here(timeout=SOON) == [3, 1, 2]
     del numbers
@@ -105,7 +108,7 @@ def test_each_message_about_references_may_get_lost(new_group: NewGroup, message
 
 def test_a_fetch_that_fails_can_be_tried_again(new_group: NewGroup) -> None:
     group = new_group(2, messages_to_fail=["PYTHON_RREF_FETCH_CALL"])
-    numbers = group.remote(0, "worker1", list, ((3, 1, 2),))
+    numbers: rpc.RRef[list[int]] = group.remote(0, "worker1", list, ((3, 1, 2),))
     with pytest.raises(WorkerLost, match="the faulty agent let this PYTHON_RREF_FETCH_CALL fail"):
         numbers.to_here(timeout=SOON)
     assert numbers.to_here(timeout=SOON) == [3, 1, 2]
@@ -114,7 +117,7 @@ def test_a_fetch_that_fails_can_be_tried_again(new_group: NewGroup) -> None:
 def test_a_reference_whose_owner_has_gone() -> None:
     with LocalGroup(1, is_open=True) as group:
         group.join("worker1")
-        there = group.remote("worker1", "worker0", list)
+        there: rpc.RRef[list[Any]] = group.remote("worker1", "worker0", list)
         assert there.to_here(timeout=SOON) == []
         group.leave("worker0")
 

@@ -1,28 +1,22 @@
+"""What the memory transport does beyond the rules that `test_conformance` checks: its networks and its addresses."""
+
 from __future__ import annotations
 
-import select
 import threading
-from collections.abc import Iterator
 
 import pytest
 
-from farcall.testing.conformance import PATIENCE, TransportConformance, accept, in_thread, open_pair, polls, read
+from farcall.testing.conformance import (
+    HANDSHAKE_LIMIT,
+    TIMEOUT_S,
+    accept,
+    assert_ends,
+    in_thread,
+    open_links,
+    receive,
+)
 from farcall.transports.memory import MemoryNetwork, MemoryTransport
-
-
-class TestMemoryTransport(TransportConformance):
-    @pytest.fixture
-    def transport(self) -> MemoryTransport:
-        return MemoryTransport(MemoryNetwork(backlog=8))
-
-    @pytest.fixture
-    def crowded_address(self, transport: MemoryTransport) -> Iterator[str]:
-        listener = transport.listen()
-        waiting = [transport.connect(listener.address, 1.0) for _ in range(8)]
-        yield listener.address
-        listener.close()
-        for channel in waiting:
-            channel.close()
+from farcall.transports.stream import StreamLink
 
 
 @pytest.fixture
@@ -31,25 +25,25 @@ def network() -> MemoryNetwork:
 
 
 def test_transports_of_one_network_reach_each_other(network: MemoryNetwork) -> None:
-    listener = MemoryTransport(network).listen("ignored")
-    ours, theirs = open_pair(MemoryTransport(network), listener)
+    listener = MemoryTransport(network).listen("ignored", HANDSHAKE_LIMIT)
+    ours, theirs = open_links(MemoryTransport(network), listener)
     ours.send(b"hello")
-    assert read(theirs, 5) == b"hello"
+    assert receive(theirs) == b"hello"
     for end in (ours, theirs, listener):
         end.close()
 
 
 def test_networks_know_nothing_of_each_other(network: MemoryNetwork) -> None:
-    listener = MemoryTransport(network).listen()
+    listener = MemoryTransport(network).listen(None, HANDSHAKE_LIMIT)
     with pytest.raises(ConnectionRefusedError, match="nobody listens there"):
-        MemoryTransport(MemoryNetwork()).connect(listener.address, PATIENCE)
+        MemoryTransport(MemoryNetwork()).connect(listener.address, TIMEOUT_S, HANDSHAKE_LIMIT)
     listener.close()
 
 
 def test_an_address_is_never_used_again(network: MemoryNetwork) -> None:
-    listeners = [network.listen()]
+    listeners = [network.listen(HANDSHAKE_LIMIT)]
     listeners[0].close()
-    listeners.append(network.listen())
+    listeners.append(network.listen(HANDSHAKE_LIMIT))
     assert [listener.address for listener in listeners] == ["memory:1", "memory:2"]
     listeners[1].close()
 
@@ -68,30 +62,31 @@ def somebody_waits(network: MemoryNetwork) -> threading.Event:
     return entered
 
 
-def test_who_waits_for_room_goes_on_when_somebody_is_accepted(
+def test_a_connect_that_waits_for_room_goes_on_when_somebody_is_accepted(
     network: MemoryNetwork, somebody_waits: threading.Event
 ) -> None:
-    listener = network.listen()
-    first = network.connect(listener.address, PATIENCE)
-    second = []
-    join = in_thread(lambda: second.append(network.connect(listener.address, 3 * PATIENCE)))
-    assert somebody_waits.wait(PATIENCE)
+    listener = network.listen(HANDSHAKE_LIMIT)
+    first = network.connect(listener.address, TIMEOUT_S, HANDSHAKE_LIMIT)
+    second: list[StreamLink] = []
+    join = in_thread(lambda: second.append(network.connect(listener.address, 3 * TIMEOUT_S, HANDSHAKE_LIMIT)))
+    assert somebody_waits.wait(TIMEOUT_S)
     accepted = [accept(listener), accept(listener)]
     join()
-    for end in (first, *second, *accepted, listener):
+    for end in (first, *second, *accepted):
         end.close()
+    listener.close()
     assert len(second) == 1
 
 
-def test_who_waits_for_room_is_refused_when_the_listener_closes(
+def test_a_connect_that_waits_for_room_is_refused_when_the_listener_closes(
     network: MemoryNetwork, somebody_waits: threading.Event
 ) -> None:
-    listener = network.listen()
-    first = network.connect(listener.address, PATIENCE)
-    join = in_thread(network.connect, listener.address, 3 * PATIENCE)
-    assert somebody_waits.wait(PATIENCE)
+    listener = network.listen(HANDSHAKE_LIMIT)
+    first = network.connect(listener.address, TIMEOUT_S, HANDSHAKE_LIMIT)
+    join = in_thread(network.connect, listener.address, 3 * TIMEOUT_S, HANDSHAKE_LIMIT)
+    assert somebody_waits.wait(TIMEOUT_S)
     listener.close()
     with pytest.raises(ConnectionRefusedError):
         join()
-    assert polls(first, select.POLLIN)
+    assert_ends(first)
     first.close()

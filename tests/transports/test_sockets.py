@@ -1,3 +1,5 @@
+"""A socket whose descriptor outlives its closing, as long as a thread may be about to use the number."""
+
 from __future__ import annotations
 
 import os
@@ -7,17 +9,19 @@ from collections.abc import Iterator
 
 import pytest
 
-from farcall.testing.conformance import refusal
-from farcall.transports.sockets import SocketChannel, SocketListener
+from farcall.transports.sockets import OwnSocket
 
 
 @pytest.fixture
-def pair() -> Iterator[tuple[SocketChannel, socket.socket]]:
+def pair() -> Iterator[tuple[list[OwnSocket], socket.socket]]:
+    """A list with the only reference to one end, and the other end."""
     ours, theirs = socket.socketpair()
-    channel = SocketChannel(ours, "test:peer")
+    theirs.settimeout(20.0)
+    held = [OwnSocket(ours)]
     with theirs:
-        yield channel, theirs
-    channel.close()
+        yield held, theirs
+    while held:
+        held.pop().release()
 
 
 def is_open(descriptor: int) -> bool:
@@ -28,38 +32,34 @@ def is_open(descriptor: int) -> bool:
     return True
 
 
-def test_the_methods_are_the_sockets_own(pair: tuple[SocketChannel, socket.socket]) -> None:
-    channel, _ = pair
-    methods = (channel.fileno, channel.receive, channel.receive_into, channel.send, channel.send_gather)
-    assert [method.__name__ for method in methods] == ["fileno", "recv", "recv_into", "send", "sendmsg"]
-    assert {type(method).__name__ for method in methods} == {"builtin_function_or_method"}
-
-
-def test_the_channel_takes_the_socket_over_and_makes_it_non_blocking() -> None:
+def test_it_takes_the_socket_over_and_makes_it_non_blocking() -> None:
     ours, theirs = socket.socketpair()
     descriptor = ours.fileno()
-    channel = SocketChannel(ours, "test:peer")
+    own = OwnSocket(ours)
     assert ours.fileno() == -1
-    assert channel.fileno() == descriptor
+    assert own.fileno() == descriptor
     assert not os.get_blocking(descriptor)
     assert not os.get_inheritable(descriptor)
-    channel.close()
+    own.release()
     theirs.close()
 
 
-def test_closing_gives_the_descriptor_back(pair: tuple[SocketChannel, socket.socket]) -> None:
-    channel, _ = pair
-    descriptor = channel.fileno()
-    channel.close()
+def test_the_descriptor_is_given_back_with_the_last_reference(pair: tuple[list[OwnSocket], socket.socket]) -> None:
+    held, theirs = pair
+    descriptor = held[0].fileno()
+    held[0].release()
+    held[0].release()
+    assert theirs.recv(1) == b""
+    assert is_open(descriptor)
+    held.clear()
     assert not is_open(descriptor)
 
 
-def test_a_call_under_way_keeps_the_descriptor_but_not_the_stream(pair: tuple[SocketChannel, socket.socket]) -> None:
-    channel, theirs = pair
-    descriptor = channel.fileno()
-    under_way = channel.receive  # what a thread holds that is just about to enter the kernel
-    channel.close()
-    theirs.settimeout(20.0)
+def test_a_call_under_way_keeps_the_descriptor_but_not_the_stream(pair: tuple[list[OwnSocket], socket.socket]) -> None:
+    held, theirs = pair
+    descriptor = held[0].fileno()
+    under_way = held[0].recv  # what a thread holds that is just about to enter the kernel
+    held.pop().release()
     assert theirs.recv(1) == b""
     newcomer, other = socket.socketpair()
     with newcomer, other:
@@ -71,69 +71,23 @@ def test_a_call_under_way_keeps_the_descriptor_but_not_the_stream(pair: tuple[So
         assert newcomer.recv(100) == b"for the newcomer"
 
 
-def test_a_closed_channel_says_who_it_led_to(pair: tuple[SocketChannel, socket.socket]) -> None:
-    channel, _ = pair
-    assert repr(channel) == "<SocketChannel test:peer>"
-    channel.close()
-    assert repr(channel) == "<SocketChannel test:peer closed>"
-    assert "the channel to test:peer is closed" in str(refusal(channel.send, b"x"))
-
-
-def test_a_channel_of_a_connection_that_is_gone_closes_quietly() -> None:
-    with socket.create_server(("127.0.0.1", 0)) as server:
-        channel = SocketChannel(socket.create_connection(server.getsockname()), "test:peer")
-        accepted, _ = server.accept()
-        channel.send(b"unread")
-        assert accepted.recv(1) == b"u"
-        accepted.close()  # with unread bytes: a reset
-        assert isinstance(refusal(drain, channel), ConnectionError)
-        channel.close()
-
-
-def drain(channel: SocketChannel) -> None:
-    while True:
-        try:
-            channel.receive(10)
-        except BlockingIOError:
-            pass
-
-
-def test_a_channel_that_nobody_closed_is_complained_about() -> None:
-    ours, theirs = socket.socketpair()
-    with theirs, warnings.catch_warnings(record=True) as caught:
+def test_a_socket_that_was_not_released_is_warned_of(pair: tuple[list[OwnSocket], socket.socket]) -> None:
+    held, theirs = pair
+    descriptor = held[0].fileno()
+    with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
-        channel = SocketChannel(ours, "test:peer")
-        descriptor = channel.fileno()
-        del channel
+        held.clear()
         assert not is_open(descriptor)
         assert theirs.recv(1) == b""
     assert [warning.category for warning in caught] == [ResourceWarning]
 
 
-def test_a_listener_that_is_closed_while_it_accepts_refuses_the_next() -> None:
-    listener = SocketListener(socket.create_server(("127.0.0.1", 0)), "test:here", SocketChannel)
-    assert repr(listener) == "<SocketListener test:here>"
-    descriptor = listener.fileno()
-    port = socket.socket(fileno=os.dup(descriptor))
-    address = port.getsockname()
-    port.close()
-    under_way = listener._open()
-    listener.close()
-    assert is_open(descriptor)
-    with socket.socket() as client:
-        assert client.connect_ex(address) != 0
-    del under_way
-    assert not is_open(descriptor)
-    assert repr(listener) == "<SocketListener test:here closed>"
-    assert "the listener at test:here is closed" in str(refusal(listener.accept))
-
-
-def test_a_connection_that_was_given_up_before_it_was_accepted_is_nobody(monkeypatch: pytest.MonkeyPatch) -> None:
-    listener = SocketListener(socket.create_server(("127.0.0.1", 0)), "test:here", SocketChannel)
-
-    def aborted(_: socket.socket) -> None:
-        raise ConnectionAbortedError(103, "Software caused connection abort")
-
-    monkeypatch.setattr(socket.socket, "accept", aborted)
-    assert listener.accept() is None
-    listener.close()
+def test_a_forked_child_leaves_the_stream_to_its_parent(pair: tuple[list[OwnSocket], socket.socket]) -> None:
+    held, theirs = pair
+    child = os.fork()
+    if not child:
+        held[0].abandon()
+        os._exit(is_open(held[0].fileno()) if held[0].fileno() >= 0 else 0)
+    assert os.waitpid(child, 0)[1] == 0
+    theirs.send(b"still here")
+    assert held[0].recv(100) == b"still here"

@@ -1,121 +1,136 @@
+"""What the TCP transport does beyond the rules that `test_conformance` checks: names, addresses, options of sockets."""
+
 from __future__ import annotations
 
 import gc
 import socket
 import weakref
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
 
 import pytest
 
-from farcall.testing.conformance import PATIENCE, TransportConformance, open_pair, read, refusal
-from farcall.transports import network, tcp
-from farcall.transports.sockets import SocketChannel
-from farcall.transports.tcp import TcpTransport
+from farcall.testing.conformance import HANDSHAKE_LIMIT, TIMEOUT_S, open_links, oserror_of, receive
+from farcall.transports import network
+from farcall.transports.stream import StreamLink
+from farcall.transports.tcp import TcpListener, TcpTransport
 
 
-def crowded(server: socket.socket, host: str) -> list[socket.socket]:
-    """Fills the queue of connections of a server that accepts none."""
-    server.bind((host, 0))
-    server.listen(0)
-    clients = []
-    for _ in range(4):
-        client = socket.socket(server.family)
-        client.setblocking(False)
-        client.connect_ex(server.getsockname())
-        clients.append(client)
-    return clients
+@contextmanager
+def full_server() -> Iterator[socket.socket]:
+    """A server that accepts nobody, and whose queue of connections is full."""
+    with socket.socket() as server:
+        server.bind(("127.0.0.1", 0))
+        server.listen(0)
+        clients = [socket.socket() for _ in range(4)]
+        for client in clients:
+            client.setblocking(False)
+            client.connect_ex(server.getsockname())
+        yield server
+        for client in clients:
+            client.close()
 
 
-class TestTcpTransport(TransportConformance):
-    @pytest.fixture
-    def transport(self) -> TcpTransport:
-        return TcpTransport()
-
-    @pytest.fixture
-    def crowded_address(self) -> Iterator[str]:
-        with socket.socket() as server:
-            clients = crowded(server, "127.0.0.1")
-            yield f"tcp:127.0.0.1:{server.getsockname()[1]}"
-            for client in clients:
-                client.close()
+@pytest.fixture
+def transport() -> TcpTransport:
+    return TcpTransport()
 
 
-def has_ipv6() -> bool:
-    return "::1" in network.local_addresses()
+@pytest.fixture
+def listener(transport: TcpTransport) -> Iterator[TcpListener]:
+    listener = transport.listen(None, HANDSHAKE_LIMIT)
+    yield listener
+    listener.close()
+
+
+def connect(transport: TcpTransport, address: str, timeout: float = TIMEOUT_S) -> StreamLink:
+    return transport.connect(address, timeout, HANDSHAKE_LIMIT)
+
+
+def port_of(listener: TcpListener) -> int:
+    return int(listener.address.rpartition(":")[2])
 
 
 def link_local() -> list[str]:
     return [address for address in network.local_addresses() if address.startswith("fe80:")]
 
 
-needs_ipv6 = pytest.mark.skipif(not has_ipv6(), reason="this machine has no IPv6")
+# Listening
 
 
-def test_the_default_is_loopback() -> None:
-    listener = TcpTransport().listen()
+def test_the_default_is_loopback(listener: TcpListener) -> None:
     assert listener.address.startswith("tcp:127.0.0.1:")
-    listener.close()
 
 
-@needs_ipv6
-def test_ipv6_loopback() -> None:
-    transport = TcpTransport()
-    listener = transport.listen("::1")
+@pytest.mark.skipif("::1" not in network.local_addresses(), reason="this machine has no IPv6")
+def test_ipv6_loopback(transport: TcpTransport) -> None:
+    listener = transport.listen("::1", HANDSHAKE_LIMIT)
     assert listener.address.startswith("tcp:[::1]:")
-    ours, theirs = open_pair(transport, listener)
+    ours, theirs = open_links(transport, listener)
     assert ours.address == listener.address
     assert theirs.address.startswith("tcp:[::1]:")
     ours.send(b"six")
-    assert read(theirs, 3) == b"six"
+    assert receive(theirs) == b"six"
     for end in (ours, theirs, listener):
         end.close()
 
 
 @pytest.mark.skipif(not link_local(), reason="no interface has a link-local address")
-def test_link_local_addresses_carry_their_interface() -> None:
-    transport = TcpTransport()
+def test_link_local_addresses_carry_their_interface(transport: TcpTransport) -> None:
     host = link_local()[0]
-    listener = transport.listen(host)
+    listener = transport.listen(host, HANDSHAKE_LIMIT)
     assert listener.address.startswith(f"tcp:[{host}]:")
-    ours, theirs = open_pair(transport, listener)
+    ours, theirs = open_links(transport, listener)
     assert theirs.address.startswith(f"tcp:[{host}]:")
     for end in (ours, theirs, listener):
         end.close()
 
 
-def test_both_ends_are_tuned_for_small_messages_and_dead_peers(monkeypatch: pytest.MonkeyPatch) -> None:
-    seen = []
-
-    class Seen(SocketChannel):
-        __slots__ = ()
-
-        def __init__(self, sock: socket.socket, address: str) -> None:
-            seen.append(
-                (
-                    sock.getsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY),
-                    sock.getsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE),
-                )
-            )
-            super().__init__(sock, address)
-
-    monkeypatch.setattr(tcp, "SocketChannel", Seen)
-    transport = TcpTransport()
-    listener = transport.listen()
-    for end in (*open_pair(transport, listener), listener):
-        end.close()
-    assert seen == [(1, 1), (1, 1)]
-
-
 @pytest.mark.parametrize("host", ["0.0.0.0", "::"])
-def test_listening_on_every_address_at_once_is_refused(host: str) -> None:
+def test_listening_on_every_address_at_once_is_refused(transport: TcpTransport, host: str) -> None:
     with pytest.raises(OSError, match="listen on one interface's") as caught:
-        TcpTransport().listen(host)
+        transport.listen(host, HANDSHAKE_LIMIT)
     assert host in str(caught.value)
 
 
-def test_listening_on_an_address_of_another_machine_is_refused() -> None:
+def test_listening_on_an_address_of_another_machine_is_refused(transport: TcpTransport) -> None:
     with pytest.raises(OSError, match=r"Cannot assign.*203\.0\.113\.77"):
-        TcpTransport().listen("203.0.113.77")
+        transport.listen("203.0.113.77", HANDSHAKE_LIMIT)
+
+
+def test_a_connection_that_was_given_up_before_it_was_accepted_is_skipped(
+    listener: TcpListener, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def abort(_: socket.socket) -> None:
+        raise ConnectionAbortedError(103, "Software caused connection abort")
+
+    monkeypatch.setattr(socket.socket, "accept", abort)
+    assert listener.accept() is None
+
+
+# Links
+
+
+def test_both_ends_are_tuned_for_small_messages_and_dead_peers(transport: TcpTransport, listener: TcpListener) -> None:
+    for link in open_links(transport, listener):
+        with socket.fromfd(link.fileno(), socket.AF_INET, socket.SOCK_STREAM) as sock:
+            assert sock.getsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY) == 1
+            assert sock.getsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE) == 1
+        link.close()
+
+
+def test_links_on_loopback_tell_the_network_namespace(transport: TcpTransport, listener: TcpListener) -> None:
+    """Only the end that connects, as long as nothing is encrypted: the other end has no other link to expect."""
+    ours, theirs = open_links(transport, listener)
+    with socket.fromfd(ours.fileno(), socket.AF_INET, socket.SOCK_STREAM) as sock:
+        assert ours.network == network.network_identity(sock) != ""
+    assert ours.binding == theirs.binding == b""
+    for end in (ours, theirs):
+        end.close()
+
+
+# Addresses
 
 
 @pytest.mark.parametrize(
@@ -125,95 +140,94 @@ def test_listening_on_an_address_of_another_machine_is_refused() -> None:
         *("tcp:h:٣", "tcp::4000", "tcp:::1:4000", "tcp:[]:4000", "unix:127.0.0.1:4000", "127.0.0.1:4000"),
     ],
 )
-def test_malformed_addresses_are_refused_and_shown(address: str) -> None:
+def test_malformed_addresses_are_refused_and_shown(transport: TcpTransport, address: str) -> None:
     with pytest.raises(OSError, match="it looks like tcp:host:port") as caught:
-        TcpTransport().connect(address, PATIENCE)
+        connect(transport, address)
     assert address in str(caught.value)
 
 
-def test_a_name_that_cannot_be_resolved_is_refused_and_shown(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_name_that_cannot_be_resolved_is_refused_and_shown(
+    transport: TcpTransport, monkeypatch: pytest.MonkeyPatch
+) -> None:
     def unresolved(*_: object, **__: object) -> None:
         raise socket.gaierror(socket.EAI_NONAME, "Name or service not known")
 
     monkeypatch.setattr(socket, "getaddrinfo", unresolved)
     with pytest.raises(OSError, match=r"cannot resolve the host.*no\.such\.host") as caught:
-        TcpTransport().connect("tcp:no.such.host:4000", PATIENCE)
+        connect(transport, "tcp:no.such.host:4000")
     assert not isinstance(caught.value, socket.gaierror)
 
 
 @pytest.mark.parametrize("host", ["a..b", "x" * 300, "\ud800", "a\0b"])
-def test_what_can_be_no_name_is_refused_without_asking_anybody(host: str) -> None:
+def test_what_can_be_no_name_is_refused_without_asking_anybody(transport: TcpTransport, host: str) -> None:
     with pytest.raises(OSError, match="cannot resolve the host"):
-        TcpTransport().connect(f"tcp:{host}:4000", PATIENCE)
+        connect(transport, f"tcp:{host}:4000")
 
 
-def resolve_to(monkeypatch: pytest.MonkeyPatch, *sockaddrs: tuple[str, int]) -> None:
-    answer = [(socket.AF_INET, socket.SOCK_STREAM, 6, "", sockaddr) for sockaddr in sockaddrs]
-    monkeypatch.setattr(socket, "getaddrinfo", lambda *_, **__: answer)
+@pytest.fixture
+def resolve_to(monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
+    """Has every name resolve to these addresses."""
+
+    def resolve_to(*sockaddrs: tuple[str, int]) -> None:
+        answer = [(socket.AF_INET, socket.SOCK_STREAM, 6, "", sockaddr) for sockaddr in sockaddrs]
+        monkeypatch.setattr(socket, "getaddrinfo", lambda *_, **__: answer)
+
+    return resolve_to
 
 
-def test_all_addresses_of_a_name_are_tried(monkeypatch: pytest.MonkeyPatch) -> None:
-    transport = TcpTransport()
-    nobody, listener = transport.listen(), transport.listen()
+def test_all_addresses_of_a_name_are_tried(
+    transport: TcpTransport, listener: TcpListener, resolve_to: Callable[..., None]
+) -> None:
+    nobody = transport.listen(None, HANDSHAKE_LIMIT)
     nobody.close()
-    ports = [int(end.address.rpartition(":")[2]) for end in (nobody, listener)]
-    resolve_to(monkeypatch, *(("127.0.0.1", port) for port in ports))
-    channel = transport.connect("tcp:some.host:4000", PATIENCE)
-    assert channel.address == "tcp:some.host:4000"
-    channel.close()
-    listener.close()
+    resolve_to(("127.0.0.1", port_of(nobody)), ("127.0.0.1", port_of(listener)))
+    link = connect(transport, "tcp:some.host:4000")
+    assert link.address == "tcp:some.host:4000"
+    link.close()
 
 
-def test_an_address_that_does_not_answer_leaves_time_for_the_next(monkeypatch: pytest.MonkeyPatch) -> None:
-    transport = TcpTransport()
-    listener = transport.listen()
-    with socket.socket() as server:
-        clients = crowded(server, "127.0.0.1")
-        resolve_to(monkeypatch, server.getsockname(), ("127.0.0.1", int(listener.address.rpartition(":")[2])))
-        transport.connect("tcp:some.host:4000", 0.5).close()
-        for client in clients:
-            client.close()
-    listener.close()
+def test_an_address_that_does_not_answer_leaves_time_for_the_next(
+    transport: TcpTransport, listener: TcpListener, resolve_to: Callable[..., None]
+) -> None:
+    with full_server() as server:
+        resolve_to(server.getsockname(), ("127.0.0.1", port_of(listener)))
+        connect(transport, "tcp:some.host:4000", 1.0).close()
 
 
-def test_no_time_at_all_is_a_timeout() -> None:
-    transport = TcpTransport()
-    listener = transport.listen()
-    assert isinstance(refusal(transport.connect, listener.address, 0.0), TimeoutError)
-    listener.close()
+def test_no_time_at_all_is_a_timeout(transport: TcpTransport, listener: TcpListener) -> None:
+    assert isinstance(oserror_of(connect, transport, listener.address, 0.0), TimeoutError)
 
 
-def test_no_end_of_time_is_taken_too() -> None:
-    transport = TcpTransport()
-    listener = transport.listen()
-    transport.connect(listener.address, float("inf")).close()
-    listener.close()
+def test_a_timeout_may_be_infinite(transport: TcpTransport, listener: TcpListener) -> None:
+    connect(transport, listener.address, float("inf")).close()
 
 
-def test_a_connection_of_a_port_with_itself_is_refused(free_port: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_connection_of_a_port_with_itself_is_refused(
+    transport: TcpTransport, free_port: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
     class FromThatPort(socket.socket):
-        def connect(self, sockaddr: tuple[str, int]) -> None:
+        def connect(self, sockaddr: Any) -> None:
             self.bind(sockaddr)
             super().connect(sockaddr)
             assert self.getpeername() == self.getsockname()
 
     monkeypatch.setattr(socket, "socket", FromThatPort)
     with pytest.raises(ConnectionRefusedError):
-        TcpTransport().connect(f"tcp:127.0.0.1:{free_port}", PATIENCE)
+        connect(transport, f"tcp:127.0.0.1:{free_port}")
 
 
-def test_who_could_not_connect_keeps_nothing_that_it_had_in_hand() -> None:
-    class InHand:
+def test_a_failed_connect_keeps_no_local_variable_of_its_caller_alive(transport: TcpTransport) -> None:
+    class Local:
         pass
 
-    def attempt() -> weakref.ref[InHand]:
-        in_hand = InHand()
+    def attempt() -> weakref.ref[Local]:
+        local = Local()
         with socket.create_server(("127.0.0.1", 0)) as server:
             address = f"tcp:127.0.0.1:{server.getsockname()[1]}"
         try:
-            TcpTransport().connect(address, PATIENCE)
+            connect(transport, address)
         except ConnectionRefusedError:
-            return weakref.ref(in_hand)
+            return weakref.ref(local)
         pytest.fail("somebody listens there")
 
     gc.disable()

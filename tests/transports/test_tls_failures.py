@@ -1,4 +1,4 @@
-"""What is made of a failure of TLS: what is refused for good, what is no worker, and what may be tried again."""
+"""What a failure of TLS means: what is refused for good, what is no worker, and what may be tried again."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ import pytest
 from certificate_stage import ODDITIES, both_sides
 from farcall.errors import EncryptionError, ProtocolError
 from farcall.protocol.handshake import MAGIC, check_beginning
-from farcall.testing.conformance import PATIENCE, in_thread, polls, read
+from farcall.testing.conformance import HANDSHAKE_LIMIT, TIMEOUT_S, accept, in_thread, receive
 from farcall.transports.tcp import TcpTransport
 from farcall.transports.tls import TlsSocket
 from farcall.transports.tls_failures import ENCRYPTED_ONLY, PLAIN, ended_early, explained, is_plain, not_tls
@@ -25,47 +25,45 @@ def test_the_two_sides_agree_on_how_a_connection_begins() -> None:
         check_beginning(ENCRYPTED_ONLY, "it")
 
 
-def say_a_word(transport: TcpTransport, address: str) -> None:
-    channel = transport.connect(address, PATIENCE)
+def send_and_receive(transport: TcpTransport, address: str) -> None:
+    link = transport.connect(address, TIMEOUT_S, HANDSHAKE_LIMIT)
     try:
-        channel.send(b"?")
-        read(channel, 1)
+        link.send(b"?")
+        receive(link)
     finally:
-        channel.close()
+        link.close()
 
 
 @pytest.mark.parametrize("oddity", [oddity for oddity in ODDITIES if not oddity.startswith("encrypted")])
-def test_who_connects_hears_whose_certificate_is_refused_and_why(oddity: str, tmp_path: Path) -> None:
-    ours, theirs, heard = both_sides(tmp_path, oddity)
-    listener = TcpTransport(theirs, even_on_loopback=True).listen()
-    said: list[OSError] = []
+def test_the_connecting_end_says_whose_certificate_is_refused_and_why(oddity: str, tmp_path: Path) -> None:
+    ours, theirs, expected = both_sides(tmp_path, oddity)
+    listener = TcpTransport(theirs, even_on_loopback=True).listen(None, HANDSHAKE_LIMIT)
+    raised: list[OSError] = []
 
     def answer() -> None:
-        assert polls(listener, select.POLLIN)
-        channel = listener.accept()
-        assert channel is not None
+        link = accept(listener)
         try:
-            read(channel, 1)
+            receive(link)
         except OSError as error:
-            said.append(error)
-        channel.close()
+            raised.append(error)
+        link.close()
 
     join = in_thread(answer)
-    with pytest.raises(EncryptionError, match=heard):
-        say_a_word(TcpTransport(ours, even_on_loopback=True), listener.address)
+    with pytest.raises(EncryptionError, match=expected):
+        send_and_receive(TcpTransport(ours, even_on_loopback=True), listener.address)
     join()
     listener.close()
-    assert [type(error) for error in said] == [EncryptionError]
+    assert [type(error) for error in raised] == [EncryptionError]
 
 
-def test_who_was_refused_and_cut_off_before_it_spoke_hears_why_all_the_same(tmp_path: Path) -> None:
-    ours, theirs, heard = both_sides(tmp_path, "own certificates there only")
+def test_a_refusal_is_told_to_an_end_that_was_cut_off_before_it_sent_anything(tmp_path: Path) -> None:
+    ours, theirs, expected = both_sides(tmp_path, "own certificates there only")
     assert ours is not None
     assert theirs is not None
     with socket.create_server(("127.0.0.1", 0)) as server:
         client = TlsSocket(socket.create_connection(server.getsockname()), ours, listens=False)
         listening = TlsSocket(server.accept()[0], theirs, listens=True)
-    listening.settimeout(PATIENCE)
+    listening.settimeout(TIMEOUT_S)
     refused: list[str] = []
 
     def refuse() -> None:
@@ -76,10 +74,12 @@ def test_who_was_refused_and_cut_off_before_it_spoke_hears_why_all_the_same(tmp_
         listening.close()
 
     join = in_thread(refuse)
-    client.shake_hands(PATIENCE)
+    client.do_handshake(TIMEOUT_S)
     join()
-    assert polls(client, select.POLLERR | select.POLLHUP)
-    with pytest.raises(EncryptionError, match=heard):
+    poll = select.poll()
+    poll.register(client, 0)  # a broken connection is reported all the same
+    assert poll.poll(TIMEOUT_S * 1000)
+    with pytest.raises(EncryptionError, match=expected):
         client.send(b"?")
     client.close()
     assert len(refused) == 1
@@ -91,7 +91,7 @@ def error(reason: str) -> ssl.SSLError:
     return failure
 
 
-def test_an_alert_before_the_first_word_is_a_refusal_and_behind_it_a_broken_connection() -> None:
+def test_an_alert_before_the_first_data_is_a_refusal_and_after_it_a_broken_connection() -> None:
     alert = error("SSLV3_ALERT_HANDSHAKE_FAILURE")
     refusal = explained(alert, has_begun=False)
     assert isinstance(refusal, EncryptionError)

@@ -1,13 +1,21 @@
-"""Which agent is made: a backend is a name for a kind of agent, with options of its own.
+"""Backends: kinds of agents, each with a name and options of its own.
 
-`interface` is what an agent must do, whoever writes it, and `references` what an `RRef` asks of one; `registry` finds
-backends by name; `default` makes farcall's own agent. `given`, `expiry` and `running` are what agents written elsewhere
-have in common: what a call is given, its time, and what is run for others. Nothing here is on the path of a call of
-farcall's own agent.
+    interface  what an agent must do, and what the agents of all backends share
+    registry   finds backends by name; the default one creates farcall's own agent
+
+Nothing in this package runs during a call of farcall's own agent.
 """
 
-from farcall.backends.interface import Metrics, PeerMetrics, RpcAgent
-from farcall.backends.references import Book, Handle, NoReferences, ReferenceCalls
+from farcall.backends.interface import (
+    Handle,
+    Metrics,
+    NoReferences,
+    PeerMetrics,
+    ReferenceCalls,
+    ReferenceStore,
+    RpcAgent,
+    run_here,
+)
 from farcall.backends.registry import (
     BackendType,
     BackendValue,
@@ -17,17 +25,16 @@ from farcall.backends.registry import (
     register_backend,
     unregister_backend,
 )
-from farcall.backends.running import run_here
 
 __all__ = [
     "BackendType",
     "BackendValue",
-    "Book",
     "Handle",
     "Metrics",
     "NoReferences",
     "PeerMetrics",
     "ReferenceCalls",
+    "ReferenceStore",
     "RpcAgent",
     "backend_registered",
     "construct_rpc_backend_options",

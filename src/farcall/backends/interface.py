@@ -1,103 +1,347 @@
-"""`RpcAgent`: what an agent must do, so that `rpc_sync` and its like work over it. farcall's own is `farcall.agent`.
+"""The interface of an agent: `RpcAgent`, and for references `ReferenceStore`, `Handle` and `ReferenceCalls`.
 
-An agent is one worker of a group. A backend's `init_backend_handler` makes it, with the group complete as far as the
-backend wants it to be; `init_rpc` then makes it the agent of the process and calls `start`.
+An agent is the part of a process that makes it a worker of a group: it sends calls to other workers and runs theirs.
+A backend's `init_backend_handler` creates it, `init_rpc` makes it the agent of the process and calls `start`. farcall's
+own agent is `farcall.runtime`. This module is what the agents of other backends implement, and what all agents share.
 
 Rules
-- Any thread may call any method at any time, functions that the agent runs for others too.
-- Every wait ends: by its timeout, or because it is known that what is waited for cannot come.
-- Errors are those of `farcall.errors`; what a user's function raises arrives with its own type.
-- Five methods must be written. The others do the least that is right, and can be left as they are.
-- What is the same for every agent is done here: `call` checks what it is given, finds the worker and sees to the
-  timeout, and `run_on` gets what is left to do. An agent that can do better overrides `call`, as farcall's own does.
+- Any thread may call any method at any time, including threads that run functions for other workers.
+- Every wait ends: when its timeout expires, or when what it waits for has become impossible.
+- Errors are those of `farcall.errors`. An exception of a user's function arrives with its own type.
+- A subclass of `RpcAgent` must implement five methods. The other methods have defaults that are correct and minimal.
+- `RpcAgent.call` checks the arguments, finds the worker and applies the timeout, and leaves the rest to `run_on`. A
+  subclass can override `call` to be faster, as farcall's own agent does, but must refuse the same arguments with the
+  same errors, before anything is sent.
+
+Timeouts of `RpcAgent.call`: the table of open calls decides which thread completes a future. The thread that removes
+the call from the table completes it, either because the reply came or because the timeout expired. One thread per agent
+watches the timeouts. It exists only while there are open calls with a timeout, so it never has to be stopped. The
+future that `run_on` returned is left alone: it may be completed late, and its result is then discarded.
+
+References: an `RRef` is the public face of a *handle*. The handles of an agent are in its *reference store*, and
+requests about the value of a handle go through the store's `ReferenceCalls`. A reference is sent to another worker by
+pickling an `RRef`: `serialization.collecting` returns the handles in a message, and `serialization.offering` gives the
+handles that arrived with a message to the unpickler. A backend without references keeps the default store,
+`NoReferences`.
 """
 
 from __future__ import annotations
 
+import itertools
+import threading
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from functools import cached_property
 from time import monotonic
-from typing import Any, NamedTuple, TypedDict
+from types import CoroutineType
+from typing import TYPE_CHECKING, Any, Final, NamedTuple, NoReturn, Protocol, TypedDict
 
-from farcall.backends.expiry import Expiry
-from farcall.backends.given import bad_arguments, bad_callee, check_timeout, checked_function
-from farcall.backends.references import Book, Handle, NoReferences
-from farcall.errors import BackendError, ForkedProcessError, RpcError, RpcTimeoutError
+from farcall.errors import BackendError, ForkedProcessError, RpcError, RpcTimeoutError, UsageError
+from farcall.functions import async_result
 from farcall.futures import Future
 from farcall.options import DEFAULT_RPC_TIMEOUT, UNSET_RPC_TIMEOUT
-from farcall.protocol.ids import WorkerInfo
+from farcall.protocol.ids import ForkId, RRefId, Worker, WorkerInfo
+
+if TYPE_CHECKING:
+    from farcall.runtime.leaks import Inventory
+
+
+# References: only for backends that have them
+
+
+class NumberedWorker(Protocol):
+    """A value of `ReferenceCalls.numbered`."""
+
+    @property
+    def info(self) -> WorkerInfo:
+        """The name and id of the worker."""
+
+
+class Handle(Protocol):
+    """One copy of a reference on this worker. When the handle is garbage-collected, the owner counts one less."""
+
+    @property
+    def reference(self) -> RRefId:
+        """The id of the reference, which includes the owner; equal for all handles of one reference."""
+
+    @property
+    def fork(self) -> ForkId | None:
+        """The id of this copy of the reference; None on the owner."""
+
+    @property
+    def value(self) -> Future[Any] | None:
+        """The future of the value on the owner; None on other workers."""
+
+    @property
+    def confirmed(self) -> bool:
+        """Whether the owner has confirmed that it counts this handle."""
+
+    @property
+    def reference_store(self) -> ReferenceStore:
+        """The reference store that this handle belongs to."""
+
+    def check(self) -> None:
+        """Returns if the handle can be used.
+
+        Raises:
+            OwnerLost: The owner was lost.
+            ReferenceRefused: The owner does not have the value any more.
+            UsageError: This worker has released the handle, for example by a shutdown.
+        """
+
+
+class ReferenceCalls(Protocol):
+    """Makes requests about the values of references, for `RRef` and its proxies."""
+
+    @property
+    def info(self) -> WorkerInfo:
+        """The name and id of this worker."""
+
+    @property
+    def numbered(self) -> Mapping[Any, NumberedWorker]:
+        """All workers of the group, by the numbers that `RRefId.owner` and `ReferenceStore.me` use."""
+
+    def call_on(
+        self,
+        handle: Any,
+        what: bytes,
+        method: str,
+        args: Sequence[Any],
+        kwargs: Mapping[str, Any] | None,
+        timeout: float,
+        unattended: bool = False,
+    ) -> Future[Any]:
+        """Sends the owner a request about the value of a reference, without waiting for the reply.
+
+        Args:
+            handle: A handle of the reference.
+            what: What is requested, a constant of `protocol.frames`: `METHOD` calls a method of the value, `VALUE` asks
+                for a copy of the value, `PRESENCE` whether the value is there, and `TYPE` for its type.
+            method: The name of the method; empty for other requests.
+            args: The positional arguments of the method; empty for other requests.
+            kwargs: The keyword arguments of the method; None for none.
+            timeout: Seconds; 0 means no timeout, `UNSET_RPC_TIMEOUT` the timeout of the agent.
+            unattended: True if the caller will not wait for the future at once; see `RpcAgent.call`.
+
+        Returns:
+            The future of the reply.
+
+        Raises:
+            OwnerLost: The owner was lost.
+            ReferenceRefused: The owner does not have the value any more.
+            SerializationError: An argument cannot be pickled.
+            UsageError: This worker has released the handle, or an argument is wrong as in `RpcAgent.call`.
+        """
+
+    def fetch(self, handle: Any, timeout: float) -> Any:
+        """Waits for the value of a reference that another worker owns, and returns a copy.
+
+        Args:
+            handle: A handle of the reference.
+            timeout: As in `call_on`.
+
+        Raises:
+            RpcTimeoutError: The timeout expired.
+            OwnerLost: The owner was lost.
+            ReferenceRefused: The owner does not have the value any more.
+            UsageError: This worker has released the handle, or `timeout` is not valid.
+            Exception: The exception with which creating the value failed.
+        """
+
+    def remote_on(self, handle: Any, method: str, args: Sequence[Any], kwargs: Mapping[str, Any] | None) -> Handle:
+        """Calls a method of the value on the owner, which keeps the result.
+
+        Args:
+            handle: A handle of the reference.
+            method: The name of the method.
+            args: The positional arguments.
+            kwargs: The keyword arguments; None for none.
+
+        Returns:
+            A handle of the result, without waiting for it.
+
+        Raises:
+            OwnerLost: The owner was lost.
+            ReferenceRefused: The owner does not have the value any more.
+            SerializationError: An argument cannot be pickled.
+            UsageError: This worker has released the handle, or an argument is wrong as in `RpcAgent.call`.
+        """
+
+    def resolve_timeout(self, timeout: float) -> float:
+        """Returns the seconds that a `timeout` argument means; 0 means no timeout.
+
+        Args:
+            timeout: Seconds, or `UNSET_RPC_TIMEOUT` for the timeout of the agent.
+
+        Raises:
+            UsageError: `timeout` is not a number, or negative.
+        """
+
+
+class ReferenceStore(Protocol):
+    """The references of one agent: the values that its worker owns, and its handles."""
+
+    @property
+    def me(self) -> Worker:
+        """The number of this worker, as `RRefId.owner` of the references that it owns has it."""
+
+    @property
+    def calling(self) -> ReferenceCalls:
+        """Makes the requests about the values of this store's handles."""
+
+    def own(self, value: Any) -> Handle:
+        """Creates a reference to a value of this worker and returns its handle. `RRef(value)` calls it.
+
+        Raises:
+            UsageError: The backend has no references, or the agent was shut down.
+        """
+
+    def inventory(self) -> Inventory:
+        """Returns all references that this worker owns or holds now; an empty inventory if there are none."""
+
+    def debug_info(self) -> dict[str, str]:
+        """Returns counters of references, under the names that torch uses; an empty dict if nothing is counted."""
+
+    def give_up_handles(self, reason: str) -> None:
+        """Releases all handles of references that other workers own. Later uses of them raise `UsageError`.
+
+        Args:
+            reason: Why, for the message of that error.
+        """
+
+    def forget(self, reason: str) -> None:
+        """Releases all handles and all values that this worker owns. Later uses of them raise `UsageError`.
+
+        Args:
+            reason: Why, for the message of that error.
+        """
+
+
+class NoReferences:
+    """The reference store of an agent without references. It is always empty."""
+
+    me: Worker = 0
+
+    @property
+    def calling(self) -> NoReturn:
+        """Raises `UsageError`: the backend has no references."""
+        raise self._refusal()
+
+    def own(self, value: Any) -> NoReturn:
+        """Raises `UsageError`: the backend has no references."""
+        raise self._refusal()
+
+    def inventory(self) -> Inventory:
+        """Returns an empty inventory."""
+        from farcall.runtime.leaks import Inventory  # imported here, because farcall.runtime is above this layer
+
+        return Inventory((), ())
+
+    def debug_info(self) -> dict[str, str]:
+        """Returns an empty dict."""
+        return {}
+
+    def give_up_handles(self, reason: str) -> None:
+        """Does nothing, because there are no handles."""
+
+    def forget(self, reason: str) -> None:
+        """Does nothing, because there are no handles and no values."""
+
+    def _refusal(self) -> UsageError:
+        """Returns the error for an attempt to use references."""
+        return UsageError(
+            "the backend of this worker has no references: use rpc_sync or rpc_async, or the default backend"
+        )
+
+
+# The agent
 
 To = str | int | WorkerInfo
-"""A worker's name, its rank, or what `get_worker_info` gave for it."""
+"""Names a worker: its name, its rank, or its `WorkerInfo`."""
 
 
 class PeerMetrics(TypedDict):
-    """What an agent has counted between this worker and another, since the agent started."""
+    """Counters about this worker and one other worker, since this worker's agent started."""
 
     calls_made: int
-    """Calls to it, those on references among them; not what `remote` asks, which nobody waits for."""
+    """Calls to the other worker, including those on references. Requests of `remote` do not count."""
     calls_failed: int
-    """Of those, the ones that ended with an error, whatever it was: raised there, time over, worker lost."""
+    """How many of `calls_made` failed, for whatever reason: the function raised, the timeout expired, the worker was
+    lost."""
     calls_pending: int
-    """Of those, the ones that have not ended yet."""
+    """How many of `calls_made` are not done yet."""
     calls_served: int
-    """Calls of it that came here, by the same rule."""
+    """Calls of the other worker that arrived here; counted as `calls_made` are."""
     bytes_out: int
-    """Sent to it, on all connections."""
+    """Bytes sent to the other worker, on all connections."""
     bytes_in: int
-    """Received from it, on all connections."""
+    """Bytes received from the other worker, on all connections."""
+    bytes_shared_out: int
+    """Of `bytes_out`, those that went through shared memory: large buffers, to a worker on the same host."""
+    bytes_shared_in: int
+    """Of `bytes_in`, those that came through shared memory."""
+    bytes_returned: int
+    """Of `bytes_shared_in`, those that this worker had sent and that came back without a copy."""
     bytes_waiting: int
-    """To be sent to it as soon as its connection takes them."""
+    """Bytes that will be sent to the other worker as soon as its connection accepts them."""
     resends: int
-    """Messages about references that were sent to it again after a connection broke."""
+    """Messages about references that were sent again after a connection to the other worker broke."""
+    references_refused: int
+    """Messages and requests of the other worker about references that this worker refused: they were forged, or the
+    value was lost with a worker that died. Refusals of unknown workers and of workers that left count only in the sum
+    over all workers."""
     heartbeat_age: float
-    """Seconds since a sign of life came from it, for those that this worker watches; else 0. In sum it says nothing."""
+    """Seconds since this worker last heard the other one; 0 if this worker does not watch it. Meaningless as a sum."""
 
 
 class Metrics(PeerMetrics):
-    """The same in sum over all workers, and what this worker is busy with now."""
+    """The sums of `PeerMetrics` over all workers, and what this worker is doing now."""
 
     queue_length: int
-    """Functions that others have called and that wait for a thread."""
+    """Requests of other workers that wait for a thread of the executor."""
     threads: int
-    """Threads that serve."""
+    """Threads of the executor."""
     threads_running: int
-    """Of those, the ones that run a function now."""
+    """How many of `threads` run a function now."""
     threads_waiting: int
-    """Of those, the ones whose function waits for a call of its own."""
+    """How many of `threads` run a function that waits for a call of its own."""
     threads_idle: int
-    """Of those, the ones that sleep, with nothing to do."""
+    """How many of `threads` sleep because they have nothing to do."""
     peers: dict[str, PeerMetrics]
-    """For each worker, by its name; this one is among them, as it may call itself."""
+    """The counters for each worker, by its name. This worker is one of them, because it may call itself."""
 
 
 class MembershipChange(NamedTuple):
-    """Somebody has joined the group, has left it, or was lost."""
+    """A worker has joined the group, has left it, or was lost."""
 
     kind: str
-    """`joined`, `left` (it said good-bye) or `lost` (it died, or was taken for dead)."""
+    """"joined", "left" (the worker shut down) or "lost" (it died, or was declared lost)."""
     worker: WorkerInfo
+    """The worker that joined, left or was lost."""
 
 
 class RpcAgent(ABC):
-    """One worker of a group, as `farcall`'s functions see it."""
+    """The part of a process that makes it a worker of a group. The base class of the agents of all backends.
 
-    rpc_timeout: float = DEFAULT_RPC_TIMEOUT
-    """Seconds that a call may take unless it says otherwise; 0 is without end. May be set at any time.
-
-    `init_rpc` sets it to what the options say when the agent is made.
+    A subclass implements `run_on`, `get_worker_info`, `get_worker_infos`, `join` and `shutdown`. docs/backends.md has a
+    complete example.
     """
 
-    book: Book = NoReferences()
-    """This worker's references. By default there are none, and whoever wants one hears so."""
+    rpc_timeout: float = DEFAULT_RPC_TIMEOUT
+    """The timeout, in seconds, of calls that do not give their own; 0 means no timeout. May be set at any time.
+
+    `init_rpc` sets it to the option `rpc_timeout` when the agent has been created.
+    """
+
+    reference_store: ReferenceStore = NoReferences()
+    """The references of this worker. The default is for backends without references: every use raises `UsageError`."""
 
     closed: RpcError | None = None
-    """What every use raises from now on, if anything."""
+    """The error that every call raises from now on; None while the agent can be used."""
 
     _abandoned = False
 
-    # What must be written
+    # Methods that a subclass must implement
 
     @abstractmethod
     def run_on(
@@ -108,44 +352,70 @@ class RpcAgent(ABC):
         kwargs: Mapping[str, Any],
         timeout: float,
     ) -> Future[Any]:
-        """Has a worker run the function; a future of its outcome, at once.
+        """Sends a call to a worker, without waiting for the result.
 
-        The worker is what `get_worker_info` gave. `timeout` is in seconds and 0 without end: the other side may want
-        to know; nothing has to be done about it here. The future fails with what the function raised, or with
-        `WorkerLost`; what is wrong with the call itself is raised here, such as `SerializationError`.
+        The timeout does not have to be enforced: `call` does that.
+
+        Args:
+            worker: The callee, as `get_worker_info` returned it.
+            function: The function to run there.
+            args: Its positional arguments.
+            kwargs: Its keyword arguments.
+            timeout: How many seconds the caller will wait, in case the callee wants to know; 0 means no timeout.
+
+        Returns:
+            A future of the result. It fails with the exception of the function, or with `WorkerLost`.
+
+        Raises:
+            SerializationError: An argument cannot be pickled.
+            RpcError: The call cannot be sent for another reason.
         """
 
     @abstractmethod
     def get_worker_info(self, to: To | None = None) -> WorkerInfo:
-        """Of the worker of that name or rank, or equal to that; of this one by default.
+        """Returns the `WorkerInfo` of a worker of the group.
 
-        Raises `UnknownWorkerError` for any other: nothing else looks whether there is such a worker.
+        Args:
+            to: The name, the rank or the `WorkerInfo` of the worker; None means this worker.
+
+        Raises:
+            UnknownWorkerError: The group has no such worker. `call` relies on this check.
         """
 
     @abstractmethod
     def get_worker_infos(self) -> list[WorkerInfo]:
-        """All workers of the group, by rank. Raises nothing."""
+        """Returns the `WorkerInfo` of all workers of the group, this one included, ordered by rank."""
 
     @abstractmethod
     def join(self, shutdown: bool = False, timeout: float = 0.0) -> None:
-        """Returns when all workers have called it and no call is under way anywhere. The agent goes on serving.
+        """Waits until all workers have called `join` and no call is running anywhere. The agent can still be used.
 
-        `shutdown` says that this worker is about to leave, so that connections that end from now on are no loss.
-        Raises `ShutdownError` after `timeout` seconds (0: without limit), saying who or what was missing.
+        Args:
+            shutdown: True if this worker will leave next, so that connections that close from now on are expected.
+            timeout: How many seconds to wait; 0 means no limit.
+
+        Raises:
+            ShutdownError: The timeout expired, or a worker was lost. The message says which workers or calls were
+                missing.
         """
 
     @abstractmethod
     def shutdown(self, graceful: bool = False, timeout: float = 0.0) -> None:
-        """Leaves the group and frees everything, in any case. A second time it does nothing.
+        """Leaves the group and releases all resources, even if an error is raised. A second call does nothing.
 
-        Graceful: after a `join`, whose `ShutdownError` is raised when everything is freed.
+        Args:
+            graceful: Whether to call `join` first.
+            timeout: How many seconds `join` may wait; 0 means no limit.
+
+        Raises:
+            ShutdownError: `join` failed. All resources have been released all the same.
         """
 
-    # What may be left as it is
+    # Methods that a subclass may override
 
     @cached_property
     def info(self) -> WorkerInfo:
-        """Who this worker is, and stays: what `get_worker_info()` gives. An agent may also set it."""
+        """The name and id of this worker, which never change. A subclass may also set this attribute."""
         return self.get_worker_info()
 
     def call(
@@ -157,13 +427,27 @@ class RpcAgent(ABC):
         timeout: float,
         unattended: bool = False,
     ) -> Future[Any]:
-        """Has a worker run the function; a future of its outcome, at once. `rpc_sync` and `rpc_async` come to this.
+        """Sends a call to a worker, without waiting for the result. `rpc_sync` and `rpc_async` use it.
 
-        `timeout` is in seconds; 0 is without end, `UNSET_RPC_TIMEOUT` means `rpc_timeout`. `unattended` says that the
-        caller is not going to wait for the future at once: of use to agents whose replies are read by whoever waits
-        for them. The future fails with what the function raised, with `RpcTimeoutError` or with `WorkerLost`. What is
-        wrong with the call itself is raised here: `UnknownWorkerError`, `SerializationError`, `UsageError`; and what
-        `closed` says. `BackendError` if `run_on` gives no future.
+        Args:
+            to: The callee: its name, its rank or its `WorkerInfo`.
+            function: The function to run there.
+            args: Its positional arguments, a tuple or a list; None for none.
+            kwargs: Its keyword arguments; None for none.
+            timeout: Seconds; 0 means no timeout, `UNSET_RPC_TIMEOUT` means `rpc_timeout`.
+            unattended: True if the caller will not wait for the future at once. Agents whose replies are read by the
+                waiting threads then let another thread read the reply.
+
+        Returns:
+            A future of the result. It fails with the exception of the function, `RpcTimeoutError` or `WorkerLost`.
+
+        Raises:
+            UnknownWorkerError: The group has no such worker.
+            SerializationError: An argument cannot be pickled.
+            UsageError: `to` names no worker, `function` cannot be called, `args` is not a tuple or list, or `timeout`
+                is negative or not a number.
+            BackendError: `run_on` did not return a future.
+            RpcError: The error in `closed`, if the agent cannot be used any more.
         """
         if self.closed is not None:
             raise self.closed
@@ -180,77 +464,273 @@ class RpcAgent(ABC):
         began = monotonic()
         future = self.run_on(worker, function, tuple(args or ()), dict(kwargs or {}), timeout)
         if not isinstance(future, Future):
-            raise BackendError(f"{type(self).__name__}.run_on must give a farcall.Future at once, not {future!r}")
+            raise BackendError(f"{type(self).__name__}.run_on must return a farcall.Future, not {future!r}")
         if not timeout or future.done():
             return future
 
         def new_error() -> RpcTimeoutError:
             name = getattr(function, "__qualname__", None) or repr(function)
             return RpcTimeoutError(
-                f"worker {worker.name!r} did not answer `{name}` within {timeout:g} s; it may still be running there. "
-                "Give the call a longer timeout, or 0 for none"
+                f"RPC ran for more than set timeout: worker {worker.name!r} did not answer `{name}` within "
+                f"{timeout:g} s; it may still be running there. Give the call a longer timeout, or 0 for none"
             )
 
         return self._expiry.limit(future, began + timeout, new_error)
 
     @cached_property
     def _expiry(self) -> Expiry:
+        """The open calls of this agent that have a timeout."""
         return Expiry()
 
-    def start(self) -> None:  # noqa: B027 (an agent may serve from the beginning)
-        """Begins to serve. Called once, when the functions that it runs can find it by `farcall`'s functions."""
+    def start(self) -> None:  # noqa: B027 (an agent may run calls as soon as it is created)
+        """Begins to run the calls of other workers.
+
+        `init_rpc` calls it once, after it has made this the agent of the process, so that functions that other workers
+        call can use `farcall`'s functions. The default does nothing.
+        """
 
     def sync(self, timeout: float = 0.0) -> None:
-        """Returns when all workers have called it. Raises `ShutdownError` after `timeout` seconds (0: no limit)."""
+        """Waits until all workers have called `sync`. The default calls `join`, which also waits for running calls.
+
+        Args:
+            timeout: How many seconds to wait; 0 means no limit.
+
+        Raises:
+            ShutdownError: The timeout expired, or a worker was lost.
+        """
         self.join(timeout=timeout)
 
     def remote(
         self, to: To, function: Callable[..., Any], args: Sequence[Any] | None, kwargs: Mapping[str, Any] | None
     ) -> Handle:
-        """Has a worker run the function and keep the result; a handle of it, at once. Raises as `call`.
+        """Runs a function on a worker, which keeps the result. `farcall.remote` uses it.
 
-        Raises `UsageError` if the backend has no references.
+        The default raises `UsageError`, for backends without references.
+
+        Args:
+            to: The worker that runs the function and owns the result.
+            function: The function.
+            args: Its positional arguments; None for none.
+            kwargs: Its keyword arguments; None for none.
+
+        Returns:
+            A handle of the result, without waiting for it.
+
+        Raises:
+            UsageError: The backend has no references, or an argument is wrong as in `call`.
+            RpcError: The same as `call`.
         """
-        return self.book.own(None)  # refused
+        return self.reference_store.own(None)  # NoReferences.own raises UsageError
 
     def watch_members(self, watcher: Callable[[MembershipChange], object]) -> None:  # noqa: B027
-        """Has the watcher called with every change of the group from now on, one after the other.
+        """Registers a function that is called with every later change of the group, one change after the other.
 
-        What it raises is logged. Raises nothing itself. In a group that never changes there is nothing to do.
+        Exceptions of the watcher are logged. The default does nothing, for backends whose groups never change.
+
+        Args:
+            watcher: A function of a `MembershipChange`.
         """
 
     def unwatch_members(self, watcher: Callable[[MembershipChange], object]) -> None:  # noqa: B027
-        """Takes back what `watch_members` was given. Raises nothing, also if that was nothing."""
+        """Removes a watcher that was registered with `watch_members`. Does nothing if it is not registered."""
+
+    def add_interceptor(self, interceptor: Any) -> None:
+        """Registers an interceptor (`farcall.add_interceptor`). By default there are none: raises `UsageError`."""
+        raise UsageError(f"the backend of this worker ({type(self).__name__}) has no interceptors")
+
+    def remove_interceptor(self, interceptor: Any) -> None:  # noqa: B027 (there is nothing to remove)
+        """Takes an interceptor back. Does nothing if it is not registered."""
 
     def get_metrics(self) -> Mapping[str, Any]:
-        """What the agent has counted, by the names in `Metrics` as far as it counts. Raises nothing."""
+        """Returns the agent's counters under the names of `Metrics`. The default counts nothing: an empty dict."""
         return {}
 
     def get_debug_info(self) -> dict[str, str]:
-        """Numbers about the agent as texts, by names that begin with `agent.`, as torch gives them. Raises nothing."""
+        """Returns the counters of `get_metrics` as text, under names that begin with `agent.`, as torch does.
+
+        Counters that are not single numbers or texts are left out.
+        """
         return {
             f"agent.{name}": str(value)
             for name, value in self.get_metrics().items()
             if isinstance(value, int | float | str)
         }
 
-    # A forked child of the process
+    def _get_device_map(self, dst: WorkerInfo) -> dict[Any, Any]:
+        """Returns the device map for a callee: from devices of this worker to devices of `dst`. Empty by default."""
+        return {}
+
+    # Forks of the process
 
     @property
     def is_forked(self) -> bool:
-        """Whether this agent belongs to the parent of this process."""
+        """Whether this process is a forked child of the process that the agent belongs to."""
         return self._abandoned
 
-    def about_to_fork(self) -> None:  # noqa: B027 (most have nothing to do)
-        """This process forks next. Takes no lock that another thread may hold for long."""
+    def about_to_fork(self) -> None:  # noqa: B027 (most agents have nothing to do)
+        """Called just before this process forks. Must not take a lock that another thread may hold for long.
+
+        The default does nothing.
+        """
 
     def abandon(self) -> None:
-        """In a forked child: lets go of what belongs to the parent, taking no lock and ending nothing there.
+        """Called in a forked child. Closes the child's copies of descriptors; every later call raises an error.
 
-        Every use raises `ForkedProcessError` from then on.
+        Must take no lock, because a thread that does not exist in the child may hold it, and must not close connections
+        of the parent. The default only sets `closed` to a `ForkedProcessError`.
         """
         self._abandoned = True
         self.closed = ForkedProcessError(
             f"this process was forked from worker {self.info.name!r} and cannot use its agent; "
             "call init_rpc with a name of its own in this process, or start it with the spawn method"
         )
+
+
+# Checks of the arguments of a call
+
+
+def checked_function(function: Callable[..., Any]) -> Callable[..., Any]:
+    """Returns `function`. Raises `UsageError` if it cannot be called."""
+    if not callable(function):
+        raise UsageError(f"{function!r} cannot be called: give a function, a class or another callable")
+    return function
+
+
+def bad_arguments(args: object) -> UsageError:
+    """Returns the error for `args` that are neither a tuple nor a list."""
+    return UsageError(f"`args` must be a tuple or list of arguments, not a {type(args).__name__}; write args=(value,)")
+
+
+def bad_callee(to: object) -> UsageError:
+    """Returns the error for a `to` of a type that cannot name a worker."""
+    return UsageError(f"`to` must be a worker's name, rank or WorkerInfo, not {to!r}")
+
+
+def check_timeout(timeout: float) -> None:
+    """Returns if `timeout` is a number of at least 0. Raises `UsageError` for a negative number, nan, or no number."""
+    try:
+        if timeout >= 0:
+            return
+    except TypeError:
+        raise UsageError(f"a timeout must be a number of seconds (0 means no timeout), not {timeout!r}") from None
+    raise UsageError(f"a timeout must be 0 (no timeout) or more seconds, not {timeout}")
+
+
+# Running a function for another worker
+
+
+def run_here(
+    function: Callable[..., Any],
+    args: Sequence[Any] = (),
+    kwargs: Mapping[str, Any] | None = None,
+    runner: Callable[..., Any] | None = None,
+) -> Future[Any]:
+    """Runs a function for another worker, in this thread, and returns a future of what its caller gets.
+
+    Args:
+        function: The function.
+        args: Its positional arguments.
+        kwargs: Its keyword arguments; None for none.
+        runner: Called with the arguments instead of `function`, if given. Whether the call is asynchronous still
+            depends on `function`.
+
+    Returns:
+        A future that is done, with two exceptions: for a function marked by `async_execution` it is the function's own
+        future, and the coroutine of an `async def` function runs in a new event loop in a new thread. All exceptions
+        of the function, including `SystemExit` and `KeyboardInterrupt`, become the outcome of the future; nothing is
+        raised here.
+
+    Example:
+        >>> run_here(max, (3, 4)).value()
+        4
+    """
+    future: Future[Any] = Future()
+    try:
+        result = (runner or function)(*args, **(kwargs or {}))
+        converter = async_result(function)
+        if converter is not None:
+            return converter(getattr(function, "__qualname__", repr(function)), result)
+        if type(result) is CoroutineType:
+            threading.Thread(target=_run_coroutine, args=(result, future), name="farcall-async", daemon=True).start()
+            return future
+    except BaseException as error:
+        future.set_exception(error)
+    else:
+        future.set_result(result)
+    return future
+
+
+def _run_coroutine(coroutine: CoroutineType[Any, Any, Any], future: Future[Any]) -> None:
+    """Runs a coroutine in a new event loop, and completes `future` with its result or exception. Never raises."""
+    import asyncio  # imported here: it would take half the time of `import farcall`
+
+    try:
+        result = asyncio.run(coroutine)
+    except BaseException as error:
+        future.set_exception(error)
+    else:
+        future.set_result(result)
+
+
+# Timeouts
+
+_MAX_SLEEP_S: Final = 0.5
+"""The longest that the thread sleeps before it checks whether there are open calls left."""
+
+
+class Expiry:
+    """The open calls of one agent that have a deadline, and the thread that fails those whose deadline has passed."""
+
+    def __init__(self) -> None:
+        self._condition = threading.Condition()  # its lock is reentrant, because a signal handler may make a call
+        self._open: dict[int, tuple[float, Future[Any], Callable[[], Exception]]] = {}
+        self._numbers = itertools.count()
+        self._wake_at = 0.0
+        self._thread: threading.Thread | None = None
+
+    def limit(self, future: Future[Any], deadline: float, new_error: Callable[[], Exception]) -> Future[Any]:
+        """Returns a future with the outcome of `future`, or with `new_error()` if the deadline passes first.
+
+        Args:
+            future: The future of the call.
+            deadline: The moment of the deadline, in seconds of `time.monotonic`.
+            new_error: Creates the exception; called by the thread that watches the deadlines.
+        """
+        limited: Future[Any] = Future()
+        number = next(self._numbers)
+        with self._condition:
+            self._open[number] = deadline, limited, new_error
+            if self._thread is None:
+                self._thread = threading.Thread(target=self._run, name="farcall-expiry", daemon=True)
+                self._thread.start()
+            elif deadline < self._wake_at:
+                self._condition.notify()
+
+        def settled(done: Future[Any]) -> None:
+            error = done.exception()
+            if self._open.pop(number, None) is None:
+                return  # the deadline has passed, and the other thread has removed the call
+            if error is None:
+                limited.set_result(done.value())
+            else:
+                limited.set_exception(error)
+
+        future.then(settled)
+        return limited
+
+    def _run(self) -> None:
+        """Fails the calls whose deadlines pass, until there are no open calls left."""
+        while True:
+            with self._condition:
+                if not self._open:
+                    self._thread = None
+                    return
+                now = monotonic()
+                first = min(deadline for deadline, _, _ in list(self._open.values()))
+                if first > now:
+                    self._wake_at = min(first, now + _MAX_SLEEP_S)
+                    self._condition.wait(self._wake_at - now)
+                    continue
+            for number, (deadline, limited, new_error) in list(self._open.items()):
+                if deadline <= now and self._open.pop(number, None) is not None:
+                    limited.set_exception(new_error())

@@ -1,10 +1,10 @@
-"""The first thing that a process of the bench does; run as a file.
+"""The first code of a process of the benchmark; run as a file.
 
-A process that serves or calls by another system must not pay for `import farcall`, which would be in the time that its
-workers take to start. But whoever imports `farcall.bench.endpoint` imports the package that it is in first. So a
-stand-in takes the package's place, with the same modules in it and nothing else, until farcall itself is measured.
+A process of another system must not pay for `import farcall`, because that would count as time that its workers take to
+start. But importing `farcall.bench.endpoint` imports the package `farcall` first. So an empty module takes the place of
+the package, with the same `__path__`, until farcall itself is measured (`farcall_rpc.import_farcall`).
 
-Processes that are started by `multiprocessing` run this file again, under another name; for them it does nothing.
+Processes that `multiprocessing` starts run this file again under another name. It does nothing then.
 """
 
 from __future__ import annotations
@@ -16,15 +16,15 @@ from types import ModuleType
 _PACKAGE = str(Path(__file__).parents[1])
 
 
-def stand_in() -> None:
-    """Let `farcall.bench` be imported without `farcall`."""
+def install_stand_in() -> None:
+    """Puts an empty module in place of `farcall`, so that `farcall.bench` can be imported without importing farcall."""
     package = ModuleType("farcall")
     package.__path__ = [_PACKAGE]
     sys.modules["farcall"] = package
 
 
 if __name__ == "__main__":
-    stand_in()
+    install_stand_in()
     from farcall.bench.endpoint import main
 
     main(int(sys.argv[1]))

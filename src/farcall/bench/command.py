@@ -1,6 +1,7 @@
-"""`farcall bench`, put together: measures, shows, and writes what was asked for.
+"""A whole run of the benchmark: measures, prints tables, and writes the files that were asked for.
 
-What cannot work is refused before anything is measured.
+`farcall bench` measures farcall alone. The repository's `benchmarks/compare.py` calls the same code with other systems,
+and writes docs/benchmarks.md. Outputs that cannot be written are rejected before anything is measured.
 """
 
 from __future__ import annotations
@@ -12,12 +13,13 @@ from pathlib import Path
 
 from farcall.bench import machine, plots, report
 from farcall.bench.effort import Effort
+from farcall.bench.farcall_rpc import OWN
 from farcall.bench.findings import Findings
 from farcall.bench.measurements import Measurer
-from farcall.bench.processes import ended_by_signals
-from farcall.bench.rounds import Turn, rotated, take
+from farcall.bench.processes import exit_on_signals
+from farcall.bench.rounds import Turn, rotated, take_turns
 from farcall.bench.screen import Screen
-from farcall.bench.systems import OWN, PEERS, System, installed
+from farcall.bench.system import System
 from farcall.errors import UsageError
 
 _INSTALL_PLOTS = "`pip install 'farcall[bench]'` installs it"
@@ -25,35 +27,27 @@ _INSTALL_PLOTS = "`pip install 'farcall[bench]'` installs it"
 
 @dataclass(frozen=True)
 class Outputs:
-    """What is written, besides what is shown. None: not at all."""
+    """Which files to write besides what is printed. None writes nothing."""
 
     json: Path | None = None
     plots: Path | None = None
     docs: Path | None = None
-    """The directory that holds the documentation."""
+    """The directory of the documentation, for benchmarks.md and its plots."""
 
     def check(self) -> None:
-        """Raises `UsageError` if it could not be written."""
+        """Raises `UsageError` if one of the files could not be written."""
         if self.json is not None and not self.json.absolute().parent.is_dir():
-            raise UsageError(f"--json: there is no directory {self.json.absolute().parent}")
+            raise UsageError(f"--json: the directory {self.json.absolute().parent} does not exist")
         if self.plots is not None and self.plots.exists() and not self.plots.is_dir():
-            raise UsageError(f"--plots: {self.plots} is no directory")
+            raise UsageError(f"--plots: {self.plots} is not a directory")
         if self.docs is not None and not self.docs.is_dir():
-            raise UsageError(f"--write-docs: there is no directory {self.docs}; run it where the repository's is")
+            raise UsageError(f"--write-docs: the directory {self.docs} does not exist; run it in the repository")
         if self.docs is not None and not plots.can_draw():
             raise UsageError(f"--write-docs needs matplotlib for the plots; {_INSTALL_PLOTS}")
 
 
-def choose_peers(text: str) -> list[System]:
-    """The peers of a list such as `torch,ray`; `all` are all. Raises `UsageError` for one that is not known."""
-    names = [name for word in text.split(",") if (name := word.strip().lower())]
-    if unknown := [name for name in names if name not in PEERS and name != "all"]:
-        raise UsageError(f"--peers: there is no {', '.join(map(repr, unknown))}; there are {', '.join(PEERS)}, or all")
-    return [peer for name, peer in PEERS.items() if name in names or "all" in names]
-
-
 def plan(chosen: Sequence[System], effort: Effort, measurer: Measurer) -> list[Turn]:
-    """All turns in their order: in each round, every system has its turn in each part, beginning with another one."""
+    """Returns all turns in order: in each round, each part of every system. The order of systems rotates by round."""
     return [
         (f"round {number + 1}: {part}, {system.label}", lambda part=part, system=system: measurer.turn(part, system))  # type: ignore[misc]
         for number in range(effort.rounds)
@@ -63,17 +57,30 @@ def plan(chosen: Sequence[System], effort: Effort, measurer: Measurer) -> list[T
 
 
 def run(effort: Effort, peers: Sequence[System], outputs: Outputs) -> int:
-    """Measure, show, write; the exit status: 1 if farcall itself could not be measured. Raises `UsageError` first."""
+    """Measures farcall and its peers, prints the results and writes the files.
+
+    Args:
+        effort: What to measure, and how much of it.
+        peers: Other systems to compare with; may be empty. Systems that are not installed are reported and left out.
+        outputs: Which files to write.
+
+    Returns:
+        The exit status: 0, or 1 if farcall itself could not be measured.
+
+    Raises:
+        UsageError: An output cannot be written. Nothing has been measured then.
+        SystemExit: The run was ended by SIGTERM (143) or Ctrl-C (130).
+    """
     outputs.check()
     screen = Screen()
     findings = Findings()
     for peer in peers:
-        if not installed(peer):
+        if not peer.is_installed:
             name = peer.distribution or peer.package
-            findings.leave_out(peer, f"it is not installed; `pip install {name}` does, or `make bench-peers`")
+            findings.leave_out(peer, f"it is not installed; install it with `pip install {name}` or `make bench-peers`")
     findings.systems = [OWN, *(peer for peer in peers if peer.label not in findings.left_out)]
-    with ended_by_signals():
-        take(plan(list(findings.systems), effort, Measurer(effort, findings)), findings.others_percent, screen)
+    with exit_on_signals():
+        take_turns(plan(list(findings.systems), effort, Measurer(effort, findings)), findings.others_percent, screen)
     packages = [system.distribution or system.package or system.name for system in findings.systems]
     where = machine.describe([*packages, "numpy"], findings.others_percent)
     _show(findings, effort, where, screen)
@@ -82,6 +89,7 @@ def run(effort: Effort, peers: Sequence[System], outputs: Outputs) -> int:
 
 
 def _show(findings: Findings, effort: Effort, where: dict[str, str], screen: Screen) -> None:
+    """Prints the tables, the machine, reasons for missing values, and warnings."""
     for shown in report.tables(findings, effort).values():
         for table in shown:
             screen.table(table)
@@ -90,13 +98,18 @@ def _show(findings: Findings, effort: Effort, where: dict[str, str], screen: Scr
         screen.note(line, style="yellow")
     if machine.disturbed(findings.others_percent):
         screen.note(
-            "Other programs disturbed the run. Figures to keep need a machine with nothing else to do.", style="yellow"
+            "Other programs used the processor during the run. Repeat it on an idle machine for reliable figures.",
+            style="yellow",
         )
     if effort.quick:
-        screen.note("This was a quick run: its figures are not to be believed.", style="yellow")
+        screen.note("This was a quick run: its figures are not reliable.", style="yellow")
 
 
 def _write(findings: Findings, effort: Effort, where: dict[str, str], outputs: Outputs, screen: Screen) -> None:
+    """Writes the files that were asked for, and prints their names.
+
+    Without matplotlib, prints why there are no plots.
+    """
     if outputs.json is not None:
         found = findings.as_json(effort, where)
         outputs.json.write_text(json.dumps(found, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")

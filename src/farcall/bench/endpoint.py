@@ -1,10 +1,10 @@
-"""One end of a measurement: the program that the bench starts for each server, caller, third end and worker.
+"""The program in each process of a measurement: a server, a caller, a third end, a worker or a busy program.
 
-Started by `bootstrap FD`, where FD is its end of a pipe to the bench. The first message is its role, a
-dictionary; each further one is a command and its arguments. It answers each of them with ("done", result) or ("failed",
-traceback). It ends at the command "stop", and when the pipe breaks because the bench is gone.
+`bootstrap FD` starts it, where FD is its end of a pipe to the benchmark. The first message is its role, a dictionary.
+Each further message is a command and its arguments. It answers every message with ("done", result) or ("failed",
+traceback). It ends after the command "stop", or when the pipe breaks because the benchmark is gone.
 
-Clocks are read here, not in the bench, so no message of the bench's own is inside a measured time.
+Clocks are read here and not in the benchmark's main process, so messages over the pipe are never in a measured time.
 """
 
 from __future__ import annotations
@@ -15,28 +15,52 @@ import os
 import sys
 import time
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from multiprocessing.connection import Connection
-from typing import Any
+from typing import Any, Final, Protocol
 
-from farcall.bench import startup, systems, timing
-from farcall.bench.processes import MARK, sweep
+from farcall.bench import startup, timing
+from farcall.bench.computing import ComputingThread
+from farcall.bench.farcall_rpc import BusyWorker
+from farcall.bench.processes import MARK_VARIABLE, kill_marked
+from farcall.bench.system import (
+    AwaitingCaller,
+    Caller,
+    EchoCaller,
+    ExchangingCaller,
+    ReferenceCaller,
+    StreamingCaller,
+    System,
+)
 
 Command = Callable[..., object]
 
+MIXED_SIZES: Final = {"64 B": 64, "4 KiB": 1 << 12, "1 MiB": 1 << 20}
+"""The arrays among the kinds of calls that `mixed` knows, in bytes."""
+MIXED_KINDS: Final = ("no-op", *MIXED_SIZES, "remote + to_here", "proxy call", "shared reference")
+"""The kinds of calls that `mixed` knows."""
+
 
 def start(role: dict[str, Any]) -> dict[str, Command]:
-    """Take up the role: the commands that it understands. Raises what the system raises."""
+    """Starts the role that a dictionary describes, and returns the commands that it understands, by name.
+
+    Raises what the system raises if it cannot be started.
+    """
     if role["kind"] == "busy":
-        worker = systems.BusyWorker(role["rank"], role["port"], role["spins"])
+        worker = BusyWorker(role["rank"], role["port"], role["spins"])
         return {"call_all": worker.call_all, "stop": worker.close}
-    if role["kind"] == "module":  # one that this program does not know: the module does
+    if role["kind"] == "module":  # a role that the repository's benchmarks define
         taken: dict[str, Command] = importlib.import_module(role["module"]).take_up(**role["options"])
         return taken
-    system = systems.find(role["system"])
+    computing = ComputingThread()
+    if role["kind"] == "busy program":
+        computing.start()
+        return {"stop": computing.stop}
+    load: dict[str, Command] = {"start_computing": computing.start, "stop_computing": computing.stop}
+    system: System = role["system"]
     match role["kind"]:
         case "server":
-            return {"stop": system.serve(role["address"]).close}
+            return {**load, "stop": system.serve(role["address"]).close}
         case "third":
             return {"stop": system.join(role["address"]).close}
         case "member":
@@ -47,30 +71,36 @@ def start(role: dict[str, Any]) -> dict[str, Command]:
         case "joiner":
             joiner = startup.Joiner(system)
             return {"join": joiner.join, "leave": joiner.leave, "stop": lambda: None}
-    return caller_commands(system.connect(role["address"]))
+    return load | caller_commands(system.connect(role["address"]))
 
 
-def caller_commands(caller: systems.Caller) -> dict[str, Command]:
-    """What a caller can be asked for."""
+def caller_commands(caller: Caller) -> dict[str, Command]:
+    """Returns the commands that a caller understands, by name.
+
+    Which those are depends on the protocols it implements.
+    """
     commands: dict[str, Command] = {
         "noops": functools.partial(timing.time_each, caller.noop),
         "pipelined": functools.partial(timing.time_pipelined, caller),
         "stop": caller.close,
     }
-    if isinstance(caller, systems.ReferenceCaller):
+    if isinstance(caller, ReferenceCaller):
         commands["proxies"] = functools.partial(timing.time_each, caller.proxy_call)
         commands["shared"] = functools.partial(timing.time_shared, caller)
-    if isinstance(caller, systems.EchoCaller):
+        commands["passed_back"] = functools.partial(timing.time_each, caller.pass_back)
+        if isinstance(caller, EchoCaller):
+            commands["mixed"] = functools.partial(mixed, caller)
+    if isinstance(caller, EchoCaller):
         commands["echoes"] = functools.partial(echoes, caller)
         commands["in_flight"] = functools.partial(in_flight, caller)
-    if isinstance(caller, systems.ExchangingCaller):
+    if isinstance(caller, ExchangingCaller):
         commands["exchanges"] = functools.partial(exchanges, caller)
-    if isinstance(caller, systems.StreamingCaller):
+    if isinstance(caller, StreamingCaller):
         commands["threads"] = functools.partial(timing.time_threads, caller.noop)
         commands["streaming"] = functools.partial(streaming, caller)
-    if echo_small := getattr(caller, "echo_small", None):  # of those who send tensors
+    if echo_small := getattr(caller, "echo_small", None):  # callers that send tensors
         commands["small_tensors"] = functools.partial(timing.time_each, echo_small)
-    # Some have the one and not the other, or lack the proxies.
+    # Some systems have only one of these two, or lack the proxies of a `ReferenceCaller`.
     if fetch := getattr(caller, "remote_to_here", None):
         commands["remotes"] = functools.partial(timing.time_each, fetch)
     if share := getattr(caller, "share", None):
@@ -78,45 +108,75 @@ def caller_commands(caller: systems.Caller) -> dict[str, Command]:
     return commands
 
 
-def echoes(caller: systems.EchoCaller, size: int, calls: int, warmup: int, seconds: float) -> dict[str, float]:
-    """Time sending so many bytes there and back. Raises RuntimeError if something else comes back."""
+def echoes(caller: EchoCaller, size: int, calls: int, warmup: int, seconds: float) -> dict[str, float]:
+    """Times sending `size` bytes to the server and back; see `timing.time_each`.
+
+    Raises `RuntimeError` if something else comes back.
+    """
     payload = caller.payload(size)
     start = time.perf_counter()
     back = caller.echo(payload)
     if time.perf_counter() - start > seconds:
-        warmup = 0  # one was enough
+        warmup = 0  # a slow call: this one was warm-up enough
     if type(back) is not type(payload) or len(back) != size or bytes(back[-8:]) != bytes(payload[-8:]):
-        raise RuntimeError(f"{size} bytes were sent, and something else came back: {type(back).__name__}")
+        raise RuntimeError(f"{size} bytes were sent, but something else came back: {type(back).__name__}")
     del back
-    if isinstance(caller, systems.AwaitingCaller):
+    if isinstance(caller, AwaitingCaller):
         call = functools.partial(caller.await_echo, payload)
         return caller.run(timing.time_each_awaited(call, calls, warmup, seconds))
     return timing.time_each(functools.partial(caller.echo, payload), calls, warmup, seconds)
 
 
-def exchanges(caller: systems.ExchangingCaller, size: int, calls: int, warmup: int, seconds: float) -> dict[str, float]:
-    """Time sending so many bytes there and having as many others back. Raises RuntimeError if they are not."""
+def exchanges(caller: ExchangingCaller, size: int, calls: int, warmup: int, seconds: float) -> dict[str, float]:
+    """Times sending `size` bytes to the server and getting as many other bytes back; see `timing.time_each`.
+
+    Raises `RuntimeError` if not as many come back.
+    """
     payload = caller.payload(size)
     back = caller.exchange(payload)
     if type(back) is not type(payload) or len(back) != size:
-        raise RuntimeError(f"{size} bytes were sent, and not as many came back: {type(back).__name__}")
+        raise RuntimeError(f"{size} bytes were sent, but not as many came back: {type(back).__name__}")
     del back
     return timing.time_each(functools.partial(caller.exchange, payload), calls, warmup, seconds)
 
 
-def in_flight(caller: systems.EchoCaller, window: int, calls: int, seconds: float) -> float:
-    """The rate of no-op calls of which so many are under way at once."""
+class MixedCaller(ReferenceCaller, EchoCaller, Protocol):
+    """A caller that knows all of `MIXED_KINDS`."""
+
+
+def mixed(caller: MixedCaller, kinds: Iterable[str], calls: int, warmup: int, seed: int) -> dict[str, dict[str, float]]:
+    """Times calls of several kinds in random order; see `timing.time_mixed`. Needs a third end.
+
+    Args:
+        caller: Makes the calls.
+        kinds: Which kinds, of `MIXED_KINDS`; others raise `KeyError`.
+        calls: How many calls of each kind to time.
+        warmup: How many calls of each kind to make before.
+        seed: Determines the order.
+    """
+    known: dict[str, Callable[[], object]] = {
+        "no-op": caller.noop,
+        **{kind: functools.partial(caller.echo, caller.payload(size)) for kind, size in MIXED_SIZES.items()},
+        "remote + to_here": caller.remote_to_here,
+        "proxy call": caller.proxy_call,
+        "shared reference": functools.partial(caller.share, 1),
+    }
+    return timing.time_mixed({kind: known[kind] for kind in kinds}, calls, warmup, seed)
+
+
+def in_flight(caller: EchoCaller, window: int, calls: int, seconds: float) -> float:
+    """Returns how many no-op calls per second complete with `window` calls always in flight."""
     return timing.rate(functools.partial(caller.in_flight, window=window), calls, seconds)
 
 
-def streaming(caller: systems.StreamingCaller, size: int, seconds: float) -> dict[str, float]:
-    """Time no-ops while payloads of so many bytes are sent all the time."""
+def streaming(caller: StreamingCaller, size: int, seconds: float) -> dict[str, float]:
+    """Times no-op calls while another thread sends payloads of `size` bytes all the time; see `timing.time_beside`."""
     payload = caller.payload(size)
     return timing.time_beside(caller.noop, functools.partial(caller.send, payload), seconds)
 
 
 def attempt(act: Command, *args: object, **options: object) -> tuple[str, Any]:
-    """How it went: ("done", result) or ("failed", traceback)."""
+    """Calls `act`, and returns ("done", its result), or ("failed", traceback) if it raised an `Exception`."""
     try:
         return "done", act(*args, **options)
     except Exception:
@@ -124,8 +184,17 @@ def attempt(act: Command, *args: object, **options: object) -> tuple[str, Any]:
 
 
 def run(control: Connection) -> int:
-    """Live through one role; the exit status. Raises EOFError or ConnectionError if the bench is gone."""
-    outcome, commands = attempt(start, control.recv())
+    """Carries out one role: reads it from the pipe, then answers commands until "stop" or the first failure.
+
+    Returns the exit status: 0 after "stop", 1 after a failure. Raises `EOFError` or `ConnectionError` if the benchmark
+    is gone.
+    """
+    try:
+        role = control.recv()
+    except (ImportError, AttributeError):  # the role refers to a module that cannot be imported here
+        control.send(("failed", traceback.format_exc()))
+        return 1
+    outcome, commands = attempt(start, role)
     control.send((outcome, None if outcome == "done" else commands))
     name = ""
     while outcome == "done" and name != "stop":
@@ -136,12 +205,12 @@ def run(control: Connection) -> int:
 
 
 def main(descriptor: int) -> None:
-    """Live through one role, told by this pipe; ends the process."""
+    """Carries out the role that comes over the pipe with this descriptor, then ends the process."""
     with Connection(descriptor) as pipe:
         try:
             sys.exit(run(pipe))
         except (EOFError, ConnectionError):
-            # The bench is gone, and what a system has started here would outlive it.
-            sweep(os.environ[MARK])
-            # No orderly end: it could wait for threads, or for another end that is gone as well.
+            # The benchmark is gone. Kill what the system has started here, which would otherwise go on running.
+            kill_marked(os.environ[MARK_VARIABLE])
+            # Not sys.exit, which could wait for threads or for another process that is gone as well.
             os._exit(1)

@@ -1,6 +1,7 @@
-"""What a run has found, and what could not be had, with the reason: medians over the rounds, ratios, JSON. Pure.
+"""The results of a run, and why some are missing: medians over the rounds, ratios, JSON. Pure.
 
-A value belongs to a measure, a system and a point: a payload's size, a number in flight, a number of workers.
+A value belongs to a measure, a system and a point. A point is a payload size, a number of calls in flight, or a number
+of workers.
 """
 
 from __future__ import annotations
@@ -12,15 +13,16 @@ from dataclasses import dataclass, field
 from typing import Any, Final
 
 from farcall.bench.effort import KIB, Effort
-from farcall.bench.systems import OWN, System
+from farcall.bench.farcall_rpc import OWN
+from farcall.bench.system import System
 
 
 @dataclass(frozen=True)
 class Measure:
-    """One kind of figure."""
+    """One kind of result, for example the latency of a call."""
 
     key: str
-    """What it is called in the JSON and in the names of plots."""
+    """Its name in the JSON and in the file names of plots."""
     title: str
     point: str
     """What its points are."""
@@ -29,7 +31,7 @@ class Measure:
 
 
 LATENCY: Final = Measure("latency", "A call with a payload, there and back", "payload", "s", less_is_better=True)
-LATENCY_P99: Final = Measure("latency_p99", "The same, the slowest in a hundred", "payload", "s", less_is_better=True)
+LATENCY_P99: Final = Measure("latency_p99", "The same, 99th percentile", "payload", "s", less_is_better=True)
 BANDWIDTH: Final = Measure("bandwidth", "Bandwidth, both ways together", "payload", "B/s")
 EXCHANGED: Final = Measure(
     "exchanged", "Bandwidth, both ways together, when another array comes back", "payload", "B/s"
@@ -49,67 +51,67 @@ STARTUP: Final = Measure("startup", "Until workers can be used", "workers", "s",
 MEASURES: Final = (
     *(LATENCY, LATENCY_P99, BANDWIDTH, EXCHANGED, IN_FLIGHT, THREADS, STREAMING, FETCHED, SHARED, STARTUP),
 )
-ONCE: Final = (1,)
-"""The points of a measure that has but one."""
-LEAST_FOR_BANDWIDTH: Final = 64 * KIB
-"""Below, it is the latency in other words."""
+SINGLE_POINT: Final = (1,)
+"""The points of a measure that has only one."""
+MIN_BANDWIDTH_BYTES: Final = 64 * KIB
+"""The smallest payload for which bandwidth is reported. Below it bandwidth says the same as latency."""
 
 
 def points(measure: Measure, effort: Effort) -> Sequence[int]:
-    """Where a measure is taken."""
+    """Returns the points at which a measure is taken with this effort."""
     if measure in (LATENCY, LATENCY_P99):
         return effort.sizes
     if measure in (BANDWIDTH, EXCHANGED):
-        return [size for size in effort.sizes if size >= LEAST_FOR_BANDWIDTH]
+        return [size for size in effort.sizes if size >= MIN_BANDWIDTH_BYTES]
     several = {IN_FLIGHT: effort.windows, THREADS: effort.threads, STREAMING: effort.streamed}
-    return (several | {STARTUP: effort.workers}).get(measure, ONCE)
+    return (several | {STARTUP: effort.workers}).get(measure, SINGLE_POINT)
 
 
 @dataclass
 class Findings:
-    """What each round has found. Filled while a run is under way."""
+    """The results of all rounds. Filled during a run."""
 
     systems: list[System] = field(default_factory=list)
-    """In the order of the tables, farcall first."""
+    """The measured systems in the order of the tables, farcall first."""
     values: dict[tuple[Measure, str, int], list[float]] = field(default_factory=dict)
     reasons: dict[tuple[Measure, str, int], str] = field(default_factory=dict)
-    """Why there is no value, or none of later rounds."""
+    """Why a value is missing, or is missing from later rounds on."""
     left_out: dict[str, str] = field(default_factory=dict)
-    """Systems that were asked for and take no part, by label, and why."""
+    """The systems that were asked for and could not be measured, by label, and why."""
     notes: list[str] = field(default_factory=list)
     others_percent: list[float] = field(default_factory=list)
-    """For each turn, the share of a core that other programs took meanwhile."""
+    """For each turn, the percentage of one core that other programs used meanwhile."""
 
     def record(self, measure: Measure, system: System, point: int, value: float) -> None:
-        """One round's value."""
+        """Adds the value that one round measured for a system at a point."""
         self.values.setdefault((measure, system.name, point), []).append(value)
 
     def explain(self, measures: Iterable[Measure], system: System, point: int, reason: str) -> None:
-        """Say why there is no value; the first reason is kept."""
+        """Records why a value is missing. If there is a reason already, that one is kept."""
         for measure in measures:
             self.reasons.setdefault((measure, system.name, point), reason)
 
     def leave_out(self, system: System, reason: str) -> None:
-        """Go on without this system."""
+        """Records why a system cannot be measured, and removes it from `systems`."""
         self.left_out[system.label] = reason
         if system in self.systems:
             self.systems.remove(system)
 
     def has_any(self, system: System) -> bool:
-        """Whether anything was measured of it."""
+        """Returns True if any value of this system was recorded."""
         return any(name == system.name for _, name, _ in self.values)
 
     def reason(self, measure: Measure, system: System, point: int) -> str | None:
-        """Why there is no value; None if nobody said so."""
+        """Returns why a value is missing; None if no reason was recorded."""
         return self.reasons.get((measure, system.name, point))
 
     def median(self, measure: Measure, system: System, point: int) -> float | None:
-        """The median over the rounds; None if there is none."""
+        """Returns the median over the rounds; None if there is no value."""
         values = self.values.get((measure, system.name, point))
         return statistics.median(values) if values else None
 
     def times_as_fast(self, measure: Measure, peer: System, point: int) -> float | None:
-        """How many times as fast as the peer farcall is; None if one of the two has no value."""
+        """Returns how many times as fast as the peer farcall is, whatever the unit; None if a value is missing."""
         own, other = self.median(measure, OWN, point), self.median(measure, peer, point)
         if not own or not other:
             return None
@@ -117,11 +119,16 @@ class Findings:
 
     @property
     def peers(self) -> list[System]:
-        """All systems but farcall."""
+        """All systems except farcall."""
         return [system for system in self.systems if system != OWN]
 
     def as_json(self, effort: Effort, where: dict[str, str]) -> dict[str, Any]:
-        """Everything, with each round's values, for programs to read. Times are in seconds."""
+        """Returns everything, with the values of each round, as data for `json.dumps`. Times are in seconds.
+
+        Args:
+            effort: What was measured.
+            where: The machine; see `machine.describe`.
+        """
         return {
             "machine": where,
             "effort": dataclasses.asdict(effort),
@@ -134,13 +141,16 @@ class Findings:
                     "title": measure.title,
                     "point": measure.point,
                     "unit": measure.unit,
-                    "systems": {system.name: list(self._cells(measure, system, effort)) for system in self.systems},
+                    "systems": {
+                        system.name: list(self._json_cells(measure, system, effort)) for system in self.systems
+                    },
                 }
                 for measure in MEASURES
             },
         }
 
-    def _cells(self, measure: Measure, system: System, effort: Effort) -> Iterator[dict[str, Any]]:
+    def _json_cells(self, measure: Measure, system: System, effort: Effort) -> Iterator[dict[str, Any]]:
+        """Yields one dict per point of a measure: its median, and its rounds or the reason why it is missing."""
         for point in points(measure, effort):
             cell: dict[str, Any] = {"point": point, "median": self.median(measure, system, point)}
             if (measure, system.name, point) in self.values:

@@ -1,4 +1,4 @@
-"""What a run stood on, and who else used the machine meanwhile."""
+"""Describes the machine of a run, and measures how much other programs use it meanwhile."""
 
 from __future__ import annotations
 
@@ -11,18 +11,26 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Final
 
-DISTURBANCE: Final = 20.0
-"""Percent of a core. On two cores one other busy program makes two ends that spin share the other core, and they take
-more than ten times as long: a turn like that says nothing."""
+DISTURBANCE_PERCENT: Final = 20.0
+"""The share of one core, in percent, above which other programs spoil a turn.
+
+On a machine with two cores, one other busy program makes two spinning processes share one core. Their calls then take
+more than ten times as long.
+"""
 
 
 def disturbed(others_percent: Iterable[float]) -> int:
-    """In how many turns other programs took more than `DISTURBANCE` percent of a core."""
-    return sum(percent > DISTURBANCE for percent in others_percent)
+    """Returns in how many turns other programs used more than `DISTURBANCE_PERCENT` of a core."""
+    return sum(percent > DISTURBANCE_PERCENT for percent in others_percent)
 
 
 def describe(packages: Iterable[str], others_percent: list[float]) -> dict[str, str]:
-    """The machine, the versions of those of the packages that are installed, the disturbances and the date."""
+    """Returns what a reader of the results needs to know: processor, kernel, versions, disturbances and date, as texts.
+
+    Args:
+        packages: The packages whose versions are listed. Those that are not installed are left out.
+        others_percent: For each turn, the percentage of a core that other programs used.
+    """
     versions = {name: version(name) for name in packages}
     return {
         "processor": _processor(),
@@ -31,13 +39,13 @@ def describe(packages: Iterable[str], others_percent: list[float]) -> dict[str, 
         "Python": f"{platform.python_implementation()} {platform.python_version()}",
         **{name: found for name, found in versions.items() if found},
         "disturbed turns": f"{disturbed(others_percent)} of {len(others_percent)}"
-        f" (other programs took more than {DISTURBANCE:g} % of a core)",
+        f" (other programs took more than {DISTURBANCE_PERCENT:g} % of a core)",
         "date": datetime.now(UTC).strftime("%Y-%m-%d %H:%M UTC"),
     }
 
 
 def version(package: str) -> str | None:
-    """The installed version; None if it is not installed."""
+    """Returns the installed version of a package; None if it is not installed."""
     try:
         return importlib.metadata.version(package)
     except importlib.metadata.PackageNotFoundError:
@@ -45,6 +53,7 @@ def version(package: str) -> str | None:
 
 
 def _processor() -> str:
+    """Returns the model name of the processor, or the architecture if the kernel does not say."""
     for line in Path("/proc/cpuinfo").read_text().splitlines():
         if line.startswith("model name"):
             return line.partition(":")[2].strip()
@@ -52,7 +61,7 @@ def _processor() -> str:
 
 
 def available_memory() -> int:
-    """The bytes that programs could still take without swapping."""
+    """Returns how many bytes programs could still use without swapping."""
     for line in Path("/proc/meminfo").read_text().splitlines():
         if line.startswith("MemAvailable:"):
             return int(line.split()[1]) * 1024
@@ -60,16 +69,19 @@ def available_memory() -> int:
 
 
 def cpu_seconds(pid: int) -> float:
-    """The processor time, user and system, that a process has used so far, with all its threads."""
-    # The second field, the command in parentheses, may itself hold spaces and parentheses.
+    """Returns the processor time, user and system, that a process has used so far in all its threads.
+
+    Raises `FileNotFoundError` if the process does not exist.
+    """
+    # The second field, the command in parentheses, may itself contain spaces and parentheses.
     fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
     return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
 
 
 def others_cpu_seconds() -> float:
-    """The processor time that everything on this machine but the bench and its ended processes has used so far.
+    """Returns the processor time that all programs have used so far, except the benchmark and its ended children.
 
-    Time that a hypervisor gave to other machines counts as well. Differences are good to about 10 ms for each core.
+    Includes time that a hypervisor gave to other virtual machines. Differences are accurate to about 10 ms per core.
     """
     ticks = [int(field) for field in Path("/proc/stat").read_text().splitlines()[0].split()[1:9]]
     user, nice, system, _idle, _iowait, irq, softirq, steal = ticks

@@ -1,7 +1,7 @@
-"""One turn of one system: processes are started, asked for some points, and ended.
+"""One turn of one system: starts its processes, asks them for the points of one part, and ends them.
 
-A turn never fails: what a system could not do is noted with the reason, and the run goes on. What has failed once is
-not tried again in later rounds. A system that cannot be started at all is left out from then on.
+A turn never fails. If a system cannot do something, the reason is recorded and the run goes on. A point that has failed
+is not tried again in later rounds. A system that cannot be started at all is left out from then on.
 """
 
 from __future__ import annotations
@@ -11,37 +11,48 @@ from contextlib import AbstractContextManager, contextmanager
 from typing import Any, Final, Protocol
 
 from farcall.bench import findings as found
-from farcall.bench import systems
+from farcall.bench import system as abilities
 from farcall.bench.effort import Effort
 from farcall.bench.findings import Findings, Measure
 from farcall.bench.machine import available_memory
 from farcall.bench.processes import EndpointFailed, Endpoints, start_ends
-from farcall.bench.systems import System
+from farcall.bench.system import System
 from farcall.bench.tables import in_bytes
 
 MEMORY_FACTOR: Final = 10
-"""How many times its size an echo may take: two ends, each with what it sends, what it gets, and copies of both."""
+"""How many times the payload size an echo may need in memory.
+
+There are two processes, each with what it sends, what it gets, and copies of both.
+"""
 
 
-class Asked(Protocol):
-    """The end that is asked for points."""
+class MeasuredEnd(Protocol):
+    """The process that is asked for measurements."""
 
     def ask(self, command: str, **options: object) -> Any:
-        """The answer. Raises EndpointFailed."""
+        """Sends a command and returns its answer.
+
+        Raises `EndpointFailed` if the command fails or is not answered in time.
+        """
 
 
-Opener = Callable[[System, str], AbstractContextManager[Asked]]
+Opener = Callable[[System, str], AbstractContextManager[MeasuredEnd]]
 
 
 @contextmanager
-def open_ends(system: System, part: str) -> Iterator[Asked]:
-    """The processes of a system for a part of a run, or for `shared`, which needs a third end: the end to ask.
+def open_ends(system: System, part: str) -> Iterator[MeasuredEnd]:
+    """Context manager: starts the processes of a system, yields the one to ask, and ends them all.
 
-    Raises EndpointFailed; ends them in any case.
+    Args:
+        system: The system.
+        part: The part of the run; "shared" also starts a third end.
+
+    Raises:
+        EndpointFailed: A process could not be started, or did not end in order.
     """
     with Endpoints() as endpoints:
         if part == "startup":
-            starter = endpoints.start(f"the starter of {system.label}", kind="starter", system=system.name)
+            starter = endpoints.start(f"the starter of {system.label}", kind="starter", system=system)
             endpoints.wait_until_up(starter)
             yield starter
         else:
@@ -49,7 +60,7 @@ def open_ends(system: System, part: str) -> Iterator[Asked]:
 
 
 class Measurer:
-    """Takes turns and records what they find."""
+    """Takes turns, and records their results."""
 
     def __init__(
         self,
@@ -58,51 +69,80 @@ class Measurer:
         opener: Opener = open_ends,
         memory: Callable[[], int] = available_memory,
     ) -> None:
+        """Prepares for `turn`.
+
+        Args:
+            effort: How much to measure.
+            findings: Where results are recorded.
+            opener: Starts the processes; tests replace it.
+            memory: Returns the available bytes; tests replace it.
+        """
         self._effort = effort
         self._findings = findings
         self._open = opener
         self._memory = memory
 
     def turn(self, part: str, system: System) -> None:
-        """One turn of a system in one part of the run. Raises nothing that a system does."""
+        """Measures one part of a system, and records values or reasons. Does nothing for a system that was left out.
+
+        Raises nothing because of the system.
+        """
         if system not in self._findings.systems:
-            return  # it was left out meanwhile
+            return
         effort = self._effort
         match part:
             case "payload":
                 measures = (found.LATENCY, found.LATENCY_P99, found.BANDWIDTH)
-                sizes = [size for size in effort.sizes if self._fits(system, size)]
-                self._points(part, system, measures, sizes, self._echoes)
+                sizes = [size for size in effort.sizes if self._fits_in_memory(system, size)]
+                self._measure_points(part, system, measures, sizes, self._echoes)
             case "exchange":
                 sizes = [
-                    size for size in found.points(found.EXCHANGED, effort) if self._fits(system, size, found.EXCHANGED)
+                    size
+                    for size in found.points(found.EXCHANGED, effort)
+                    if self._fits_in_memory(system, size, found.EXCHANGED)
                 ]
-                self._points(part, system, [found.EXCHANGED], sizes, self._exchanges, systems.EXCHANGED)
+                self._measure_points(part, system, [found.EXCHANGED], sizes, self._exchanges, abilities.EXCHANGED)
             case "in-flight":
-                self._points(part, system, [found.IN_FLIGHT], effort.windows, self._in_flight, systems.IN_FLIGHT)
+                self._measure_points(
+                    part, system, [found.IN_FLIGHT], effort.windows, self._in_flight, abilities.IN_FLIGHT
+                )
             case "threads":
-                self._points(part, system, [found.THREADS], effort.threads, self._threads, systems.THREADS)
+                self._measure_points(part, system, [found.THREADS], effort.threads, self._threads, abilities.THREADS)
             case "streaming":
-                sizes = [size for size in effort.streamed if self._fits(system, size, found.STREAMING)]
-                self._points(part, system, [found.STREAMING], sizes, self._streaming, systems.STREAMING)
+                sizes = [size for size in effort.streamed if self._fits_in_memory(system, size, found.STREAMING)]
+                self._measure_points(part, system, [found.STREAMING], sizes, self._streaming, abilities.STREAMING)
             case "references":
-                self._points(part, system, [found.FETCHED], found.ONCE, self._fetched, systems.FETCHED)
-                self._points("shared", system, [found.SHARED], found.ONCE, self._shared, systems.SHARED)
+                self._measure_points(
+                    part, system, [found.FETCHED], found.SINGLE_POINT, self._fetched, abilities.FETCHED
+                )
+                self._measure_points(
+                    "shared", system, [found.SHARED], found.SINGLE_POINT, self._shared, abilities.SHARED
+                )
             case "startup":
-                # Workers are started once in a process: another number is another one's business.
+                # A process can start workers only once, so each number needs a process of its own.
                 for count in effort.workers:
-                    self._points(part, system, [found.STARTUP], [count], self._startup)
+                    self._measure_points(part, system, [found.STARTUP], [count], self._startup)
 
-    def _points(
+    def _measure_points(
         self,
         part: str,
         system: System,
         measures: Sequence[Measure],
         wanted: Sequence[int],
-        measure: Callable[[Asked, System, int], None],
+        measure: Callable[[MeasuredEnd, System, int], None],
         needs: str = "",
     ) -> None:
-        if reason := system.cannot.get(needs) or system.untried(needs):
+        """Measures the wanted points, and records why points are missing.
+
+        Args:
+            part: The part of the run, for `open_ends`.
+            system: The system.
+            measures: The measures that each point gives; all get the same reason if it fails.
+            wanted: The points.
+            measure: Measures and records one point.
+            needs: What the system must be able to do, as a key of `System.cannot`; empty if nothing in particular.
+        """
+        if reason := system.cannot.get(needs) or system.why_not_tried(needs):
             for point in wanted:
                 self._findings.explain(measures, system, point, reason)
             return
@@ -128,48 +168,49 @@ class Measurer:
                 for point in rest[1:]:
                     self._findings.explain(measures, system, point, f"not tried: it failed at {where}")
 
-    def _fits(self, system: System, size: int, *measures: Measure) -> bool:
+    def _fits_in_memory(self, system: System, size: int, *measures: Measure) -> bool:
+        """Returns True if a payload of this size can be measured; otherwise records that there is not enough memory."""
         if size * MEMORY_FACTOR <= self._memory():
             return True
-        reason = f"not tried: {in_bytes(size * MEMORY_FACTOR)} of memory may be needed, and are not free"
+        reason = f"not tried: {in_bytes(size * MEMORY_FACTOR)} of memory may be needed, which are not free"
         measures = measures or (found.LATENCY, found.LATENCY_P99, found.BANDWIDTH)
         self._findings.explain(measures, system, size, reason)
         return False
 
-    def _echoes(self, asked: Asked, system: System, size: int) -> None:
+    def _echoes(self, asked: MeasuredEnd, system: System, size: int) -> None:
         effort = self._effort
         times = asked.ask("echoes", size=size, calls=effort.echoes, warmup=effort.warmup, seconds=effort.seconds)
         seconds = times["p50_us"] / 1e6
         self._findings.record(found.LATENCY, system, size, seconds)
         self._findings.record(found.LATENCY_P99, system, size, times["p99_us"] / 1e6)
-        if size >= found.LEAST_FOR_BANDWIDTH:
+        if size >= found.MIN_BANDWIDTH_BYTES:
             self._findings.record(found.BANDWIDTH, system, size, 2 * size / seconds)
 
-    def _exchanges(self, asked: Asked, system: System, size: int) -> None:
+    def _exchanges(self, asked: MeasuredEnd, system: System, size: int) -> None:
         effort = self._effort
         times = asked.ask("exchanges", size=size, calls=effort.echoes, warmup=effort.warmup, seconds=effort.seconds)
         self._findings.record(found.EXCHANGED, system, size, 2 * size / times["p50_us"] * 1e6)
 
-    def _in_flight(self, asked: Asked, system: System, window: int) -> None:
+    def _in_flight(self, asked: MeasuredEnd, system: System, window: int) -> None:
         rate = asked.ask("in_flight", window=window, calls=self._effort.calls, seconds=self._effort.seconds)
         self._findings.record(found.IN_FLIGHT, system, window, rate)
 
-    def _threads(self, asked: Asked, system: System, threads: int) -> None:
-        rate = asked.ask("threads", threads=threads, seconds=self._effort.seconds)
-        self._findings.record(found.THREADS, system, threads, rate)
+    def _threads(self, asked: MeasuredEnd, system: System, threads: int) -> None:
+        measured = asked.ask("threads", threads=threads, seconds=self._effort.seconds)
+        self._findings.record(found.THREADS, system, threads, measured["calls_per_s"])
 
-    def _streaming(self, asked: Asked, system: System, size: int) -> None:
+    def _streaming(self, asked: MeasuredEnd, system: System, size: int) -> None:
         times = asked.ask("streaming", size=size, seconds=self._effort.seconds)
         self._findings.record(found.STREAMING, system, size, times["p99_us"] / 1e6)
 
-    def _fetched(self, asked: Asked, system: System, point: int) -> None:
+    def _fetched(self, asked: MeasuredEnd, system: System, point: int) -> None:
         effort = self._effort
         times = asked.ask("remotes", calls=effort.references, warmup=effort.warmup, seconds=effort.seconds)
         self._findings.record(found.FETCHED, system, point, 1e6 / times["p50_us"])
 
-    def _shared(self, asked: Asked, system: System, point: int) -> None:
+    def _shared(self, asked: MeasuredEnd, system: System, point: int) -> None:
         rate = asked.ask("share_rate", count=self._effort.references, seconds=self._effort.seconds)
         self._findings.record(found.SHARED, system, point, rate)
 
-    def _startup(self, asked: Asked, system: System, workers: int) -> None:
+    def _startup(self, asked: MeasuredEnd, system: System, workers: int) -> None:
         self._findings.record(found.STARTUP, system, workers, asked.ask("start", workers=workers))

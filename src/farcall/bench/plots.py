@@ -1,7 +1,7 @@
-"""The findings as pictures, PNG and SVG, by matplotlib: imported only here, and only to draw.
+"""Draws the results as PNG and SVG files. Only this module imports matplotlib, and only to draw.
 
-Colours can be told apart by the colour-blind (Okabe and Ito), and each system has a marker of its own as well. The same
-system has the same look in all pictures, whoever else takes part.
+The colours can be told apart by colour-blind readers (Okabe and Ito), and each system has a marker of its own as well.
+A system looks the same in all pictures of a run.
 """
 
 from __future__ import annotations
@@ -14,13 +14,13 @@ from typing import Any, Final
 
 from farcall.bench import findings as found
 from farcall.bench.effort import Effort
+from farcall.bench.farcall_rpc import OWN
 from farcall.bench.findings import Findings, Measure, points
 from farcall.bench.report import show_point
-from farcall.bench.systems import COMPARED, OWN, System
+from farcall.bench.system import System
 
 _COLOURS: Final = ("#D55E00", "#000000", "#0072B2", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#7F7F7F", "#8C6D31")
 _MARKERS: Final = ("o", "s", "^", "D", "v", "P", "X", "<", ">")
-_LOOKS: Final = {system.name: look for system, look in zip(COMPARED, zip(_COLOURS, _MARKERS, strict=True), strict=True)}
 _LABELS: Final[dict[Measure, tuple[str, str]]] = {
     found.LATENCY: ("payload", "time of a call, there and back"),
     found.BANDWIDTH: ("payload", "bandwidth, both ways together (GB/s)"),
@@ -30,31 +30,56 @@ _LABELS: Final[dict[Measure, tuple[str, str]]] = {
 }
 _DIVISORS: Final = {found.BANDWIDTH: 1e9}
 _SIZE: Final = (8.5, 5.0)
-"""Inches."""
+"""Width and height of a picture in inches."""
+
+
+def style_of(findings: Findings, system: System) -> tuple[str, str]:
+    """Returns the colour and the marker of a system, by its place among the systems of the run.
+
+    Raises `ValueError` if it is not one of them. With more than nine systems, styles repeat.
+    """
+    place = findings.systems.index(system) % len(_COLOURS)
+    return _COLOURS[place], _MARKERS[place]
 
 
 def can_draw() -> bool:
-    """Whether matplotlib is installed."""
+    """Returns True if matplotlib is installed."""
     return importlib.util.find_spec("matplotlib") is not None
 
 
 def curve(findings: Findings, measure: Measure, system: System, effort: Effort) -> list[tuple[int, float]]:
-    """What is drawn of a system: points and values, without those that are not there."""
+    """Returns the points of a measure that have a value, each with its median in the unit of the axis; may be empty."""
     medians = ((point, findings.median(measure, system, point)) for point in points(measure, effort))
     return [(point, value / _DIVISORS.get(measure, 1.0)) for point, value in medians if value is not None]
 
 
 def positions(where: Sequence[int]) -> dict[int, float]:
-    """Where points stand on a logarithmic axis. It has no 0: that stands as far left of the next as 1 of 16."""
+    """Returns where each point is drawn on a logarithmic axis.
+
+    Such an axis has no 0. A point 0 is drawn to the left of the smallest other point, as far as 1 is from 16.
+    """
     least = min((point for point in where if point), default=16)
     return {point: float(point or least / 16) for point in where}
 
 
 def draw(findings: Findings, effort: Effort, directory: Path) -> list[Path]:
-    """Draw all pictures of which there is something to show; the files. Raises ImportError and OSError."""
+    """Draws one picture for each measure that has values, and one for references.
+
+    Args:
+        findings: The results.
+        effort: What was measured.
+        directory: Where the files are written. It must exist.
+
+    Returns:
+        The files, an SVG and a PNG for each picture; none if there are no values.
+
+    Raises:
+        ImportError: matplotlib is not installed.
+        OSError: A file cannot be written.
+    """
     import matplotlib
 
-    # No date and no random numbers: the same findings are the same file.
+    # No date and no random ids, so that the same results give the same files.
     with matplotlib.rc_context({"svg.hashsalt": "farcall", "font.size": 10, "svg.fonttype": "none"}):
         drawn = {measure.key: _draw_curves(findings, measure, effort) for measure in _LABELS}
         drawn["references"] = _draw_references(findings)
@@ -69,6 +94,7 @@ def draw(findings: Findings, effort: Effort, directory: Path) -> list[Path]:
 
 
 def _draw_curves(findings: Findings, measure: Measure, effort: Effort) -> Any:
+    """Returns a figure with one curve per system; None if there are no values."""
     from matplotlib.figure import Figure
     from matplotlib.ticker import NullLocator
 
@@ -80,7 +106,7 @@ def _draw_curves(findings: Findings, measure: Measure, effort: Effort) -> Any:
     where = positions(points(measure, effort))
     for system, values in curves.items():
         if values:
-            colour, marker = _LOOKS[system.name]
+            colour, marker = style_of(findings, system)
             axes.plot(
                 [where[point] for point, _ in values],
                 [value for _, value in values],
@@ -104,6 +130,7 @@ def _draw_curves(findings: Findings, measure: Measure, effort: Effort) -> Any:
 
 
 def _draw_references(findings: Findings) -> Any:
+    """Returns a figure with a bar per system for each use of references; None if there are no values."""
     from matplotlib.figure import Figure
 
     kinds = ((found.FETCHED, "fetched, one by one"), (found.SHARED, "shared with a third worker"))
@@ -118,7 +145,7 @@ def _draw_references(findings: Findings) -> Any:
     for number, system in enumerate(systems):
         heights = [findings.median(measure, system, 1) or float("nan") for measure, _ in kinds]
         across = [kind + (number - (len(systems) - 1) / 2) * width for kind in range(len(kinds))]
-        bars = axes.bar(across, heights, width * 0.9, label=system.label, color=_LOOKS[system.name][0], zorder=2)
+        bars = axes.bar(across, heights, width * 0.9, label=system.label, color=style_of(findings, system)[0], zorder=2)
         axes.bar_label(bars, [f"{height:,.0f}" if height == height else "" for height in heights], fontsize=8)
     every = [findings.median(measure, system, 1) for measure, _ in kinds for system in systems]
     _logarithmic(axes, [value for value in every if value], _tick_of_number)
@@ -129,7 +156,7 @@ def _draw_references(findings: Findings) -> Any:
 
 
 def _logarithmic(axes: Any, values: Sequence[float], tick: Callable[[float], str]) -> None:
-    """Whole powers of ten from below the values to above them, so that there are two labels at least."""
+    """Makes the y axis logarithmic, from a power of ten below the values to one above, so that it has two labels."""
     from matplotlib.ticker import FuncFormatter, NullFormatter
 
     axes.set_yscale("log")
@@ -139,6 +166,7 @@ def _logarithmic(axes: Any, values: Sequence[float], tick: Callable[[float], str
 
 
 def _finish(axes: Any, title: str) -> None:
+    """Sets the title, the grid and the legend."""
     axes.set_title(title, loc="left", fontweight="bold")
     axes.grid(True, which="major", color="#DDDDDD", zorder=0)
     axes.spines[["top", "right"]].set_visible(False)
@@ -146,10 +174,12 @@ def _finish(axes: Any, title: str) -> None:
 
 
 def _tick_of_number(value: float) -> str:
+    """Returns the label of a number on an axis."""
     return f"{value:,.10g}"
 
 
 def _tick_of_time(seconds: float) -> str:
+    """Returns the label of a time on an axis, with its unit."""
     for unit, size in (("s", 1.0), ("ms", 1e-3), ("µs", 1e-6)):
         if seconds >= size * 0.999:
             return f"{seconds / size:,.4g} {unit}"

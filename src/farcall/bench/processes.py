@@ -1,13 +1,13 @@
-"""The bench's hold on the processes it starts: each is started, asked and ended here, and by nobody else.
+"""Starts, asks and ends the processes of a measurement.
 
 Rules
-- Every wait has a limit. A process that does not answer within it is an `EndpointFailed`.
-- `Endpoints` is a context manager: when its block ends, by an error or Ctrl-C too, so have all its processes.
-- Each process is a session of its own, so that Ctrl-C reaches the bench alone, which then ends the others in order.
-  Should the bench be killed outright, its pipes break and they end by themselves.
-- Some systems start processes of their own, and those start others, in sessions of their own. All of them inherit a
-  mark in their environment, unique to one set of endpoints; whatever still bears it at the end is killed, and what has
-  been started by it: a process that gives itself another title writes over its environment.
+- Every wait has a limit. A process that does not answer in time raises `EndpointFailed`.
+- `Endpoints` is a context manager: when its block ends, also by an error or Ctrl-C, all its processes have ended.
+- Each process has a session of its own, so Ctrl-C reaches only the benchmark, which then ends the others in order. If
+  the benchmark is killed, its pipes break, and the processes end by themselves.
+- Some systems start processes of their own, in further sessions. All of them inherit an environment variable with a
+  *mark*, unique to one set of endpoints. At the end every process with the mark is killed, and every process that it
+  has started: a process that changes its title overwrites its environment, and with it the mark.
 """
 
 from __future__ import annotations
@@ -27,40 +27,49 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, Final, NoReturn, Self
 
-from farcall.bench.systems.base import START_LIMIT, Address, System
+from farcall.bench.system import START_LIMIT_S, Address, System
 
-ANSWER_LIMIT: Final = 120.0
-"""Seconds for one measurement."""
-STOP_LIMIT: Final = 15.0
-"""Seconds for an orderly end; then the process is killed."""
+ANSWER_LIMIT_S: Final = 120.0
+"""How many seconds one measurement may take."""
+STOP_LIMIT_S: Final = 15.0
+"""How many seconds an orderly end may take before a process is killed."""
 _PROGRAM: Final = Path(__file__).with_name("bootstrap.py")
-MARK: Final = "FARCALL_BENCH_MARK"
-"""The variable of the environment by which what the bench has started is known again."""
-_SWEEP_LIMIT: Final = 5.0
-"""Seconds in which killed processes must be gone."""
-_TRACKER_LIMIT: Final = 2.0
-"""Of them, what those have that clear away after the others."""
+MARK_VARIABLE: Final = "FARCALL_BENCH_MARK"
+"""The environment variable that holds the mark."""
+_KILL_LIMIT_S: Final = 5.0
+"""How many seconds `kill_marked` goes on for."""
+_TRACKER_LIMIT_S: Final = 2.0
+"""How many of these seconds `multiprocessing` resource trackers have for cleaning up."""
 
 
 class EndpointFailed(Exception):
-    """A process of the bench failed, died or did not answer. `reason` says so in one line."""
+    """A process of the benchmark failed, died or did not answer. `reason` says so in one line."""
 
     def __init__(self, message: str, reason: str | None = None) -> None:
+        """Takes the full message; `reason` is by default its first line."""
         super().__init__(message)
         self.reason = reason or message.partition("\n")[0]
 
 
 class Endpoint:
-    """One process. Made by `Endpoints.start`."""
+    """One process of a measurement. Created by `Endpoints.start`."""
 
     def __init__(self, title: str, role: dict[str, Any], log: Path, environment: dict[str, str]) -> None:
+        """Starts the process and sends it its role; does not wait for it to take up the role.
+
+        Args:
+            title: What the process is, for error messages.
+            role: Its role; see `endpoint.start`.
+            log: The file for its output.
+            environment: Its environment variables.
+        """
         self.title = title
         self._log = log
         self._control, theirs = Pipe()
         with theirs, log.open("wb") as errors:
             fd = theirs.fileno()
             self._process = subprocess.Popen(
-                # -P: nothing that happens to lie beside the program is imported.
+                # -P: do not import modules from the directory of the program.
                 [sys.executable, "-P", str(_PROGRAM), str(fd)],
                 env=environment,
                 pass_fds=[fd],
@@ -73,17 +82,28 @@ class Endpoint:
 
     @property
     def pid(self) -> int:
+        """The id of the process."""
         return self._process.pid
 
-    def tell(self, command: str, **options: object) -> None:
-        """Give a command; its answer is had with `hear`. Raises EndpointFailed if the process is gone."""
+    def send(self, command: str, **options: object) -> None:
+        """Sends a command without waiting for the answer; `receive` returns that.
+
+        Raises `EndpointFailed` if the process is gone.
+        """
         try:
             self._control.send((command, options))
         except OSError:
             raise self._failure("is gone") from None
 
-    def hear(self, limit: float = ANSWER_LIMIT) -> Any:
-        """The answer to the oldest unanswered command. Raises EndpointFailed if none comes within `limit` seconds."""
+    def receive(self, limit: float = ANSWER_LIMIT_S) -> Any:
+        """Returns the answer to the oldest unanswered command.
+
+        Args:
+            limit: How many seconds to wait.
+
+        Raises:
+            EndpointFailed: The command failed, the process ended, or no answer came in time.
+        """
         try:
             if not self._control.poll(limit):
                 raise self._failure(f"did not answer within {limit:g} s")
@@ -96,41 +116,50 @@ class Endpoint:
         return result
 
     def ask(self, command: str, **options: object) -> Any:
-        """`tell` and `hear`."""
-        self.tell(command, **options)
-        return self.hear()
+        """Sends a command and returns its answer.
+
+        Raises `EndpointFailed` if the command fails, the process has ended, or no answer comes within `ANSWER_LIMIT_S`.
+        """
+        self.send(command, **options)
+        return self.receive()
 
     def wait(self, limit: float) -> None:
-        """Wait for the end of the process, at most `limit` seconds."""
+        """Waits up to `limit` seconds for the process to end. Returns in either case."""
         try:
             self._process.wait(limit)
         except subprocess.TimeoutExpired:
             pass
 
     def kill(self) -> None:
-        """End the process if it has not ended yet. It is gone afterwards."""
+        """Kills the process if it still runs, and waits for its end."""
         if self._process.poll() is None:
             self._process.kill()
             self._process.wait()
         self._control.close()
 
     def _failure(self, what: str, reason: str | None = None) -> EndpointFailed:
+        """Returns the error for this process, with the end of its output in the message.
+
+        Args:
+            what: What went wrong, to follow the title of the process.
+            reason: The reason in one line; by default the title and `what`.
+        """
         tail = self._log.read_text(errors="replace")[-2000:].strip()
         message = f"{self.title} (pid {self.pid}) {what}" + (f"\nits output:\n{tail}" if tail else "")
         return EndpointFailed(message, reason or f"{self.title} {what}")
 
 
 class Endpoints:
-    """The processes of one measurement, and the directory for their sockets and output."""
+    """The processes of one measurement, and a directory for their sockets and output."""
 
     def __init__(self) -> None:
         self._all: list[Endpoint] = []
         self._places = 0
         self._told = False
-        # What systems leave there while they are being killed need not be complained of.
+        # Systems that are being killed may still write there: errors while it is removed do not matter.
         self._directory = tempfile.TemporaryDirectory(prefix="bench-", ignore_cleanup_errors=True)
-        # Endpoints of an endpoint bear the mark of the bench, which sweeps for them all.
-        self._inherited = os.environ.get(MARK)
+        # In a process of the benchmark that starts others: these inherit its mark, and the benchmark kills them all.
+        self._inherited = os.environ.get(MARK_VARIABLE)
         self._mark = self._inherited or secrets.token_hex(16)
 
     def __enter__(self) -> Self:
@@ -146,110 +175,168 @@ class Endpoints:
             for endpoint in self._all:
                 endpoint.kill()
             if self._inherited is None:
-                sweep(self._mark)
+                kill_marked(self._mark)
             self._directory.cleanup()
 
     def _stop(self) -> None:
-        deadline = time.monotonic() + STOP_LIMIT
-        self.tell_to_stop()
+        """Asks all processes to end, and waits up to `STOP_LIMIT_S` seconds.
+
+        Raises `EndpointFailed` if a process fails while it ends, or does not answer.
+        """
+        deadline = time.monotonic() + STOP_LIMIT_S
+        self.send_stop()
         for endpoint in self._all:
-            endpoint.hear(max(0.0, deadline - time.monotonic()))
+            endpoint.receive(max(0.0, deadline - time.monotonic()))
         for endpoint in self._all:
             endpoint.wait(max(0.0, deadline - time.monotonic()))
 
-    def tell_to_stop(self) -> None:
-        """Tell all to stop, once: all before any is waited for, as the members of a group leave together.
+    def send_stop(self) -> None:
+        """Sends "stop" to all processes; does nothing the second time.
 
-        Raises EndpointFailed if one is gone.
+        All are told before any is waited for, because the members of a group leave together. Raises `EndpointFailed` if
+        a process is gone.
         """
         for endpoint in () if self._told else self._all:
-            endpoint.tell("stop")
+            endpoint.send("stop")
         self._told = True
 
     def address(self, ends: int) -> Address:
-        """A fresh place for so many ends to meet."""
+        """Returns a new address at which `ends` processes can meet."""
         self._places += 1
         return Address(free_port(), str(Path(self._directory.name, f"{self._places}.sock")), ends)
 
     def start(self, title: str, **role: object) -> Endpoint:
-        """Start a process with this role. It is up once `hear(START_LIMIT)` has returned."""
-        environment = {**os.environ, MARK: self._mark, "TMPDIR": self._directory.name}
+        """Starts a process with a role. The process is up once `wait_until_up` has returned.
+
+        Args:
+            title: What the process is, for error messages.
+            **role: Its role; see `endpoint.start`. A `system` in it adds its own environment variables.
+        """
+        system = role.get("system")
+        environment = {
+            **os.environ,
+            **(system.environment if isinstance(system, System) else {}),
+            MARK_VARIABLE: self._mark,
+            "TMPDIR": self._directory.name,
+            "PYTHONPATH": os.pathsep.join(local_import_path()),
+        }
         endpoint = Endpoint(title, role, Path(self._directory.name, f"{len(self._all)}.log"), environment)
         self._all.append(endpoint)
         return endpoint
 
-    def wait_until_up(self, *endpoints: Endpoint, limit: float = START_LIMIT) -> None:
-        """Wait until all of them have taken up their role. Raises EndpointFailed."""
+    def wait_until_up(self, *endpoints: Endpoint, limit: float = START_LIMIT_S) -> None:
+        """Waits up to `limit` seconds for each process to take up its role. Raises `EndpointFailed` if one fails."""
         for endpoint in endpoints:
-            endpoint.hear(limit)
+            endpoint.receive(limit)
+
+
+def local_import_path() -> list[str]:
+    """Returns the directories that this program imports from and that are not part of a Python environment.
+
+    The processes of a measurement, and those that a system starts, get them as PYTHONPATH, to find the system's
+    adapter.
+    """
+    prefixes = (sys.prefix, sys.base_prefix)
+    return [entry for entry in sys.path if os.path.isdir(entry) and not entry.startswith(prefixes)]
 
 
 def start_ends(endpoints: Endpoints, system: System, third: bool = False) -> tuple[Endpoint, ...]:
-    """Start the ends of a system: its server, its caller and, if asked for, its third. Raises EndpointFailed.
+    """Starts the processes of a system: its server, its caller and, if `third` is True, its third end.
 
-    The server and the caller are returned; of a system that starts its server by itself, the caller alone.
+    Returns:
+        The server and the caller; the caller alone if the system starts its server by itself.
+
+    Raises:
+        EndpointFailed: A process could not be started.
     """
     address = endpoints.address(3 if third else 2)
     if system.spawns:
-        caller = endpoints.start(f"the caller of {system.label}", kind="caller", system=system.name, address=address)
+        caller = endpoints.start(f"the caller of {system.label}", kind="caller", system=system, address=address)
         endpoints.wait_until_up(caller, limit=system.start_limit)
         return (caller,)
-    server = endpoints.start(f"the server of {system.label}", kind="server", system=system.name, address=address)
+    server = endpoints.start(f"the server of {system.label}", kind="server", system=system, address=address)
     if not system.starts_together:
         endpoints.wait_until_up(server)
-    caller = endpoints.start(f"the caller of {system.label}", kind="caller", system=system.name, address=address)
+    caller = endpoints.start(f"the caller of {system.label}", kind="caller", system=system, address=address)
     others = []
     if third:
-        others.append(
-            endpoints.start(f"the third of {system.label}", kind="third", system=system.name, address=address)
-        )
+        others.append(endpoints.start(f"the third of {system.label}", kind="third", system=system, address=address))
     if system.starts_together:
         others.append(server)
-    # The caller first: if it fails, the others would only report that they waited for it in vain.
+    # The caller first: if it fails, the others would only report that they waited for it.
     endpoints.wait_until_up(caller, *others)
     return server, caller
 
 
-def sweep(mark: str) -> None:
-    """Kill all processes that bear the mark, except this one, and wait until they are gone, for some seconds.
+@contextmanager
+def busy_programs(number: int) -> Iterator[list[Endpoint]]:
+    """Context manager: `number` programs that compute all the time run inside the block; 0 starts none.
 
-    The trackers by which `multiprocessing` clears semaphores and shared memory away do so when all others have gone,
-    and get the time for it.
+    Raises `EndpointFailed` if one could not be started, or did not go on to the end of the block.
+    """
+    with Endpoints() as endpoints:
+        programs = [endpoints.start(f"busy program {each}", kind="busy program") for each in range(number)]
+        endpoints.wait_until_up(*programs)
+        yield programs
+
+
+@contextmanager
+def computing(end: Endpoint) -> Iterator[None]:
+    """Context manager: a thread of this process of a measurement computes all the time inside the block.
+
+    Raises `EndpointFailed` if the process is gone.
+    """
+    end.ask("start_computing")
+    yield
+    # Not after an error: the process may still be busy with a command, and all processes are about to be killed.
+    end.ask("stop_computing")
+
+
+def kill_marked(mark: str) -> None:
+    """Kills all processes with the mark except this one, and waits some seconds until they have ended.
+
+    The resource trackers of `multiprocessing` remove semaphores and shared memory when all other processes have ended.
+    They are given time for that before they are killed.
     """
     began = time.monotonic()
-    while (found := marked(mark)) and (waited := time.monotonic() - began) < _SWEEP_LIMIT:
-        # The youngest first, which have the higher numbers as a rule: one whose parent is gone may not be known again.
+    while (found := find_marked(mark)) and (waited := time.monotonic() - began) < _KILL_LIMIT_S:
+        # The youngest first, which usually have the higher ids: without its parent a process may not be found again.
         for pid in reversed(found):
-            if waited > _TRACKER_LIMIT or not _is_tracker(pid):
+            if waited > _TRACKER_LIMIT_S or not _is_tracker(pid):
                 _kill(pid, mark)
-        time.sleep(0.02)  # nothing tells of the end of processes that are not our children
+        time.sleep(0.02)  # polled, because no event reports the end of a process that is not our child
 
 
 def _is_tracker(pid: int) -> bool:
+    """Returns True if the process is a resource tracker of `multiprocessing`; False if it has ended."""
     try:
         return b"multiprocessing.resource_tracker" in Path(f"/proc/{pid}/cmdline").read_bytes()
     except OSError:
         return False
 
 
-def marked(mark: str) -> list[int]:
-    """The processes that bear the mark, and all that those have started, except this one."""
-    parents = {int(entry): _parent(int(entry)) for entry in os.listdir("/proc") if entry.isdigit()}
-    found = {pid for pid in parents if pid != os.getpid() and _bears(pid, mark)}
+def find_marked(mark: str) -> list[int]:
+    """Returns the ids of all processes with the mark, and of all that those have started, except this one; sorted."""
+    parents = {int(entry): _parent_of(int(entry)) for entry in os.listdir("/proc") if entry.isdigit()}
+    found = {pid for pid in parents if pid != os.getpid() and _has_mark(pid, mark)}
     while more := {pid for pid, parent in parents.items() if parent in found} - found:
         found |= more
     return sorted(found - {os.getpid()})
 
 
-def _bears(pid: int, mark: str) -> bool:
+def _has_mark(pid: int, mark: str) -> bool:
+    """Returns True if the environment of the process holds the mark.
+
+    Returns False if the process has ended or belongs to another user.
+    """
     try:
-        return f"{MARK}={mark}".encode() in Path(f"/proc/{pid}/environ").read_bytes().split(b"\0")
+        return f"{MARK_VARIABLE}={mark}".encode() in Path(f"/proc/{pid}/environ").read_bytes().split(b"\0")
     except OSError:
-        return False  # it has ended, or is another user's
+        return False
 
 
-def _parent(pid: int) -> int:
-    """0 for one that has ended."""
+def _parent_of(pid: int) -> int:
+    """Returns the id of the parent process; 0 if the process has ended."""
     try:
         state, parent = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[:2]
     except (OSError, ValueError):
@@ -258,13 +345,14 @@ def _parent(pid: int) -> int:
 
 
 def _kill(pid: int, mark: str) -> None:
-    # The descriptor names the process itself: if its number has become another's meanwhile, that one is let be.
+    """Kills a process if it still has the mark. Does nothing if it has ended."""
+    # The descriptor refers to the process itself, so if its id is reused meanwhile, the new process is not killed.
     try:
         descriptor = os.pidfd_open(pid)
     except ProcessLookupError:
         return
     try:
-        if pid in marked(mark):
+        if pid in find_marked(mark):
             signal.pidfd_send_signal(descriptor, signal.SIGKILL)
     except ProcessLookupError:
         pass
@@ -273,11 +361,13 @@ def _kill(pid: int, mark: str) -> None:
 
 
 @contextmanager
-def ended_by_signals() -> Iterator[None]:
-    """Within it, SIGTERM and Ctrl-C end the program in order, with status 143 and 130: no process is left behind."""
+def exit_on_signals() -> Iterator[None]:
+    """Context manager: SIGTERM and Ctrl-C raise `SystemExit` with status 143 and 130 inside the block.
+
+    So every `with` block is left in order, and no process is left behind.
+    """
 
     def end(number: int, _: object) -> NoReturn:
-        # As an exception it leaves every `with` behind it in order, and with it the processes that were started.
         raise SystemExit(128 + number)
 
     before = signal.signal(signal.SIGTERM, end)
@@ -290,8 +380,11 @@ def ended_by_signals() -> Iterator[None]:
 
 
 def run_python(title: str, program: str, environment: dict[str, str]) -> str:
-    """What a fresh interpreter prints for a program. Raises EndpointFailed if it fails or takes too long."""
-    # -P: nothing that happens to lie in the current directory is imported.
+    """Runs a program in a new Python process, and returns what it prints to standard output.
+
+    Raises `EndpointFailed` if the program fails, or takes longer than `ANSWER_LIMIT_S`.
+    """
+    # -P: do not import modules from the current directory.
     command = [sys.executable, "-P", "-c", program]
     try:
         done = subprocess.run(
@@ -300,18 +393,18 @@ def run_python(title: str, program: str, environment: dict[str, str]) -> str:
             stdin=subprocess.DEVNULL,
             capture_output=True,
             text=True,
-            timeout=ANSWER_LIMIT,
+            timeout=ANSWER_LIMIT_S,
             start_new_session=True,
         )
     except subprocess.TimeoutExpired:
-        raise EndpointFailed(f"{title} did not end within {ANSWER_LIMIT:g} s") from None
+        raise EndpointFailed(f"{title} did not end within {ANSWER_LIMIT_S:g} s") from None
     if done.returncode:
         raise EndpointFailed(f"{title} failed:\n{done.stderr[-2000:].strip()}")
     return done.stdout
 
 
 def free_port() -> int:
-    """A TCP port of the loopback interface that nobody uses at the moment."""
+    """Returns a TCP port of the loopback interface that is free now."""
     with socket.create_server(("127.0.0.1", 0)) as probe:
         port: int = probe.getsockname()[1]
         return port

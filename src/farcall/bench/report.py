@@ -1,4 +1,4 @@
-"""How the findings are told: tables, and the page in the documentation. Every number comes from the run."""
+"""Presents the results of a run: tables, and the page docs/benchmarks.md. Every number comes from the run."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Final
 from farcall.bench import findings as found
 from farcall.bench.effort import Effort
 from farcall.bench.findings import Findings, Measure, points
-from farcall.bench.systems import System
+from farcall.bench.system import System
 from farcall.bench.tables import ABSENT, TextTable, in_bytes, in_time, three_digits
 
 _REFERENCES: Final = ((found.FETCHED, "fetched, one by one"), (found.SHARED, "shared with a third worker"))
@@ -17,33 +17,33 @@ _SHOWN: Final = (
 )
 
 _EXPLAINED: Final[dict[Measure, str]] = {
-    found.LATENCY: "A payload goes to the other process and comes back: the median of many such calls, one after"
-    " another. Both axes are logarithmic.",
-    found.BANDWIDTH: "The same calls: the bytes that went both ways, by the time of a call. What the function returns"
-    " is what it got: farcall hands it back in the shared memory that it came in, and copies it once and not twice.",
-    found.EXCHANGED: "The same with a function that returns another array of that size, which it keeps: nothing can go"
-    " back as it came, and each array is copied.",
-    found.IN_FLIGHT: "No-op calls of one caller, of which so many are always under way.",
-    found.THREADS: "So many threads of one process each make no-op calls, one after another, over the one caller that"
-    " they share; their calls together.",
-    found.STREAMING: "One thread sends an array of that size again and again; another makes no-op calls to the same"
-    " worker meanwhile.",
-    found.FETCHED: "*Fetched*: a reference to a value that a call has made in the other process, whose value is then"
-    " fetched and which is dropped; one after another. *Shared*: such a reference is passed on to a third worker, which"
-    " fetches the value; at most 12 at a time.",
-    found.STARTUP: "From the word to start so many workers, each a process of this machine, to the last reply of a"
-    " no-op on each. What Python and the imports of each worker take is in it; what the starting process imports is"
-    " not.",
+    found.LATENCY: "The time of a call that sends a payload to the other process and gets it back: the median of many"
+    " calls, one after another. Both axes are logarithmic.",
+    found.BANDWIDTH: "The same calls: the bytes sent in both directions, divided by the time of the call. The function"
+    " returns its own argument, so farcall can send it back in the same shared memory, and copies it only once.",
+    found.EXCHANGED: "The same with a function that returns another array of the same size. It cannot be sent back in"
+    " the memory of the argument, so both arrays are copied.",
+    found.IN_FLIGHT: "No-op calls of one caller, with this many calls always in flight.",
+    found.THREADS: "This many threads of one process each make no-op calls, one after another, over one shared caller."
+    " The rate is that of all threads together.",
+    found.STREAMING: "One thread sends an array of this size again and again, while another makes no-op calls to the"
+    " same worker.",
+    found.FETCHED: "*Fetched*: a call creates a value in the other process and returns a reference to it; the value is"
+    " fetched and the reference dropped, one after another. *Shared*: such a reference is passed to a third worker,"
+    " which fetches the value; at most 12 at a time.",
+    found.STARTUP: "The time from the command to start this many workers, each a process of this machine, to the last"
+    " reply to a no-op call on each. It includes starting Python and the imports of each worker, but not the imports of"
+    " the starting process.",
 }
 
 
 def show_point(measure: Measure, point: int) -> str:
-    """How a point stands at the head of a column."""
+    """Returns how a point is shown in the header of a table, for example `4 KiB` or `16`."""
     return in_bytes(point) if measure.point == "payload" else str(point)
 
 
 def show_value(measure: Measure, value: float | None) -> str:
-    """How a value stands in a table."""
+    """Returns how a value is shown in a table, with its unit; `ABSENT` for None."""
     if value is None:
         return ABSENT
     if measure.unit == "s":
@@ -52,14 +52,15 @@ def show_value(measure: Measure, value: float | None) -> str:
 
 
 def show_ratio(value: float | None) -> str:
-    """How a ratio stands in a table."""
+    """Returns how a ratio is shown in a table, for example `12.3×`; `ABSENT` for None."""
     return ABSENT if value is None else f"{three_digits(value)}×"
 
 
 def tables(findings: Findings, effort: Effort) -> dict[Measure, list[TextTable]]:
-    """The tables of each measure, with its ratios if there are peers; measures of which there is nothing are left out.
+    """Returns the tables of each measure that has values.
 
-    Those of both kinds of references stand together, under the first.
+    If there are peers, a table of ratios follows, except for bandwidth. Both measures of references share one table,
+    under `FETCHED`.
     """
     every: dict[Measure, list[TextTable]] = {}
     medians = f"medians over {effort.rounds} rounds" if effort.rounds > 1 else "one round"
@@ -77,7 +78,7 @@ def tables(findings: Findings, effort: Effort) -> dict[Measure, list[TextTable]]
             for system in findings.systems
         ]
         every[measure] = [TextTable(f"{measure.title}{unit} ({medians})", head, rows)]
-        # Bandwidth is latency in other words, and so are its ratios.
+        # Bandwidth follows from latency, so its ratios would say nothing new.
         if findings.peers and measure != found.BANDWIDTH:
             ratios = [
                 [peer.label, *(show_ratio(findings.times_as_fast(measure, peer, point)) for point in where)]
@@ -88,6 +89,11 @@ def tables(findings: Findings, effort: Effort) -> dict[Measure, list[TextTable]]
 
 
 def _add_references(every: dict[Measure, list[TextTable]], findings: Findings, medians: str) -> None:
+    """Adds the table of references to `every`, and one of ratios if there are peers.
+
+    Does nothing if there are no values.
+    """
+
     def has_any(system: System) -> bool:
         return any(findings.median(measure, system, 1) for measure, _ in _REFERENCES)
 
@@ -110,20 +116,27 @@ def _add_references(every: dict[Measure, list[TextTable]], findings: Findings, m
 
 
 def reasons(findings: Findings) -> list[str]:
-    """Why some cells are empty, and who took no part: one line for each reason of each system."""
+    """Returns a line for each reason why values are missing, and for each system that was left out, then the notes."""
     lines = [f"{label} was left out: {reason}" for label, reason in findings.left_out.items()]
     for system in findings.systems:
         seen: dict[str, list[str]] = {}
         for (measure, name, point), reason in findings.reasons.items():
             if name == system.name and measure not in (found.LATENCY_P99, found.BANDWIDTH):
-                where = "" if points(measure, Effort()) == found.ONCE else f" at {show_point(measure, point)}"
+                where = "" if points(measure, Effort()) == found.SINGLE_POINT else f" at {show_point(measure, point)}"
                 seen.setdefault(reason, []).append(f"{measure.key.replace('_', ' ')}{where}")
         lines += [f"{system.label}, {', '.join(where)}: {reason}" for reason, where in seen.items()]
     return lines + findings.notes
 
 
 def page(findings: Findings, effort: Effort, where: dict[str, str], plots: Sequence[str]) -> str:
-    """The page in the documentation, as Markdown. `plots` are files in the directory `benchmarks` beside it."""
+    """Returns docs/benchmarks.md as Markdown.
+
+    Args:
+        findings: The results.
+        effort: What was measured.
+        where: The machine; see `machine.describe`.
+        plots: The names of picture files in the directory `benchmarks` beside the page.
+    """
     parts = ["# Benchmarks", _introduction(findings, effort)]
     for measure, shown in tables(findings, effort).items():
         heading = "References" if measure == found.FETCHED else measure.title
@@ -133,41 +146,44 @@ def page(findings: Findings, effort: Effort, where: dict[str, str], plots: Seque
             parts.append(f"![{heading}](benchmarks/{name}.svg)")
         parts += [table.markdown() for table in shown]
     if absent := reasons(findings):
-        parts += [f"## What is not there\n\n{ABSENT} stands where there is no figure.", _listed(absent)]
+        parts += [f"## Missing figures\n\n{ABSENT} marks a missing figure.", _bullet_list(absent)]
     usages = [f"{system.label}: {system.usage}" for system in findings.systems]
-    parts += ["## How each is used", _listed(usages)]
-    parts += ["## The run", _listed([f"{name}: {value}" for name, value in where.items()])]
+    parts += ["## How each system is used", _bullet_list(usages)]
+    parts += ["## The run", _bullet_list([f"{name}: {value}" for name, value in where.items()])]
     return "\n\n".join(parts) + "\n"
 
 
 def _introduction(findings: Findings, effort: Effort) -> str:
-    beside = f"beside {_and([peer.label for peer in findings.peers])}" if findings.peers else "by itself"
-    command = "farcall bench --quick" if effort.quick else f"farcall bench --rounds {effort.rounds}"
+    """Returns the first paragraphs of docs/benchmarks.md: what was compared, and by which command."""
+    beside = f"beside {_join_words([peer.label for peer in findings.peers])}" if findings.peers else "alone"
+    command = "python benchmarks/compare.py " + ("--quick" if effort.quick else f"--rounds {effort.rounds}")
     if findings.peers:
         command += f" --peers {','.join(peer.family for peer in findings.peers)}"
     text = (
-        f"farcall {beside}, with the same work for all, on one machine. This page is written by the command itself,"
-        f" from the run that is described at its end:\n\n```sh\n{command} --write-docs\n```\n\n"
-        "`make bench-peers` sets up an environment with the peers, a large download, and runs `farcall bench --peers"
-        " all` there, with what `ARGS` adds; all of them take about half an hour. A ratio below 1 is one by which"
-        " farcall is slower. Single calls are timed one after another with an array as their argument; the calls of"
-        " *in flight* and *threads* have none, and follow each other at once. Every system runs in two"
-        " processes of one host, in the way that its own documentation recommends, and the caller reads the clock."
-        " Rounds alternate: each system has its turn in each, in an order that rotates; the figures are medians over"
-        " the rounds. What counts are the ratios; times differ between machines. The figures that farcall must reach"
-        " are elsewhere, in [the benchmark of the repository](../benchmarks/README.md)."
+        f"farcall {beside}, with the same work for all, on one machine. A command wrote this page, from the run that is"
+        f" described at its end:\n\n```sh\n{command} --write-docs\n```\n\n"
+        "`make bench-peers` sets up an environment with the peers, which is a large download, and runs this command"
+        " there, with the options in `ARGS`. All peers together take about half an hour. A ratio below 1 means that"
+        " farcall is slower. Single calls are timed one after another, with an array as argument. The calls of *in"
+        " flight* and *threads* have no arguments, and follow each other without a pause. Every system runs in two"
+        " processes of one host, in the way that its own documentation recommends, and the caller reads the clock. In"
+        " each round every system has its turn, in an order that rotates; the figures are medians over the rounds. Look"
+        " at the ratios: times differ between machines. The figures that farcall must reach are in"
+        " [the benchmark of the repository](../benchmarks/README.md)."
     )
     if effort.quick:
         text += (
-            "\n\n**This was a quick run, to see that everything works: few calls, few points. Its figures are not to be"
-            " believed.**"
+            "\n\n**This was a quick run, to see that everything works: few calls, few points. Its figures are not"
+            " reliable.**"
         )
     return text
 
 
-def _listed(lines: Sequence[str]) -> str:
+def _bullet_list(lines: Sequence[str]) -> str:
+    """Returns the lines as a Markdown list; empty for no lines."""
     return "\n".join(f"- {line}" for line in lines)
 
 
-def _and(words: Sequence[str]) -> str:
+def _join_words(words: Sequence[str]) -> str:
+    """Returns `a`, `a and b` or `a, b and c`. The list must not be empty."""
     return words[0] if len(words) == 1 else ", ".join(words[:-1]) + " and " + words[-1]

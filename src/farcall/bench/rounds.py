@@ -1,7 +1,7 @@
-"""All turns of a run in their order, each with a look at who else used the machine.
+"""Runs all turns of a run in order, and measures how much other programs use the machine meanwhile.
 
-A turn is a title and what measures and records. The order in which systems take their turns rotates from round to
-round, so that nothing else that the machine does in those minutes falls on one system alone.
+A turn is a title and a function that measures and records. The order of the systems rotates from round to round, so
+that anything else that the machine does does not always affect the same system.
 """
 
 from __future__ import annotations
@@ -18,15 +18,18 @@ Turn = tuple[str, Callable[[], None]]
 
 
 def rotated(every: Sequence[T], number: int) -> list[T]:
-    """All of them, beginning with another one in each round."""
+    """Returns all elements, starting with the one at index `number` modulo their count; empty for an empty sequence."""
     first = number % len(every) if every else 0
     return [*every[first:], *every[:first]]
 
 
-def take(turns: Sequence[Turn], others_percent: list[float], screen: Screen) -> None:
-    """Take all turns, showing which one is under way. Raises what a turn raises.
+def take_turns(turns: Sequence[Turn], others_percent: list[float], screen: Screen) -> None:
+    """Runs all turns, and shows which one is running. Raises what a turn raises.
 
-    For each, the share of a core that other programs took meanwhile is appended to `others_percent`.
+    Args:
+        turns: The turns in order.
+        others_percent: For each turn, the percentage of a core that other programs used is appended here.
+        screen: Where progress is shown.
     """
     with screen.progress(len(turns)) as show:
         for done, (title, turn) in enumerate(turns):

@@ -1,4 +1,4 @@
-"""The terminal: tables and a progress bar by rich where it is installed, as plain lines where it is not.
+"""The terminal: tables and a progress bar with rich if it is installed, otherwise plain lines.
 
 Results go to standard output, everything else to standard error.
 """
@@ -14,9 +14,10 @@ from farcall.bench.tables import TextTable
 
 
 class Screen:
-    """Where a run shows what it does and what it has found."""
+    """Where a run shows its progress and its results."""
 
     def __init__(self) -> None:
+        """Uses rich if it is installed."""
         self._out: Any = None
         self._notes: Any = None
         try:
@@ -26,7 +27,7 @@ class Screen:
         self._out, self._notes = Console(), Console(stderr=True)
 
     def table(self, table: TextTable) -> None:
-        """Show a table."""
+        """Prints a table to standard output."""
         if self._out is None:
             print(table.plain(), end="\n\n")
             return
@@ -37,19 +38,24 @@ class Screen:
             shown.add_column(name, justify="right" if position else "left")
         for row in table.rows:
             shown.add_row(*row, style=table.styles.get(row[-1]))
-        # Above the table, not as its title: rich would break it to the width of the table.
+        # Printed above the table and not as its title, which rich would wrap to the width of the table.
         self._out.print(table.title, markup=False, style="italic", highlight=False)
         self._out.print(shown)
 
     def line(self, text: str) -> None:
-        """Show a line with the results."""
+        """Prints a line of the results to standard output."""
         if self._out is None:
             print(text)
         else:
             self._out.print(text, markup=False)
 
     def note(self, text: str, style: str = "") -> None:
-        """Say something that is no result."""
+        """Prints a line that is not a result to standard error.
+
+        Args:
+            text: The line.
+            style: A style of rich, for example "yellow"; ignored without rich.
+        """
         if self._notes is None:
             print(text, file=sys.stderr)
         else:
@@ -57,14 +63,17 @@ class Screen:
 
     @contextmanager
     def progress(self, total: int) -> Iterator[Callable[[str, int], None]]:
-        """A bar for so many steps. What it gives is told what is under way, and how many steps are done."""
+        """Context manager: shows progress over `total` steps.
+
+        Yields a function to call with a text about the current step, and the number of steps that are done.
+        """
         if self._notes is None:
             yield lambda what, done: print(f"[{done}/{total}] {what}", file=sys.stderr)
             return
         from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
         columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
-        # No automatic refresh: a thread that draws ten times a second would be inside every measurement.
+        # No automatic refresh: a thread that draws ten times a second would disturb every measurement.
         with Progress(*columns, console=self._notes, auto_refresh=False) as bar:
             task = bar.add_task("", total=total)
             yield lambda what, done: bar.update(task, description=what, completed=done, refresh=True)

@@ -1,15 +1,16 @@
-"""How long it takes until so many workers can be used: from the first word to the last reply of a no-op on each.
+"""Measures how long it takes until N workers can be used: from the command to the last reply to a no-op call on each.
 
-The process that starts them is up and has imported the system's package. Each worker is a process of its own, started
-the way of its system:
+The process that starts them is running, and has imported the system's package. Each worker is a process of its own,
+started the way of its system:
 
 - a system that starts workers by itself (Ray, Dask, Xoscar, Monarch) is told to;
-- of one whose workers meet as a group (farcall, torch), processes are started, and all join, the starter too;
-- of one with servers (RPyC, Pyro5, gRPC), the servers are started, and each is connected to.
+- of a system whose workers form a group (farcall, torch), processes are started, and all join, the starter too;
+- of a system with servers (RPyC, Pyro5, gRPC), servers are started, and each is connected to.
 
-So it includes what starting a Python process and importing the package cost in each worker: users wait for that too.
+So the time includes starting Python and importing the package in each worker, for which users wait as well.
 
-`Joiner` is for the other question, how long a group takes to meet whose processes are all up (`make bench-startup`).
+`Joiner` answers another question: how long a group takes to form whose processes are all running (`make
+bench-startup`).
 """
 
 from __future__ import annotations
@@ -17,13 +18,14 @@ from __future__ import annotations
 import time
 
 from farcall.bench.processes import Endpoints
-from farcall.bench.systems import Address, Caller, System, Workers
+from farcall.bench.system import Address, Caller, System, Workers
 
 
 class Starter:
-    """Starts workers, once. Raises ImportError if the system's package is not there."""
+    """Starts workers, once."""
 
     def __init__(self, system: System) -> None:
+        """Imports the system's package. Raises `ImportError` if it is not installed."""
         system.load()
         self._system = system
         self._endpoints = Endpoints()
@@ -31,7 +33,10 @@ class Starter:
         self._callers: list[Caller] = []
 
     def start(self, workers: int) -> float:
-        """Start so many and call each; the seconds that it took. Raises what the system raises, and EndpointFailed."""
+        """Starts workers, calls a no-op on each, and returns the seconds that it took.
+
+        Raises what the system raises, and `EndpointFailed` if a process cannot be started.
+        """
         began = time.perf_counter()
         address = self._endpoints.address(workers + 1)
         if self._system.spawns:
@@ -42,7 +47,7 @@ class Starter:
                 self._endpoints.start(
                     f"worker {rank} of {self._system.label}",
                     kind="member",
-                    system=self._system.name,
+                    system=self._system,
                     rank=rank,
                     address=address,
                 )
@@ -50,7 +55,7 @@ class Starter:
             ]
             self._workers = self._system.member(0, address)
             self._workers.call_all()
-            # Their word that they are up is heard now: it comes in between otherwise.
+            # The messages that they are up are read now; otherwise they would be taken for later answers.
             seconds = time.perf_counter() - began
             self._endpoints.wait_until_up(*members)
             return seconds
@@ -59,10 +64,11 @@ class Starter:
         return time.perf_counter() - began
 
     def _start_servers(self, workers: int) -> None:
+        """Starts servers, connects to each and calls a no-op on each."""
         addresses = [self._endpoints.address(2) for _ in range(workers)]
         servers = [
             self._endpoints.start(
-                f"server {number} of {self._system.label}", kind="server", system=self._system.name, address=address
+                f"server {number} of {self._system.label}", kind="server", system=self._system, address=address
             )
             for number, address in enumerate(addresses)
         ]
@@ -73,13 +79,13 @@ class Starter:
             caller.noop()
 
     def close(self) -> None:
-        """End all of them; returns in bounded time."""
+        """Ends all workers, in bounded time."""
         for caller in self._callers:
             caller.close()
         try:
             if self._system.starts_together:
-                # A group's members leave together: those of the other processes are told before we wait for them.
-                self._endpoints.tell_to_stop()
+                # The members of a group leave together, so the other processes are told before this one leaves.
+                self._endpoints.send_stop()
             if self._workers is not None:
                 self._workers.close()
         finally:
@@ -87,17 +93,19 @@ class Starter:
 
 
 class Joiner:
-    """A process that will join a group, and has imported what it needs. Raises ImportError if it cannot."""
+    """A process that will join a group."""
 
     def __init__(self, system: System) -> None:
+        """Imports the system's package. Raises `ImportError` if it is not installed."""
         system.load()
         self._system = system
         self._group: Workers | None = None
 
     def join(self, rank: int, address: Address) -> tuple[float, float, float]:
-        """Join and call all others; when it began, had joined and had all replies, by the clock that processes share.
+        """Joins the group, and calls a no-op on all other workers.
 
-        Raises what the system raises.
+        Returns the times of the start, of having joined and of the last reply, in seconds on the monotonic clock, which
+        all processes of a host share. Raises what the system raises.
         """
         began = time.monotonic()
         self._group = self._system.member(rank, address)
@@ -106,7 +114,7 @@ class Joiner:
         return began, joined, time.monotonic()
 
     def leave(self) -> float:
-        """Leave in order; the seconds that it took. Raises what the system raises."""
+        """Leaves the group, and returns the seconds that it took. Raises what the system raises."""
         began = time.monotonic()
         if self._group is not None:
             self._group.close()

@@ -1,33 +1,48 @@
-"""Where clocks are read: around one call, or around many that are under way at once. No processes, no tables.
+"""Reads clocks: around single calls, or around many calls that are in flight at the same time.
 
-A point has a limit of calls and one of time, whichever ends first; a few calls are made in any case, so that a slow
-point has a median too.
+A point ends after a number of calls or a time, whichever comes first. A few calls are made in any case, so that a slow
+point has a median as well.
 """
 
 from __future__ import annotations
 
+import random
 import statistics
+import sys
 import threading
 import time
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Mapping
 from typing import Final
 
-from farcall.bench.systems import Caller, ReferenceCaller
+from farcall.bench.system import Caller, ReferenceCaller
 
-LEAST: Final = 3
-"""Calls that are timed whatever they take."""
-ENDLESS: Final = float("inf")
+MIN_CALLS: Final = 3
+"""How many calls are timed however long they take."""
+NO_LIMIT: Final = float("inf")
+"""For a point that only its number of calls ends."""
+UNLIMITED: Final = sys.maxsize
+"""For a point that only its time ends."""
 
 
 def percentile(values: list[float], share: float) -> float:
-    """The value below which `share` of all values lie (nearest rank)."""
+    """Returns the value below which `share` (0 to 1) of all values lie, by nearest rank. The list must not be empty."""
     return sorted(values)[min(len(values) - 1, int(share * len(values)))]
 
 
-def time_each(call: Callable[[], object], calls: int, warmup: int, seconds: float = ENDLESS) -> dict[str, float]:
-    """Time each of at most `calls` calls, in µs, after at most `warmup` that do not count.
+def time_each(
+    call: Callable[[], object], calls: int, warmup: int, seconds: float = NO_LIMIT, pause: float = 0.0
+) -> dict[str, float]:
+    """Times each call, after some calls that do not count.
 
-    Both end after so many seconds as well, the warm-up after a tenth of them.
+    Args:
+        call: What to time.
+        calls: How many calls to time at most.
+        warmup: How many calls to make before at most.
+        seconds: The time limit. The warm-up is limited to a tenth of it.
+        pause: How many seconds to sleep before each timed call. The sleep is not timed.
+
+    Returns:
+        The median, the 99th percentile and the mean in microseconds, as `p50_us`, `p99_us` and `mean_us`.
     """
     clock = time.perf_counter_ns
     end = clock() + seconds * 1e8
@@ -37,17 +52,60 @@ def time_each(call: Callable[[], object], calls: int, warmup: int, seconds: floa
             break
     times: list[float] = []
     end = clock() + seconds * 1e9
-    while len(times) < calls and (len(times) < LEAST or clock() < end):
+    while len(times) < calls and (len(times) < MIN_CALLS or clock() < end):
+        if pause:
+            time.sleep(pause)
         start = clock()
         call()
         times.append((clock() - start) / 1000)
-    return _summary(times)
+    return summarize(times)
+
+
+def time_mixed(
+    kinds: Mapping[str, Callable[[], object]], calls: int, warmup: int, seed: int
+) -> dict[str, dict[str, float]]:
+    """Times each call of several kinds in random order, after some calls of each kind that do not count.
+
+    Args:
+        kinds: What to time, by name. A single kind is simply called again and again.
+        calls: How many calls of each kind to time.
+        warmup: How many calls of each kind to make before.
+        seed: Determines the order.
+
+    Returns:
+        For each kind, the median, the 99th percentile and the mean in microseconds; see `time_each`.
+    """
+    shuffle = random.Random(seed).shuffle
+    times: dict[str, list[float]] = {kind: [] for kind in kinds}
+    clock = time.perf_counter_ns
+    for number in (warmup, calls):
+        order = list(kinds) * number
+        shuffle(order)
+        times = {kind: [] for kind in kinds}
+        for kind in order:
+            call = kinds[kind]
+            start = clock()
+            call()
+            times[kind].append((clock() - start) / 1000)
+    return {kind: summarize(found) for kind, found in times.items()}
 
 
 async def time_each_awaited(
-    call: Callable[[], Awaitable[object]], calls: int, warmup: int, seconds: float = ENDLESS
+    call: Callable[[], Awaitable[object]], calls: int, warmup: int, seconds: float = NO_LIMIT
 ) -> dict[str, float]:
-    """`time_each` for what is awaited: of a system whose users write coroutines, no event loop's start is timed."""
+    """Times each call of a coroutine function, after some calls that do not count.
+
+    Runs inside the event loop, so that starting a loop is not timed.
+
+    Args:
+        call: What to time.
+        calls: How many calls to time at most.
+        warmup: How many calls to make before at most.
+        seconds: The time limit. The warm-up is limited to a tenth of it.
+
+    Returns:
+        The median, the 99th percentile and the mean in microseconds, as `p50_us`, `p99_us` and `mean_us`.
+    """
     clock = time.perf_counter_ns
     end = clock() + seconds * 1e8
     for _ in range(warmup):
@@ -56,19 +114,27 @@ async def time_each_awaited(
             break
     times: list[float] = []
     end = clock() + seconds * 1e9
-    while len(times) < calls and (len(times) < LEAST or clock() < end):
+    while len(times) < calls and (len(times) < MIN_CALLS or clock() < end):
         start = clock()
         await call()
         times.append((clock() - start) / 1000)
-    return _summary(times)
+    return summarize(times)
 
 
-def _summary(times: list[float]) -> dict[str, float]:
-    return {"p50_us": statistics.median(times), "p99_us": percentile(times, 0.99)}
+def summarize(times: list[float]) -> dict[str, float]:
+    """Returns the median, the 99th percentile and the mean of times in microseconds. The list must not be empty."""
+    return {
+        "p50_us": statistics.median(times),
+        "p99_us": percentile(times, 0.99),
+        "mean_us": statistics.fmean(times),
+    }
 
 
 def time_pipelined(caller: Caller, calls: int, warmup: int) -> dict[str, float]:
-    """The rate of `calls` no-ops that are all under way at once, after `warmup` that do not count."""
+    """Returns the rate of `calls` no-op calls that are all in flight at once, as `calls_per_s`.
+
+    Makes `warmup` calls before that do not count.
+    """
     caller.pipelined(warmup)
     start = time.perf_counter()
     caller.pipelined(calls)
@@ -76,9 +142,14 @@ def time_pipelined(caller: Caller, calls: int, warmup: int) -> dict[str, float]:
 
 
 def rate(run: Callable[[int], object], count: int, seconds: float) -> float:
-    """How many a second `run(number)` does, with as large a number, up to `count`, as takes about so many seconds.
+    """Returns how many operations per second `run(number)` performs.
 
-    A first, small run warms up and says how many that are.
+    A first, small run warms up, and tells how many operations take about `seconds`.
+
+    Args:
+        run: Performs as many operations as its argument says.
+        count: The largest number for the measured run.
+        seconds: How long the measured run should take.
     """
     trial = max(1, count // 20)
     start = time.perf_counter()
@@ -90,27 +161,43 @@ def rate(run: Callable[[int], object], count: int, seconds: float) -> float:
     return number / (time.perf_counter() - start)
 
 
-def time_threads(call: Callable[[], object], threads: int, seconds: float) -> float:
-    """How many calls per second so many threads make together for so long, each one after another.
+def time_threads(
+    call: Callable[[], object], threads: int, seconds: float = NO_LIMIT, calls: int = UNLIMITED
+) -> dict[str, float]:
+    """Times the calls of several threads, which start at the same time and each make one call after another.
 
-    Raises what a call has raised, once all have ended.
+    Args:
+        call: What to time.
+        threads: How many threads.
+        seconds: How long they go on at most. Each makes one call in any case.
+        calls: How many calls each thread makes at most.
+
+    Returns:
+        The calls per second of all threads together, as `calls_per_s`, and how long a call took; see `time_each`.
+
+    Raises:
+        BaseException: What a call raised, after all threads have ended.
     """
     call()
-    counts: list[int] = []
+    times: list[float] = []
     errors: list[BaseException] = []
     ready = threading.Barrier(threads + 1)
 
     def run() -> None:
-        made = 0
+        own: list[float] = []
+        clock = time.perf_counter_ns
         try:
             ready.wait()
-            end = time.perf_counter() + seconds
-            while time.perf_counter() < end:
+            start = clock()
+            end = start + seconds * 1e9
+            while len(own) < calls and (not own or start < end):
                 call()
-                made += 1
+                now = clock()
+                own.append((now - start) / 1000)
+                start = now
         except BaseException as error:
             errors.append(error)
-        counts.append(made)
+        times.extend(own)
 
     every = [threading.Thread(target=run, name=f"caller-{number}") for number in range(threads)]
     for thread in every:
@@ -121,11 +208,15 @@ def time_threads(call: Callable[[], object], threads: int, seconds: float) -> fl
         thread.join()
     if errors:
         raise errors[0]
-    return sum(counts) / (time.perf_counter() - start)
+    return {"calls_per_s": len(times) / (time.perf_counter() - start), **summarize(times)}
 
 
 def time_beside(call: Callable[[], object], load: Callable[[], object], seconds: float) -> dict[str, float]:
-    """Time each call, for so long, while another thread does `load` again and again. Raises what either raises."""
+    """Times each call for `seconds`, while another thread calls `load` again and again.
+
+    Goes on longer if `load` has not run `MIN_CALLS` times by then. Returns the median, the 99th percentile and the mean
+    in microseconds; see `time_each`. Raises what either function raises.
+    """
     load()
     call()
     over = False
@@ -146,8 +237,8 @@ def time_beside(call: Callable[[], object], load: Callable[[], object], seconds:
     times: list[float] = []
     try:
         end = time.perf_counter() + seconds
-        # The load counts as well: a point with none of it under way would be another one.
-        while not errors and (loads < LEAST or time.perf_counter() < end):
+        # Wait for some loads as well: without a load in progress this would measure something else.
+        while not errors and (loads < MIN_CALLS or time.perf_counter() < end):
             start = time.perf_counter_ns()
             call()
             times.append((time.perf_counter_ns() - start) / 1000)
@@ -156,11 +247,11 @@ def time_beside(call: Callable[[], object], load: Callable[[], object], seconds:
         thread.join()
     if errors:
         raise errors[0]
-    return _summary(times)
+    return summarize(times)
 
 
 def time_shared(caller: ReferenceCaller, references: int, warmup: int) -> float:
-    """How many references per second are made, shared, used once and dropped, after `warmup` that do not count."""
+    """Returns how many references per second are created, shared, used once and dropped, after `warmup` others."""
     caller.share(warmup)
     start = time.perf_counter()
     caller.share(references)

@@ -1,7 +1,7 @@
-"""The command line: reads the arguments, hands them to the command, and says what was wrong with them.
+"""The entry point of the `farcall` command: parses the arguments, calls the subcommand, and reports wrong arguments.
 
-It does no work of its own. A command is a module with `configure(parser)` and `execute(arguments)`, which gives the
-exit status. A wrong argument ends with status 2, as everywhere.
+A subcommand is a module with two functions: `configure(parser)` adds its options, and `execute(arguments)` runs it and
+returns the exit status. Wrong arguments end with exit status 2.
 """
 
 from __future__ import annotations
@@ -15,7 +15,10 @@ from farcall.errors import UsageError
 
 
 class _Version(argparse.Action):
-    """Prints the installed version. Not argparse's own: that would look the version up at every start."""
+    """Prints the installed version and exits.
+
+    argparse's own action needs the version when the parser is built, and looking it up would slow every start.
+    """
 
     def __call__(self, parser: argparse.ArgumentParser, *_: object, **__: object) -> None:
         from importlib.metadata import version
@@ -25,25 +28,35 @@ class _Version(argparse.Action):
 
 
 def make_parser() -> argparse.ArgumentParser:
-    """The whole command line, for `main` and for whoever documents it."""
+    """Returns the parser for the whole command line, with all subcommands."""
     parser = argparse.ArgumentParser(
         prog="farcall", description="Remote calls between Python workers.", allow_abbrev=False
     )
     parser.add_argument("--version", action=_Version, nargs=0, help="print the version and exit")
     commands = parser.add_subparsers(title="commands", metavar="COMMAND", required=True)
     run.configure(commands.add_parser("run", help="start the workers of a group on this host", allow_abbrev=False))
-    bench.configure(commands.add_parser("bench", help="measure farcall, also beside others", allow_abbrev=False))
+    bench.configure(commands.add_parser("bench", help="measure farcall on this machine", allow_abbrev=False))
     return parser
 
 
 def parse(argv: Sequence[str]) -> argparse.Namespace:
-    """The arguments, understood; ends the process where they cannot be."""
-    # argparse drops a "--" wherever it stands, but one that follows the target of `run` is the target's own.
-    return make_parser().parse_args([run.DASHES if argument == "--" else argument for argument in argv])
+    """Returns the parsed arguments. Exits with status 2 and a message if they cannot be parsed."""
+    # argparse removes every "--", but one that follows the target of `run` belongs to the target's arguments.
+    return make_parser().parse_args([run.ESCAPED_DASHES if argument == "--" else argument for argument in argv])
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Runs the command that `argv` (or the process's own arguments) names; gives the exit status."""
+    """Runs the command that the arguments name, and returns its exit status.
+
+    Args:
+        argv: The arguments without the program's name; by default those of this process.
+
+    Returns:
+        The exit status of the command; 2 after a `UsageError`, whose text is printed.
+
+    Raises:
+        SystemExit: The arguments cannot be parsed (status 2), or ask for help or the version (status 0).
+    """
     arguments = parse(sys.argv[1:] if argv is None else argv)
     try:
         status: int = arguments.execute(arguments)

@@ -1,15 +1,15 @@
-"""`farcall run`: starts the workers of a group on this host and tells each who it is.
+"""`farcall run`: works out the command line and the environment of each worker on this host.
 
-This is what the workers are told, by the environment, in the words of torchrun where it has one:
+Workers get these environment variables, with torchrun's names where torchrun has one:
 
-    MASTER_ADDR, MASTER_PORT        where the workers find each other
-    RANK, WORLD_SIZE                which worker of the group this is, and how many there are
-    LOCAL_RANK, LOCAL_WORLD_SIZE    the same, among the workers of this host
-    FARCALL_WORKER_NAME             its name: worker0, worker1 ...
-    FARCALL_SECRET                  what the group's workers know each other by; fresh for each run on one host
-    PYTHONUNBUFFERED                1: what a worker prints is seen at once
+    MASTER_ADDR, MASTER_PORT        the address of the rendezvous
+    RANK, WORLD_SIZE                the rank of this worker, and the number of workers in the group
+    LOCAL_RANK, LOCAL_WORLD_SIZE    the same among the workers of this host
+    FARCALL_WORKER_NAME             the name of this worker: worker0, worker1 ...
+    FARCALL_SECRET                  the secret of the group; a new one for each run on a single host
+    PYTHONUNBUFFERED                1, so that output is seen at once
 
-The module only plans; `supervisor` runs, and adds FARCALL_LAUNCHER, where workers tell it of their end (`last_words`).
+`launcher.supervisor` starts the workers, and adds FARCALL_LAUNCHER (see `launcher.exit_report`).
 """
 
 from __future__ import annotations
@@ -21,16 +21,17 @@ import socket
 import sys
 from collections.abc import Mapping
 
-from farcall.cli.process import WorkerPlan
 from farcall.errors import UsageError
+from farcall.launcher.worker_process import WorkerPlan
 
-DASHES = "\0--"
-"""What stands for an argument `--` while argparse is at work; no argument can hold the byte 0."""
+ESCAPED_DASHES = "\0--"
+"""Stands for an argument `--` while argparse works. No real argument can contain the byte 0."""
 
 _DESCRIPTION = """\
-Starts N workers on this host, each a process of this Python that runs the same script or module, and stays until all
-have ended. Each worker's lines are printed with its name. If one fails, the others are ended, and the exit status is
-that of the first that failed of its own accord. On several hosts, start it on each with --nodes and --node-rank.
+Starts N workers on this host and waits until all have ended. Each worker is a process that runs the same script or
+module with this Python. Output is printed with the worker's name before each line. If a worker fails, the others are
+ended, and the exit status is that of the worker that failed first. For a group on several hosts, run this command on
+each host, with --nodes and --node-rank.
 """
 
 _EPILOG = """\
@@ -42,39 +43,60 @@ examples:
 
 
 def configure(parser: argparse.ArgumentParser) -> None:
-    """Adds what `farcall run` takes."""
+    """Adds the options of `farcall run` to the parser."""
     parser.set_defaults(execute=execute)
     parser.formatter_class = argparse.RawDescriptionHelpFormatter
     parser.usage = "farcall run -n N [options] (SCRIPT | -m MODULE) [ARGUMENT ...]"
     parser.description = _DESCRIPTION
     parser.epilog = _EPILOG
-    parser.add_argument("-n", "--workers", type=int, required=True, metavar="N", help="how many, on this host")
-    parser.add_argument("-m", "--module", action="store_true", help="the target is a module, as with python -m")
+    parser.add_argument("-n", "--workers", type=int, required=True, metavar="N", help="number of workers on this host")
+    parser.add_argument("-m", "--module", action="store_true", help="run a module instead of a script, like python -m")
     parser.add_argument(
-        "--name", default="worker", metavar="PREFIX", help="names are PREFIX0, PREFIX1 ... (%(default)s)"
+        "--name",
+        default="worker",
+        metavar="PREFIX",
+        help="workers are named PREFIX0, PREFIX1 ... (default: %(default)s)",
     )
-    parser.add_argument("--master-addr", metavar="ADDRESS", help="the first worker's address (127.0.0.1)")
-    parser.add_argument("--master-port", type=int, metavar="PORT", help="the port where workers meet (a free one)")
-    parser.add_argument("--nodes", type=int, default=1, metavar="K", help="hosts in the group (%(default)s)")
-    parser.add_argument("--node-rank", type=int, default=0, metavar="I", help="which of them this is (%(default)s)")
+    parser.add_argument("--master-addr", metavar="ADDRESS", help="address of rank 0 (default: 127.0.0.1)")
+    parser.add_argument("--master-port", type=int, metavar="PORT", help="port of the rendezvous (default: a free one)")
+    parser.add_argument("--nodes", type=int, default=1, metavar="K", help="number of hosts (default: %(default)s)")
     parser.add_argument(
-        "--grace", type=float, default=5.0, metavar="SECONDS", help="from asking to end to killing (%(default)s)"
+        "--node-rank", type=int, default=0, metavar="I", help="number of this host, from 0 (default: %(default)s)"
     )
-    parser.add_argument("target", metavar="SCRIPT | MODULE", help="what each worker runs")
-    parser.add_argument("arguments", nargs=argparse.REMAINDER, metavar="ARGUMENT", help="passed on to it")
+    parser.add_argument(
+        "--grace",
+        type=float,
+        default=5.0,
+        metavar="SECONDS",
+        help="time between SIGTERM and SIGKILL (default: %(default)s)",
+    )
+    target = parser.add_argument("target", metavar="SCRIPT | MODULE", help="the program that each worker runs")
+    rest = parser.add_argument(
+        "arguments", nargs=argparse.REMAINDER, metavar="ARGUMENT", default=[], help="arguments of the program"
+    )
+    # `check_arguments` reports a missing target, with an example. With nargs="?" argparse would match the target with
+    # nothing at the first option, and put everything after it into `arguments`.
+    target.required = rest.required = False
 
 
 def execute(arguments: argparse.Namespace) -> int:
-    """Runs the workers; gives the exit status. Raises `UsageError` before anything is started."""
-    # Not at the head: `farcall --help` needs none of it.
-    from farcall.cli.supervisor import Supervisor
+    """Runs the workers until all have ended, and returns the exit status of the run.
 
-    check(arguments)
+    Args:
+        arguments: The parsed options; see `configure`.
+
+    Raises:
+        UsageError: An option has an invalid value. Nothing has been started then.
+    """
+    # Imported here because `farcall --help` does not need the launcher.
+    from farcall.launcher.supervisor import Supervisor
+
+    check_arguments(arguments)
     return Supervisor(make_plans(arguments, os.environ), arguments.grace).run()
 
 
-def check(arguments: argparse.Namespace) -> None:
-    """Raises `UsageError` if the arguments cannot be meant."""
+def check_arguments(arguments: argparse.Namespace) -> None:
+    """Raises `UsageError`, with what to do instead, if the arguments of `farcall run` are invalid or contradictory."""
     if arguments.workers < 1:
         raise UsageError(f"-n must be at least 1, not {arguments.workers}")
     if arguments.nodes < 1:
@@ -93,23 +115,37 @@ def check(arguments: argparse.Namespace) -> None:
         raise UsageError(f"--master-port must be from 1 to 65535, not {arguments.master_port}")
     if not 0 <= arguments.grace < float("inf"):
         raise UsageError(f"--grace must be 0 or more seconds, not {arguments.grace}")
-    match command_of(arguments):
+    match target_command(arguments):
         case []:
-            raise UsageError("name a script after the --, or -m and a module")
+            example = f"farcall run -n {arguments.workers}"
+            raise UsageError(
+                "no script or module to run was given. Name a script, or a module after -m, with its arguments: "
+                f"`{example} train.py --epochs 3` or `{example} -m package.module`"
+            )
         case [script, *_] if not arguments.module and not os.path.exists(script):
-            raise UsageError(f"there is no script {script!r} (to run a module, put -m before its name)")
+            raise UsageError(f"the script {script!r} does not exist (to run a module, put -m before its name)")
 
 
-def command_of(arguments: argparse.Namespace) -> list[str]:
-    """The script or module and its arguments; a `--` before them is not part of them."""
-    words = ["--" if word == DASHES else word for word in (arguments.target, *arguments.arguments)]
+def target_command(arguments: argparse.Namespace) -> list[str]:
+    """Returns the script or module and its arguments, without a `--` before them; empty if no target was given."""
+    if arguments.target is None:
+        return []
+    words = ["--" if word == ESCAPED_DASHES else word for word in (arguments.target, *arguments.arguments)]
     return words[1:] if words[0] == "--" else words
 
 
 def make_plans(arguments: argparse.Namespace, environ: Mapping[str, str]) -> list[WorkerPlan]:
-    """What each worker of this host is to be. Raises `UsageError` if no port can be had on the master address."""
+    """Returns the plan of each worker on this host, in the order of their ranks.
+
+    Args:
+        arguments: The parsed options, already checked.
+        environ: The environment that the workers inherit.
+
+    Raises:
+        UsageError: No port was given, and no free one can be found on the master address.
+    """
     address = arguments.master_addr or "127.0.0.1"
-    command = [sys.executable, *(["-m"] if arguments.module else []), *command_of(arguments)]
+    command = [sys.executable, *(["-m"] if arguments.module else []), *target_command(arguments)]
     shared = {
         **environ,
         "MASTER_ADDR": address,
@@ -119,8 +155,8 @@ def make_plans(arguments: argparse.Namespace, environ: Mapping[str, str]) -> lis
         "PYTHONUNBUFFERED": "1",
     }
     if arguments.nodes == 1 and not environ.get("FARCALL_SECRET"):
-        # Several hosts must share one, and here we can only speak for ours: theirs comes from the environment or from
-        # the user's own file.
+        # With several hosts no new secret is made here, because the other hosts could not know it. They take the secret
+        # from the environment or from the user's file.
         shared["FARCALL_SECRET"] = secrets.token_hex(32)
     plans = []
     for local_rank in range(arguments.workers):
@@ -132,9 +168,13 @@ def make_plans(arguments: argparse.Namespace, environ: Mapping[str, str]) -> lis
 
 
 def free_port(address: str) -> int:
-    """A port that is free on this address of ours now. Another program may take it before the first worker does.
+    """Returns a TCP port that is free on an address of this host now. Another program may take it at any time.
 
-    Raises `UsageError` if the address is not one of this host's.
+    Args:
+        address: A name or address of this host.
+
+    Raises:
+        UsageError: The address is not one of this host's, or cannot be resolved.
     """
     try:
         family, kind, protocol, _, where = socket.getaddrinfo(address, 0, type=socket.SOCK_STREAM)[0]

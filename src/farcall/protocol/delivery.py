@@ -1,14 +1,15 @@
-"""Control messages arrive exactly once, as long as both workers live: sequence, acknowledgement, resend, deduplication.
+"""Numbers control messages so that each is processed exactly once, as long as both workers live.
 
-The reference protocol stands on it: a late duplicate of a fork request would leak a reference, a lost delete too. Each
-message to a peer has a number, from 1 on. The receiver takes each number once and acknowledges all up to which it has
-every one. What is not acknowledged is kept, and sent again after a reconnect (or, where the network loses messages,
-after a while). Order is not restored: the protocols above do not need it.
+The reference protocol relies on it: a late duplicate of a fork request would leak a reference, and so would a lost
+`UserDeleted`. The messages to a peer are numbered from 1. The receiver processes each number once, and acknowledges the
+highest number up to which it has all. The sender keeps unacknowledged messages, and sends them again after a reconnect
+(or, where the network loses messages, after a while). Messages may be processed out of order: the protocols above allow
+it.
 
-Pure: it sends nothing itself, and knows no time.
+Pure: nothing is sent here, and no clock is read.
 
 Invariants
-- D1: a message is taken at most once, however often it arrives.
+- D1: a message is processed at most once, however often it arrives.
 - D2: a message is kept until it is acknowledged or its receiver is lost.
 - D3: nothing is kept for a peer that is lost.
 """
@@ -25,17 +26,20 @@ M = TypeVar("M")
 
 
 class Link(Generic[M]):
-    """What went to one peer, and what came from it. For `Delivery`, and those for whom a frame more would be felt."""
+    """The messages to and from one peer. Used by `Delivery`, and directly where a method call would be too slow."""
 
     __slots__ = ("last", "received", "unacknowledged")
 
     def __init__(self) -> None:
         self.last = 0
+        """The number of the last message to the peer; 0 before the first."""
         self.unacknowledged: dict[int, M] = {}
+        """The messages that the peer has not acknowledged, by number, in ascending order."""
         self.received = Watermark()
+        """The numbers of the messages that were received from the peer."""
 
     def kept_upto(self, upto: int) -> list[int]:
-        """The numbers of the messages that are kept, up to that one."""
+        """Returns the numbers of the kept messages up to the number `upto`, ascending; an empty list if none."""
         numbers = []
         for number in self.unacknowledged:  # in the order of their numbers
             if number > upto:
@@ -49,34 +53,38 @@ class Delivery(Generic[M]):
 
     def __init__(self) -> None:
         self.links: dict[Worker, Link[M]] = {}
-        """Of the peers that are there."""
+        """The links to the peers that have joined and are not lost."""
 
     def joined(self, peer: Worker) -> None:
-        """A peer is there; once for each, not after each reconnect. Raises `ProtocolError` if it was there."""
+        """Adds a peer. Must be called once for each peer, and not again after a reconnect.
+
+        Raises:
+            ProtocolError: The peer was added before.
+        """
         if peer in self.links:
             raise ProtocolError(f"worker {peer} is there already, and its messages are counted")
         self.links[peer] = Link()
 
     def lost(self, peer: Worker) -> None:
-        """A peer is gone for good. Nothing is kept of it."""
+        """Removes a peer that is gone for good, with its messages. Does nothing if there is no such peer."""
         self.links.pop(peer, None)
 
+    def next_number(self, peer: Worker) -> int:
+        """Returns the number of the next message to the peer. Raises `KeyError` if the peer is lost or unknown."""
+        return self.links[peer].last + 1
+
     def send(self, peer: Worker, message: M) -> int:
-        """Keeps the message and gives the number to send it with. Raises `KeyError` for a peer that is lost."""
+        """Keeps a message, and returns the number to send it with. Raises `KeyError` if the peer is lost or unknown."""
         link = self.links[peer]
         link.last += 1
         link.unacknowledged[link.last] = message
         return link.last
 
-    def take_back(self, peer: Worker, message: M) -> None:
-        """Gives back the number of a message that was the last to get one, and was not sent. Else does nothing."""
-        link = self.links[peer]
-        if link.unacknowledged.get(link.last) is message:
-            del link.unacknowledged[link.last]
-            link.last -= 1
-
     def receive(self, peer: Worker, number: int) -> bool:
-        """Whether the message of that number is to be taken: it is new, and its sender is not lost."""
+        """Marks a message as received. Returns whether to process it.
+
+        Returns False if it was received before, the number is below 1, or the sender is lost or unknown.
+        """
         link = self.links.get(peer)
         if link is None:
             return False
@@ -87,14 +95,18 @@ class Delivery(Generic[M]):
         return received.add(number)
 
     def acknowledgement(self, peer: Worker) -> int:
-        """The number up to which all messages of the peer have come; 0 for none, or if it is lost."""
+        """Returns the number up to which all messages of the peer were received; 0 if none, or if the peer is lost."""
         link = self.links.get(peer)
         return link.received.mark if link is not None else 0
 
     def acknowledged(self, peer: Worker, upto: int) -> list[M]:
-        """The peer has taken all up to that number: they need not be kept. Those of which that was not known.
+        """Processes the acknowledgement of all messages up to the number `upto`, which are not kept any longer.
 
-        Raises `ProtocolError` if it was not sent.
+        Returns the messages that were unacknowledged before, in the order of their numbers; an empty list if there are
+        none, or if the peer is lost.
+
+        Raises:
+            ProtocolError: No message with that number was sent. Nothing is changed.
         """
         messages: list[M] = []
         link = self.links.get(peer)
@@ -105,24 +117,27 @@ class Delivery(Generic[M]):
         return messages
 
     def taken(self, peer: Worker, number: int) -> M | None:
-        """The peer has taken the message of that number, whatever became of others. None if that was known."""
+        """Processes the acknowledgement of a single message, and returns that message.
+
+        Returns None if it was acknowledged before or never sent, or if the peer is lost.
+        """
         link = self.links.get(peer)
         return link.unacknowledged.pop(number, None) if link is not None else None
 
     def unacknowledged(self, peer: Worker) -> list[tuple[int, M]]:
-        """What to send again after a reconnect, in the order in which it was sent first."""
+        """Returns what to send again after a reconnect, with numbers, ascending; an empty list if the peer is lost."""
         link = self.links.get(peer)
         return list(link.unacknowledged.items()) if link is not None else []
 
     def awaits(self, peer: Worker) -> bool:
-        """Whether the peer has something to acknowledge still."""
+        """Returns whether the peer has messages to acknowledge; False if it is lost."""
         link = self.links.get(peer)
         return link is not None and bool(link.unacknowledged)
 
     def sent(self) -> int:
-        """How many messages the peers that are there have been sent."""
+        """Returns how many messages were sent to the peers that are not lost, without those that were sent again."""
         return sum(link.last for link in self.links.values())
 
     def is_quiet(self) -> bool:
-        """Whether every peer has acknowledged everything."""
+        """Returns whether all peers have acknowledged all messages."""
         return not any(link.unacknowledged for link in self.links.values())

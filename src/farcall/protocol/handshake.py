@@ -1,19 +1,20 @@
-"""The first bytes on a connection: who speaks what, and which version of it.
+"""The first bytes on a connection, which name the protocol and its version, and the messages of the handshake.
 
-Each side begins with a *preamble*, before anything else:
-
-    offset  size  what
+    offset  size  contents
     0       8     b"farcall\\0"
     8       2     protocol version, little-endian
     10      2     purpose: 1 calls (worker to worker), 2 store (worker to rendezvous store)
     12      4     length of the message that follows, little-endian, at most MAX_MESSAGE
 
-followed by one message. `Hello` comes from the side that connected, `Challenge` from the side that listens, `Proof`
-from the one and then the other, and behind it `Welcome` or `Refused`, which may come at any time (`security.proof` is
-the theory of it). Each stands behind a preamble. The preamble's layout never changes, so that any version can tell any
-other what is wrong.
+The first 12 bytes are the *prologue*, all 16 the *preamble*. Each direction of a connection begins with a preamble and
+a message. Between workers the next messages follow as frames of the link, each after its length only
+(`transports.stream`); between a worker and the store each message follows a preamble. The layout of the preamble never
+changes, so that workers of different versions can tell each other what is wrong.
 
-Messages are a tagged union in msgpack; nothing here is ever unpickled.
+The connecting end sends `Hello`, the listening end `Challenge`. Then the connecting end sends `Proof`, the listening
+end `Proof` and `Welcome`. The listening end may send `Refused` at any time. `security.proof` explains why this is safe.
+
+Messages are a tagged union in msgpack. Nothing is unpickled.
 
 Pure: bytes in, messages out. No socket, no clock.
 """
@@ -27,17 +28,30 @@ from typing import Final, TypeAlias
 import msgspec
 
 from farcall.errors import EncryptionError, ProtocolError, VersionMismatchError
+from farcall.protocol.fields import (
+    Addresses,
+    Name,
+    Rank,
+    Size,
+    Text,
+    Token,
+    WorkerNumber,
+    check_name,
+    quoted,
+)
 
 MAGIC: Final = b"farcall\0"
-VERSION: Final = 1
+VERSION: Final = 3
 MAX_MESSAGE: Final = 64 * 1024
 
-_LONGEST_QUOTE: Final = 1000
 _TLS_RECORDS: Final = range(20, 24)
-"""The first bytes of records of TLS; the second is 3 (RFC 8446, 5.1)."""
+"""The values of the first byte of a TLS record. The second byte is 3 (RFC 8446, 5.1)."""
 
 _PREAMBLE: Final = struct.Struct("<8sHHI")
 PREAMBLE_SIZE: Final = _PREAMBLE.size
+_PROLOGUE: Final = struct.Struct("<8sHH")
+PROLOGUE_SIZE: Final = _PROLOGUE.size
+"""The bytes of a preamble without the length."""
 
 
 class Purpose(IntEnum):
@@ -48,66 +62,65 @@ class Purpose(IntEnum):
 
 
 class Hello(msgspec.Struct, tag="hello", frozen=True):
-    """The side that connected says who it is and whom it wants."""
+    """Sent first, by the connecting end: who it is, and which worker it wants."""
 
-    group: str
-    """Which run of which group: two groups on one machine must not be taken for each other."""
-    name: str
-    rank: int
-    wanted: str
-    """The worker that the other side should be; empty for a store."""
-    number: int = 0
-    """The number of the worker that connected, which is its own for ever; and below, where it is reached itself: the
-    other side may not have heard of it yet."""
-    host: str = ""
-    addresses: tuple[str, ...] = ()
-    wanted_number: int = 0
-    """The worker of that name may have been started again, and is another one then."""
-    dialed: str = ""
-    """The address at which it looks for the other side; empty for a store that is not on loopback."""
-    nonce: bytes = b""
-    """Never used before."""
-    limits: tuple[int, int] = (0, 0)
-    """How large a head and a message from the other side may be; 0: nothing is said of it."""
-    lends: int = -1
-    """The descriptor of a segment of shared memory for the other side to try, and what it begins with; -1: none."""
-    token: bytes = b""
+    group: Text
+    """The id of this run of the group, so that two groups on one machine are not confused."""
+    name: Name
+    rank: Rank
+    wanted: Name
+    """The name of the worker that the listening end should be; empty for a store."""
+    number: WorkerNumber = 0
+    """The number of the connecting worker. With `host` and `addresses`, it lets a listening end that does not know this
+    worker yet add it to the group."""
+    host: Text = ""
+    addresses: Addresses = ()
+    wanted_number: WorkerNumber = 0
+    """The number of the wanted worker. After a restart, the worker of that name has another number."""
+    dialed: Text = ""
+    """The address that the connecting end has connected to; empty for a store that is not on loopback."""
+    nonce: Token = b""
+    """Random bytes that were never used before."""
+    limits: tuple[Size, Size] = (0, 0)
+    """The most bytes of a head and of a message that the connecting end accepts; 0 if it does not say."""
+    network: Text = ""
+    """The kernel and the network namespace of the connecting end, if the connection is unencrypted and over loopback.
+    Each namespace has its own loopback. If the listening end is in another namespace, the connection is relayed."""
 
 
 class Challenge(msgspec.Struct, tag="challenge", frozen=True):
-    """The side that listens wants a proof that the other knows the secret."""
+    """Sent by the listening end: it wants a proof that the connecting end knows the secret."""
 
-    nonce: bytes
+    nonce: Token
 
 
 class Proof(msgspec.Struct, tag="proof", frozen=True):
-    """One side knows the secret."""
+    """Shows that its sender knows the secret."""
 
-    mac: bytes
+    mac: Token
 
 
 class Welcome(msgspec.Struct, tag="welcome", frozen=True):
-    """The side that listens is who was wanted, and takes the connection."""
+    """Sent by the listening end: it is the wanted worker or store, and accepts the connection."""
 
-    name: str
-    rank: int
-    number: int = 0
-    limits: tuple[int, int] = (0, 0)
-    """As in the hello, for what goes the other way."""
-    shares: bool = False
-    """It has opened the segment that the hello named: buffers may come in shared memory."""
-    lends: int = -1
-    token: bytes = b""
+    name: Name
+    rank: Rank
+    number: WorkerNumber = 0
+    limits: tuple[Size, Size] = (0, 0)
+    """The same as in `Hello`, for the listening end."""
 
 
 class Refused(msgspec.Struct, tag="refused", frozen=True):
-    """The side that listens does not take the connection; it closes after this."""
+    """Sent by the listening end: it refuses the connection, and closes it after this message."""
 
     reason: str
     gone: bool = False
-    """The group has taken the one who connected for dead, or has heard it say good-bye."""
+    """Whether the connecting worker has left the group, or the group has declared it lost."""
     stranger: bool = False
-    """The one who connected does not know the secret."""
+    """Whether the connecting end does not know the secret."""
+    encrypt: bool = False
+    """Whether the connecting end should connect again with TLS, because the two ends are in different network
+    namespaces. No proof is needed for that: a false request only makes the connection safer."""
 
 
 Greeting: TypeAlias = Hello | Challenge | Proof | Welcome | Refused
@@ -117,7 +130,7 @@ _decoder: msgspec.msgpack.Decoder[Greeting] = msgspec.msgpack.Decoder(Greeting)
 
 
 def pack(purpose: Purpose, message: Greeting) -> bytes:
-    """The preamble and the message, ready to be sent."""
+    """Returns a preamble and a message, ready to be sent. Raises `ProtocolError` if the message is over 64 KiB."""
     body = encode(message)
     if len(body) > MAX_MESSAGE:
         raise ProtocolError(f"a greeting of {len(body)} bytes is longer than {MAX_MESSAGE}; use shorter names")
@@ -125,10 +138,18 @@ def pack(purpose: Purpose, message: Greeting) -> bytes:
 
 
 def body_length(preamble: bytes, purpose: Purpose, other: str, limit: int = MAX_MESSAGE) -> int:
-    """How many bytes follow this preamble, at most `limit`. `other` names the other end in errors.
+    """Checks a preamble, and returns the length of the message after it, which may be 0.
 
-    Raises `ProtocolError` for anything but our protocol (`EncryptionError` if it is TLS), `VersionMismatchError` for
-    another version of it.
+    Args:
+        preamble: `PREAMBLE_SIZE` bytes that were received.
+        purpose: The purpose that the connection should have.
+        other: The other end, for error messages.
+        limit: The most bytes that the message may have.
+
+    Raises:
+        EncryptionError: The bytes are the beginning of TLS.
+        VersionMismatchError: The other end uses another version of the protocol.
+        ProtocolError: The bytes are of another protocol, the purpose is another, or the message is too long.
     """
     check_beginning(preamble, other)
     _, version, got_purpose, length = _PREAMBLE.unpack(preamble)
@@ -147,8 +168,41 @@ def body_length(preamble: bytes, purpose: Purpose, other: str, limit: int = MAX_
     return int(length)
 
 
+def pack_prologue() -> bytes:
+    """Returns the first `PROLOGUE_SIZE` bytes of a link between workers: magic number, version and purpose."""
+    return _PROLOGUE.pack(MAGIC, VERSION, Purpose.CALLS)
+
+
+def check_prologue(received: bytes, other: str) -> None:
+    """Checks the first bytes of a link between workers, of which some or all may be missing.
+
+    Returns if the bytes are correct so far, also if there are none. Bytes after the prologue are not checked.
+
+    Args:
+        received: The bytes that were received.
+        other: The other end, for error messages.
+
+    Raises:
+        EncryptionError: The bytes are the beginning of TLS.
+        VersionMismatchError: The other end uses another version of the protocol.
+        ProtocolError: The bytes are of another protocol, or of a connection to the store.
+    """
+    check_beginning(received, other)
+    if len(received) >= PROLOGUE_SIZE:
+        body_length(received[:PROLOGUE_SIZE] + bytes(4), Purpose.CALLS, other)
+
+
 def check_beginning(received: bytes | bytearray, other: str) -> None:
-    """What does not begin as ours never will be. Raises as `body_length`; nothing if it may be ours so far."""
+    """Checks the magic number at the beginning of a connection, of which some or all bytes may be missing.
+
+    Args:
+        received: The bytes that were received.
+        other: The other end, for error messages.
+
+    Raises:
+        EncryptionError: The bytes are the beginning of TLS.
+        ProtocolError: The bytes are of another protocol.
+    """
     if MAGIC.startswith(received[: len(MAGIC)]):
         return
     if received[0] in _TLS_RECORDS and received[1:2] in (b"", b"\x03"):
@@ -159,24 +213,40 @@ def check_beginning(received: bytes | bytearray, other: str) -> None:
     raise ProtocolError(f"{other} does not speak farcall: its first bytes were {bytes(received[:8])!r}")
 
 
-def quoted(text: str) -> str:
-    """What a stranger says, fit for a line of a log: not too long, and nothing in it ends a line or moves a cursor."""
-    clipped = text if len(text) <= _LONGEST_QUOTE else f"{text[:_LONGEST_QUOTE]}..."
-    return "".join(each if each.isprintable() else ascii(each)[1:-1] for each in clipped)
-
-
 def unpack(body: bytes, other: str) -> Greeting:
-    """The message behind a preamble. Raises `ProtocolError` if it is none of ours."""
+    """Returns the message in these bytes, which follow a preamble.
+
+    Args:
+        body: The bytes of one message.
+        other: The other end, for error messages.
+
+    Raises:
+        ProtocolError: The bytes are empty or not a message of the handshake, a field has a wrong type or size, or a
+            name has unprintable characters.
+    """
     try:
-        return _decoder.decode(body)
+        message = _decoder.decode(body)
     except (ValueError, RecursionError) as error:
         raise ProtocolError(f"{other} sent a greeting that cannot be read: {quoted(str(error))}") from None
+    if isinstance(message, Hello | Welcome):
+        check_name(message.name, f"the name by which {other} greets")
+    return message
 
 
 def take(buffer: bytearray, purpose: Purpose, other: str, limit: int = MAX_MESSAGE) -> tuple[Greeting, bytes] | None:
-    """The first whole message of a greeting and its body, taken out of the buffer; None if more bytes must come first.
+    """Removes the first message, with its preamble, from a buffer.
 
-    Raises as `body_length` and `unpack`.
+    Args:
+        buffer: The bytes that were received. Unchanged unless a message is returned.
+        purpose: The purpose that the connection should have.
+        other: The other end, for error messages.
+        limit: The most bytes that the message may have.
+
+    Returns:
+        The message and its bytes without the preamble; None if the buffer is empty or the message is incomplete.
+
+    Raises:
+        ProtocolError: The same as `body_length` and `unpack`, including their subclasses of this error.
     """
     if len(buffer) < PREAMBLE_SIZE:
         check_beginning(buffer, other)

@@ -1,13 +1,14 @@
-"""Who is in the group, as one worker knows it: a view that only grows, so that any two can be merged.
+"""The view that one worker has of its group: which workers are members, and which are gone.
 
-A number is unknown, then *here*, then *gone*; it never goes back, and numbers are never used again. So views merge
-without conflict, in any order, however often: what is gone in one of them is gone, what is here in one and not gone in
-the other is here. The gone are kept as bare numbers, in ranges: late news of a gone worker must not bring it back.
+The number of a worker is unknown, then *here*, then *gone*. It never goes back, and numbers are never reused. So views
+can be merged without conflict, in any order and any number of times: a number that is gone in one view is gone, and a
+number that is here in one view and not gone in the other is here. The gone numbers are kept for ever, as ranges, so
+that late news of a gone worker does not bring it back.
 
-A name belongs to the member with the highest number: whoever takes a name again makes the older one gone.
+A name belongs to the member with the highest number. If a new worker takes the name of a member, that member is gone.
 
-Whether somebody left or was lost matters to people, not to the protocol. Views that agree on who is gone agree; a
-worker that learns of it from one who has forgotten the reason (after `REMEMBERED` others) takes it for lost.
+Whether a gone worker has left or was lost matters to users, not to the protocol: views that agree on the gone numbers
+are equal. A view remembers the last `REMEMBERED` workers that have left. All others that are gone count as lost.
 """
 
 from __future__ import annotations
@@ -22,34 +23,30 @@ from farcall.protocol.membership_messages import Compare, Member, News, Wanted
 from farcall.protocol.ranges import Range, Ranges, mixed, ranges_of
 
 REMEMBERED: Final = 1024
-"""Of so many that left it is known that they did."""
+"""How many workers that have left are remembered as such."""
 
 _64_BITS: Final = 2**64 - 1
 
 
 class Learned(NamedTuple):
-    """What was new in some news: to be passed on, and to be told to the program."""
+    """The part of some news that was new to a view. Truthy if anything was new."""
 
     joined: list[Member]
     left: list[Range]
     lost: list[Range]
     removed: list[tuple[Member, bool]]
-    """Those that were here, and whether they said good-bye."""
+    """The members that are gone now, each with whether it has left. The others were lost."""
 
     def __bool__(self) -> bool:
         return bool(self.joined or self.left or self.lost)
 
     def news(self) -> News:
-        """The same for others. Of a member that came and is gone already, only that."""
+        """Returns this as news for other workers. A member that joined and is gone already is named as gone only."""
         if not self.removed:
             return News(tuple(self.joined), tuple(self.left), tuple(self.lost))
         removed = {member.number for member, _ in self.removed}
         members = tuple(member for member in self.joined if member.number not in removed)
         return News(members, tuple(self.left), tuple(self.lost))
-
-    def size(self) -> int:
-        """How many pieces of news it is."""
-        return len(self.joined) + len(self.left) + len(self.lost)
 
 
 class Members:
@@ -59,37 +56,42 @@ class Members:
         self.here: dict[Worker, Member] = {}
         self.gone = Ranges()
         self.names: dict[str, Worker] = {}
-        """To whom a name belongs."""
+        """The numbers of the members by name."""
         self._ring: list[int] = []  # places, sorted
         self._here_digest = 0
         self._left: dict[Worker, None] = {}  # oldest first
 
     @property
     def digest(self) -> int:
-        """The same for equal views, else almost surely not."""
+        """64 bits, equal for equal views; almost certainly different for others."""
         return self._here_digest + self.gone.digest & _64_BITS
 
     # What is learned
 
     def is_new(self, news: News) -> bool:
-        """Whether there is anything in it that is not known."""
+        """Returns whether news has a member or a gone number that this view does not know; False if it is empty."""
         for member in news.members:
             if member.number not in self.here and member.number not in self.gone:
                 return True
         return any(self.gone.missing(first, last) for first, last in news.left + news.lost)
 
     def learn(self, news: News) -> Learned:
-        """Takes what is new of it. Raises `ProtocolError` if it names numbers that cannot be."""
+        """Adds news to this view, and returns the part that was new. News that is known or empty changes nothing.
+
+        Raises:
+            ProtocolError: A range of the news is not a range of workers' numbers. Ranges before it may be added.
+        """
         learned = Learned([], [], [], [])
         for first, last in news.left:
             self._part(first, last, True, learned)
         for first, last in news.lost:
             self._part(first, last, False, learned)
         for member in news.members:
-            self._meet(member, learned)
+            self._add(member, learned)
         return learned
 
-    def _meet(self, member: Member, learned: Learned) -> None:
+    def _add(self, member: Member, learned: Learned) -> None:
+        """Adds a member, unless its number is known. Of two members with one name, the older one is lost."""
         number = member.number
         if number in self.here or number in self.gone:
             return
@@ -106,6 +108,7 @@ class Members:
         learned.joined.append(member)
 
     def _part(self, first: Worker, last: Worker, left: bool, learned: Learned) -> None:
+        """Adds the numbers of a range to the gone, and removes the members among them."""
         for piece in self.gone.missing(first, last):
             self.gone.add(*piece)
             (learned.left if left else learned.lost).append(piece)
@@ -114,6 +117,7 @@ class Members:
                 self._remember_leavers(*piece)
 
     def _remove(self, number: Worker) -> Member:
+        """Removes a member, and returns it. Raises `KeyError` if there is no such member."""
         member = self.here.pop(number)
         if self.names[member.name] == number:
             del self.names[member.name]
@@ -122,12 +126,14 @@ class Members:
         return member
 
     def _remember_leavers(self, first: Worker, last: Worker) -> None:
+        """Remembers that the workers of a range have left, and forgets the oldest if there are too many."""
         for number in range(max(first, last - REMEMBERED + 1), last + 1):
             self._left[number] = None
             if len(self._left) > REMEMBERED:
                 del self._left[next(iter(self._left))]
 
     def _here_within(self, first: Worker, last: Worker) -> list[Worker]:
+        """Returns the numbers of the members in a range."""
         if last - first < len(self.here):
             return [number for number in range(first, last + 1) if number in self.here]
         return [number for number in self.here if first <= number <= last]
@@ -135,11 +141,18 @@ class Members:
     # Comparing with others
 
     def summary(self) -> Compare:
-        """The view without names and addresses."""
+        """Returns the numbers of this view, without names and addresses, to compare it with that of another worker."""
         return Compare(ranges_of(self.here), self.gone.pairs())
 
     def difference(self, other: Compare) -> tuple[News, Wanted]:
-        """What the other lacks, and what this one lacks: empty if nothing."""
+        """Compares this view with the summary of another one.
+
+        Returns:
+            The news that the other view lacks, and the numbers that this view lacks; both empty if the views are equal.
+
+        Raises:
+            ProtocolError: The summary has a range that is not a range of workers' numbers.
+        """
         here, gone, known = Ranges(other.here), Ranges(other.gone), Ranges(ranges_of(self.here))
         unknown = [piece for pair in known.pairs() for part in here.missing(*pair) for piece in gone.missing(*part)]
         members = [self.here[number] for piece in unknown for number in self._here_within(*piece)]
@@ -151,10 +164,15 @@ class Members:
         return News(tuple(members), self._leavers_among(ours), tuple(ours)), Wanted(tuple(theirs))
 
     def about(self, ranges: Iterable[Range]) -> News:
-        """What is known of these numbers."""
+        """Returns news of these numbers: which are members, and which are gone. Unknown numbers are left out.
+
+        Raises:
+            ProtocolError: A range is not a range of workers' numbers.
+        """
         members: list[Member] = []
         gone: list[Range] = []
-        for first, last in ranges:
+        # Each number once: the same range, named thousands of times, must not make an answer of thousands of groups.
+        for first, last in Ranges(ranges).pairs():
             members += [self.here[number] for number in self._here_within(first, last)]
             # What is not missing from the gone: the complement of the complement.
             unknown = Ranges(self.gone.missing(first, last))
@@ -162,7 +180,10 @@ class Members:
         return News(tuple(members), self._leavers_among(gone), tuple(gone))
 
     def _leavers_among(self, ranges: list[Range]) -> tuple[Range, ...]:
-        """Those of the gone that left: who reads the news takes these first, so the rest was lost."""
+        """Returns the remembered workers in these ranges that have left.
+
+        News may name them among the lost as well: `learn` reads the workers that have left first.
+        """
         if not ranges or not self._left:
             return ()
         among = Ranges(ranges)
@@ -171,22 +192,29 @@ class Members:
     # The ring
 
     def successors(self, number: Worker, count: int) -> list[Worker]:
-        """The next on the ring, at most so many; never the worker itself."""
+        """Returns the `count` members after a number on the ring, the nearest first; fewer in a small group."""
         start = bisect_right(self._ring, place_of(number))
         return self._from(start, 1, number, count)
 
     def predecessors(self, number: Worker, count: int) -> list[Worker]:
-        """Those of whom it is a successor: the ones before it on the ring."""
+        """Returns the `count` members before a number on the ring, the nearest first; fewer in a small group."""
         start = bisect_left(self._ring, place_of(number)) - 1
         return self._from(start, -1, number, count)
 
     def _from(self, start: int, step: int, number: Worker, count: int) -> list[Worker]:
+        """Returns `count` members from the index `start` of the ring on, forwards or backwards, without `number`."""
         ring = self._ring
         count = min(count, len(ring) - (number in self.here))
         return [ring[(start + step * i) % len(ring)] & _NUMBER for i in range(count)]
 
     def sample(self, count: int, pick: Callable[[int], int], without: tuple[Worker, ...]) -> list[Worker]:
-        """At most so many others, as chance has it; fewer if it hits the same ones again and again."""
+        """Returns random members.
+
+        Args:
+            count: How many. Fewer are returned if there are not enough, or if `pick` repeats itself too often.
+            pick: Returns a random number from 0 to its argument minus one.
+            without: Members that are not returned.
+        """
         ring, found = self._ring, list[Worker]()
         if len(ring) <= count + len(without):
             return [place & _NUMBER for place in ring if place & _NUMBER not in without][:count]
@@ -204,8 +232,9 @@ _NUMBER: Final = 2**32 - 1
 
 @lru_cache(maxsize=8192)
 def place_of(number: Worker) -> int:
-    """Where on the ring a worker stands: its number is the lower half.
+    """Returns the position of a worker on the ring, which has 64 bits. The lower half is the worker's number.
 
-    The upper half is mixed, so that neighbours, who watch each other, are not those that started together on one host.
+    The upper half is a hash. So neighbours, which watch each other, are usually not workers that were started together
+    on one host.
     """
     return mixed(number) & ~_NUMBER | number

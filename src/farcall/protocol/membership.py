@@ -1,29 +1,47 @@
-"""Membership: who is in the group, how all come to agree on it, and how the dead are found.
+"""The membership protocol: how all workers come to agree on who is in the group, and how lost workers are found.
 
-Each worker has a view (`members.py`) that it merges with what it hears. Three things go on:
+Each worker has a view of the group (`members.py`), which it merges with the news that it receives. There are three
+activities:
 
-    spreading    whoever learns something new tells its successor on the ring and `CHANCE_TARGETS` others by chance.
-                 The successors alone reach everybody if nothing is lost; chance makes it fast, and sure. About
-                 3 messages for each worker and change.
-    comparing    pings and their answers carry a digest of the view. Who sees another one than its own sends its view's
-                 numbers, and both send what the other lacks. So views converge whatever was lost.
-    watching     each worker pings its `NEIGHBOURS` successors in every interval (`watching.py`). One that stays silent
-                 is asked for through `HELPERS` others, then declared lost, and the news is spread.
+    spreading    A worker that learns something new sends it to its successor on the ring and to `CHANCE_TARGETS` random
+                 members. The successors alone reach all members if no message is lost; the random members make it
+                 faster and more reliable. This takes about 3 messages for each worker and change.
+    comparing    Pings and their answers have a digest of the view. A worker that receives a digest other than its own
+                 sends the numbers in its view, and both workers send what the other lacks. So views become equal even
+                 if messages were lost.
+    watching     Each worker pings its `NEIGHBOURS` successors in every interval, one after the other, and more of them
+                 while none answers (`watching.py`). If a worker stays silent, its watcher asks all members that it
+                 hears. If none of them hears the silent worker, it is declared lost, and the news is spread.
 
 Rules
-- FORWARD: what is gone stays gone; what a gone worker says is not believed, and it is told.
-- FAIR: a worker is declared lost if it was silent for the patience while its watcher ran, and to others too; or if its
-  address refuses connections.
-- EXPELLED: a worker that hears of its own loss says so once, and is silent from then on.
-- FREE: nobody waits for anybody; no message has to arrive.
-- BOUNDED: what is kept is bounded by the members that are there (and a constant).
+- FORWARD: a gone worker stays gone. Its messages are not processed; it is told that it is gone.
+- PATIENT: no worker is declared lost that was silent for less than the patience, counted while its watcher ran. There
+  is one exception: its address refuses connections, so its process has ended.
+- HEARD: no worker is declared lost that is heard by a member that the declaring worker hears. A member *hears* another
+  one that answers its pings.
+- PROMPT: a worker that stays silent is lost for all members within the patience and two intervals, however many are
+  lost with it. If its watchers are lost while they wait, the time counts from the loss of the last one.
+- EXPELLED: a worker that learns of its own loss returns `Expelled` once, and sends nothing from then on.
+- FREE: no worker waits for another one, and no single message has to arrive.
+- BOUNDED: the memory is bounded by the number of members (and a constant).
 
-In a fixed group, where everybody is there from the start, it is the failure detector and nothing else.
+In a fixed group, where all workers are members from the start, the protocol is only a failure detector.
 
-A partition that lasts longer than the patience makes two groups, each of which takes the other for dead; they do not
-look for each other afterwards. Which of them is to go on is not decided here.
+If some connections are cut for longer than the patience:
 
-Pure: events in, effects out. Time comes with the ticks, chance is handed in. It sends nothing itself.
+    some links are cut       Both ends of a cut link remain members if one other member hears both of them; also if only
+                             one direction of a link is cut. If there is no such member, the two ends may declare each
+                             other lost.
+    the group is cut in two  Each part declares the other one lost, and continues as a group. The parts do not look for
+                             each other afterwards. The protocol does not decide which part should continue.
+    one worker is cut off    The same, but the others decide first. If the cut ends before the single worker has decided
+                             too, it has lost nobody, and learns that it is lost. Otherwise it is a group of one.
+
+A member that lies can keep a lost worker in the group, or have a living one declared lost. Only messages of members are
+processed.
+
+Pure: events in, effects out. The time comes with the ticks, and random numbers come from a function that is passed in.
+Nothing is sent here.
 """
 
 from __future__ import annotations
@@ -57,28 +75,44 @@ from farcall.protocol.membership_messages import (
     Ticked,
     Wanted,
 )
-from farcall.protocol.watching import Watching
+from farcall.protocol.ranges import ranges_of
+from farcall.protocol.watching import NEIGHBOURS, TURNS, Watching
 
 INTERVAL: Final = 1.0
 PATIENCE: Final = 8.0
-"""With these a frozen worker is lost for all within 10 s, and one that is silent for 5 s is not."""
+"""With these values a stopped worker is lost for all within 10 s, and one that is silent for 8 s is not lost."""
 
-NEIGHBOURS: Final = 3
-HELPERS: Final = 2
+STRANGERS: Final = 64
+"""How many members that were not heard recently are asked about a silent worker, at most, chosen at random. All members
+that were heard are asked as well. So in a group of this size all members are asked."""
 CHANCE_TARGETS: Final = 2
 MUCH: Final = 32
-"""Who learns so much at once was behind, and has nothing to tell: others know it all."""
+"""A worker that learns of this many members at once does not spread that: it was behind, and the others know them."""
 UNQUIET_ROUNDS: Final = 3
-"""So many ticks is comparing put off while news keeps coming in."""
+"""How many intervals must be between two comparisons of views while news keeps arriving."""
 
 
 class Membership:
-    """The group as the worker `me` knows it. `pick(n)` is a number below n, by chance. It is ticked every interval."""
+    """The membership protocol of one worker.
+
+    The methods are the events. They return the effects for the caller to carry out, in this order; an empty list if
+    there is nothing to do.
+    """
 
     def __init__(
         self, me: Member, pick: Callable[[int], int], *, interval: float = INTERVAL, patience: float = PATIENCE
     ) -> None:
-        """Raises `UsageError` if interval and patience do not go together."""
+        """Creates a group with one member. `started` must be the first event, but messages may arrive before it.
+
+        Args:
+            me: This worker.
+            pick: Returns a random number from 0 to its argument minus one.
+            interval: Seconds between two heartbeats to a neighbour.
+            patience: The least seconds of silence before a worker is declared lost.
+
+        Raises:
+            UsageError: The interval is not positive, or the other argument is shorter than three intervals.
+        """
         self.me = me
         self.members = Members()
         self.members.learn(News((me,)))  # others may say something before this worker has even started
@@ -87,7 +121,7 @@ class Membership:
         """Whether this worker has left or was expelled."""
         self._pick = pick
         self._said_good_bye = False
-        self._round = 0
+        self._round = 0  # counts intervals
         self._changed = 0  # the round in which the view changed last
         self._compared = -UNQUIET_ROUNDS  # the round in which views were last compared
         self._asked: dict[Worker, tuple[int, set[Worker]]] = {}  # whom we ping for others: since when, for whom
@@ -110,13 +144,22 @@ class Membership:
         }
 
     def handle(self, event: Event) -> list[Effect]:
-        """Takes an event, gives what is to be done: the method of the event's name. Raises as that does."""
+        """Processes an event with the method for its type, and returns the effects. Raises the same as that method."""
         return self._handlers[type(event)](*event)
 
     # What happens here
 
     def started(self, members: tuple[Member, ...], announce: bool) -> list[Effect]:
-        """See `Started`; once, and first."""
+        """Adds the first members. Must be called once.
+
+        Args:
+            members: The members that are known, with or without this worker.
+            announce: Whether the other members do not know this worker yet.
+
+        Returns:
+            `MemberJoined` for each other member. If `announce` is True, also the messages that make this worker known,
+            and a message that asks for what this worker lacks. Only `Expelled` if another worker has its name now.
+        """
         learned = self.members.learn(News((*members, self.me)))
         if self.me.number not in self.members.here:
             return self._expelled()  # somebody has taken the name again before we even began
@@ -130,36 +173,66 @@ class Membership:
         return effects
 
     def ticked(self, now: float) -> list[Effect]:
-        """See `Ticked`: pings the neighbours, and declares those lost that have been silent for too long."""
+        """Pings neighbours, asks others about silent ones, and declares those lost that nobody hears.
+
+        Args:
+            now: The time on a monotonic clock. It should be the time that `next_tick` returned, but may be any.
+
+        Returns:
+            The messages to send, and `MemberLost` for each lost worker. Nothing after this worker has left.
+        """
         if self.is_out:
             return []
-        self._round += 1
-        watching, members = self.watching, self.members
-        watching.advance(now)
-        dead = watching.dead(alone=len(members.here) <= 2)
-        effects = self._learn(News(lost=tuple((number, number) for number in dead)), ()) if dead else []
-        for suspect in watching.suspects():
-            for helper in members.sample(HELPERS, self._pick, (self.me.number, suspect)):
-                effects.append(SendMessage(helper, Probe(suspect)))
-        ping = Ping(members.digest)
-        effects += [SendMessage(neighbour, ping) for neighbour in watching.watched]
+        watching = self.watching
+        is_turn = watching.advance(now)
+        dead = watching.dead()
+        effects = self._learn(News(lost=ranges_of(dead)), ()) if dead else []
+        if not is_turn:
+            return effects
+        self._round = watching.turn // TURNS
+        if watching.look_further():
+            self._follow()
+        effects += self._ask_others(watching.to_ask_about())
+        ping = Ping(self.members.digest)
+        effects += [SendMessage(neighbour, ping) for neighbour in watching.to_ping()]
         if self._asked:
             self._asked = {target: asked for target, asked in self._asked.items() if asked[0] + 2 > self._round}
         return effects
 
+    def next_tick(self) -> float:
+        """Returns the time of the next tick, on the clock of `ticked`. Must be called after each tick."""
+        return self.watching.next_tick()
+
+    def _ask_others(self, silent: list[Worker]) -> list[Effect]:
+        """Returns messages that ask the members that are heard, and some others, about silent workers."""
+        if not silent:
+            return []
+        without = {self.me.number, *silent}
+        heard = [each for each in self.watching.heard_of_late() if each in self.members.here and each not in without]
+        strangers = self.members.sample(STRANGERS, self._pick, (*without, *heard))
+        question = Probe(tuple(silent))
+        return [SendMessage(helper, question) for helper in (*heard, *strangers)]
+
     def peer_heard(self, worker: Worker) -> list[Effect]:
-        """See `PeerHeard`."""
+        """Notes that a worker is alive. Returns `Alive` messages to the members that have asked about it."""
         self.watching.heard(worker)
         return self._tell_askers(worker) if worker in self._asked else []
 
     def peer_unreachable(self, worker: Worker) -> list[Effect]:
-        """See `PeerUnreachable`: it is lost at once."""
+        """Declares a worker lost at once, because its process has ended.
+
+        Returns `MemberLost` and the messages that spread it; an empty list if the worker is not a member, or this
+        worker has left.
+        """
         if self.is_out or worker not in self.members.here:
             return []
         return self._learn(News(lost=((worker, worker),)), ())
 
     def leave_wanted(self) -> list[Effect]:
-        """See `LeaveWanted`. From here on this worker only says, to whoever asks, that it has left."""
+        """Leaves the group. Returns the messages that say so; an empty list if this worker has left or was expelled.
+
+        From then on this worker only answers messages that ask for an answer, and says that it has left.
+        """
         if self.is_out:
             return []
         self.is_out = self._said_good_bye = True
@@ -170,12 +243,29 @@ class Membership:
         return [SendMessage(target, self._good_bye()) for target in dict.fromkeys(targets)]
 
     def _good_bye(self) -> News:
+        """Returns the news that this worker has left."""
         return News(left=((self.me.number, self.me.number),))
 
     # Messages
 
     def message_received(self, sender: Worker, message: Message) -> list[Effect]:
-        """See `MessageReceived`. Raises `ProtocolError`, changing nothing, if it names numbers that cannot be."""
+        """Processes a message, which may be late or a duplicate.
+
+        A message of a worker that is gone is not processed: that worker is told that it is lost. After this worker has
+        left, a message that asks for an answer is answered with the news of that. After it was expelled, all messages
+        are ignored.
+
+        Args:
+            sender: The worker that sent the message, known or not.
+            message: The message, which `decode` returned.
+
+        Returns:
+            The messages to send, and the changes of the group. Only `Expelled` if the message says that this worker is
+            gone.
+
+        Raises:
+            ProtocolError: The message has numbers that no worker can have. `decode` refuses such messages before.
+        """
         if self.is_out:
             asks = self._said_good_bye and isinstance(message, Ping | Compare | Probe)
             return [SendMessage(sender, self._good_bye())] if asks else []
@@ -187,9 +277,11 @@ class Membership:
         return effects + self._tell_askers(sender) if sender in self._asked else effects
 
     def _pinged(self, sender: Worker, ping: Ping) -> list[Effect]:
+        """Returns the answer to a ping."""
         return [SendMessage(sender, Ack(self.members.digest))]
 
     def _answered(self, sender: Worker, ack: Ack) -> list[Effect]:
+        """Processes the answer to a ping. If the views differ, returns a `Compare`, but not too often."""
         if ack.digest == self.members.digest:
             return []
         waited = self._round - self._compared
@@ -201,6 +293,7 @@ class Membership:
         return [SendMessage(sender, self.members.summary())]
 
     def _news_came(self, sender: Worker, news: News) -> list[Effect]:
+        """Adds news of another worker; see `_learn`. Returns an empty list if all of it is known."""
         if not self.members.is_new(news):
             return []  # most news comes several times
         if self._is_about_me(news):
@@ -208,6 +301,7 @@ class Membership:
         return self._learn(news, (sender,))
 
     def _compare(self, sender: Worker, theirs: Compare) -> list[Effect]:
+        """Returns the news that the sender lacks, and a request for what this worker lacks; nothing for equal views."""
         effects: list[Effect] = []
         news, wanted = self.members.difference(theirs)
         if news != News():
@@ -217,31 +311,48 @@ class Membership:
         return effects
 
     def _wanted(self, sender: Worker, wanted: Wanted) -> list[Effect]:
+        """Returns news about the wanted numbers; an empty list if nothing is known of them."""
         news = self.members.about(wanted.numbers)
         return [SendMessage(sender, news)] if news != News() else []
 
     def _probe(self, sender: Worker, probe: Probe) -> list[Effect]:
-        target = probe.target
-        if target not in self.members.here:
-            # Unknown, or gone; the latter the sender should know.
-            return self._wanted(sender, Wanted(((target, target),)))
-        if target == self.me.number:
-            return [SendMessage(sender, Ack(self.members.digest))]
-        self._asked.setdefault(target, (self._round, set()))[1].add(sender)
-        return [SendMessage(target, Ping(self.members.digest))]
+        """Returns pings to the members that the sender asks about, and news of those that are gone.
+
+        The sender gets an `Alive` when one of them answers (`_tell_askers`).
+        """
+        targets = dict.fromkeys(probe.targets)
+        # Those that are not here are unknown, or gone; the latter the sender should know.
+        effects = self._wanted(
+            sender, Wanted(ranges_of(target for target in targets if target not in self.members.here))
+        )
+        for target in targets:
+            if target not in self.members.here:
+                continue
+            if target == self.me.number:
+                effects.append(SendMessage(sender, Ack(self.members.digest)))
+            else:
+                _, askers = self._asked.get(target, (0, set[Worker]()))
+                self._asked[target] = (self._round, askers | {sender})
+                effects.append(SendMessage(target, Ping(self.members.digest)))
+        return effects
 
     def _found_alive(self, sender: Worker, alive: Alive) -> list[Effect]:
-        self.watching.heard(alive.target)
+        """Notes that another worker has heard a silent one. Returns an empty list."""
+        self.watching.vouched_for(alive.target)
         return []
 
     def _tell_askers(self, target: Worker) -> list[Effect]:
+        """Returns `Alive` messages to the members that have asked about a worker, and forgets that they have."""
         _, askers = self._asked.pop(target)
         return [SendMessage(asker, Alive(target)) for asker in askers if asker in self.members.here]
 
     # What follows
 
     def _learn(self, news: News, without: tuple[Worker, ...]) -> list[Effect]:
-        """Takes news, tells the program, and passes on what was new."""
+        """Adds news to the view. Returns the changes of the group, and messages that spread what was new.
+
+        The news is not sent to the workers in `without`. Returns `Expelled` if another worker has this worker's name.
+        """
         learned = self.members.learn(news)
         if not learned:
             return []
@@ -251,14 +362,15 @@ class Membership:
         self._follow()
         for member, _ in learned.removed:
             self._asked.pop(member.number, None)
+            self.watching.forget(member.number)
         effects = self._told(learned)
-        if learned.size() < MUCH:
+        if len(learned.joined) < MUCH:
             # Whom it is about knows it.
             effects += self._spread(learned.news(), (*without, *[member.number for member in learned.joined]))
         return effects
 
     def _told(self, learned: Learned) -> list[Effect]:
-        """What the program is to know: first who is gone, as a name may have changed hands."""
+        """Returns the changes of the group. Workers that are gone come first: a new member may have the same name."""
         joined = {member.number: member for member in learned.joined if member.number != self.me.number}
         effects: list[Effect] = []
         for member, left in learned.removed:
@@ -267,23 +379,28 @@ class Membership:
         return effects + [MemberJoined(member) for member in joined.values()]
 
     def _spread(self, news: News, without: tuple[Worker, ...]) -> list[Effect]:
+        """Returns messages with the news to the next member on the ring and to random members."""
         return [SendMessage(target, news) for target in self._targets(without)]
 
     def _targets(self, without: tuple[Worker, ...]) -> list[Worker]:
-        me = self.me.number
-        successors = self.members.successors(me, 1 + len(without))
+        """Returns the members to send news to, without these; an empty list if there are no others."""
+        # Not to those that may be dead: of many that are lost together, the first news is of a few.
+        without = (self.me.number, *without, *self.watching.quiet())
+        successors = self.members.successors(self.me.number, len(without))
         targets = [number for number in successors if number not in without][:1]
-        return targets + self.members.sample(CHANCE_TARGETS, self._pick, (me, *without, *targets))
+        return targets + self.members.sample(CHANCE_TARGETS, self._pick, (*without, *targets))
 
     def _follow(self) -> None:
-        self.watching.follow(self.members.successors(self.me.number, NEIGHBOURS))
+        """Watches the current successors on the ring."""
+        self.watching.follow(self.members.successors(self.me.number, self.watching.span))
 
     def _is_about_me(self, message: Message) -> bool:
-        """Whether it says that this worker is gone."""
+        """Returns whether a message says that this worker is gone."""
         me = self.me.number
         return isinstance(message, News) and any(first <= me <= last for first, last in (*message.left, *message.lost))
 
     def _expelled(self) -> list[Effect]:
+        """Ends the protocol for this worker, and returns `Expelled`."""
         self.is_out = True
         self._asked.clear()
         return [Expelled()]

@@ -1,103 +1,133 @@
-"""What workers tell each other about who is in the group, as objects and as bytes; and what happens to a group's view.
+"""The messages, events and effects of the membership protocol (`membership.py`).
 
-Messages are what travels, as msgpack. Events are facts about this worker, effects what it is to do or to know.
-`membership.py` turns one into the other. Nothing here is sent reliably: any message may be lost, doubled or overtaken.
+A *message* travels from one worker to another, encoded as msgpack. Any message may be lost, duplicated or reordered. An
+*event* is something that happened to this worker. `Membership` processes events, and returns *effects*: messages to
+send, and changes of the group that the program must know.
 """
 
 from __future__ import annotations
 
-from typing import Annotated, Final, NamedTuple, TypeAlias
+from typing import Annotated, Final, NamedTuple, TypeAlias, TypeVar
 
 import msgspec
 
 from farcall.errors import ProtocolError
+from farcall.protocol.fields import Addresses, Digest, Name, Rank, Text, WorkerNumber, check_name, quoted
 from farcall.protocol.ids import Worker
-from farcall.protocol.ranges import LARGEST
 
-_Number: TypeAlias = Annotated[int, msgspec.Meta(ge=0, le=LARGEST)]
-_Ranges: TypeAlias = tuple[tuple[_Number, _Number], ...]
-_Digest: TypeAlias = Annotated[int, msgspec.Meta(ge=0)]
+MAX_ITEMS: Final = 65_536
+"""The most members, targets or ranges in one message: more than any group has members."""
+
+_Ranges: TypeAlias = Annotated[tuple[tuple[WorkerNumber, WorkerNumber], ...], msgspec.Meta(max_length=MAX_ITEMS)]
 
 
 class Member(msgspec.Struct, frozen=True, array_like=True):
-    """A worker of the group, and where it is reached. The same for as long as its number lives."""
+    """A worker of the group, and its addresses. The fields of a member never change."""
 
-    number: _Number
-    """No other worker, nor the same one started again, ever has it."""
-    name: str
-    rank: int
-    host: str
-    addresses: tuple[str, ...] = ()
+    number: WorkerNumber
+    """No other worker ever has this number, nor does the same worker after a restart."""
+    name: Name
+    rank: Rank
+    host: Text
+    addresses: Addresses = ()
 
 
 # Messages
 
 
 class Ping(msgspec.Struct, frozen=True, array_like=True, tag=1):
-    """Are you there? The digest is that of the sender's view."""
+    """A heartbeat. Its receiver answers with `Ack`. The digest is that of the sender's view."""
 
-    digest: _Digest
+    digest: Digest
 
 
 class Ack(msgspec.Struct, frozen=True, array_like=True, tag=2):
-    """I am, and my view is this."""
+    """The answer to `Ping`. The digest is that of the sender's view."""
 
-    digest: _Digest
+    digest: Digest
 
 
 class News(msgspec.Struct, frozen=True, array_like=True, tag=3):
-    """These are there, these said good-bye, these are lost. Whoever is among the gone is not there, whatever else."""
+    """Says which workers are members, which have left and which were lost. A worker that is gone is not a member."""
 
-    members: tuple[Member, ...] = ()
+    members: Annotated[tuple[Member, ...], msgspec.Meta(max_length=MAX_ITEMS)] = ()
     left: _Ranges = ()
     lost: _Ranges = ()
 
 
 class Compare(msgspec.Struct, frozen=True, array_like=True, tag=4):
-    """Our views differ. Mine has these here and these gone: tell me what I lack, and ask for what you lack."""
+    """The sender's view, as numbers. The receiver sends what the sender lacks, and asks for what it lacks itself."""
 
     here: _Ranges
     gone: _Ranges
 
 
 class Wanted(msgspec.Struct, frozen=True, array_like=True, tag=5):
-    """Tell me about these numbers."""
+    """Asks for all that the receiver knows about these numbers."""
 
     numbers: _Ranges
 
 
 class Probe(msgspec.Struct, frozen=True, array_like=True, tag=6):
-    """I do not hear this worker: ask it yourself, and tell me if it answers you."""
+    """Says that these workers do not answer the sender. The receiver pings them, and sends `Alive` for each answer."""
 
-    target: _Number
+    targets: Annotated[tuple[WorkerNumber, ...], msgspec.Meta(max_length=MAX_ITEMS)]
 
 
 class Alive(msgspec.Struct, frozen=True, array_like=True, tag=7):
-    """The worker that you asked about has answered me."""
+    """Says that a worker that the receiver has asked about has answered the sender."""
 
-    target: _Number
+    target: WorkerNumber
 
 
 Message: TypeAlias = Ping | Ack | News | Compare | Wanted | Probe | Alive
 
 encode: Final = msgspec.msgpack.Encoder().encode
-"""A message as bytes."""
+"""`encode(message)` returns a message, or a `Member`, as bytes."""
 _decoder: msgspec.msgpack.Decoder[Message] = msgspec.msgpack.Decoder(Message)
+_member_decoder: msgspec.msgpack.Decoder[Member] = msgspec.msgpack.Decoder(Member)
+_T = TypeVar("_T")
 
 
 def decode(body: bytes | bytearray | memoryview) -> Message:
-    """The message in these bytes. Raises `ProtocolError` if it is none of ours."""
-    try:
-        message = _decoder.decode(body)
-    except (msgspec.DecodeError, UnicodeDecodeError) as error:
-        raise ProtocolError(f"a message about the group's members came that cannot be read: {error}") from None
+    """Returns the message in these bytes.
+
+    Raises:
+        ProtocolError: The bytes are empty or not a message, a field has a wrong type or size, a name has unprintable
+            characters, or a range ends before it begins.
+    """
+    message = _read(_decoder, body, "a message about the group's members")
+    if isinstance(message, News):
+        for member in message.members:
+            check_name(member.name)
     for first, last in _ranges_in(message):
         if first > last:
             raise ProtocolError(f"a message about the group's members names workers {first} to {last}, which are none")
     return message
 
 
+def decode_member(body: bytes) -> Member:
+    """Returns the member in these bytes, which a worker has written into the store.
+
+    Raises:
+        ProtocolError: The bytes are empty or not a member, a field has a wrong type or size, or the name has
+            unprintable characters.
+    """
+    member = _read(_member_decoder, body, "what a worker says of itself in the store")
+    check_name(member.name)
+    return member
+
+
+def _read(decoder: msgspec.msgpack.Decoder[_T], body: bytes | bytearray | memoryview, what: str) -> _T:
+    """Returns what the decoder finds in these bytes. Raises `ProtocolError`, which begins with `what`, if it fails."""
+    try:
+        return decoder.decode(body)
+    except (ValueError, RecursionError) as error:  # msgspec's errors and those of texts are `ValueError`s
+        raise ProtocolError(f"{what} cannot be read: {quoted(str(error))}") from None
+
+
 def _ranges_in(message: Message) -> _Ranges:
+    """Returns all ranges of numbers in a message; an empty tuple if it has none."""
     match message:
         case News(_, left, lost):
             return left + lost
@@ -112,39 +142,39 @@ def _ranges_in(message: Message) -> _Ranges:
 
 
 class Started(NamedTuple):
-    """This worker has its number, and knows these members. `announce` is False if all others know it already."""
+    """This worker has its number, and knows these members. `announce` is False if all members know this worker."""
 
     members: tuple[Member, ...]
     announce: bool
 
 
 class MessageReceived(NamedTuple):
-    """A message came, perhaps not for the first time."""
+    """A message has arrived, perhaps not for the first time."""
 
     sender: Worker
     message: Message
 
 
 class Ticked(NamedTuple):
-    """An interval has passed, by a clock that never goes back."""
+    """The time that `Membership.next_tick` returned has come. The clock is monotonic."""
 
     now: float
 
 
 class PeerHeard(NamedTuple):
-    """Something else came from this worker: a call, a reply. It is a sign of life."""
+    """Something else has arrived from this worker, such as a call or a reply, so it is alive."""
 
     worker: Worker
 
 
 class PeerUnreachable(NamedTuple):
-    """This worker has closed its connection, and its address refuses new ones: its process is no more."""
+    """This worker has closed its connection, and its address refuses new ones, so its process has ended."""
 
     worker: Worker
 
 
 class LeaveWanted(NamedTuple):
-    """This worker means to leave the group."""
+    """This worker wants to leave the group."""
 
 
 Event: TypeAlias = Started | MessageReceived | Ticked | PeerHeard | PeerUnreachable | LeaveWanted
@@ -154,10 +184,10 @@ Event: TypeAlias = Started | MessageReceived | Ticked | PeerHeard | PeerUnreacha
 
 
 class SendMessage(NamedTuple):
-    """Send this, if that is possible without waiting. Whether it arrives does not matter.
+    """Send this message if that is possible without waiting. It may be lost.
 
-    `to` is there in this worker's view, or it is the sender of the message that has just come: then it may be one of
-    whom no address is known (any more), and the answer goes back on the connection on which the message came.
+    `to` is a member, or the sender of the message that has just arrived. Such a sender may have no known address: then
+    the answer is sent on the connection on which the message arrived.
     """
 
     to: Worker
@@ -165,27 +195,27 @@ class SendMessage(NamedTuple):
 
 
 class MemberJoined(NamedTuple):
-    """Another worker is in the group; told once for each number, and before anything else about it."""
+    """Another worker has joined the group. Returned once for each number, before all other effects about it."""
 
     member: Member
 
 
 class MemberLeft(NamedTuple):
-    """It said good-bye. It will not be heard of under this number again."""
+    """A member has left the group. No effect about this number follows."""
 
     member: Member
 
 
 class MemberLost(NamedTuple):
-    """It died, or was taken for dead. It will not be heard of under this number again."""
+    """A member was lost. No effect about this number follows."""
 
     member: Member
 
 
 class Expelled(NamedTuple):
-    """The group has taken this worker for dead, or another one has its name now: it must end its work.
+    """The group has declared this worker lost, or another worker has its name now. This worker must end its work.
 
-    Told once. From then on this worker sends nothing about the group, and nothing that it hears changes its view.
+    Returned once. From then on this worker sends nothing about the group, and its view does not change.
     """
 
 

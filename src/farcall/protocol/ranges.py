@@ -1,11 +1,11 @@
-"""A set of numbers that costs memory only for its gaps.
+"""A set of numbers that needs memory only for its gaps.
 
-It keeps the numbers of workers that are gone. A `Watermark` would not do: a worker that lives for long, or a number
-that was given out and never used, would hold the mark back, and every number after it would be kept one by one. Here
-what is kept is bounded by the workers that are there.
+It stores the numbers of workers that are gone. A `Watermark` does not suit: a worker that lives for long, or a number
+that was assigned and never used, would hold the mark back, and all numbers after it would be stored one by one. The
+size of this set is bounded by the number of current members.
 
-Ranges are pairs of their first and last number; those of a set are sorted, and no two of them touch, so that equal sets
-have equal ranges and equal digests.
+A range is a pair of its first and last number. The ranges of a set are sorted, and no two of them touch, so that equal
+sets have equal ranges and equal digests.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ _64_BITS: Final = 2**64 - 1
 
 @lru_cache(maxsize=8192)
 def mixed(number: int) -> int:
-    """64 bits that look nothing like the number's: a multiplication spreads the bits up, a shift brings them down."""
+    """Returns a 64-bit hash of a number. Multiplications spread its bits upwards, and shifts bring them down again."""
     number = (number + 1) * 0x9E3779B97F4A7C15 & _64_BITS
     number = (number ^ (number >> 29)) * 0xD6E8FEB86659FD93 & _64_BITS
     number = (number ^ (number >> 32)) * 0xD6E8FEB86659FD93 & _64_BITS
@@ -39,15 +39,20 @@ class Ranges:
     __slots__ = ("_firsts", "_lasts", "digest")
 
     def __init__(self, ranges: Iterable[Range] = ()) -> None:
+        """Creates a set with these ranges, which may overlap. Raises `ProtocolError` as `add` does."""
         self._firsts: list[int] = []
         self._lasts: list[int] = []
         self.digest = 0
-        """The same for equal sets, whatever the order in which they grew; else almost surely not."""
+        """64 bits, equal for equal sets, whatever the order of additions; almost certainly different for others."""
         for first, last in ranges:
             self.add(first, last)
 
     def add(self, first: int, last: int) -> None:
-        """Puts all numbers from first to last into the set. Raises `ProtocolError` if that is no range."""
+        """Adds all numbers from `first` to `last`, whether or not some are in the set already.
+
+        Raises:
+            ProtocolError: `first` is negative or greater than `last`, or `last` is too large. Nothing is changed.
+        """
         if not 0 <= first <= last <= LARGEST:
             raise ProtocolError(f"{first} to {last} is no range of workers' numbers")
         firsts, lasts = self._firsts, self._lasts
@@ -63,7 +68,7 @@ class Ranges:
         lasts[begin:end] = [last]
 
     def missing(self, first: int, last: int) -> list[Range]:
-        """What of a range is not in the set."""
+        """Returns the parts of a range that are not in the set, sorted; an empty list if the set has all of it."""
         found = []
         for place in range(bisect_left(self._lasts, first), len(self._firsts)):
             if self._firsts[place] > last:
@@ -80,7 +85,7 @@ class Ranges:
         return place < len(self._firsts) and self._firsts[place] <= number
 
     def pairs(self) -> tuple[Range, ...]:
-        """The set as ranges, in order."""
+        """Returns the ranges of the set, sorted; an empty tuple if the set is empty."""
         return tuple(zip(self._firsts, self._lasts, strict=True))
 
     def __eq__(self, other: object) -> bool:
@@ -94,11 +99,12 @@ class Ranges:
 
 
 def _digest(first: int, last: int) -> int:
+    """Returns the part of the digest of a set that one of its ranges contributes."""
     return mixed(first << 32 | last)
 
 
 def ranges_of(numbers: Iterable[int]) -> tuple[Range, ...]:
-    """Numbers as sorted ranges."""
+    """Returns numbers, in any order, as sorted ranges that do not touch; an empty tuple if there are none."""
     found: list[Range] = []
     for number in sorted(numbers):
         if found and number <= found[-1][1] + 1:

@@ -1,7 +1,9 @@
-"""What workers tell each other about references, and what happens to references at one worker: the vocabulary.
+"""The messages and effects of distributed reference counting (`refcount`).
 
-Messages are what travels. Events are facts about this worker, in the past tense. Effects are what this worker is to do,
-as imperatives. `references.py` turns one into the other.
+A *message* travels from one worker to another. Every message is about one fork of one reference. An *effect* is what a
+method of `ReferenceCounts` asks its caller to do: send a message, release a value, or change a handle.
+
+Pure data: named tuples without methods. Two named tuples of different types are equal if their fields are equal.
 """
 
 from __future__ import annotations
@@ -14,42 +16,42 @@ from farcall.protocol.ids import ForkId, RRefId, Worker
 
 
 class CreateRequest(NamedTuple):
-    """Creator to owner, with a remote call: make this reference, I hold this fork of it."""
+    """Creator to owner, with a remote call: create this reference. The creator holds this fork of it."""
 
     reference: RRefId
     fork: ForkId
 
 
 class ForkRequest(NamedTuple):
-    """Child to owner: somebody passed me this fork, count me."""
+    """Holder to owner: count this fork, which another worker passed to the holder."""
 
     reference: RRefId
     fork: ForkId
 
 
 class ForkAccepted(NamedTuple):
-    """Owner to holder: your fork is counted."""
+    """Owner to holder: the fork is counted."""
 
     reference: RRefId
     fork: ForkId
 
 
 class ForkRefused(NamedTuple):
-    """Owner to holder: the value is gone, because those died who should have kept it for you."""
+    """Owner to holder: the fork is not counted. The value is gone with the workers that kept it for the holder."""
 
     reference: RRefId
     fork: ForkId
 
 
 class ChildAccepted(NamedTuple):
-    """Child to parent: the owner has counted the fork you made for me, or it is no more; do not hold on for it."""
+    """Holder of a child to holder of its parent: the child is counted or has ended, so the parent need not wait."""
 
     reference: RRefId
     fork: ForkId
 
 
 class UserDeleted(NamedTuple):
-    """Holder to owner: this fork is no more."""
+    """Holder to owner: the fork has ended."""
 
     reference: RRefId
     fork: ForkId
@@ -59,137 +61,41 @@ Message: TypeAlias = CreateRequest | ForkRequest | ForkAccepted | ForkRefused | 
 
 
 class Carried(NamedTuple):
-    """A handle inside a user's message: the fork that its sender made for its receiver."""
+    """A handle inside a call or a reply: the fork that the sender made for the receiver."""
 
     reference: RRefId
     fork: ForkId
 
-
-# Events
-
-
-class PeerJoined(NamedTuple):
-    """A worker is there that was not, this one included."""
-
-    worker: Worker
-
-
-class PeerLost(NamedTuple):
-    """A worker is gone for good; it will never be heard of under this number again."""
-
-    worker: Worker
-
-
-class ValueMade(NamedTuple):
-    """A value got a reference at its owner, this worker, which has a handle of it now."""
-
-    reference: RRefId
-
-
-class RemoteCalled(NamedTuple):
-    """This worker asks the owner, another worker or itself, to make a reference, and holds a fork of it."""
-
-    reference: RRefId
-    fork: ForkId
-
-
-class CreateDelivered(NamedTuple):
-    """The owner has taken this worker's request to make a reference: its delivery has acknowledged it."""
-
-    reference: RRefId
-    fork: ForkId
-
-
-class HandlePassed(NamedTuple):
-    """A handle of this worker went into a message to another. `parent` is its fork, None for the owner's own handle."""
-
-    reference: RRefId
-    parent: ForkId | None
-    child: ForkId
-    to: Worker
-
-
-class PassingFailed(NamedTuple):
-    """The message into which a handle went was certainly never sent."""
-
-    reference: RRefId
-    parent: ForkId | None
-    child: ForkId
-
-
-class HandleReceived(NamedTuple):
-    """A handle came in a message."""
-
-    carried: Carried
-    sender: Worker
-
-
-class HandleKept(NamedTuple):
-    """The program has not dropped a handle that came in a message, and was lent to it, for longer than a moment."""
-
-    reference: RRefId
-    fork: ForkId
-
-
-class HandleDropped(NamedTuple):
-    """The program let go of a handle. `fork` is None for the owner's own handle."""
-
-    reference: RRefId
-    fork: ForkId | None
-
-
-class MessageReceived(NamedTuple):
-    """A message of the protocol came, for the first time."""
-
-    sender: Worker
-    message: Message
-
-
-Event: TypeAlias = (
-    PeerJoined
-    | PeerLost
-    | ValueMade
-    | RemoteCalled
-    | CreateDelivered
-    | HandlePassed
-    | PassingFailed
-    | HandleReceived
-    | HandleKept
-    | HandleDropped
-    | MessageReceived
-)
 
 # Effects
 
 
 class SendMessage(NamedTuple):
-    """Send this, reliably."""
+    """Send the message. It must arrive once, unless one of the two workers is lost."""
 
     to: Worker
     message: Message
 
 
 class ReleaseValue(NamedTuple):
-    """Nobody holds this reference any more: let go of whatever is kept for it, be it a value, an error or nothing yet.
-
-    Of nothing yet, if all that was noted has gone before the creator's request came: the value may still be made.
-    """
+    """Release the value of this reference, or the error in its place: no worker holds the reference any more."""
 
     reference: RRefId
 
 
 class ConfirmHandle(NamedTuple):
-    """The owner counts this fork of ours."""
+    """The owner counts this fork, which this worker holds."""
 
     reference: RRefId
     fork: ForkId
 
 
 class RefuseHandle(NamedTuple):
-    """This handle of ours leads nowhere: its use must raise.
+    """There is no value behind this handle: using it must raise.
 
-    `fork` is None for the owner: all its own handles of the reference, and each fetch by a fork that it passed on, meet
-    an error. They are still counted: their drops are to be reported, and `ReleaseValue` comes in the end.
+    With a fork: the owner has refused that fork, which this worker holds. Without a fork (None): this worker is the
+    owner, and every use of the reference must raise, of its own handles and of the forks that it has passed on. These
+    are still counted: their ends must be reported, and `ReleaseValue` follows in the end.
     """
 
     reference: RRefId
@@ -197,7 +103,7 @@ class RefuseHandle(NamedTuple):
 
 
 class OrphanHandle(NamedTuple):
-    """The owner of this fork of ours is lost, and the value with it: its use must raise."""
+    """The owner of this fork, which this worker holds, was lost with the value: using the handle must raise."""
 
     reference: RRefId
     fork: ForkId

@@ -1,14 +1,26 @@
-"""Who of its neighbours a worker still hears: the failure detector's memory.
+"""The state of the failure detector: which neighbours a worker watches, when each was pinged, and when it was heard.
 
-Time is counted in a way of its own: a tick counts for one interval at most. A worker that was stopped, or got no
-processor, sees its next tick late; the time that it missed is nobody's silence, and at that tick it blames nobody, for
-the answers may lie unread. So silence means that so many pings in a row went unanswered while this worker was there to
-hear.
+The watcher has its own clock. A tick advances the clock by one interval at most. So a worker that was stopped, or got
+no processor, does not take the time that it missed for silence of the others. After a late tick the worker declares
+nobody lost until the next tick, because answers may be unread in its sockets.
 
-A neighbour that was silent for almost all of the patience is *suspect*: others are asked whether they hear it. Silent
-for all of it, it is *dead*. There is one exception: if this worker has heard nobody at all of late, it is likely that
-the fault is its own. Then it waits for `LONELY_ROUNDS` more, in which the others, if they are there, will have taken it
-for dead, and will say so at the first word that gets through; and if it hears somebody again, it asks once more.
+Silence is measured from the first ping without an answer, not from the last answer. A worker may stop at any time
+after an answer; only a ping without an answer shows it.
+
+The times, with an interval I and a timeout P (the option `heartbeat_patience`), for a worker that stops at time T:
+
+    T .. T+I          the watcher pings it (each neighbour once in I; a turn, with its pings, every I/TURNS)
+    +P-I              still silent: the watcher asks others whether they hear it (twice)
+    +P+MARGIN         still silent, to the others as well: lost, at T+P+1.25I at the latest
+    +P+ISOLATED       the same if the watcher hears nobody at all: lost, at T+P+1.83I at the latest
+
+A watcher that hears nobody cannot know whether all others are gone or it is cut off itself. If it is cut off, the
+others, which hear each other, declare it lost first: ISOLATED is longer than their slowest decision. So one worker that
+is cut off never declares the whole group lost before the group has declared it lost.
+
+A watcher watches its `NEIGHBOURS` successors on the ring. While none of them answers, it watches `WIDER` times as many
+at each turn. So if many workers are lost together, each is pinged within 1.33 I, by the nearest worker before it that
+is left. (The `TURNS` turns of an interval are enough for 1,536 lost workers in a row.)
 """
 
 from __future__ import annotations
@@ -19,78 +31,256 @@ from typing import Final
 from farcall.errors import UsageError
 from farcall.protocol.ids import Worker
 
-PROBE_ROUNDS: Final = 2
-"""In so many rounds before the end of the patience others are asked."""
-LONELY_ROUNDS: Final = 1
+NEIGHBOURS: Final = 3
+WIDER: Final = 8
+TURNS: Final = 3
+"""The number of turns in an interval. At each turn a worker pings some of its neighbours."""
+SHORTEST_PATIENCE: Final = 3
+"""The shortest timeout, in intervals. A shorter one leaves no time to ask others about a silent worker."""
+
+# In intervals:
+ASK_BEFORE: Final = 1.0
+"""How long before the end of the timeout others are asked."""
+ASK_AGAIN: Final = 2 / TURNS
+ANSWER_TIME: Final = 0.75
+"""The least time that the others have to answer."""
+MARGIN: Final = 0.25
+"""How long after the end of the timeout a worker is declared lost: an answer may still be on its way."""
+ISOLATED: Final = 1.5
+"""How long after the end of the timeout a watcher that hears nobody declares the others lost."""
+HEARS_NOBODY: Final = 0.5
+LATE: Final = 0.25
+"""At a tick that is late by more than this, nobody is declared lost."""
+_EARLY: Final = 0.01
+"""How early a tick may come, because clocks are rounded."""
 
 
 def check_heartbeat(interval: float, patience: float) -> None:
-    """Raises `UsageError` if the patience is too short to ask others within it."""
-    if not 0 < interval * (PROBE_ROUNDS + 1) <= patience:
+    """Checks that the interval is positive and the timeout at least three intervals. Raises `UsageError` if not."""
+    if not 0 < interval * SHORTEST_PATIENCE <= patience:
         raise UsageError(
             f"a heartbeat interval of {interval:g} s with a patience of {patience:g} s leaves no time to ask "
             f"others about a silent worker; give an interval above 0 and a patience of at least "
-            f"{PROBE_ROUNDS + 1} intervals"
+            f"{SHORTEST_PATIENCE} intervals"
         )
 
 
+class Neighbour:
+    """The state of one watched worker. All times are those of the watcher's clock."""
+
+    __slots__ = ("asked_others", "heard", "pinged", "questions", "unanswered")
+
+    def __init__(self, now: float) -> None:
+        self.heard = now
+        """When it was last heard; before that, when it was first watched."""
+        self.pinged: int | None = None
+        """The turn of the last ping; None before the first."""
+        self.unanswered: float | None = None
+        """When the first ping without an answer was sent; None if there is none."""
+        self.asked_others: float | None = None
+        """When others were first asked about this silence; None if they were not."""
+        self.questions = 0
+        """How often others were asked about this silence."""
+
+    def forget_questions(self) -> None:
+        """Forgets that others were asked, so that they are asked again."""
+        self.asked_others = None
+        self.questions = 0
+
+
 class Watching:
-    """The neighbours that one worker watches."""
+    """The neighbours that one worker watches, and its clock."""
 
     def __init__(self, interval: float, patience: float) -> None:
-        """Raises `UsageError` as `check_heartbeat`."""
+        """Creates a watcher of nobody.
+
+        Args:
+            interval: Seconds in which each neighbour is pinged once.
+            patience: The timeout: the least seconds of silence before a neighbour is declared lost.
+
+        Raises:
+            UsageError: The interval is not positive, or the timeout is shorter than three intervals.
+        """
         check_heartbeat(interval, patience)
         self.interval = interval
         self.patience = patience
-        self.watched: dict[Worker, float] = {}
-        """When each was heard last, or its watch began."""
+        self.watched: dict[Worker, Neighbour] = {}
+        """The watched workers, in the order of the ring."""
+        self.span = NEIGHBOURS
+        """The number of successors to watch."""
+        self.turn = 0
+        """The number of turns so far."""
         self._clock = 0.0
         self._now: float | None = None
+        self._next_turn = 0.0  # by the clock
+        self._planned = interval  # from the last tick to the next one
         self._just_back = False  # the tick was late: what came meanwhile may not have been read yet
-        self._anybody = 0.0  # when anybody at all was heard last, watched or not
+        self._heard: dict[Worker, float] = {}  # when anybody was heard last, watched or not
+        self._unanswered: float | None = None  # the first ping to anybody since anybody was heard
 
-    def advance(self, now: float) -> None:
-        """A tick: time goes on, by one interval at most."""
+    # Time
+
+    def advance(self, now: float) -> bool:
+        """Advances the clock to the time `now`, but by one interval at most. Returns whether it is time for a turn."""
         gap = 0.0 if self._now is None else max(0.0, now - self._now)
         self._now = now
         self._clock += min(gap, self.interval)
-        self._just_back = gap > 2 * self.interval and not self._just_back
+        self._just_back = gap > self._planned + LATE * self.interval and not self._just_back
+        if self._clock < self._next_turn - _EARLY * self.interval:
+            return False
+        self.turn += 1
+        self._next_turn = self._clock + self.interval / TURNS
+        return True
+
+    def next_tick(self) -> float:
+        """Returns the time, on the clock of `advance`, of the next tick. Must be called after each tick."""
+        wait = self._next_turn - self._clock
+        for neighbour in self.watched.values():
+            if neighbour.unanswered is not None:
+                # On time, not at the turn after: those who were cut off themselves count on it (see ISOLATED).
+                judged = neighbour.unanswered + self.patience + MARGIN * self.interval - self._clock
+                if judged > 0.0:
+                    wait = min(wait, judged)
+        if self._unanswered is not None:
+            judged = self._unanswered + self.patience + ISOLATED * self.interval - self._clock
+            if judged > 0.0:
+                wait = min(wait, judged)
+        self._planned = max(wait, _EARLY * self.interval)
+        return (self._now or 0.0) + self._planned
+
+    # Whom to watch
+
+    def look_further(self) -> bool:
+        """Makes `span` grow while no neighbour answers, and shrink when one does. Returns whether it has changed."""
+        if self._just_back:
+            return False
+        before = self.span
+        for place, neighbour in enumerate(self.watched.values()):
+            if neighbour.unanswered is None:
+                # Those behind it are watched by that one.
+                self.span = max(NEIGHBOURS, place + 1)
+                break
+        else:
+            if self.watched and all(map(self._is_quiet, self.watched.values())):
+                self.span = len(self.watched) * WIDER
+        return self.span != before
 
     def follow(self, neighbours: Iterable[Worker]) -> None:
-        """These are to be watched now; those that were before keep their times."""
-        self.watched = {worker: self.watched.get(worker, self._clock) for worker in neighbours}
+        """Watches these workers from now on, in this order. Keeps the state of those that were watched before."""
+        watched = self.watched
+        self.watched = {worker: watched.get(worker) or Neighbour(self._clock) for worker in neighbours}
+
+    def forget(self, worker: Worker) -> None:
+        """Forgets when a worker was heard, because it is gone. Does nothing if it never was."""
+        self._heard.pop(worker, None)
+
+    def to_ping(self) -> list[Worker]:
+        """Returns the workers to ping at this turn, perhaps none. Notes that they are pinged now."""
+        pings: list[Worker] = []
+        cycle = max(1, min(TURNS, len(self.watched)))
+        alarm = any(map(self._is_quiet, self.watched.values()))
+        for place, (worker, neighbour) in enumerate(self.watched.items()):
+            if not (
+                place % cycle == self.turn % cycle
+                or neighbour.pinged is None
+                or self.turn - neighbour.pinged >= TURNS  # its place has changed
+                # One is silent: find out at once whether all are, and whether it was only a lost message.
+                or (alarm and self._silence_of(neighbour) < self.interval)
+            ):
+                continue
+            pings.append(worker)
+            neighbour.pinged = self.turn
+            if neighbour.unanswered is None:
+                neighbour.unanswered = self._clock
+        if pings and self._unanswered is None:
+            self._unanswered = self._clock
+        return pings
+
+    def _silence_of(self, neighbour: Neighbour) -> float:
+        """Returns the seconds since the first ping without an answer; 0 if there is none."""
+        return 0.0 if neighbour.unanswered is None else self._clock - neighbour.unanswered
+
+    def quiet(self) -> list[Worker]:
+        """Returns the watched workers that have not answered a ping for a whole turn; an empty list if all have."""
+        return [worker for worker, neighbour in self.watched.items() if self._is_quiet(neighbour)]
+
+    def _is_quiet(self, neighbour: Neighbour) -> bool:
+        """Returns whether a neighbour has not answered a ping for a whole turn."""
+        asked = neighbour.unanswered
+        return asked is not None and self._clock - asked >= (1 / TURNS - 2 * _EARLY) * self.interval
+
+    # What is heard
 
     def heard(self, worker: Worker) -> None:
-        """A sign of life."""
-        if self._is_lonely():
-            # Whatever it was that cut us off is over: all others get the time to be asked again, and through others.
-            since = self._clock - self.patience + PROBE_ROUNDS * self.interval
-            self.watched = {each: max(heard, since) for each, heard in self.watched.items()}
-        if worker in self.watched:
-            self.watched[worker] = self._clock
-        self._anybody = self._clock
+        """Notes that something has arrived from a worker, watched or not."""
+        if self._hears_nobody():
+            # Whatever cut us off is over. All others are asked again, and about them.
+            for neighbour in self.watched.values():
+                neighbour.forget_questions()
+        self._unanswered = None
+        self._heard[worker] = self._clock
+        self.vouched_for(worker)
+
+    def vouched_for(self, worker: Worker) -> None:
+        """Notes that another worker has just heard a worker. Does nothing if that worker is not watched."""
+        neighbour = self.watched.get(worker)
+        if neighbour is not None:
+            neighbour.heard = self._clock
+            neighbour.unanswered = None
+            neighbour.forget_questions()
+
+    def heard_of_late(self) -> list[Worker]:
+        """Returns all workers, watched or not, that were heard within the timeout; an empty list if none."""
+        since = self._clock - self.patience
+        return [worker for worker, heard in self._heard.items() if heard >= since]
 
     def silence(self, worker: Worker) -> float:
-        """For how long a watched worker has said nothing. Raises `KeyError` if it is not watched."""
-        return self._clock - self.watched[worker]
+        """Returns for how long a watched worker was not heard, in seconds. Raises `KeyError` if it is not watched."""
+        return self._clock - self.watched[worker].heard
 
-    def suspects(self) -> list[Worker]:
-        """Those about whom others are to be asked now."""
-        return self._silent_for(self.patience - PROBE_ROUNDS * self.interval)
+    def to_ask_about(self) -> list[Worker]:
+        """Returns the workers to ask others about at this turn, perhaps none. Notes that others are asked now.
 
-    def dead(self, alone: bool) -> list[Worker]:
-        """Those of whom nothing is to be hoped for any more. `alone`: there is nobody else who could be heard."""
+        Others are asked about each silence twice at most. Nobody is asked after a late tick, or if nobody is heard.
+        """
+        if self._just_back or self._hears_nobody():
+            return []  # there is nobody to ask
+        found: list[Worker] = []
+        silent_since = self._clock - self.patience + (ASK_BEFORE + _EARLY) * self.interval
+        again_since = self._clock - (ASK_AGAIN - _EARLY) * self.interval
+        for worker, neighbour in self.watched.items():
+            if neighbour.unanswered is None or neighbour.unanswered > silent_since:
+                continue
+            if neighbour.asked_others is None:
+                neighbour.asked_others = self._clock
+            elif neighbour.questions > 1 or neighbour.asked_others > again_since:
+                continue
+            neighbour.questions += 1
+            found.append(worker)
+        return found
+
+    def dead(self) -> list[Worker]:
+        """Returns the workers to declare lost now; an empty list if there are none, or after a late tick."""
         if self._just_back:
             return []
-        silent = self._silent_for(self.patience)
-        if silent and not alone and self._is_lonely():
-            return self._silent_for(self.patience + LONELY_ROUNDS * self.interval)
-        return silent
+        silent_since = self._clock - self.patience - MARGIN * self.interval
+        silent = [
+            (worker, neighbour)
+            for worker, neighbour in self.watched.items()
+            if neighbour.unanswered is not None and neighbour.unanswered <= silent_since
+        ]
+        if not silent:
+            return []
+        if self._unanswered is not None and self._hears_nobody():
+            is_time = self._clock - self._unanswered >= self.patience + ISOLATED * self.interval
+            return [worker for worker, _ in silent] if is_time else []
+        asked_since = self._clock - ANSWER_TIME * self.interval
+        return [
+            worker
+            for worker, neighbour in silent
+            if neighbour.asked_others is not None and neighbour.asked_others <= asked_since
+        ]
 
-    def _is_lonely(self) -> bool:
-        return self._clock - self._anybody > (LONELY_ROUNDS + 0.5) * self.interval
-
-    def _silent_for(self, span: float) -> list[Worker]:
-        # Half an interval is left to ticks that come a little early: it is rounds that are counted.
-        since = self._clock - span + self.interval / 2
-        return [worker for worker, heard in self.watched.items() if heard <= since]
+    def _hears_nobody(self) -> bool:
+        """Returns whether pings were sent half an interval ago or earlier, and nobody was heard since."""
+        return self._unanswered is not None and self._clock - self._unanswered > HEARS_NOBODY * self.interval

@@ -1,13 +1,13 @@
-"""Which numbers of a sequence have been seen, in little memory whatever their order.
+"""A set of the numbers of a sequence that were seen, which needs little memory in whatever order they come.
 
-Numbers begin at 1 and each comes at least once in the end, so that nearly all that were seen are below one mark.
+Numbers begin at 1, and each comes at least once in the end. So nearly all seen numbers are below one mark.
 """
 
 from __future__ import annotations
 
 
 class Watermark:
-    """All numbers up to `mark` have been seen, and those in `beyond`."""
+    """The numbers that were seen: all numbers up to `mark`, and those in `beyond`. Empty at first, with the mark 0."""
 
     __slots__ = ("beyond", "mark")
 
@@ -16,7 +16,7 @@ class Watermark:
         self.beyond: set[int] = set()
 
     def add(self, number: int) -> bool:
-        """Marks it as seen; False if it had been seen before."""
+        """Marks a number as seen. Returns False if it was seen before; numbers below 1 count as seen."""
         if number <= self.mark or number in self.beyond:
             return False
         if number != self.mark + 1:

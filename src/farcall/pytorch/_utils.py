@@ -1,7 +1,7 @@
-"""`torch.distributed.rpc._utils`: taking turns at a store, and hearing of who comes and goes.
+"""`torch.distributed.rpc._utils`: a lock in a store for joining and leaving, and changes of the membership.
 
-farcall's own groups need neither: who joins meets the others by farcall's rendezvous. They are for programs that join
-or leave in their own way.
+farcall's own groups need neither: their workers join through farcall's rendezvous. Both are for programs that add and
+remove workers in their own way.
 """
 
 from __future__ import annotations
@@ -13,33 +13,41 @@ from typing import Any, Final
 
 import torch
 
-from farcall.pytorch import api
+from farcall.pytorch.internal import _get_current_rpc_agent
 from farcall.pytorch.options import DeviceMap
-from farcall.pytorch.workers import WorkerInfo
+from farcall.pytorch.worker_info import WorkerInfo
 
 logger = logging.getLogger("farcall")
 
-_TURN: Final = "RpcGroupManagementToken"
-"""The key under which it is written whose turn it is; nothing if it is nobody's."""
+_TOKEN_KEY: Final = "RpcGroupManagementToken"
+"""The key whose value names the worker that has the lock; empty if none has."""
 
 
 @contextmanager
 def _group_membership_management(store: Any, name: str, is_join: bool) -> Iterator[None]:
-    """Only one worker at a time is inside, of all that have this store of torch's. Raises what the store raises.
+    """Context manager: a lock among all workers that share a store of torch's.
 
-    The turn ends with the block, also if that fails.
+    The lock is released at the end of the block.
+
+    Args:
+        store: A store of torch's.
+        name: The name of this worker.
+        is_join: True to join, False to leave; only for the name of the token.
+
+    Raises:
+        RuntimeError: The store failed, or the worker that has the lock did not release it within the store's timeout.
     """
     mine = f"Token_for_{name}_{'join' if is_join else 'leave'}"
-    while (whose := store.compare_set(_TURN, "", mine).decode()) != mine:
+    while (holder := store.compare_set(_TOKEN_KEY, "", mine).decode()) != mine:
         try:
-            store.wait([whose])
+            store.wait([holder])
         except RuntimeError:
-            logger.exception("%s: %s has not ended its turn", mine, whose)
+            logger.exception("%s: %s has not released the lock of the group membership", mine, holder)
             raise
     try:
         yield
     finally:
-        store.set(_TURN, "")
+        store.set(_TOKEN_KEY, "")
         store.set(mine, "Done")
 
 
@@ -49,5 +57,12 @@ def _update_group_membership(
     reverse_device_map: dict[str, DeviceMap],
     is_join: bool,
 ) -> None:
-    """Tells the agent of this process that a worker has joined, with these devices and maps, or left."""
-    api._get_current_rpc_agent()._update_group_membership(worker_info, my_devices, reverse_device_map, is_join)
+    """Tells the agent of this process that a worker has joined or left.
+
+    Args:
+        worker_info: The worker.
+        my_devices: The devices that calls may use on this worker.
+        reverse_device_map: For each worker, which of its devices receives replies from which of ours.
+        is_join: True if it has joined, False if it has left.
+    """
+    _get_current_rpc_agent()._update_group_membership(worker_info, my_devices, reverse_device_map, is_join)

@@ -1,36 +1,66 @@
 """`TensorPipeAgent`: farcall's agent under torch's name, with torch's constructor and methods.
 
-It meets the others at a store of torch's (`store`). The device maps are kept here; what is done with them is in
-`devices`.
+It finds the other workers through a store of torch's (`torch_store`). The device maps are kept here; `devices` applies
+them. `enable_gil_profiling` measures how long the threads that serve wait for the interpreter's lock: before each
+function a thread releases the lock for a moment, and takes the time until it has it again (`InterpreterWaits`).
 """
 
 from __future__ import annotations
 
-import contextlib
 import copy
-import sys
 import threading
-import traceback
 import uuid
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable
+from time import perf_counter, sleep
 from typing import Any, Final
 
 import torch
 
-from farcall.agent import Agent
-from farcall.agent.spinning import Awaiting, Spinning
-from farcall.agent.surrounding import Around, surround
 from farcall.api import current_agent
-from farcall.backends.default import join_at
+from farcall.backends.registry import join_at
 from farcall.options import RpcBackendOptions
 from farcall.protocol.ids import WorkerInfo as AnyWorkerInfo
-from farcall.pytorch.interpreter_waits import InterpreterWaits
+from farcall.pytorch.internal import exception_for_caller, runner_of
 from farcall.pytorch.options import DeviceMap, _TensorPipeRpcBackendOptionsBase
-from farcall.pytorch.store import TorchStore
-from farcall.pytorch.workers import WorkerInfo, as_torch
+from farcall.pytorch.torch_store import TorchStore
+from farcall.pytorch.worker_info import WorkerInfo, as_torch
 from farcall.rendezvous import Rendezvous
+from farcall.runtime.agent import Agent
+from farcall.runtime.interceptors import ServerCall, ServerInterceptor
 from farcall.security import Credentials
 from farcall.transports.network import local_address_towards, local_addresses
+
+
+class InterpreterWaits(ServerInterceptor):
+    """Measures how long serving threads wait for the interpreter's lock, before each function."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._count = 0
+        self._seconds = 0.0
+
+    def measure(self) -> None:
+        """Waits once for the interpreter."""
+        began = perf_counter()
+        sleep(0)
+        self.note(perf_counter() - began)
+
+    def note(self, seconds: float) -> None:
+        """A wait has taken that long."""
+        with self._lock:
+            self._count += 1
+            self._seconds += seconds
+
+    def intercept(self, call: ServerCall, proceed: Callable[[ServerCall], Any]) -> Any:
+        """See `ServerInterceptor`."""
+        self.measure()
+        return proceed(call)
+
+    def average(self) -> float:
+        """In microseconds; 0 if nothing was measured."""
+        with self._lock:
+            return self._seconds / self._count * 1e6 if self._count else 0.0
+
 
 _RUN_KEY: Final = "run"
 _EXCHANGE: Final = "exchange/"
@@ -39,6 +69,8 @@ _LOOPBACK: Final = "127.0.0.1"
 
 class TensorPipeAgent(Agent):
     """A worker of a group, for programs written for torch."""
+
+    function_runner = staticmethod(runner_of)
 
     def __init__(
         self,
@@ -52,37 +84,39 @@ class TensorPipeAgent(Agent):
     ) -> None:
         """Joins the group. Raises `RendezvousError`, `RuntimeError` for a name that torch does not take."""
         WorkerInfo(name, rank)  # refuses the name
-        self.store = store
-        """Of torch's, by which the workers met."""
-        self.is_static_group = bool(world_size)
-        """Whether no worker can join or leave."""
+        self._torch_store = store
+        self._is_static_group = bool(world_size)
         self._opts = copy.copy(rpc_backend_options)  # the program may go on to change its own
         self._opts.device_maps = dict(rpc_backend_options.device_maps)
-        self._has_parted = False
+        self._may_leave = False
         self._infos: dict[int, WorkerInfo] = {}
         self.reverse_device_maps = reverse_device_maps
         """For a caller's name: where its device is that stands for ours."""
         self.used_devices = devices
-        self._surroundings: dict[str, Around] = {}
-        self._surroundings_lock = threading.Lock()
         self._interpreter_waits: InterpreterWaits | None = None
 
-        def meet(credentials: Credentials) -> Rendezvous:
-            return _meet(store, rank, world_size or None)
+        def find_rendezvous(credentials: Credentials) -> Rendezvous:
+            return _rendezvous_of(store, rank, world_size or None)
 
         def make(*given: Any) -> Agent:
             super(TensorPipeAgent, self).__init__(*given)
             return self
 
-        join_at(make, name, self._own_options(rpc_backend_options), meet)
+        join_at(make, name, self._own_options(rpc_backend_options), find_rendezvous)
         self.device_maps = rpc_backend_options.device_maps
+
+    @property
+    def store(self) -> Any:
+        """The store of torch's at which the workers met."""
+        return self._torch_store
+
+    @property
+    def is_static_group(self) -> bool:
+        """Whether no worker can join or leave."""
+        return self._is_static_group
 
     def _own_options(self, opts: _TensorPipeRpcBackendOptionsBase) -> RpcBackendOptions:
         return opts.for_agent()
-
-    def new_spinning(self) -> Spinning:
-        """See `Agent`. What computes with tensors takes some hundred microseconds, and to be woken some of them."""
-        return Awaiting(self.options.spin)
 
     def failure_to_send(self, name: str, error: BaseException) -> BaseException:
         """As torch: what a function raises goes to stderr here, besides to its caller.
@@ -90,19 +124,7 @@ class TensorPipeAgent(Agent):
         Programs for torch expect a `RuntimeError` for an exception whose type is not made of a message alone. The
         exception itself is the cause of it.
         """
-        with contextlib.suppress(Exception):
-            trace = "".join(traceback.format_exception(error))
-            print(f"On {self.get_worker_info()}:\n{error!r}\n{trace}", file=sys.stderr)
-        try:
-            type(error)(str(error))
-            return error
-        except Exception as refusal:
-            stands_in = RuntimeError(
-                f"Failed to create original exception type. Error msg was {refusal} "
-                f"Original exception on remote side was {error!r}, in `{name}` on worker {self.info.name!r}"
-            )
-            stands_in.__cause__ = error
-            return stands_in
+        return exception_for_caller(error, self.get_worker_info())
 
     # The end
 
@@ -111,15 +133,15 @@ class TensorPipeAgent(Agent):
         if not shutdown:
             super().join(timeout=timeout)
         elif self.is_static_group:
-            self.part(timeout)
-            self._has_parted = True
+            self.wait_to_leave(timeout)
+            self._may_leave = True
         else:
-            self.wind_up(timeout)
+            self.drain(timeout)
 
     def shutdown(self, graceful: bool = False, timeout: float = 0.0) -> None:
         """See `RpcAgent`."""
-        if self._has_parted:
-            self.close_after_parting()
+        if self._may_leave:
+            self.close_after_leaving()
         else:
             super().shutdown(graceful, timeout)
 
@@ -127,7 +149,7 @@ class TensorPipeAgent(Agent):
 
     def get_worker_info(self, to: str | int | AnyWorkerInfo | None = None) -> WorkerInfo:
         """See `RpcAgent`. On the path of every call."""
-        peer = self._peers.get(to) if to is not None else None
+        peer = self._peers.by_key.get(to) if to is not None else None
         if peer is None:
             return as_torch(super().get_worker_info(to))
         known = self._infos.get(peer.number)
@@ -155,22 +177,13 @@ class TensorPipeAgent(Agent):
         waits = self._interpreter_waits
         return {} if waits is None else {"agent.gil_average_wait_time_us": f"{waits.average():.3f}"}
 
-    # What is around the functions that run here for others
-
-    def surround(self, what: str, around: Around | None) -> None:
-        """Has all functions that run here for others run inside `around()`, too; None: inside of that not any more."""
-        with self._surroundings_lock:
-            if around is None:
-                self._surroundings.pop(what, None)
-            else:
-                self._surroundings[what] = around
-            surround(self._place, _within(list(self._surroundings.values())))
-
     def enable_gil_profiling(self, flag: bool) -> None:
-        """Whether it is measured how long a thread waits for the interpreter before it runs a function for others."""
-        waits = InterpreterWaits() if flag else None
-        self._interpreter_waits = waits
-        self.surround("interpreter waits", None if waits is None else waits.before_function)
+        """Measures, or no longer, how long a thread waits for the interpreter before it runs a function for others."""
+        if self._interpreter_waits is not None:
+            self.remove_interceptor(self._interpreter_waits)
+        self._interpreter_waits = InterpreterWaits() if flag else None
+        if self._interpreter_waits is not None:
+            self.add_interceptor(self._interpreter_waits)
 
     def exchange(self, told: bytes) -> dict[str, bytes]:
         """What each worker of a fixed group has told so far as this, by name, when all have. Once, at the start.
@@ -188,6 +201,7 @@ class TensorPipeAgent(Agent):
         return self._opts
 
     def _get_device_map(self, dst: AnyWorkerInfo) -> DeviceMap:
+        """See `RpcAgent`."""
         return dict(self.device_maps.get(dst.name, {}))
 
     def _update_group_membership(
@@ -205,21 +219,7 @@ class TensorPipeAgent(Agent):
             self.reverse_device_maps.pop(worker_info.name, None)
 
 
-def _within(surroundings: Sequence[Around]) -> Around | None:
-    if len(surroundings) < 2:
-        return next(iter(surroundings), None)
-
-    @contextlib.contextmanager
-    def around() -> Iterator[None]:
-        with contextlib.ExitStack() as stack:
-            for each in surroundings:
-                stack.enter_context(each())
-            yield
-
-    return around
-
-
-def _meet(store: Any, rank: int, world_size: int | None) -> Rendezvous:
+def _rendezvous_of(store: Any, rank: int, world_size: int | None) -> Rendezvous:
     """The group that has the store; the first worker to come names this run of it."""
     ours = TorchStore(store, rank, world_size)
     run = ours.set_new(_RUN_KEY, uuid.uuid4().hex.encode()).decode()

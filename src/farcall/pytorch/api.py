@@ -1,14 +1,16 @@
-"""The functions of `torch.distributed.rpc.api`: calls, gatherings, the end.
+"""The functions of `torch.distributed.rpc.api`: calls, collectives, shutdown.
 
 Rules
-- Names of this module are looked up when they are used: programs, and tests of programs, replace them.
-- A plain call is farcall's own: what it costs more here is one look at whether anything rides along (`envelopes`), the
-  profiler among them, and whether the function is no Python function (`callees`).
-- The agent of the process is that of `farcall.api`; there is no other.
+- Names of this module are looked up when they are used, because programs and their tests replace them.
+- A plain call is farcall's own. All it costs more here is two checks: whether interceptors are active for it
+  (`envelopes`: device maps, distributed autograd, the profiler), and whether the callee is a Python function
+  (`callees`).
+- The agent of the process is that of `farcall.api`; there is no second one.
 """
 
 from __future__ import annotations
 
+import collections
 import contextlib
 import functools
 import logging
@@ -16,45 +18,74 @@ import threading
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from datetime import timedelta
 from time import monotonic
-from typing import Any, Final, ParamSpec, TypeAlias, TypeVar
+from typing import Any, Final, Generic, ParamSpec, TypeAlias, TypeVar
+
+import torch
+from torch.futures import Future as Future
 
 from farcall import api as _farcall
-from farcall.agent import Agent
-from farcall.agent.departure import deadline_of, finish_what_has_begun
 from farcall.errors import NotInitializedError, RpcTimeoutError, UsageError, WorkerLost
-from farcall.futures import Future
+from farcall.futures import Future as _OwnFuture
+from farcall.gate import FOREVER, asleep, on_serving_thread
 from farcall.pytorch import autograd
+from farcall.pytorch._utils import _group_membership_management as _group_membership_management
+from farcall.pytorch._utils import _update_group_membership as _update_group_membership
+from farcall.pytorch.allow_list import may_be_called
 from farcall.pytorch.autograd.short_calls import call_shortly
-from farcall.pytorch.callees import callee_of
-from farcall.pytorch.constants import UNSET_RPC_TIMEOUT
+from farcall.pytorch.callees import make_call
+from farcall.pytorch.constants import DEFAULT_SHUTDOWN_TIMEOUT, UNSET_RPC_TIMEOUT
 from farcall.pytorch.envelopes import Departure, Request, Trip, board, reply_of, rides_along, run, run_remotely, sending
-from farcall.pytorch.futures import RpcFuture, failed_with, settled, wait_all
-from farcall.pytorch.guarding import may_be_called
+from farcall.pytorch.futures import RpcFuture, completed_future, failed_future, wait_all
+from farcall.pytorch.internal import PythonUDF as PythonUDF
 from farcall.pytorch.internal import RPCExecMode, _internal_rpc_pickler
-from farcall.pytorch.rref import PyRRef, RRef, labels
-from farcall.pytorch.workers import WorkerInfo, as_torch
-from farcall.sleeping import FOREVER, on_serving_thread
+from farcall.pytorch.internal import _build_rpc_profiling_key as _build_rpc_profiling_key
+from farcall.pytorch.internal import _get_current_rpc_agent as _get_current_rpc_agent
+from farcall.pytorch.profiler import RemoteProfilerManager, profiled_name
+from farcall.pytorch.profiler import _get_should_profile as _get_should_profile
+from farcall.pytorch.rref import PyRRef, labels
+from farcall.pytorch.rref import RRef as RRef
+from farcall.pytorch.worker_info import WorkerInfo, as_torch
+from farcall.runtime.agent import Agent
+from farcall.runtime.shutdown import deadline_of, finish_what_has_begun
 
-P = ParamSpec("P")
-R = TypeVar("R")
+_P = ParamSpec("_P")
+_R = TypeVar("_R")
+T = TypeVar("T")
+GenericWithOneTypeVar: Any = Generic[T]  # type: ignore[index]  # torch's name for it
+
+__all__ = [
+    "AllGatherStates",
+    "RRef",
+    "get_worker_info",
+    "method_factory",
+    "new_method",
+    "remote",
+    "rpc_async",
+    "rpc_sync",
+    "shutdown",
+]
 
 To: TypeAlias = str | int | WorkerInfo
 
 logger = logging.getLogger("farcall")
 
-_GLANCE: Final = 1.0
-"""Seconds after which whoever waits for others looks whether they are still there."""
+_CHECK_INTERVAL_S: Final = 1.0
+"""How often a thread that waits in `_all_gather` checks whether the other workers are still there."""
 
 _ignore_rref_leak = True
-"""Whether references that are left at the shutdown are no error."""
+"""If False, `shutdown` raises if other workers still hold references to values of this one."""
 _default_pickler = _internal_rpc_pickler
 _thread_local_var = threading.local()
-_new_rref = RRef.__new__
+_new_rref = PyRRef.__new__
 
 
 @contextlib.contextmanager
 def _use_rpc_pickler(rpc_pickler: Any) -> Iterator[None]:
-    """Has `_default_pickler` be another one inside: it pickles functions and arguments in its own way."""
+    """Context manager: uses another pickler for functions and arguments of calls inside the block.
+
+    Args:
+        rpc_pickler: An object with `serialize` and `deserialize`, like torch's `_InternalRPCPickler`.
+    """
     global _default_pickler
     _default_pickler = rpc_pickler
     try:
@@ -63,32 +94,29 @@ def _use_rpc_pickler(rpc_pickler: Any) -> Iterator[None]:
         _default_pickler = _internal_rpc_pickler
 
 
-# The agent
+# -- the agent
 
 
 def _is_current_rpc_agent_set() -> bool:
+    """Returns True if this process is a worker."""
     return _farcall.is_initialized()
 
 
-def _get_current_rpc_agent() -> Any:
-    if not _is_current_rpc_agent_set():
-        raise NotInitializedError(
-            "Current RPC agent is not set! Did you initialize the RPC framework (e.g. by calling `rpc.init_rpc`)?"
-        )
-    return _farcall.current_agent()
-
-
 def _set_and_start_rpc_agent(agent: Any) -> None:
+    """Makes an agent the agent of this process, and starts it. Raises `RuntimeError` if there is one already."""
     _farcall.adopt(agent)
 
 
 def _reset_current_rpc_agent() -> None:
+    """Forgets the agent of this process, without closing it."""
     _farcall.release()
 
 
-def _require_initialized(func: Callable[P, R]) -> Callable[P, R]:
+def _require_initialized(func: Callable[_P, _R]) -> Callable[_P, _R]:
+    """Decorator: makes a function raise `NotInitializedError` (a `RuntimeError`) unless this process is a worker."""
+
     @functools.wraps(func)
-    def wrapper(*args: P.args, **kwargs: P.kwargs) -> R:
+    def wrapper(*args: _P.args, **kwargs: _P.kwargs) -> _R:
         if not _is_current_rpc_agent_set():
             raise NotInitializedError("RPC has not been initialized. Call torch.distributed.rpc.init_rpc first.")
         return func(*args, **kwargs)
@@ -97,20 +125,36 @@ def _require_initialized(func: Callable[P, R]) -> Callable[P, R]:
 
 
 def _init_rpc_states(agent: Any) -> None:
-    """Makes it the agent of this process, unless its backend has done so."""
+    """Makes `agent` the agent of this process, unless its backend has done so, and records the names of all workers."""
+    global _ALL_WORKER_NAMES
+    _ALL_WORKER_NAMES = _all_names(agent)
     if not _is_current_rpc_agent_set():
-        _gatherings.begin()  # before it serves: others may come to the first one at once
+        _reset_gatherings()  # before the agent serves: other workers may enter the first gathering at once
         labels.begin()
         _set_and_start_rpc_agent(agent)
 
 
 @_require_initialized
 def get_worker_info(worker_name: str | int | WorkerInfo | None = None) -> WorkerInfo:
-    """Name and rank of a worker; of this one by default. Raises `RuntimeError` if there is none of that name."""
+    """Returns the name and rank of a worker.
+
+    Args:
+        worker_name: The name of a worker, or its rank; None for this worker.
+
+    Returns:
+        A `WorkerInfo` with `name` and `id`. It can be used as `to` in calls.
+
+    Raises:
+        RuntimeError: There is no such worker, or this process is not a worker.
+    """
     return as_torch(_get_current_rpc_agent().get_worker_info(worker_name))
 
 
 def _to_worker_info(to: Any, agent: Any = None) -> WorkerInfo:
+    """Returns the `WorkerInfo` for a name, a rank or a `WorkerInfo`.
+
+    Raises `RuntimeError` if there is no such worker, and `ValueError` for any other type.
+    """
     if isinstance(to, WorkerInfo):
         return to
     if isinstance(to, (str, int)):
@@ -119,20 +163,30 @@ def _to_worker_info(to: Any, agent: Any = None) -> WorkerInfo:
 
 
 def get_rpc_timeout() -> float:
-    """The default timeout of this worker's calls, in seconds; 0 is without end."""
+    """Returns the default timeout of this worker's calls in seconds; 0 means no timeout.
+
+    Raises `RuntimeError` if this process is not a worker.
+    """
     return _farcall.get_rpc_timeout()
 
 
 def _set_rpc_timeout(rpc_timeout_seconds: float) -> None:
-    """Sets the default timeout of this worker's calls."""
+    """Sets the default timeout of this worker's calls in seconds; 0 means no timeout.
+
+    Raises `UsageError` for a negative number or anything but a number, and `RuntimeError` if this process is not a
+    worker.
+    """
     _farcall._set_rpc_timeout(rpc_timeout_seconds)
 
 
-# Calls
+# -- calls
 
 
-def noted(future: Any) -> Any:
-    """The same future; `_wait_all` waits for it, if this thread is in one."""
+def track_future(future: Any) -> Any:
+    """Returns the same future.
+
+    If this thread is inside a `_wait_all` block, the end of that block waits for the future.
+    """
     futures = getattr(_thread_local_var, "future_list", None)
     if futures is not None:
         futures.append(future)
@@ -141,7 +195,14 @@ def noted(future: Any) -> Any:
 
 @contextlib.contextmanager
 def _wait_all() -> Iterator[None]:
-    """Waits at its end for all futures that `rpc_async` has given to this thread inside. Raises their first error."""
+    """Context manager: at the end of the block, waits for all futures that `rpc_async` returned to this thread inside.
+
+    Raises the first error of a future. Blocks can be nested; each waits for its own futures.
+
+    Example:
+        with rpc.api._wait_all():
+            rpc.rpc_async("worker1", torch.add, args=(1, 2))
+    """
     outer = getattr(_thread_local_var, "future_list", None)
     futures: list[Any] = []
     _thread_local_var.future_list = futures
@@ -162,7 +223,28 @@ def rpc_sync(
     kwargs: Mapping[str, Any] | None = None,
     timeout: float = UNSET_RPC_TIMEOUT,
 ) -> Any:
-    """Runs `func(*args, **kwargs)` on worker `to` and returns what it returns. Raises what it raises."""
+    """Runs `func(*args, **kwargs)` on worker `to`, and returns its result.
+
+    Args:
+        to: The name, the rank or the `WorkerInfo` of the worker; may be this worker.
+        func: A Python function that the worker can import, a builtin operator such as `torch.add`, or a script
+            function.
+        args: The positional arguments; None for none.
+        kwargs: The keyword arguments; None for none.
+        timeout: Seconds until the call fails; 0 for no timeout. By default the timeout of `init_rpc`'s options.
+
+    Returns:
+        What the function returns. Tensors arrive on the CPU, unless a device map says otherwise.
+
+    Raises:
+        RuntimeError: The call timed out ("RPC ran for more than set timeout"), the worker does not exist or was lost,
+            or this process is not a worker.
+        TypeError: `func` is not callable.
+        Exception: What the function raised on the worker, with the same type where possible.
+
+    Example:
+        rpc.rpc_sync("worker1", torch.add, args=(torch.ones(2), 3))
+    """
     return _invoke_rpc(to, func, RPCExecMode.SYNC, args, kwargs, timeout).wait()
 
 
@@ -173,9 +255,29 @@ def rpc_async(
     kwargs: Mapping[str, Any] | None = None,
     timeout: float = UNSET_RPC_TIMEOUT,
 ) -> Any:
-    """As `rpc_sync`, but returns a `torch.futures.Future` at once."""
+    """Runs `func(*args, **kwargs)` on worker `to`, and returns a future at once.
+
+    Args:
+        to: The name, the rank or the `WorkerInfo` of the worker; may be this worker.
+        func: A Python function that the worker can import, a builtin operator such as `torch.add`, or a script
+            function.
+        args: The positional arguments; None for none.
+        kwargs: The keyword arguments; None for none.
+        timeout: Seconds until the future fails; 0 for no timeout. By default the timeout of `init_rpc`'s options.
+
+    Returns:
+        A `torch.futures.Future`. Its `wait()` returns the result, or raises what `rpc_sync` raises.
+
+    Raises:
+        RuntimeError: The worker does not exist, or this process is not a worker.
+        TypeError: `func` is not callable.
+
+    Example:
+        future = rpc.rpc_async("worker1", torch.add, args=(torch.ones(2), 3))
+        print(future.wait())
+    """
     future = _invoke_rpc(to, func, RPCExecMode.ASYNC, args, kwargs, timeout)
-    return noted(RpcFuture(future) if isinstance(future, Future) else future)
+    return track_future(RpcFuture(future) if isinstance(future, _OwnFuture) else future)
 
 
 def _invoke_rpc(
@@ -186,16 +288,19 @@ def _invoke_rpc(
     kwargs: Mapping[str, Any] | None = None,
     rpc_timeout: float = UNSET_RPC_TIMEOUT,
 ) -> Any:
-    """A future of farcall's, or, if something that rides along wants it so, of torch's."""
+    """Makes a call and returns its future: farcall's own for a plain call, possibly torch's if interceptors are active.
+
+    Raises what `rpc_async` raises. If the worker cannot be reached, the future fails instead.
+    """
     if not callable(func):
         raise TypeError("function should be callable.")
     agent: Any = _farcall.current_agent()
     unattended = rpc_type is not RPCExecMode.SYNC
     info = as_torch(agent.get_worker_info(to)) if type(to) is str else _to_worker_info(to, agent)
-    callee, args, kwargs = callee_of(func, args, kwargs, _default_pickler)
+    callee, args, kwargs = make_call(func, args, kwargs, _default_pickler)
     try:
         if not rides_along(agent, info):
-            known = to if type(to) is str else info  # whose hash is there already
+            known = to if type(to) is str else info  # a str caches its hash
             return agent.call(known, callee, args or None, kwargs or None, rpc_timeout, unattended)
         short = call_shortly(agent, info, callee, args or (), kwargs or {}, rpc_timeout, unattended)
         if short is not None:
@@ -208,8 +313,11 @@ def _invoke_rpc(
         for trip in trips.values():
             future = trip.awaited(future)
         return future
-    except (RpcTimeoutError, WorkerLost) as error:  # there is no way to that worker: torch says so when one waits
-        return failed_with(error)
+    except (
+        RpcTimeoutError,
+        WorkerLost,
+    ) as error:  # the worker cannot be reached; torch's futures report that in wait()
+        return failed_future(error)
 
 
 def remote(
@@ -218,17 +326,34 @@ def remote(
     args: Sequence[Any] | None = None,
     kwargs: Mapping[str, Any] | None = None,
     timeout: float = UNSET_RPC_TIMEOUT,
-) -> RRef[Any]:
-    """Has worker `to` run `func(*args, **kwargs)` and keep the result; gives a reference to it at once.
+) -> PyRRef[Any]:
+    """Runs `func(*args, **kwargs)` on worker `to`, which keeps the result, and returns a reference to it at once.
 
-    With a `timeout`, fetching the value fails if the function is not through by then.
+    Args:
+        to: The name, the rank or the `WorkerInfo` of the worker that owns the result; may be this worker.
+        func: A Python function that the worker can import, a class, a builtin operator, or a script function.
+        args: The positional arguments; None for none.
+        kwargs: The keyword arguments; None for none.
+        timeout: Seconds after which fetching the value fails if the function has not returned; 0 for no timeout. By
+            default there is none.
+
+    Returns:
+        The reference. `to_here()` fetches the value, or raises what the function raised.
+
+    Raises:
+        RuntimeError: The worker does not exist, or this process is not a worker.
+        TypeError: `func` is not callable.
+
+    Example:
+        rref = rpc.remote("worker1", torch.add, args=(torch.ones(2), 3))
+        print(rref.to_here())
     """
     if not callable(func):
         raise TypeError("function should be callable.")
     agent: Any = _farcall.current_agent()
     info = to if isinstance(to, WorkerInfo) else _to_worker_info(to, agent)
-    callee, args, kwargs = callee_of(func, args, kwargs, _default_pickler)
-    rref: RRef[Any] = _new_rref(RRef)
+    callee, args, kwargs = make_call(func, args, kwargs, _default_pickler)
+    rref: PyRRef[Any] = _new_rref(PyRRef)
     rref._label = labels.next(2)
     trips: dict[str, Trip] = {}
     if not rides_along(agent, info):
@@ -246,158 +371,296 @@ def remote(
 
 
 def _rref_typeof_on_owner(rref: PyRRef[Any], blocking: bool = True) -> Any:
-    """The type of a value that is here; with `blocking=False` a future of it."""
+    """Returns the type of a value that this worker owns; with `blocking=False`, a future of it.
+
+    Raises what the function raised that should have created the value.
+    """
     kind = type(rref.local_value())
-    return kind if blocking else settled(kind)
+    return kind if blocking else completed_future(kind)
 
 
 def _rref_typeof_on_user(rref: PyRRef[Any], timeout: float = UNSET_RPC_TIMEOUT, blocking: bool = True) -> Any:
-    """The type of a value that another worker has; with `blocking=False` a future of it."""
+    """Returns the type of a value that another worker owns; with `blocking=False`, a future of it.
+
+    Raises what `rpc_sync` raises, with this timeout in seconds.
+    """
     future = rpc_async(rref.owner(), _rref_typeof_on_owner, args=(rref,), timeout=timeout)
     return future.wait() if blocking else future
 
 
-# All together
+def _enable_rpc_profiler(
+    should_profile: bool,
+    qualified_name: str | None,
+    func: Callable[..., Any],
+    rpc_type: RPCExecMode,
+    dst_worker_info: WorkerInfo,
+) -> contextlib.AbstractContextManager[Any]:
+    """Returns a context manager that records a call in torch's profiler, for programs that make calls in their own way.
+
+    The next call of this thread uses the name of the record. Calls by `rpc_sync`, `rpc_async` and `remote` do not need
+    it.
+
+    Args:
+        should_profile: What `_get_should_profile` returned. If False, the context manager does nothing.
+        qualified_name: The name of a builtin operator; None for any other function.
+        func: The function that is called.
+        rpc_type: How it is called.
+        dst_worker_info: The worker that runs it.
+    """
+    if not should_profile:
+        return contextlib.nullcontext()
+    name = profiled_name(func) if qualified_name is None else qualified_name
+    key = _build_rpc_profiling_key(rpc_type, name, get_worker_info().name, dst_worker_info.name)
+    RemoteProfilerManager.set_current_profiling_key(key)
+    record: contextlib.AbstractContextManager[Any] = torch.autograd.profiler.record_function(key)
+    return record
 
 
-class _Gathering:
-    """One gathering at one worker."""
+# torch's module has these names because a loop at its end documents the methods of `RRef`. Some programs import them.
+
+
+def method_factory(method_name: str, docstring: str | None) -> Callable[..., Any]:
+    """Returns a method for `RRef` that calls a method of `PyRRef`.
+
+    Args:
+        method_name: The name of the method of `PyRRef`.
+        docstring: The docstring of the new method.
+    """
+
+    def method(self: RRef[Any], *args: Any, **kwargs: Any) -> Any:
+        return getattr(super(RRef, self), method_name)(*args, **kwargs)
+
+    method.__doc__ = docstring
+    return method
+
+
+method_name = "to_here"
+method = PyRRef.to_here
+docstring = method.__doc__
+new_method = method_factory(method_name, docstring)
+
+
+# -- collectives
+
+
+class _ProceedSignal(threading.Event):
+    """An event for serving threads: while one waits for it, another thread takes its place in the executor."""
+
+    def wait(self, timeout: float | None = None) -> bool:
+        """Waits until the event is set, or for `timeout` seconds (None: without limit). Returns whether it is set."""
+        if self.is_set():
+            return True
+        with asleep():
+            return super().wait(timeout)
+
+
+class AllGatherStates:
+    """The state of one `_all_gather` in one worker: what has arrived so far, and the signal that everything has.
+
+    Programs that gather over groups of their own create these themselves, and call functions of their own by RPC.
+    """
 
     def __init__(self) -> None:
-        self.objects: dict[str, Any] = {}
-        self.proceed: Future[dict[str, Any]] = Future()
+        self.gathered_objects: dict[str, Any] = {}
+        """The objects by worker name.
+
+        In the leader what has arrived; in the others empty until the leader sends everything.
+        """
+        self.proceed_signal: threading.Event = _ProceedSignal()
+        """Set when `gathered_objects` is complete."""
+        self._has_left = threading.Event()
+        """Set when this worker's thread is about to return from `_all_gather`."""
 
 
-class _Gatherings:
-    """Those of this process, by what tells them apart: of whom, and the how many of those."""
-
-    def __init__(self) -> None:
-        self.lock = threading.RLock()
-        self.numbers: dict[tuple[str, ...], int] = {}
-        self.running: dict[tuple[tuple[str, ...], int], _Gathering] = {}
-
-    def begin(self) -> None:
-        """With a new agent: nothing has been gathered yet."""
-        self.lock = threading.RLock()  # in a forked child, a thread of the parent may have held the old one
-        self.numbers.clear()
-        self.running.clear()
-
-    def enter(self, names: tuple[str, ...]) -> tuple[Any, _Gathering]:
-        """This worker comes to the next one of those: by what others know it, and itself. `leave` it at the end."""
-        with self.lock:
-            sequence_id = names, self.numbers.get(names, 0)
-            gathering = self.running.setdefault(sequence_id, _Gathering())
-            self.numbers[names] = sequence_id[1] + 1
-        return sequence_id, gathering
-
-    def find(self, sequence_id: Any) -> _Gathering | None:
-        """One that this worker is in, or has still to come to. None if it has left it."""
-        names, number = sequence_id
-        with self.lock:
-            if number < self.numbers.get(names, 0):
-                return self.running.get(sequence_id)
-            return self.running.setdefault(sequence_id, _Gathering())
-
-    def leave(self, sequence_id: Any) -> None:
-        with self.lock:
-            del self.running[sequence_id]
+_ALL_WORKER_NAMES: set[str] = set()
+"""The names of all workers, set when the agent starts. In a fixed group `_all_gather` waits for them."""
+_all_gather_dict_lock = threading.RLock()
+"""Held while one of the next two is read or changed."""
+_all_gather_sequence_id: dict[str, int] = {}
+"""How often this worker has gathered with each set of workers. Keys are their sorted names, separated by commas."""
+_all_gather_sequence_id_to_states: collections.defaultdict[str, AllGatherStates] = collections.defaultdict(
+    AllGatherStates
+)
+"""The gatherings in progress, by sequence ID: a key of `_all_gather_sequence_id`, `#`, and the number."""
 
 
-_gatherings: Final = _Gatherings()
+def _reset_gatherings() -> None:
+    """Forgets all gatherings, for a new agent: they belong to an earlier agent, or to the parent process."""
+    global _all_gather_dict_lock
+    _all_gather_dict_lock = threading.RLock()  # in a forked child a thread of the parent may hold the old lock for ever
+    _all_gather_sequence_id.clear()
+    _all_gather_sequence_id_to_states.clear()
+
+
+def _enter_gathering(names: Collection[str]) -> tuple[str, AllGatherStates]:
+    """Returns the next sequence ID for these workers, and its states.
+
+    The caller removes the states when it has finished.
+    """
+    key = ",".join(sorted(names))
+    with _all_gather_dict_lock:
+        number = _all_gather_sequence_id.get(key, 0)
+        _all_gather_sequence_id[key] = number + 1
+        sequence_id = f"{key}#{number}"
+        return sequence_id, _all_gather_sequence_id_to_states[sequence_id]
+
+
+def _find_gathering(sequence_id: Any) -> AllGatherStates | None:
+    """Returns the states of a gathering, and creates them if this worker has not entered it yet.
+
+    Returns None if this worker has already left the gathering.
+    """
+    key, _, number = sequence_id.rpartition("#") if isinstance(sequence_id, str) else (sequence_id, "", "")
+    with _all_gather_dict_lock:
+        has_entered = number.isdecimal() and int(number) < _all_gather_sequence_id.get(key, 0)
+        if has_entered and sequence_id not in _all_gather_sequence_id_to_states:
+            return None
+        return _all_gather_sequence_id_to_states[sequence_id]
 
 
 @may_be_called
 def _gather_to_leader(
     sequence_id: Any, worker_name: str, obj: Any, worker_names: Collection[str] | None = None
 ) -> None:
-    """At the leader: a worker has come. All workers of the group have to, by default.
+    """Called remotely on the leader: takes the object of a worker that has entered a gathering.
 
-    Raises `RuntimeError` if the leader has given up waiting for it.
+    Args:
+        sequence_id: The gathering.
+        worker_name: The worker that has entered.
+        obj: Its object.
+        worker_names: The workers that take part; None or empty for all.
+
+    Raises:
+        AssertionError: The worker is not one of all workers, or has entered before.
+        RuntimeError: The leader has stopped waiting.
+        TypeError: `worker_names` is not a collection of names.
     """
-    if worker_names is None:
-        worker_names = [info.name for info in _get_current_rpc_agent().get_worker_infos()]
-    gathering = _gatherings.find(sequence_id)
-    if gathering is None:
-        raise RuntimeError(f"{worker_name} came too late to _all_gather: its leader has given up waiting for everybody")
-    with _gatherings.lock:
-        if worker_name in gathering.objects:
-            raise RuntimeError(f"{worker_name} reported intent sequence id {sequence_id} twice.")
-        gathering.objects[worker_name] = obj
-        is_complete = set(worker_names) == gathering.objects.keys()
-    if is_complete:
-        gathering.proceed.set_result(gathering.objects)
+    # Another worker could send a huge `range`, which would take for ever to walk through.
+    if type(worker_names) not in (set, frozenset, list, tuple, type(None)):
+        raise TypeError(f"a {type(worker_names).__name__} came from another worker in place of the names of workers")
+    if not worker_names:
+        worker_names = _ALL_WORKER_NAMES
+        if worker_name not in worker_names:
+            raise AssertionError(f"{worker_name} is not expected by leader.")
+    with _all_gather_dict_lock:
+        states = _find_gathering(sequence_id)
+        if states is None:
+            raise RuntimeError(
+                f"{worker_name} came too late to _all_gather: its leader has stopped waiting for the workers"
+            )
+        if worker_name in states.gathered_objects:
+            raise AssertionError(f"{worker_name} reported intent sequence id {sequence_id} twice. ")
+        states.gathered_objects[worker_name] = obj
+        if set(worker_names) == states.gathered_objects.keys():
+            states.proceed_signal.set()
 
 
 @may_be_called
 def _broadcast_to_followers(sequence_id: Any, objects_map: dict[str, Any]) -> None:
-    """At everybody else: all have come."""
-    gathering = _gatherings.find(sequence_id)
-    if gathering is not None:  # else this worker has given up
-        gathering.proceed.set_result(objects_map)
+    """Called remotely on the other workers: takes the objects of all.
+
+    Does nothing if this worker has stopped waiting. Raises `AssertionError` if it is called twice for one gathering.
+    """
+    states = _find_gathering(sequence_id)
+    if states is None:  # this worker has stopped waiting
+        return
+    if states.proceed_signal.is_set():
+        raise AssertionError(f"Termination signal sequence id {sequence_id} got set twice.")
+    states.gathered_objects = objects_map
+    states.proceed_signal.set()
+    # The leader returns when it has the reply, and often calls this worker at once, for something that the program here
+    # registers after its own `_all_gather`. So the waiting thread must go first. Without this wait, the current thread
+    # would keep the GIL, answer the leader, and run the leader's next call before that.
+    states._has_left.wait(_CHECK_INTERVAL_S)
 
 
 @_require_initialized
 def _all_gather(
     obj: Any, worker_names: Collection[str] | None = None, timeout: float = UNSET_RPC_TIMEOUT
 ) -> dict[str, Any]:
-    """What each of these workers (all by default) has given to it, by name, when all of them have called it.
+    """Waits until each of these workers has called it, and returns the objects that they gave, by worker name.
 
-    The first by name leads: the others bring it what they have, and it tells them what all brought. `timeout` limits
-    these calls, and the waiting if it is given. Raises `RuntimeError` if they take longer, or a worker is lost;
-    `UsageError`, one too, if this worker is none of them.
+    The worker whose name sorts first is the leader: the others send it their objects, and it sends everything to them.
+    It returns last, so it finds the others past their `_all_gather`.
+
+    Args:
+        obj: The object of this worker; anything that can be sent in a call.
+        worker_names: The workers that take part; None or empty for all.
+        timeout: Seconds for each of these calls, and for waiting. By default calls have their usual timeout, and
+            waiting has none.
+
+    Raises:
+        RuntimeError: A worker was lost or did not come in time (`WorkerLost`, `RpcTimeoutError`), or this worker is not
+            one of `worker_names` (`UsageError`).
     """
     agent = _get_current_rpc_agent()
-    names = set(worker_names) if worker_names else _all_names(agent)
+    names = set(worker_names or (_ALL_WORKER_NAMES if _is_static(agent) else _all_names(agent)))
     leader, me = min(names), agent.get_worker_info().name
     if me not in names:
-        raise UsageError(f"{me} is not expected by leader {leader!r} of _all_gather: it is none of {sorted(names)}")
+        raise UsageError(f"{me} is not expected by leader {leader!r} of _all_gather: it is not one of {sorted(names)}")
     rpc_timeout = get_rpc_timeout() if timeout == UNSET_RPC_TIMEOUT else timeout
     limit = 0.0 if timeout == UNSET_RPC_TIMEOUT else timeout
-    sequence_id, gathering = _gatherings.enter(tuple(sorted(names)))
+    sequence_id, states = _enter_gathering(names)
     try:
         if leader == me:
             _gather_to_leader(sequence_id, me, obj, names)
         else:
             rpc_sync(leader, _gather_to_leader, args=(sequence_id, me, obj, names), timeout=rpc_timeout)
-        objects = _wait_for(agent, gathering, names, limit)
+        _wait_for_workers(agent, states, names, limit)
         if leader == me:
-            _tell_followers(sequence_id, sorted(names - {me}), objects, rpc_timeout)
-        return objects
+            _send_to_followers(sequence_id, sorted(names - {me}), states.gathered_objects, rpc_timeout)
+        return states.gathered_objects
     finally:
-        _gatherings.leave(sequence_id)
+        with _all_gather_dict_lock:
+            del _all_gather_sequence_id_to_states[sequence_id]
+        states._has_left.set()
+
+
+def _is_static(agent: Any) -> bool:
+    """Returns True if no worker can join or leave the agent's group; also for an agent that does not say."""
+    return bool(getattr(agent, "is_static_group", True))
 
 
 def _all_names(agent: Any) -> set[str]:
-    """Of a fixed group those who are lost, too: else workers who do not know of it yet would wait for others."""
-    if isinstance(agent, Agent) and getattr(agent, "is_static_group", True):
+    """Returns the names of all workers. In a fixed group lost workers are included.
+
+    Without them, workers that do not know of a loss yet would wait for other names than this one.
+    """
+    if isinstance(agent, Agent) and _is_static(agent):
         return {info.name for info, _ in agent.everybody()}
     return {info.name for info in agent.get_worker_infos()}
 
 
-def _wait_for(agent: Any, gathering: _Gathering, names: set[str], limit: float) -> dict[str, Any]:
-    """Looks up now and then: who is lost never comes, and the agent may be closed meanwhile."""
+def _wait_for_workers(agent: Any, states: AllGatherStates, names: set[str], limit: float) -> None:
+    """Waits until a gathering is complete, for `limit` seconds (0: without limit).
+
+    Raises `RpcTimeoutError` at the limit, `WorkerLost` if a worker was lost, and the agent's error if it was closed.
+    """
     deadline = monotonic() + limit if limit else FOREVER
-    while not gathering.proceed.block(min(deadline, monotonic() + _GLANCE)):
-        missing = sorted(names - gathering.objects.keys())
+    while not states.proceed_signal.wait(max(0.0, min(deadline - monotonic(), _CHECK_INTERVAL_S))):
+        missing = sorted(names - states.gathered_objects.keys())
         if monotonic() >= deadline:
             raise RpcTimeoutError(
-                f"Followers {missing} timed out in _all_gather after {limit:.2f} seconds: they did not come"
+                f"Followers {missing} timed out in _all_gather after {limit:.2f} seconds: they did not call it"
             )
         if agent.closed is not None:
             raise agent.closed
         there = {info.name for info in agent.get_worker_infos()}
-        if gone := sorted(names - there):  # some of whom have gone because of others, perhaps
+        if gone := sorted(names - there):  # blame the lost ones: others may have left because of them
             lost = [name for name in gone if name in getattr(agent, "lost", list)()] or gone
-            raise WorkerLost(f"workers {lost} were lost before everybody had come to _all_gather", lost[0])
-    return gathering.proceed.value()
+            raise WorkerLost(f"workers {lost} were lost before all workers had called _all_gather", lost[0])
 
 
-def _tell_followers(sequence_id: Any, followers: Sequence[str], objects: dict[str, Any], rpc_timeout: float) -> None:
+def _send_to_followers(sequence_id: Any, followers: Sequence[str], objects: dict[str, Any], rpc_timeout: float) -> None:
+    """Sends the gathered objects to all other workers, and waits for their replies.
+
+    Raises `WorkerLost` if the only failures are lost workers, and `RpcTimeoutError` for any other failure.
+    """
     told, errors = {}, {}
     for name in followers:
         try:
             told[name] = rpc_async(name, _broadcast_to_followers, args=(sequence_id, objects), timeout=rpc_timeout)
-        except RuntimeError as error:  # the others are told all the same
+        except RuntimeError as error:  # go on: the other followers must be told
             errors[name] = error
     for name, future in told.items():
         try:
@@ -407,7 +670,7 @@ def _tell_followers(sequence_id: Any, followers: Sequence[str], objects: dict[st
     lost = [name for name, error in errors.items() if isinstance(error, WorkerLost)]
     if errors and len(lost) == len(errors):
         reason = next(iter(errors.values()))
-        # With torch's words, for programs that look for them.
+        # Contains torch's "timed out in _all_gather", for programs that look for these words.
         raise WorkerLost(f"Followers {lost} were lost, which is as if they timed out in _all_gather: {reason}", lost[0])
     if errors:
         raise RpcTimeoutError(
@@ -418,7 +681,7 @@ def _tell_followers(sequence_id: Any, followers: Sequence[str], objects: dict[st
 
 @_require_initialized
 def _barrier(worker_names: Collection[str]) -> None:
-    """Returns when all these workers have called it. What goes wrong is logged, as torch does."""
+    """Returns when all these workers have called it. Errors are logged and not raised, as in torch."""
     try:
         _all_gather(None, set(worker_names))
     except RuntimeError:
@@ -426,11 +689,18 @@ def _barrier(worker_names: Collection[str]) -> None:
 
 
 @_require_initialized
-def _wait_all_workers(timeout: float = 0) -> None:
-    """Returns when all workers have called it. Raises `RuntimeError` if that takes longer; 0 is without limit."""
+def _wait_all_workers(timeout: float = DEFAULT_SHUTDOWN_TIMEOUT) -> None:
+    """Returns when all workers have called it.
+
+    Args:
+        timeout: Seconds to wait; 0 for no limit.
+
+    Raises:
+        RuntimeError: A worker was lost, or did not come in time.
+    """
     try:
         _all_gather(None, timeout=timeout)
-    except WorkerLost:  # nobody was late; what those who are left have called here ends first
+    except WorkerLost:  # no worker was late. Let the calls of the remaining workers end before this one shuts down.
         if isinstance(agent := _get_current_rpc_agent(), Agent):
             finish_what_has_begun(agent, deadline_of(timeout))
         raise
@@ -439,46 +709,60 @@ def _wait_all_workers(timeout: float = 0) -> None:
         raise
 
 
-# The end
+# -- shutdown
 
 
 def _delete_all_user_and_unforked_owner_rrefs(timeout: timedelta | float = UNSET_RPC_TIMEOUT) -> None:
-    """Gives up all handles of references that others own; using one raises from now on."""
+    """Drops all references to values of other workers. Using one of them raises from now on. `timeout` is ignored."""
     _farcall._delete_all_user_and_unforked_owner_rrefs()
 
 
 def _destroy_rref_context(ignore_rref_leak: bool) -> None:
-    """Lets go of all references. Raises `RuntimeError` if others still hold some, unless that is to be ignored.
+    """Drops all references and all values that others refer to.
 
-    What only this worker itself has is no leak: torch lets go of that at the end, too.
+    Values that only this worker itself refers to are no leak, as in torch.
+
+    Args:
+        ignore_rref_leak: If False, raises if other workers still held references.
+
+    Raises:
+        RuntimeError: Other workers still held references to values of this worker ("Leaking RRef").
     """
-    book = _farcall.current_book()
-    left = getattr(_get_current_rpc_agent(), "left", None) or book.inventory()
-    book.forget("the references of this worker were destroyed")
+    store = _farcall.current_reference_store()
+    left = getattr(_get_current_rpc_agent(), "left", None) or store.inventory()
+    store.forget("the references of this worker were destroyed")
     if not ignore_rref_leak and any(owned.holders for owned in left.owned):
         raise RuntimeError(f"Leaking RRef: worker {get_worker_info().name!r} {left}")
 
 
 def _cleanup_python_rpc_handler() -> None:
-    """Nothing: what torch cleans up here does not exist."""
+    """Does nothing: farcall has no such handler. Programs for torch may call it."""
 
 
 @_require_initialized
-def shutdown(graceful: bool = True, timeout: float = 0) -> None:
-    """Takes this worker down. Graceful: waits first until all workers have called it and all calls have ended.
+def shutdown(graceful: bool = True, timeout: float = DEFAULT_SHUTDOWN_TIMEOUT) -> None:
+    """Takes this worker out of the group, and frees everything that belongs to it.
 
-    Raises what went wrong while waiting; everything is freed here all the same. `UsageError` if a function that runs
-    here for others calls it gracefully.
+    Args:
+        graceful: If True, first waits until all workers have called `shutdown` and all calls have ended. If False,
+            leaves at once; calls of other workers to this one fail.
+        timeout: Seconds to wait for the others; 0 for no limit.
+
+    Raises:
+        RuntimeError: A worker was lost or did not come in time, or this process is not a worker. Everything is freed
+            all the same.
+        UsageError: A function that runs here for another worker asked for a graceful shutdown, which would wait for
+            that function itself. Nothing has happened then.
     """
     if graceful and on_serving_thread():
         raise UsageError(
-            "a graceful shutdown waits for all functions that run here for others, so it cannot be called by one of "
-            "them; call it where init_rpc was called, or use shutdown(graceful=False)"
+            "a graceful shutdown waits for all functions that run here for other workers, so such a function cannot "
+            "call it; call it where init_rpc was called, or use shutdown(graceful=False)"
         )
     try:
         if graceful:
             agent = _get_current_rpc_agent()
-            if getattr(agent, "is_static_group", True):
+            if _is_static(agent):
                 _wait_all_workers(timeout)
                 _delete_all_user_and_unforked_owner_rrefs()
             agent.join(shutdown=True, timeout=timeout)
@@ -487,6 +771,7 @@ def shutdown(graceful: bool = True, timeout: float = 0) -> None:
 
 
 def _finalize_shutdown() -> None:
+    """Drops all references, closes the agent, and forgets it. Every step is done even if an earlier one raises."""
     try:
         _destroy_rref_context(_ignore_rref_leak)
     finally:
@@ -498,3 +783,12 @@ def _finalize_shutdown() -> None:
                 autograd.close()
             finally:
                 _reset_current_rpc_agent()
+
+
+# torch's module has these names as well. At the end, because `native` imports this module.
+from farcall.pytorch.native import _invoke_remote_builtin as _invoke_remote_builtin  # noqa: E402
+from farcall.pytorch.native import _invoke_remote_python_udf as _invoke_remote_python_udf  # noqa: E402
+from farcall.pytorch.native import _invoke_remote_torchscript as _invoke_remote_torchscript  # noqa: E402
+from farcall.pytorch.native import _invoke_rpc_builtin as _invoke_rpc_builtin  # noqa: E402
+from farcall.pytorch.native import _invoke_rpc_python_udf as _invoke_rpc_python_udf  # noqa: E402
+from farcall.pytorch.native import _invoke_rpc_torchscript as _invoke_rpc_torchscript  # noqa: E402

@@ -1,39 +1,78 @@
-"""Backends by name, as torch has them: `TENSORPIPE` is farcall's own agent, `FAULTY_TENSORPIPE` the one for tests.
+"""Backends by name, as in torch: `TENSORPIPE` is farcall's own agent, `FAULTY_TENSORPIPE` the one for tests.
 
-As in torch, `BackendType` is an enumeration that is made anew with each backend that is registered, so who has imported
-it before does not see the new one. How the maps of devices are exchanged and checked is in `device_maps`.
+As in torch, `BackendType` is an enumeration that is replaced whenever a backend is registered, so code that has
+imported it earlier does not see the new backend.
+
+The second half is about device maps between all workers. They are exchanged and checked when an agent starts, by
+functions with torch's names. A map says, for one callee, on which of its devices a tensor arrives that is on one of
+ours. Replies use the reverse of the caller's map. `devices` moves the tensors.
+
+Rules
+- These functions return and raise what torch's return and raise, because backends of other projects may call them.
+- The workers of a fixed group exchange their maps through the store, as plain text, because workers have not proved who
+  they are to a store. `_tensorpipe_exchange_and_check_all_device_maps` also accepts a process group, as torch's does.
+- In an open group a worker that joins asks the others for their maps, and sends them its own. A map may name workers
+  that have not joined yet.
+- torch rejects the device `meta`. Here it is allowed in maps, and counts as the CPU where maps are checked.
 """
 
 from __future__ import annotations
 
 import enum
-from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+import json
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from contextlib import suppress
+from typing import Any, Final, NamedTuple, TypeAlias
 
 import torch
 import torch.distributed as dist
 
-from farcall.pytorch import api, device_maps, devices, plain_tensors
+from farcall.errors import UnknownWorkerError, WorkerLost
+from farcall.pytorch import api, devices, restricted_tensors
 from farcall.pytorch import constants as rpc_constants
+from farcall.pytorch._utils import _group_membership_management, _update_group_membership
 from farcall.pytorch.agent import TensorPipeAgent
-from farcall.pytorch.options import TensorPipeRpcBackendOptions
+from farcall.pytorch.allow_list import check_kinds, may_be_called
+from farcall.pytorch.options import DeviceMap, TensorPipeRpcBackendOptions
+from farcall.pytorch.worker_info import WorkerInfo
+from farcall.serialization import register_plain
+
+__all__ = [
+    "BackendType",
+    "BackendValue",
+    "_group_membership_management",
+    "_update_group_membership",
+    "backend_registered",
+    "construct_rpc_backend_options",
+    "init_backend",
+    "register_backend",
+]
+
+DeviceMaps: TypeAlias = Mapping[str, DeviceMap]
+"""The device maps of one worker, by the name of the callee."""
+DeviceInfos: TypeAlias = tuple[int, DeviceMaps, Sequence[torch.device]]
+"""What a worker tells the others: the number of its GPUs, its device maps, and the devices that calls may use on it."""
+
+_CPU: Final = torch.device("cpu")
 
 
 class BackendValue(NamedTuple):
-    """What a backend does."""
+    """The two functions of a backend: one returns its options, the other its agent."""
 
     construct_rpc_backend_options_handler: Callable[..., Any]
     init_backend_handler: Callable[..., Any]
 
 
 def _backend_types(backends: dict[str, BackendValue]) -> Any:
-    made = enum.Enum("BackendType", backends)  # type: ignore[misc]  # made of what is registered
-    setattr(made, "__repr__", _backend_type_repr)  # noqa: B010 (a method of what is made here)
+    """Returns a new enumeration with one member for each of these backends; without members if there are none."""
+    made = enum.Enum("BackendType", backends)  # type: ignore[misc]  # its members are known at run time only
+    setattr(made, "__repr__", _backend_type_repr)  # noqa: B010 (mypy does not allow an assignment)
     made.__doc__ = _backend_type_doc
     return made
 
 
 def _backend_type_repr(self: enum.Enum) -> str:
+    """Returns the text of a member, for example `BackendType.TENSORPIPE`."""
     return f"BackendType.{self.name}"
 
 
@@ -41,10 +80,11 @@ _backend_type_doc = "The backends that are registered, by name."
 
 
 BackendType: Any = _backend_types({})
+"""The registered backends, as an enumeration."""
 
 
 def backend_registered(backend_name: str) -> bool:
-    """Whether there is a backend of that name."""
+    """Returns True if there is a backend of this name."""
     return backend_name in BackendType.__members__
 
 
@@ -53,7 +93,17 @@ def register_backend(
     construct_rpc_backend_options_handler: Callable[..., Any],
     init_backend_handler: Callable[..., Any],
 ) -> Any:
-    """Makes a backend known; its member of the new `BackendType`. Raises `RuntimeError` if the name is taken."""
+    """Registers a backend, and returns its member of the new `BackendType`.
+
+    Args:
+        backend_name: The name.
+        construct_rpc_backend_options_handler: Returns options, given `rpc_timeout`, `init_method` and further keywords.
+        init_backend_handler: Returns a started agent, given `store`, `name`, `rank`, `world_size` and
+            `rpc_backend_options`.
+
+    Raises:
+        RuntimeError: The name is taken.
+    """
     global BackendType
     if backend_registered(backend_name):
         raise RuntimeError(f"RPC backend {backend_name}: already registered")
@@ -70,12 +120,25 @@ def construct_rpc_backend_options(
     init_method: str = rpc_constants.DEFAULT_INIT_METHOD,
     **kwargs: Any,
 ) -> Any:
-    """Options for that backend. Raises what its handler raises."""
+    """Returns options for a backend.
+
+    Args:
+        backend: A member of `BackendType`.
+        rpc_timeout: The default timeout of calls in seconds.
+        init_method: The rendezvous URL.
+        **kwargs: Further options of the backend. Its handler raises if it does not know one.
+    """
     return backend.value.construct_rpc_backend_options_handler(rpc_timeout, init_method, **kwargs)
 
 
 def init_backend(backend: Any, *args: Any, **kwargs: Any) -> Any:
-    """A new agent of that backend. Raises what its handler raises."""
+    """Returns a new agent of a backend.
+
+    Args:
+        backend: A member of `BackendType`.
+        *args: Passed to the handler of the backend.
+        **kwargs: Passed to the handler of the backend, which raises if the agent cannot be started.
+    """
     return backend.value.init_backend_handler(*args, **kwargs)
 
 
@@ -87,6 +150,7 @@ def _tensorpipe_construct_rpc_backend_options_handler(
     _channels: Sequence[str] | None = None,
     **kwargs: Any,
 ) -> TensorPipeRpcBackendOptions:
+    """Returns the options of the default backend. Raises what `TensorPipeRpcBackendOptions` raises."""
     return TensorPipeRpcBackendOptions(
         rpc_timeout=rpc_timeout,
         init_method=init_method,
@@ -100,6 +164,10 @@ def _tensorpipe_construct_rpc_backend_options_handler(
 def _tensorpipe_init_backend_handler(
     store: Any, name: str, rank: int, world_size: int | None, rpc_backend_options: Any
 ) -> TensorPipeAgent:
+    """Returns an agent of the default backend, which has started and has exchanged its device maps.
+
+    Raises `TypeError` if the store or the options have the wrong type, and `ValueError` if a device map is invalid.
+    """
     if not isinstance(store, dist.Store):
         raise TypeError(f"`store` must be a c10d::Store. {store}")
     if not isinstance(rpc_backend_options, TensorPipeRpcBackendOptions):
@@ -107,7 +175,12 @@ def _tensorpipe_init_backend_handler(
     agent = TensorPipeAgent(store, name, rank, world_size, rpc_backend_options, {}, [])
     api._init_rpc_states(agent)
     try:
-        device_maps.exchange(agent)
+        if agent.is_static_group:
+            agent.reverse_device_maps, agent.used_devices = _tensorpipe_exchange_and_check_all_device_maps(
+                name, *_device_infos_of(agent), agent
+            )
+        else:
+            _set_devices_and_reverse_device_map(agent)
         if torch.cuda.is_available() and agent.used_devices:
             torch.cuda.init()
     except BaseException:
@@ -117,6 +190,258 @@ def _tensorpipe_init_backend_handler(
     return agent
 
 
-devices.ride()
-plain_tensors.count_as_plain()
+# -- device maps
+
+
+def _tensorpipe_exchange_and_check_all_device_maps(
+    my_name: str,
+    my_device_count: int,
+    my_device_maps: DeviceMaps,
+    my_devices: Sequence[torch.device],
+    group: Any,
+) -> tuple[dict[str, DeviceMap], list[torch.device]]:
+    """Exchanges device maps with all workers of a fixed group, and checks those of all.
+
+    Args:
+        my_name: The name of this worker.
+        my_device_count: The number of its GPUs.
+        my_device_maps: Its device maps.
+        my_devices: The devices that calls may use on it; empty for those of all maps.
+        group: How the maps are exchanged: this worker's `TensorPipeAgent`, or a process group of torch's.
+
+    Returns:
+        The reverse maps of this worker, by caller, and the devices that calls may use here.
+
+    Raises:
+        ValueError: A worker has invalid maps. All workers raise it.
+    """
+    mine: DeviceInfos = my_device_count, my_device_maps, my_devices
+    if isinstance(group, TensorPipeAgent):
+        everybody = {name: _decode(told) for name, told in group.exchange(_encode(mine)).items()}
+    else:
+        gathered: list[Any] = [None] * group.size()
+        dist.all_gather_object(gathered, (my_name, *mine), group)
+        everybody = {name: infos for name, *infos in gathered}
+    return _check_all(my_name, everybody, is_static_group=True)
+
+
+def _set_devices_and_reverse_device_map(agent: Any) -> None:
+    """In an open group: asks all workers for their device maps, checks them, and sends the others those of this worker.
+
+    Raises:
+        ValueError: A worker has invalid maps.
+    """
+    me = agent.get_worker_info()
+    mine = _device_infos_of(agent)
+    others = [info for info in agent.get_worker_infos() if info != me]
+    everybody = {me.name: mine, **_ask(others, _get_device_infos, ())}
+    reverse, used = _check_all(me.name, everybody, is_static_group=False)
+    agent._update_group_membership(me, used, reverse, True)
+    _ask(others, _worker_has_joined, (me, mine))
+
+
+def _check_all(
+    my_name: str, everybody: Mapping[str, DeviceInfos], is_static_group: bool
+) -> tuple[dict[str, DeviceMap], list[torch.device]]:
+    """Checks the device maps of all workers, and returns the reverse maps and the devices of this one.
+
+    Raises `ValueError` if a worker has invalid maps.
+    """
+    names = list(everybody)
+    checked = {name: _with_meta_as_cpu(maps) for name, (_, maps, _) in everybody.items()}
+    named = {name: devices for name, (_, _, devices) in everybody.items()}
+    counts = {name: count for name, (count, _, _) in everybody.items()}
+    _validate_device_maps(names, counts, checked, named, is_static_group)
+    reverse = _create_reverse_mapping(my_name, names, {name: maps for name, (_, maps, _) in everybody.items()})
+    return reverse, _create_device_list(named[my_name], checked[my_name], _with_meta_as_cpu(reverse))
+
+
+def _with_meta_as_cpu(maps: DeviceMaps) -> DeviceMaps:
+    """Returns the maps with `cpu` in place of `meta`, for functions that know only torch's devices."""
+    if not any(device.type == "meta" for each in maps.values() for pair in each.items() for device in pair):
+        return maps
+
+    def known(device: torch.device) -> torch.device:
+        return _CPU if device.type == "meta" else device
+
+    return {name: {known(ours): known(theirs) for ours, theirs in each.items()} for name, each in maps.items()}
+
+
+def _ask(workers: Iterable[WorkerInfo], function: Callable[..., Any], args: tuple[Any, ...]) -> dict[str, Any]:
+    """Calls a function on these workers, and returns their results by name.
+
+    Workers that have left are not in the result.
+    """
+    answers = {}
+    for worker, future in [(worker, api.rpc_async(worker, function, args)) for worker in workers]:
+        with suppress(WorkerLost, UnknownWorkerError):
+            answers[worker.name] = future.wait()
+    return answers
+
+
+@may_be_called
+def _get_device_infos() -> DeviceInfos:
+    """Called remotely by a worker that joins: returns this worker's GPU count, device maps, and devices."""
+    infos = _device_infos_of(api._get_current_rpc_agent())
+    if torch.cuda.is_available() and infos[2]:
+        torch.cuda.init()  # the worker that joins may send tensors to these devices at once
+    return infos
+
+
+def _device_infos_of(agent: Any) -> DeviceInfos:
+    """Returns the GPU count, device maps and devices of the agent's options."""
+    options = agent._get_backend_options()
+    return torch.cuda.device_count(), options.device_maps, options.devices
+
+
+@may_be_called
+def _worker_has_joined(worker: WorkerInfo, infos: DeviceInfos) -> None:
+    """Called remotely on the workers of an open group: stores the device maps of a worker that has joined.
+
+    Raises `TypeError` if an argument has the wrong type. Any worker may call it, so everything is checked.
+    """
+    check_kinds((worker, WorkerInfo), (infos, tuple))
+    count, maps, devices = infos
+    check_kinds((count, int), (maps, dict), (devices, list), *((device, torch.device) for device in devices))
+    for name, device_map in maps.items():
+        check_kinds((name, str), (device_map, dict))
+        check_kinds(*((device, torch.device) for pair in device_map.items() for device in pair))
+    agent = api._get_current_rpc_agent()
+    mine = agent.get_worker_info().name
+    reverse = _create_reverse_mapping(mine, [worker.name], {worker.name: maps})
+    agent.reverse_device_maps.pop(worker.name, None)  # that of an earlier worker with this name
+    _, my_maps, my_devices = _device_infos_of(agent)
+    all_reverse = _with_meta_as_cpu({**agent.reverse_device_maps, **reverse})
+    used = _create_device_list(my_devices, _with_meta_as_cpu(my_maps), all_reverse)
+    agent._update_group_membership(worker, used, reverse, True)
+
+
+def _device_checked(kind: Any, index: Any = None) -> torch.device:
+    """Returns a device, given untrusted arguments. Raises `TypeError` if they have the wrong type."""
+    check_kinds((kind, str), *([] if index is None else [(index, int)]))
+    return torch.device(kind) if index is None else torch.device(kind, index)
+
+
+def _encode(infos: DeviceInfos) -> bytes:
+    """Returns device infos as JSON, for the store."""
+    count, maps, devices = infos
+    as_text = {name: {str(ours): str(theirs) for ours, theirs in each.items()} for name, each in maps.items()}
+    return json.dumps([count, as_text, [str(device) for device in devices]]).encode()
+
+
+def _decode(told: bytes) -> DeviceInfos:
+    """Returns device infos from JSON. Raises `ValueError` or `RuntimeError` if they are malformed."""
+    count, maps, devices = json.loads(told)
+    device = torch.device
+    return (
+        int(count),
+        {name: {device(ours): device(theirs) for ours, theirs in each.items()} for name, each in maps.items()},
+        [device(each) for each in devices],
+    )
+
+
+def _tensorpipe_validate_devices(devices: Iterable[torch.device], device_count: int) -> bool:
+    """Returns True if a worker with this number of GPUs has all these devices."""
+    return all(
+        device.type == "cpu" or (device.type == "cuda" and 0 <= device.index < device_count) for device in devices
+    )
+
+
+def _validate_device_maps(
+    all_names: Collection[str],
+    all_device_counts: Mapping[str, int],
+    all_device_maps: Mapping[str, DeviceMaps],
+    all_devices: Mapping[str, Sequence[torch.device]],
+    is_static_group: bool = True,
+) -> None:
+    """Checks the device maps of all workers. All mappings are by worker name.
+
+    Args:
+        all_names: The workers.
+        all_device_counts: The number of GPUs of each.
+        all_device_maps: The device maps of each.
+        all_devices: The devices that calls may use on each; empty for any that it has.
+        is_static_group: If True, a map may only name workers in `all_names`.
+
+    Raises:
+        ValueError: A worker has invalid maps or devices.
+    """
+    for node in all_names:
+        named, count = all_devices[node], all_device_counts[node]
+        if len(set(named)) < len(named):
+            raise ValueError(f"Node {node} has duplicated devices\ndevices = {named}")
+        if not _tensorpipe_validate_devices(named, count):
+            raise ValueError(f"Node {node} has devices with invalid indices\ndevices = {named}\ndevice count = {count}")
+    for node in all_names:
+        maps = all_device_maps[node]
+        if is_static_group and not maps.keys() <= set(all_names):
+            raise ValueError(
+                f"Node {node} has invalid target node names in its device maps\ndevice maps = {maps.keys()}\n"
+                f"node names = {all_names}"
+            )
+        for target, device_map in maps.items():
+            told = f"device map for {target}\ndevice map = {device_map}"
+            if len(set(device_map.values())) < len(device_map):
+                raise ValueError(f"Node {node} has duplicated target devices in its {told}")
+            ends: list[tuple[str, Iterable[torch.device], str]] = [
+                ("source", device_map.keys(), node),
+                ("target", device_map.values(), target),
+            ]
+            for end, used, owner in ends:
+                if named := all_devices.get(owner, ()):
+                    if not set(used) <= set(named):
+                        raise ValueError(f"Node {node} has unexpected {end} devices in its {told}\ndevices = {named}")
+                elif owner in all_device_counts and not _tensorpipe_validate_devices(used, all_device_counts[owner]):
+                    raise ValueError(
+                        f"Node {node} has {end} devices with invalid indices in its {told}\n"
+                        f"device count = {all_device_counts[owner]}"
+                    )
+
+
+def _create_reverse_mapping(
+    my_name: str, all_names: Iterable[str], all_device_maps: Mapping[str, DeviceMaps]
+) -> dict[str, DeviceMap]:
+    """Returns, for each worker that has a device map for `my_name`, the map from our devices to its devices.
+
+    Workers without such a map are not in the result.
+    """
+    return {
+        node: {theirs: ours for ours, theirs in all_device_maps[node][my_name].items()}
+        for node in all_names
+        if my_name in all_device_maps[node]
+    }
+
+
+def _create_device_list(
+    my_devices: Sequence[torch.device], my_device_maps: DeviceMaps, reverse_device_maps: DeviceMaps
+) -> list[torch.device]:
+    """Returns the devices that calls may use, sorted by index: `my_devices`, or those of all maps if that is empty."""
+    every_map = [*my_device_maps.values(), *reverse_device_maps.values()]
+    used = my_devices or {device for each in every_map for device in each} - {_CPU}
+    return sorted(used, key=lambda device: device.index)
+
+
+def _init_process_group(store: Any, rank: int, world_size: int) -> Any:
+    """Returns a new process group of torch's (Gloo), whose workers meet at a store. farcall's own agent needs none.
+
+    Args:
+        store: The store.
+        rank: The rank of this worker; -1 accepts any.
+        world_size: The number of workers; -1 accepts any.
+
+    Raises:
+        RuntimeError: The group has another rank or size.
+    """
+    group = dist.ProcessGroupGloo(store, rank, world_size, rpc_constants.DEFAULT_PROCESS_GROUP_TIMEOUT)
+    if rank not in (-1, group.rank()):
+        raise RuntimeError(f"rank argument {rank} doesn't match pg rank {group.rank()}")
+    if world_size not in (-1, group.size()):
+        raise RuntimeError(f"world_size argument {world_size} doesn't match pg size {group.size()}")
+    return group
+
+
+# Workers with an allow-list accept devices, too.
+register_plain(torch.device, _device_checked)
+devices.enable_device_maps()
+restricted_tensors.allow_tensors()
 register_backend("TENSORPIPE", _tensorpipe_construct_rpc_backend_options_handler, _tensorpipe_init_backend_handler)

@@ -1,11 +1,10 @@
-"""What may be called besides Python functions: torch's builtin operators, script functions, and calls that a program
-pickles itself.
+"""Calls of anything but Python functions: torch's builtin operators, script functions, and calls that programs pickle.
 
-Operators and script functions are found by name at the other end, by a function of this module; the name and all
-arguments are the arguments of that.
+An operator or script function cannot be pickled, so it is sent by name. A function of this module (`run_builtin`,
+`run_script`) is called in its place, with the name and all arguments, and finds the operator or script function there.
 
-A script function has to be defined at both ends, under the same name. How many arguments it takes, and which, its
-caller is told before anything is sent, as in torch; what types they have, the callee checks.
+A script function must be defined on both workers under the same name. As in torch, the caller checks the number and the
+names of its arguments before anything is sent, and the callee checks their types.
 """
 
 from __future__ import annotations
@@ -16,36 +15,45 @@ from typing import Any, TypeAlias
 import torch
 from torch.jit import _builtins
 
-from farcall.backends.running import run_here
+from farcall.backends.interface import run_here
 from farcall.functions import mark_async
 from farcall.futures import Future
 from farcall.pytorch import internal
-from farcall.pytorch.futures import adopted
-from farcall.pytorch.guarding import check_kinds, find_operator, judge_function, judge_script, may_be_called
+from farcall.pytorch.allow_list import check_function, check_kinds, check_script, find_operator, may_be_called
+from farcall.pytorch.futures import to_farcall_future
 from farcall.pytorch.internal import PythonUDF
 
 Call: TypeAlias = tuple[Callable[..., Any], Sequence[Any] | None, Mapping[str, Any] | None]
-"""A function and its arguments."""
+"""The function to call, and its positional and keyword arguments."""
 
-_MARK = "_wrapped_async_rpc_function"
+_ASYNC_EXECUTION_ATTRIBUTE = "_wrapped_async_rpc_function"
+"""torch's `async_execution` stores the decorated function under this attribute."""
 
 
-def callee_of(
+def make_call(
     function: Callable[..., Any],
     args: Sequence[Any] | None = None,
     kwargs: Mapping[str, Any] | None = None,
     pickler: Any = internal._internal_rpc_pickler,
 ) -> Call:
-    """What to call in place of it, and with what. A Python function is called itself, with its own arguments.
+    """Returns the function to call remotely in place of `function`, and its arguments. On the path of every call.
 
-    `pickler`: what pickles the call of a Python function, if it is not ours.
-    Raises `RuntimeError` if it is a script function, and not with these arguments.
+    A Python function is returned as it is, with its own arguments.
+
+    Args:
+        function: A Python function, a builtin operator, or a script function.
+        args: The positional arguments; None for none.
+        kwargs: The keyword arguments; None for none.
+        pickler: What pickles calls of Python functions; by default farcall's own way.
+
+    Raises:
+        RuntimeError: A script function does not accept these arguments.
     """
-    # As `_find_builtin`, which is a frame in a frame, on the path of every call:
+    # The same as torch's `_find_builtin`, without its two nested function calls.
     builtin = (_builtins._builtin_table or _builtins._get_builtin_table()).get(id(function))
     if builtin is not None:
         return builtin_call(builtin, args, kwargs)
-    marked = getattr(function, _MARK, None)
+    marked = getattr(function, _ASYNC_EXECUTION_ATTRIBUTE, None)
     script = function if marked is None else marked
     if not isinstance(script, torch.jit.ScriptFunction):
         if pickler is not internal._internal_rpc_pickler:
@@ -59,63 +67,87 @@ def callee_of(
     return script_call(torch._jit_internal._qualified_name(script), args, kwargs, marked is not None)
 
 
-# Builtin operators
+# -- builtin operators
 
 
 def builtin_call(name: str, args: Sequence[Any] | None, kwargs: Mapping[str, Any] | None) -> Call:
-    """The call of a builtin operator: `aten::add`, say."""
+    """Returns the call of `run_builtin` that stands for a call of a builtin operator; nothing is checked.
+
+    Args:
+        name: The name of the operator, for example `aten::add`.
+        args: The positional arguments; None for none.
+        kwargs: The keyword arguments; None for none.
+    """
     return run_builtin, (name, tuple(args or ()), dict(kwargs or {})), None
 
 
 @may_be_called
 def run_builtin(name: str, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
-    """Runs a builtin operator. Raises `RuntimeError` if there is none, or no version of it for such arguments.
+    """Called remotely: runs a builtin operator, and returns its result.
 
-    `NotAllowedError` if others may not call it here.
+    Raises:
+        RuntimeError: There is no such operator, or no overload for these arguments.
+        NotAllowedError: The allow-list of this worker does not have it.
+        TypeError: An argument of this function has the wrong type.
     """
+    check_kinds((name, str), (args, tuple), (kwargs, dict))  # `*args` would expand a `range` of any length
     return find_operator(name)(*args, **kwargs)
 
 
-# Script functions
+# -- script functions
 
 
 def script_call(
     name: str, args: Sequence[Any] | None, kwargs: Mapping[str, Any] | None, is_async_execution: bool
 ) -> Call:
-    """The call of the script function of that qualified name; with `is_async_execution`, it gives a future."""
+    """Returns the call of a script function, given its qualified name.
+
+    Args:
+        name: The qualified name, for example `__torch__.service.predict`.
+        args: The positional arguments; None for none.
+        kwargs: The keyword arguments; None for none.
+        is_async_execution: True if the function returns a future, whose result the caller gets.
+    """
     run = run_async_script if is_async_execution else run_script
     return run, (name, tuple(args or ()), dict(kwargs or {})), None
 
 
 @may_be_called
 def run_script(name: str, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
-    """Runs a script function. Raises `RuntimeError` with what it raises, and if there is none of that name here.
+    """Called remotely: runs a script function, and returns its result.
 
-    `NotAllowedError` if others may not call it here.
+    Raises:
+        RuntimeError: The function raised, or there is none of this name here.
+        NotAllowedError: The allow-list of this worker does not have it.
+        TypeError: An argument of this function has the wrong type.
     """
-    check_kinds((name, str))
-    judge_script(name)
+    check_kinds((name, str), (args, tuple), (kwargs, dict))
+    check_script(name)
     function = torch.jit._state._python_cu.find_function(name)
     if function is None:
         module = name.removeprefix("__torch__.").rpartition(".")[0] or "the script"
         raise RuntimeError(
-            f"there is no script function `{name}` here: {module} has to be imported on this worker as on its caller, "
-            "before it is called"
+            f"there is no script function `{name}` on this worker: import {module} here, as on the caller, before the "
+            "function is called"
         )
     try:
         return function(*args, **kwargs)
-    except torch.jit.Error as error:  # what its own code raised; torch tells callers of that as of all else
+    except torch.jit.Error as error:  # raised by the function's own code; torch's callers get a RuntimeError as well
         raise RuntimeError(str(error)) from None
 
 
 @may_be_called
 def run_async_script(name: str, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
-    """Runs a script function whose caller waits for the future that it returns."""
+    """Called remotely: runs a script function that returns a future. The caller gets the result of the future.
+
+    Raises what `run_script` raises, and `RuntimeError` if the function returns no future.
+    """
     return run_script(name, args, kwargs)
 
 
-def _future_of(name: str, result: Any) -> Future[Any]:
-    future = adopted(result)
+def _returned_future(name: str, result: Any) -> Future[Any]:
+    """Returns the future that a script function returned, as one of farcall. Raises `RuntimeError` if it is none."""
+    future = to_farcall_future(result)
     if future is None:
         inferred = torch._C._jit_try_infer_type(result)
         kind = inferred.type().kind().removesuffix("Type") if inferred.success() else type(result).__name__
@@ -123,10 +155,11 @@ def _future_of(name: str, result: Any) -> Future[Any]:
     return future
 
 
-mark_async(run_async_script, run_async_script, _future_of)
+mark_async(run_async_script, run_async_script, _returned_future)
 
 
 def _check_arguments(script: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
+    """Raises `RuntimeError`, in torch's words, if a script function does not accept these arguments."""
     schema = script.schema
     wanted = [argument.name for argument in schema.arguments]
     if len(args) > len(wanted):
@@ -139,7 +172,7 @@ def _check_arguments(script: Any, args: Sequence[Any], kwargs: Mapping[str, Any]
             raise RuntimeError(f"Unknown keyword argument '{name}' for operator '{script.name}'. Schema: {schema}")
         if name in wanted[: len(args)]:
             raise RuntimeError(
-                f"{script.name}() got argument '{name}' twice, by its place and by its name. Declaration: {schema}"
+                f"{script.name}() got argument '{name}' twice, by position and by name. Declaration: {schema}"
             )
     for argument in schema.arguments[len(args) :]:
         if argument.name not in kwargs and not argument.has_default_value():
@@ -148,11 +181,14 @@ def _check_arguments(script: Any, args: Sequence[Any], kwargs: Mapping[str, Any]
             )
 
 
-# Calls that a program pickles itself
+# -- calls that a program pickles itself
 
 
 class _PickledCall:
-    """A call that is pickled by a pickler of the program's: late, as references are counted in a message only."""
+    """A call that the program's own pickler pickles.
+
+    That happens when the message is pickled and not before, because references can only be counted in a message.
+    """
 
     def __init__(self, pickler: Any, udf: PythonUDF) -> None:
         self._pickler = pickler
@@ -163,24 +199,40 @@ class _PickledCall:
 
 
 def pickled_call(pickled: bytes, tensors: Sequence[torch.Tensor]) -> Call:
-    """The call of what is pickled already."""
+    """Returns the call of `run_bytes` that stands for a call that a program has pickled; nothing is checked.
+
+    Args:
+        pickled: The pickle of a `PythonUDF`.
+        tensors: Its tensors.
+    """
     return run_bytes, (pickled, list(tensors)), None
 
 
 def run_pickled(call: _PickledCall | PythonUDF | AttributeError) -> Future[Any]:
-    """Runs a call that came. Raises `AttributeError` if it names what is not defined here.
+    """Called remotely: runs a call that the program's pickler has pickled, and returns a future of its result.
 
-    `NotAllowedError` if others may not call that function here.
+    Raises `AttributeError` if the function is not defined here, and `NotAllowedError` if the allow-list does not have
+    it.
     """
     if isinstance(call, AttributeError):
         raise call
     udf = call.udf if isinstance(call, _PickledCall) else call
-    judge_function(udf.func)
-    return run_here(udf.func, udf.args, udf.kwargs)
+    check_function(udf.func)
+    return run_here(udf.func, udf.args, udf.kwargs, internal.runner_of(udf.func))
 
 
 def run_bytes(pickled: bytes, tensors: list[torch.Tensor]) -> Future[Any]:
-    """Runs a call whose pickle came. Raises as `run_pickled`."""
+    """Called remotely: unpickles a call and runs it, and returns a future of its result.
+
+    Args:
+        pickled: The pickle of a `PythonUDF`.
+        tensors: Its tensors.
+
+    Raises:
+        SerializationError: The pickle is damaged.
+        AttributeError: The function is not defined here.
+        NotAllowedError: The allow-list of this worker forbids it.
+    """
     return run_pickled(internal.deserialize(pickled, tensors))
 
 

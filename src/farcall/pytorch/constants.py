@@ -1,4 +1,4 @@
-"""The constants of `torch.distributed.rpc`, by its names. Programs may set them: they are looked up when used."""
+"""The constants of `torch.distributed.rpc.constants`. Programs may set them: they are looked up when used."""
 
 from __future__ import annotations
 
@@ -10,8 +10,14 @@ from farcall.options import DEFAULT_RPC_TIMEOUT as _DEFAULT_RPC_TIMEOUT_SEC
 from farcall.options import UNSET_RPC_TIMEOUT as _UNSET_RPC_TIMEOUT
 
 DEFAULT_RPC_TIMEOUT_SEC: float = _DEFAULT_RPC_TIMEOUT_SEC
+"""The default timeout of calls in seconds."""
 DEFAULT_INIT_METHOD: str = _DEFAULT_INIT_METHOD
+"""The default rendezvous URL."""
 DEFAULT_SHUTDOWN_TIMEOUT: float = 0
+"""Seconds that `shutdown` waits by default; 0 for no limit."""
 DEFAULT_NUM_WORKER_THREADS: int = _DEFAULT_NUM_WORKER_THREADS
+"""The default number of threads that run requests."""
 DEFAULT_PROCESS_GROUP_TIMEOUT: timedelta = timedelta(milliseconds=2**31 - 1)
+"""For programs that read it; farcall does not use it."""
 UNSET_RPC_TIMEOUT: float = _UNSET_RPC_TIMEOUT
+"""As the timeout of a call: use the worker's default timeout."""

@@ -1,14 +1,14 @@
-"""Tensors on other devices than the processor: moved between workers by their device maps.
+"""An interceptor that moves tensors between devices of different workers, by the device maps of the options.
 
-A rider of `envelopes`, for calls to a worker for which the caller has a map. A tensor leaves its device for the
-processor's memory, travels as any other, and goes to the device that the map names for it; those of the reply go the
-way back, by the same map turned round, which travels with the call. A device that no map names is refused with torch's
-words; tensors in the processor's memory need no map.
+It is active for calls to a worker for which the caller has a device map. A tensor is copied from its device to CPU
+memory, sent like any other, and moved to the device that the map names. The tensors of the reply go back by the reverse
+of the map, which is sent with the call. A tensor on a device that the map does not have is rejected with torch's
+message. Tensors in CPU memory need no map.
 
-It stands before all other riders: these see only tensors in the processor's memory, so that the gradients of
-distributed autograd need no map of their own. The moves are part of the autograd graph at both ends.
+It runs before all other interceptors at the caller. So these see only tensors in CPU memory, and the gradients of
+distributed autograd need no map of their own. The moves are part of the autograd graph on both workers.
 
-A tensor on the device `meta` has a shape and no contents, and nothing else of it travels.
+A tensor on the device `meta` has a shape and no contents; only its shape and strides are sent.
 """
 
 from __future__ import annotations
@@ -19,35 +19,42 @@ from typing import Any, Final, NamedTuple
 import torch
 from torch.nn import Parameter
 
-from farcall.agent import Agent
 from farcall.protocol.ids import WorkerInfo
 from farcall.pytorch.envelopes import RIDERS, Departure, Tensors, Trip, Visit
-from farcall.pytorch.layouts import no_map
 from farcall.pytorch.options import DeviceMap
+from farcall.pytorch.tensors import missing_device_map_error
+from farcall.runtime.agent import Agent
 
 _CPU: Final = torch.device("cpu")
 
 
 class Move(NamedTuple):
-    """What becomes of one tensor where it arrives."""
+    """What to do with one tensor on arrival."""
 
     device: str
     is_parameter: bool = False
     shape: tuple[int, ...] | None = None
-    """And the strides: of one without contents."""
+    """Shape and strides of a tensor without contents (`meta`); None for any other."""
     strides: tuple[int, ...] = ()
 
 
 Moves = list[Move | None]
-"""For each tensor of a message; None for those that stay in the processor's memory."""
+"""One entry per tensor of a message; None for a tensor that stays in CPU memory."""
 
 
-def depart(
+def prepare_to_send(
     tensors: Tensors, device_map: Mapping[torch.device, torch.device], side: str, to: str
 ) -> tuple[Tensors, Moves]:
-    """The tensors to send in place of these, and what becomes of each.
+    """Returns the tensors to send in place of these, all in CPU memory, and what to do with each on arrival.
 
-    Raises `RuntimeError` for one whose device the map does not have. `side`, `Request` or `Response`, is for that.
+    Args:
+        tensors: The tensors of a message; may be empty.
+        device_map: The devices of this worker, and the corresponding devices of the other one.
+        side: `Request` or `Response`, for the error.
+        to: The name of the other worker, for the error.
+
+    Raises:
+        RuntimeError: A tensor is on a device that the map does not have, or a `meta` tensor would need contents.
     """
     sent: Tensors = []
     moves: Moves = []
@@ -55,7 +62,7 @@ def depart(
         here = tensor.device
         there = device_map.get(here, _CPU if here == _CPU else None)
         if there is None:
-            raise no_map(side, here, to)
+            raise missing_device_map_error(side, here, to)
         is_parameter = isinstance(tensor, Parameter)
         if here == there == _CPU:
             moves.append(None)
@@ -72,13 +79,17 @@ def depart(
     return sent, moves
 
 
-def arrive(tensors: Tensors, moves: Moves) -> Tensors:
-    """The tensors on their devices."""
-    return [tensor if move is None else _arrived(tensor, move) for tensor, move in zip(tensors, moves, strict=True)]
+def place_received(tensors: Tensors, moves: Moves) -> Tensors:
+    """Returns the received tensors on the devices that `moves` names, in the same order.
+
+    Raises `ValueError` if there are not as many moves as tensors, and `RuntimeError` if a device does not exist.
+    """
+    return [tensor if move is None else _place_one(tensor, move) for tensor, move in zip(tensors, moves, strict=True)]
 
 
-def _arrived(tensor: torch.Tensor, move: Move) -> torch.Tensor:
-    if tensor.grad_fn is not None:  # of distributed autograd
+def _place_one(tensor: torch.Tensor, move: Move) -> torch.Tensor:
+    """Returns one received tensor on its device, again as a parameter if it was one."""
+    if tensor.grad_fn is not None:  # part of a graph of distributed autograd, so the move must be, too
         with torch.enable_grad():
             return tensor.to(move.device)
     requires_grad, tensor = tensor.requires_grad, tensor.detach()
@@ -89,25 +100,33 @@ def _arrived(tensor: torch.Tensor, move: Move) -> torch.Tensor:
     return Parameter(tensor, requires_grad) if move.is_parameter else tensor.requires_grad_(requires_grad)
 
 
-class _Trip(Trip):
-    """A call at its caller."""
+class _ClientCall(Trip):
+    """The interceptor's part of one call at the caller."""
 
     def __init__(self, device_map: DeviceMap, to: str) -> None:
         self._map = device_map
         self._to = to
 
     def pack(self, tensors: Tensors) -> tuple[Tensors, Any]:
-        """See `Trip`. Raises `RuntimeError`."""
-        sent, moves = depart(tensors, self._map, "Request", self._to)
+        """Returns the tensors of the request in CPU memory, and what the callee needs to move them to their devices.
+
+        Raises `RuntimeError` if a tensor is on a device that the map does not have.
+        """
+        sent, moves = prepare_to_send(tensors, self._map, "Request", self._to)
         return sent, (moves, [(str(theirs), str(ours)) for ours, theirs in self._map.items()])
 
     def unpack(self, tensors: Tensors, words: Any) -> Tensors:
-        """See `Trip`."""
-        return arrive(tensors, words)
+        """Returns the tensors of the reply on their devices.
+
+        Args:
+            tensors: The tensors as they came.
+            words: What `_ServerCall.pack` returned on the other worker, besides the tensors.
+        """
+        return place_received(tensors, words)
 
 
-class _Visit(Visit):
-    """A call at its callee."""
+class _ServerCall(Visit):
+    """The interceptor's part of one call at the callee."""
 
     def __init__(self, words: Any, caller: str) -> None:
         self._moves, back = words
@@ -115,35 +134,44 @@ class _Visit(Visit):
         self._caller = caller
 
     def unpack(self, tensors: Tensors) -> Tensors:
-        """See `Visit`."""
-        return arrive(tensors, self._moves)
+        """Returns the tensors of the request on their devices."""
+        return place_received(tensors, self._moves)
 
     def pack(self, tensors: Tensors) -> tuple[Tensors, Any]:
-        """See `Visit`. Raises `RuntimeError`."""
-        return depart(tensors, self._map, "Response", self._caller)
+        """Returns the tensors of the reply in CPU memory, and what the caller needs to place them.
+
+        Raises `RuntimeError` if a tensor is on a device that the map does not have.
+        """
+        return prepare_to_send(tensors, self._map, "Response", self._caller)
 
 
 class Devices:
-    """The rider."""
+    """The interceptor; its methods are those of `envelopes.Rider`."""
 
     key = "devices"
 
     def concerns(self, agent: Agent, to: WorkerInfo) -> bool:
-        """See `Rider`."""
+        """Returns True if this worker has a device map for worker `to`."""
         maps = getattr(agent, "device_maps", None)
         return maps is not None and bool(maps.get(to.name))
 
     def board(self, agent: Agent, departure: Departure) -> Trip:
-        """See `Rider`."""
+        """Returns the object that moves the tensors of one call that this worker makes."""
         name = departure.to.name
-        return _Trip(agent.device_maps[name], name)
+        return _ClientCall(agent.device_maps[name], name)
 
     def visit(self, agent: Agent, caller: WorkerInfo, words: Any) -> Visit:
-        """See `Rider`."""
-        return _Visit(words, caller.name)
+        """Returns the object that moves the tensors of one call that came from another worker.
+
+        Args:
+            agent: The agent of this worker.
+            caller: The worker that calls.
+            words: What `_ClientCall.pack` returned on that worker, besides the tensors.
+        """
+        return _ServerCall(words, caller.name)
 
 
-def ride() -> None:
-    """From now on, tensors are moved by the device maps; once is enough."""
+def enable_device_maps() -> None:
+    """Adds the interceptor, so that tensors are moved by the device maps from now on. Does nothing the second time."""
     if not any(isinstance(rider, Devices) for rider in RIDERS):
         RIDERS.insert(0, Devices())

@@ -23,17 +23,17 @@ from typing import Any, Final, NamedTuple, Protocol
 
 import torch
 
-from farcall.agent import Agent
-from farcall.backends.running import run_here
+from farcall.backends.interface import run_here
 from farcall.errors import NotAllowedError
 from farcall.functions import mark_async
 from farcall.futures import Future
 from farcall.protocol.ids import WorkerInfo
-from farcall.pytorch.guarding import check_kinds, check_tensors, judge_function, load, may_be_called
-from farcall.pytorch.internal import RPCExecMode
-from farcall.pytorch.tensors import receiving_apart, sending_apart, take_apart
-from farcall.pytorch.workers import WorkerInfo as TorchWorkerInfo
-from farcall.pytorch.workers import as_torch
+from farcall.pytorch.allow_list import check_function, check_kinds, check_tensors, load, may_be_called
+from farcall.pytorch.internal import RPCExecMode, _InternalRPCPickler, runner_of
+from farcall.pytorch.tensors import receiving_apart, sending_apart
+from farcall.pytorch.worker_info import WorkerInfo as TorchWorkerInfo
+from farcall.pytorch.worker_info import as_torch
+from farcall.runtime.agent import Agent
 from farcall.serialization import dumps_inline, offered, offering, register_plain
 
 Tensors = list[torch.Tensor]
@@ -225,13 +225,15 @@ class _Opened:
         for visit in reversed(self.visits.values()):
             tensors = visit.unpack(tensors)
         self.function, self.args, self.kwargs = loads_apart(body, tensors)
-        judge_function(self.function)
+        check_function(self.function)
+        if type(self.args) not in (tuple, list) or type(self.kwargs) is not dict:
+            raise TypeError("what came from another worker are no arguments of a function")
 
     def run(self) -> Future[Any]:
         with ExitStack() as around:
             for visit in self.visits.values():
                 around.enter_context(visit.around())
-            return run_here(self.function, self.args, self.kwargs)
+            return run_here(self.function, self.args, self.kwargs, runner_of(self.function))
 
 
 class ReplyEnvelope:
@@ -322,12 +324,12 @@ def _receive_checked(body: Any, tensors: Any, words: Any) -> ReplyEnvelope:
 
 def _take_checked(place: Any) -> torch.Tensor:
     check_kinds((place, int))
-    return take_apart(place)
+    return _InternalRPCPickler._tensor_receiver(place)
 
 
 register_plain(_Opened, _open_checked)
 register_plain(_received, _receive_checked)
-register_plain(take_apart, _take_checked)
+register_plain(_InternalRPCPickler._tensor_receiver, _take_checked)
 register_plain(TorchWorkerInfo, TorchWorkerInfo)
 
 
@@ -346,7 +348,7 @@ def dumps_apart(value: Any) -> tuple[bytes, Tensors]:
     """The pickle of a value, and the tensors in it, which are not in the pickle. Raises what pickle raises."""
     with sending_apart() as tensors:
         body = dumps_inline(value)
-    return body, list(tensors.values())
+    return body, tensors
 
 
 def loads_apart(body: bytes, tensors: Tensors) -> Any:

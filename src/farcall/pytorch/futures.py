@@ -1,8 +1,9 @@
-"""Calls whose results are `torch.futures.Future`s, so that `then`, `collect_all` and the profiler take them.
+"""Futures of calls as `torch.futures.Future`s, so that torch's `then`, `collect_all` and profiler accept them.
 
-A thread that waits for such a future reads the reply of its call itself, as with farcall's own futures. What torch's
-C++ code waits for cannot do that; `collect_all` here, which stands for torch's after `install()`, tells the connections
-that somebody waits. Whoever else waits in C++ has its reply read by the serving pool some milliseconds later.
+A thread that waits for such a future reads the reply of its call itself, as with farcall's own futures. A thread that
+waits inside torch's C++ code cannot do that. So the `collect_all` of this module, which replaces torch's after
+`install()`, tells the connections that a thread is waiting. For any other wait in C++, the executor reads the reply
+some milliseconds later.
 """
 
 from __future__ import annotations
@@ -14,54 +15,65 @@ from typing import Any, Final
 import torch
 
 from farcall.futures import Future
-from farcall.sleeping import FOREVER
+from farcall.gate import FOREVER, asleep
 
-_GLANCE: Final = 0.02
-"""Seconds after which whoever waits for one of many looks whether another one has failed."""
+_CHECK_INTERVAL_S: Final = 0.02
+"""How often a thread that waits for one of several futures checks whether another one has failed."""
 
 
 class RpcFuture(torch.futures.Future):  # type: ignore[misc]  # torch may not be there when types are checked
-    """The future of a call, as torch knows futures."""
+    """The future of a call as a `torch.futures.Future`."""
 
     def __init__(self, call: Future[Any]) -> None:
+        """Wraps a future of farcall; this one is done when that one is."""
         super().__init__()
         self.call: Future[Any] | None = call
-        """Until it is settled."""
+        """The wrapped future; None once this one is done."""
         self.failed = False
+        """True once the call has failed."""
         call.watch(self._settle, waker=False, attended=True)
 
     def _settle(self, call: Future[Any]) -> None:
+        """Completes this future with the outcome of the call, which is done."""
         self.failed = call.exception() is not None
-        settle(self, call)
+        copy_outcome(self, call)
         self.call = None
 
     def wait(self) -> Any:
-        """The result, as soon as it is there. Raises what the call raised."""
+        """Waits until the call is done, and returns its result. Raises what the call raised, or that it timed out."""
         call = self.call
         if call is not None:
             call.block(FOREVER)
             del call
+            if self.call is not None:
+                # Another thread has read the reply, and has left the callback that completes this future to the
+                # executor. If this thread belongs to the executor, the callback may need its place.
+                with asleep():
+                    return super().wait()
         return super().wait()
 
     def then(self, callback: Callable[[Any], Any]) -> Any:
-        """A future for what `callback(this future)` returns. It runs as soon as this one is done."""
+        """Returns a future of what `callback(self)` returns. The callback runs as soon as this future is done."""
         self.hasten()
         return super().then(callback)
 
     def add_done_callback(self, callback: Callable[[Any], Any]) -> None:
-        """Runs `callback(this future)` as soon as it is done."""
+        """Runs `callback(self)` as soon as this future is done."""
         self.hasten()
         super().add_done_callback(callback)
 
     def hasten(self) -> None:
-        """Somebody waits for it where we cannot see it: its reply is to be read without delay."""
+        """Has the reply read without delay, because a thread waits for this future inside torch's C++ code."""
         call = self.call
         if call is not None:
             call.hasten()
 
 
-def settle(future: torch.futures.Future, call: Future[Any]) -> None:
-    """Settles a torch future as that call was."""
+def copy_outcome(future: torch.futures.Future, call: Future[Any]) -> None:
+    """Completes a torch future with the result or the error of a call that is done.
+
+    An error that is not an `Exception`, such as `KeyboardInterrupt`, becomes a `RuntimeError`, as torch requires.
+    """
     error = call.exception()
     if error is None:
         future.set_result(call.value())
@@ -69,27 +81,30 @@ def settle(future: torch.futures.Future, call: Future[Any]) -> None:
         future.set_exception(error if isinstance(error, Exception) else RuntimeError(repr(error)))
 
 
-def settled(value: Any) -> torch.futures.Future:
-    """A torch future that has a result already."""
+def completed_future(value: Any) -> torch.futures.Future:
+    """Returns a torch future that already has this result."""
     future = torch.futures.Future()
     future.set_result(value)
     return future
 
 
-def failed_with(error: BaseException) -> Future[Any]:
-    """A future of farcall's that has failed already."""
+def failed_future(error: BaseException) -> Future[Any]:
+    """Returns a future of farcall that has already failed with this error."""
     future: Future[Any] = Future()
     future.set_exception(error)
     return future
 
 
-def adopted(future: Any) -> Future[Any] | None:
-    """A future of farcall's for one of torch's; one of farcall's itself; None for anything else."""
+def to_farcall_future(future: Any) -> Future[Any] | None:
+    """Returns a future of farcall that is done when `future`, a future of torch or farcall, is.
+
+    A future of farcall is returned as it is. Returns None for anything else.
+    """
     if isinstance(future, Future):
         return future
     if not isinstance(future, torch._C.Future):
         return None
-    call = future.call if isinstance(future, RpcFuture) else None  # once: it may be settled just now
+    call = future.call if isinstance(future, RpcFuture) else None  # read once: another thread may set it to None
     if call is not None:
         return call
     mine: Future[Any] = Future()
@@ -107,17 +122,24 @@ def adopted(future: Any) -> Future[Any] | None:
 
 
 def collect_all(futures: Sequence[Any]) -> Any:
-    """A future of all of these, done when all are. As `torch.futures.collect_all`, and quicker for those of calls."""
+    """Returns a torch future that is done when all of these are: `torch.futures.collect_all`, but faster for calls.
+
+    Its result is the list of the futures. An empty sequence gives a future that is done.
+    """
     _hasten(futures)
     return torch._C._collect_all(futures)
 
 
 def wait_all(futures: Sequence[Any]) -> list[Any]:
-    """The results of all of these, when all are there. Raises an error of theirs, as soon as one is known."""
-    together = torch._C._collect_all(futures)  # fails early, too, but knows only of errors that come from torch itself
+    """Waits until all futures are done, and returns their results in order.
+
+    Raises an error of one of them as soon as it is known, without waiting for the others. An empty sequence returns an
+    empty list.
+    """
+    together = torch._C._collect_all(futures)  # fails early as well, but only for errors that torch itself sets
     calls = [future for future in futures if isinstance(future, RpcFuture)]
     for future in calls:
-        while (call := future.call) is not None and not call.block(monotonic() + _GLANCE):
+        while (call := future.call) is not None and not call.block(monotonic() + _CHECK_INTERVAL_S):
             if together.done():
                 together.wait()
             for failed in calls:
@@ -129,6 +151,7 @@ def wait_all(futures: Sequence[Any]) -> list[Any]:
 
 
 def _hasten(futures: Sequence[Any]) -> None:
+    """Has the replies of those futures that belong to calls read without delay."""
     for future in futures:
         if isinstance(future, RpcFuture):
             future.hasten()

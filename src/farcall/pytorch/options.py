@@ -1,4 +1,4 @@
-"""`TensorPipeRpcBackendOptions`: farcall's options with torch's devices, and torch's answers to what cannot be."""
+"""`TensorPipeRpcBackendOptions`: farcall's options, with torch's devices and device maps, and torch's messages."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ import torch
 from farcall.options import RpcBackendOptions
 
 _is_tensorpipe_available = True
-"""For programs that ask: what stands for it is there wherever torch is."""
+"""For programs that ask: the default backend works wherever torch does."""
 
 DeviceType: TypeAlias = int | str | torch.device
 
@@ -21,6 +21,7 @@ DeviceMap: TypeAlias = dict[torch.device, torch.device]
 
 
 def _to_device(device: DeviceType) -> torch.device:
+    """Returns the CUDA device that a number or a text names. Raises `ValueError` if it names another kind of device."""
     device = torch.device(device)
     if device.type != "cuda":
         raise ValueError(f"`set_devices` expect a list of CUDA devices, but got device type {device.type}.")
@@ -28,6 +29,7 @@ def _to_device(device: DeviceType) -> torch.device:
 
 
 def _to_device_map(device_map: Mapping[DeviceType, DeviceType]) -> DeviceMap:
+    """Returns a device map with `torch.device` keys and values. Raises `ValueError` unless it is one to one."""
     ours: DeviceMap = {}
     theirs: DeviceMap = {}
     for source, target in device_map.items():
@@ -42,15 +44,22 @@ def _to_device_map(device_map: Mapping[DeviceType, DeviceType]) -> DeviceMap:
 
 
 def _to_device_list(devices: Sequence[DeviceType]) -> list[torch.device]:
+    """Returns the CUDA devices that numbers or texts name; empty for none.
+
+    Raises `ValueError` for other kinds of devices.
+    """
     return [_to_device(device) for device in devices]
 
 
 @dataclass(kw_only=True)
 class _TensorPipeRpcBackendOptionsBase(RpcBackendOptions):
-    """What torch has in C++: all of farcall's options, and two that are taken and mean nothing here."""
+    """The class that torch has in C++: all options of farcall, and torch's.
+
+    `_transports` and `_channels` are accepted and ignored.
+    """
 
     heartbeat_patience: float = 30.0
-    """As of farcall's options, but longer: much of what programs for torch do in C keeps the interpreter to itself."""
+    """As in farcall's options, but longer, because C code of torch often holds the GIL for seconds."""
 
     device_maps: dict[str, DeviceMap] = field(default_factory=dict)
     devices: list[torch.device] = field(default_factory=list)
@@ -58,42 +67,62 @@ class _TensorPipeRpcBackendOptionsBase(RpcBackendOptions):
     _channels: Sequence[str] | None = None
 
     def __setattr__(self, name: str, value: Any) -> None:
-        if name == "rpc_timeout" and not isinstance(value, Real):
-            raise TypeError(
-                f"incompatible constructor arguments: {name} must be a number of seconds, not {value!r}, a "
-                f"{type(value).__name__}"
-            )
-        if name == "device_maps":  # torch.devices, which farcall itself knows nothing of
+        if name == "rpc_timeout":
+            if not isinstance(value, Real):
+                raise TypeError(
+                    f"incompatible constructor arguments: {name} must be a number of seconds, not {value!r}, a "
+                    f"{type(value).__name__}"
+                )
+            value = float(value)  # as in torch: programs print it
+        if name == "device_maps":  # checked and converted here, because farcall itself does not know torch.device
             value = {worker: _to_device_map(device_map) for worker, device_map in (value or {}).items()}
         elif name == "devices":
             value = _to_device_list(value or [])
         else:
             super().__setattr__(name, value)
             return
-        if self.__dict__.get("_taken"):
-            super().__setattr__(name, value)  # refused
+        if self.__dict__.get("_frozen"):
+            super().__setattr__(name, value)  # raises: options of a running agent cannot be changed
         self.__dict__[name] = value
 
     def for_agent(self) -> RpcBackendOptions:
-        """The same as options of farcall's own agent, which has nothing to do with devices."""
+        """Returns the same options for farcall's own agent, without devices and device maps."""
         mine = dataclasses.fields(RpcBackendOptions)
         return RpcBackendOptions(
             **{each.name: getattr(self, each.name) for each in mine if each.name not in ("device_maps", "devices")}
         )
 
     def _set_device_map(self, to: str, device_map: Mapping[DeviceType, DeviceType]) -> None:
+        """Adds entries to the device map for a worker. Raises `ValueError` unless they are one to one."""
         self.device_maps = {**self.device_maps, to: {**self.device_maps.get(to, {}), **_to_device_map(device_map)}}
 
 
 @dataclass(kw_only=True)
 class TensorPipeRpcBackendOptions(_TensorPipeRpcBackendOptionsBase):
-    """The options of the default backend: torch's, and farcall's (`RpcBackendOptions`), which have good defaults.
+    """The options of the default backend: those of torch, and all of farcall's `RpcBackendOptions`.
 
-    Raises `ValueError` for device maps that are not one to one, and for devices that are none of CUDA's.
+    Args:
+        num_worker_threads: The number of threads that run requests.
+        rpc_timeout: The default timeout of calls in seconds; 0 for no timeout.
+        init_method: The rendezvous URL, for example "env://" or "tcp://host:port".
+        device_maps: For each worker name, which of its devices receives tensors from which of ours.
+        devices: The CUDA devices that calls may use on this worker.
+
+    Raises:
+        ValueError: A device map is not one to one, or a device is not CUDA's.
+        TypeError: `rpc_timeout` is not a number.
     """
 
     def set_device_map(self, to: str, device_map: Mapping[DeviceType, DeviceType]) -> None:
-        """Adds to the map for worker `to`: our devices are the keys, its devices the values. Raises `ValueError`."""
+        """Adds entries to the device map for a worker.
+
+        Args:
+            to: The name of the worker that is called.
+            device_map: Devices of this worker as keys, devices of `to` as values. An empty map changes nothing.
+
+        Raises:
+            ValueError: The map is not one to one, or contradicts an earlier entry.
+        """
         known = self.device_maps.get(to, {})
         for source, target in _to_device_map(device_map).items():
             if known.get(source, target) != target:
@@ -104,5 +133,9 @@ class TensorPipeRpcBackendOptions(_TensorPipeRpcBackendOptionsBase):
         self._set_device_map(to, device_map)
 
     def set_devices(self, devices: Iterable[DeviceType]) -> None:
-        """Says which CUDA devices calls may use here. Raises `ValueError` for any other."""
+        """Sets the CUDA devices that calls may use on this worker, replacing earlier ones.
+
+        Raises:
+            ValueError: A device is not CUDA's.
+        """
         self.devices = list(devices)

@@ -1,7 +1,7 @@
-"""`RRef` as torch has it: farcall's references with torch's words, futures and answers.
+"""`RRef` as torch has it: farcall's references with torch's methods, futures and messages.
 
-Where nothing rides along with calls (`envelopes`), fetching and calling is farcall's own. Else it goes the way of a
-call, so that whatever rides along sees the value's tensors.
+If no interceptor is active (`envelopes`), fetching a value and calling its methods are farcall's own operations.
+Otherwise they are made as ordinary calls, so that the interceptors see the tensors of the value.
 """
 
 from __future__ import annotations
@@ -14,47 +14,53 @@ from typing import Any, Final, Generic, TypeVar, cast
 
 import torch
 
-from farcall.agent.handle import handle_here
-from farcall.api import current_agent, current_book
+from farcall.api import current_agent, current_reference_store
 from farcall.errors import NotInitializedError, OwnerLost, RpcError, RpcTimeoutError, SerializationError, UsageError
 from farcall.futures import DONE, Future
+from farcall.gate import FOREVER
+from farcall.protocol.frames import PRESENCE, TYPE
 from farcall.protocol.ids import RRefId
 from farcall.protocol.ids import WorkerInfo as AnyWorkerInfo
-from farcall.protocol.wire import PRESENCE, TYPE
+from farcall.pytorch.allow_list import check_kinds
 from farcall.pytorch.autograd.flat import travels_as_numbers
 from farcall.pytorch.autograd.short_calls import see_through
 from farcall.pytorch.constants import UNSET_RPC_TIMEOUT
 from farcall.pytorch.envelopes import rides_along
-from farcall.pytorch.futures import RpcFuture, failed_with
-from farcall.pytorch.guarding import check_kinds
+from farcall.pytorch.futures import RpcFuture, failed_future
+from farcall.pytorch.internal import _internal_rpc_pickler, _InternalRPCPickler
 from farcall.pytorch.script_modules import check_type_hint
-from farcall.pytorch.workers import WorkerInfo, as_torch
+from farcall.pytorch.worker_info import WorkerInfo, as_torch
 from farcall.rref import RRef as _OwnRRef
 from farcall.serialization import collect, register_plain, register_reducer, take_offered
-from farcall.sleeping import FOREVER
 
 T = TypeVar("T")
 
-_PAUSE: Final = 1e-3
+_POLL_INTERVAL_S: Final = 1e-3
 
 
 class PyRRef(_OwnRRef[T]):
-    """A reference to a value of type `T` on some worker."""
+    """A reference to a value of type `T` on some worker. `remote` returns one, and calls receive them."""
 
     __slots__ = ("_creation", "_label", "_profiling_future", "_type")
 
     _creation: Future[Any]
-    """Of a remote call: done when its function has run."""
+    """Done when the function of the remote call has run."""
     _label: int
-    """For people: the number by which they know the reference, on all workers."""
+    """The number by which people know the reference; the same on all workers."""
     _profiling_future: Any
     _type: Any
-    """A future of the value's type, once somebody has asked for it."""
+    """A future of the value's type, set when it was first asked for."""
 
     def __init__(self, value: T, type_hint: Any = None) -> None:
-        """A reference to a value that is here. `type_hint`: the interface of a script module.
+        """Creates a reference to a value of this worker.
 
-        Raises `RuntimeError` if this process is no worker, and if it is a script module's, and not given or wrong.
+        Args:
+            value: The value; anything.
+            type_hint: The TorchScript interface of the value, required for a script module and forbidden for anything
+                else.
+
+        Raises:
+            RuntimeError: This process is not a worker, or the type hint is missing, wrong or forbidden.
         """
         check_type_hint(value, type_hint)
         try:
@@ -65,44 +71,58 @@ class PyRRef(_OwnRRef[T]):
                 "Current RPC agent is not set! Did you initialize the RPC framework (e.g. by calling `rpc.init_rpc`)?"
             ) from error
 
-    # Who and where
+    # -- the owner
 
     def owner(self) -> WorkerInfo:
-        """The worker on which the value lives."""
+        """Returns the worker on which the value lives."""
         return as_torch(super().owner())
 
     def confirmed_by_owner(self) -> bool:
-        """Whether the owner has counted this reference. It does so by itself, soon; that is waited for.
+        """Returns True once the owner has counted this reference, and waits until then.
 
-        Raises what every use raises, if it leads nowhere; `RpcTimeoutError`.
+        That usually takes milliseconds.
+
+        Raises:
+            RpcTimeoutError: The owner did not confirm the reference within the default timeout of calls.
+            RpcError: The reference cannot be used any more: its owner was lost, or it was deleted.
         """
         deadline = monotonic() + (current_agent().rpc_timeout or FOREVER)
         while not self._handle.confirmed:
             self._handle.check()
             if monotonic() >= deadline:
                 raise RpcTimeoutError(f"the owner of {self} has not confirmed it in time; is it still running?")
-            sleep(_PAUSE)
+            sleep(_POLL_INTERVAL_S)
         return True
 
-    # The value
+    # -- the value
 
     def to_here(self, timeout: float = UNSET_RPC_TIMEOUT) -> T:
-        """The value: itself at its owner, else a copy. Waits until it is there.
+        """Returns the value: the value itself on its owner, a copy on any other worker. Waits until the value is there.
 
-        Raises what the function of the remote call raised; `RpcTimeoutError` also if that was not through in the time
-        that `remote` was given for it.
+        Args:
+            timeout: Seconds until the fetch fails; 0 for no timeout. By default the timeout of `init_rpc`'s options.
+
+        Raises:
+            RpcTimeoutError: The fetch timed out, or the function did not return within the timeout that was given to
+                `remote`.
+            UsageError: The reference was deleted.
+            Exception: What the function of the remote call raised.
         """
-        self._refuse_if_deleted("to_here() on it")
+        self._check_not_deleted("to_here() on it")
         creation = getattr(self, "_creation", None)
         if creation is not None and creation.done() and isinstance(error := creation.exception(), RpcTimeoutError):
             raise RpcTimeoutError(f"RRef creation via rpc.remote() timed out: {error}") from None
         if not self.is_owner() and rides_along(cast(Any, current_agent()), self.owner()):
-            return self._ride_here(timeout)
+            return self._fetch_by_call(timeout)
         return super().to_here(timeout)
 
-    def _ride_here(self, timeout: float) -> T:
+    def _fetch_by_call(self, timeout: float) -> T:
+        """Fetches the value with an ordinary call, so that interceptors see its tensors.
+
+        Raises what `to_here` raises.
+        """
         from farcall.pytorch.api import rpc_sync
-        from farcall.pytorch.profiling import shown_as
+        from farcall.pytorch.profiler import shown_as
 
         agent, owner = current_agent(), self.owner()
         with shown_as(f"to_here#({agent.info.name})->({owner.name})"):
@@ -111,7 +131,12 @@ class PyRRef(_OwnRRef[T]):
             return super().to_here(timeout)
 
     def local_value(self) -> T:
-        """The value itself, at its owner. Raises what made it fail; `RuntimeError` on any other worker."""
+        """Returns the value itself, on its owner. Waits until the value is there.
+
+        Raises:
+            RuntimeError: This worker is not the owner.
+            Exception: What the function of the remote call raised.
+        """
         if not self.is_owner():
             rref_id, fork_id = self._ids()
             raise RuntimeError(
@@ -122,7 +147,10 @@ class PyRRef(_OwnRRef[T]):
         return value._value if value._state == DONE else value.wait()  # type: ignore[no-any-return]  # as in `super()`
 
     def _get_type(self, timeout: float = UNSET_RPC_TIMEOUT, blocking: bool = True) -> Any:
-        """The type of the value; with `blocking=False` a future of it. Asked for once."""
+        """Returns the type of the value; with `blocking=False`, a future of it.
+
+        The owner is asked once; the answer is kept. If asking failed, the next call asks again.
+        """
         from farcall.pytorch import api
 
         future = getattr(self, "_type", None)
@@ -137,99 +165,141 @@ class PyRRef(_OwnRRef[T]):
         return future.wait() if blocking else future
 
     def _get_future(self) -> torch.futures.Future:
-        """Done when the value is there, or its function failed; fails if that takes longer than `remote` allowed."""
+        """Returns a future that is done when the value exists, and fails if its function failed.
+
+        Also fails if the function did not return within the timeout that was given to `remote`. Raises nothing.
+        """
         if getattr(self, "_creation", None) is None:
             try:
                 self._creation = self._fetch(PRESENCE, UNSET_RPC_TIMEOUT, unattended=True)
             except RpcError as error:  # it leads nowhere
-                self._creation = failed_with(error)
+                self._creation = failed_future(error)
         return RpcFuture(self._creation)
 
     def _watch_creation(self, timeout: float) -> None:
-        """Of a remote call that must be through in a given time; also of one to this very worker."""
+        """Makes fetching the value fail if the function of the remote call has not returned in `timeout` seconds."""
         ask = self._calling.call_on
         try:
             self._creation = ask(self._handle, PRESENCE, "_get_future", (), None, timeout, unattended=True)
         except RpcError as error:
-            self._creation = failed_with(error)
-        # If it fails and the reference is never used, nobody wants to hear of it.
+            self._creation = failed_future(error)
+        # With a callback its failure counts as seen: if the reference is never used, no warning is logged.
         self._creation.watch(_ignore, waker=False, attended=True)
 
     def _get_profiling_future(self) -> torch.futures.Future:
-        """Done when the profiler has what it wants of the remote call. Raises `RuntimeError` if it was not profiled."""
+        """Returns a future that is done when the profiler has the events of the remote call.
+
+        Raises `RuntimeError` if the remote call was not profiled.
+        """
         future = getattr(self, "_profiling_future", None)
         if future is None:
             raise RuntimeError("Profiling future has not been set: was the profiler enabled when remote() was called?")
         return future
 
     def _set_profiling_future(self, profiling_future: torch.futures.Future) -> None:
+        """Sets the future that `_get_profiling_future` returns."""
         self._profiling_future = profiling_future
 
     def backward(self, dist_autograd_ctx_id: int = -1, retain_graph: bool = False) -> None:
-        """Runs the backward pass with the value of the reference as its root. See `RRef.backward` of torch."""
+        """Runs the backward pass with the value of this reference as its root, as torch's `RRef.backward` does.
+
+        Args:
+            dist_autograd_ctx_id: The id of the distributed autograd context, in which gradients are accumulated. By
+                default (-1) the pass is local and gradients go to `.grad`, which works on the owner only.
+            retain_graph: Keeps the graph for another pass.
+
+        Raises:
+            RuntimeError: The value is not a scalar tensor that requires grad, or the context does not exist.
+        """
         from farcall.pytorch.autograd.references import backward
 
         backward(self, dist_autograd_ctx_id, retain_graph)
 
-    # Calling its methods
+    # -- methods of the value
 
     def rpc_sync(self, timeout: float = UNSET_RPC_TIMEOUT) -> Any:
-        """A proxy: `rref.rpc_sync().method(args)` runs the method where the value lives, and gives its result."""
+        """Returns a proxy: `rref.rpc_sync().method(args)` runs the method on the owner, and returns its result.
+
+        Args:
+            timeout: Seconds until each call of the proxy fails; 0 for no timeout. By default that of `init_rpc`'s
+                options.
+        """
         from farcall.pytorch import api, rref_proxy
 
         return rref_proxy.RRefProxy(self, api.rpc_sync, timeout)
 
     def rpc_async(self, timeout: float = UNSET_RPC_TIMEOUT) -> Any:
-        """As `rpc_sync`, but the method gives a future at once."""
+        """Returns a proxy: `rref.rpc_async().method(args)` runs the method on the owner, and returns a future at once.
+
+        Args:
+            timeout: Seconds until each call of the proxy fails; 0 for no timeout. By default that of `init_rpc`'s
+                options.
+        """
         from farcall.pytorch import api, rref_proxy
 
         return rref_proxy.RRefProxy(self, api.rpc_async, timeout)
 
     def remote(self, timeout: float = UNSET_RPC_TIMEOUT) -> Any:
-        """As `rpc_sync`, but the method gives a reference to its result at once, which stays where the value lives."""
+        """Returns a proxy: `rref.remote().method(args)` runs the method on the owner, and returns a reference at once.
+
+        The result of the method stays on the owner.
+
+        Args:
+            timeout: Seconds after which fetching a result fails if the method has not returned. By default there is
+                none.
+        """
         from farcall.pytorch import api, rref_proxy
 
         return rref_proxy.RRefProxy(self, api.remote, timeout)
 
-    # Travelling
+    # -- serialization
 
     def __reduce__(self) -> tuple[Callable[..., Any], tuple[Any, ...]]:
-        return _receive, self._serialize()
+        return _internal_rpc_pickler._py_rref_reducer(self)
 
-    def __copy__(self) -> RRef[T]:
-        rref = cast("RRef[T]", RRef.of(self._handle))
+    def __copy__(self) -> PyRRef[T]:
+        rref = cast("PyRRef[T]", PyRRef.of(self._handle))
         rref._label = self._label
         return rref
 
     def _serialize(self) -> tuple[Any, ...]:
-        """What stands for it in a pickle: its place among the references of the message that is being made."""
-        with suppress(OwnerLost):  # which is said, with that type, as the call is made
-            self._refuse_if_deleted("fork an UserRRef")
+        """Returns what stands for the reference in a pickle: its index in the message's references, and its label.
+
+        Raises `SerializationError` if no message of a call is being made, and `UsageError` if the reference was
+        deleted.
+        """
+        with suppress(OwnerLost):  # the call itself raises it
+            self._check_not_deleted("fork an UserRRef")
         try:
             return collect(self._handle, self), self._label
         except SerializationError as error:
             raise SerializationError(f"Can not pickle rref in python pickler: {error}") from None
 
     @staticmethod
-    def _deserialize(place: tuple[Any, ...]) -> RRef[Any]:
-        """The reference at that place in the message that is being read."""
+    def _deserialize(place: tuple[Any, ...]) -> PyRRef[Any]:
+        """Returns the reference that a result of `_serialize` stands for in the message that is being read."""
         return _receive(*place)
 
-    def _refuse_if_deleted(self, what: str) -> None:
+    def _check_not_deleted(self, what: str) -> None:
+        """Raises `UsageError` if the reference was deleted; `what` is the operation, for the message."""
         try:
             self._handle.check()
         except UsageError as error:
             raise UsageError(f"{self} is gone ({error}). Cannot call {what} after deletion.") from None
 
     def _ids(self) -> tuple[str, str]:
-        """Of the reference and of this handle. Its creator's own handle has the number behind the reference's."""
+        """Returns the ids of the reference and of this fork as texts, numbered as torch numbers them.
+
+        On its creator, the fork has the number after that of the reference.
+        """
         reference, fork = self._handle.reference, self._handle.fork
-        rref_id = _unique(reference.creator, self._label)
-        if fork is None or reference.creator == self._handle.book.me:
-            return rref_id, _unique(reference.creator, self._label + 1)
-        return rref_id, _unique(fork.creator, fork.number)
+        rref_id = _unique_id_text(reference.creator, self._label)
+        if fork is None or reference.creator == self._handle.reference_store.me:
+            return rref_id, _unique_id_text(reference.creator, self._label + 1)
+        return rref_id, _unique_id_text(fork.creator, fork.number)
 
     def __str__(self) -> str:
+        """Returns the text that torch's references have."""
         rref_id, fork_id = self._ids()
         if self.is_owner():
             return f"OwnerRRef({rref_id})"
@@ -237,105 +307,153 @@ class PyRRef(_OwnRRef[T]):
 
 
 class RRef(PyRRef[T], Generic[T]):
-    """A reference to a value of type `T` on some worker. Made by `remote`, by `RRef(value)`, or received in a call."""
+    """A reference that its owner creates: `RRef(value)`. Also the type for annotations: `RRef[int]`.
 
-    __slots__ = ()
+    As in torch, references that `remote` returns or that calls receive are exactly of type `PyRRef`, because programs
+    test `type(rref) is PyRRef`. Also as in torch, only an `RRef` can have attributes of the program's own.
+    """
 
 
-_new_rref: Final = RRef.__new__
+_new_rref: Final = PyRRef.__new__
 
 
-class _Told:
-    """A reference, as its owner is told of it by a call that keeps it until it is answered: nothing is counted."""
+class _ToOwner:
+    """Stands for a reference in a call to its owner. The owner does not count a new fork for it.
+
+    That is safe because the caller keeps its own fork until the call is answered.
+    """
 
     __slots__ = ("_rref",)
 
-    def __init__(self, rref: RRef[Any]) -> None:
+    def __init__(self, rref: PyRRef[Any]) -> None:
         self._rref = rref
 
 
-def _reduce_told(told: _Told) -> tuple[Callable[..., Any], tuple[Any, ...]]:
-    return _receive_here, (tuple(told._rref._handle.reference), told._rref._label)
+def _reduce_to_owner(wrapped: _ToOwner) -> tuple[Callable[..., Any], tuple[Any, ...]]:
+    """Returns what pickle needs to rebuild the reference on its owner: the id and the label."""
+    return _receive_here, (tuple(wrapped._rref._handle.reference), wrapped._rref._label)
 
 
-register_reducer(_Told, _reduce_told)
+register_reducer(_ToOwner, _reduce_to_owner)
 
 
-def _told(rref: RRef[Any], to: AnyWorkerInfo) -> _Told | None:
-    """What to send in place of it in a call to that worker, if that owns the value and knows of this handle."""
-    return _Told(rref) if _is_known_at(rref._handle, to) else None
+def _for_owner(rref: PyRRef[Any], to: AnyWorkerInfo) -> _ToOwner | None:
+    """Returns what to send in place of the reference in a call to worker `to`.
+
+    Returns None, so that the reference is sent as usual, unless `to` owns the value and has counted this fork.
+    """
+    return _ToOwner(rref) if _is_known_at(rref._handle, to) else None
 
 
 def _is_known_at(handle: Any, to: AnyWorkerInfo) -> bool:
-    """Whether that worker owns the value, and has counted the handle. Raises what every use of the handle raises."""
+    """Returns True if the worker owns the value and has counted this fork.
+
+    Raises what every use of the reference raises if it cannot be used any more.
+    """
     if handle.fork is None or not handle.confirmed:
         return False
-    owner = handle.book.calling.numbered.get(handle.reference.owner)
+    owner = handle.reference_store.calling.numbered.get(handle.reference.owner)
     if owner is None or owner.info.id != to.id:
         return False
     handle.check()
     return True
 
 
-def _receive_here(reference: tuple[int, int, int], label: int) -> RRef[Any]:
-    return _of_numbers(*reference, label)
+def _receive_here(reference: tuple[int, int, int, bytes], label: int) -> PyRRef[Any]:
+    """Returns a reference to a value of this worker, given its id and its label.
+
+    Raises `ReferenceRefused` if this worker has no value with that id and token.
+    """
+    return _from_numbers(*reference, label)
 
 
-def _of_numbers(owner: int, creator: int, number: int, label: int) -> RRef[Any]:
-    book: Any = current_book()
-    rref: RRef[Any] = _new_rref(RRef)
-    rref._handle = handle_here(book, RRefId(owner, creator, number), "a call of another worker")
+def _from_numbers(owner: int, creator: int, number: int, token: bytes, label: int) -> PyRRef[Any]:
+    """Returns a reference to a value of this worker, given the parts of its id, and its label.
+
+    Raises `ReferenceRefused` if this worker has no value with that id and token.
+    """
+    store: Any = current_reference_store()
+    rref: PyRRef[Any] = _new_rref(PyRRef)
+    rref._handle = store.share_own(RRefId(owner, creator, number, token), "a call of another worker")
     rref._label = label
     return rref
 
 
-def _numbers(rref: RRef[Any], to: AnyWorkerInfo) -> tuple[int, int, int, int] | None:
+def _as_numbers(rref: PyRRef[Any], to: AnyWorkerInfo) -> tuple[int, int, int, bytes, int] | None:
+    """Returns the parts of a reference's id, and its label, to send to worker `to`.
+
+    Returns None, so that the reference is sent as usual, unless `to` owns the value and has counted this fork.
+    """
     return (*rref._handle.reference, rref._label) if _is_known_at(rref._handle, to) else None
 
 
-see_through(RRef, _told)
-travels_as_numbers(RRef, _numbers, _of_numbers)
+see_through(PyRRef, _for_owner)
+see_through(RRef, _for_owner)
+travels_as_numbers(PyRRef, _as_numbers, _from_numbers)  # not `RRef`: only its owner has it, and sends it to others
 
 
-def _unique(creator: int, number: int) -> str:
+def _unique_id_text(creator: int, number: int) -> str:
+    """Returns an id as torch writes it: `GloballyUniqueId(created_on=1, local_id=2)`."""
     return f"GloballyUniqueId(created_on={creator}, local_id={number})"
 
 
-def _receive(place: int, label: int) -> RRef[Any]:
-    rref = cast("RRef[Any]", RRef.of(take_offered(place)))
+def _receive(place: int, label: int) -> PyRRef[Any]:
+    """Returns a reference, given its index in the references of the message that is being read, and its label."""
+    rref = cast("PyRRef[Any]", PyRRef.of(take_offered(place)))
     rref._label = label
     return rref
 
 
-def _receive_here_checked(reference: Any, label: Any) -> RRef[Any]:
-    check_kinds((reference, tuple), (label, int), *((number, int) for number in reference))
+def _receive_here_checked(reference: Any, label: Any) -> PyRRef[Any]:
+    """Returns a reference to a value of this worker, given an untrusted id and label.
+
+    Raises `TypeError` if they have the wrong types, and `ReferenceRefused` if there is no such value.
+    """
+    check_kinds((reference, tuple), (label, int))
+    *numbers, token = reference or (None,)
+    check_kinds((token, bytes), *((number, int) for number in numbers))
     return _receive_here(reference, label)
 
 
-def _receive_checked(place: Any, label: Any) -> RRef[Any]:
+def _receive_checked(place: Any, label: Any) -> PyRRef[Any]:
+    """Returns a reference of the message that is being read, given an untrusted index and label.
+
+    Raises `TypeError` if one is not an integer.
+    """
     check_kinds((place, int), (label, int))
     return _receive(place, label)
 
 
-# Workers that restrict what others may do take references, as they take all plain data.
+def _receive_place_checked(place: Any) -> PyRRef[Any]:
+    """Returns a reference of the message that is being read, given an untrusted tuple of its index and label.
+
+    Raises `TypeError` if it is anything else.
+    """
+    check_kinds((place, tuple))
+    return _receive_checked(*place)
+
+
+# Workers with an allow-list accept references, as they accept all plain data.
 register_plain(_receive_here, _receive_here_checked)
-register_plain(_receive, _receive_checked)
+register_plain(_InternalRPCPickler._py_rref_receiver, _receive_place_checked)
 
 
 class _Labels:
-    """The numbers by which people know the references that this worker makes, as torch counts: references and their
-    creator's handles in one row."""
+    """The numbers by which people know the references that this worker creates, counted as torch counts.
+
+    References and the forks of their creator share one sequence.
+    """
 
     def __init__(self) -> None:
         self.begin()
 
     def begin(self) -> None:
-        """With a new agent: none were made yet."""
+        """Starts again from 0, for a new agent."""
         self._next = 0
         self._lock = threading.Lock()
 
     def next(self, count: int) -> int:
-        """The first of the next so many numbers."""
+        """Reserves `count` numbers, and returns the first of them."""
         with self._lock:
             first, self._next = self._next, self._next + count
         return first
@@ -345,8 +463,9 @@ labels: Final = _Labels()
 
 
 def _ignore(creation: Future[Any]) -> None:
-    """Somebody has looked at it."""
+    """Does nothing. As a callback of a future, it makes the future's failure count as seen."""
 
 
 def _value_of(rref: PyRRef[T]) -> T:
+    """Called remotely on the owner: returns the value of a reference."""
     return rref.local_value()

@@ -1,4 +1,4 @@
-"""`rref.rpc_sync().method(...)`: methods of a reference's value, called where it lives."""
+"""Proxies for the value of a reference: `rref.rpc_sync().method(...)` runs the method on the owner."""
 
 from __future__ import annotations
 
@@ -6,58 +6,101 @@ from collections.abc import Callable
 from functools import partial
 from typing import Any, cast
 
+from torch.futures import Future as Future
+
 from farcall.api import current_agent
-from farcall.backends.running import run_here
+from farcall.backends.interface import run_here
 from farcall.functions import mark_async
-from farcall.futures import Future
-from farcall.protocol.wire import METHOD
+from farcall.futures import Future as _OwnFuture
+from farcall.protocol.frames import METHOD
 from farcall.pytorch import api
+from farcall.pytorch import functions as functions
+from farcall.pytorch.api import rpc_async as rpc_async
 from farcall.pytorch.constants import UNSET_RPC_TIMEOUT
 from farcall.pytorch.envelopes import rides_along
 from farcall.pytorch.futures import RpcFuture
-from farcall.pytorch.rref import PyRRef, RRef, labels
+from farcall.pytorch.rref import PyRRef, labels
 
 
-def _local_invoke(rref: PyRRef[Any], func_name: str, args: Any, kwargs: Any) -> Future[Any]:
-    """At the owner. The method may be marked `async_execution`."""
+def _local_invoke(rref: PyRRef[Any], func_name: str, args: Any, kwargs: Any) -> _OwnFuture[Any]:
+    """Called remotely on the owner: runs a method of the value, and returns a future of its result.
+
+    The method may be decorated with `async_execution`.
+    """
     return run_here(getattr(rref.local_value(), func_name), args, kwargs)
 
 
 mark_async(_local_invoke, _local_invoke, lambda name, result: result)
-_local_invoke_async_execution = _local_invoke  # torch has one for each kind of method
+_local_invoke_async_execution = _local_invoke  # torch has a function of its own for `async_execution` methods
 
 
 def _invoke_rpc(
+    rref: PyRRef[Any], rpc_api: Callable[..., Any], func_name: str, timeout: float, *args: Any, **kwargs: Any
+) -> Any:
+    """Calls a method of the value of a reference on its owner.
+
+    Args:
+        rref: The reference.
+        rpc_api: `rpc_sync`, `rpc_async` or `remote` of `api`, which decides what is returned.
+        func_name: The name of the method.
+        timeout: The timeout in seconds; see `rpc_api`.
+        *args: The positional arguments of the method.
+        **kwargs: Its keyword arguments.
+    """
+    return _call_method(rref, rpc_api, func_name, timeout, *args, **kwargs)
+
+
+def _call_method(
     rref: PyRRef[Any], rpc_api: Callable[..., Any], func_name: str, timeout: float, /, *args: Any, **kwargs: Any
 ) -> Any:
+    """Calls a method of the value of a reference on its owner, and returns what `rpc_api` returns.
+
+    The parameters are those of `_invoke_rpc`, but positional-only, so that the method's may have any names.
+    """
     agent = cast(Any, current_agent())
     owner = rref.owner()
     if rides_along(agent, owner):
         return rpc_api(owner, _local_invoke, args=(rref, func_name, args, kwargs), timeout=timeout)
     handle = rref._handle
     if rpc_api is api.remote:
-        getattr(rref._get_type(timeout), func_name)  # nobody would hear of it before the result is asked for
-        result = cast("RRef[Any]", RRef.of(handle.book.calling.remote_on(handle, func_name, args, kwargs)))
+        getattr(rref._get_type(timeout), func_name)  # a wrong name raises here, and not only when the result is fetched
+        result = cast(
+            "PyRRef[Any]", PyRRef.of(handle.reference_store.calling.remote_on(handle, func_name, args, kwargs))
+        )
         result._label = labels.next(2)
         if timeout != UNSET_RPC_TIMEOUT:
             result._watch_creation(timeout)
         return result
     if rpc_api is api.rpc_async:
-        future = handle.book.calling.call_on(handle, METHOD, func_name, args, kwargs, timeout, unattended=True)
-        return api.noted(RpcFuture(future))
-    return handle.book.calling.call_on(handle, METHOD, func_name, args, kwargs, timeout).wait()
+        future = handle.reference_store.calling.call_on(
+            handle, METHOD, func_name, args, kwargs, timeout, unattended=True
+        )
+        return api.track_future(RpcFuture(future))
+    return handle.reference_store.calling.call_on(handle, METHOD, func_name, args, kwargs, timeout).wait()
 
 
 class RRefProxy:
-    """What stands for the value of a reference."""
+    """Stands for the value of a reference: each method call becomes a call on the owner."""
 
     def __init__(self, rref: PyRRef[Any], rpc_api: Callable[..., Any], timeout: float = UNSET_RPC_TIMEOUT) -> None:
+        """Creates a proxy; nothing is sent yet.
+
+        Args:
+            rref: The reference.
+            rpc_api: `rpc_sync`, `rpc_async` or `remote` of `api`, which decides what a method call returns.
+            timeout: The timeout of each method call in seconds; see `rpc_api`.
+        """
         self.rref = rref
         self.rpc_api = rpc_api
         self.rpc_timeout = timeout
 
     def __getattr__(self, func_name: str) -> Callable[..., Any]:
-        return partial(_invoke_rpc, self.rref, self.rpc_api, func_name, self.rpc_timeout)
+        """Returns a function that calls the method of this name on the owner.
+
+        A name that does not exist raises `AttributeError` when the function is called, or its result is waited for.
+        """
+        return partial(_call_method, self.rref, self.rpc_api, func_name, self.rpc_timeout)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        return _invoke_rpc(self.rref, self.rpc_api, "__call__", self.rpc_timeout, *args, **kwargs)
+        """Calls the value itself on the owner, and returns what `rpc_api` returns."""
+        return _call_method(self.rref, self.rpc_api, "__call__", self.rpc_timeout, *args, **kwargs)

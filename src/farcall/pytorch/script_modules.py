@@ -1,44 +1,51 @@
-"""Script modules as values: how they travel, and what a reference to one has to be told.
+"""TorchScript modules as values: how they are serialized, and the type hint that a reference to one needs.
 
-They travel as `torch.jit.save` writes them, so that the other end needs none of their Python classes; what arrives is a
-`RecursiveScriptModule`, as with torch. Script classes are Python classes, too, and their objects travel as any.
+They are serialized with `torch.jit.save`, so the other worker does not need their Python classes. What arrives is a
+`RecursiveScriptModule`, as in torch. Script classes are Python classes, and their objects are pickled as usual.
 """
 
 from __future__ import annotations
 
-import io
-from collections.abc import Callable
-from typing import Any
+from typing import Any, Final
 
 import torch
 
+from farcall.pytorch.internal import _internal_rpc_pickler
 from farcall.serialization import register_family_reducer
 
-
-def reduce_script_module(module: Any) -> tuple[Callable[[bytes], Any], tuple[bytes]]:
-    """What pickle makes of a script module. Raises `RuntimeError` if it cannot be saved."""
-    file = io.BytesIO()
-    torch.jit.save(module, file)
-    return load_script_module, (file.getvalue(),)
+# Looked up now, because `install` replaces torch's module later.
+_enable_in_torch: Final = torch._C._distributed_rpc._enable_jit_rref_pickle
+_disable_in_torch: Final = torch._C._distributed_rpc._disable_jit_rref_pickle
 
 
-def load_script_module(saved: bytes) -> Any:
-    """The module again."""
-    return torch.jit.load(io.BytesIO(saved))
+def _enable_jit_rref_pickle() -> None:
+    """Lets TorchScript pickle references of torch's own agent in this thread, outside of calls.
+
+    References of farcall cannot be in script modules, so this does not affect them.
+    """
+    _enable_in_torch()
 
 
-# torch's own switches of whether its C++ references may be pickled with a script module; ours are in none.
-_enable_jit_rref_pickle: Any = torch._C._distributed_rpc._enable_jit_rref_pickle
-_disable_jit_rref_pickle: Any = torch._C._distributed_rpc._disable_jit_rref_pickle
+def _disable_jit_rref_pickle() -> None:
+    """Forbids TorchScript again to pickle references of torch's own agent in this thread, outside of calls."""
+    _disable_in_torch()
 
-register_family_reducer(torch.jit.ScriptModule, reduce_script_module)
+
+register_family_reducer(torch.jit.ScriptModule, _internal_rpc_pickler._script_module_reducer)
 
 
 def check_type_hint(value: Any, type_hint: Any) -> None:
-    """Whether a reference may be made to this value, with this hint at its type.
+    """Checks the type hint of a reference to a value; returns None if it is right.
 
-    Compiled code has to know the interface of a script module, and torch wants it told for each; so do we, that a
-    program which runs here runs there. Raises `RuntimeError` if the hint is missing, wrong, or there for anything else.
+    Compiled code must know the interface of a script module, so torch requires a hint for each. farcall does the same,
+    so that a program behaves alike on both.
+
+    Args:
+        value: The value of the reference.
+        type_hint: An interface decorated with `torch.jit.interface`; None for a value that is not a script module.
+
+    Raises:
+        RuntimeError: The hint is missing or wrong for a script module, or was given for anything else.
     """
     if not isinstance(value, torch.jit.ScriptModule):
         if type_hint is not None:
@@ -59,8 +66,9 @@ def check_type_hint(value: Any, type_hint: Any) -> None:
 
 
 def _is_interface_of(name: str, kind: Any) -> bool:
+    """Returns True if there is a TorchScript interface of this name, and the type implements it."""
     try:
         interface = torch._C.InterfaceType(name)
-    except TypeError:  # there is none of that name
+    except TypeError:  # no interface has this name
         return False
     return bool(kind.isSubtypeOf(interface))

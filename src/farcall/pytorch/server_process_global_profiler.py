@@ -1,14 +1,15 @@
-"""`_server_process_global_profile`: profiles what this worker runs for others, in all of its threads.
+"""`_server_process_global_profile`: profiles the functions that this worker runs for others, in all threads.
 
-While one is entered, each function that is called from elsewhere runs under torch's legacy profiler. Of those that are
-entered one inside the other, each has what was run while it was entered; the innermost says what is recorded.
+While a profile is entered, each function that another worker calls here runs under torch's legacy profiler. Profiles
+can be nested: each gets the records of all functions that ran while it was entered, and the innermost decides what is
+recorded.
 """
 
 from __future__ import annotations
 
 import itertools
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any, Final
 
@@ -17,27 +18,26 @@ from torch.autograd import profiler_legacy
 from torch.autograd.profiler_util import EventList
 
 from farcall.api import current_agent, is_initialized
+from farcall.runtime.interceptors import ServerCall, ServerInterceptor
 
-_PROFILE: Final = "profile of everything"
 
-
-class _Range:
-    """From one being entered to its being left."""
+class _Recording:
+    """One entered profile: what it records, and the records so far."""
 
     def __init__(self, config: Any) -> None:
         self.config = config
         self.records: list[Any] = []
 
 
-_ranges: Final[list[_Range]] = []
+_recordings: Final[list[_Recording]] = []
 _lock: Final = threading.Lock()
 
 
 @contextmanager
-def _profiled() -> Iterator[None]:
-    """Around one function."""
-    ranges = list(_ranges)
-    if not ranges or torch.autograd._profiler_enabled():  # it was switched on in this thread by somebody else
+def _profile_function() -> Iterator[None]:
+    """Context manager around one function: profiles it if a profile is entered, and stores its records."""
+    ranges = list(_recordings)
+    if not ranges or torch.autograd._profiler_enabled():  # this thread already has a profiler of another kind
         yield
         return
     torch.autograd._enable_profiler_legacy(ranges[-1].config)
@@ -50,28 +50,53 @@ def _profiled() -> Iterator[None]:
                 each.records.append(records)
 
 
+class _ProfileInterceptor(ServerInterceptor):
+    """Profiles each function that this worker runs for others."""
+
+    def intercept(self, call: ServerCall, proceed: Callable[[ServerCall], Any]) -> Any:
+        """See `ServerInterceptor`."""
+        with _profile_function():
+            return proceed(call)
+
+
+_interceptor: Final = _ProfileInterceptor()
+
+
 def _enable_server_process_global_profiler(config: Any) -> None:
-    """Has all that is run for others profiled, from the next function on. Raises if this process is no worker."""
+    """Starts to profile the functions that other workers call here.
+
+    Args:
+        config: A `torch.autograd.ProfilerConfig`: what is recorded.
+
+    Raises:
+        RuntimeError: This process is not a worker.
+    """
     agent: Any = current_agent()
     with _lock:
-        _ranges.append(_Range(config))
-        agent.surround(_PROFILE, _profiled)
+        _recordings.append(_Recording(config))
+        if len(_recordings) == 1:
+            agent.add_interceptor(_interceptor)
 
 
 def _disable_server_process_global_profiler() -> list[Any]:
-    """The end of the innermost: the records of each function since. Raises `RuntimeError` if there is none."""
+    """Ends the innermost profile, and returns the records of each function that ran since it was entered.
+
+    Raises `RuntimeError` if no profile is entered.
+    """
     with _lock:
-        if not _ranges:
-            raise RuntimeError("what this worker runs for others is not being profiled: nothing was entered")
-        ended = _ranges.pop()
-        if not _ranges and is_initialized():
+        if not _recordings:
+            raise RuntimeError(
+                "the functions that this worker runs for others are not being profiled: nothing was entered"
+            )
+        ended = _recordings.pop()
+        if not _recordings and is_initialized():
             agent: Any = current_agent()
-            agent.surround(_PROFILE, None)
+            agent.remove_interceptor(_interceptor)
     return ended.records
 
 
 class _server_process_global_profile(profiler_legacy.profile):  # type: ignore[misc]  # noqa: N801 (torch's name)
-    """As `torch.autograd.profiler_legacy.profile`, but of all that this worker runs for others while it is entered.
+    """Like `torch.autograd.profiler_legacy.profile`, but profiles all functions that other workers call here.
 
     It can be entered by a call: `rref = rpc.remote(worker, rpc._server_process_global_profile)`, then
     `rref.rpc_sync().__enter__()`.
@@ -79,10 +104,10 @@ class _server_process_global_profile(profiler_legacy.profile):  # type: ignore[m
 
     entered: bool
     process_global_function_events: list[list[Any]]
-    """Once it is left: for each function that was run, its events."""
+    """After the profile was left: the events of each function that ran."""
 
     def __enter__(self) -> Any:
-        """Begins. Raises `RuntimeError` the second time, and if this process is no worker."""
+        """Starts to profile. Raises `RuntimeError` if this was entered before, or if this process is not a worker."""
         if not self.enabled:
             return None
         if self.entered:
@@ -92,7 +117,7 @@ class _server_process_global_profile(profiler_legacy.profile):  # type: ignore[m
         return self
 
     def __exit__(self, exc_type: Any, exc_val: Any, exc_tb: Any) -> bool | None:
-        """Ends, and makes `function_events` and `process_global_function_events`."""
+        """Ends the profile, and sets `function_events` and `process_global_function_events`."""
         if not self.enabled:
             return None
         self.process_global_function_events = [

@@ -1,27 +1,30 @@
-"""How tensors travel: as what they show, beside the pickle where they are large.
+"""How tensors are sent: as the elements that they show, outside of the pickle if they are large.
 
-`reduce_tensor` is the reducer of `torch.Tensor` in farcall's messages, and in nobody else's pickles: torch's own
-pickles of a tensor copy all of the storage behind it. What is not plain memory of this host (sparse, quantized ...) is
-in `layouts`.
+`reduce_tensor` is the reducer of `torch.Tensor` in farcall's messages, and in no other pickles. torch's own pickle of a
+tensor copies the whole storage behind it.
 
 Rules
-- A tensor arrives with the same type, shape and values, in memory of its own, which can be written to. Of a view, what
-  it shows travels, not the storage behind it.
-- Its strides are the same, too, with two exceptions: a view with gaps of more than `LARGEST_WITH_GAPS`, and one whose
-  elements overlap, arrive without gaps. An expanded tensor arrives expanded, and travels as what was expanded.
-- It requires gradients if it did, and has no history: it is a leaf.
-- Two tensors that share memory arrive as two; one object that is there twice arrives as one.
-- Attributes and hooks of a tensor do not travel, as with torch's own RPC.
-- Whatever a pickle says, a rebuilt tensor lies inside of the memory that came.
+- A tensor arrives with the same type, shape and values, in writable memory of its own. Of a view, only the elements
+  that it shows are sent.
+- The strides are the same, with two exceptions: a view whose elements span more than `MAX_GAPPED_BYTES`, and one whose
+  elements overlap, arrive without gaps. An expanded tensor arrives expanded, and only what was expanded is sent.
+- A tensor that requires gradients arrives so, as a leaf without history.
+- Two tensors that share memory arrive as two. One object that is sent twice in a message arrives as one.
+- Attributes and hooks of a tensor are not sent, as in torch's own RPC.
+- Whatever a pickle says, a rebuilt tensor lies inside of the memory that came with it.
+- Sparse and quantized tensors are sent as the plain tensors that they consist of. Sparse tensors are checked when they
+  are rebuilt, because an index outside of the tensor would later read or write outside of its memory.
+- Everything else (nested tensors, subclasses of `torch.Tensor`) is pickled by torch, with the whole storage, which is
+  sent outside of the pickle.
 
-Around it, `sending_apart` and `receiving_apart` let the tensors of a value travel in a list of their own, for those who
-have to see them (`envelopes`).
+`sending_apart` and `receiving_apart` collect the tensors of a value in a list, for code that must see them
+(`envelopes`). The reducer of `internal`'s pickler puts them there.
 """
 
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from ctypes import c_char
 from pickle import PickleBuffer
@@ -32,26 +35,35 @@ from torch.nn import Parameter
 
 try:
     import numpy
-except ImportError:  # torch can do without
+except ImportError:  # torch works without numpy
     numpy = None  # type: ignore[assignment]
 
-from farcall.pytorch.layouts import reduce_storage, reduce_typed_storage, reduce_unplain
-from farcall.serialization import OUT_OF_BAND_SIZE, VALUE, Packed, code_of, head_of, register_kind, register_reducer
+from farcall.pytorch.internal import SendTable, _internal_rpc_pickler
+from farcall.pytorch.internal import _thread_local_tensor_tables as _tables
+from farcall.serialization import (
+    OUT_OF_BAND_MIN_BYTES,
+    SINGLE_ARRAY_START,
+    Packed,
+    dtype_code,
+    pack_array_header,
+    register_array_type,
+    register_reducer,
+)
 
-LARGEST_WITH_GAPS: Final = 16 * 1024
-"""Bytes from the first to the last element of a view up to which its gaps are made again where it arrives."""
+MAX_GAPPED_BYTES: Final = 16 * 1024
+"""The largest distance, from the first to the last byte of a view, for which its gaps are recreated on arrival."""
 
-_MOST_SIZES: Final = 1024
+_MAX_CACHED_SIZES: Final = 1024
 _QUANTIZED: Final = {torch.qint8, torch.quint8, torch.qint32, torch.quint4x2, torch.quint2x4}
 _NAMES: Final[dict[torch.dtype, str]] = {
     kind: name
     for name, kind in vars(torch).items()
     if isinstance(kind, torch.dtype) and kind not in _QUANTIZED and str(kind) == f"torch.{name}"
 }
-"""Of the types of elements that are plain memory."""
+"""The name of each element type whose tensors are plain memory."""
 _TYPES: Final[dict[str, torch.dtype]] = {name: kind for kind, name in _NAMES.items()}
 _IN_NUMPY: Final[dict[str, Any]] = {} if numpy is None else {n: numpy.dtype(n) for n in _TYPES if hasattr(numpy, n)}
-"""The same in numpy, of those that it has: a tensor over an array over memory is made quicker than one over memory."""
+"""The numpy type for each name that numpy has. Making a tensor from a numpy array is faster than from memory."""
 
 _strided: Final = torch.strided
 _frombuffer: Final = torch.frombuffer
@@ -59,106 +71,111 @@ _from_numpy: Final = torch.from_numpy
 _ndarray: Final = None if numpy is None else numpy.ndarray
 
 
-# Apart from the pickle
+# -- sending
 
 
-class _Apart(dict[int, torch.Tensor]):
-    """The tensors of one value, by their ids, each once though pickle may come twice; in order."""
+class _ThreadState(threading.local):
+    """What a thread does just now."""
+
+    is_apart = False
+    """True inside `sending_apart`. Faster to check than the table."""
 
 
-class _Thread(threading.local):
-    sent: _Apart | None = None
-    received: Sequence[torch.Tensor] | None = None
-
-
-_thread = _Thread()
+_thread = _ThreadState()
 
 
 @contextmanager
-def sending_apart() -> Iterator[Mapping[int, torch.Tensor]]:
-    """What is pickled inside has its tensors in there, in order, and only their places in the pickle."""
-    before, tensors = _thread.sent, _Apart()
-    _thread.sent = tensors
+def sending_apart() -> Iterator[SendTable]:
+    """Context manager: yields a table for the tensors of whatever is pickled inside; the pickle gets their indices."""
+    was_apart = _thread.is_apart
+    mine = _tables.__dict__  # this thread's; faster than looking up an attribute that is usually missing
+    before = mine.get("send_tables")
+    mine["send_tables"] = table = SendTable()
+    _thread.is_apart = True
     try:
-        yield tensors
+        yield table
     finally:
-        _thread.sent = before
+        _thread.is_apart = was_apart
+        if before is None:
+            del mine["send_tables"]
+        else:
+            mine["send_tables"] = before
 
 
 @contextmanager
 def receiving_apart(tensors: Sequence[torch.Tensor]) -> Iterator[None]:
-    """What is unpickled inside finds its tensors in this list."""
-    before, _thread.received = _thread.received, tensors
+    """Context manager: whatever is unpickled inside takes its tensors from this list, by index."""
+    mine = _tables.__dict__
+    before = mine.get("recv_tables")
+    mine["recv_tables"] = tensors
     try:
         yield
     finally:
-        _thread.received = before
-
-
-def take_apart(place: int) -> torch.Tensor:
-    """For the unpickler: the tensor at that place. Raises `RuntimeError` outside of `receiving_apart`."""
-    if _thread.received is None:
-        raise RuntimeError("a tensor that travelled apart from its pickle was read without it")
-    return _thread.received[place]
-
-
-def _place_apart(sent: _Apart, tensor: torch.Tensor) -> tuple[Any, ...]:
-    if id(tensor) not in sent:
-        sent[id(tensor)] = tensor
-        return take_apart, (len(sent) - 1,)
-    return take_apart, (list(sent).index(id(tensor)),)
+        if before is None:
+            del mine["recv_tables"]
+        else:
+            mine["recv_tables"] = before
 
 
 def reduce_tensor(tensor: torch.Tensor) -> Any:
-    """What pickle makes of a tensor. Raises `RuntimeError` for one on another device than the processor."""
-    if _thread.sent is not None:
-        return _place_apart(_thread.sent, tensor)
+    """Returns what pickle needs to rebuild a tensor. Raises `RuntimeError` for a tensor that is not in CPU memory."""
+    if _thread.is_apart:
+        return _internal_rpc_pickler._tensor_reducer(tensor)
     name = _NAMES.get(tensor.dtype)
     if name is None or tensor.layout is not _strided or not tensor.is_cpu or tensor.is_nested:
-        return reduce_unplain(tensor)
+        return reduce_other(tensor)
     if not tensor.is_contiguous() or tensor.is_conj() or tensor.is_neg() or tensor._is_zerotensor():
         return _reduce_view(tensor.detach(), name, tensor.requires_grad)
     if tensor.requires_grad:
-        return rebuild_tensor, (_memory(tensor), name, tuple(tensor.shape), None, True)
-    return rebuild_tensor, (_memory(tensor), name, tuple(tensor.shape))
+        return rebuild_tensor, (_tensor_memory(tensor), name, tuple(tensor.shape), None, True)
+    return rebuild_tensor, (_tensor_memory(tensor), name, tuple(tensor.shape))
 
 
 def reduce_parameter(parameter: Parameter) -> Any:
-    """The same for a parameter of a module, which arrives as one."""
-    if _thread.sent is not None:
-        return _place_apart(_thread.sent, parameter)
+    """Returns what pickle needs to rebuild a parameter of a module."""
+    if _thread.is_apart:
+        return _internal_rpc_pickler._tensor_reducer(parameter)
     return rebuild_parameter, (parameter.detach(), parameter.requires_grad)
 
 
 _bytes_at: Final[dict[int, Any]] = {}
-"""What shows so many bytes at an address: quicker than `ctypes.string_at`, which calls through a foreign function."""
+"""For each size, a function from an address to an object whose `raw` copies that many bytes.
+
+Faster than `ctypes.string_at`, which makes a foreign function call.
+"""
 
 
 def _bytes_of(size: int) -> Any:
-    if len(_bytes_at) >= _MOST_SIZES:
+    """Returns a function from an address to an object whose `raw` copies `size` bytes, and caches it in `_bytes_at`."""
+    if len(_bytes_at) >= _MAX_CACHED_SIZES:
         _bytes_at.clear()
     found = _bytes_at[size] = (c_char * size).from_address
     return found
 
 
-def _memory(tensor: torch.Tensor) -> Any:
-    """The memory of a tensor without gaps: a copy if it is small, else the memory itself."""
+def _tensor_memory(tensor: torch.Tensor) -> Any:
+    """Returns the memory of a tensor without gaps: a copy as `bytes` if it is small, otherwise a buffer over it."""
     size = tensor.nbytes
-    if size < OUT_OF_BAND_SIZE:
+    if size < OUT_OF_BAND_MIN_BYTES:
         return (_bytes_at.get(size) or _bytes_of(size))(tensor.data_ptr()).raw if size else b""
     memory: Any = (c_char * size).from_address(tensor.data_ptr())
-    memory.owner = tensor.untyped_storage()  # it stays where it is for as long as somebody sends it
+    memory.owner = tensor.untyped_storage()  # keeps the memory alive until it is sent
     return PickleBuffer(memory)
 
 
-_small: Final[dict[tuple[torch.dtype, torch.Size], tuple[bytes, Any]]] = {}
-"""Of small tensors that need no pickle, by type and shape: what is sent before their contents, and what shows these."""
+_small_tensors: Final[dict[tuple[torch.dtype, torch.Size], tuple[bytes, Any]]] = {}
+"""For small tensors that need no pickle, by type and shape: their header, and the function that copies them."""
 
 
-def pack_tensor(tensor: torch.Tensor, start: bytes = VALUE, with_gradients: bool = False) -> Packed | None:
-    """A tensor that needs no pickle, as most, see `register_kind`. None for one that is pickled.
+def pack_tensor(tensor: torch.Tensor, start: bytes = SINGLE_ARRAY_START, with_gradients: bool = False) -> Packed | None:
+    """Returns a tensor in the format for arrays that need no pickle (`register_array_type`).
 
-    `with_gradients`: that it requires gradients is told in another way.
+    Returns None for a tensor that must be pickled: not in CPU memory, not contiguous, sparse and so on.
+
+    Args:
+        tensor: The tensor.
+        start: The first bytes of the message.
+        with_gradients: True if the caller sends separately that the tensor requires gradients.
     """
     if (
         tensor.dtype not in _CODES
@@ -172,7 +189,7 @@ def pack_tensor(tensor: torch.Tensor, start: bytes = VALUE, with_gradients: bool
         or tensor._is_zerotensor()
     ):
         return None
-    known = _small.get((tensor.dtype, tensor.shape))
+    known = _small_tensors.get((tensor.dtype, tensor.shape))
     if known is None:
         return _pack_unknown(tensor, start)
     head, bytes_at = known
@@ -180,39 +197,52 @@ def pack_tensor(tensor: torch.Tensor, start: bytes = VALUE, with_gradients: bool
 
 
 def _pack_unknown(tensor: torch.Tensor, start: bytes) -> Packed | None:
-    """The same for one that is large, or the first of its kind."""
-    head = head_of(_CODES[tensor.dtype], tensor.shape) if tensor.nbytes else None
+    """Returns a tensor that is large, or the first of its type and shape, in the format for arrays that need no pickle.
+
+    Remembers the header of a small one for others of its type and shape. Returns None for an empty tensor, which is
+    pickled.
+    """
+    head = pack_array_header(_CODES[tensor.dtype], tensor.shape) if tensor.nbytes else None
     if head is None:
         return None
-    memory = _memory(tensor)
+    memory = _tensor_memory(tensor)
     if type(memory) is not bytes:
         return start + head, [memory.raw()]
-    if len(_small) >= _MOST_SIZES:
-        _small.clear()
-    _small[tensor.dtype, tensor.shape] = head, _bytes_of(len(memory))
+    if len(_small_tensors) >= _MAX_CACHED_SIZES:
+        _small_tensors.clear()
+    _small_tensors[tensor.dtype, tensor.shape] = head, _bytes_of(len(memory))
     return start + head + memory, []
 
 
 def _reduce_view(tensor: torch.Tensor, name: str, requires_grad: bool) -> Any:
+    """Returns what pickle needs to rebuild a tensor that cannot be sent as its memory is.
+
+    Those are tensors that are not contiguous, and tensors that torch conjugates, negates or fills with zeros lazily.
+
+    Args:
+        tensor: The tensor, detached from its graph.
+        name: The name of its element type.
+        requires_grad: Whether the rebuilt tensor requires gradients.
+    """
     shape = tuple(tensor.shape)
     if tensor.is_conj() or tensor.is_neg() or tensor._is_zerotensor():
         tensor = tensor.clone().resolve_conj().resolve_neg()
-        return rebuild_tensor, (_memory(tensor.contiguous()), name, shape, None, requires_grad)
+        return rebuild_tensor, (_tensor_memory(tensor.contiguous()), name, shape, None, requires_grad)
     strides = tensor.stride()
     if any(stride == 0 and length > 1 for stride, length in zip(strides, shape, strict=True)):
         once = tuple(slice(0, 1) if not stride else slice(None) for stride in strides)
         return rebuild_expanded, (tensor[once], shape, requires_grad)
     if _has_no_gaps(shape, strides):
-        return rebuild_tensor, (_memory(tensor), name, shape, strides, requires_grad)
+        return rebuild_tensor, (_tensor_memory(tensor), name, shape, strides, requires_grad)
     extent = _extent(shape, strides) * tensor.itemsize
-    if extent <= LARGEST_WITH_GAPS and extent >= tensor.nbytes:
+    if extent <= MAX_GAPPED_BYTES and extent >= tensor.nbytes:
         return rebuild_with_gaps, (tensor.contiguous(), strides, requires_grad)
-    dense = tensor.clone()  # in the order in which the view has its dimensions in memory
-    return rebuild_tensor, (_memory(dense), name, shape, dense.stride(), requires_grad)
+    dense = tensor.clone()  # keeps the order of the dimensions in memory
+    return rebuild_tensor, (_tensor_memory(dense), name, shape, dense.stride(), requires_grad)
 
 
 def _has_no_gaps(shape: Sequence[int], strides: Sequence[int]) -> bool:
-    """Whether its elements fill its memory, each place once."""
+    """Returns True if a tensor of this shape and strides fills its memory completely, each place once."""
     expected = 1
     for stride, length in sorted(zip(strides, shape, strict=True)):
         if length != 1:
@@ -223,25 +253,38 @@ def _has_no_gaps(shape: Sequence[int], strides: Sequence[int]) -> bool:
 
 
 def _extent(shape: Sequence[int], strides: Sequence[int]) -> int:
-    """Elements from the first to the last that it shows."""
+    """Returns how many elements of memory a tensor of this shape and strides spans, including gaps."""
     return 1 + sum((length - 1) * stride for length, stride in zip(shape, strides, strict=True))
 
 
-# Receiving
+# -- receiving
 
 
 def rebuild_tensor(
     memory: Any, name: str, shape: tuple[int, ...], strides: tuple[int, ...] | None = None, requires_grad: bool = False
 ) -> torch.Tensor:
-    """A tensor again, in the memory that came. Raises if it does not fit in there."""
+    """Returns a tensor over the memory that came. Read-only memory is copied first.
+
+    Args:
+        memory: The elements: `bytes`, a `bytearray` or a `memoryview`.
+        name: The name of the element type, for example `float32`.
+        shape: The shape.
+        strides: The strides; None for a contiguous tensor.
+        requires_grad: Whether the tensor requires gradients.
+
+    Raises:
+        TypeError: `memory` is something else, or too small.
+        KeyError: The element type is unknown.
+        RuntimeError: The memory is too small for the shape and strides.
+    """
     if type(memory) is bytes:
         memory = bytearray(memory)
     elif not isinstance(memory, (bytearray, memoryview)):
-        raise TypeError(f"a {type(memory).__name__} was sent as the memory of a tensor")
+        raise TypeError(f"a {type(memory).__name__} was sent as the memory of a tensor, which is not allowed")
     elif memoryview(memory).readonly:
         memory = bytearray(memory)
     else:
-        memory = memoryview(memory)  # of our own: nobody gives it back, or makes it longer, while the tensor lives
+        memory = memoryview(memory)  # a view of our own, which keeps the memory from being released or resized
     if not memory:
         tensor = torch.empty(0, dtype=_TYPES[name]).view(shape)
     elif strides is None and name in _IN_NUMPY:
@@ -253,29 +296,168 @@ def rebuild_tensor(
 
 
 def rebuild_expanded(once: torch.Tensor, shape: tuple[int, ...], requires_grad: bool) -> torch.Tensor:
-    """A tensor that shows some of its elements many times."""
+    """Returns a tensor expanded to `shape`. Raises `RuntimeError` if `once` cannot be expanded to it."""
     tensor = once.expand(shape)
     return tensor.requires_grad_() if requires_grad else tensor
 
 
 def rebuild_with_gaps(dense: torch.Tensor, strides: tuple[int, ...], requires_grad: bool) -> torch.Tensor:
-    """A view with gaps between its elements. Raises `ValueError` if they are larger than they are made."""
-    if _extent(dense.shape, strides) * dense.itemsize > LARGEST_WITH_GAPS:
-        raise ValueError(f"a tensor was sent with strides {strides}, which need more than {LARGEST_WITH_GAPS} bytes")
+    """Returns a view with gaps between its elements.
+
+    Raises `ValueError` if it is too large, or its elements overlap.
+    """
+    # The lower limit excludes overlapping elements: `dense` may be an expanded tensor of any size, which is copied.
+    if not dense.nbytes <= _extent(dense.shape, strides) * dense.itemsize <= MAX_GAPPED_BYTES:
+        raise ValueError(f"a tensor was sent with strides {strides}, which need more than {MAX_GAPPED_BYTES} bytes")
     tensor = torch.empty_strided(dense.shape, strides, dtype=dense.dtype).copy_(dense)
     return tensor.requires_grad_() if requires_grad else tensor
 
 
 def rebuild_parameter(tensor: torch.Tensor, requires_grad: bool) -> Parameter:
-    """A parameter of a module again."""
+    """Returns a parameter of a module with the contents of `tensor`."""
     return Parameter(tensor, requires_grad)
 
 
+# -- sparse, quantized and other tensors
+
+_COMPRESSED: Final = {
+    torch.sparse_csr: ("csr", torch.Tensor.crow_indices, torch.Tensor.col_indices),
+    torch.sparse_csc: ("csc", torch.Tensor.ccol_indices, torch.Tensor.row_indices),
+    torch.sparse_bsr: ("bsr", torch.Tensor.crow_indices, torch.Tensor.col_indices),
+    torch.sparse_bsc: ("bsc", torch.Tensor.ccol_indices, torch.Tensor.row_indices),
+}
+_LAYOUTS: Final = {name: layout for layout, (name, _, _) in _COMPRESSED.items()}
+
+_NO_MAP: Final = (
+    "TensorPipe RPC backend only supports CPU tensors by default, please move your tensors to CPU before sending them "
+    "over RPC, or call `set_device_map` on `TensorPipeRpcBackendOptions` to explicitly configure device mapping."
+)
+
+
+def missing_device_map_error(side: str, device: torch.device, destination: str = "") -> RuntimeError:
+    """Returns the error for a tensor on a device for which there is no device map, in torch's words.
+
+    Args:
+        side: `Request`, `Response`, or both.
+        device: The device of the tensor.
+        destination: The name of the other worker, if it is known.
+    """
+    where = f" for destination {destination}" if destination else ""
+    return RuntimeError(f"{_NO_MAP} {side} device mapping is not available{where}: a tensor is on {device}")
+
+
+def reduce_other(tensor: torch.Tensor) -> Any:
+    """Returns what pickle needs to rebuild a sparse, quantized, nested or otherwise unusual tensor.
+
+    Raises `RuntimeError` if the tensor is not in CPU memory.
+    """
+    if not tensor.is_cpu:
+        raise missing_device_map_error("Request or Response", tensor.device)
+    requires_grad = tensor.requires_grad
+    tensor = tensor.detach()
+    if tensor.layout is torch.sparse_coo:
+        shape, is_coalesced = tuple(tensor.shape), tensor.is_coalesced()
+        return rebuild_coordinates, (tensor._indices(), tensor._values(), shape, is_coalesced, requires_grad)
+    if tensor.layout in _COMPRESSED:
+        name, outer, inner = _COMPRESSED[tensor.layout]
+        parts = outer(tensor), inner(tensor), tensor.values()
+        return rebuild_compressed, (name, *parts, tuple(tensor.shape), requires_grad)
+    if tensor.is_quantized and tensor.dtype in (torch.qint8, torch.quint8, torch.qint32):
+        scheme = tensor.qscheme()
+        if scheme is torch.per_tensor_affine:
+            return rebuild_quantized, (tensor.int_repr(), tensor.q_scale(), tensor.q_zero_point())
+        if scheme is torch.per_channel_affine:
+            channels = tensor.q_per_channel_scales(), tensor.q_per_channel_zero_points(), tensor.q_per_channel_axis()
+            return rebuild_quantized, (tensor.int_repr(), *channels)
+    return tensor.requires_grad_(requires_grad).__reduce_ex__(2)
+
+
+def rebuild_coordinates(
+    indices: torch.Tensor, values: torch.Tensor, shape: tuple[int, ...], is_coalesced: bool, requires_grad: bool
+) -> torch.Tensor:
+    """Returns a sparse tensor in coordinate format. Raises `RuntimeError` if an index is outside of its shape."""
+    return torch.sparse_coo_tensor(
+        indices, values, shape, is_coalesced=is_coalesced, check_invariants=True, requires_grad=requires_grad
+    )
+
+
+def rebuild_compressed(
+    name: str,
+    outer: torch.Tensor,
+    inner: torch.Tensor,
+    values: torch.Tensor,
+    shape: tuple[int, ...],
+    requires_grad: bool,
+) -> torch.Tensor:
+    """Returns a sparse tensor with compressed rows or columns (CSR, CSC, BSR, BSC).
+
+    Raises `RuntimeError` if its indices are invalid, and `KeyError` if `name` is not one of these formats.
+    """
+    return torch.sparse_compressed_tensor(
+        outer, inner, values, shape, layout=_LAYOUTS[name], check_invariants=True, requires_grad=requires_grad
+    )
+
+
+def rebuild_quantized(whole: torch.Tensor, scale: Any, zero_point: Any, axis: int | None = None) -> torch.Tensor:
+    """Returns a quantized tensor.
+
+    Args:
+        whole: Its integers.
+        scale: The scale, or a tensor with one per channel.
+        zero_point: The zero point, or a tensor with one per channel.
+        axis: The dimension of the channels; None for one scale for all.
+
+    Raises:
+        RuntimeError: The arguments do not fit together.
+    """
+    if axis is None:
+        return torch._make_per_tensor_quantized_tensor(whole, scale, zero_point)
+    return torch._make_per_channel_quantized_tensor(whole, scale, zero_point, axis)
+
+
+# -- storages
+
+
+def reduce_storage(storage: torch.UntypedStorage) -> Any:
+    """Returns what pickle needs to rebuild a storage. Raises `RuntimeError` if it is not in CPU memory."""
+    if storage.device.type != "cpu":
+        raise missing_device_map_error("Request or Response", storage.device)
+    size = storage.nbytes()
+    if not size:
+        return rebuild_storage, (b"",)
+    memory: Any = (c_char * size).from_address(storage.data_ptr())
+    memory.owner = storage
+    return rebuild_storage, (PickleBuffer(memory),)
+
+
+def reduce_typed_storage(storage: torch.TypedStorage) -> Any:
+    """Returns what pickle needs to rebuild a storage with its element type."""
+    return rebuild_typed_storage, (storage._untyped_storage, storage.dtype)
+
+
+def rebuild_storage(memory: Any) -> torch.UntypedStorage:
+    """Returns a storage over the memory that came; an empty one if the memory is empty.
+
+    Read-only memory is copied first.
+    """
+    if not memory:
+        return torch.UntypedStorage(0)
+    view = memoryview(memory)
+    return torch.frombuffer(bytearray(view) if view.readonly else view, dtype=torch.uint8).untyped_storage()
+
+
+def rebuild_typed_storage(storage: torch.UntypedStorage, kind: torch.dtype) -> torch.TypedStorage:
+    """Returns a storage that interprets the memory of another one as elements of type `kind`."""
+    return torch.TypedStorage(wrap_storage=storage, dtype=kind, _internal=True)
+
+
+# -- registration with farcall's picklers
+
 _CODES: Final[dict[torch.dtype, int]] = {}
-"""The types of elements of tensors that need no pickle. Truth values do: see `plain_arrays`."""
+"""The codes of the element types whose tensors need no pickle. `bool` does need one: see `serialization.arrays`."""
 if numpy is not None:
-    register_kind(torch.Tensor, pack_tensor, _from_numpy)
-    _CODES.update({_TYPES[n]: code for n in _IN_NUMPY if n != "bool" and (code := code_of(n)) is not None})
+    register_array_type(torch.Tensor, pack_tensor, _from_numpy)
+    _CODES.update({_TYPES[n]: code for n in _IN_NUMPY if n != "bool" and (code := dtype_code(n)) is not None})
 
 register_reducer(torch.Tensor, reduce_tensor)
 register_reducer(Parameter, reduce_parameter)

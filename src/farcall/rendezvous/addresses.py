@@ -1,8 +1,8 @@
-"""Sockets for a store: where to listen, where to connect, and which of our addresses others can reach.
+"""Sockets for a store: where to listen, where to connect, and which addresses of this machine others can reach.
 
-Not about what is said on them. A *name* that resolves to nothing but loopback (many systems map their own host name to
-127.0.1.1) says only "this machine": then the machine's other addresses count, for others use the name from elsewhere.
-`localhost` and literal loopback addresses mean loopback.
+A host *name* that resolves only to loopback addresses means "this machine", because many systems map their own host
+name to 127.0.1.1. Other machines reach this one by the same name at its other addresses, so those are used as well.
+`localhost` and literal loopback addresses mean loopback only.
 """
 
 from __future__ import annotations
@@ -12,24 +12,25 @@ import ipaddress
 import socket
 import time
 from collections.abc import Sequence
+from contextlib import suppress
 from typing import Any, Final
 
 from farcall.errors import RendezvousError
 from farcall.transports.network import is_loopback, local_address_towards, local_addresses, numeric_host
 
-BIND_PATIENCE: Final = 0.5
-"""Seconds that a port may still be taken: by whoever is just closing it."""
+BIND_TIMEOUT_S: Final = 0.5
+"""How many seconds `listen` retries a taken port, because the process that has it may just be ending."""
 
 _BACKLOG: Final = 1024
 
 
 def host_port(host: str, port: int) -> str:
-    """As it stands in a URL."""
+    """Returns `host:port` as it is written in a URL, with brackets around an IPv6 address."""
     return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
 
 
 def peer_text(sock: socket.socket) -> str:
-    """The other end, for messages to people."""
+    """Returns the address of a socket's other end, for messages; a placeholder text if the socket is not connected."""
     try:
         peer = sock.getpeername()
     except OSError:
@@ -38,8 +39,11 @@ def peer_text(sock: socket.socket) -> str:
 
 
 def loopback_text(sockaddr: tuple[Any, ...]) -> str:
-    """An address on loopback as both ends of a connection to it write it; empty for any other, which may be translated
-    on its way."""
+    """Returns a loopback address as `host:port`; empty for any other address.
+
+    Both ends of a loopback connection get the same text, which the handshake compares. Other addresses may be
+    translated on the way, so the two ends may see different ones.
+    """
     host = numeric_host(sockaddr)
     if not is_loopback(host):
         return ""
@@ -48,10 +52,13 @@ def loopback_text(sockaddr: tuple[Any, ...]) -> str:
 
 
 def reachable_addresses() -> list[str]:
-    """This machine's addresses, those that others can reach first: the default route's, the rest, then loopback."""
+    """Returns the numeric addresses of this machine, the best first: the default route's, the others, then loopback.
+
+    Link-local addresses are left out.
+    """
     addresses = [address for address in local_addresses() if not ipaddress.ip_address(address).is_link_local]
     try:
-        # An address set aside for documentation: no packet is sent, only the default route is looked up.
+        # 203.0.113.0/24 is reserved for documentation. No packet is sent; the kernel only looks up the default route.
         default = local_address_towards("203.0.113.1", 9)
     except OSError:
         default = ""
@@ -59,7 +66,7 @@ def reachable_addresses() -> list[str]:
 
 
 def resolve(host: str) -> list[str]:
-    """The numeric addresses of a host, best first. Raises `OSError` if the name is unknown."""
+    """Returns the numeric addresses of a host, the best first. Raises `OSError` if the name cannot be resolved."""
     addresses = _look_up(host)
     if _means_this_machine(host, addresses):
         return [address for address in reachable_addresses() if not is_loopback(address)] + addresses
@@ -67,19 +74,29 @@ def resolve(host: str) -> list[str]:
 
 
 def listen(host: str, ports: Sequence[int]) -> socket.socket:
-    """Listens on the first free port of a host that is this machine. Port 0 is any; host "" is all addresses.
+    """Listens for rank 0 on the first free port of a list, and retries for `BIND_TIMEOUT_S` seconds.
 
-    Raises `RendezvousError` if the host is not this machine, or every port is taken.
+    Args:
+        host: A name or address of this machine; "" listens on all addresses.
+        ports: The ports to try, in this order. Port 0 lets the kernel choose.
+
+    Returns:
+        The listening socket.
+
+    Raises:
+        RendezvousError: The host cannot be resolved or is not this machine, every port is taken, or listening is not
+            permitted. The message says what to do.
     """
     try:
         addresses = _look_up(host) if host else [""]
     except OSError as error:
         raise RendezvousError(
-            f"rank 0 cannot host the store at {host}: the name cannot be resolved ({error}); use an address of rank 0"
+            f"rank 0 cannot host the store at {host}: the name cannot be resolved ({error}); "
+            "use an address of the machine of rank 0"
         ) from error
     if _means_this_machine(host, addresses):
         addresses = [""]
-    deadline = time.monotonic() + BIND_PATIENCE
+    deadline = time.monotonic() + BIND_TIMEOUT_S
     while True:
         for port in ports:
             listener = _listen_on_one(host, addresses, port)
@@ -95,7 +112,15 @@ def listen(host: str, ports: Sequence[int]) -> socket.socket:
 
 
 def listen_at_once(host: str, port: int) -> socket.socket:
-    """Listens on a port of a host if that is this machine and the port is free. Raises `OSError` if not."""
+    """Listens on one port without retrying.
+
+    Args:
+        host: A name or address; "" listens on all addresses.
+        port: The port; 0 lets the kernel choose.
+
+    Raises:
+        OSError: The host cannot be resolved or is not this machine, or the port is taken (errno `EADDRINUSE`).
+    """
     addresses = _look_up(host) if host else [""]
     if _means_this_machine(host, addresses):
         addresses = [""]
@@ -105,12 +130,24 @@ def listen_at_once(host: str, port: int) -> socket.socket:
             return _listen_at(address, port)
         except OSError as error:
             failures.append(error)
-    # A taken port says that one of the addresses is ours, which counts for more than those that are not.
+    # A taken port shows that this address is one of this machine's, so it is the most useful failure to report.
     raise next((error for error in failures if error.errno == errno.EADDRINUSE), failures[0])
 
 
 def connect(host: str, port: int, timeout: float) -> socket.socket:
-    """A connection to the first address of the host that takes one. Raises `OSError`."""
+    """Connects to the first address of a host that accepts the connection.
+
+    Args:
+        host: A name or a numeric address.
+        port: The port.
+        timeout: Seconds for all attempts together; each address gets an equal share of what is left.
+
+    Returns:
+        The connected socket, with TCP keep-alive.
+
+    Raises:
+        OSError: The host cannot be resolved, or no address accepted. The error is that of the last address.
+    """
     deadline = time.monotonic() + timeout
     addresses = resolve(host)
     failure = OSError(f"{host} has no address")
@@ -124,7 +161,10 @@ def connect(host: str, port: int, timeout: float) -> socket.socket:
 
 
 def keep_alive(sock: socket.socket) -> None:
-    """Has the kernel notice within half a minute that the other machine is gone."""
+    """Turns on TCP keep-alive, so that the kernel notices within 30 seconds that the other machine is gone.
+
+    Also turns off Nagle's algorithm (TCP_NODELAY).
+    """
     sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
     sock.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
     for option, value in (("TCP_KEEPIDLE", 10), ("TCP_KEEPINTVL", 5), ("TCP_KEEPCNT", 4)):
@@ -132,12 +172,29 @@ def keep_alive(sock: socket.socket) -> None:
             sock.setsockopt(socket.IPPROTO_TCP, getattr(socket, option), value)
 
 
+def stop_keep_alive(sock: socket.socket) -> None:
+    """Turns TCP keep-alive off, so that an idle connection survives a network failure.
+
+    Does nothing on a closed socket.
+    """
+    with suppress(OSError):
+        sock.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 0)
+
+
 def _look_up(host: str) -> list[str]:
-    found = socket.getaddrinfo(host, None, type=socket.SOCK_STREAM)
+    """Returns the numeric addresses of a host without duplicates. Raises `OSError` if it cannot be resolved."""
+    try:
+        found = socket.getaddrinfo(host, None, type=socket.SOCK_STREAM)
+    except ValueError as error:  # text that cannot be a host name: a label that is too long, a null byte
+        raise OSError(errno.EHOSTUNREACH, f"cannot resolve the host: {error}") from error
     return list(dict.fromkeys(numeric_host(sockaddr) for *_, sockaddr in found))
 
 
 def _means_this_machine(host: str, addresses: Sequence[str]) -> bool:
+    """Returns True for a host name, other than localhost, that has only loopback addresses.
+
+    Returns False for a numeric address and for "".
+    """
     if not host or host.lower().rstrip(".").endswith("localhost"):
         return False
     try:
@@ -148,7 +205,10 @@ def _means_this_machine(host: str, addresses: Sequence[str]) -> bool:
 
 
 def _listen_on_one(host: str, addresses: Sequence[str], port: int) -> socket.socket | None:
-    """None if the port is taken. Raises `RendezvousError` if none of the addresses can be listened on at all."""
+    """Listens on a port of the first address that allows it. Returns None if the port is taken.
+
+    Raises `RendezvousError` if listening failed on every address for another reason.
+    """
     failures: dict[int | None, OSError] = {}
     for address in addresses:
         try:
@@ -159,14 +219,18 @@ def _listen_on_one(host: str, addresses: Sequence[str], port: int) -> socket.soc
         return None
     if errno.EADDRNOTAVAIL in failures:
         raise RendezvousError(
-            f"rank 0 cannot host the store at {host}: {', '.join(addresses)} is no address of this machine, "
-            f"which has {', '.join(reachable_addresses())}; rank 0 must run where the address says"
+            f"rank 0 cannot host the store at {host}: {', '.join(addresses)} is not an address of this machine, "
+            f"which has {', '.join(reachable_addresses())}; start rank 0 on the machine with that address"
         )
     failure = next(iter(failures.values()))
     raise RendezvousError(f"rank 0 cannot host the store at {host_port(host, port)}: {failure.strerror}") from failure
 
 
 def _listen_at(address: str, port: int) -> socket.socket:
+    """Returns a socket that listens at a numeric address; "" is all addresses, IPv4 and IPv6.
+
+    Raises `OSError` if the address is not this machine's, or the port is taken.
+    """
     if not address and socket.has_dualstack_ipv6():
         return socket.create_server(("", port), family=socket.AF_INET6, backlog=_BACKLOG, dualstack_ipv6=True)
     if not address:
@@ -176,15 +240,16 @@ def _listen_at(address: str, port: int) -> socket.socket:
 
 
 def _connect_to(address: str, port: int, timeout: float) -> socket.socket:
+    """Returns a socket connected to a numeric address, with keep-alive. Raises `OSError` if nobody accepts in time."""
     family, kind, protocol, _, sockaddr = socket.getaddrinfo(address, port, type=socket.SOCK_STREAM)[0]
     sock = socket.socket(family, kind, protocol)
     try:
-        # Without it, a connection whose own port happens to be the store's would keep the store from listening there.
+        # The kernel may choose the store's port as our own port. Without SO_REUSEADDR the store could not listen then.
         sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         sock.settimeout(timeout)
         sock.connect(sockaddr)
         if sock.getsockname() == sock.getpeername():
-            # TCP lets a socket connect to itself when the kernel picks the very port it wants to reach.
+            # If the kernel chooses the destination's port as our own, TCP connects the socket to itself.
             raise ConnectionRefusedError(errno.ECONNREFUSED, "nobody listens there")
         keep_alive(sock)
     except BaseException:

@@ -1,17 +1,20 @@
-"""Open groups: workers come and go at any time. What the store does for them, in a few keys over any `Store`.
+"""Open groups, whose workers join and leave at any time. The store needs only a few keys for that:
 
     open/run              the id of the run
-    open/numbers          the last number that was given; numbers are never given twice
-    open/here/<number>    what the worker of this number brought
-    open/name/<name>      the number of the worker that has the name
+    open/numbers          the last number that was assigned; no number is assigned twice
+    open/here/<number>    the payload of the worker with this number
+    open/name/<name>      the number of the worker that has this name
 
 Rules
-- A worker is there if it has an entry under its number *and* its name leads to that number. It makes the first before
-  it claims the name, so it comes in at one stroke: two that claim one name are decided by the store (`set_new`).
-- A worker is gone when the entry under its number is: one request, and the same however often and by whomever it is
-  made. A name that leads to a number without an entry is free; whoever wants it takes it away first, but only from that
-  number (`delete` with `expected`), so that nobody takes it from the next one.
-- The store declares nobody dead. A worker that died has its name until somebody says `mark_gone`.
+- A worker is a member if it has an entry under its number *and* its name leads to that number. It writes the entry
+  first and claims the name second, so it becomes a member in one step. If two workers claim one name, `set_new` lets
+  one of them win.
+- A worker is no longer a member when the entry under its number is deleted. Any worker may do that, any number of
+  times. A name that leads to a number without an entry is free. A worker that wants the name deletes it first, but only
+  if it still leads to that number (`delete` with `expected`), so that it cannot take the name from its next owner.
+- The store declares no worker lost. A worker that died keeps its name until a member calls `remove_member`.
+
+All of this works over any `Store`. The functions that find the store again do something for an `OpenStore` only.
 """
 
 from __future__ import annotations
@@ -22,220 +25,305 @@ from collections.abc import Callable, Collection, Mapping
 from typing import Final
 
 from farcall.errors import RendezvousError
-from farcall.rendezvous.meeting import Rendezvous
-from farcall.rendezvous.open_store import HERE, NAME, NUMBERS, OpenStore
+from farcall.rendezvous.group_entry import Rendezvous
+from farcall.rendezvous.open_group_store import LAST_NUMBER_KEY, MEMBER_PREFIX, NAME_PREFIX, OpenStore
 from farcall.rendezvous.store import Store
 
-FAREWELL: Final = 1.0
-"""Seconds that saying who is gone may take."""
+REMOVE_TIMEOUT_S: Final = 1.0
+"""How many seconds removing members from the store, or reading them, may take."""
 
-_FIRST_PAUSE: Final = 0.02
-_LONGEST_PAUSE: Final = 0.5
+_MAX_NUMBER_DIGITS: Final = 10
+"""The number of digits of the largest worker number, 2**32 - 1."""
+
+ANSWER_GRACE_S: Final = 2.0
+"""How many seconds longer than the timeout of `join_open` the store may take to answer.
+
+`join_open` waits for a name until the last moment, and the requests that it makes then need time as well. Without this
+grace, `join_open` would report a slow store as frozen instead of saying who has the name.
+"""
+
+_FIRST_PAUSE_S: Final = 0.02
+_LONGEST_PAUSE_S: Final = 0.5
 
 _log = logging.getLogger(__name__)
 
 
 def join_open(
-    meeting: Rendezvous,
+    rendezvous: Rendezvous,
     name: str,
     payload_of: Callable[[int], bytes],
     timeout: float,
     is_dead: Callable[[bytes], bool] = lambda payload: False,
 ) -> tuple[int, dict[int, bytes]]:
-    """Takes a number, from 1 on, and the name; gives the number and what all who are there brought, this worker too.
+    """Joins an open group: gets a number from the store and claims the name.
 
-    `payload_of` is asked again with another number if the store is lost meanwhile. A name that another worker has is
-    waited for: it may be dead, and the group not know it yet. `is_dead` may say so, of what that worker brought; it is
-    asked again and again while this one waits.
+    If another worker has the name, waits for it: that worker may be dead without the group knowing it yet. If the store
+    is lost meanwhile, looks for it again and starts over with another number.
 
-    Raises `RendezvousError` if the name is not free in time, and says who has it; `RendezvousTimeoutError` or
-    `RendezvousError` if the store is gone and not to be found again. Then nothing of this worker is left in the store;
-    nor if it is interrupted (Ctrl-C) or `payload_of` or `is_dead` raise, which takes a second more at most.
+    Args:
+        rendezvous: This worker's connection to the store.
+        name: The name of this worker.
+        payload_of: Returns what the other workers get from this one, given the number of this worker. Called again
+            after the store was lost.
+        timeout: How many seconds joining may take.
+        is_dead: Called repeatedly, while the name is taken, with the payload of the worker that has it. If it returns
+            True, that worker is removed and its name is taken over.
+
+    Returns:
+        The number of this worker (from 1 up), and the payloads of all members, this worker included, by number.
+
+    Raises:
+        RendezvousTimeoutError: The store was lost and not found again in time.
+        RendezvousError: The name did not become free in time (the message says who has it), or the store is gone.
+
+    If the store does not answer, this raises `ANSWER_GRACE_S` seconds after the timeout at the latest. If this raises,
+    including for Ctrl-C and errors of the two callbacks, nothing of this worker is left in the store; cleaning up takes
+    a second at most.
     """
     deadline = time.monotonic() + timeout
-    store = meeting.store
+    store = rendezvous.store
     while True:
         number = 0
         try:
-            with store.within(max(0.0, deadline - time.monotonic())):
-                number = store.add(NUMBERS, 1)
+            with store.within(max(0.0, deadline - time.monotonic()) + ANSWER_GRACE_S):
+                number = store.add(LAST_NUMBER_KEY, 1)
                 payload = payload_of(number)
-                store.set(_here(number), payload)
-                holder = _claim(store, name, number, deadline, is_dead)
+                store.set(_member_key(number), payload)
+                holder = _claim_name(store, name, number, deadline, is_dead)
                 if holder is None:
-                    there = _who_is_there(store)
+                    there = _read_members(store)
                 else:
-                    store.delete(_here(number))
+                    store.delete(_member_key(number))
             if holder is None and isinstance(store, OpenStore):
-                store.settle({_here(number): payload, NAME + name: b"%d" % number}, number)
+                store.remember_own_entries({_member_key(number): payload, NAME_PREFIX + name: b"%d" % number}, number)
         except RendezvousError as error:
             left = deadline - time.monotonic()
             if left <= 0 or not isinstance(store, OpenStore):
                 raise
-            _log.info("worker %r lost the store while it joined, and looks again: %s", name, error)
-            meeting.group = store.enter(left)
+            _log.info("worker %r lost the store while joining, and looks for it again: %s", name, error)
+            rendezvous.group = store.enter(left)
             continue
-        except BaseException:  # Ctrl-C, most likely while it waited for the name: nobody else would clear this away
+        except BaseException:  # Ctrl-C, most likely while waiting for the name: no other worker would delete our entry
             if number:
-                leave_open(meeting, number)
+                leave_open(rendezvous, number)
             raise
         if holder is not None:
-            raise RendezvousError(_name_is_taken(name, holder, timeout))
+            raise RendezvousError(_name_taken_message(name, holder, timeout))
         return number, there
 
 
-def leave_open(meeting: Rendezvous, number: int) -> None:
-    """This worker, of that number, says good-bye: its name is free. Takes a second at most and raises nothing."""
-    settle_no_more(meeting)
-    mark_gone(meeting, number)
+def leave_open(rendezvous: Rendezvous, number: int) -> None:
+    """Removes this worker from the group, so that its name is free. Takes a second at most and raises nothing.
 
-
-def settle_no_more(meeting: Rendezvous) -> None:
-    """This worker is out, or about to be: a store that is hosted anew does not get it from here. Asks nobody."""
-    if isinstance(meeting.store, OpenStore):
-        meeting.store.unsettle()
-
-
-def hand_over(meeting: Rendezvous) -> None:
-    """This worker is out, though it goes on: others host the store from now on. May wait for who looks for it here."""
-    if isinstance(meeting.store, OpenStore):
-        meeting.store.hand_over()
-
-
-def clear_away(meeting: Rendezvous, is_gone: Callable[[int], bool], names: Collection[str]) -> None:
-    """All those in the store are gone whom `is_gone` says so of: their names are free. Anyone may say so, and again.
-
-    `names` are those who are here. If the store's host is not among them nothing happens: after a partition, those whom
-    this side takes for dead go on with their store, and who has joined there is not ours to remove.
-    Takes a second at most and raises nothing: where there is no store, there is nothing to be freed.
+    Args:
+        rendezvous: This worker's connection to the store.
+        number: The number of this worker.
     """
-    store = meeting.store
-    if not is_hosted_by(meeting, names):
+    forget_own_entries(rendezvous)
+    remove_member(rendezvous, number)
+
+
+def forget_own_entries(rendezvous: Rendezvous) -> None:
+    """Makes sure that a store that is started later does not get this worker's entries from here.
+
+    Called by a worker that leaves or was expelled. Sends nothing; raises nothing.
+    """
+    if isinstance(rendezvous.store, OpenStore):
+        rendezvous.store.forget_own_entries()
+
+
+def stop_hosting(rendezvous: Rendezvous) -> None:
+    """Ends the store if this worker hosts it, and never hosts it again. Other members will host it.
+
+    Called by a worker that is no longer a member but goes on running. May wait for another thread that is looking for
+    the store. Raises nothing.
+    """
+    if isinstance(rendezvous.store, OpenStore):
+        rendezvous.store.stop_hosting()
+
+
+def remove_lost_members(rendezvous: Rendezvous, is_gone: Callable[[int], bool], names: Collection[str]) -> None:
+    """Deletes the entries of all workers that are gone, so that their names are free.
+
+    Does nothing if the store is not hosted by this worker or one of `names`. After a network partition, the workers
+    that this side considers lost may go on with their store, and their members are not ours to remove. Any member may
+    call this, any number of times. Takes a second at most and raises nothing.
+
+    Args:
+        rendezvous: This worker's connection to the store.
+        is_gone: Returns True for the number of a worker that has left or was lost.
+        names: The names of the current members.
+    """
+    store = rendezvous.store
+    if not is_hosted_by(rendezvous, names):
         return
     try:
-        with store.within(FAREWELL):
-            for key in store.read(HERE):
-                if is_gone(int(key.removeprefix(HERE))):
+        with store.within(REMOVE_TIMEOUT_S):
+            for key in store.read(MEMBER_PREFIX):
+                number = _parse_number(key.removeprefix(MEMBER_PREFIX).encode())
+                if number is None or is_gone(number):
                     store.delete(key)
     except RendezvousError as error:
-        _log.info("the store was not told who is gone: %s", error)
+        _log.info("workers that are gone could not be removed from the store: %s", error)
 
 
-def mark_gone(meeting: Rendezvous, number: int) -> bool:
-    """The worker of that number is gone: its name is free. Anyone may say so, and again. Whether the store heard it.
+def remove_member(rendezvous: Rendezvous, number: int) -> bool:
+    """Deletes the entry of one worker, so that its name is free. Any member may call this, any number of times.
 
-    Takes a second at most and raises nothing: where there is no store, there is nothing to be freed.
+    Takes a second at most and raises nothing.
+
+    Args:
+        rendezvous: This worker's connection to the store.
+        number: The number of the worker that is gone. A number that is not there is no error.
+
+    Returns:
+        True if the store carried it out; False if the store could not be reached.
     """
-    store = meeting.store
-    deadline = time.monotonic() + FAREWELL
+    store = rendezvous.store
+    deadline = time.monotonic() + REMOVE_TIMEOUT_S
     try:
-        with store.within(FAREWELL / 2):
-            store.delete(_here(number))
+        with store.within(REMOVE_TIMEOUT_S / 2):
+            store.delete(_member_key(number))
         return True
     except RendezvousError as error:
-        _log.debug("the store was not told at once that number %d is gone: %s", number, error)
-    if not isinstance(store, OpenStore) or not store.find_again(FAREWELL / 4):
+        _log.debug("worker number %d could not be removed from the store at the first attempt: %s", number, error)
+    if not isinstance(store, OpenStore) or not store.reconnect(REMOVE_TIMEOUT_S / 4):
         return False
     try:
         with store.within(max(0.0, deadline - time.monotonic())):
-            store.delete(_here(number))
+            store.delete(_member_key(number))
     except RendezvousError as error:
-        _log.info("the store was not told that number %d is gone: %s", number, error)
+        _log.info("worker number %d could not be removed from the store: %s", number, error)
         return False
     return True
 
 
-def who_is_there(meeting: Rendezvous) -> dict[int, bytes]:
-    """All that the store takes for members, by number: what they brought. Nobody if it does not answer in a second."""
+def read_members(rendezvous: Rendezvous) -> dict[int, bytes]:
+    """Returns the payloads of all workers that the store has as members, by number.
+
+    Returns an empty dict if the store does not answer within a second. Raises nothing.
+    """
     try:
-        with meeting.store.within(FAREWELL):
-            return _who_is_there(meeting.store)
+        with rendezvous.store.within(REMOVE_TIMEOUT_S):
+            return _read_members(rendezvous.store)
     except RendezvousError as error:
-        _log.debug("the store was not asked who is there: %s", error)
+        _log.debug("the members could not be read from the store: %s", error)
         return {}
 
 
-def is_hosted_by(meeting: Rendezvous, names: Collection[str]) -> bool:
-    """Whether the store is in this worker, or in one of those of these names; True of one that no worker hosts."""
-    store = meeting.store
+def is_hosted_by(rendezvous: Rendezvous, names: Collection[str]) -> bool:
+    """Returns True if the store is hosted by this worker or by a worker with one of these names.
+
+    Also returns True for a store that no worker hosts, such as one in memory.
+    """
+    store = rendezvous.store
     return not isinstance(store, OpenStore) or store.is_hosted_by(names)
 
 
-def host_again(
-    meeting: Rendezvous, here: Mapping[int, tuple[str, bytes]], next_number: int, gone: Collection[str] = ()
+def ensure_store(
+    rendezvous: Rendezvous, here: Mapping[int, tuple[str, bytes]], next_number: int, gone: Collection[str] = ()
 ) -> bool:
-    """Sees to it that the group has its store, after somebody is gone who may have hosted it.
+    """Makes sure that the group has a store, after the worker that hosted it may have gone.
 
-    Nothing happens if it still answers, unless it is in one of those who are `gone`: a host that was taken for dead
-    lives on, until it hears of it, but its store is not the group's any more.
+    Does nothing if the store still answers, unless its host is among `gone`: a worker that was declared lost by mistake
+    goes on until it hears of that, but its store is not the group's any more.
 
-    `here` are those who are there, by number: name and what they brought; the new store begins with them, and gives
-    numbers well above `next_number`. Gives True if this worker hosts the store now, or another one does; False if
-    nobody does yet (this machine has not the address, or the port is still taken, perhaps by one who is gone): call it
-    again later. Takes up to some seconds, and raises nothing. Not on the thread that calls `when_store_lost`.
+    Args:
+        rendezvous: This worker's connection to the store.
+        here: Name and payload of every current member, by number. A store that is started here begins with them.
+        next_number: A store that is started here assigns numbers well above this one.
+        gone: The names of workers that have left or were lost.
+
+    Returns:
+        True if the store is up: as before, on another member, or on this worker from now on. False if no store is up
+        yet, for example because its address is not this machine's or its port is still taken. Call again later.
+
+    Takes up to some seconds and raises nothing. Must not be called on the thread that runs `call_when_store_lost`.
     """
-    store = meeting.store
+    store = rendezvous.store
     if not isinstance(store, OpenStore):
         return True
     values: dict[str, bytes] = {}
-    for number in sorted(here):  # a name belongs to the highest number
+    for number in sorted(here):  # of two workers with one name, the one with the higher number has it
         name, payload = here[number]
-        values[_here(number)] = payload
-        values[NAME + name] = b"%d" % number
-    return store.host_again(values, {name for name, _ in here.values()}, next_number, gone)
+        values[_member_key(number)] = payload
+        values[NAME_PREFIX + name] = b"%d" % number
+    return store.ensure_store(values, {name for name, _ in here.values()}, next_number, gone)
 
 
-def when_store_lost(meeting: Rendezvous, call: Callable[[], None]) -> None:
-    """Has it called, on a thread of the store's, whenever the connection to the store is lost: time to `host_again`.
+def call_when_store_lost(rendezvous: Rendezvous, call: Callable[[], None]) -> None:
+    """Has `call` called whenever the connection to the store is lost, as a signal that it is time for `ensure_store`.
 
-    It must not block, and must leave `host_again` and all else that asks the store to another thread.
+    `call` runs on a thread of the store. It must not block, and must leave all requests to the store to another thread.
+    Only the last function that was given is called.
     """
-    if isinstance(meeting.store, OpenStore):
-        meeting.store.when_lost = call
+    if isinstance(rendezvous.store, OpenStore):
+        rendezvous.store.on_lost = call
 
 
-def _claim(store: Store, name: str, number: int, deadline: float, is_dead: Callable[[bytes], bool]) -> int | None:
-    """Waits for the name. None if it is ours now, else the number of the worker that has it."""
-    key, own = NAME + name, b"%d" % number
-    pause = _FIRST_PAUSE
+def _claim_name(store: Store, name: str, number: int, deadline: float, is_dead: Callable[[bytes], bool]) -> int | None:
+    """Claims a name for a number, waiting until the deadline if another worker has it.
+
+    Returns None if the name is ours now, otherwise the number of the worker that has it.
+    """
+    key, own = NAME_PREFIX + name, b"%d" % number
+    pause = _FIRST_PAUSE_S
     while True:
         holder = store.set_new(key, own)
         if holder == own:
             return None
-        their_entry = HERE + holder.decode()
-        payload = store.read(their_entry).get(their_entry)
+        theirs = _parse_number(holder)
+        if theirs is None:  # not written by a worker
+            store.delete(key, expected=holder)
+            continue
+        payload = store.read(_member_key(theirs)).get(_member_key(theirs))
         if payload is None or is_dead(payload):
-            store.delete(their_entry)
+            store.delete(_member_key(theirs))
             store.delete(key, expected=holder)
             continue
         left = deadline - time.monotonic()
         if left <= pause:
-            return int(holder)
+            return theirs
         time.sleep(pause)
-        pause = min(2 * pause, _LONGEST_PAUSE)
+        pause = min(2 * pause, _LONGEST_PAUSE_S)
 
 
-def _who_is_there(store: Store) -> dict[int, bytes]:
+def _read_members(store: Store) -> dict[int, bytes]:
+    """Returns the payloads of all members by number, and deletes names whose worker has no entry any more."""
     entries = store.read("open/")
     there: dict[int, bytes] = {}
     for key, holder in entries.items():
-        if not key.startswith(NAME):
+        if not key.startswith(NAME_PREFIX):
             continue
-        payload = entries.get(HERE + holder.decode())
-        if payload is None:
-            store.delete(key, expected=holder)  # of one that is gone; names shall not pile up
+        number = _parse_number(holder)
+        payload = entries.get(_member_key(number)) if number is not None else None
+        if number is None or payload is None:
+            store.delete(key, expected=holder)  # the worker is gone; names must not pile up
         else:
-            there[int(holder)] = payload
+            there[number] = payload
     return dict(sorted(there.items()))
 
 
-def _name_is_taken(name: str, holder: int, timeout: float) -> str:
+def _name_taken_message(name: str, holder: int, timeout: float) -> str:
+    """Returns the message for a name that did not become free: who has it, and what to do.
+
+    Args:
+        name: The name.
+        holder: The number of the worker that has it.
+        timeout: How many seconds were waited.
+    """
     return (
-        f"the name {name!r} belongs to the worker with number {holder}, which has neither left nor been found dead in "
-        f"{round(timeout, 2):g} s. Choose another name, end that worker, or allow more time (init_timeout): a worker "
-        "that died has its name until the others have noticed"
+        f"the worker name {name!r} is not unique: the worker with number {holder} has it, and has neither left nor "
+        f"been declared lost in {round(timeout, 2):g} s. Choose another name, end that worker, or allow more time "
+        "(init_timeout): a worker that died keeps its name until the others have noticed"
     )
 
 
-def _here(number: int) -> str:
-    return f"{HERE}{number}"
+def _parse_number(text: bytes) -> int | None:
+    """Returns the number in a value of the store; None if it is not the number of a worker."""
+    return int(text) if text.isdigit() and len(text) <= _MAX_NUMBER_DIGITS else None
+
+
+def _member_key(number: int) -> str:
+    """Returns the key under which the payload of the worker with this number is stored."""
+    return f"{MEMBER_PREFIX}{number}"

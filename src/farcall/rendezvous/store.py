@@ -1,7 +1,7 @@
-"""What a store is: a few keys that all workers of a group can read and write while they find each other.
+"""`Store`, the interface of the key-value store that the workers of a group share while they find each other.
 
-Small on purpose, so that a distributed store (Redis, etcd) can stand behind it. Nothing here is on the path of a call.
-Keys are text, values are bytes; neither is unpickled.
+The interface is small, so that it can be implemented on Redis or etcd. Keys are text, values are bytes, and neither is
+ever unpickled. No call uses the store.
 """
 
 from __future__ import annotations
@@ -11,76 +11,172 @@ from collections.abc import Mapping
 from contextlib import AbstractContextManager, nullcontext
 from typing import Final
 
-PATIENCE: Final = 5.0
-"""Seconds that the worker which hosts a store waits for the others to say good-bye."""
+CLOSE_TIMEOUT_S: Final = 5.0
+"""How many seconds the worker that hosts a store waits in `Store.close` for the other workers to disconnect."""
 
 
 class Store(ABC):
-    """Keys and values shared by a group. Safe to use from several threads."""
+    """Keys and values that all workers of a group can read and write. All methods may be called from any thread.
+
+    Every method that talks to the store raises `RendezvousError` if the store is gone: its host ended, or the
+    connection was closed.
+    """
 
     @abstractmethod
     def set(self, key: str, value: bytes) -> None:
-        """Sets it, whatever was there. Raises `RendezvousError` if the store is gone."""
+        """Sets a key, replacing any earlier value.
+
+        Args:
+            key: The key. It need not exist.
+            value: The new value; may be empty.
+
+        Raises:
+            RendezvousError: The store is gone.
+        """
 
     @abstractmethod
     def set_new(self, key: str, value: bytes) -> bytes:
-        """Sets it unless there is a value already; gives the value that is there now (one's own, or the earlier).
+        """Sets a key only if it does not exist, and returns the value that the key has afterwards.
 
-        Raises `RendezvousError` if the store is gone.
+        Of several workers that call this for one key, all get the value of the first.
+
+        Returns:
+            `value` if this call set the key, otherwise the earlier value, which is left unchanged.
+
+        Raises:
+            RendezvousError: The store is gone.
         """
 
     @abstractmethod
     def get(self, key: str, timeout: float) -> bytes:
-        """Waits for the key. Raises `RendezvousTimeoutError`; `RendezvousError` if the store is gone."""
+        """Returns the value of a key, and waits for the key if it does not exist yet.
+
+        Args:
+            key: The key to wait for.
+            timeout: How many seconds to wait. 0 returns the value if it is there now.
+
+        Raises:
+            RendezvousTimeoutError: The key did not appear in time.
+            RendezvousError: The store is gone.
+        """
 
     @abstractmethod
     def add(self, key: str, amount: int) -> int:
-        """Adds to a counter (0 at first) and gives the sum. Raises `RendezvousError` if the store is gone."""
+        """Adds to a counter and returns the new sum. A key that does not exist counts as 0.
+
+        Args:
+            key: The key of the counter.
+            amount: What to add; may be negative.
+
+        Raises:
+            RendezvousError: The store is gone, the key holds a value that is not a decimal number, or the sum would
+                exceed 64 bits. Nothing is added in the last two cases.
+        """
 
     @abstractmethod
     def delete(self, key: str, expected: bytes | None = None) -> bool:
-        """Whether it was there and is gone now; with `expected`, nothing happens if it has another value.
+        """Deletes a key.
 
-        Raises `RendezvousError` if the store is gone.
+        Args:
+            key: The key to delete.
+            expected: If given, the key is deleted only if it has this value.
+
+        Returns:
+            True if the key was deleted; False if it did not exist or did not have the expected value.
+
+        Raises:
+            RendezvousError: The store is gone.
         """
 
     @abstractmethod
     def read(self, prefix: str) -> Mapping[str, bytes]:
-        """All that is there now under the prefix, without waiting. Raises `RendezvousError` if the store is gone."""
+        """Returns all keys that start with `prefix` now, with their values. Does not wait.
+
+        Args:
+            prefix: What the keys start with. An empty prefix reads everything.
+
+        Returns:
+            The full keys (prefix included) and their values; empty if there are none.
+
+        Raises:
+            RendezvousError: The store is gone.
+        """
 
     @abstractmethod
     def collect(self, prefix: str, count: int, timeout: float) -> Mapping[str, bytes]:
-        """Waits until `count` keys begin with the prefix, then gives them all: a gather and a barrier in one.
+        """Waits until at least `count` keys start with `prefix`, then returns all of them.
 
-        Raises `RendezvousTimeoutError`, whose `present` says which keys were there;
-        `RendezvousError` at once if a worker that had introduced itself is gone without a good-bye.
+        Works as a gather and as a barrier.
+
+        Args:
+            prefix: What the keys start with.
+            count: How many keys to wait for. 0 returns at once.
+            timeout: How many seconds to wait.
+
+        Returns:
+            All keys that start with the prefix, with their values.
+
+        Raises:
+            RendezvousTimeoutError: Fewer keys appeared in time. The attribute `present` has the keys that did.
+            RendezvousError: The store is gone, or a worker disconnected without leaving, so the keys can never be
+                complete.
         """
 
     def within(self, seconds: float) -> AbstractContextManager[None]:
-        """What this thread asks inside is answered in so many seconds, or fails with `RendezvousTimeoutError`.
+        """Limits every request that this thread makes inside the `with` block to `seconds` in total.
 
-        A store that never keeps anybody waiting may take no notice of it.
+        A request that is not answered by then raises `RendezvousTimeoutError`. Blocks can be nested; the shortest limit
+        counts. A store whose requests never wait may ignore the limit, as this default does.
+
+        Example:
+            with store.within(2.0):
+                store.set("ready", b"1")
         """
         return nullcontext()
 
-    def lost(self, rank: int, why: str) -> None:  # noqa: B027 (a store may find out by itself, or live elsewhere)
-        """The group knows that the worker of that rank is dead or frozen, which the store may never find out.
+    def report_lost(self, rank: int, why: str) -> None:  # noqa: B027 (optional: a store may find out by itself)
+        """Tells this end of the store that the group has declared a worker lost.
 
-        Whoever waits for all workers hears why at once, in a `RendezvousError`, and so does who asks for them later. If
-        the store is in that very worker, nothing can be asked any more. Must not block; raises nothing.
+        The store may not notice by itself, because the connection of a frozen worker stays open. From now on `collect`
+        raises `RendezvousError(why)` in this process, also where it is already waiting. If the lost worker hosts the
+        store, every request fails. Returns at once and raises nothing. By default, does nothing.
+
+        Args:
+            rank: The rank of the lost worker.
+            why: The text of the errors.
+        """
+
+    def leave_losses_to_group(self) -> None:  # noqa: B027 (optional: some stores never watch their connections)
+        """Tells the store that all workers of a fixed group have joined and now detect lost workers themselves.
+
+        From now on the store does not treat a silent connection as a lost worker; see `report_lost`. Called once.
+        Raises nothing. By default, does nothing.
         """
 
     @abstractmethod
-    def close(self, early: bool = False, patience: float = PATIENCE) -> None:
-        """Says good-bye. If `early`, those who wait for this worker are told that it has left without them.
+    def close(self, early: bool = False, timeout: float = CLOSE_TIMEOUT_S) -> None:
+        """Disconnects from the store. May be called again.
 
-        At the worker that hosts the store: waits for the others to say good-bye, `patience` seconds, then ends it. In
-        an open group nobody is waited for: somebody else hosts it from then on.
+        In the worker that hosts the store of a fixed group, waits for the other workers to disconnect and then ends the
+        store. In an open group nobody is waited for: another member hosts the store from then on.
+
+        Args:
+            early: This worker leaves without waiting for the others. Workers that wait for it in `collect` get a
+                `RendezvousError` at once.
+            timeout: How many seconds the hosting worker waits for the others.
         """
 
     def refusals(self) -> str:
-        """Whom the store has refused, in words, if it is in this worker and knows; empty if there is nobody."""
+        """Returns a text about the connections that the store has refused, for error messages.
+
+        Empty if none was refused, or if the store is not in this process.
+        """
         return ""
 
-    def abandon(self) -> None:  # noqa: B027 (a store that has no descriptors has nothing to do)
-        """In a forked child: gives the descriptors back and says nothing; the parent goes on. Raises nothing."""
+    def abandon(self) -> None:  # noqa: B027 (optional: a store may have no descriptors)
+        """Called in a forked child: closes the inherited descriptors without sending anything.
+
+        The parent keeps its connection.
+
+        Raises nothing. By default, does nothing.
+        """

@@ -1,27 +1,35 @@
-"""Who may talk to a worker, and what it may ask: the secret, the proof of it, encryption, what may be called.
+"""Who may connect to a worker, and what a connected worker may call.
 
-`secret` finds the group's secret, `proof` is the greeting in which both sides prove that they know it, `limits` what
-is allowed before that, `encryption` makes certificates, `credentials` is all of it for one worker; `allowed` is the
-list of what others may call. The layer opens no connection and has no thread.
+    secret       finds the secret of the group
+    proof        the handshake, in which both ends of a connection prove that they know the secret
+    encryption   TLS certificates and contexts
+    limits       what the other end of a connection may do before it has proved itself
+    credentials  all of the above for one worker
+    allowed      the allow-list: the functions that other workers may call, and the types that they may send
+
+A *stranger* is the other end of a connection that has not proved yet that it knows the secret.
+
+This package opens no connections and has no threads.
 """
 
-from farcall.security.credentials import Credentials, credentials_of
-from farcall.security.limits import Limits, Notebook, kind_of, limits_of
-from farcall.security.proof import NONCE_SIZE, Applicant, Doorkeeper, refusal_of
+from farcall.security.credentials import Credentials, credentials_from_options
+from farcall.security.limits import Limits, StrangerLog, limits_from_options, stranger_kind
+from farcall.security.proof import NONCE_SIZE, ClientHandshake, EncryptionRequired, ServerHandshake, refusal_for
 from farcall.security.secret import Secret, find_secret, secret_path
 
 __all__ = [
     "NONCE_SIZE",
-    "Applicant",
+    "ClientHandshake",
     "Credentials",
-    "Doorkeeper",
+    "EncryptionRequired",
     "Limits",
-    "Notebook",
     "Secret",
-    "credentials_of",
+    "ServerHandshake",
+    "StrangerLog",
+    "credentials_from_options",
     "find_secret",
-    "kind_of",
-    "limits_of",
-    "refusal_of",
+    "limits_from_options",
+    "refusal_for",
     "secret_path",
+    "stranger_kind",
 ]

@@ -1,16 +1,17 @@
-"""What others may call on a worker that restricts it, and what may be loaded from what they send: by name.
+"""The allow-list of a worker: which functions other workers may call, and which types their messages may contain.
 
-An entry of the list is a name or a pattern. `service` stands for itself and all that is below it (`service.predict`,
-`service.Model.step`); `service.*` and `service.get_?` are matched as file names are. Besides the list there is always:
-what `functions.exposed` has marked, plain data (numbers, sets, dates, arrays ...), and the few functions by which
-farcall itself gathers and waits.
+The entries of the list (the option `allow`) are names and patterns. The name `service` stands for itself and everything
+below it: `service.predict`, `service.Model.step`. Patterns such as `service.*` and `service.get_?` are matched as file
+names are (`fnmatch`). Always allowed are functions and classes marked by `farcall.exposed`, plain data (numbers, sets,
+dates, arrays ...) and the few functions by which farcall's own workers synchronise.
 
 Rules
-- A name is judged before it is looked up, so that nothing is imported for one who may not have it. A mark is looked for
-  only in what is loaded already, without running any code.
-- A module has more than its own: what it has imported can be reached through it. So unless that very name is on the
-  list, what was found must be allowed by the name of where it is defined, too, and be a function or a class.
-- Private names (with an underscore in front) are allowed only if they are on the list by themselves.
+- A name is checked before it is looked up, so that a name that is not allowed causes no import. Marks are looked for
+  only in modules that are loaded already, without running any code.
+- A module can be used to reach what it has imported (`service.os.system`). So the object found under a name must be a
+  function or a class, and must also be allowed under the name of the place where it is defined. An exact entry for the
+  name lifts both conditions.
+- Private names (those that begin with an underscore) need an exact entry.
 """
 
 from __future__ import annotations
@@ -26,22 +27,23 @@ from typing import Any, Final
 from farcall import errors
 from farcall.errors import NotAllowedError
 from farcall.functions import EXPOSED
+from farcall.protocol.fields import quoted
 
-_OWN: Final = {
+_INTERNAL_FUNCTIONS: Final = {
     f"farcall.collectives.{name}"
     for name in ("waiting_for_each_other", "coming_to_the_others", "_look_for_missing", "_time_is_over")
 }
-"""Functions of farcall's own that its workers call on each other; edges add theirs."""
+"""The full names of farcall's own functions that workers call on each other. See `register_internal_function`."""
 
-_NUMPY: Final = frozenset({"numpy.ndarray", "numpy.dtype"}) | {
+_NUMPY_NAMES: Final = frozenset({"numpy.ndarray", "numpy.dtype"}) | {
     f"numpy.{package}.{name}"
     for package in ("core", "_core")
     for name in ("multiarray._reconstruct", "multiarray.scalar", "numeric._frombuffer")
 }
-"""What the pickles of arrays name. A pickle gets none of it, but what stands in for it (`serialization.arrays`)."""
+"""The names in pickles of arrays. The unpickler gives a pickle safe functions instead (`restricted.arrays`)."""
 
-_PLAIN: Final = (
-    _NUMPY
+_PLAIN_NAMES: Final = (
+    _NUMPY_NAMES
     | {f"builtins.{name}" for name in ("bytearray", "complex", "frozenset", "range", "set", "slice")}
     | {
         f"{module.__name__}.{name}"
@@ -53,26 +55,34 @@ _PLAIN: Final = (
     | {"collections.OrderedDict", "collections.deque", "collections.Counter", "decimal.Decimal", "fractions.Fraction"}
     | {"uuid.UUID"}
     | {f"{module}.{name}" for module in ("pathlib", "pathlib._local") for name in ("PosixPath", "PurePosixPath")}
-    | {"farcall.rref._receive", "farcall.serialization.handles.take_offered"}
-    | {f"farcall.serialization.raw.{name}" for name in ("bytes_of", "bytearray_of", "view_of", "array_of")}
+    | {"farcall.rref._receive", "farcall.serialization.references.take_offered"}
+    | {f"farcall.serialization.buffers.rebuild_{name}" for name in ("bytes", "bytearray", "memoryview", "array")}
     | {"farcall.protocol.ids.WorkerInfo", "farcall.collectives.Key"}
 )
-"""What plain data is made of, and what a failure may be; references too."""
+"""The full names of the types of plain data, of builtin exceptions and farcall's own, and of what rebuilds references
+and buffers. A message may always contain these; being here does not make a name callable."""
 
 
-def register_own(function: Callable[..., Any]) -> None:
-    """Has all workers let others call that function of a module: one by which an edge of farcall's talks to itself.
+def register_internal_function(function: Callable[..., Any]) -> None:
+    """Allows other workers to call a function on every worker of this process, whatever its allow-list says.
 
-    It must do no harm, whatever it is called with.
+    For functions by which parts of farcall, such as `farcall.pytorch`, talk to themselves on other workers.
+
+    Args:
+        function: A function of a module. It must be harmless with any arguments.
     """
-    _OWN.add(f"{function.__module__}.{function.__qualname__}")
+    _INTERNAL_FUNCTIONS.add(f"{function.__module__}.{function.__qualname__}")
 
 
-class Allowed:
-    """One worker's list. It is the `Guard` of its unpickling."""
+class AllowList:
+    """The allow-list of one worker. It is also the `Guard` of the restricted unpickler.
+
+    Args:
+        entries: Names and patterns. An empty list allows only what is always allowed.
+        worker: The name of the worker, for error messages, which other workers receive; "this worker" if empty.
+    """
 
     def __init__(self, entries: Iterable[str], worker: str = "") -> None:
-        """`worker`: whose list it is, for messages; they are read on other workers, too."""
         self._worker = f"worker {worker!r}" if worker else "this worker"
         entries = tuple(entries)
         self._names = frozenset(entry for entry in entries if not set(entry) & set("*?["))
@@ -82,24 +92,36 @@ class Allowed:
     # Calls
 
     def check_function(self, module: str, name: str) -> None:
-        """Raises `NotAllowedError` if others may not call that function here. Imports nothing."""
+        """Raises `NotAllowedError` if other workers may not call that function. Imports nothing.
+
+        Args:
+            module: The name of the function's module.
+            name: The name of the function within the module, such as `predict` or `Model.step`.
+        """
         full = f"{module}.{name}"
-        if not (self._is_listed(full) or full in _OWN or _is_exposed(module, name)):
-            raise NotAllowedError(self._refusal(f"to call `{full}`"))
+        if not (self._is_listed(full) or full in _INTERNAL_FUNCTIONS or _is_exposed(module, name)):
+            raise NotAllowedError(self._refusal(f"calls of `{full}`"))
 
     def has(self, full: str) -> bool:
-        """Whether that very name is on the list."""
+        """Returns whether exactly that full name is an entry. Patterns and names above it do not count."""
         return full in self._names
 
     def check_listed(self, full: str) -> None:
-        """Raises `NotAllowedError` if others may not call what has that name and is no function of a module."""
+        """Returns if an entry of the list matches that full name, else raises `NotAllowedError`.
+
+        For names that are not functions of a module, such as torch operators; marks do not count.
+        """
         if not self._is_listed(full):
             raise NotAllowedError(
-                f"it is not allowed to call `{full}` on {self._worker}; add that name to the option allow there"
+                f"calls of `{quoted(full)}` are not allowed on {self._worker}; add that name to the option allow there"
             )
 
     def check_method(self, value: object, name: str) -> None:
-        """Raises `NotAllowedError` if others may not call that method of that value here."""
+        """Raises `NotAllowedError` if other workers may not call that method of that value.
+
+        A method is allowed if its class or the method itself is on the list or marked, looked up by the class of the
+        value. Private methods need an exact entry or a mark of their own; `__call__` counts as public.
+        """
         cls = type(value)
         full = f"{cls.__module__}.{cls.__qualname__}.{name}"
         public = not name.startswith("_") or name == "__call__"
@@ -110,54 +132,70 @@ class Allowed:
                 if _is_marked(vars(base)[name]) or (public and vars(base).get(EXPOSED) is True):
                     return
                 break
-        raise NotAllowedError(self._refusal(f"to call `{full}`"))
+        raise NotAllowedError(self._refusal(f"calls of `{full}`"))
 
     def check_by_value(self) -> None:
-        """Raises `NotAllowedError`: a function that comes with its code cannot be judged by its name."""
+        """Always raises `NotAllowedError`: a function that is sent with its code cannot be checked by its name."""
         raise NotAllowedError(
-            f"it is not allowed to send a function by value (a lambda, a closure, a partial, a method of an object) to "
-            f"{self._worker}: its option allow has names only. Call a function of a module by its name, with its "
-            "arguments beside it; for a method, make the object there (farcall.remote), and call it on the reference"
+            f"functions that are sent by value (lambdas, closures, partials, methods of an object) are not allowed on "
+            f"{self._worker}, because its option allow has names only. Call a function of a module and pass its "
+            "arguments separately; for a method, create the object there with farcall.remote and call the method on "
+            "the reference"
         )
 
     # Loading
 
     def check_name(self, module: str, name: str) -> None:
-        """See `Guard`."""
+        """Returns if a message may contain the name of a function or class, else raises `NotAllowedError`.
+
+        Imports nothing. See `Guard`.
+        """
         full = f"{module}.{name}"
-        if not (full in _PLAIN or self._is_listed(full) or full in _OWN or _is_exposed(module, name)):
-            raise NotAllowedError(self._refusal(f"to load `{full}`"))
+        if not (
+            full in _PLAIN_NAMES or self._is_listed(full) or full in _INTERNAL_FUNCTIONS or _is_exposed(module, name)
+        ):
+            raise NotAllowedError(self._refusal(f"messages that contain `{full}`"))
 
     def check_found(self, module: str, name: str, found: object) -> None:
-        """See `Guard`."""
+        """Raises `NotAllowedError` if the object found under an allowed name may not be used. See `Guard`.
+
+        Args:
+            module: The name of the module in which it was looked up.
+            name: Its name within that module.
+            found: The object. A module is always refused.
+        """
         full = f"{module}.{name}"
         if isinstance(found, ModuleType):
             raise NotAllowedError(
-                f"it is not allowed to use the module `{full}` on {self._worker}; name a function or a class of it"
+                f"uses of the module `{quoted(full)}` are not allowed on {self._worker}; name a function or class of it"
             )
-        if full in self._names or full in _PLAIN or full in _OWN:
+        if full in self._names or full in _PLAIN_NAMES or full in _INTERNAL_FUNCTIONS:
             return
         if not callable(found):
-            # A pickle names classes and functions. A table of the module's would be its to change: there are opcodes.
-            raise NotAllowedError(self._refusal(f"to use `{full}`, which is no function and no class,"))
+            # A pickle needs classes and functions only. It could change a dict or list of a module: there are opcodes
+            # for that.
+            raise NotAllowedError(self._refusal(f"uses of `{full}`, which is neither a function nor a class"))
         home = _home(name, found)
         if not (self._is_listed(home) or _is_marked(found)):
-            raise NotAllowedError(self._refusal(f"to use `{home}` by the name of `{full}`"))
+            raise NotAllowedError(self._refusal(f"uses of `{home}` under the name `{full}`"))
 
     def _refusal(self, what: str) -> str:
+        """Returns the error message for something that is not allowed; `what` is its subject, in the plural."""
         return (
-            f"it is not allowed {what} on {self._worker}; add it to the option allow there, or, if it is your own, "
-            "mark it with farcall.exposed"
+            f"{quoted(what)} are not allowed on {self._worker}; add the name to the option allow there, or mark the "
+            "function or class with farcall.exposed if it is your own"
         )
 
     # Names
 
     def _is_listed(self, full: str) -> bool:
+        """Returns whether a full name is an entry, or has no private parts and is matched by an entry."""
         if full in self._names:
             return True
         return not any(part.startswith("_") for part in _below_module(full)) and self._matches(full)
 
     def _matches(self, full: str) -> bool:
+        """Returns whether a pattern matches a full name, or the name, its class or its module is an entry."""
         if self._patterns is not None and self._patterns.match(full):
             return True
         end = len(full)
@@ -169,16 +207,21 @@ class Allowed:
 
 
 def _below_module(full: str) -> list[str]:
-    """The parts of a name but the script's `__main__`, which is private by its looks alone."""
+    """Returns the parts of a full name, without a leading `__main__`, which is not meant to be private."""
     parts = full.split(".")
     return parts[1:] if parts[0] in ("__main__", "__mp_main__") else parts
 
 
 def _home(name: str, found: object) -> str:
-    """The name by which that is where it is defined."""
+    """Returns the full name of the place where an object is defined, which may not be where it was found.
+
+    Args:
+        name: The name under which it was found; used if the object does not know its own.
+        found: The object.
+    """
     module = getattr(found, "__module__", None)
     if not isinstance(module, str):
-        # Methods of builtin types do not say where they are from (`random.random` is one): their type does.
+        # Methods of builtin types, such as `random.random`, have no module; their type has.
         owner = getattr(found, "__self__", getattr(found, "__objclass__", found))
         cls = owner if isinstance(owner, type) else type(owner)
         return f"{cls.__module__}.{cls.__qualname__}.{name}"
@@ -186,7 +229,11 @@ def _home(name: str, found: object) -> str:
 
 
 def _is_exposed(module: str, name: str) -> bool:
-    """Whether what is loaded under that name is marked. Looks at tables only: no code runs, nothing is imported."""
+    """Returns whether a loaded function or class of that name, or its class, is marked by `exposed`.
+
+    Looks only into the dictionaries of modules and classes: nothing is imported, and no code runs. Returns False if the
+    module is not loaded or has no such name.
+    """
     found: Any = sys.modules.get("__main__" if module == "__mp_main__" else module)
     for number, part in enumerate(name.split(".")):
         if found is None or (number and not isinstance(found, type)):
@@ -198,8 +245,9 @@ def _is_exposed(module: str, name: str) -> bool:
 
 
 def _is_marked(target: Any) -> bool:
+    """Returns whether an object itself is marked by `exposed`; False for one that has no attributes."""
     function = getattr(target, "__func__", target) if isinstance(target, (staticmethod, classmethod)) else target
     try:
         return vars(function).get(EXPOSED) is True
-    except TypeError:  # it has no attributes
+    except TypeError:
         return False

@@ -1,15 +1,18 @@
-"""How connections between hosts are encrypted: TLS 1.3, with a certificate that this worker makes for itself.
+"""The TLS certificates and contexts with which connections between hosts are encrypted.
 
-Nobody signs that certificate, and nobody has to: the secret proves both ends, and the fingerprint of the certificate is
-part of that proof (`security.proof`). So whoever stands in between, with another certificate, is found out. The key is
-made anew by each process, is never written to a disk, and goes with the process.
+By default each worker creates a key and a certificate for itself. The certificate is signed by nobody. The handshake
+takes the place of a signature: both ends prove that they know the secret, and the fingerprint of the certificate is
+part of the proof (`security.proof`). So an attacker between two workers, who has another certificate, is detected. The
+key is new for each process, is never written to a disk, and is gone when the process ends.
 
-Who has certificates of their own may use them: then each side also checks that the other's is signed by the `ca`. That
-is on top of the secret, not in its place.
+Users who have certificates may use them. Each end then also checks that the other's certificate is signed by
+`tls_authority`, in addition to the secret.
 
-Files that are given are looked at when they are given, and each worker asks itself first whether the others would
-accept its certificate. A certificate of its own is made on the first connection that needs it: `ssl` and `cryptography`
-are not imported before.
+Rules
+- TLS 1.3 only.
+- Given files are read and checked in the constructor. A worker also checks its own certificate as the others will.
+- A certificate of the worker's own is created for the first connection that needs it, because importing `ssl` and
+  `cryptography` takes time that most workers can save.
 """
 
 from __future__ import annotations
@@ -26,24 +29,31 @@ if TYPE_CHECKING:
     import ssl
 
 LIFETIME: Final = datetime.timedelta(days=30)
-"""Of a certificate that a worker makes. Nobody checks it, as the key does not outlive the process."""
+"""How long a certificate that a worker creates for itself is valid. X.509 requires an end; no worker checks it."""
 
 
 class Encryption:
-    """The certificate of one worker, and what it asks of the other side's."""
+    """The TLS certificate and contexts of one worker. Its methods may be called by any thread.
+
+    Without arguments, the worker creates a certificate for itself when a method is called for the first time.
+
+    Args:
+        certificate: The path of a PEM file with this worker's certificate.
+        key: The path of a PEM file with the certificate's private key, without a passphrase.
+        authority: The path of a PEM file with the certificate of the authority that signed those of all workers.
+
+    Raises:
+        UsageError: One or two of the three are given; a file cannot be read or used; or other workers would refuse the
+            certificate.
+    """
 
     def __init__(self, certificate: str | None = None, key: str | None = None, authority: str | None = None) -> None:
-        """Paths of PEM files: own certificate and key, and the authority that has signed everybody's.
-
-        Raises `UsageError` if some are given and others not, a file cannot be used, or the certificate is not one that
-        the others would accept.
-        """
         given = [path for path in (certificate, key, authority) if path is not None]
         if len(given) not in (0, 3):
-            raise UsageError("own certificates need all three: tls_certificate, tls_key and tls_authority")
+            raise UsageError("certificates of your own need all three: tls_certificate, tls_key and tls_authority")
         for path in given:
             if not os.access(path, os.R_OK):
-                raise UsageError(f"the file {path} for the encryption between hosts cannot be read")
+                raise UsageError(f"the TLS file {path} cannot be read; check its path and its permissions")
         self._files = (certificate, key, authority)
         self._lock = threading.Lock()
         self._made: tuple[ssl.SSLContext, ssl.SSLContext, bytes] | None = None
@@ -51,37 +61,39 @@ class Encryption:
             check_own_certificate(certificate, authority, *self._contexts()[:2])
 
     def listening(self) -> ssl.SSLContext:
-        """For the side that listens."""
+        """Returns the TLS context for connections that this worker accepts."""
         return self._contexts()[0]
 
     def connecting(self) -> ssl.SSLContext:
-        """For the side that connects."""
+        """Returns the TLS context for connections that this worker makes."""
         return self._contexts()[1]
 
     def fingerprint(self) -> bytes:
-        """Of this worker's certificate."""
+        """Returns the SHA-256 of this worker's certificate in DER form, 32 bytes."""
         return self._contexts()[2]
 
     def _contexts(self) -> tuple[ssl.SSLContext, ssl.SSLContext, bytes]:
+        """Returns the two contexts and the fingerprint; creates them in the first call."""
         with self._lock:
             if self._made is None:
                 self._made = self._make()
             return self._made
 
     def _make(self) -> tuple[ssl.SSLContext, ssl.SSLContext, bytes]:
+        """Creates the two contexts and the fingerprint. Raises `UsageError` if a given file cannot be used."""
         import ssl
 
         contexts = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER), ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
         for context in contexts:
             context.minimum_version = ssl.TLSVersion.TLSv1_3
-            context.check_hostname = False  # who it is, is proved by the secret
+            context.check_hostname = False  # the secret proves the identity of the other end, not its host name
             context.verify_mode = ssl.CERT_NONE
-        contexts[0].num_tickets = 0  # nothing comes from the other side unasked
+        contexts[0].num_tickets = 0  # no session resumption: a client would receive bytes that it did not ask for
         certificate, key, authority = self._files
         if certificate is None or key is None or authority is None:
             pem, der = _self_signed()
             for context in contexts:
-                _load(context, pem)
+                _load_pem(context, pem)
             return *contexts, hashlib.sha256(der).digest()
         for context in contexts:
             _load_files(context, certificate, key, authority)
@@ -89,19 +101,31 @@ class Encryption:
         with open(certificate, encoding="ascii", errors="replace") as file:
             text = file.read()
         begin, end = "-----BEGIN CERTIFICATE-----", "-----END CERTIFICATE-----"
-        own = begin + text.partition(begin)[2].partition(end)[0] + end  # the first; the chain may follow
+        own = (
+            begin + text.partition(begin)[2].partition(end)[0] + end
+        )  # the first certificate of the file; its chain may follow
         return *contexts, hashlib.sha256(ssl.PEM_cert_to_DER_cert(own)).digest()
 
 
 def check_own_certificate(
     certificate: str | None, authority: str | None, listening: ssl.SSLContext, connecting: ssl.SSLContext
 ) -> None:
-    """Has this worker greet itself: what it refuses, the others would. Raises `UsageError`."""
+    """Checks a worker's certificate as the other workers will, by a TLS handshake of the worker with itself.
+
+    Args:
+        certificate: The path of the certificate, for the error message.
+        authority: The path of the authority's certificate, for the error message.
+        listening: The context for accepted connections.
+        connecting: The context for connections made.
+
+    Raises:
+        UsageError: One end of the handshake refuses the certificate. The message gives OpenSSL's reason.
+    """
     import ssl
 
     to, back = ssl.MemoryBIO(), ssl.MemoryBIO()
     sides = [connecting.wrap_bio(back, to), listening.wrap_bio(to, back, server_side=True)]
-    for _ in range(2):  # each hears the other twice: TLS 1.3 is through by then
+    for _ in range(2):  # a TLS 1.3 handshake is complete after two turns of each end
         for side in sides:
             try:
                 side.do_handshake()
@@ -110,34 +134,37 @@ def check_own_certificate(
             except ssl.SSLError as error:
                 reason = getattr(error, "verify_message", "") or error.reason or error
                 raise UsageError(
-                    f"the other workers would refuse the certificate {certificate}: {reason}. It must not be out of "
-                    f"date, must be good for servers and clients, and be signed by the tls_authority ({authority}), "
-                    "which must be the same at all workers"
+                    f"the other workers would refuse the certificate {certificate}: {reason}. It must not have "
+                    f"expired, must be valid for servers and clients, and must be signed by the tls_authority "
+                    f"({authority}), which must be the same for all workers"
                 ) from None
 
 
 def _load_files(context: ssl.SSLContext, certificate: str, key: str, authority: str) -> None:
-    """Raises `UsageError` that names the file that cannot be used."""
+    """Loads a certificate, its key and the authority into a context. Raises `UsageError` naming an unusable file."""
 
-    def passphrase() -> NoReturn:
-        # Without it, OpenSSL would ask whoever sits at the terminal, and wait.
+    def refuse_passphrase() -> NoReturn:
+        # Without this callback OpenSSL would ask for the passphrase at the terminal, and block.
         raise UsageError(
-            f"the key {key} (tls_key) is encrypted, and nobody is asked for its passphrase: give a file without one, "
-            f"which its owner alone can read (`openssl pkey -in {key} -out plain.key` makes one)"
+            f"the key {key} (tls_key) is encrypted, and farcall does not ask for passphrases: use a file without one "
+            f"that only its owner can read (`openssl pkey -in {key} -out plain.key` creates one)"
         )
 
     try:
-        context.load_cert_chain(certificate, key, passphrase)
+        context.load_cert_chain(certificate, key, refuse_passphrase)
     except (OSError, ValueError) as error:
         raise UsageError(f"the certificate {certificate} and its key {key} cannot be used: {error}") from error
     try:
         context.load_verify_locations(authority)
     except (OSError, ValueError) as error:
-        raise UsageError(f"there is no certificate in {authority} (tls_authority) that can be used: {error}") from error
+        raise UsageError(f"there is no usable certificate in {authority} (tls_authority): {error}") from error
 
 
-def _load(context: ssl.SSLContext, pem: bytes) -> None:
-    """Python can load a key from a file only: it gets one that is in memory, and in no directory."""
+def _load_pem(context: ssl.SSLContext, pem: bytes) -> None:
+    """Loads a certificate and its key, as PEM, into a context. Raises `ssl.SSLError` if they are not valid.
+
+    Python can load a key only from a file. This file is in memory and has no name, so the key is not written to a disk.
+    """
     descriptor = os.memfd_create("farcall-certificate", os.MFD_CLOEXEC)
     try:
         os.write(descriptor, pem)
@@ -147,7 +174,7 @@ def _load(context: ssl.SSLContext, pem: bytes) -> None:
 
 
 def _self_signed() -> tuple[bytes, bytes]:
-    """A new key and its certificate, as PEM; the certificate alone, as DER."""
+    """Returns a new key with its certificate as PEM, and the certificate alone as DER."""
     from cryptography import x509
     from cryptography.hazmat.primitives.asymmetric import ec
     from cryptography.hazmat.primitives.hashes import SHA256
@@ -162,7 +189,7 @@ def _self_signed() -> tuple[bytes, bytes]:
         .issuer_name(name)
         .public_key(key.public_key())
         .serial_number(x509.random_serial_number())
-        .not_valid_before(now - datetime.timedelta(hours=1))  # clocks differ
+        .not_valid_before(now - datetime.timedelta(hours=1))  # the clock of the other host may be behind
         .not_valid_after(now + LIFETIME)
         .sign(key, SHA256())
     )

@@ -1,69 +1,105 @@
-"""What is allowed to those who have not proved themselves yet, and what is said of them.
+"""What a stranger may do, and how often its failures are logged.
 
-Pure: it counts and decides; whoever uses it closes connections and logs.
+A stranger is the other end of a connection that has not proved yet that it knows the secret.
+
+This module only counts and decides. The code that uses it closes connections and writes the log.
 """
 
 from __future__ import annotations
 
+import ipaddress
 from dataclasses import dataclass
 from typing import Final, Protocol
 
 from farcall.errors import AuthenticationError, EncryptionError, ProtocolError
 from farcall.protocol.handshake import MAX_MESSAGE
 
-MOST: Final = 256
-PATIENCE: Final = 10.0
-
-_REMEMBERED: Final = 1024
+_MAX_STRANGERS: Final = 256
+_PROOF_TIMEOUT_S: Final = 10.0
+_MAX_LOG_ENTRIES: Final = 1024
 
 
 @dataclass(frozen=True)
 class Limits:
-    """How far a stranger may go."""
+    """What strangers may do at a worker or a store."""
 
-    most: int = MOST
-    """So many connections may be there that have not proved themselves; the oldest goes when one more comes."""
-    patience: float = PATIENCE
-    """Seconds that each has to prove itself."""
-    greeting: int = MAX_MESSAGE
-    """Bytes that one message of a greeting may have."""
+    max_strangers: int = _MAX_STRANGERS
+    """How many strangers may be connected at once. When one more connects, the oldest is disconnected."""
+    proof_timeout: float = _PROOF_TIMEOUT_S
+    """How many seconds a stranger has to prove that it knows the secret."""
+    max_message_bytes: int = MAX_MESSAGE
+    """The largest size, in bytes, of one message of a handshake."""
 
 
-class Limited(Protocol):
-    """Options that say how far a stranger may go."""
+class LimitOptions(Protocol):
+    """The options that set the limits for strangers; see `RpcBackendOptions`."""
 
     max_strangers: int
     proof_timeout: float
     max_greeting_size: int
 
 
-def limits_of(options: Limited) -> Limits:
-    """What the options say."""
+def limits_from_options(options: LimitOptions) -> Limits:
+    """Returns the limits that the options set."""
     return Limits(options.max_strangers, options.proof_timeout, options.max_greeting_size)
 
 
-def kind_of(error: BaseException) -> str:
-    """What sort of stranger it is whose greeting failed so; for the `Notebook`."""
+def stranger_kind(error: BaseException) -> str:
+    """Returns in which way a handshake failed, as the `kind` for `StrangerLog.is_new`.
+
+    "encryption" for `EncryptionError`, "wrong secret" for other `AuthenticationError`s, "no handshake" for other
+    `ProtocolError`s, and "broken" for all other exceptions.
+    """
     if isinstance(error, EncryptionError):
         return "encryption"
     if isinstance(error, AuthenticationError):
         return "wrong secret"
-    return "no greeting" if isinstance(error, ProtocolError) else "broken"
+    return "no handshake" if isinstance(error, ProtocolError) else "broken"
 
 
-class Notebook:
-    """Of whom a line was logged already: a stranger that comes again and again must not fill the log."""
+class StrangerLog:
+    """Remembers which failures of which strangers have been logged, so that no stranger can fill the log.
 
-    def __init__(self, most: int = _REMEMBERED) -> None:
-        self._most = most
-        self._noted: dict[tuple[str, str], None] = {}
+    A stranger with many addresses must not fill the log either. All of loopback counts as one address, because any user
+    of a host may use all of 127.0.0.0/8. So does each IPv6 network of 64 bits, because one machine usually has a whole
+    one.
+
+    Args:
+        max_entries: How many failures are remembered, at least 1. The oldest is forgotten when there are more.
+    """
+
+    def __init__(self, max_entries: int = _MAX_LOG_ENTRIES) -> None:
+        self._max_entries = max_entries
+        self._seen: dict[tuple[str, str], None] = {}
 
     def is_new(self, address: str, kind: str) -> bool:
-        """Whether it is the first of its kind from there; it is noted then. `address` may end with a port."""
-        host = address.rpartition(":")[0] if address.rpartition(":")[2].isdigit() else address
-        if (host, kind) in self._noted:
+        """Returns True, and remembers the failure, if it is the first of its kind from that address; else False.
+
+        Args:
+            address: Where the stranger connected from. A port at its end is ignored.
+            kind: In which way the handshake failed; see `stranger_kind`.
+        """
+        host = _network_of(address.rpartition(":")[0] if address.rpartition(":")[2].isdigit() else address)
+        if (host, kind) in self._seen:
             return False
-        while len(self._noted) >= self._most:
-            self._noted.pop(next(iter(self._noted)), None)
-        self._noted[host, kind] = None
+        while len(self._seen) >= self._max_entries:
+            self._seen.pop(next(iter(self._seen)), None)
+        self._seen[host, kind] = None
         return True
+
+
+def _network_of(host: str) -> str:
+    """Returns a text that is the same for all addresses that count as one stranger.
+
+    It is "loopback", the IPv6 network of 64 bits, or the IPv4 address; `host` itself if it is not an IP address.
+    """
+    try:
+        address = ipaddress.ip_address(host.removeprefix("tcp:").strip("[]"))
+    except ValueError:
+        return host
+    address = getattr(address, "ipv4_mapped", None) or address
+    if address.is_loopback:
+        return "loopback"
+    if address.version == 6:
+        return str(ipaddress.ip_network((int(address) >> 64 << 64, 64)))
+    return str(address)

@@ -1,26 +1,34 @@
-"""The proof that both ends of a connection know the group's secret, before either believes a word of the other.
+"""The handshake: both ends of a connection prove that they know the group's secret, before either trusts the other.
 
-    the side that connects                                     the side that listens
-    Hello: who it is, whom it wants, where, a nonce     →
+    client (the end that connects)                             server (the end that listens)
+    Hello: who it is, whom and where it calls, a nonce  →
                                                         ←      Challenge: a nonce
     Proof                                               →
-                                                        ←      Proof, and behind it Welcome or Refused
+                                                        ←      Proof, followed by Welcome or Refused
 
-A proof is an HMAC-SHA-256, keyed with the secret, of: which side speaks, what the connection is for, the whole hello
-(group, both names and numbers, the address that was dialed), the challenge, and the fingerprint of the certificate, if
-the channel is encrypted. So
+Theory of operation: a proof is an HMAC-SHA-256, keyed with the secret, of
+- which end sends it, and what the connection is for,
+- the whole hello: the group, both names and numbers, the dialed address, the network namespace of the client, and the
+  client's nonce,
+- the server's nonce, and
+- the fingerprint of the server's certificate, if the connection is encrypted.
 
-- a recorded proof is of no use: the next challenge is another one (replay);
-- a proof that is sent back is none: it says which side speaks (reflection);
-- who stands between two workers cannot hand their proofs through: the one who connects has seen another certificate,
-  or dialed another address, than the one who listens has (relay).
+So three attacks fail:
+- Replay: a recorded proof does not fit the nonces of another handshake.
+- Reflection: a proof that is sent back to its sender is wrong, because it names the end that sent it.
+- Relay: an attacker between two workers cannot pass their proofs on. The client has seen the attacker's certificate, or
+  has dialed the attacker's address or in the attacker's network namespace, and the server expects its own.
+
+Two network namespaces (two containers) have two loopback networks with the same addresses. So on unencrypted
+connections over loopback the server compares the namespace in the hello with its own. If they differ, it refuses the
+connection and asks for TLS, and the client connects again with TLS. An attacker gains nothing by forging or dropping
+this refusal, and cannot change the hello, which is part of the proof.
 
 Rules
-- The side that connects proves itself first: a stranger who knocks learns nothing that the secret has part in.
-- Nothing that is said before the other side's proof is believed; a refusal may come before it, and is a text only.
+- The client proves itself first. A stranger that connects to a server gets nothing that was computed from the secret.
+- Nothing that the other end sends before its proof is trusted. A refusal may come before the proof; it is text only.
 - Proofs are compared in constant time.
-
-Pure: messages in, messages out. Nonces are handed in.
+- This module takes and returns messages. It has no connection, no clock and no randomness: nonces are parameters.
 """
 
 from __future__ import annotations
@@ -30,44 +38,79 @@ import struct
 from typing import Final
 
 from farcall.errors import AuthenticationError, ConnectionRefusedByPeer, EncryptionError, ProtocolError
-from farcall.protocol.handshake import Challenge, Greeting, Hello, Proof, Purpose, Refused, Welcome, encode, quoted
+from farcall.protocol.fields import quoted
+from farcall.protocol.handshake import Challenge, Greeting, Hello, Proof, Purpose, Refused, Welcome, encode
 from farcall.security.secret import Secret
 
 NONCE_SIZE: Final = 32
+"""The size of a nonce, in bytes."""
 
-_CONNECTS: Final = b"the side that connects"
-_LISTENS: Final = b"the side that listens"
-_SCHEME: Final = b"farcall proof 1"
+# The next three are part of every proof. Changing one is a change of the protocol.
+_CLIENT: Final = b"the side that connects"
+_SERVER: Final = b"the side that listens"
+_SCHEME: Final = b"farcall proof 3"
 
-_SAME_SECRET: Final = (
-    "All workers of a group need the same secret: start them with one `farcall run`, or give each the same "
-    "FARCALL_SECRET (or option secret), or the same file"
+_SAME_SECRET_ADVICE: Final = (
+    "All workers of a group need the same secret: start them with one `farcall run`, or set the same FARCALL_SECRET "
+    "(or option secret) for each, or give each the same file"
 )
 
 
-def proof_of(secret: Secret, side: bytes, purpose: Purpose, hello: bytes, challenge: bytes, binding: bytes) -> bytes:
-    """The proof of one side. `hello` as it was sent; `binding` is the certificate's fingerprint, or empty."""
+def compute_proof(
+    secret: Secret, side: bytes, purpose: Purpose, hello: bytes, challenge: bytes, binding: bytes
+) -> bytes:
+    """Returns the proof of one end of a connection, 32 bytes.
+
+    Args:
+        secret: The secret of the group.
+        side: `_CLIENT` or `_SERVER`, the end that sends the proof.
+        purpose: What the connection is for.
+        hello: The client's hello, as it was sent.
+        challenge: The server's nonce.
+        binding: The fingerprint of the server's certificate; empty if the connection is not encrypted.
+    """
     parts = (_SCHEME, side, bytes([purpose]), hello, challenge, binding)
-    # With their lengths, so that no byte can pass from one part to the next.
+    # Each part is preceded by its length, so that no two lists of parts have the same bytes.
     return hmac.digest(secret.key, b"".join(struct.pack("<Q", len(part)) + part for part in parts), "sha256")
 
 
-def refusal_of(error: ProtocolError) -> Refused:
-    """What a stranger is told. Not where this side has its secret from: that is for our own log."""
+class EncryptionRequired(ConnectionRefusedByPeer):
+    """The two ends of an unencrypted connection over loopback are in different network namespaces; it must use TLS."""
+
+
+def refusal_for(error: ProtocolError) -> Refused:
+    """Returns the refusal to send to a stranger whose handshake failed with `error`.
+
+    For a wrong secret it does not say where this worker has its own secret from; that is only for this worker's log.
+    For other errors it contains the text of the error.
+    """
+    if isinstance(error, EncryptionRequired):
+        return Refused(str(error), encrypt=True)
     if isinstance(error, AuthenticationError) and not isinstance(error, EncryptionError):
-        return Refused("who connects must know the secret of this group", stranger=True)
+        return Refused("a worker that connects must know the secret of this group", stranger=True)
     return Refused(str(error))
 
 
-class Applicant:
-    """The side that connects. `take` what comes and send what it gives, until there is an `outcome`."""
+class ClientHandshake:
+    """The handshake of the end that connects.
+
+    Send the hello, pass each message that arrives to `take`, and send what `take` returns, until `outcome` is set.
+
+    Args:
+        secret: The secret of the group.
+        purpose: What the connection is for.
+        hello: The hello that was sent.
+        other: The name of the other end, for error messages.
+        binding: The fingerprint of the other end's certificate; empty if the connection is not encrypted.
+
+    Attributes:
+        outcome: The last message of the other end, `Welcome` or `Refused`; None until it has arrived.
+        is_proven: Whether the other end has proved that it knows the secret.
+    """
 
     def __init__(self, secret: Secret, purpose: Purpose, hello: Hello, other: str, binding: bytes = b"") -> None:
-        """`other` names the other side in messages to people."""
         self.outcome: Welcome | Refused | None = None
-        """The other side's last word."""
         self.is_proven = False
-        """Whether the other side knows the secret."""
         self._secret = secret
         self._purpose = purpose
         self._hello = encode(hello)
@@ -76,86 +119,145 @@ class Applicant:
         self._challenge: bytes | None = None
 
     def take(self, message: Greeting) -> Proof | None:
-        """What to answer. Raises `AuthenticationError` if the other side knows another secret, or none;
-        `ProtocolError` for what is not due."""
+        """Processes the next message of the other end.
+
+        Args:
+            message: The message.
+
+        Returns:
+            The message to send next, or None if there is nothing to send.
+
+        Raises:
+            AuthenticationError: The two ends do not have the same secret.
+            EncryptionRequired: This end must connect again with TLS.
+            ProtocolError: The message is not valid at this point of the handshake.
+        """
         match message:
             case Challenge(nonce) if self._challenge is None and len(nonce) == NONCE_SIZE:
                 self._challenge = nonce
-                return Proof(self._proof(_CONNECTS, nonce))
+                return Proof(self._proof(_CLIENT, nonce))
             case Proof(mac) if self._challenge is not None and not self.is_proven:
-                if not hmac.compare_digest(mac, self._proof(_LISTENS, self._challenge)):
+                if not hmac.compare_digest(mac, self._proof(_SERVER, self._challenge)):
                     raise AuthenticationError(
-                        f"{self._other} does not know this group's secret (here it is from {self._secret.source}), or "
-                        f"somebody stands in between; nothing was said to it. {_SAME_SECRET}"
+                        f"{self._other} does not know this group's secret (this worker has it from "
+                        f"{self._secret.source}), or another process relays the connection; no call was sent. "
+                        f"{_SAME_SECRET_ADVICE}"
                     )
                 self.is_proven = True
                 return None
             case Refused(stranger=True):
                 raise AuthenticationError(
                     f"{self._other} refused the connection: this worker's secret (from {self._secret.source}) is not "
-                    f"the group's. {_SAME_SECRET}"
+                    f"the group's. {_SAME_SECRET_ADVICE}"
                 )
+            case Refused(encrypt=True) if not self._binding:
+                raise EncryptionRequired(f"{self._other} refused the connection: {quoted(message.reason)}")
             case Refused():
                 self.outcome = message
                 return None
             case Welcome() if self.is_proven:
                 self.outcome = message
                 return None
-        raise ProtocolError(f"{self._other} answered {self._said()} with a {type(message).__name__}")
+        raise ProtocolError(f"{self._other} answered {self._last_sent()} with a {type(message).__name__}")
 
     def welcome(self) -> Welcome:
-        """The outcome, if it is one. Raises `ConnectionRefusedByPeer` with the other side's reason."""
+        """Returns the other end's welcome. Call it only when `outcome` is set.
+
+        Raises:
+            ConnectionRefusedByPeer: The other end refused the connection; the message quotes its reason.
+        """
         if isinstance(self.outcome, Welcome):
             return self.outcome
         assert self.outcome is not None
         raise ConnectionRefusedByPeer(f"{self._other} refused the connection: {quoted(self.outcome.reason)}")
 
     def _proof(self, side: bytes, challenge: bytes) -> bytes:
-        return proof_of(self._secret, side, self._purpose, self._hello, challenge, self._binding)
+        """Returns the proof of one end, `_CLIENT` or `_SERVER`, for this connection and the server's nonce."""
+        return compute_proof(self._secret, side, self._purpose, self._hello, challenge, self._binding)
 
-    def _said(self) -> str:
+    def _last_sent(self) -> str:
+        """Returns which message this end sent last, for error messages."""
         return "a hello" if self._challenge is None else "the proof of the secret"
 
 
-class Doorkeeper:
-    """The side that listens. `take` what comes and send what it gives; let in who `is_proven`, and nobody else."""
+class ServerHandshake:
+    """The handshake of the end that listens.
 
-    def __init__(self, secret: Secret, purpose: Purpose, nonce: bytes, address: str = "", binding: bytes = b"") -> None:
-        """`nonce` must be fresh; `address` is where this side listens, if others must have dialed that."""
+    Pass each message that arrives to `take`, and send what `take` returns, until `is_proven` is true.
+
+    Args:
+        secret: The secret of the group.
+        purpose: What the connection is for.
+        nonce: `NONCE_SIZE` random bytes that were never used before.
+        address: The address at which this end listens, if the other end must have dialed exactly that; else empty.
+        binding: The fingerprint of this end's certificate; empty if the connection is not encrypted.
+        network: The network namespace of the connection, if the other end must be in the same one; else empty.
+
+    Attributes:
+        hello: What the other end says about itself; None until it has arrived. Do not trust it before `is_proven`.
+        is_proven: Whether the other end has proved that it knows the secret. Serve no other connections.
+    """
+
+    def __init__(
+        self,
+        secret: Secret,
+        purpose: Purpose,
+        nonce: bytes,
+        address: str = "",
+        binding: bytes = b"",
+        network: str = "",
+    ) -> None:
         self.hello: Hello | None = None
-        """What the other side says it is. Not to be believed before it is proven."""
         self.is_proven = False
         self._secret = secret
         self._purpose = purpose
         self._nonce = nonce
         self._address = address
         self._binding = binding
+        self._network = network
         self._body = b""
 
     def take(self, message: Greeting, body: bytes) -> Challenge | Proof:
-        """What to answer; `body` is the message as it came.
+        """Processes the next message of the other end.
 
-        Raises `AuthenticationError` if the proof is wrong; another `ProtocolError` for what is not due.
+        Args:
+            message: The message, decoded.
+            body: The same message, as it arrived. Proofs are computed over these bytes.
+
+        Returns:
+            The message to send next.
+
+        Raises:
+            AuthenticationError: The other end's proof is wrong, or it dialed another address.
+            EncryptionRequired: The other end is in another network namespace and must connect again with TLS.
+            ProtocolError: The message is not valid at this point of the handshake.
         """
         match message:
             case Hello() if self.hello is None and len(message.nonce) == NONCE_SIZE:
+                if self._network and message.network != self._network:
+                    raise EncryptionRequired(
+                        "the two workers are on different hosts or in different network namespaces (containers), and "
+                        "are connected over loopback without encryption; connect with TLS (encrypt_between_hosts must "
+                        "be the same for all workers)"
+                    )
                 self.hello, self._body = message, body
                 return Challenge(self._nonce)
             case Proof(mac) if self.hello is not None and not self.is_proven:
-                if not hmac.compare_digest(mac, self._proof(_CONNECTS)):
+                if not hmac.compare_digest(mac, self._proof(_CLIENT)):
                     raise AuthenticationError(
-                        f"it says that it is {self.hello.name[:100]!r}, but does not know the secret of this group "
-                        f"(here it is from {self._secret.source}, and all workers need the same)"
+                        f"it says that its name is {self.hello.name[:100]!r}, but it does not know the secret of this "
+                        f"group (this worker has it from {self._secret.source}; all workers need the same)"
                     )
                 if self._address and self.hello.dialed != self._address:
                     raise AuthenticationError(
-                        f"{self.hello.name!r} wanted to reach {self.hello.dialed or 'nobody'}, and was led to "
-                        f"{self._address}: somebody stands in between"
+                        f"{self.hello.name!r} connected to {quoted(self.hello.dialed) or 'no address'}, but arrived at "
+                        f"{self._address}: another process relays the connection"
                     )
                 self.is_proven = True
-                return Proof(self._proof(_LISTENS))
-        due = "a hello" if self.hello is None else "a proof of the secret"
-        raise ProtocolError(f"it sent a {type(message).__name__} where {due} was due")
+                return Proof(self._proof(_SERVER))
+        expected = "a hello" if self.hello is None else "a proof of the secret"
+        raise ProtocolError(f"it sent a {type(message).__name__} where {expected} was expected")
 
     def _proof(self, side: bytes) -> bytes:
-        return proof_of(self._secret, side, self._purpose, self._body, self._nonce, self._binding)
+        """Returns the proof of one end, `_CLIENT` or `_SERVER`, for this connection."""
+        return compute_proof(self._secret, side, self._purpose, self._body, self._nonce, self._binding)

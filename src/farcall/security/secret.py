@@ -1,14 +1,18 @@
-"""The secret that the workers of a group know each other by, and where it comes from when nobody says.
+"""Finds the secret that authenticates the workers of a group.
 
-In this order: the option `secret`; `FARCALL_SECRET` in the environment, which `farcall run` sets to a fresh one for its
-workers; a file of this user, made on first use. A home directory that hosts share makes the file do across hosts, too.
+The first of these that exists is used: the option `secret`; the environment variable `FARCALL_SECRET`, which
+`farcall run` sets to a fresh secret for its workers; a file of this user, which is created on first use. If several
+hosts share a home directory, they share the file as well.
 
 Rules
-- The file is readable by its owner alone, from the moment it is there. One that others can read, or that belongs to
-  somebody else, is refused: a secret that is known is none.
-- Of several processes that make the file at once one wins, and all read the winner's: it is written aside, and linked
-  to its place in one step.
-- A secret is never shown: not by `repr`, not in a message, not in a pickle. Messages say where it came from.
+- Directories below the home directory are created. The home directory itself is not: if it is missing, the environment
+  is wrong (in a service or container, say), and a secret written to that place would not be the group's.
+- The file is readable by its owner only, from the moment it exists. A file that others can read or that belongs to
+  another user is refused, because its secret may be known.
+- If several processes create the file at once, one of them wins and all read its secret: each writes a temporary file
+  and links it to the final name in one step, which fails if the name exists.
+- The bytes of the file are the secret. They are not decoded, so two different files are two different secrets.
+- A secret is never shown, neither by `repr` nor in a message nor in a pickle. Messages say where it came from.
 """
 
 from __future__ import annotations
@@ -23,105 +27,182 @@ from typing import Final, NoReturn
 from farcall.errors import UsageError
 
 VARIABLE: Final = "FARCALL_SECRET"
-SHORTEST: Final = 16
-"""Characters. Who listens in on a greeting may try words at home, as many as they like."""
+"""The name of the environment variable."""
+MIN_CHARACTERS: Final = 16
+"""The shortest secret that is accepted. A recorded handshake of a shorter one could be brute-forced."""
 
-_LONGEST: Final = 64 * 1024
+_MAX_FILE_BYTES: Final = 64 * 1024
 _ADVICE: Final = f"Make one with `python -c 'import secrets; print(secrets.token_hex(32))'` and set {VARIABLE}"
 
 
 class Secret:
-    """What is known to the group alone, and where this worker has it from."""
+    """The secret of a group.
+
+    Args:
+        text: The secret, as text or as bytes. White space around it is removed.
+        source: Where the secret came from, for messages.
+
+    Attributes:
+        key: The secret as bytes.
+        source: Where the secret came from.
+
+    Raises:
+        UsageError: The secret has less than `MIN_CHARACTERS` characters, or characters that cannot be encoded.
+    """
 
     __slots__ = ("key", "source")
 
-    def __init__(self, text: str, source: str = "the option secret") -> None:
-        """Raises `UsageError` for a text that could be guessed."""
-        if not isinstance(text, str) or len(text.strip()) < SHORTEST:
-            raise UsageError(f"{source} is too short for a secret: it needs at least {SHORTEST} characters. {_ADVICE}")
-        self.key: Final = text.strip().encode(errors="surrogateescape")  # an environment may hold any bytes
+    def __init__(self, text: str | bytes, source: str = "the option secret") -> None:
+        if isinstance(text, str):
+            try:
+                text = text.encode(errors="surrogateescape")  # restores bytes of the environment that are not UTF-8
+            except UnicodeEncodeError:
+                raise UsageError(f"{source} has characters that cannot be encoded. {_ADVICE}") from None
+        key = text.strip() if isinstance(text, bytes) else b""
+        if _length(key) < MIN_CHARACTERS:
+            raise UsageError(
+                f"{source} is too short for a secret: it needs at least {MIN_CHARACTERS} characters. {_ADVICE}"
+            )
+        self.key: Final = key
         self.source: Final = source
 
     def __repr__(self) -> str:
         return f"<Secret from {self.source}>"
 
     def __reduce__(self) -> NoReturn:
-        raise TypeError("a secret does not travel")
+        """Raises `TypeError`: a secret must not be in a pickle."""
+        raise TypeError("a secret cannot be pickled or copied")
+
+
+def _length(key: bytes) -> int:
+    """Returns the number of characters if `key` is valid UTF-8, else the number of bytes."""
+    try:
+        return len(key.decode())
+    except UnicodeDecodeError:
+        return len(key)
 
 
 def find_secret(chosen: str | None = None, environ: Mapping[str, str] = os.environ) -> Secret:
-    """The secret of this worker: the chosen one, else that of the environment, else that of this user's file.
+    """Returns the secret of this worker: the chosen one, else that of the environment, else that of this user's file.
 
-    Raises `UsageError` if it is too short, if the variable is set but empty, or the file cannot be used.
+    The file is created with a random secret if it does not exist.
+
+    Args:
+        chosen: The option `secret`; None if it is not set.
+        environ: The environment variables.
+
+    Raises:
+        UsageError: The secret is too short; `FARCALL_SECRET` is set but empty; or the file cannot be read or created,
+            or others could have read or replaced it.
     """
     if chosen is not None:
         return Secret(chosen)
     if VARIABLE in environ:
         if not environ[VARIABLE].strip():
-            # A shell's variable that was never set, most likely: another secret in its place would not be the group's.
-            raise UsageError(f"{VARIABLE} is set, but empty. {_ADVICE}, or unset it: then this user's file is used")
+            # Most likely a shell script exported a variable that it never set. Using the file instead would give this
+            # worker another secret than the rest of its group has.
+            raise UsageError(f"{VARIABLE} is set, but empty. {_ADVICE}, or unset it to use this user's file")
         return Secret(environ[VARIABLE], VARIABLE)
     path = secret_path(environ)
     try:
-        text = _read(path)
-        if text is None:
+        content = _read(path)
+        if content is None:
+            _check_home(path, environ)
             _create(path)
-            text = _read(path)
+            content = _read(path)
     except OSError as error:
         raise UsageError(
-            f"the secret of this user cannot be kept in {path}: {error.strerror or error}. {_ADVICE} on all workers"
+            f"the secret of this user cannot be read from or created in {path}: {error.strerror or error}. "
+            f"{_ADVICE} on all workers"
         ) from error
-    if text is None:
-        raise UsageError(f"the secret in {path} vanished as soon as it was made. {_ADVICE} on all workers")
-    return Secret(text, f"the file {path}")
+    if content is None:
+        raise UsageError(
+            f"the file {path} with the secret was deleted while it was being created. {_ADVICE} on all workers"
+        )
+    return Secret(content, f"the file {path}")
 
 
 def secret_path(environ: Mapping[str, str] = os.environ) -> str:
-    """Where the file of this user is, or would be."""
+    """Returns the path of this user's secret file, whether it exists or not.
+
+    The path is `farcall/secret` in the directory `XDG_STATE_HOME`, or in `~/.local/state` if that is not set.
+    """
     state = environ.get("XDG_STATE_HOME", "")
-    if not os.path.isabs(state):  # what is not absolute is to be passed over, says the XDG specification
-        home = environ.get("HOME") or os.path.expanduser("~")
-        state = os.path.join(home, ".local", "state")
+    if not os.path.isabs(state):  # the XDG specification says to ignore a relative path
+        state = os.path.join(_home(environ), ".local", "state")
     return os.path.join(state, "farcall", "secret")
 
 
-def _read(path: str) -> str | None:
-    """The text of the file; None if there is none. Raises `UsageError` if it is not ours alone."""
+def _home(environ: Mapping[str, str]) -> str:
+    """Returns the home directory: `HOME`, or that of the user database if `HOME` is not set or empty."""
+    return environ.get("HOME") or os.path.expanduser("~")
+
+
+def _check_home(path: str, environ: Mapping[str, str]) -> None:
+    """Raises `FileNotFoundError` if `path` is below the home directory and the home directory does not exist."""
+    home = os.path.abspath(_home(environ))
+    if os.path.abspath(path).startswith(os.path.join(home, "")) and not os.path.isdir(home):
+        raise FileNotFoundError(errno.ENOENT, f"the home directory {home} does not exist")
+
+
+def _read(path: str) -> bytes | None:
+    """Returns the content of the secret file, or None if it does not exist.
+
+    Raises `UsageError` if the file is not a regular file of this user that only this user can read and replace, or has
+    more than `_MAX_FILE_BYTES`; `OSError` if it cannot be opened.
+    """
     try:
         descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC | os.O_NONBLOCK)
     except FileNotFoundError:
         return None
     except OSError as error:
         if error.errno == errno.ELOOP:
-            raise _refusal(path, "it is a symbolic link", f"remove it, and put the secret itself to {path}") from error
+            raise _unusable_error(path, "it is a symbolic link", "replace it with a file") from error
         raise
     try:
         found = os.fstat(descriptor)
         if not stat.S_ISREG(found.st_mode):
-            raise _refusal(path, "it is no file", "remove it")
+            raise _unusable_error(path, "it is not a regular file", "remove it")
         if found.st_uid != os.geteuid():
-            raise _refusal(path, f"it belongs to user {found.st_uid}, not to {os.geteuid()}", "remove it")
+            raise _unusable_error(path, f"it belongs to user {found.st_uid}, not to {os.geteuid()}", "remove it")
         if found.st_mode & 0o077:
             mode = stat.S_IMODE(found.st_mode)
-            raise _refusal(path, f"others can read it (mode {mode:04o})", f"remove it, or `chmod 600 {path}` at least")
+            # The secret may have been read already, so a new file is better than a new mode.
+            advice = f"remove it, or at least `chmod 600 {path}`"
+            raise _unusable_error(path, f"others can read it (mode {mode:04o})", advice)
         _check_directory(os.path.dirname(path))
-        return os.read(descriptor, _LONGEST).decode(errors="replace")
+        if found.st_size > _MAX_FILE_BYTES:
+            what = f"it has {found.st_size} bytes, more than {_MAX_FILE_BYTES}"
+            raise _unusable_error(path, what, "make it shorter")
+        return os.read(descriptor, _MAX_FILE_BYTES)
     finally:
         os.close(descriptor)
 
 
 def _check_directory(directory: str) -> None:
+    """Raises `UsageError` if another user owns the directory of the secret file or may write to it."""
     found = os.stat(directory)
     if found.st_uid != os.geteuid() or found.st_mode & 0o022:
-        raise _refusal(directory, "others can put another secret there", f"make it yours: `chmod 700 {directory}`")
+        advice = f"make this user its owner and `chmod 700 {directory}`"
+        raise _unusable_error(directory, "others can put another secret there", advice)
 
 
-def _refusal(path: str, what: str, advice: str) -> UsageError:
-    return UsageError(f"the secret in {path} is not used: {what}. To go on, {advice}, or set {VARIABLE}")
+def _unusable_error(path: str, what: str, advice: str) -> UsageError:
+    """Returns the error for a secret file or directory that must not be used.
+
+    Args:
+        path: The file or directory.
+        what: What is wrong with it, as a sentence without a period.
+        advice: What to do about it, as an imperative.
+    """
+    return UsageError(f"the secret in {path} cannot be used: {what}. To continue, {advice}, or set {VARIABLE}")
 
 
 def _create(path: str) -> None:
-    """Makes the file, unless another process is quicker. Raises `OSError`."""
+    """Creates the secret file with a random secret, unless another process creates it first.
+
+    Raises `OSError` if it cannot be created, and `UsageError` if its directory is not safe.
+    """
     directory = os.path.dirname(path)
     os.makedirs(os.path.dirname(directory), exist_ok=True)
     try:
@@ -129,13 +210,13 @@ def _create(path: str) -> None:
     except FileExistsError:
         pass
     _check_directory(directory)
-    aside = f"{path}.{secrets.token_hex(8)}"
-    descriptor = os.open(aside, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
+    temporary = f"{path}.{secrets.token_hex(8)}"
+    descriptor = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
     try:
         with open(descriptor, "w", encoding="ascii") as file:
             file.write(secrets.token_hex(32) + "\n")
-        os.link(aside, path)
+        os.link(temporary, path)
     except FileExistsError:
-        pass  # another process was quicker
+        pass  # another process has created it, and all processes use that one
     finally:
-        os.unlink(aside)
+        os.unlink(temporary)

@@ -1,14 +1,40 @@
-"""How objects become buffers, and how functions and exceptions travel.
+"""Serializes the arguments, results and exceptions of calls, and rebuilds them.
 
-`pickler` for values and arguments, `callables` for functions that have a name, `failures` for exceptions, `guarded` for
-workers that restrict what may be loaded. No sockets, no threads, no agent: bytes in and out.
+    payload      values, arguments and results, mostly by pickle
+    by_value     functions and classes that pickle cannot send by name: lambdas, closures, local classes
+    arrays       arrays of numbers, without pickle
+    buffers      bytes, bytearray, memoryview and array.array, as buffers
+    callables    functions that are sent by name
+    exceptions   exceptions, with the traceback of the worker that raised them
+    references   handles of references, which are sent in the header of a message
+    registry     reducers: how single types are pickled, for parts such as farcall.pytorch
+    unpicklable  finds the part of a value that cannot be pickled, for error messages
+    restricted/  unpickling for workers with an allow-list
+
+This package takes and returns bytes. It has no sockets, no threads and no agent.
 """
 
+from farcall.serialization.arrays import (
+    ARRAYS,
+    ARRAYS_MARK,
+    OUT_OF_BAND_MIN_BYTES,
+    SINGLE_ARRAY_START,
+    Packed,
+    dtype_code,
+    pack_array,
+    pack_array_header,
+    register_array_type,
+    unpack_small_array,
+)
 from farcall.serialization.callables import callable_name, encode_function, resolve_function
-from farcall.serialization.failures import decode_failure, describe_failure, encode_failure, encode_text
-from farcall.serialization.guarded import Guard, find_guarded, loads_arguments_guarded, loads_guarded, register_plain
-from farcall.serialization.handles import collect, collecting, offered, offering, take_offered
-from farcall.serialization.pickler import (
+from farcall.serialization.exceptions import (
+    decode_failure,
+    describe_failure,
+    encode_failure,
+    encode_failure_text,
+    find_raising_function,
+)
+from farcall.serialization.payload import (
     ATOMS,
     Pickled,
     dumps,
@@ -21,37 +47,33 @@ from farcall.serialization.pickler import (
     loads,
     loads_arguments,
     loads_atom,
-    not_rebuilt,
+    not_rebuilt_error,
 )
-from farcall.serialization.plain_arrays import (
-    ARRAYS,
-    MARK,
-    OUT_OF_BAND_SIZE,
-    VALUE,
-    Packed,
-    code_of,
-    head_of,
-    pack_value,
-    register_kind,
-    small_array,
+from farcall.serialization.references import collect, collecting, offered, offering, take_offered
+from farcall.serialization.registry import dumps_reduced, register_family_reducer, register_reducer
+from farcall.serialization.restricted.unpickler import (
+    Guard,
+    find_allowed,
+    loads_restricted,
+    loads_restricted_arguments,
+    register_plain,
 )
-from farcall.serialization.reducers import dumps_reduced, register_family_reducer, register_reducer
 
 __all__ = [
     "ARRAYS",
+    "ARRAYS_MARK",
     "ATOMS",
-    "MARK",
-    "OUT_OF_BAND_SIZE",
-    "VALUE",
+    "OUT_OF_BAND_MIN_BYTES",
+    "SINGLE_ARRAY_START",
     "Guard",
     "Packed",
     "Pickled",
     "callable_name",
-    "code_of",
     "collect",
     "collecting",
     "decode_failure",
     "describe_failure",
+    "dtype_code",
     "dumps",
     "dumps_arguments",
     "dumps_atom",
@@ -61,24 +83,25 @@ __all__ = [
     "dumps_reduced",
     "dumps_result",
     "encode_failure",
+    "encode_failure_text",
     "encode_function",
-    "encode_text",
-    "find_guarded",
-    "head_of",
+    "find_allowed",
+    "find_raising_function",
     "loads",
     "loads_arguments",
-    "loads_arguments_guarded",
     "loads_atom",
-    "loads_guarded",
-    "not_rebuilt",
+    "loads_restricted",
+    "loads_restricted_arguments",
+    "not_rebuilt_error",
     "offered",
     "offering",
-    "pack_value",
+    "pack_array",
+    "pack_array_header",
+    "register_array_type",
     "register_family_reducer",
-    "register_kind",
     "register_plain",
     "register_reducer",
     "resolve_function",
-    "small_array",
     "take_offered",
+    "unpack_small_array",
 ]

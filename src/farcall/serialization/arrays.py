@@ -1,141 +1,299 @@
-"""Arrays and scalars of numpy out of pickles that are not trusted.
+"""Serializes arrays of plain numbers without pickle: arguments that are all arrays, or a result that is one array.
 
-The functions that numpy's pickles name are made for numpy's own use: `ndarray` takes any memory for objects, or for an
-array far outside of it; a second state frees memory that others still show; an array without a state shows what was in
-the memory before. So a pickle never gets hold of them. It gets what stands here in their place (`STAND_INS`), which
-takes what numpy itself writes, and nothing else.
+A pickle of a numpy array names the functions, types and states that rebuild it. Looking these up and calling them takes
+several times as long as copying a few kilobytes. Here a few bytes describe the array. Everything else is pickled.
+
+    offset  size  what (little-endian)
+    0       1     1, with which no pickle begins
+    1       1     the number of arrays, for the arguments of a call; 0 for a single array that is the value itself
+    2       ...   the header of each array: its dtype code, plus 128 if the array is read-only, plus 64 if it is of the
+                  registered type (1 byte); its number of dimensions (1 byte); its lengths (8 bytes each)
+            ...   the contents of the arrays of less than `OUT_OF_BAND_MIN_BYTES` bytes, in order; the contents of the
+                  others are sent as buffers
 
 Rules
-- An array is made once, from its shape, type and contents together, and only if they fit.
-- Objects come one by one, as objects. Memory becomes arrays only of types that hold none.
-- An array over a buffer that came beside the pickle uses its memory; what came inside of the pickle's states is copied.
-- Plain arrays only: no subclasses (masked arrays, matrices, records with attributes), and none that holds itself.
-
-numpy is imported only when an array comes. The names are those of numpy 1 and 2, whichever is here.
+- Only instances of `numpy.ndarray` itself are packed, not of subclasses. They must be C-contiguous, with one of numpy's
+  own dtypes for bools, integers, floats or complex numbers, in native byte order. They arrive as they would through
+  pickle: with memory of their own, and writable if they were.
+- Another package may register one array type of its own (`register_array_type`). `farcall.pytorch` registers tensors.
+- If one array is passed as several arguments, the arguments are pickled, because pickle keeps it one array.
+- A payload may come from an attacker. An array is made from exactly its own bytes. If its contents came as a buffer, it
+  uses that memory through a memoryview, which prevents a `bytearray` from being resized.
+- This module never imports numpy in order to send. `detect_numpy` looks whether the program has imported it.
 """
 
 from __future__ import annotations
 
 import math
+import struct
+import sys
+from collections.abc import Callable, Sequence
+from pickle import PickleBuffer
 from typing import Any, Final
 
-from farcall.serialization.array_types import PendingType, checked
-from farcall.serialization.pending import Pending
+ARRAYS_MARK: Final = 1
+"""The first byte of a payload that this module has written. No pickle begins with it."""
+OUT_OF_BAND_MIN_BYTES: Final = 16 * 1024
+"""The size, in bytes, from which a buffer is sent beside the payload. Copying a smaller one into the payload is cheaper
+than sending one more piece."""
+MAX_ARRAYS: Final = 16
+"""The largest number of arguments that are packed without pickle."""
+_MAX_DIMENSIONS: Final = 8
+_MAX_KNOWN_HEADERS: Final = 1024
+
+# The first byte of an array's header: the dtype code in the lower bits, and two flags.
+_READ_ONLY: Final = 128
+_REGISTERED: Final = 64
+_DTYPE_CODE: Final = 63
+
+ARRAYS: set[type] = set()
+"""The types whose instances may be packed. Empty until numpy has been detected."""
+
+Packed = tuple[bytes, list[memoryview]]
+"""A payload, and the buffers that are sent beside it."""
+
+_DTYPES: Final = ("|b1", "|i1", "|u1", "<i2", "<u2", "<i4", "<u4", "<i8", "<u8", "<f2", "<f4", "<f8", "<c8", "<c16")
+"""The dtypes that can be packed. The index of a dtype is its code."""
+
+# Set by _set_up_numpy, when numpy is detected.
+_ndarray: list[Any] = []  # numpy.ndarray, the only element
+_numpy_dtypes: list[Any] = []  # `_DTYPES` as objects of numpy
+_dtype_codes: dict[Any, tuple[Any, int]] = {}  # for each dtype: numpy's own dtype object that equals it, and its code
+
+_known_headers: dict[bytes, tuple[tuple[int, ...], Any, int, Callable[[Any], Any] | None]] = {}
+"""A cache for `unpack_small_array`: for the header of an array, its lengths, its dtype, its size in bytes, and the
+function that converts it to the registered type, or None."""
+_lengths_formats: Final = tuple(struct.Struct(f"<{count}Q") for count in range(_MAX_DIMENSIONS + 1))
+"""The lengths of an array, by the number of dimensions."""
+_header_formats: Final = tuple(struct.Struct(f"<BB{count}Q") for count in range(_MAX_DIMENSIONS + 1))
+"""The header of an array, by the number of dimensions."""
 
 
-class ArrayName:
-    """What the name `numpy.ndarray` in a pickle leads to: only `reconstruct` takes it."""
+class _RegisteredType:
+    """The functions for the array type of another package, once `register_array_type` has been called."""
 
-    __slots__ = ()
-
-    def __repr__(self) -> str:
-        return "the class numpy.ndarray"
+    pack: Callable[[Any, bytes], Packed | None]
+    make: Callable[[Any], Any] | None = None
 
 
-ARRAY: Final = ArrayName()
+_registered: Final = _RegisteredType()
 
 
-class PendingArray(Pending):
-    """What stands for an array while its pickle is read."""
+def register_array_type(kind: type, pack: Callable[[Any, bytes], Packed | None], make: Callable[[Any], Any]) -> None:
+    """Makes arrays of a type of another package serializable without pickle. A second call replaces the first type.
 
-    __slots__ = ()
+    Args:
+        kind: The type.
+        pack: Packs an array. It gets the array and the start of the payload, and returns the payload (the start, the
+            header made by `pack_array_header`, and the contents unless they are a buffer) and the buffers. It returns
+            None for an array that must be pickled.
+        make: Converts a numpy array to the type. The result may use the memory of the numpy array.
 
-    def _made(self, state: Any) -> Any:
+    Raises:
+        ImportError: numpy is not installed.
+    """
+    if not ARRAYS:
         import numpy
 
-        _, shape, dtype, is_fortran, contents = state
-        order = "F" if is_fortran else "C"
-        count = _count(shape)
-        if not _element(dtype).hasobject:
-            if type(contents) not in (bytes, bytearray):
-                raise TypeError(f"an array of {dtype} was sent as a {type(contents).__name__}")
-            return _own(_over(contents, dtype, count).reshape(shape, order=order))
-        if type(contents) is not list or len(contents) != count:
-            raise ValueError(f"an array of {count} objects was sent with other contents")
-        # Each by itself: told to make an array of a list, numpy would look into lists and arrays in it.
-        flat: Any = numpy.zeros(count, dtype)
-        for place, value in enumerate(contents):
-            flat[place] = value
-        array = flat.reshape(shape)  # objects are listed in this order, whichever the array has
-        return array.copy(order="F") if is_fortran else array
+        _set_up_numpy(numpy)
+    _registered.pack, _registered.make = pack, make
+    _known_headers.clear()
+    ARRAYS.add(kind)
 
 
-def reconstruct(cls: Any, shape: Any, typecode: Any) -> PendingArray:
-    """In the place of `_reconstruct`: what it is called with says nothing, the state does."""
-    if cls is not ARRAY:
-        raise TypeError("subclasses of numpy's array are not supported where a worker restricts what is sent to it")
-    return PendingArray()
+def dtype_code(name: str) -> int | None:
+    """Returns the code of a dtype, given numpy's name for it ("float32"); None if such arrays cannot be packed.
+
+    Also returns None for every name until numpy has been detected.
+    """
+    for code, dtype in enumerate(_numpy_dtypes):
+        if dtype.name == name:
+            return code
+    return None
 
 
-def from_buffer(memory: Any, dtype: Any, shape: Any, order: Any, axes: Any = None) -> Any:
-    """In the place of `_frombuffer`: an array that uses that memory, and can be written to if that can."""
-    if _element(dtype).hasobject:
-        raise TypeError("memory was sent for an array of objects")
-    if order not in ("C", "F", "K"):
-        raise ValueError(f"there is no order {order!r}")
-    array = _over(memory, dtype, _count(shape))
-    if order == "K" and axes is not None:
-        return array.reshape(shape).transpose(axes)
-    return array.reshape(shape, order="C" if order == "K" else order)
+def pack_array_header(code: int, shape: Sequence[int]) -> bytes | None:
+    """Returns the header of an array of the registered type; None if it has more dimensions than can be packed.
+
+    Args:
+        code: The code of its dtype; see `dtype_code`.
+        shape: The lengths of its dimensions.
+    """
+    count = len(shape)
+    return _header_formats[count].pack(code | _REGISTERED, count, *shape) if count <= _MAX_DIMENSIONS else None
 
 
-def scalar(dtype: Any, contents: Any) -> Any:
-    """In the place of `scalar`."""
+def _registered_maker(code: int) -> Callable[[Any], Any]:
+    """Returns the function that converts a numpy array to the registered type.
+
+    Raises `ValueError` if no type is registered here, and for bools (code 0): a bool of the registered type must have
+    the value 0 or 1, which only the pickled form checks.
+    """
+    if _registered.make is None or not code & _DTYPE_CODE:
+        raise ValueError("an array of a type arrived that is not registered on this worker")
+    return _registered.make
+
+
+def detect_numpy() -> None:
+    """Makes numpy arrays serializable without pickle if the program has imported numpy; otherwise does nothing."""
+    numpy: Any = sys.modules.get("numpy")
+    if numpy is not None and not ARRAYS:
+        _set_up_numpy(numpy)
+
+
+def _view_as_array(memory: memoryview, dtype: Any) -> Any:
+    """Returns a one-dimensional numpy array of that dtype that uses `memory`.
+
+    Raises `ValueError` if the memory is empty, or its size is not a multiple of the size of an element.
+    """
     import numpy
 
-    if _element(dtype).hasobject:  # a record, which is sent as an array of no dimensions
-        if type(contents) is not numpy.ndarray or contents.dtype != dtype or contents.shape or not dtype.names:
-            raise TypeError(f"a record of {dtype} was sent with other contents")
-        return contents.copy()[()]
-    if type(contents) is not bytes:
-        raise TypeError(f"a {dtype} was sent as a {type(contents).__name__}")
-    return _own(_over(contents, dtype, 1))[0]
+    return numpy.frombuffer(memory, dtype)
 
 
-def _element(dtype: Any) -> Any:
-    """That type, if arrays can be of it."""
-    if checked(dtype).subdtype:
-        raise TypeError(f"no array is of {dtype}")
-    return dtype
+def _set_up_numpy(numpy: Any) -> None:
+    """Fills the tables of this module from the imported module `numpy`, so that numpy arrays can be packed."""
+    dtypes = [numpy.dtype(name) for name in _DTYPES]
+    _dtype_codes.update({dtype: (dtype, code) for code, dtype in enumerate(dtypes)})
+    _numpy_dtypes[:] = dtypes
+    _ndarray.append(numpy.ndarray)
+    ARRAYS.add(numpy.ndarray)  # last, because other threads take this as the sign that the tables are complete
 
 
-def _count(shape: Any) -> int:
-    if type(shape) is not tuple or any(type(length) is not int or length < 0 for length in shape):
-        raise ValueError("an array was sent without a proper shape")
-    return math.prod(shape)
+def pack_arguments(values: Sequence[Any]) -> Packed | None:
+    """Returns the payload and the buffers of the arguments of a call; None if the arguments must be pickled.
+
+    Args:
+        values: The arguments, at least one. The first must be of a type in `ARRAYS`.
+    """
+    count = len(values)
+    if count == 1:
+        return pack_array(values[0], _ONE_ARGUMENT_START)
+    if count > MAX_ARRAYS or len({id(value) for value in values}) < count:
+        return None
+    payload = bytes((ARRAYS_MARK, count))
+    contents: list[bytes] = []
+    buffers: list[memoryview] = []
+    for value in values:
+        packed = pack_array(value, b"") if type(value) in ARRAYS else None
+        if packed is None:
+            return None
+        start = 2 + 8 * packed[0][1]
+        payload += packed[0][:start]
+        contents.append(packed[0][start:])
+        buffers += packed[1]
+    return b"".join([payload, *contents]), buffers
 
 
-def _over(memory: Any, dtype: Any, count: int) -> Any:
-    """An array of so many elements that uses this memory, all of it. Raises if it is more or less than that."""
-    import numpy
-
-    if type(memory) not in (bytes, bytearray, memoryview):
-        raise TypeError(f"a {type(memory).__name__} was sent as the memory of an array")
-    # A view of our own keeps the memory where it is for as long as the array lives: a bytearray can be made longer.
-    view = memoryview(memory)
-    if not view.c_contiguous or view.nbytes != count * dtype.itemsize:
-        raise ValueError(f"{view.nbytes} bytes were sent for {count} elements of {dtype}")
-    if not view.nbytes:  # numpy knows no array over nothing; this one has no memory to show either
-        return numpy.ndarray((count,), dtype)
-    return numpy.frombuffer(view, dtype)
+_ONE_ARGUMENT_START: Final = bytes((ARRAYS_MARK, 1))
+"""The first bytes of a payload for the arguments of a call with one argument."""
+SINGLE_ARRAY_START: Final = bytes((ARRAYS_MARK, 0))
+"""The first bytes of a payload for a single array that is the value itself."""
 
 
-def _own(array: Any) -> Any:
-    """The same with memory of its own. Texts of no length would get one by being copied."""
-    return array.copy(order="K") if array.nbytes else array
+def pack_array(array: Any, start: bytes = SINGLE_ARRAY_START) -> Packed | None:
+    """Returns the payload and the buffers of one array; None if the array must be pickled.
+
+    Args:
+        array: An array of a type in `ARRAYS`.
+        start: The first bytes of the payload; by default those of a single array that is the value itself.
+    """
+    if type(array) is not _ndarray[0]:
+        return _registered.pack(array, start)
+    dtype = array.dtype
+    known = _dtype_codes.get(dtype)
+    flags = array.flags
+    shape = array.shape
+    size = array.nbytes
+    # Equal dtypes may differ in their metadata, which only pickle keeps. So it must be numpy's own dtype object.
+    if known is None or known[0] is not dtype or not flags.c_contiguous or len(shape) > _MAX_DIMENSIONS:
+        return None
+    code = known[1] if flags.writeable else known[1] | _READ_ONLY
+    start += _header_formats[len(shape)].pack(code, len(shape), *shape)
+    if size < OUT_OF_BAND_MIN_BYTES:
+        return start + array.tobytes(), []
+    return start, [PickleBuffer(array).raw()]
 
 
-STAND_INS: Final[dict[tuple[str, str], Any]] = {
-    ("numpy", "dtype"): PendingType,
-    ("numpy", "ndarray"): ARRAY,
-    **{
-        (f"numpy.{package}.{module}", name): stand_in
-        for package in ("core", "_core")
-        for module, name, stand_in in (
-            ("multiarray", "_reconstruct", reconstruct),
-            ("multiarray", "scalar", scalar),
-            ("numeric", "_frombuffer", from_buffer),
-        )
-    },
-}
-"""What a pickle gets, by the module and the name that it asks for."""
+def unpack_small_array(payload: bytes | bytearray | memoryview) -> Any:
+    """Returns the array of a payload with one small array, faster than `unpack_arrays` does. This is the usual case.
+
+    Returns None, and never raises, for any other payload: with several arrays, a large or read-only array, or invalid
+    contents, or in a `bytearray`. `unpack_arrays` then reads it or raises the error. Runs no code of users.
+    """
+    try:
+        at = 4 + 8 * payload[3]
+        header = payload[2:at]
+        known = _known_headers.get(header)  # type: ignore[arg-type]  # a bytearray raises TypeError
+        if known is None:
+            lengths = _lengths_formats[header[1]].unpack_from(header, 2)
+            dtype = _numpy_dtypes[header[0] & _DTYPE_CODE]
+            make = _registered_maker(header[0]) if header[0] & _REGISTERED else None
+            known = lengths, dtype, math.prod(lengths) * dtype.itemsize, make
+            if not 0 <= known[2] < OUT_OF_BAND_MIN_BYTES or header[0] & _READ_ONLY:
+                return None
+            if len(_known_headers) >= _MAX_KNOWN_HEADERS:
+                _known_headers.clear()
+            _known_headers[bytes(header)] = known
+        lengths, dtype, size, make = known
+        if size != len(payload) - at or payload[1] > 1:
+            return None
+        if make is None:
+            return _ndarray[0](lengths, dtype, payload, at).copy()
+        # Copying the bytes is faster than copying an array. The bytearray cannot be resized, because only the numpy
+        # array refers to it, and users do not get that one.
+        return make(_ndarray[0](lengths, dtype, bytearray(payload[at:])))
+    except Exception:
+        return None
+
+
+def unpack_arrays(payload: bytes | bytearray | memoryview, buffers: Sequence[Any]) -> Any:
+    """Returns the arrays of a payload that this module has written.
+
+    Args:
+        payload: The payload.
+        buffers: The buffers that arrived with it, in order. Large arrays use their memory.
+
+    Returns:
+        A tuple of arrays for the arguments of a call; the array itself for a single value.
+
+    Raises:
+        ImportError: numpy is not installed.
+        ValueError, IndexError, struct.error, TypeError: The payload is invalid or does not fit the buffers.
+    """
+    if not ARRAYS:
+        import numpy
+
+        _set_up_numpy(numpy)
+    count = payload[1]
+    if count <= 1 and not buffers:
+        array = unpack_small_array(payload)
+        if array is not None:
+            return (array,) if count else array
+    ndarray = _ndarray[0]
+    found = []
+    at = 2
+    for _ in range(count or 1):
+        found.append((payload[at], _lengths_formats[payload[at + 1]].unpack_from(payload, at + 2)))
+        at += 2 + 8 * payload[at + 1]
+    arrays = []
+    left = list(buffers)
+    for code, lengths in found:
+        dtype = _numpy_dtypes[code & _DTYPE_CODE]
+        size = math.prod(lengths) * dtype.itemsize
+        if size < OUT_OF_BAND_MIN_BYTES:
+            if not 0 <= size <= len(payload) - at:
+                raise ValueError(f"an array of {size} bytes arrived with only {len(payload) - at} bytes")
+            array = ndarray(lengths, dtype, payload, at).copy()
+            at += size
+        else:
+            memory = memoryview(left.pop(0))
+            if memory.nbytes != size:
+                raise ValueError(f"an array of {size} bytes arrived with a buffer of {memory.nbytes} bytes")
+            array = _view_as_array(memory, dtype).reshape(lengths)  # ndarray() would not keep the memoryview
+        if code & _READ_ONLY:
+            array.flags.writeable = False
+        arrays.append(_registered_maker(code)(array) if code & _REGISTERED else array)
+    if left or at != len(payload):
+        raise ValueError("the payload has more bytes or buffers than its arrays need")
+    return tuple(arrays) if count else arrays[0]

@@ -1,49 +1,104 @@
-"""Pickles by value what pickle itself cannot name: lambdas, closures, local classes, all of an interactive `__main__`.
+"""Pickles functions and classes by value that pickle cannot send by name.
 
-cloudpickle does it, with three differences. It sends everything of `__main__` by value, which is right for a notebook
-and wrong for a script that all workers run, whose functions must see the globals of the worker they run on. It sends
-an open text file as a copy of its text, into which one could write for ever without a word reaching the file: here, as
-in pickle, a file cannot be sent. And it cannot send a memoryview.
+These are lambdas, closures, local classes, and everything that an interactive `__main__` (a notebook) defines.
+cloudpickle does the work, with three differences:
 
-A module of its own as the `pickler` imports it only when there is something to do by value: cloudpickle would be a
-good part of the time that `import farcall` takes.
+- cloudpickle sends everything of `__main__` by value. That is right for a notebook, and wrong for a script that all
+  workers run, whose functions must see the globals of the worker that runs them.
+- cloudpickle sends an open text file as a copy of its text. What the receiver wrote into the copy would never reach the
+  file. Here a file cannot be sent, as with pickle.
+- cloudpickle cannot send a `memoryview`.
+
+`payload` imports this module only when something has to be sent by value, because importing cloudpickle would take a
+good part of the time of `import farcall`.
 """
 
 from __future__ import annotations
 
 import io
+import platform
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from contextlib import suppress
 from pickle import PickleBuffer
-from types import FunctionType
-from typing import Any
+from types import CodeType, FunctionType
+from typing import Any, Final
 
 import cloudpickle
 
+from farcall.errors import SerializationError
+from farcall.serialization.buffers import reduce_buffer
 from farcall.serialization.callables import is_interactive, leads_to
-from farcall.serialization.raw import reduce_raw
-from farcall.serialization.reducers import REDUCERS, family_reducer
+from farcall.serialization.registry import REDUCERS, Reducer, family_reducer
+
+BYTECODE_VERSION: Final = f"{platform.python_implementation()} {sys.version_info.major}.{sys.version_info.minor}"
+"""The Python whose bytecode runs here, such as "CPython 3.13"."""
 
 
-def dumps_by_value(value: Any, buffer_callback: Callable[[PickleBuffer], bool] | None) -> bytes:
-    """The pickle of a value; `buffer_callback` as in `pickle.dumps`. Raises whatever pickle and cloudpickle raise."""
+def dumps_by_value(
+    value: Any, buffer_callback: Callable[[PickleBuffer], bool] | None, reducers: Mapping[type, Reducer] | None = None
+) -> bytes:
+    """Returns the pickle of a value, with functions and classes by value where pickle cannot name them.
+
+    Args:
+        value: The value.
+        buffer_callback: As in `pickle.dumps`; None keeps all buffers in the pickle.
+        reducers: A table of reducers to use instead of `registry.REDUCERS`; None uses that table. Must raise `KeyError`
+            for a type without a reducer.
+
+    Raises:
+        Exception: What pickle, cloudpickle or a reducer raises for a value that cannot be pickled.
+    """
     file = io.BytesIO()
-    _Pickler(file, 5, buffer_callback=buffer_callback).dump(value)
+    pickler = _Pickler(file, 5, buffer_callback=buffer_callback)
+    pickler.reducers = reducers
+    pickler.dump(value)
     return file.getvalue()
 
 
+def make_code(version: str, *parts: Any) -> CodeType:
+    """Returns a code object. Pickles of functions by value call this where they are unpickled.
+
+    Args:
+        version: The `BYTECODE_VERSION` of the process that pickled the function.
+        parts: The arguments of `types.CodeType`.
+
+    Raises:
+        SerializationError: This process runs another version of Python. The message names both versions.
+    """
+    if version != BYTECODE_VERSION:
+        raise SerializationError(
+            f"it contains a function or class by value, compiled by {version}, and this worker runs "
+            f"{BYTECODE_VERSION}. Bytecode cannot be sent between Python versions: run the same version on both "
+            "workers, or call a function that a module or the script defines at its top level, which is sent by name"
+        )
+    return CodeType(*parts)
+
+
 class _Pickler(cloudpickle.Pickler):  # type: ignore[misc]  # cloudpickle has no types
-    """cloudpickle, but what a script's `__main__` can name goes by name, as all does in `__mp_main__`."""
+    """cloudpickle's pickler with the differences that the head of this module lists."""
+
+    reducers: Mapping[type, Reducer] | None = None
+    """See `dumps_by_value`."""
 
     def reducer_override(self, obj: Any) -> Any:
+        """Returns how to pickle `obj`, as `__reduce__` does, or `NotImplemented` to leave it to pickle."""
         in_main = isinstance(obj, (FunctionType, type)) and getattr(obj, "__module__", None) == "__main__"
         if in_main and not is_interactive() and leads_to("__main__", obj.__qualname__, obj):
             return NotImplemented
         if isinstance(obj, io.TextIOWrapper) and obj not in (sys.stdout, sys.stderr):
-            raise TypeError("an open file belongs to its process")
+            raise TypeError("an open file cannot be sent to another process")
         if type(obj) is memoryview:
-            return reduce_raw(obj)
-        reduce = REDUCERS.get(type(obj)) or family_reducer(type(obj))
+            return reduce_buffer(obj)
+        if type(obj) is CodeType:
+            _, parts = self.dispatch_table[CodeType](obj)
+            return make_code, (BYTECODE_VERSION, *parts)
+        reduce: Reducer | None = None
+        if self.reducers is None:
+            reduce = REDUCERS.get(type(obj)) or family_reducer(type(obj))
+        else:
+            with suppress(KeyError):
+                reduce = self.reducers[type(obj)]
         if reduce is not None:
             return reduce(obj)
         return super().reducer_override(obj)

@@ -1,15 +1,16 @@
-"""How a function is named on the wire, and found again where it shall run.
+"""Sends functions by name, and finds them on the worker that runs them.
 
-A function that a module can name travels as that name: `module`, a zero byte, the dotted path in it, in UTF-8. The
-same bytes stand for it in every call, so both sides keep what they worked out about them. They keep no function: each
-call looks the name up anew, so that a patched or reloaded module is honoured, and nothing is kept alive.
+A function that can be found in a module is sent as its *encoded name*: the module, a zero byte, and the dotted path in
+the module, in UTF-8. It is the same in every call, so both sides cache what they know about it. They do not cache the
+function itself: each call looks the name up again, so that a patched or reloaded module takes effect and nothing is
+kept alive.
 
-What no name leads to (lambdas, closures, bound methods, partials, callable objects, all of an interactive `__main__`)
-has no such bytes: it travels by value among the arguments, which is the `pickler`'s work.
+A function that cannot be found by name (a lambda, closure, bound method, partial or callable object, or anything in an
+interactive `__main__`) is sent by value, together with the arguments (`payload`).
 
-The script is `__main__` on the wire, whatever `multiprocessing` calls it in a child. Another worker may have imported
-this worker's script as a module, and ask for its functions under the module's name. They are those of `__main__` all
-the same: importing the file once more would give functions that see other globals than the script that runs.
+The script is always called `__main__` in a message, although `multiprocessing` calls it `__mp_main__` in a child.
+Another worker may have imported this worker's script as a module and use the module's name. Such names are looked up in
+`__main__`: importing the file once more would create functions that see other globals than those of the running script.
 """
 
 from __future__ import annotations
@@ -26,29 +27,33 @@ from typing import Any, Final
 from farcall.errors import SerializationError
 
 _MAIN_NAMES: Final = ("__main__", "__mp_main__")
-"""What the script may be called: the second is its name in a child that multiprocessing has spawned."""
+"""The names of the script. The second is its name in a child that multiprocessing has spawned."""
 
 _MAX_NAMES: Final = 4096
-"""More names than a program has; whoever makes up new ones without end shall not fill the memory."""
+"""How many functions are cached, more than a program uses. The limit is for programs that keep creating functions."""
 
-IN_THE_SCRIPT: Final = "define it at the top level of the script, before init_rpc, on every worker"
-"""Advice for what one worker's script has, and another's has not."""
+DEFINE_IN_SCRIPT_ADVICE: Final = "define it at the top level of the script, before init_rpc, on every worker"
+"""The advice in error messages for a function or class that the script of another worker defines and ours does not."""
 
 _modules = sys.modules
 
-# What is kept: for the id of a function, its bytes and the name behind them; for bytes, the name. An id may be used
-# again by another function, which does no harm, as the name is checked against the function in hand.
 _encoded: dict[int, tuple[bytes, str, attrgetter[Any]]] = {}
+"""For the id of a function: its encoded name, its module, and the path in the module. Another function may get the same
+id later; this does no harm, because each use checks that the name leads to the function at hand."""
 _names: dict[bytes, tuple[str, attrgetter[Any]]] = {}
+"""For an encoded name: the module and the path in the module."""
 
 
 def is_interactive() -> bool:
-    """Whether `__main__` is a notebook, a prompt or the like: nobody else has what it defines."""
+    """Returns whether `__main__` has no file (a notebook, a prompt), so that no other worker has its functions."""
     return not getattr(_modules["__main__"], "__file__", None)
 
 
 def leads_to(module: str, qualname: str, target: object) -> bool:
-    """Whether that name leads to that very object now."""
+    """Returns whether `qualname` in the loaded module `module` is exactly the object `target` now.
+
+    Returns False if the module is not loaded or has no such name. Never raises, and imports nothing.
+    """
     try:
         return attrgetter(qualname)(_modules[module]) is target
     except Exception:  # no such module or attribute; modules may compute attributes and raise anything
@@ -56,35 +61,43 @@ def leads_to(module: str, qualname: str, target: object) -> bool:
 
 
 def encode_function(function: Callable[..., Any]) -> bytes | None:
-    """The bytes that name a function, or None if it must travel by value. Never raises."""
+    """Returns the encoded name of a function; None if the function must be sent by value. Never raises."""
     known = _encoded.get(id(function))
     if known is not None:
         blob, module, path = known
         try:
             if path(_modules[module]) is function:
                 return blob
-        except Exception:  # the name leads nowhere any more
+        except Exception:  # the module or the attribute does not exist any more
             pass
     return _name_function(function)
 
 
 def resolve_function(blob: bytes, worker: str = "") -> Any:
-    """The function of that name, importing its module if need be. `worker`, the name of who looks, is for messages.
+    """Returns the function with an encoded name; imports its module if necessary.
 
-    Raises `SerializationError` if there is none here.
+    Args:
+        blob: The encoded name.
+        worker: The name of this worker, for error messages.
+
+    Raises:
+        SerializationError: The name is not valid, the module cannot be imported, or it has no such function.
     """
     known = _names.get(blob)
     if known is not None:
         module, path = known
         try:
             return path(_modules[module])
-        except Exception:  # gone, or not there yet: another thread may be importing it
+        except Exception:  # it was removed, or another thread is still importing the module
             pass
     return _find_function(blob, worker)
 
 
 def callable_name(function: Any) -> str:
-    """A name for people: `train`, `Model.step`, `<lambda>`, `partial(train)`. Text is a name already. Never raises."""
+    """Returns a readable name for messages: "train", "Model.step", "<lambda>" or "partial(train)". Never raises.
+
+    A str is returned as it is. An object that cannot be inspected is called "unnamed function".
+    """
     try:
         if type(function) is str:
             return function
@@ -99,9 +112,10 @@ def callable_name(function: Any) -> str:
 
 
 def _name_function(function: Any) -> bytes | None:
+    """Returns the encoded name of a function that is not cached, and caches it; None if it cannot be sent by name."""
     try:
         module, qualname = function.__module__, function.__qualname__
-        if "<" in qualname:  # <lambda>, <locals>: a quick end for what is sent often
+        if "<" in qualname:  # <lambda> or <locals>; decided early, because such functions are sent often
             return None
         if module in _MAIN_NAMES:
             module = "__main__"
@@ -110,7 +124,7 @@ def _name_function(function: Any) -> bytes | None:
         if not leads_to(module, qualname, function):
             return None
         blob = f"{module}\0{qualname}".encode()
-    except Exception:  # it has no such attributes, computes them, or they are no text
+    except Exception:  # it has no such attributes, or computes them, or they are not text
         return None
     if len(_encoded) >= _MAX_NAMES:
         _encoded.clear()
@@ -119,21 +133,25 @@ def _name_function(function: Any) -> bytes | None:
 
 
 def _find_function(blob: bytes, worker: str) -> Any:
+    """Returns the function with an encoded name that is not cached, and caches the name.
+
+    Parameters and errors are those of `resolve_function`.
+    """
     worker = f"worker {worker!r}" if worker else "this worker"
     try:
         module, _, qualname = blob.decode().partition("\0")
     except UnicodeDecodeError:
-        raise SerializationError(f"{worker} was asked for a function by a name that is no text: {blob!r}") from None
+        raise SerializationError(f"{worker} got a call of a function whose name is not UTF-8: {blob!r}") from None
     advice = "is the same code installed there?"
     if module in _MAIN_NAMES:
         module = "__main__"
-        advice = f"{IN_THE_SCRIPT}, or pass a lambda."
+        advice = f"{DEFINE_IN_SCRIPT_ADVICE}, or pass a lambda."
     elif _is_the_script(module):
-        # For the classes of the script, which pickle looks up by itself.
+        # Pickle looks up the classes of the script by itself, under the module's name.
         _modules.setdefault(module, _modules["__main__"])
         module = "__main__"
     try:
-        # Also when it is in sys.modules already: this waits until another thread is through with importing it.
+        # Even if the module is in sys.modules: another thread may still be importing it, and this waits for the end.
         found = importlib.import_module(module)
     except Exception as error:
         raise SerializationError(
@@ -145,8 +163,8 @@ def _find_function(blob: bytes, worker: str) -> Any:
         function = path(found)
     except Exception as error:
         raise SerializationError(
-            f"{worker} has no function `{qualname}` in module `{module}`: {advice} It goes by its name: the "
-            "RPC pickler does not serialize the code of a module's functions"
+            f"{worker} has no function `{qualname}` in module `{module}`: {advice} The function was sent by its name: "
+            "the RPC pickler does not serialize the code of a module's functions"
         ) from error
     if len(_names) >= _MAX_NAMES:
         _names.clear()
@@ -155,7 +173,10 @@ def _find_function(blob: bytes, worker: str) -> Any:
 
 
 def _is_the_script(module: str) -> bool:
-    """Whether a module of that name would come from the file that runs as `__main__`."""
+    """Returns whether a module of that name would be loaded from the file that runs as `__main__`.
+
+    Returns False if there is no such module, or `__main__` has no file.
+    """
     main = _modules["__main__"]
     spec = getattr(main, "__spec__", None)
     if spec is not None:  # python -m

@@ -1,8 +1,8 @@
-"""Finds what in a value cannot be pickled, for the message that tells a person so.
+"""Finds the part of a value that cannot be pickled, for the error message.
 
-Runs after pickle has failed, never before. It looks into containers, attributes, closures and the globals that a
-function uses, and follows the first part that cannot be pickled until it has no such part itself. It is bounded, and
-it never raises: values that do not let themselves be looked into are to blame themselves.
+The search runs after pickle has failed, never before. It looks into containers, attributes, closures and the globals
+that a function uses, and follows the first part that cannot be pickled until that part has no such part itself. The
+search is bounded and never raises: a value that does not let itself be inspected is reported as the culprit.
 """
 
 from __future__ import annotations
@@ -13,12 +13,23 @@ from types import FunctionType, MethodType
 from typing import Any, Final
 
 _MAX_DEPTH: Final = 12
+"""How many levels of a value are searched."""
 _MAX_TRIALS: Final = 1000
-"""Each trial pickles a part: a list of a million things with the bad one at its end is not searched to that end."""
+"""How many parts are pickled for one search, because a list may have millions."""
 
 
 def find_unpicklable(root: str, value: Any, is_picklable: Callable[[Any], bool]) -> tuple[str, Any]:
-    """The innermost part to blame, and the way to it as text that begins with `root`."""
+    """Returns the innermost part of a value that cannot be pickled, and the path to it as text.
+
+    Args:
+        root: The name of the value, with which the path begins.
+        value: The value, which cannot be pickled.
+        is_picklable: Tells whether a part can be pickled.
+
+    Returns:
+        The path, such as "config['lock']", and the part. These are `root` and `value` if no part alone is to blame, or
+        if it is not found within the limits.
+    """
     path = root
     trials = 0
     for _ in range(_MAX_DEPTH):
@@ -38,12 +49,15 @@ def find_unpicklable(root: str, value: Any, is_picklable: Callable[[Any], bool])
 
 
 def type_name(value: Any) -> str:
-    """The full name of a value's type; the module is left out for builtins. Never raises."""
+    """Returns the full name of a value's type, without the module for builtins. Never raises."""
     return class_name(type(value))
 
 
 def class_name(cls: type) -> str:
-    """The full name of a class, read past any metaclass. Never raises."""
+    """Returns the full name of a class, without the module for builtins; "unknown type" if it has none.
+
+    Reads the name without running code of a metaclass. Never raises.
+    """
     try:
         name = type.__dict__["__qualname__"].__get__(cls)
         module = type.__dict__["__module__"].__get__(cls)
@@ -53,6 +67,10 @@ def class_name(cls: type) -> str:
 
 
 def _parts(value: Any) -> Iterator[tuple[str, Any]]:
+    """Yields the parts of a value that pickle would pickle, each with the text that is added to the path for it.
+
+    Yields nothing for a class. May raise what the methods of the value raise.
+    """
     kind = type(value)
     if kind is dict:
         for key, item in list(value.items()):
@@ -77,6 +95,7 @@ def _parts(value: Any) -> Iterator[tuple[str, Any]]:
 
 
 def _parts_of_function(function: FunctionType) -> Iterator[tuple[str, Any]]:
+    """Yields the closure variables, the used globals and the defaults of a function, each with a text for the path."""
     code = function.__code__
     for name, cell in zip(code.co_freevars, function.__closure__ or (), strict=False):
         yield f" → variable {name!r}", cell.cell_contents
@@ -87,11 +106,12 @@ def _parts_of_function(function: FunctionType) -> Iterator[tuple[str, Any]]:
 
 
 def _parts_of_object(value: Any) -> Iterator[tuple[str, Any]]:
+    """Yields the parts of an object that `__reduce_ex__` returns: attributes, arguments and items, as `_parts` does."""
     reduced = value.__reduce_ex__(5)
     if isinstance(reduced, str):
         return
     state = reduced[2] if len(reduced) > 2 else None
-    # What __getstate__ gives by default: the attributes, or a pair of the attributes and the slots.
+    # The default __getstate__ returns the attributes, or a pair of the attributes and the slots.
     for attributes in state if type(state) is tuple and len(state) == 2 else (state,):
         if type(attributes) is dict:
             for name, item in attributes.items():
@@ -107,5 +127,6 @@ def _parts_of_object(value: Any) -> Iterator[tuple[str, Any]]:
 
 
 def _short(key: Any) -> str:
+    """Returns the repr of a key of a dict, cut to 40 characters."""
     text = repr(key)
     return text if len(text) <= 40 else text[:37] + "..."

@@ -1,19 +1,17 @@
-"""What farcall lends to the tests of its users. Nothing else in the package imports it.
+"""What farcall offers to the tests of its users. Nothing else in the package imports it.
 
 `LocalGroup` is a group of agents in one process. The faulty agent, `BackendType.FAULTY_TENSORPIPE`, fails, delays and
-loses messages and cuts workers off, as it is told. `SimulatedNetwork` runs the reference protocol of many workers under
-a schedule: with losses, duplicates, partitions and crashes.
+loses messages and cuts workers off, as it is told.
 
 `farcall.testing.conformance` checks a transport against the rules of `farcall.transports.base`; it needs pytest, and is
 imported by its own name for that reason.
 """
 
-from farcall.testing.faulty import FaultyAgent, faults
+from farcall.testing.faulty_agent import FaultyAgent, faults
 from farcall.testing.faulty_control import Faults
 from farcall.testing.faulty_options import Failure, FaultyRpcBackendOptions, FaultyTensorPipeRpcBackendOptions
 from farcall.testing.local import LocalGroup
 from farcall.testing.memory_store import MemoryStore
-from farcall.testing.simulation import SimulatedNetwork
 
 __all__ = [
     "Failure",
@@ -23,6 +21,5 @@ __all__ = [
     "FaultyTensorPipeRpcBackendOptions",
     "LocalGroup",
     "MemoryStore",
-    "SimulatedNetwork",
     "faults",
 ]

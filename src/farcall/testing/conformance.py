@@ -6,38 +6,150 @@
             return MyTransport()
 
         @pytest.fixture
-        def crowded_address(self):
-            ...  # yield an address where the queue of connections is full, and clean up
+        def full_address(self):
+            ...  # yield an address where no more connections can wait to be accepted, and clean up
 
-It checks what an agent relies on, not how fast it is, nor what the transport's own options do. For readable failures
-put `pytest.register_assert_rewrite("farcall.testing.conformance")` into `conftest.py`.
+The suite checks what an agent relies on. It does not check how fast a transport is, nor what its own options do. For
+readable failures put `pytest.register_assert_rewrite("farcall.testing.conformance")` into `conftest.py`.
 
-Rules: no test sleeps; every wait is a poll with an end (`PATIENCE`); everything that was opened is closed.
+Each test has two stand-ins for workers (`FakeWorker`), one for each end of a link. They have no threads: a test calls
+`turn` where the leader of a worker would handle what has come.
+
+Rules for the tests: every wait ends after `TIMEOUT_S`; everything that was opened is closed.
 """
 
 from __future__ import annotations
 
-import hashlib
 import os
 import random
 import select
+import signal
 import threading
 import time
-from collections.abc import Callable, Iterator
-from typing import Final
+import zlib
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from time import monotonic
+from types import FrameType
+from typing import Any, Final, NamedTuple
 
 import pytest
 
-from farcall.transports.base import Buffer, Channel, Listener, Transport
+from farcall.errors import ProtocolError
+from farcall.protocol.handshake import pack_prologue
+from farcall.transports.base import Frame, Link, LinkOptions, Listener, Transport
+from farcall.transports.buffer_pool import BufferPool
+from farcall.transports.poller import Poller
+from farcall.transports.shm_segments import SegmentPool
 
-PATIENCE: Final = 20.0
-"""Seconds after which a test gives up on something that should come at once."""
+TIMEOUT_S: Final = 20.0
+"""Seconds after which a test gives up on something that should happen at once."""
+HANDSHAKE_LIMIT: Final = 1000
+"""Bytes of a frame that the links of these tests take before they are established."""
 
-Pair = tuple[Channel, Channel]
+_FRAME_SIZES: Final = (0, 1, 3, 4, 5, 100, 4096, 16_000, 16_384, 16_385, 65_535, 65_536, 65_537, 600_000, 5 << 20)
+_BUFFER_SIZES: Final[tuple[list[int], ...]] = (
+    [0],
+    [1],
+    [0, 0, 5, 0],
+    [1, 63, 64, 65, 4096],
+    [16_300],
+    [16_384],
+    [65_536],
+    [65_537, 0, 1],
+    [1 << 20],
+    [3 << 20, 7, 0, 1 << 18],
+    [10] * 1000,
+    [40_000] * 20,
+)
+
+
+class FakeWorker:
+    """What the links of one worker have in common, and the handling of what comes on them."""
+
+    def __init__(
+        self, use_rings: bool = True, shared_memory: int = 1 << 28, max_frame_size: int = 1 << 40, spin_s: float = 2e-5
+    ) -> None:
+        """Creates a worker without links. See `Poller` and `LinkOptions` for the arguments."""
+        self.problems: list[str] = []
+        """What the pool of shared memory has warned of."""
+        segments = SegmentPool(shared_memory, 128, self.problems.append)
+        self.poller = Poller(spin_s, use_rings)
+        self.options = LinkOptions(
+            self.poller, segments, BufferPool(1 << 26), spin_s, copy_shared=False, max_frame_size=max_frame_size
+        )
+
+    def turn(self, seconds: float = 0.0) -> int:
+        """Waits so long for something to happen, and handles it. Returns how many handlers were called."""
+        handlers = self.poller.wait(seconds)
+        for handler in handlers:
+            handler()
+        return len(handlers)
+
+    def turn_until(self, condition: Callable[[], object]) -> None:
+        """Goes on handling what happens until the condition holds."""
+        deadline = monotonic() + TIMEOUT_S
+        while not condition():
+            assert monotonic() < deadline, "it did not come to hold"
+            self.turn(0.01)
+
+    @contextmanager
+    def serving(self) -> Iterator[None]:
+        """Inside of `with`, a thread handles what happens."""
+        is_over = threading.Event()
+
+        def serve() -> None:
+            while not is_over.is_set():
+                self.turn(TIMEOUT_S)
+
+        join = in_thread(serve)
+        try:
+            yield
+        finally:
+            is_over.set()
+            self.poller.wake()
+            join()
+
+    def close(self) -> None:
+        """Gives back what it has. Its links must be closed."""
+        self.poller.close()
+        self.options.segments.close()
+        self.options.received.close()
+
+
+class LinkPair(NamedTuple):
+    """The two ends of a link, and the workers that have them."""
+
+    ours: Link
+    """The end that connected."""
+    theirs: Link
+    """The end that was accepted."""
+    our_worker: FakeWorker
+    their_worker: FakeWorker
+
+    def directions(self) -> tuple[tuple[Link, Link], tuple[Link, Link]]:
+        """Returns sender and receiver, for both directions."""
+        return (self.ours, self.theirs), (self.theirs, self.ours)
+
+    def close(self) -> None:
+        """Closes both ends."""
+        self.our_worker.poller.unwatch(self.ours)
+        self.their_worker.poller.unwatch(self.theirs)
+        self.ours.close()
+        self.theirs.close()
 
 
 class TransportConformance:
-    """Subclass it and give it the fixtures `transport` and `crowded_address`."""
+    """The tests. Subclass it, and override the fixtures `transport` and `full_address`."""
+
+    use_rings = True
+    """Whether the links of these tests may have rings, if they are on one host and there is the C extension."""
+    shared_memory = 1 << 28
+    """Bytes of shared memory that a worker of these tests may use. 0: none."""
+    large_bytes = 32 << 20
+    """More than the transport takes while the other end does not receive."""
+    large_frames_wait = True
+    """Whether the sender of a large frame waits until the other end receives. False if it is put into shared memory."""
 
     @pytest.fixture
     def transport(self) -> Transport:
@@ -45,395 +157,1039 @@ class TransportConformance:
         raise NotImplementedError("override the fixture `transport`: return the transport to test")
 
     @pytest.fixture
-    def crowded_address(self) -> Iterator[str]:
+    def full_address(self) -> Iterator[str]:
         """An address where somebody listens, but never accepts, and no more connections can wait."""
-        raise NotImplementedError("override the fixture `crowded_address`: yield an address whose queue is full")
+        raise NotImplementedError("override the fixture `full_address`: yield an address whose queue is full")
+
+    @pytest.fixture
+    def connect_raw(self) -> Callable[[str], Any]:
+        """Connects to a listener without a link.
+
+        Given an address, it returns an object with the methods `sendall`, `recv` and `close` of a socket, which carries
+        bytes as they are on the wire. Override it for a transport that uses `StreamLink`.
+        """
+        pytest.skip("the bytes of this transport are its own business")
+
+    @pytest.fixture
+    def new_worker(self) -> Iterator[Callable[..., FakeWorker]]:
+        """Creates stand-ins for workers, and closes them after the test."""
+        workers = []
+
+        def new(**options: Any) -> FakeWorker:
+            workers.append(FakeWorker(self.use_rings, self.shared_memory, **options))
+            return workers[-1]
+
+        yield new
+        for worker in workers:
+            worker.close()
 
     @pytest.fixture
     def listener(self, transport: Transport) -> Iterator[Listener]:
-        listener = transport.listen()
+        listener = transport.listen(None, HANDSHAKE_LIMIT)
         yield listener
         listener.close()
 
     @pytest.fixture
-    def pair(self, transport: Transport, listener: Listener) -> Iterator[Pair]:
-        """The connecting end and the accepted end of one channel."""
-        ours, theirs = open_pair(transport, listener)
+    def new_pair(
+        self, transport: Transport, listener: Listener, new_worker: Callable[..., FakeWorker]
+    ) -> Iterator[Callable[..., LinkPair]]:
+        """Creates established links. Its arguments are those of the two workers. Closes the links after the test."""
+        pairs = []
+
+        def new(**options: Any) -> LinkPair:
+            pair = LinkPair(*open_links(transport, listener), new_worker(**options), new_worker(**options))
+            pairs.append(pair)
+            establish(pair)
+            return pair
+
+        yield new
+        for pair in pairs:
+            pair.close()
+
+    @pytest.fixture
+    def pair(self, new_pair: Callable[..., LinkPair]) -> LinkPair:
+        """Both ends of an established link."""
+        return new_pair()
+
+    @pytest.fixture
+    def handshake(self, transport: Transport, listener: Listener) -> Iterator[tuple[Link, Link]]:
+        """The connecting end and the accepted end of a link that is in its handshake."""
+        ours, theirs = open_links(transport, listener)
         yield ours, theirs
         ours.close()
         theirs.close()
 
     # Addresses, listening, connecting
 
-    def test_addresses_are_text_that_begins_with_the_scheme(
-        self, transport: Transport, listener: Listener, pair: Pair
+    def test_addresses_begin_with_the_scheme(
+        self, transport: Transport, listener: Listener, handshake: tuple[Link, Link]
     ) -> None:
-        for address in (listener.address, pair[0].address, pair[1].address):
+        for address in (listener.address, handshake[0].address, handshake[1].address):
             assert address.startswith(transport.scheme + ":")
             assert len(address) > len(transport.scheme) + 1
 
-    def test_listeners_have_addresses_of_their_own(self, transport: Transport, listener: Listener) -> None:
-        other = transport.listen()
+    def test_each_listener_has_an_address_of_its_own(self, transport: Transport, listener: Listener) -> None:
+        other = transport.listen(None, HANDSHAKE_LIMIT)
         try:
             assert other.address != listener.address
-            ours, theirs = open_pair(transport, other)
+            for link in open_links(transport, other):
+                link.close()
             assert listener.accept() is None
-            ours.close()
-            theirs.close()
         finally:
             other.close()
 
-    def test_accept_gives_none_when_nobody_is_there(self, listener: Listener) -> None:
+    def test_accept_returns_none_if_nobody_connects(self, listener: Listener) -> None:
         assert listener.accept() is None
-        assert not polls(listener, select.POLLIN, 0)
+        assert not is_readable(listener, 0)
 
-    def test_a_listener_polls_readable_until_everybody_is_accepted(
-        self, transport: Transport, listener: Listener
-    ) -> None:
-        ours: list[Channel] = []
-        joins = [in_thread(lambda: ours.append(transport.connect(listener.address, PATIENCE))) for _ in range(3)]
+    def test_listener_polls_readable_until_all_are_accepted(self, transport: Transport, listener: Listener) -> None:
+        ours: list[Link] = []
+
+        def connect() -> None:
+            ours.append(transport.connect(listener.address, TIMEOUT_S, HANDSHAKE_LIMIT))
+
+        joins = [in_thread(connect) for _ in range(3)]
         theirs = [accept(listener) for _ in joins]
-        assert not polls(listener, select.POLLIN, 0)
+        receive_until(theirs, lambda: len(ours) == len(joins))
+        assert not is_readable(listener, 0)
         assert listener.accept() is None
-        for number, end in enumerate(theirs):
-            settle(end, lambda number=number: len(ours) > number)  # type: ignore[misc]
         for join in joins:
             join()
-        for channel in ours + theirs:
-            channel.close()
+        for link in ours + theirs:
+            link.close()
 
     def test_connecting_to_nobody_fails_at_once(self, transport: Transport, listener: Listener) -> None:
         listener.close()
-        begin = time.monotonic()
-        error = refusal(transport.connect, listener.address, PATIENCE)
+        begin = monotonic()
+        error = oserror_of(transport.connect, listener.address, TIMEOUT_S, HANDSHAKE_LIMIT)
         assert not isinstance(error, TimeoutError)
         assert listener.address in str(error)
-        assert time.monotonic() - begin < PATIENCE / 4
+        assert monotonic() - begin < TIMEOUT_S / 4
 
     @pytest.mark.parametrize("rest", ["", ":", "nonsense", "[", "\0", "a:b:c", "/" + "x" * 300, "ü..", "/\ud800"])
     def test_connecting_to_nonsense_raises_oserror(self, transport: Transport, rest: str) -> None:
-        assert not isinstance(refusal(transport.connect, f"{transport.scheme}:{rest}", PATIENCE), TimeoutError)
+        error = oserror_of(transport.connect, f"{transport.scheme}:{rest}", TIMEOUT_S, HANDSHAKE_LIMIT)
+        assert not isinstance(error, TimeoutError)
 
-    def test_connecting_ends_at_its_timeout(self, transport: Transport, crowded_address: str) -> None:
-        begin = time.monotonic()
-        error = refusal(transport.connect, crowded_address, 0.2)
+    def test_connecting_ends_at_its_timeout(self, transport: Transport, full_address: str) -> None:
+        begin = monotonic()
+        error = oserror_of(transport.connect, full_address, 0.2, HANDSHAKE_LIMIT)
         assert isinstance(error, TimeoutError)
-        assert crowded_address in str(error)
-        assert 0.19 < time.monotonic() - begin < PATIENCE / 4
+        assert full_address in str(error)
+        assert 0.19 < monotonic() - begin < TIMEOUT_S / 4
 
-    def test_many_connections_are_kept_apart(self, transport: Transport, listener: Listener) -> None:
-        pairs = [open_pair(transport, listener) for _ in range(64)]
+    def test_many_links_are_kept_apart(self, transport: Transport, listener: Listener) -> None:
+        pairs = [open_links(transport, listener) for _ in range(32)]
         for number, (ours, _) in enumerate(pairs):
-            assert ours.send(bytes([number])) == 1
+            ours.send(bytes([number]))
         for number, (ours, theirs) in enumerate(pairs):
-            assert read(theirs, 1) == bytes([number])
-            assert theirs.send(bytes([number, number])) == 2
-            assert read(ours, 2) == bytes([number, number])
+            assert receive(theirs) == bytes([number])
+            theirs.send(bytes([number, number]))
+            assert receive(ours) == bytes([number, number])
         for ours, theirs in pairs:
             ours.close()
             theirs.close()
 
-    def test_channels_outlive_their_listener(self, listener: Listener, pair: Pair) -> None:
+    def test_links_outlive_their_listener(self, listener: Listener, pair: LinkPair) -> None:
         listener.close()
         listener.close()
-        for sender, receiver in (pair, pair[::-1]):
-            assert sender.send(b"still here") == 10
-            assert read(receiver, 10) == b"still here"
+        for sender, receiver in pair.directions():
+            sender.send(b"still here")
+            assert receive(receiver) == b"still here"
 
-    def test_a_closed_listener_raises_oserror(self, listener: Listener) -> None:
+    def test_closed_listener_raises_oserror(self, listener: Listener) -> None:
         listener.close()
-        refusal(listener.accept)
-        refusal(listener.fileno)
+        oserror_of(listener.accept)
+        oserror_of(listener.fileno)
 
-    def test_who_was_never_accepted_sees_the_end_when_the_listener_closes(
+    def test_link_that_was_never_accepted_ends_with_the_listener(
         self, transport: Transport, listener: Listener
     ) -> None:
-        def connect_and_read() -> None:
+        def connect_and_receive() -> None:
             try:
-                ours = transport.connect(listener.address, PATIENCE)
+                ours = transport.connect(listener.address, TIMEOUT_S, HANDSHAKE_LIMIT)
             except ConnectionError:
                 return
-            assert polls(ours, select.POLLIN)
-            try:
-                assert ours.receive(1) == b""
-            except ConnectionError:
-                pass
+            assert_ends(ours)
             ours.close()
 
-        join = in_thread(connect_and_read)
-        assert polls(listener, select.POLLIN)
+        join = in_thread(connect_and_receive)
+        assert is_readable(listener)
         listener.close()
         join()
 
-    # Bytes
+    # The handshake
 
-    def test_an_empty_channel_raises_blocking_io_error(self, pair: Pair) -> None:
-        for channel in pair:
-            assert not polls(channel, select.POLLIN, 0)
-            with pytest.raises(BlockingIOError):
-                channel.receive(10)
-            with pytest.raises(BlockingIOError):
-                channel.receive_into(memoryview(bytearray(10)))
+    def test_new_link_has_nothing_to_receive(self, handshake: tuple[Link, Link]) -> None:
+        for link in handshake:
+            assert not link.is_established
+            assert link.receive() == []
+            assert not link.has_hung_up()
+            assert link.unsent_bytes() == link.backlog == 0
 
-    def test_a_channel_polls_readable_while_there_is_something(self, pair: Pair) -> None:
-        ours, theirs = pair
-        ours.send(b"ab")
-        assert polls(theirs, select.POLLIN)
-        assert theirs.receive(1) == b"a"
-        assert polls(theirs, select.POLLIN, 0)
-        assert theirs.receive(1) == b"b"
-        assert not polls(theirs, select.POLLIN, 0)
+    def test_both_ends_have_the_same_binding(self, handshake: tuple[Link, Link]) -> None:
+        ours, theirs = handshake
+        assert ours.binding == theirs.binding
+        assert isinstance(ours.network, str)
+        assert not (ours.network and ours.binding)
 
-    @pytest.mark.parametrize(
-        ("sent", "received"), [(1, 1), (1, 4096), (7, 64), (4096, 7), (65537, 65536), (1 << 20, 999)]
-    )
-    def test_bytes_arrive_whole_and_in_order_however_they_are_cut(self, pair: Pair, sent: int, received: int) -> None:
-        data = random.Random(sent).randbytes(min(2000 * min(sent, received), 4 << 20))
-        for sender, receiver in (pair, pair[::-1]):
-            writer = in_thread(write_pieces, sender, data, sent)
-            assert read(receiver, len(data), received) == data
-            writer()
+    def test_frames_of_the_handshake_arrive_in_order(self, handshake: tuple[Link, Link]) -> None:
+        for sender, receiver in (handshake, handshake[::-1]):
+            for number in range(10):
+                sender.send(b"%d" % number * number)
+            frames = [bytes(frame) for frame, _ in receive_frames(receiver, 10)]
+            assert frames == [b"%d" % number * number for number in range(10)]
 
-    def test_receive_into_fills_the_beginning_of_the_buffer(self, pair: Pair) -> None:
-        ours, theirs = pair
-        buffer = bytearray(b"." * 8)
-        ours.send(b"abcde")
-        assert polls(theirs, select.POLLIN)
-        assert theirs.receive_into(memoryview(buffer)[:3]) == 3
-        assert theirs.receive_into(memoryview(buffer)[4:]) == 2
-        assert buffer == b"abc.de.."
+    def test_handshake_takes_frames_up_to_its_limit(self, handshake: tuple[Link, Link]) -> None:
+        for sender, receiver in (handshake, handshake[::-1]):
+            sender.send(b"x" * HANDSHAKE_LIMIT)
+            assert receive(receiver) == b"x" * HANDSHAKE_LIMIT
 
-    @pytest.mark.parametrize("kind", [bytes, bytearray, memoryview])
-    def test_every_kind_of_buffer_can_be_sent(self, pair: Pair, kind: Callable[[bytes], Buffer]) -> None:
-        ours, theirs = pair
-        assert ours.send(kind(b"one")) == 3
-        assert ours.send_gather([kind(b"two"), kind(b"three")]) == 8
-        assert read(theirs, 11) == b"onetwothree"
+    @pytest.mark.parametrize("size", [HANDSHAKE_LIMIT + 1, 60_000])
+    def test_handshake_refuses_larger_frames(self, handshake: tuple[Link, Link], size: int) -> None:
+        for sender, receiver in (handshake, handshake[::-1]):
+            sender.send(b"x" * size)
+            with pytest.raises(ProtocolError, match="at most"):
+                receive(receiver)
 
-    def test_gather_sends_64_buffers_in_order_empty_ones_among_them(self, pair: Pair) -> None:
-        ours, theirs = pair
-        buffers: list[Buffer] = [b"" if number % 5 == 0 else bytes([number]) * number for number in range(64)]
-        data = b"".join(buffers)
-        assert ours.send_gather(buffers) == len(data)
-        assert read(theirs, len(data)) == data
+    @pytest.mark.parametrize("sizes", [(), (10,)])
+    def test_handshake_refuses_frames_with_buffers_and_large_ones(
+        self, handshake: tuple[Link, Link], sizes: tuple[int, ...]
+    ) -> None:
+        """Both need frames that are internal to the link."""
+        ours, theirs = handshake
+        in_thread(ignore_connection_error, ours.send, bytes(0 if sizes else 100_000), new_buffers(sizes), monotonic())()
+        with pytest.raises(ProtocolError):
+            receive(theirs)
 
-    @pytest.mark.parametrize("gather", [False, True])
-    def test_a_full_channel_takes_a_part_then_nothing_then_more(self, pair: Pair, gather: bool) -> None:
-        ours, theirs = pair
-        large = random.Random(1).randbytes(64 << 20)
-        assert polls(ours, select.POLLOUT, 0)
-        part = (
-            ours.send_gather([large[mib << 20 : (mib + 1) << 20] for mib in range(64)]) if gather else ours.send(large)
-        )
-        assert 0 < part < len(large)
-        total = part + fill(ours, large[part:], gather)
-        assert not polls(ours, select.POLLOUT, 0)
-        assert read(theirs, total) == large[:total]
-        assert polls(ours, select.POLLOUT)
-        more = large[total : total + 4]  # what comes next in the stream
-        assert ours.send(more) == 4
-        assert read(theirs, 4) == more
+    def test_establish_ends_at_its_deadline_if_the_other_end_is_silent(
+        self, handshake: tuple[Link, Link], new_worker: Callable[..., FakeWorker]
+    ) -> None:
+        """A link that has nothing to agree on does not wait for the other end at all."""
+        ours, theirs = handshake
+        exchange(ours, theirs)
+        begin = monotonic()
+        failure = None
+        try:
+            ours.establish(new_worker().options, begin + 0.2)
+        except TimeoutError as error:
+            failure = error
+        assert monotonic() - begin < TIMEOUT_S / 4
+        if failure is not None:
+            assert ours.address in str(failure)
+            assert monotonic() - begin > 0.19
 
-    def test_both_ends_send_and_receive_at_once(self, pair: Pair) -> None:
-        size = 32 << 20
-        data = [random.Random(number).randbytes(size) for number in (1, 2)]
-        digests: dict[int, bytes] = {}
+    def test_establish_raises_nothing_but_connection_error_if_the_other_end_is_gone(
+        self, handshake: tuple[Link, Link], new_worker: Callable[..., FakeWorker]
+    ) -> None:
+        ours, theirs = handshake
+        exchange(ours, theirs)
+        theirs.close()
+        begin = monotonic()
+        ignore_connection_error(ours.establish, new_worker().options, begin + TIMEOUT_S)
+        assert monotonic() - begin < TIMEOUT_S / 4
 
-        def receiver(end: int) -> None:
-            digests[end] = hashlib.blake2b(read(pair[end], size, 1 << 20)).digest()
+    def test_frames_that_are_sent_while_the_link_is_set_up_arrive_in_order(
+        self, transport: Transport, listener: Listener, new_worker: Callable[..., FakeWorker]
+    ) -> None:
+        """The accepted end may send as soon as it is established: a member that joins, say, is told of others."""
+        pair = LinkPair(*open_links(transport, listener), new_worker(), new_worker())
+        exchange(pair.ours, pair.theirs)
+        pair.theirs.establish(pair.their_worker.options)
+        changed = memoryview(bytearray(b"x" * 70_000))
+        buffers = [changed]
+        for number in range(20):
+            pair.theirs.send(b"%d" % number)
+        pair.theirs.send(b"with a buffer", buffers, monotonic())
+        assert buffers == []
+        changed[:] = bytes(len(changed))
+        finish_establishing(pair)
+        pair.theirs.send(b"last")
+        frames = receive_frames(pair.ours, 22, pair.theirs.flush)
+        sent = [*(b"%d" % number for number in range(20)), b"with a buffer", b"last"]
+        assert [bytes(frame) for frame, _ in frames] == sent
+        assert frames[20][1][0] == b"x" * 70_000
+        pair.close()
 
-        threads = [in_thread(receiver, end) for end in (0, 1)]
-        threads += [in_thread(write, pair[end], data[end]) for end in (0, 1)]
-        for join in threads:
+    # Frames
+
+    def test_established_link_says_so(self, pair: LinkPair) -> None:
+        assert pair.ours.is_established
+        assert pair.theirs.is_established
+
+    @pytest.mark.parametrize("size", _FRAME_SIZES)
+    def test_frames_of_all_sizes_arrive(self, pair: LinkPair, size: int) -> None:
+        for seed, (sender, receiver) in enumerate(pair.directions()):
+            data = random.Random(seed).randbytes(size)
+            join = in_thread(sender.send, data)
+            assert receive(receiver) == data
             join()
-        assert digests == {end: hashlib.blake2b(data[1 - end]).digest() for end in (0, 1)}
+            assert receiver.receive() == []
+
+    def test_frames_of_one_thread_arrive_in_order(self, pair: LinkPair) -> None:
+        sizes = [random.Random(1).choice((0, 1, 50, 3000, 20_000, 70_000)) for _ in range(500)]
+        for sender, receiver in pair.directions():
+
+            def send_all(sender: Link = sender) -> None:
+                for number, size in enumerate(sizes):
+                    sender.send(number.to_bytes(4, "little") + bytes(size))
+
+            with pair.our_worker.serving(), pair.their_worker.serving():
+                watch_all(pair)
+                join = in_thread(send_all)
+                frames = receive_frames(receiver, len(sizes))
+                join()
+            assert [int.from_bytes(frame[:4], "little") for frame, _ in frames] == list(range(len(sizes)))
+            assert [len(frame) - 4 for frame, _ in frames] == sizes
+
+    def test_receive_returns_nothing_if_nothing_was_sent(self, pair: LinkPair) -> None:
+        for link in (pair.ours, pair.theirs):
+            assert link.receive() == []
+            assert link.receive() == []
+
+    def test_counts_grow_with_the_frames(self, pair: LinkPair) -> None:
+        for sender, receiver in pair.directions():
+            before = sender.counts()[1], receiver.counts()[0]
+            for _ in range(10):
+                sender.send(b"x" * 1000)
+            receive_frames(receiver, 10)
+            assert sender.counts()[1] - before[0] >= 10_000
+            assert receiver.counts()[0] - before[1] >= 10_000
+
+    # Buffers
+
+    @pytest.mark.parametrize("sizes", _BUFFER_SIZES, ids=lambda sizes: f"{len(sizes)}x{max(sizes)}")
+    @pytest.mark.parametrize("frame_size", [0, 9000])
+    def test_buffers_arrive_beside_their_frame(self, pair: LinkPair, frame_size: int, sizes: list[int]) -> None:
+        for sender, receiver in pair.directions():
+            for seed in range(2):
+                frame, buffers = random.Random(seed).randbytes(frame_size), new_buffers(sizes, seed)
+                expected = [bytes(buffer) for buffer in buffers]
+                join = in_thread(sender.send, frame, buffers)
+                received, arrived = receive_with_buffers(receiver)
+                join()
+                assert received == frame
+                assert [bytes(buffer) for buffer in arrived] == expected
+                assert not any(buffer.readonly for buffer in arrived)
+
+    def test_send_empties_the_list_of_buffers(self, pair: LinkPair) -> None:
+        for sender, receiver in pair.directions():
+            for sizes in ([5], [16_384], [1 << 20, 1]):
+                buffers = new_buffers(sizes)
+                join = in_thread(sender.send, b"frame", buffers)
+                receive(receiver)
+                join()
+                assert buffers == []
+
+    @pytest.mark.parametrize("size", [100, 20_000, 1 << 20])
+    def test_buffers_belong_to_the_end_that_has_them(self, pair: LinkPair, size: int) -> None:
+        for sender, receiver in pair.directions():
+            mine = memoryview(bytearray(b"a" * size))
+            join = in_thread(sender.send, b"", [mine])
+            _, (theirs,) = receive_with_buffers(receiver)
+            join()
+            mine[:] = b"b" * size
+            assert theirs == b"a" * size
+            theirs[:] = b"c" * size
+            assert mine == b"b" * size
+
+    @pytest.mark.parametrize("size", [100, 20_000, 300_000])
+    def test_received_buffers_stay_as_they_are_while_others_come(self, pair: LinkPair, size: int) -> None:
+        held: list[tuple[int, memoryview]] = []
+        for seed in range(40):
+            (sent,) = new_buffers([size], seed)
+            checksum = zlib.crc32(sent)
+            join = in_thread(pair.ours.send, b"", [sent])
+            _, (arrived,) = receive_with_buffers(pair.theirs)
+            join()
+            held.append((checksum, arrived))
+            if seed % 3 == 2:
+                del held[random.Random(seed).randrange(len(held))]
+        assert all(zlib.crc32(buffer) == checksum for checksum, buffer in held)
+
+    @pytest.mark.parametrize("size", [100, 20_000, 1 << 20])
+    def test_received_buffers_outlive_the_link(self, pair: LinkPair, size: int) -> None:
+        (sent,) = new_buffers([size], 5)
+        expected = bytes(sent)
+        join = in_thread(pair.ours.send, b"", [sent])
+        _, (arrived,) = receive_with_buffers(pair.theirs)
+        join()
+        pair.close()
+        assert arrived == expected
+        arrived[:1] = b"!"
+
+    @pytest.mark.parametrize("sizes", [[100], [20_000], [1 << 20], [1 << 18, 0, 5, 1 << 19]])
+    def test_buffers_that_are_sent_back_and_forth_keep_up_with_what_is_written_to_them(
+        self, pair: LinkPair, sizes: list[int]
+    ) -> None:
+        buffers: Sequence[memoryview] = new_buffers(sizes, 3)
+        expected = [bytearray(buffer) for buffer in buffers]
+        for hop in range(10):
+            sender, receiver = pair.directions()[hop % 2]
+            for buffer, copy in zip(buffers, expected, strict=True):
+                if buffer.nbytes:
+                    buffer[hop % buffer.nbytes] = copy[hop % buffer.nbytes] = hop
+            handed_over = list(buffers)
+            del buffer, buffers
+            join = in_thread(sender.send, b"hop", handed_over)
+            _, buffers = receive_with_buffers(receiver)
+            join()
+            assert [bytes(buffer) for buffer in buffers] == expected
+
+    @pytest.mark.parametrize("size", [100, 20_000, 1 << 20])
+    def test_send_kept_returns_copies_that_stay_as_they_are(self, pair: LinkPair, size: int) -> None:
+        for sender, receiver in pair.directions():
+            mine = memoryview(bytearray(b"a" * size))
+            kept: list[memoryview] = []
+            for seed in range(5):  # the second one may find memory that the first one has used
+                mine[:] = bytes([seed]) * size
+                join = in_thread(lambda: kept.extend(sender.send_kept(b"frame", [mine])))  # noqa: B023
+                received, (arrived,) = receive_with_buffers(receiver)
+                join()
+                mine[:] = b"b" * size
+                assert received == b"frame"
+                assert arrived == bytes([seed]) * size
+                del arrived
+            assert [bytes(each) for each in kept] == [bytes([seed]) * size for seed in range(5)]
+
+    def test_too_large_frames_are_refused(self, new_pair: Callable[..., LinkPair]) -> None:
+        limit = 1 << 20
+        for sizes in ([limit + 1], [0, limit], [100, limit // 2, limit // 2]):
+            pair = new_pair(max_frame_size=limit)
+            frame, buffers = bytes(sizes[0]), new_buffers(sizes[1:])
+            if sum(sizes) == limit:
+                frame += b"!"
+            join = in_thread(ignore_connection_error, pair.ours.send, frame, buffers, monotonic() + 1)
+            with pytest.raises(ProtocolError, match="max_message_size"):
+                receive(pair.theirs)
+            pair.close()
+            join()
+
+    def test_frames_of_exactly_the_limit_are_taken(self, new_pair: Callable[..., LinkPair]) -> None:
+        for limit in (1 << 16, 1 << 20):
+            pair = new_pair(max_frame_size=limit)
+            for sizes in ([limit], [0, limit], [100, limit - 105, 5], [limit - 5000] + [10] * 500):
+                frame, buffers = bytes(sizes[0]), new_buffers(sizes[1:])
+                join = in_thread(pair.ours.send, frame, buffers)
+                received, arrived = receive_with_buffers(pair.theirs)
+                join()
+                assert [len(received), *(len(buffer) for buffer in arrived)] == sizes
+
+    # Many threads
+
+    def test_many_threads_send_at_once(self, pair: LinkPair) -> None:
+        """Every frame arrives whole, and those of each thread in order."""
+        threads, count = 8, 60
+        sizes = (0, 10, 3000, 17_000, 70_000, 700_000)
+
+        def send_all(sender: Link, thread: int) -> None:
+            rng = random.Random(thread)
+            for number in range(count):
+                body = rng.randbytes(rng.choice(sizes[:4])) if number % 20 else rng.randbytes(rng.choice(sizes))
+                buffers = new_buffers([rng.choice(sizes) for _ in range(rng.randrange(3) if number % 10 == 5 else 0)])
+                check = zlib.crc32(b"".join((body, *buffers)))
+                sender.send(bytes([thread, number]) + check.to_bytes(4, "little") + body, buffers)
+
+        with pair.our_worker.serving(), pair.their_worker.serving():
+            watch_all(pair)
+            joins = [in_thread(send_all, sender, n) for sender in (pair.ours, pair.theirs) for n in range(threads)]
+            for receiver in (pair.ours, pair.theirs):
+                seen: dict[int, list[int]] = {thread: [] for thread in range(threads)}
+                for frame, buffers in receive_frames(receiver, threads * count):
+                    assert zlib.crc32(b"".join((frame[6:], *buffers))) == int.from_bytes(frame[2:6], "little")
+                    seen[frame[0]].append(frame[1])
+                assert seen == {thread: list(range(count)) for thread in range(threads)}
+            for join in joins:
+                join()
+
+    def test_small_frames_pass_a_large_one_that_waits(self, pair: LinkPair) -> None:
+        """A large frame may have to wait for the other end. Small frames of other threads do not wait for it."""
+        large = new_buffers([self.large_bytes], 1)
+        expected = zlib.crc32(large[0])
+        join = in_thread(pair.ours.send, b"large", large)
+        if self.large_frames_wait:
+            time.sleep(0.05)
+        else:
+            join()
+        begin = monotonic()
+        for number in range(20):
+            pair.ours.send(b"%d" % number)
+        assert monotonic() - begin < TIMEOUT_S / 4
+        with pair.our_worker.serving():
+            watch_all(pair)
+            frames = receive_frames(pair.theirs, 21)
+            join()
+        names = [bytes(frame) for frame, _ in frames]
+        assert [name for name in names if name != b"large"] == [b"%d" % number for number in range(20)]
+        assert names.index(b"large") == (20 if self.large_frames_wait else 0)
+        assert zlib.crc32(frames[names.index(b"large")][1][0]) == expected
+
+    # A receiver that does not read
+
+    def test_sending_does_not_wait_for_the_receiver(self, pair: LinkPair) -> None:
+        """What the other end does not take is queued, and sent by the poller when it does."""
+        for sender, receiver in pair.directions():
+            sent = 0
+            begin = monotonic()
+            while not sender.backlog or sent % 100:
+                sender.send(sent.to_bytes(4, "little") + bytes(5000))
+                sent += 1
+                assert sent * 5000 < 2 * self.large_bytes, "somebody takes it all"
+            assert monotonic() - begin < TIMEOUT_S / 2
+            assert sender.unsent_bytes() >= sender.backlog > 0
+            with pair.our_worker.serving(), pair.their_worker.serving():
+                watch_all(pair)
+                frames = receive_frames(receiver, sent)
+                pause_until(lambda: not sender.unsent_bytes())  # noqa: B023
+            assert sender.backlog == 0
+            assert [int.from_bytes(frame[:4], "little") for frame, _ in frames] == list(range(sent))
+
+    def test_flush_sends_what_is_queued(self, pair: LinkPair) -> None:
+        sent = fill(pair.ours)
+        frames = receive_frames(pair.theirs, sent, pair.ours.flush)
+        assert [int.from_bytes(frame[:4], "little") for frame, _ in frames] == list(range(sent))
+        pair.ours.flush()
+        assert pair.ours.backlog == pair.ours.unsent_bytes() == 0
+
+    def test_large_frame_waits_no_longer_than_its_deadline(self, pair: LinkPair) -> None:
+        """What is left then is copied: the sender may change its memory."""
+        mine = memoryview(bytearray(random.Random(4).randbytes(self.large_bytes)))
+        expected = zlib.crc32(mine)
+        begin = monotonic()
+        pair.ours.send(b"large", [mine], begin + 0.2)
+        assert monotonic() - begin < TIMEOUT_S / 4
+        mine[:] = bytes(len(mine))
+        pair.ours.send(b"after it")
+        frames = receive_frames(pair.theirs, 2, pair.ours.flush)
+        received = {bytes(frame): buffers for frame, buffers in frames}
+        assert list(received) == [b"large", b"after it"]
+        assert zlib.crc32(received[b"large"][0]) == expected
+
+    # Waiting
+
+    def test_wait_returns_at_once_if_there_is_something(self, pair: LinkPair) -> None:
+        for sender, receiver in pair.directions():
+            sender.send(b"x")
+            assert receiver.wait(TIMEOUT_S)
+            assert receiver.wait(None)
+            assert receive(receiver) == b"x"
+
+    @pytest.mark.parametrize("seconds", [0.0, 0.001, 0.15])
+    def test_wait_ends_at_its_time(self, pair: LinkPair, seconds: float) -> None:
+        for link in (pair.ours, pair.theirs):
+            begin = monotonic()
+            assert not link.wait(seconds)
+            assert seconds * 0.99 <= monotonic() - begin < seconds + TIMEOUT_S / 4
+
+    @pytest.mark.parametrize("seconds", [None, TIMEOUT_S])
+    def test_wait_ends_when_a_frame_comes(self, pair: LinkPair, seconds: float | None) -> None:
+        for sender, receiver in pair.directions():
+
+            def receive_50(receiver: Link = receiver) -> None:
+                for number in range(50):
+                    deadline = monotonic() + TIMEOUT_S / 2
+                    frames: list[Frame] = []
+                    while not frames:
+                        receiver.wait(seconds)
+                        frames = receiver.receive()
+                        assert monotonic() < deadline, "it was not woken"
+                    assert [bytes(frame) for frame, _ in frames] == [b"%d" % number]
+                    receiver.send(b"got it")
+
+            join = in_thread(receive_50)
+            for number in range(50):
+                if number % 3:
+                    time.sleep(random.Random(number).random() * 2e-3)  # it sleeps, is about to, or looks
+                sender.send(b"%d" % number)
+                assert receive(sender) == b"got it"
+            join()
+
+    def test_wait_ends_when_the_other_end_closes(self, new_pair: Callable[..., LinkPair]) -> None:
+        for end in (0, 1):
+            pair = new_pair()
+            worker, waiter = (pair.our_worker, pair.ours) if end == 0 else (pair.their_worker, pair.theirs)
+            other = pair.theirs if end == 0 else pair.ours
+            waiter_ended = in_thread(assert_ends, waiter)
+            with worker.serving():
+                # What the leader of a worker does: it tells the thread that waits.
+                worker.poller.watch_hang_up(waiter, lambda: note_hang_up(worker, waiter))  # noqa: B023
+                time.sleep(0.02)
+                other.close()
+                waiter_ended()
+
+    def test_after_a_hang_up_waits_return_at_once(self, pair: LinkPair) -> None:
+        pair.theirs.close()
+        pause_until(pair.ours.has_hung_up)
+        pair.ours.note_hang_up()
+        begin = monotonic()
+        for _ in range(3):
+            pair.ours.wait(TIMEOUT_S)
+        assert monotonic() - begin < TIMEOUT_S / 4
+
+    def test_hang_up_is_seen_beside_frames_that_came_before(self, pair: LinkPair) -> None:
+        for link in (pair.ours, pair.theirs):
+            assert not link.has_hung_up()
+        pair.theirs.send(b"last")
+        pair.theirs.close()
+        pause_until(pair.ours.has_hung_up)
+        pair.ours.note_hang_up()
+        assert receive(pair.ours) == b"last"
+        assert_ends(pair.ours)
+
+    @pytest.mark.skipif(not hasattr(signal, "setitimer"), reason="this system has no timer")
+    def test_exception_of_a_signal_handler_ends_the_wait(self, pair: LinkPair) -> None:
+        class Interrupted(Exception):
+            pass
+
+        def interrupt(number: int, frame: FrameType | None) -> None:
+            raise Interrupted
+
+        before = signal.signal(signal.SIGALRM, interrupt)
+        try:
+            signal.setitimer(signal.ITIMER_REAL, 0.05)
+            begin = monotonic()
+            with pytest.raises(Interrupted):
+                pair.ours.wait(TIMEOUT_S)
+            assert monotonic() - begin < TIMEOUT_S / 4
+        finally:
+            signal.setitimer(signal.ITIMER_REAL, 0)
+            signal.signal(signal.SIGALRM, before)
+        pair.theirs.send(b"it goes on")
+        assert receive(pair.ours) == b"it goes on"
+
+    # The poller
+
+    def test_poller_calls_the_handler_when_frames_come(self, pair: LinkPair) -> None:
+        for sender, receiver, worker in (
+            (pair.ours, pair.theirs, pair.their_worker),
+            (pair.theirs, pair.ours, pair.our_worker),
+        ):
+            received: list[bytes] = []
+            worker.poller.watch(
+                receiver,
+                lambda receiver=receiver, received=received: received.extend(  # type: ignore[misc]
+                    bytes(frame) for frame, _ in receiver.receive()
+                ),
+            )
+            while worker.turn():
+                pass
+            assert received == []
+            for number in range(3):
+                sender.send(b"%d" % number)
+                worker.turn_until(lambda received=received, number=number: len(received) > number)  # type: ignore[misc]
+            assert received == [b"0", b"1", b"2"]
+            worker.poller.unwatch(receiver)
+
+    def test_poller_calls_the_handler_when_the_other_end_closes(self, pair: LinkPair) -> None:
+        ended: list[ConnectionError] = []
+
+        def read() -> None:
+            try:
+                assert pair.ours.receive() == []
+            except ConnectionError as error:
+                ended.append(error)
+
+        pair.our_worker.poller.watch(pair.ours, read)
+        pair.theirs.close()
+        pair.our_worker.turn_until(lambda: ended)
 
     # The end
 
-    def test_what_was_sent_arrives_before_the_end(self, pair: Pair) -> None:
-        ours, theirs = pair
-        data = random.Random(2).randbytes(64 << 20)
-        total = fill(ours, data)
-        ours.close()
-        assert read(theirs, total) == data[:total]
-        assert polls(theirs, select.POLLIN)
-        assert theirs.receive(1) == b""
+    def test_frames_that_were_sent_before_the_end_arrive(self, pair: LinkPair) -> None:
+        sent = [b"%d" % number * (number % 50) for number in range(100)]
+        for frame in sent:
+            pair.ours.send(frame)
+        assert pair.ours.unsent_bytes() == 0
+        pair.ours.close()
+        assert [bytes(frame) for frame, _ in receive_frames(pair.theirs, len(sent))] == sent
+        assert_ends(pair.theirs)
 
-    def test_the_end_is_said_again_and_again(self, pair: Pair) -> None:
-        ours, theirs = pair
-        ours.close()
-        for _ in range(2):
-            assert polls(theirs, select.POLLIN)
-            assert theirs.receive(10) == b""
-            assert theirs.receive_into(memoryview(bytearray(10))) == 0
+    def test_end_is_raised_again_and_again(self, pair: LinkPair) -> None:
+        pair.ours.close()
+        for _ in range(3):
+            assert_ends(pair.theirs)
 
-    @pytest.mark.parametrize("gather", [False, True])
-    def test_sending_to_a_closed_end_breaks_the_channel(self, pair: Pair, gather: bool) -> None:
-        ours, theirs = pair
-        theirs.close()
+    @pytest.mark.parametrize("size", [10, 100_000])
+    def test_sending_to_a_closed_end_raises_connection_error(self, pair: LinkPair, size: int) -> None:
+        pair.theirs.close()
 
         def send_on() -> None:
-            deadline = time.monotonic() + PATIENCE
-            while time.monotonic() < deadline:  # the first may get through: the other end is far away
-                _ = ours.send_gather([b"a", b"b"]) if gather else ours.send(b"ab")
+            deadline = monotonic() + TIMEOUT_S
+            while monotonic() < deadline:  # the first may get through, and a link with a ring notices when it looks
+                pair.ours.send(bytes(size), None, monotonic())
+                pair.ours.receive()
 
-        assert isinstance(refusal(send_on), ConnectionError)
-        assert polls(ours, select.POLLIN)
+        with pytest.raises(ConnectionError):
+            send_on()
+        assert_ends(pair.ours)
 
-    def test_an_end_that_leaves_without_reading_breaks_the_channel_with_oserror_only(self, pair: Pair) -> None:
-        ours, theirs = pair
-        ours.send(b"unread")
-        assert polls(theirs, select.POLLIN)
-        theirs.close()
+    def test_end_that_closes_without_receiving_breaks_the_link_with_connection_error_only(self, pair: LinkPair) -> None:
+        pair.ours.send(b"unread")
+        pair.theirs.close()
         for _ in range(2):
-            assert polls(ours, select.POLLIN)
-            try:
-                assert ours.receive(10) == b""
-            except ConnectionError:
-                pass
+            assert_ends(pair.ours)
 
-    def test_after_close_every_method_raises_oserror(self, pair: Pair) -> None:
-        for channel in pair:
-            channel.close()
-            for error in (
-                refusal(channel.fileno),
-                refusal(channel.receive, 1),
-                refusal(channel.receive_into, memoryview(bytearray(1))),
-                refusal(channel.send, b"x"),
-                refusal(channel.send_gather, [b"x", b"y"]),
+    def test_closed_link_raises_connection_error(self, pair: LinkPair) -> None:
+        for link in (pair.ours, pair.theirs):
+            link.close()
+            link.close()
+            oserror_of(link.fileno)
+            for call in (
+                lambda: link.send(b"x"),  # noqa: B023
+                lambda: link.send(b"x", new_buffers([10])),  # noqa: B023
+                lambda: link.send(b"x", new_buffers([100_000])),  # noqa: B023
+                lambda: link.send_kept(b"x", new_buffers([100_000])),  # noqa: B023
+                link.receive,
             ):
-                assert not isinstance(error, BlockingIOError)
+                with pytest.raises(ConnectionError):
+                    call()
+            link.unsent_bytes()
+            link.counts()
+            link.note_hang_up()
+            link.sweep(monotonic())
 
-    def test_any_number_of_threads_may_close(self, transport: Transport, listener: Listener) -> None:
-        for _ in range(20):
-            ours, theirs = open_pair(transport, listener)
-            for join in [in_thread(ours.close) for _ in range(4)]:
+    def test_close_ends_a_wait_of_another_thread(self, new_pair: Callable[..., LinkPair]) -> None:
+        for delay in (0.0, 0.0, 0.02):
+            for end in (0, 1):
+                pair = new_pair()
+                link = pair.theirs if end else pair.ours
+                join = in_thread(ignore_connection_error, link.wait, None)
+                time.sleep(delay)
+                link.close()
                 join()
-            ours.close()
-            assert polls(theirs, select.POLLIN)
-            assert theirs.receive(1) == b""
-            theirs.close()
 
-    def test_a_thread_that_receives_while_another_closes_gets_the_end_or_oserror(
-        self, transport: Transport, listener: Listener
+    def test_close_ends_a_large_send_of_another_thread(self, pair: LinkPair) -> None:
+        large = new_buffers([self.large_bytes])
+        join = in_thread(pair.ours.send, b"", large)
+        if self.large_frames_wait:
+            time.sleep(0.05)
+            pair.ours.close()
+            with pytest.raises(ConnectionError):
+                join()
+        else:
+            pair.ours.close()
+            ignore_connection_error(join)
+
+    def test_end_of_the_receiver_ends_a_large_send(self, pair: LinkPair) -> None:
+        large = new_buffers([self.large_bytes])
+        join = in_thread(pair.ours.send, b"", large)
+        with pair.our_worker.serving():
+            # What the leader of a worker does: it closes a link whose other end is gone.
+            pair.our_worker.poller.watch_hang_up(pair.ours, lambda: close_if_hung_up(pair.our_worker, pair.ours))
+            time.sleep(0.05)
+            pair.theirs.close()
+            ignore_connection_error(join)
+
+    def test_threads_that_send_and_receive_while_another_closes_get_connection_error(
+        self, new_pair: Callable[..., LinkPair]
     ) -> None:
-        def spin(channel: Channel, spinning: threading.Event) -> None:
+        def send_on(link: Link, is_going: threading.Event) -> None:
             while True:
-                try:
-                    assert channel.receive(10) == b""
-                    return
-                except BlockingIOError:
-                    spinning.set()
-                except OSError:
-                    return
+                link.send(b"x" * 100, None, monotonic())
+                link.send(b"y", new_buffers([100]), monotonic())
+                is_going.set()
 
-        for _ in range(20):
-            ours, theirs = open_pair(transport, listener)
-            spinning = threading.Event()
+        def receive_on(link: Link, is_going: threading.Event) -> None:
+            while True:
+                link.wait(0.001)
+                link.receive()
+                is_going.set()
 
-            join = in_thread(spin, ours, spinning)
-            assert spinning.wait(PATIENCE)
-            ours.close()
-            join()
-            theirs.close()
+        for delay in (0.0, 0.001, 0.002):
+            pair = new_pair()
+            events = [threading.Event() for _ in range(3)]
+            joins = [
+                in_thread(ignore_connection_error, work, pair.ours, event)
+                for work, event in zip((send_on, send_on, receive_on), events, strict=True)
+            ]
+            for event in events:
+                assert event.wait(TIMEOUT_S)
+            time.sleep(delay)
+            pair.ours.close()
+            for join in joins:
+                join()
+
+    def test_any_number_of_threads_may_close(self, new_pair: Callable[..., LinkPair]) -> None:
+        for _ in range(3):
+            pair = new_pair()
+            for join in [in_thread(pair.ours.close) for _ in range(4)]:
+                join()
+            assert_ends(pair.theirs)
+
+    # Forks
+
+    @pytest.mark.skipif(not hasattr(os, "fork"), reason="this system does not fork")
+    def test_forked_child_leaves_the_links_to_its_parent(self, pair: LinkPair, listener: Listener) -> None:
+        join = in_thread(pair.ours.send, b"", new_buffers([1 << 20], 1))
+        _, (held,) = receive_with_buffers(pair.theirs)
+        join()
+        before = bytes(held)
+        pair.ours.prepare_fork()
+        pair.theirs.prepare_fork()
+        child = os.fork()
+        if not child:
+            status = 1
+            try:
+                for link in (pair.ours, pair.theirs):
+                    link.abandon()
+                    oserror_of(link.fileno)
+                listener.abandon()
+                pair.our_worker.poller.abandon()
+                pair.their_worker.poller.abandon()
+                assert held == before
+                status = 0
+            finally:
+                os._exit(status)
+        assert os.waitpid(child, 0)[1] == 0
+        for sender, receiver in pair.directions():
+            for number in range(5):
+                join = in_thread(sender.send, b"%d" % number, new_buffers([1 << 20], number))
+                frame, (arrived,) = receive_with_buffers(receiver)
+                join()
+                assert frame == b"%d" % number
+                assert arrived == new_buffers([1 << 20], number)[0]
+                del arrived
+        assert held == before
+        assert not listener.accept()
+
+    # What is left behind
 
     @pytest.mark.skipif(not os.path.isdir("/proc/self/fd"), reason="descriptors cannot be counted here")
-    def test_closing_gives_every_descriptor_back(self, transport: Transport) -> None:
+    def test_closed_links_leave_no_descriptor_and_no_thread(self, transport: Transport) -> None:
         def use() -> None:
-            listener = transport.listen()
-            for ours, theirs in [open_pair(transport, listener) for _ in range(10)]:
-                ours.close()
-                theirs.close()
+            listener = transport.listen(None, HANDSHAKE_LIMIT)
+            workers = FakeWorker(self.use_rings, self.shared_memory), FakeWorker(self.use_rings, self.shared_memory)
+            for _ in range(5):
+                pair = LinkPair(*open_links(transport, listener), *workers)
+                establish(pair)
+                for sender, receiver in pair.directions():
+                    join = in_thread(sender.send, b"", new_buffers([100, 1 << 19]))
+                    receive(receiver)
+                    join()
+                watch_all(pair)
+                pair.close()
+            never_established = open_links(transport, listener)
+            for link in never_established:
+                link.close()
             listener.close()
-            refusal(transport.connect, listener.address, PATIENCE)
+            for worker in workers:
+                worker.close()
 
         use()  # what is opened once and kept is no leak
-        before = len(os.listdir("/proc/self/fd"))
+        before = len(os.listdir("/proc/self/fd")), threading.active_count()
         use()
-        assert len(os.listdir("/proc/self/fd")) == before
+        pause_until(lambda: (len(os.listdir("/proc/self/fd")), threading.active_count()) == before)
+
+    # What no link sends
+
+    @pytest.mark.parametrize(
+        "garbage", [b"GET / HTTP/1.1\r\n\r\n", bytes(100), b"\xff" * 100, b"farcall\0" + b"\xff" * 4]
+    )
+    def test_beginning_that_is_no_links_raises_protocol_error(
+        self, listener: Listener, connect_raw: Callable[[str], Any], garbage: bytes
+    ) -> None:
+        with raw_link(listener, connect_raw) as (raw, link):
+            raw.sendall(garbage)
+            with pytest.raises(ProtocolError):
+                receive(link)
+
+    def test_internal_frames_before_the_handshake_is_over_raise_protocol_error(
+        self, listener: Listener, connect_raw: Callable[[str], Any]
+    ) -> None:
+        for word in (0x80000000, 0x80000010, 0xFFFFFFFF):
+            with raw_link(listener, connect_raw) as (raw, link):
+                raw.sendall(PROLOGUE + word.to_bytes(4, "little") + bytes(16))
+                with pytest.raises(ProtocolError, match="before its handshake was over"):
+                    receive(link)
+
+    def test_frame_that_is_cut_off_is_never_received(
+        self, listener: Listener, connect_raw: Callable[[str], Any]
+    ) -> None:
+        with raw_link(listener, connect_raw) as (raw, link):
+            raw.sendall(PROLOGUE + (10).to_bytes(4, "little") + b"only")
+            raw.close()
+            assert_ends(link)
+
+    @pytest.mark.parametrize("pause", [1, 5])
+    def test_bytes_may_come_in_any_pieces(
+        self, listener: Listener, connect_raw: Callable[[str], Any], pause: int
+    ) -> None:
+        data = PROLOGUE + b"".join(len(frame).to_bytes(4, "little") + frame for frame in (b"", b"one", b"x" * 50))
+        with raw_link(listener, connect_raw) as (raw, link):
+            received: list[bytes] = []
+            for begin in range(0, len(data), pause):
+                raw.sendall(data[begin : begin + pause])
+                if begin % 3 == 0:
+                    received += [bytes(frame) for frame, _ in link.receive()]
+            received += [bytes(frame) for frame, _ in receive_frames(link, 3 - len(received))]
+            assert received == [b"", b"one", b"x" * 50]
 
 
-def accept(listener: Listener) -> Channel:
-    """The next channel of a listener that is about to have one."""
-    assert polls(listener, select.POLLIN)
-    channel = listener.accept()
-    assert channel is not None
-    return channel
+PROLOGUE: Final = pack_prologue()
+"""What each direction of a link begins with (`protocol.handshake`)."""
 
 
-def open_pair(transport: Transport, listener: Listener) -> Pair:
-    """The connecting end and the accepted end of a new channel."""
-    ours: list[Channel] = []
-    join = in_thread(lambda: ours.append(transport.connect(listener.address, PATIENCE)))
+def open_links(transport: Transport, listener: Listener) -> tuple[Link, Link]:
+    """Returns the connecting end and the accepted end of a new link, which is in its handshake."""
+    ours: list[Link] = []
+    join = in_thread(lambda: ours.append(transport.connect(listener.address, TIMEOUT_S, HANDSHAKE_LIMIT)))
     theirs = accept(listener)
-    settle(theirs, lambda: bool(ours))
+    receive_until([theirs], lambda: bool(ours))
     join()
     return ours[0], theirs
 
 
-def settle(theirs: Channel, is_done: Callable[[], bool]) -> None:
-    """Reads at the accepted end, where nothing was sent yet, until the other end has connected."""
-    deadline = time.monotonic() + PATIENCE
-    while not is_done() or polls(theirs, select.POLLIN, 0):
-        polls(theirs, select.POLLIN, 0.001)
-        with pytest.raises(BlockingIOError):
-            theirs.receive(1)
-        assert time.monotonic() < deadline, "the two ends do not come together"
+def accept(listener: Listener) -> Link:
+    """Returns the next link of a listener that is about to have one."""
+    assert is_readable(listener)
+    link = listener.accept()
+    assert link is not None
+    return link
 
 
-def polls(end: Channel | Listener, events: int, timeout: float = PATIENCE) -> bool:
-    """Whether it polls so within the time. An end or an error counts for both directions, as it does for an agent."""
+def receive_until(links: Sequence[Link], is_done: Callable[[], bool]) -> None:
+    """Receives nothing on accepted links until the other ends have connected: TLS needs both ends for that."""
+    deadline = monotonic() + TIMEOUT_S
+    while not is_done() or any(is_readable(link, 0) for link in links):
+        for link in links:
+            if is_readable(link, 0.001):
+                assert link.receive() == []
+        assert monotonic() < deadline, "the two ends do not come together"
+
+
+def exchange(ours: Link, theirs: Link) -> None:
+    """Sends a frame each way, as any handshake does."""
+    ours.send(b"hello")
+    assert receive(theirs) == b"hello"
+    theirs.send(b"welcome")
+    assert receive(ours) == b"welcome"
+
+
+def establish(pair: LinkPair) -> None:
+    """Ends the handshake at both ends."""
+    exchange(pair.ours, pair.theirs)
+    pair.theirs.establish(pair.their_worker.options)
+    finish_establishing(pair)
+
+
+def finish_establishing(pair: LinkPair) -> None:
+    """Establishes the connecting end. The accepted end is established already."""
+    join = in_thread(pair.ours.establish, pair.our_worker.options, monotonic() + TIMEOUT_S)
+    deadline = monotonic() + TIMEOUT_S
+    while not pair.ours.is_established or join.is_running():
+        pair.theirs.wait(0.001)
+        assert pair.theirs.receive() == []
+        assert monotonic() < deadline, "the link is not established in time"
+    join()
+    assert pair.theirs.receive() == []  # what the connecting end may have said last
+
+
+def watch_all(pair: LinkPair) -> None:
+    """Both workers watch for hang-ups, as the owner of a link does while another thread reads it."""
+    pair.our_worker.poller.watch_hang_up(pair.ours, lambda: None)
+    pair.their_worker.poller.watch_hang_up(pair.theirs, lambda: None)
+
+
+def close_if_hung_up(worker: FakeWorker, link: Link) -> None:
+    """What the leader of a worker does with a link that nobody reads."""
+    if link.has_hung_up():
+        worker.poller.unwatch(link)
+        link.close()
+
+
+def note_hang_up(worker: FakeWorker, link: Link) -> None:
+    """What the leader of a worker does when the other end of a link is gone."""
+    if link.has_hung_up():
+        worker.poller.unwatch(link)
+        link.note_hang_up()
+
+
+def receive_frames(link: Link, count: int, meanwhile: Callable[[], object] = lambda: None) -> list[Frame]:
+    """Waits for so many frames. Calls `meanwhile` again and again."""
+    frames: list[Frame] = []
+    deadline = monotonic() + TIMEOUT_S
+    while len(frames) < count:
+        meanwhile()
+        link.wait(0.01)
+        frames += link.receive()
+        assert monotonic() < deadline, f"{len(frames)} of {count} frames came"
+    assert len(frames) == count
+    return frames
+
+
+def receive_with_buffers(link: Link) -> tuple[bytes, Sequence[memoryview]]:
+    """Waits for one frame. Returns its bytes and its buffers."""
+    ((frame, buffers),) = receive_frames(link, 1)
+    return bytes(frame), buffers
+
+
+def receive(link: Link) -> bytes:
+    """Waits for one frame. Returns its bytes."""
+    return receive_with_buffers(link)[0]
+
+
+def assert_ends(link: Link) -> None:
+    """Waits until `receive` raises `ConnectionError`. No frame may come before."""
+    deadline = monotonic() + TIMEOUT_S
+    while monotonic() < deadline:
+        try:
+            link.wait(0.05)
+            assert link.receive() == []
+        except ProtocolError:
+            raise
+        except ConnectionError:
+            return
+    raise AssertionError("the end of the link was not noticed")
+
+
+def fill(link: Link) -> int:
+    """Sends numbered frames until some are queued. Returns how many were sent."""
+    sent = 0
+    while link.backlog < 1 << 18:
+        link.send(sent.to_bytes(4, "little") + bytes(5000))
+        sent += 1
+        assert sent < 100_000, "somebody takes it all"
+    return sent
+
+
+def new_buffers(sizes: Sequence[int], seed: int = 0) -> list[memoryview]:
+    """Returns writable buffers of these sizes, with contents that depend on the seed."""
+    rng = random.Random(seed)
+    return [memoryview(bytearray(rng.randbytes(size))) for size in sizes]
+
+
+def is_readable(end: Link | Listener, seconds: float = TIMEOUT_S) -> bool:
+    """Returns whether the descriptor polls readable within that time."""
     poll = select.poll()
-    poll.register(end.fileno(), events)
-    return any(found & events for _, found in poll.poll(timeout * 1000))
+    poll.register(end.fileno(), select.POLLIN)
+    return any(found & select.POLLIN for _, found in poll.poll(seconds * 1000))
 
 
-def read(channel: Channel, size: int, chunk: int = 1 << 16) -> bytes:
-    """So many bytes off a channel, in calls of `chunk` bytes at most."""
-    whole = bytearray()
-    while len(whole) < size:
-        try:
-            piece = channel.receive(min(chunk, size - len(whole)))
-            assert piece, f"the stream ended after {len(whole)} of {size} bytes"
-            assert len(piece) <= chunk
-            whole += piece
-        except BlockingIOError:
-            assert polls(channel, select.POLLIN), f"nothing came after {len(whole)} of {size} bytes"
-    return bytes(whole)
+@contextmanager
+def raw_link(listener: Listener, connect_raw: Callable[[str], Any]) -> Iterator[tuple[Any, Link]]:
+    """Connects without a link. Gives what carries the bytes, and the accepted end."""
+    found: list[Any] = []
+    join = in_thread(lambda: found.append(connect_raw(listener.address)))
+    link = accept(listener)
+    receive_until([link], lambda: bool(found))
+    join()
+    try:
+        yield found[0], link
+    finally:
+        found[0].close()
+        link.close()
 
 
-def write(channel: Channel, data: bytes) -> None:
-    """All of it, waiting whenever the channel is full."""
-    rest = memoryview(data)
-    while rest:
-        try:
-            rest = rest[channel.send(rest) :]
-        except BlockingIOError:
-            assert polls(channel, select.POLLOUT), f"{len(rest)} of {len(data)} bytes were never taken"
+def pause_until(condition: Callable[[], object]) -> None:
+    """Returns when the condition holds."""
+    deadline = monotonic() + TIMEOUT_S
+    while not condition():
+        assert monotonic() < deadline, "it did not come to hold"
+        time.sleep(0.001)
 
 
-def fill(channel: Channel, data: bytes, gather: bool = False) -> int:
-    """Sends of the data until the channel takes nothing more, also in a moment; gives how many bytes it took."""
-    total = 0
-    while True:
-        piece = memoryview(data)[total : total + 100_000]
-        assert piece, f"the channel took {total} bytes and was not full"
-        try:
-            total += channel.send_gather([piece[:10], piece[10:]]) if gather else channel.send(piece)
-        except BlockingIOError:
-            # The kernel may still be moving bytes on to the other end, which makes room here.
-            if not polls(channel, select.POLLOUT, 0.1):
-                return total
-
-
-def write_pieces(channel: Channel, data: bytes, size: int) -> None:
-    """All of it, in calls of `size` bytes at most."""
-    for begin in range(0, len(data), size):
-        write(channel, data[begin : begin + size])
-
-
-def refusal(call: Callable[..., object], *args: object) -> OSError:
-    """The `OSError` that the call must raise; of which kind is the caller's to say."""
+def oserror_of(call: Callable[..., object], *args: object) -> OSError:
+    """Returns the `OSError` that the call must raise."""
     try:
         call(*args)
     except OSError as error:
@@ -441,23 +1197,36 @@ def refusal(call: Callable[..., object], *args: object) -> OSError:
     raise AssertionError("no OSError was raised")
 
 
-def in_thread(work: Callable[..., object], *args: object) -> Callable[[], None]:
-    """Starts the work in a thread. Call what comes back to wait for it; it raises what the work raised."""
-    failures: list[BaseException] = []
+def ignore_connection_error(call: Callable[..., object], *args: object) -> None:
+    """Makes a call that may raise `ConnectionError`, or not."""
+    try:
+        call(*args)
+    except ConnectionError:
+        pass
 
-    def run() -> None:
+
+class in_thread:  # noqa: N801 (reads as a verb: join = in_thread(work))
+    """Runs something in a thread. Call the object to wait for its end; that raises what the work raised."""
+
+    def __init__(self, work: Callable[..., object], *args: object) -> None:
+        self._failure: BaseException | None = None
+        self._thread = threading.Thread(target=self._run, args=(work, args), daemon=True)
+        self._thread.start()
+
+    def _run(self, work: Callable[..., object], args: tuple[object, ...]) -> None:
         try:
             work(*args)
         except BaseException as error:
-            failures.append(error)
+            self._failure = error
 
-    thread = threading.Thread(target=run, daemon=True)
-    thread.start()
+    def is_running(self) -> bool:
+        """Returns whether the work goes on."""
+        return self._thread.is_alive()
 
-    def join() -> None:
-        thread.join(2 * PATIENCE)
-        assert not thread.is_alive()
-        for failure in failures:
+    def __call__(self) -> None:
+        """Waits for the end of the work."""
+        self._thread.join(2 * TIMEOUT_S)
+        assert not self._thread.is_alive(), "the work does not end"
+        failure, self._failure = self._failure, None
+        if failure is not None:
             raise failure
-
-    return join

@@ -4,13 +4,10 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
 from typing import Final, NamedTuple
 
 from farcall.protocol.ids import Worker
-from farcall.testing.faulty_link import Link
 from farcall.testing.faulty_options import (
-    REMOTE_CALL,
     Failure,
     FaultyRpcBackendOptions,
     Names,
@@ -20,65 +17,87 @@ from farcall.testing.faulty_options import (
 )
 from farcall.testing.faulty_relay import Relay
 from farcall.testing.faulty_rules import Rules
-from farcall.transports.base import Channel
 
 
 class Conditions(NamedTuple):
-    """How it is on the way to and from one worker."""
+    """The state of the network between this worker and another one."""
 
-    cut: bool = False
-    frozen: bool = False
-    slow: float = 0.0
-    """Seconds that every message takes longer."""
-
-
-@dataclass
-class Correspondence:
-    """What is kept about the messages to one worker, whatever connection they go on."""
-
-    hidden: set[int]
-    """The numbers of those whose acknowledgements are lost, until they are sent again."""
-    late: dict[int | str, list[Callable[[], None]]]
-
-    def hold(self, until_sent: int | str, release: Callable[[], None]) -> None:
-        """Has it released when something of that number or name is sent again."""
-        self.late.setdefault(until_sent, []).append(release)
-
-    def sent_again(self, what: int | str) -> list[Callable[[], None]]:
-        """Something of that number or name is sent: the releases of what waited for it."""
-        if isinstance(what, int):
-            self.hidden.discard(what)
-        return self.late.pop(what, [])
+    is_cut: bool = False
+    is_frozen: bool = False
+    slow_s: float = 0.0
+    """Seconds by which every message takes longer."""
 
 
 _USUAL: Final = Conditions()
 
 
-class Faults:
-    """What goes wrong at one worker; `farcall.testing.faults()` gives that of a faulty agent.
+class SentMessages:
+    """What is remembered about messages to one worker, whatever connection they were sent on."""
 
-    Any thread may change it at any time, and what it says of messages and workers holds when the method returns.
+    def __init__(self) -> None:
+        self.unacknowledged: set[int] = set()
+        """Numbers of messages whose acknowledgements are dropped, until the messages are sent again."""
+        self._late: dict[int | str, list[Callable[[], None]]] = {}
+
+    def add_late(self, key: int | str, release: Callable[[], None]) -> None:
+        """Remembers a late message, and the function that delivers it after another of that number or name."""
+        self._late.setdefault(key, []).append(release)
+
+    def take_late(self, key: int | str) -> list[Callable[[], None]]:
+        """Returns what delivers the late messages of that number or name. To be called when another has been sent."""
+        return self._late.pop(key, [])
+
+
+class Faults:
+    """What goes wrong at one worker. `farcall.testing.faults()` returns that of a faulty agent.
+
+    Any thread may call any method at any time. A change holds when the method returns, for what is sent from then on.
+
+    Example:
+        faults(group[0]).cut("worker1")
     """
 
-    def __init__(self, name: str, options: FaultyRpcBackendOptions, named: Mapping[bytes, Names] | None = None) -> None:
+    def __init__(
+        self,
+        name: str,
+        options: FaultyRpcBackendOptions,
+        check_worker: Callable[[str], object],
+        named: Mapping[bytes, Names] | None = None,
+    ) -> None:
+        """Creates the faults of an agent.
+
+        Args:
+            name: The name of its worker.
+            options: What goes wrong from the beginning.
+            check_worker: Raises `UnknownWorkerError` if there is no worker of that name.
+            named: See `Rules`.
+        """
         self.name = name
         self.rules = Rules(options, named)
         self.relay = Relay()
-        self.check_name: Callable[[str], object] = lambda name: None
-        """Raises if there is no such worker; set by the agent."""
-        self._conditions: dict[str | None, Conditions] = {}
-        self._correspondence: defaultdict[Worker, Correspondence] = defaultdict(lambda: Correspondence(set(), {}))
+        self._check_worker = check_worker
+        self._conditions: dict[str, Conditions] = {}
+        self._sent: defaultdict[Worker, SentMessages] = defaultdict(SentMessages)
 
     # Messages
 
     def fail(self, message: str, sends: int = 1, failure: Failure | str = Failure.ERROR) -> None:
-        """From now on, so many sends of each message of that name fail; 0: none. Raises `UsageError`."""
+        """Lets messages fail.
+
+        Args:
+            message: The name of the message.
+            sends: How many sends of each such message fail, counted anew; 0 for none.
+            failure: How they fail.
+
+        Raises:
+            UsageError: There is no such message, number of sends or way to fail.
+        """
         sends, failure = check_sends(sends), check_failure(failure)
         with self.relay.lock:
             self.rules.fail(message, sends, failure)
 
     def delay(self, message: str, seconds: float) -> None:
-        """From now on, messages of that name arrive so much later; 0: as usual. Raises `UsageError`."""
+        """Lets messages of that name arrive so many seconds later; 0 for as usual. Raises `UsageError`."""
         seconds = check_seconds(seconds)
         with self.relay.lock:
             self.rules.delay(message, seconds)
@@ -86,70 +105,66 @@ class Faults:
     # Workers
 
     def cut(self, worker: str) -> None:
-        """Breaks all connections with that worker, and lets none be made until `heal`. Raises `UnknownWorkerError`.
+        """Breaks all connections with a worker, and lets none be made until `heal`.
 
-        If that lasts longer than the `heartbeat_patience`, the group takes one of the two for dead.
+        If that lasts longer than `heartbeat_patience`, and no third worker reaches both, one of the two is lost.
+
+        Raises:
+            UnknownWorkerError: There is no such worker.
         """
-        self._set(worker, Conditions(cut=True))
+        self._set_conditions(worker, Conditions(is_cut=True))
 
     def freeze(self, worker: str) -> None:
-        """Lets nothing through to and from that worker until `heal`; connections stay open, and nothing gets lost.
+        """Lets nothing pass to and from a worker until `heal`. Connections stay open, and nothing gets lost.
 
-        Raises `UnknownWorkerError`. As for `cut`, the group's patience has an end.
+        As for `cut`, one of the two is lost if that lasts too long.
+
+        Raises:
+            UnknownWorkerError: There is no such worker.
         """
-        self._set(worker, Conditions(frozen=True))
+        self._set_conditions(worker, Conditions(is_frozen=True))
 
     def slow(self, worker: str, seconds: float) -> None:
-        """Has every message to and from that worker take so much longer. Raises `UnknownWorkerError`, `UsageError`."""
-        self._set(worker, Conditions(slow=check_seconds(seconds)))
+        """Lets every message to and from a worker take so many seconds longer.
+
+        Raises:
+            UnknownWorkerError: There is no such worker.
+            UsageError: The seconds cannot be a delay.
+        """
+        self._set_conditions(worker, Conditions(slow_s=check_seconds(seconds)))
 
     def heal(self, worker: str | None = None) -> None:
-        """All is well again between this worker and that one; by default, all of them. Raises `UnknownWorkerError`."""
-        if worker is not None:
-            self._set(worker, _USUAL)
-            return
-        with self.relay.lock:
-            for each in list(self._conditions):
-                if each is not None:
-                    self._set(each, _USUAL)
+        """Ends `cut`, `freeze` and `slow` between this worker and that one; by default, all others.
 
-    def _set(self, worker: str, conditions: Conditions) -> None:
+        Raises:
+            UnknownWorkerError: There is no such worker.
+        """
+        with self.relay.lock:
+            for each in list(self._conditions) if worker is None else [worker]:
+                self._set_conditions(each, _USUAL)
+
+    def _set_conditions(self, worker: str, conditions: Conditions) -> None:
         if conditions is not _USUAL or worker not in self._conditions:
-            self.check_name(worker)
+            self._check_worker(worker)
         with self.relay.lock:
             self._conditions[worker] = conditions
             if conditions is _USUAL:
                 del self._conditions[worker]
             for link in list(self.relay.links):
                 if link.peer == worker:
-                    link.conditions_changed()
+                    link.apply_conditions()
 
     def own_remote_call_delay(self, callee: bytes) -> float:
-        """By how much a remote call of the worker to itself is late: it goes on no connection."""
+        """Returns by how many seconds a remote call of the worker to itself is late: no message is sent for it."""
         with self.relay.lock:
-            return self.rules.delay_of(self.rules.name_for(REMOTE_CALL, callee))
-
-    def later(self, seconds: float, action: Callable[[], None]) -> None:
-        """Has it done after so many seconds, by the relay's thread; not at all if the end comes before."""
-        with self.relay.lock:
-            self.relay.start()
-            self.relay.later(seconds, action)
+            return self.rules.delay_of(self.rules.name_of_remote_call(callee))
 
     # For links, under the relay's lock
 
-    def conditions(self, worker: str | None) -> Conditions:
-        """How it is on the way to that worker."""
+    def conditions(self, worker: str) -> Conditions:
+        """Returns the state of the network between this worker and that one."""
         return self._conditions.get(worker, _USUAL)
 
-    def correspondence(self, number: Worker) -> Correspondence:
-        """What is kept about the messages to that worker."""
-        return self._correspondence[number]
-
-    def connect(self, inner: Channel, ours: Channel) -> Link | None:
-        """Puts a link between these from now on; None if it is over with the agent, and nothing was done."""
-        with self.relay.lock:
-            if self.relay.is_closing:
-                return None
-            link = Link(self, inner, ours)
-            self.relay.add(link)
-            return link
+    def sent_to(self, number: Worker) -> SentMessages:
+        """Returns what is remembered about messages to the worker of that number."""
+        return self._sent[number]

@@ -1,399 +1,595 @@
-"""One connection of a faulty agent: what it sends, and what comes, passes here and may come to harm.
+"""The links of a faulty agent: every frame that it sends or receives passes here, and may be lost, held or answered.
 
-The agent has one end of a socket pair instead of the connection; the link has the other end and the connection itself.
-It takes whole messages from one side, looks up what is to happen to them, and passes them on.
+A `FaultyLink` wraps the *inner* link, which leads to the other worker. The agent uses it like any link. A frame that
+the agent sends is judged in the thread that sends. A frame that arrives is read from the inner link by the thread of
+the relay, judged there, and put into an inbox. The agent's poller watches one end of a socket pair: it is readable
+while the inbox has frames, and hung up when the link has ended.
 
-A network loses no message of a connection that goes on, and neither does it lose one here if the sender counts on that.
-So what must arrive (all about references) is lost along with its connection, and the agent's delivery sends it again.
-Calls under way would suffer from that, so the connection ends when there are none, if that is soon. Calls and replies
-themselves are lost alone; the references that they carry arrive, as they do after a connection was lost.
+How messages are lost
+- A network loses no message of a connection that goes on, and the runtime counts on that. So messages that must arrive
+  (remote calls, and messages about references) are lost only along with their connection. The agent sends them again on
+  the next one. Calls under way would fail, so the connection breaks when there are none, if that is soon.
+- Calls and replies are lost alone, because no worker sends them again. The references that they carry arrive, as they
+  do when a connection is lost.
 
 Rules
-- Order is kept but for what is delayed, late or sent again. The protocols do not need it.
-- Only under the relay's lock.
+- Everything is done under the lock of the relay, except what waits (`wait`, establishing the inner link) and `abandon`.
+- No thread waits for the inner link, which copies and queues what its socket does not take. A thread that waited under
+  the lock would keep the relay from reading, and two workers that send to each other would wait for ever.
+- Frames keep their order, except those that are delayed, late or sent again. The protocols do not depend on it.
+- After the last frame of the other end's handshake, the inner link is not read until it is established. It would refuse
+  what comes next.
 """
 
 from __future__ import annotations
 
+import copy
+import errno
+import select
+import socket
+import struct
 from collections import deque
 from collections.abc import Callable, Sequence
+from functools import partial
 from time import monotonic
-from typing import TYPE_CHECKING, Final
+from typing import Final
 
-from farcall.agent.poller import READABLE, WRITABLE
 from farcall.errors import ProtocolError, WorkerLost
-from farcall.protocol.control import pack_control, pack_section, unpack_control, unpack_remote, unpack_section
-from farcall.protocol.handshake import Hello
+from farcall.protocol import frames
+from farcall.protocol.frames import HEADER_SIZE, unpack_annotations, unpack_references
+from farcall.protocol.handshake import Hello, Proof, Welcome, unpack
 from farcall.protocol.ids import Worker
-from farcall.protocol.wire import (
-    CALL,
-    CALL_CARRYING,
-    CARRIED,
-    CONTROL,
-    FAILURE,
-    REMOTE,
-    RESULT,
-    RESULT_CARRYING,
-    Message,
-    encode,
-)
+from farcall.protocol.reference_messages import Message
+from farcall.runtime.reference_outbox import pack_control, unpack_control
 from farcall.serialization import encode_failure
+from farcall.testing.faulty_control import Conditions, Faults, SentMessages
 from farcall.testing.faulty_options import REMOTE_CALL, SCRIPT_REMOTE_CALL, Failure
-from farcall.testing.faulty_rules import Verdict, callee_of, name_of_call, name_of_reference_message
-from farcall.testing.faulty_stream import Item, Stream, encode_message
-from farcall.transports.base import Buffer, Channel
+from farcall.testing.faulty_rules import Verdict, name_of_reference_message
+from farcall.transports.base import FOREVER, Frame, Link, LinkOptions, Listener, Transport
+from farcall.transports.sockets import OwnSocket
 
-if TYPE_CHECKING:
-    from farcall.testing.faulty_control import Conditions, Correspondence, Faults
-
-_CHUNK: Final = 1 << 16
-_MOST_QUEUED: Final = 1 << 18
-"""Bytes that may wait for one side before the other is not read any more."""
-_QUIET: Final = 0.05
-"""Seconds without a call after which a connection may break without harm to one that begins just then."""
-_LONGEST_WAIT: Final = 5.0
-"""Seconds after which it breaks all the same."""
-_BEHIND: Final = 0.02
-"""Seconds by which a late message follows the one that was sent again: on another connection nothing else tells."""
-_LATEST: Final = 5.0
-"""Seconds after which a late message arrives though nothing was sent again."""
+QUIET_S: Final = 0.05
+"""A connection breaks only after so long without a call: a call often follows messages about references."""
+MAX_BUSY_S: Final = 5.0
+"""A connection that is to break breaks after this time, though calls are under way."""
+MAX_LATE_S: Final = 5.0
+"""A late message arrives after this time, though no other message was sent."""
+_BEHIND_S: Final = 0.02
+"""How long after the other message a late one arrives. They may be on two connections, so nothing else orders them."""
+MAX_SLEEP_S: Final = 1.0
+"""How long a thread that waits sleeps before it looks whether a signal handler has received for it."""
+_FLUSH_INTERVAL_S: Final = 0.01
+_MAX_UNREAD: Final = 64
+"""With so many frames in the inbox, the inner link is not read."""
+_NO_WAIT: Final = 0.0
+"""A deadline in the past."""
 
 
 class _Flow:
-    """One direction."""
+    """One direction of a link."""
 
-    def __init__(self, source: Channel, target: Channel) -> None:
-        self.source = source
-        self.target = target
-        self.source_descriptor = source.fileno()
-        self.target_descriptor = target.fileno()
-        self.stream = Stream()
-        self.queue: deque[Buffer] = deque()
-        self.queued = 0
-        self.held = 0  # messages that are to come: delayed or late
-        self.ended = False  # nothing comes any more
-        self.useless = False  # nobody takes anything any more
+    def __init__(self) -> None:
+        self.waiting: deque[Callable[[], None]] = deque()  # each passes one frame on, in this order
+        self.held = 0  # how many more will be appended, by a timer or by a later message
 
 
-class Link:
-    """One connection. `inner` is the real one, `ours` leads to the agent."""
+class FaultyLink:
+    """The agent's end of a connection that fails as the faults say. See `Link`, whose methods it has."""
 
-    def __init__(self, faults: Faults, inner: Channel, ours: Channel) -> None:
-        self.peer: str | None = None
-        """The name of the worker at the other end, once that is known; and its number."""
-        self.number: Worker = -1
-        self.reason: str | None = None
-        """Why it was broken on purpose, for the agent's errors."""
+    def __init__(self, inner: Link, faults: Faults, is_connecting: bool) -> None:
+        """Takes over a link in its handshake.
+
+        Args:
+            inner: The link to the other worker.
+            faults: What goes wrong.
+            is_connecting: Whether this end connected; else it has accepted.
+
+        Raises:
+            OSError: There are no descriptors left, or the agent has ended. The inner link is closed then.
+        """
+        self.address = inner.address
+        self.is_established = False
+        self.peer = ""
+        """The name of the worker at the other end; empty until it is known."""
+        self._number: Worker = -1  # of that worker
+        self.counts, self.flush, self.unsent_bytes = inner.counts, inner.flush, inner.unsent_bytes
+        self.sweep, self.prepare_fork = inner.sweep, inner.prepare_fork
+        self._inner = inner
         self._faults = faults
         self._relay = faults.relay
-        self._inner = inner
-        self._ours = ours
-        self._outbound = _Flow(ours, inner)
-        self._inbound = _Flow(inner, ours)
-        self._flows = (self._outbound, self._inbound)
-        self._closed = False
-        self._breaks = False
-        self._pending: set[int] = set()  # calls under way
-        self._unanswered: set[int] = set()  # calls whose replies are to be lost
+        self._is_connecting = is_connecting
+        self._inbound, self._outbound = _Flow(), _Flow()
+        self._inbox: deque[Frame] = deque()
+        self._reads = 0  # how often the inbox was emptied
+        self._is_watched = False  # the relay reads the inner link
+        self._must_not_read = False  # until the inner link is established, or because it has ended
+        self._is_detached = False  # the agent has closed it, or the faults have broken it
+        self._is_disconnected = False  # the inner link is closed
+        self._error: Exception = ConnectionResetError("the other end closed the connection")  # or why it ended
+        self._calls: set[int] = set()  # ids of calls under way
+        self._unanswered: set[int] = set()  # ids of calls whose replies are dropped
+        self._remote_calls: set[int] = set()  # ids of remote calls without a reply
         self._last_call = 0.0
-        # Those that are open still: the number of a closed one may be another's by now.
-        self._descriptors = {self._outbound.source_descriptor, self._inbound.source_descriptor}
-        poller = self._relay.poller
-        poller.add(self._outbound.source_descriptor, self._handler(self._outbound, self._inbound), READABLE)
-        poller.add(self._inbound.source_descriptor, self._handler(self._inbound, self._outbound), READABLE)
-
-    # Moving bytes
-
-    def _handler(self, source: _Flow, target: _Flow) -> Callable[[int], None]:
-        def handle(events: int) -> None:
-            if events & WRITABLE:
-                self._write(target)
-            if events & ~WRITABLE:
-                self._read(source)
-            self._finish()
-
-        return handle
-
-    def _read(self, flow: _Flow) -> None:
-        if flow.ended or self._closed:
-            return
+        self._is_to_break = False  # when it is quiet
         try:
-            data = flow.source.receive(_CHUNK)
-        except BlockingIOError:
-            return
+            ends = socket.socketpair()
         except OSError:
-            data = b""
-        if not data:
-            flow.ended = True
-            return
-        try:
-            for item in flow.stream.feed(data):
-                if flow.ended or self._closed:
-                    return  # broken in the midst of it: the rest is lost
-                self._take(flow, item)
-        except ProtocolError as error:
-            self._break(f"the faulty agent cannot follow the connection: {error}")
+            inner.close()
+            raise
+        self._agent_end: OwnSocket | None = OwnSocket(ends[0])
+        self._relay_end = ends[1]
+        with self._relay.lock:
+            if not self._relay.add(self):
+                self.close()
+                raise OSError(errno.ESHUTDOWN, "the faulty agent has ended")
+            self._advance()
 
-    def _take(self, flow: _Flow, item: Item) -> None:
-        if isinstance(item, bytes):
-            self._deliver(flow, [item])
-        elif not isinstance(item, tuple):
-            if isinstance(item, Hello):
-                self._identify(item, connecting=flow is self._outbound)
-        elif flow is self._outbound:
-            self._send(item)
-        else:
-            self._receive(item)
+    # The agent's side
 
-    def _deliver(self, flow: _Flow, pieces: Sequence[Buffer], delay: float = 0.0) -> None:
-        delay += self._conditions.slow
+    @property
+    def backlog(self) -> int:
+        """See `Link`. Frames that the faults hold are not counted, so that a frozen worker stops no caller."""
+        return self._inner.backlog
+
+    @property
+    def network(self) -> str:
+        """See `Link`."""
+        return self._inner.network
+
+    @property
+    def binding(self) -> bytes:
+        """See `Link`."""
+        return self._inner.binding
+
+    def fileno(self) -> int:
+        """See `Link`."""
+        return self._open_end().fileno()
+
+    def _open_end(self) -> OwnSocket:
+        end = self._agent_end
+        if end is None:
+            raise ConnectionAbortedError(f"the link to {self.address} is closed")
+        return end
+
+    def establish(self, options: LinkOptions, deadline: float | None = None) -> None:
+        """See `Link`."""
+        options = options._replace(poller=self._relay.poller, spin_s=0.0)
+        with self._relay.lock:
+            self.is_established = self._must_not_read = True
+            self._watch()
+            if deadline is None:
+                # Behind the frames of its handshake, which may be held: an established link cannot send them.
+                self._deliver(self._outbound, partial(self._establish_inner, options, None))
+                return
+        self._establish_inner(options, deadline)
+
+    def _establish_inner(self, options: LinkOptions, deadline: float | None) -> None:
+        self._inner.establish(options, deadline)  # the connecting end waits, and reads the inner link itself
+        with self._relay.lock:
+            self._must_not_read = False
+            self._watch()
+
+    def send(self, frame: bytes, buffers: list[memoryview] | None = None, deadline: float = FOREVER) -> None:
+        """See `Link`. It never waits, so the deadline does not matter."""
+        with self._relay.lock:
+            self._check_open()
+            if self.is_established:
+                self._send(frame, buffers or [])
+            else:
+                self._send_handshake(frame)
+            if buffers:
+                buffers.clear()
+            self._advance()
+
+    def send_kept(self, frame: bytes, buffers: list[memoryview], deadline: float = FOREVER) -> list[memoryview]:
+        """See `Link`."""
+        kept = _copies(buffers)
+        self.send(frame, list(kept), deadline)
+        return kept
+
+    def receive(self) -> list[Frame]:
+        """See `Link`."""
+        with self._relay.lock:
+            end = self._open_end()
+            received = list(self._inbox)
+            if received:
+                self._reads += 1
+                self._inbox.clear()
+                end.recv(1)
+                self._advance()
+            elif self.has_hung_up():
+                raise copy.copy(self._error)  # the traceback of the error itself would keep this link alive
+            return received
+
+    def wait(self, seconds: float | None) -> bool:
+        """See `Link`."""
+        end = self._open_end()  # its descriptor stays open though another thread closes the link
+        poll = select.poll()
+        poll.register(end, select.POLLIN)
+        before, until = self._reads, FOREVER if seconds is None else monotonic() + seconds
+        while True:
+            left = min(max(0.0, until - monotonic()), MAX_SLEEP_S)
+            if poll.poll(left * 1000):
+                return True
+            # A signal handler may have received what is waited for: `poll` itself goes on after one.
+            if self._reads != before or monotonic() >= until:
+                return False
+
+    def _check_open(self) -> None:
+        self._open_end()
+        if self.has_hung_up():
+            raise ConnectionAbortedError(str(self._error))
+
+    def has_hung_up(self) -> bool:
+        """See `Link`."""
+        return self._is_detached or self._is_disconnected
+
+    def note_hang_up(self) -> None:
+        """See `Link`. A thread that waits notices by itself."""
+
+    def close(self) -> None:
+        """See `Link`. Frames that are held for the other worker still arrive."""
+        with self._relay.lock:
+            end, self._agent_end = self._agent_end, None
+            if end is not None:
+                end.release()
+                self._inbox.clear()
+                self._detach()
+                self._advance()
+
+    def abandon(self) -> None:
+        """See `Link`."""
+        end, self._agent_end = self._agent_end, None
+        if end is not None:
+            end.abandon()
+        self._relay_end.close()
+        self._inner.abandon()
+
+    # Passing frames on
+
+    def _send_on(self, frame: bytes, buffers: Sequence[memoryview] = (), delay: float = 0.0) -> None:
+        """Sends a frame to the other worker. Raises `ConnectionError` if the inner link does not take it."""
+        self._deliver(self._outbound, partial(self._inner.send, frame, _copies(buffers), _NO_WAIT), delay)
+
+    def _put(self, frame: bytes, buffers: Sequence[memoryview] = ()) -> None:
+        """Gives a frame to the agent."""
+
+        def put() -> None:
+            if not self.has_hung_up():
+                self._inbox.append((frame, buffers))
+                if len(self._inbox) == 1:
+                    self._relay_end.send(b"\0")
+
+        self._deliver(self._inbound, put)
+
+    def _deliver(self, flow: _Flow, pass_on: Callable[[], None], delay: float = 0.0) -> None:
+        """Passes a frame on, at once or later."""
+        delay += self._conditions().slow_s
         if delay and not self._relay.is_closing:
             flow.held += 1
-            self._relay.later(delay, lambda: self._release(flow, pieces))
+            self._relay.call_later(delay, partial(self._release, flow, pass_on))
         else:
-            self._push(flow, pieces)
+            flow.waiting.append(pass_on)
+            self._pass_on(flow)
 
-    def _release(self, flow: _Flow, pieces: Sequence[Buffer]) -> None:
-        """Delivers what was held."""
-        if not self._closed:
-            flow.held = max(0, flow.held - 1)  # 0 if the link is winding up
-            self._push(flow, pieces)
-            self._finish()
+    def _release(self, flow: _Flow, pass_on: Callable[[], None]) -> None:
+        """Delivers a frame that was held, unless it was dropped meanwhile."""
+        if flow.held:
+            flow.held -= 1
+            flow.waiting.append(pass_on)
+            self._advance()
 
-    def _push(self, flow: _Flow, pieces: Sequence[Buffer]) -> None:
-        flow.queue.extend(piece for piece in pieces if len(piece))
-        flow.queued += sum(len(piece) for piece in pieces)
-        self._write(flow)
+    def _pass_on(self, flow: _Flow) -> None:
+        while flow.waiting and not self._conditions().is_frozen:
+            flow.waiting.popleft()()
 
-    def _write(self, flow: _Flow) -> None:
-        if self._closed or self._conditions.frozen:
+    def _advance(self) -> None:
+        """Passes on what can be passed on, and disconnects when nothing is left."""
+        if self._is_disconnected:
             return
-        queue = flow.queue
-        while queue and not flow.useless:
-            piece = queue.popleft()
-            try:
-                sent = flow.target.send(piece)
-            except BlockingIOError:
-                sent = 0
-            except OSError:
-                flow.useless = True
-                break
-            flow.queued -= sent
-            if sent < len(piece):
-                queue.appendleft(memoryview(piece)[sent:])
-                break
-        if flow.useless:
-            queue.clear()
-            flow.queued = 0
+        try:
+            self._pass_on(self._inbound)
+            self._pass_on(self._outbound)
+        except ConnectionError:
+            self._outbound = _Flow()  # the end of the connection is found by reading
+        if self._is_detached and not self._outbound.waiting and not self._outbound.held:
+            if self._inner.unsent_bytes():
+                self._relay.call_later(_FLUSH_INTERVAL_S, self._advance)
+            else:
+                self.disconnect()
+        self._watch()
 
-    def _finish(self) -> None:
-        """Closes it if nothing can pass any more; else has the poller watch for what can."""
-        if self._closed:
-            return
-        if any(flow.ended and not flow.held and not flow.queue for flow in self._flows):
-            self.close()
-            return
-        frozen = self._conditions.frozen
-        for flow in self._flows:
-            self._want(flow.source_descriptor, READABLE, not (flow.ended or flow.queued >= _MOST_QUEUED or frozen))
-            self._want(flow.target_descriptor, WRITABLE, bool(flow.queue) and not frozen)
+    def _watch(self) -> None:
+        """Has the relay read the inner link, or not."""
+        must_wait = self._must_not_read or self._conditions().is_frozen or len(self._inbox) >= _MAX_UNREAD
+        is_watched = not must_wait and not self._is_disconnected
+        if is_watched != self._is_watched:
+            self._is_watched = is_watched
+            if is_watched:
+                self._relay.poller.watch(self._inner, self._read_inner)
+            else:
+                self._relay.poller.unwatch(self._inner)
 
-    def _want(self, descriptor: int, events: int, on: bool) -> None:
-        if descriptor in self._descriptors:
-            self._relay.poller.want(descriptor, events, on)
-
-    def _unwatch(self, descriptor: int) -> None:
-        if descriptor in self._descriptors:
-            self._descriptors.remove(descriptor)
-            self._relay.poller.remove(descriptor)
-
-    # What the agent sends
-
-    def _send(self, message: Message) -> None:
-        kind = message[0]
-        if kind in (CALL, CALL_CARRYING):
-            self._send_call(message)
-        elif kind == REMOTE:
-            number, *_, callee = unpack_remote(message[2])
-            name = self._faults.rules.name_for(REMOTE_CALL, callee)
-            self._send_reliably(name, number, encode_message(message))
-        elif kind == CONTROL:
-            acknowledged, entries = unpack_control(message[3])
-            unnamed = [entry for entry in entries if not name_of_reference_message(entry[1])]
-            if unnamed or acknowledged:
-                self._deliver(self._outbound, [_control(acknowledged, unnamed)])
-            for number, entry in entries:
-                name = name_of_reference_message(entry)
-                if name:
-                    self._send_reliably(name, number, [_control(0, [(number, entry)])])
-        else:
-            self._deliver(self._outbound, encode_message(message))
-
-    def _send_call(self, message: Message) -> None:
-        kind, call_id, head, body, buffers = message
-        callee = callee_of(kind, head)
-        name = self._faults.rules.name_for(name_of_call(kind, head), callee)
-        late = self._correspondence.sent_again(name)
-        content = (self.number, callee, bytes(body), tuple(bytes(buffer) for buffer in buffers))
-        verdict = self._faults.rules.judge(name, hash(content))
-        self._last_call = monotonic()
-        if verdict.failure in (Failure.ERROR, Failure.REQUEST_LOST):
-            if kind == CALL_CARRYING:
-                number, carried, _ = unpack_section(head)
-                self._deliver(self._outbound, [encode(CARRIED, 0, pack_section(number, carried), b"")])
-            if verdict.failure is Failure.ERROR:
-                self._refuse(call_id, name, callee, verdict)
-        elif verdict.failure is Failure.LATE:
-            self._hold(name, encode_message(message))
-        else:
-            if verdict.failure is Failure.REPLY_LOST:
-                self._unanswered.add(call_id)
-            self._pending.add(call_id)
-            self._deliver(self._outbound, encode_message(message), verdict.delay)
-        for release in late:
-            release()
-
-    def _refuse(self, call_id: int, name: str, callee: bytes, verdict: Verdict) -> None:
-        """Answers a call in the other worker's place."""
-        function = f"`{callee.decode().replace(chr(0), '.')}`" if callee[:1] > b"\4" else "a function or a value"
-        error = WorkerLost(f"worker {self.peer!r} was not asked for {function}: {_explained(name, verdict)}", self.peer)
-        body = encode_failure(error, self._faults.name, "the faulty agent")
-        self._deliver(self._inbound, [encode(FAILURE, call_id, b"", body)])
-
-    def _send_reliably(self, name: str, number: int, pieces: Sequence[Buffer]) -> None:
-        """Something that the agent sends again if its connection is lost before it was acknowledged."""
-        correspondence = self._correspondence
-        late = correspondence.sent_again(number)
-        verdict = self._faults.rules.judge(name, (self.number, number))
-        if verdict.failure in (None, Failure.REPLY_LOST):
-            self._deliver(self._outbound, pieces, verdict.delay)
-        if verdict.failure is Failure.REPLY_LOST:
-            correspondence.hidden.add(number)
-        elif verdict.failure is Failure.LATE:
-            self._hold(number, pieces)
-        if verdict.failure is not None:
-            # Who has lost a remote call often waits for its value next, in vain: there is nothing to be spared.
-            self._break_when_quiet(_explained(name, verdict), at_once=name in (REMOTE_CALL, SCRIPT_REMOTE_CALL))
-        for release in late:
-            release()
-
-    def _hold(self, until_sent: int | str, pieces: Sequence[Buffer]) -> None:
-        """Has it delivered when something of that number or name is sent to the same worker again."""
-        self._outbound.held += 1
-        waiting = [pieces]
-
-        def release() -> None:
-            if waiting:
-                self._release(self._outbound, waiting.pop())
-
-        self._correspondence.hold(until_sent, lambda: self._relay.later(_BEHIND, release))
-        self._relay.later(_LATEST, release)
-
-    # What comes
-
-    def _receive(self, message: Message) -> None:
-        kind, call_id, head, body, _ = message
-        if kind in (RESULT, FAILURE, RESULT_CARRYING):
-            self._last_call = monotonic()
-            self._pending.discard(call_id)
-            if call_id in self._unanswered:
-                if kind == RESULT_CARRYING:  # of no call: its references are taken and given back
-                    self._deliver(self._inbound, [encode(kind, 0, head, b"")])
-                return
-        elif kind == CONTROL and self._correspondence.hidden:
-            acknowledged, entries = unpack_control(body)
-            known = min(acknowledged, min(self._correspondence.hidden) - 1)
-            self._deliver(self._inbound, [_control(known, entries)])
-            return
-        self._deliver(self._inbound, encode_message(message))
+    def _read_inner(self) -> None:
+        """The relay: takes the frames that have come."""
+        if not self._is_watched:
+            return  # an old event
+        try:
+            for frame, buffers in self._inner.receive():
+                if self.is_established:
+                    self._receive(frame, buffers)
+                else:
+                    self._receive_handshake(frame)
+        except Exception as error:  # of any kind: the agent gets it when it reads
+            self._must_not_read = True
+            if not self._is_detached:
+                self._error = error.with_traceback(None)
+            self._deliver(self._inbound, self.disconnect)  # behind the last frame
+        self._advance()
 
     # The other end
 
-    @property
     def _conditions(self) -> Conditions:
         return self._faults.conditions(self.peer)
 
-    @property
-    def _correspondence(self) -> Correspondence:
-        return self._faults.correspondence(self.number)
+    def _sent_messages(self) -> SentMessages:
+        return self._faults.sent_to(self._number)
 
-    def _identify(self, hello: Hello, connecting: bool) -> None:
-        self.peer = hello.wanted if connecting else hello.name
-        self.number = hello.wanted_number if connecting else hello.number
-        self.conditions_changed()
+    def _send_handshake(self, frame: bytes) -> None:
+        if self._is_connecting and not self.peer:
+            hello = unpack(frame, self.address)
+            if isinstance(hello, Hello):
+                self._identify(hello.wanted, hello.wanted_number)
+                self._check_open()
+        self._send_on(frame)
 
-    def conditions_changed(self) -> None:
-        """It is another weather on the way to that worker: acts by it."""
-        if self._conditions.cut:
-            self.reason = f"the faulty agent has cut worker {self.peer!r} off; it can be reached again after heal()"
-            self.close()
-            return
-        for flow in self._flows:
-            self._write(flow)
-        self._finish()
+    def _receive_handshake(self, frame: bytes) -> None:
+        try:
+            message = unpack(bytes(frame), self.address)
+        except ProtocolError:
+            message = None  # for the agent to refuse
+        if isinstance(message, Hello):
+            self._identify(message.name, message.number)
+        self._must_not_read = isinstance(message, Welcome if self._is_connecting else Proof)
+        self._put(frame)
+
+    def _identify(self, name: str, number: Worker) -> None:
+        self.peer, self._number = name, number
+        self.apply_conditions()
+
+    def apply_conditions(self) -> None:
+        """The conditions between the two workers have changed."""
+        if self._conditions().is_cut:
+            self._break(f"the faulty agent has cut worker {self.peer!r} off; it can be reached again after heal()")
+            self.disconnect()
+        else:
+            self._advance()
+
+    # What the agent sends
+
+    def _send(self, frame: bytes, buffers: Sequence[memoryview]) -> None:
+        kind, flags, callee_size, _, call_id = frames.unpack_header(frame)
+        at = HEADER_SIZE + callee_size
+        callee = frame[HEADER_SIZE:at]
+        if kind == frames.CALL:
+            self._send_call(frame, buffers, flags, callee, call_id)
+        elif kind == frames.KEEP:
+            if call_id:
+                self._remote_calls.add(call_id)
+            number, _, _ = unpack_references(frame, at + frames.HANDLE_SIZE)
+            self._send_reliably(self._faults.rules.name_of_remote_call(callee), number, frame, buffers)
+        elif kind == frames.CONTROL:
+            self._send_control(frame)
+        else:
+            self._send_on(frame, buffers)
+
+    def _send_call(self, frame: bytes, buffers: Sequence[memoryview], flags: int, callee: bytes, call_id: int) -> None:
+        references, _, payload = _sections(frame, HEADER_SIZE + len(callee), flags)
+        name = self._faults.rules.name_of_call(callee)
+        verdict = self._faults.rules.judge(name, hash((self._number, callee, payload, *map(bytes, buffers))))
+        late = self._sent_messages().take_late(name)
+        self._last_call = monotonic()
+        if verdict.failure in (Failure.ERROR, Failure.REQUEST_LOST):
+            if references:
+                self._send_on(frames.pack_message(frames.REFERENCES, references))
+            if verdict.failure is Failure.ERROR:
+                self._refuse(call_id, callee, _explain(name, verdict))
+        elif verdict.failure is Failure.LATE:
+            self._hold(name, frame, buffers)
+        else:
+            self._calls.add(call_id)
+            if verdict.failure is Failure.REPLY_LOST:
+                self._unanswered.add(call_id)
+            self._send_on(frame, buffers, verdict.delay)
+        for release in late:
+            release()
+
+    def _refuse(self, call_id: int, callee: bytes, reason: str) -> None:
+        """Answers a call in the place of the other worker."""
+        # A callee that names a reference begins with a small number.
+        function = f"`{callee.decode().replace(chr(0), '.')}`" if callee[:1] > frames.TYPE else "a function or a value"
+        error = WorkerLost(f"worker {self.peer!r} was not asked for {function}: {reason}", self.peer)
+        failure = encode_failure(error, self._faults.name, "the faulty agent")
+        self._put(frames.pack_reply(frames.FAILURE, call_id, failure))
+
+    def _send_control(self, frame: bytes) -> None:
+        """Sends messages about references. Each that has a name is judged, and sent in a frame of its own."""
+        acknowledged, messages = unpack_control(frame[HEADER_SIZE:])
+        unnamed = [each for each in messages if not name_of_reference_message(each[1])]
+        if unnamed or acknowledged:
+            self._send_on(_pack_control(acknowledged, unnamed))
+        for number, message in messages:
+            name = name_of_reference_message(message)
+            if name:
+                self._send_reliably(name, number, _pack_control(0, [(number, message)]))
+
+    def _send_reliably(self, name: str, number: int, frame: bytes, buffers: Sequence[memoryview] = ()) -> None:
+        """Sends what the agent sends again if its connection is lost before the number was acknowledged."""
+        sent = self._sent_messages()
+        sent.unacknowledged.discard(number)
+        late = sent.take_late(number)
+        verdict = self._faults.rules.judge(name, (self._number, number))
+        if verdict.failure in (None, Failure.REPLY_LOST):
+            self._send_on(frame, buffers, verdict.delay)
+        if verdict.failure is Failure.REPLY_LOST:
+            sent.unacknowledged.add(number)
+        elif verdict.failure is Failure.LATE:
+            self._hold(number, frame, buffers)
+        if verdict.failure is not None:
+            reason = _explain(name, verdict)
+            if name in (REMOTE_CALL, SCRIPT_REMOTE_CALL):
+                self._break(reason)  # at once: the next call of the caller is often for the value, and would wait
+            elif not self._is_to_break:
+                self._is_to_break = True
+                self._break_when_quiet(reason, monotonic() + MAX_BUSY_S)
+        for release in late:
+            release()
+
+    def _hold(self, key: int | str, frame: bytes, buffers: Sequence[memoryview]) -> None:
+        """Holds a late frame until a message of that number or name is sent to the same worker."""
+        self._outbound.held += 1
+        send = partial(self._inner.send, frame, _copies(buffers), _NO_WAIT)
+        late = [partial(self._release, self._outbound, send)]
+
+        def release() -> None:
+            if late:
+                late.pop()()
+
+        self._sent_messages().add_late(key, lambda: self._relay.call_later(_BEHIND_S, release))
+        self._relay.call_later(MAX_LATE_S, release)
+
+    # What comes from the other worker
+
+    def _receive(self, frame: bytes, buffers: Sequence[memoryview]) -> None:
+        received: Frame | None = frame, buffers
+        try:
+            received = self._judge_received(frame, buffers)
+        except (ProtocolError, struct.error):
+            pass  # for the agent to refuse
+        if received is not None:
+            self._put(*received)
+
+    def _judge_received(self, frame: bytes, buffers: Sequence[memoryview]) -> Frame | None:
+        """Returns what the agent gets in the place of a frame; None for nothing. Raises if it cannot be read."""
+        kind, flags, _, _, call_id = frames.unpack_header(frame)
+        if kind in (frames.RESULT, frames.FAILURE):
+            self._last_call = monotonic()
+            self._calls.discard(call_id)
+            references, annotations, _ = _sections(frame, HEADER_SIZE, flags)
+            if call_id in self._unanswered:
+                self._unanswered.remove(call_id)
+                if not references:
+                    return None
+                # No call has the id 0, so the references are counted and given back.
+                return frames.pack_full_reply(kind, 0, b"", references, b""), ()
+            if call_id in self._remote_calls:
+                self._remote_calls.remove(call_id)
+                if kind == frames.RESULT and not flags & frames.IS_KEPT:
+                    # The value is taken out, so that `to_here` has to send a message, which can fail as in torch.
+                    return frames.pack_full_reply(kind, call_id, b"", references, annotations, is_kept=True), ()
+        elif kind == frames.CONTROL and (unacknowledged := self._sent_messages().unacknowledged):
+            acknowledged, messages = unpack_control(frame[HEADER_SIZE:])
+            return _pack_control(min(acknowledged, min(unacknowledged) - 1), messages), buffers
+        return frame, buffers
 
     # The end
 
-    def _break_when_quiet(self, reason: str, at_once: bool) -> None:
-        if at_once:
-            self._break(reason)
-        elif not self._breaks:
-            self._breaks = True
-            deadline = monotonic() + _LONGEST_WAIT
-            # Not now: a call often comes right behind what the protocol has to say.
-            self._relay.later(_QUIET, lambda: self._try_to_break(reason, deadline))
+    def _break_when_quiet(self, reason: str, deadline: float) -> None:
+        """Breaks the connection when no call is under way, or at the deadline; not while it is frozen."""
 
-    def _try_to_break(self, reason: str, deadline: float) -> None:
-        now = monotonic()
-        if self._closed or self._outbound.ended:
-            return
-        self._read(self._outbound)  # a call may be there that nobody has seen yet
-        busy = (self._pending or now - self._last_call < _QUIET) and now < deadline
-        if busy or self._conditions.frozen:
-            self._relay.later(_QUIET, lambda: self._try_to_break(reason, deadline))
-        else:
-            self._break(reason)
-            self._finish()
+        def try_to_break() -> None:
+            now = monotonic()
+            is_busy = (self._calls or now - self._last_call < QUIET_S) and now < deadline
+            if is_busy or self._conditions().is_frozen:
+                self._break_when_quiet(reason, deadline)
+            else:
+                self._break(reason)
+                self._advance()
+
+        if not self.has_hung_up():
+            self._relay.call_later(QUIET_S, try_to_break)
 
     def _break(self, reason: str) -> None:
-        """Ends it for the agent; what is held for the other side is delivered yet. `_finish` follows."""
-        if self.reason is None:
-            self.reason = reason
-        self._unwatch(self._outbound.source_descriptor)
-        self._ours.close()
-        self._outbound.ended = True
-        self._inbound.useless = True
-        self._inbound.queue.clear()
-        self._inbound.queued = self._inbound.held = 0
+        """Ends the link for the agent. Frames that are held for the other worker still arrive. Call `_advance` next."""
+        if not self.has_hung_up():
+            self._error = ConnectionAbortedError(reason)
+            self._detach()
 
-    def wind_up(self) -> None:
-        """The agent has ended: nothing is held any more."""
-        if self._conditions.frozen:
-            self.close()
-            return
-        for flow in self._flows:
-            flow.held = 0
-        self._finish()
+    def _detach(self) -> None:
+        self._is_detached = True
+        self._inbound = _Flow()
+        self._relay_end.close()  # hangs up
 
-    def close(self) -> None:
-        """Ends it at once, both ways. May be called twice."""
-        if not self._closed:
-            self._closed = True
-            for flow in self._flows:
-                self._unwatch(flow.source_descriptor)
-            self._ours.close()
+    def finish(self) -> None:
+        """The agent has ended: sends what it can, and disconnects when that is done. May be called again."""
+        self._inbound.held = self._outbound.held = 0
+        if self._conditions().is_frozen:
+            self.disconnect()
+        else:
+            self._advance()
+
+    def disconnect(self) -> None:
+        """Ends the link at once, in both directions. May be called twice."""
+        if not self._is_disconnected:
+            self._is_disconnected = True
+            self._watch()
             self._inner.close()
+            self._relay_end.close()
             self._relay.links.discard(self)
 
-    def abandon(self) -> None:
-        """In a forked child: gives the descriptors back."""
-        self._ours.abandon()
-        self._inner.abandon()
+
+def _sections(frame: bytes, at: int, flags: int) -> tuple[bytes, bytes, bytes]:
+    """Returns the references and annotations at that place of a frame, as they stand there, and its payload."""
+    references_end = unpack_references(frame, at)[2] if flags & frames.HAS_REFERENCES else at
+    end = unpack_annotations(frame, references_end)[1] if flags & frames.HAS_ANNOTATIONS else references_end
+    return bytes(frame[at:references_end]), bytes(frame[references_end:end]), frame[end:]
 
 
-def _control(acknowledged: int, entries: Sequence[tuple[int, object]]) -> bytes:
-    return encode(CONTROL, 0, b"", pack_control(acknowledged, entries))  # type: ignore[arg-type]
+def _pack_control(acknowledged: int, messages: Sequence[tuple[int, Message]]) -> bytes:
+    return frames.pack_message(frames.CONTROL, pack_control(acknowledged, messages))
 
 
-def _explained(name: str, verdict: Verdict) -> str:
+def _explain(name: str, verdict: Verdict) -> str:
     return f"the faulty agent let this {name} fail ({verdict.failure}; {verdict.attempt} of {verdict.attempts} sends)"
+
+
+def _copies(buffers: Sequence[memoryview]) -> list[memoryview]:
+    return [memoryview(bytes(buffer)) for buffer in buffers]
+
+
+class FaultyListener:
+    """A `Listener` that puts a `FaultyLink` around each link of the inner one."""
+
+    def __init__(self, inner: Listener, faults: Faults) -> None:
+        self.address = inner.address
+        self.fileno, self.close, self.abandon = inner.fileno, inner.close, inner.abandon
+        self._accept = inner.accept
+        self._faults = faults
+
+    def accept(self) -> FaultyLink | None:
+        """See `Listener`."""
+        link = self._accept()
+        return None if link is None else FaultyLink(link, self._faults, is_connecting=False)
+
+
+class FaultyTransport:
+    """A `Transport` of the same scheme as the inner one, whose links are faulty."""
+
+    def __init__(self, inner: Transport, faults: Faults) -> None:
+        self.scheme = inner.scheme
+        self._inner = inner
+        self._faults = faults
+        encrypted: Callable[..., Link] | None = getattr(inner, "connect_encrypted", None)
+        self.connect_encrypted = None if encrypted is None else partial(self._connect, encrypted)
+        """See `TcpTransport`. None if the inner transport has no such method."""
+
+    def listen(self, host: str | None, handshake_limit: int) -> FaultyListener:
+        """See `Transport`."""
+        return FaultyListener(self._inner.listen(host, handshake_limit), self._faults)
+
+    def connect(self, address: str, timeout: float, handshake_limit: int) -> FaultyLink:
+        """See `Transport`."""
+        return self._connect(self._inner.connect, address, timeout, handshake_limit)
+
+    def _connect(self, connect: Callable[..., Link], address: str, timeout: float, handshake_limit: int) -> FaultyLink:
+        return FaultyLink(connect(address, timeout, handshake_limit), self._faults, is_connecting=True)

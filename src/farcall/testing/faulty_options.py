@@ -1,15 +1,16 @@
-"""What the faulty agent is told to do: messages by torch's names for them, and how each of them fails.
+"""The options of the faulty agent: which messages fail or are delayed, by torch's names, and how each of them fails.
 
-torch sends builtin operators and scripted functions under names of their own (`SCRIPT_CALL` ...). farcall has one kind
-of call, so such a name means what its `PYTHON_` brother means; unless the agent says which functions stand for those
-(`Names`). A fetch does not tell what has made the value, so both of its names mean it in any case.
+torch sends calls of builtin operators and scripted functions under names of their own (`SCRIPT_CALL` ...). farcall has
+one kind of call, so a `SCRIPT_` name means the same as the `PYTHON_` name, unless the agent says which functions stand
+for scripted ones (`Names`). A fetch does not tell what made the value, so both of its names always mean it.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from enum import StrEnum
+from functools import partial
 from numbers import Real
 from typing import Any, Final, NamedTuple
 
@@ -28,23 +29,18 @@ SCRIPT_CALL: Final = "SCRIPT_CALL"
 SCRIPT_REMOTE_CALL: Final = "SCRIPT_REMOTE_CALL"
 
 _MEANING: Final[Mapping[str, str]] = {
-    CALL: CALL,
-    FETCH: FETCH,
-    REMOTE_CALL: REMOTE_CALL,
-    FORK_REQUEST: FORK_REQUEST,
-    CHILD_ACCEPT: CHILD_ACCEPT,
-    USER_DELETE: USER_DELETE,
+    **{name: name for name in (CALL, FETCH, REMOTE_CALL, FORK_REQUEST, CHILD_ACCEPT, USER_DELETE)},
     SCRIPT_CALL: CALL,
     "SCRIPT_RREF_FETCH_CALL": FETCH,
     SCRIPT_REMOTE_CALL: REMOTE_CALL,
-    CLEANUP: "",  # nothing of farcall's: accepted, and never sent
+    CLEANUP: "",  # farcall has no such message: the name is accepted, and nothing is sent under it
 }
 MESSAGES: Final = tuple(_MEANING)
-"""The names that are understood."""
+"""All names that are accepted."""
 
 
 class Names(NamedTuple):
-    """Under which names torch would send calls and remote calls of a function; empty: under none that is known here."""
+    """Under which names torch would send calls of one function. Empty: under none that is known here."""
 
     call: str = ""
     remote_call: str = ""
@@ -56,25 +52,26 @@ class Failure(StrEnum):
     ERROR = "error"
     """torch's way: the sender is told at once. A call raises `WorkerLost`; what must arrive is sent again."""
     REQUEST_LOST = "request lost"
-    """It does not arrive, and the sender is not told. A call ends by its timeout."""
+    """The message does not arrive, and the sender is not told. A call ends by its timeout."""
     REPLY_LOST = "reply lost"
-    """It arrives, but the answer does not: the result of a call, the acknowledgement of anything else."""
+    """The message arrives. What answers it does not: the result of a call, the acknowledgement of anything else."""
     LATE = "late"
-    """It is in flight while the sender sends again, and arrives behind that."""
+    """The message is under way while the sender sends again, and arrives after that."""
 
 
 @dataclass(kw_only=True)
 class FaultyRpcBackendOptions(RpcBackendOptions):
     """The options of the faulty agent: those of the default backend, and what goes wrong.
 
-    Raises `UsageError` for what cannot be, also when a value is set, as the other options do.
+    Raises:
+        UsageError: A value is not valid. It is raised when an option is set later, too.
     """
 
     messages_to_fail: list[str] = field(default_factory=list)
     """The names of messages that fail."""
 
     messages_to_delay: dict[str, float] = field(default_factory=dict)
-    """For a message's name: the seconds by which it arrives later."""
+    """For a message's name: how many seconds later such messages arrive."""
 
     num_fail_sends: int = 1
     """How many sends of each such message fail before it goes through. A call with the same function and arguments is
@@ -89,11 +86,15 @@ class FaultyRpcBackendOptions(RpcBackendOptions):
 
 
 FaultyTensorPipeRpcBackendOptions = FaultyRpcBackendOptions
-"""The name that torch gives to them."""
+"""torch's name for these options."""
 
 
 def meaning(message: str) -> str:
-    """The name of farcall's message that is meant; empty if it has none. Raises `UsageError` for an unknown name."""
+    """Returns the name of the message of farcall that is meant; empty if farcall has no such message.
+
+    Raises:
+        UsageError: The name is not one of `MESSAGES`.
+    """
     found = _MEANING.get(message) if isinstance(message, str) else None
     if found is None:
         raise UsageError(f"there is no message {message!r}; there are {', '.join(MESSAGES)}")
@@ -101,21 +102,21 @@ def meaning(message: str) -> str:
 
 
 def check_seconds(seconds: float) -> float:
-    """Raises `UsageError` for what cannot be a delay."""
+    """Returns a delay as a float. Raises `UsageError` if it cannot be a delay."""
     if not isinstance(seconds, Real) or not 0 <= seconds < float("inf"):
         raise UsageError(f"a delay must be 0 or more seconds, not {seconds!r}")
     return float(seconds)
 
 
 def check_sends(sends: int) -> int:
-    """Raises `UsageError` for what cannot be a number of sends."""
+    """Returns a number of sends. Raises `UsageError` if it cannot be one."""
     if not isinstance(sends, int) or sends < 0:
         raise UsageError(f"the number of sends that fail must be 0 or more, not {sends!r}")
     return sends
 
 
 def check_failure(failure: str) -> Failure:
-    """Raises `UsageError` for what is no way to fail."""
+    """Returns a way to fail, given as a `Failure` or its text. Raises `UsageError` for anything else."""
     try:
         return Failure(failure)
     except ValueError:
@@ -123,7 +124,7 @@ def check_failure(failure: str) -> Failure:
         raise UsageError(f"a message cannot fail by {failure!r}; the ways are {ways}") from None
 
 
-def _messages(value: Iterable[str]) -> list[str]:
+def _check_list(value: Any) -> list[str]:
     if isinstance(value, str) or not isinstance(value, Iterable):
         raise UsageError(f"messages_to_fail must be a list of names such as ['RREF_FORK_REQUEST'], not {value!r}")
     names = list(value)
@@ -132,28 +133,17 @@ def _messages(value: Iterable[str]) -> list[str]:
     return names
 
 
-def _by_message(what: str, value: Any) -> dict[str, Any]:
+def _check_dict(option: str, check: Callable[[Any], Any], value: Any) -> dict[str, Any]:
     if not isinstance(value, Mapping):
-        raise UsageError(f"{what} must be a dict by the names of messages, not {value!r}")
+        raise UsageError(f"{option} must be a dict by the names of messages, not {value!r}")
     for name in value:
         meaning(name)
-    return dict(value)
+    return {name: check(each) for name, each in value.items()}
 
 
-def _delays(value: Any) -> dict[str, float]:
-    delays = _by_message("messages_to_delay", value)
-    for seconds in delays.values():
-        check_seconds(seconds)
-    return delays
-
-
-def _failures(value: Any) -> dict[str, Failure]:
-    return {name: check_failure(failure) for name, failure in _by_message("failures", value).items()}
-
-
-_CHECKS: Final[Mapping[str, Any]] = {
-    "messages_to_fail": _messages,
-    "messages_to_delay": _delays,
+_CHECKS: Final[Mapping[str, Callable[[Any], Any]]] = {
+    "messages_to_fail": _check_list,
+    "messages_to_delay": partial(_check_dict, "messages_to_delay", check_seconds),
     "num_fail_sends": check_sends,
-    "failures": _failures,
+    "failures": partial(_check_dict, "failures", check_failure),
 }

@@ -1,111 +1,128 @@
-"""The thread between a faulty agent and its network: it waits for descriptors and for moments to come.
+"""The thread between a faulty agent and its network: it reads the inner links, and delivers what was delayed.
 
 Rules
-- Everything that links and timers do is done under `lock`, by this thread or by whoever changes the faults. So a change
-  holds when the method that makes it returns.
-- The thread starts with the first link or timer. `close` ends it, and whatever is open still.
-- Nothing of a user runs here.
+- Everything that links and timers do is done under `lock`, by this thread or by the thread that sends or changes the
+  faults. So a change holds when the method that makes it returns.
+- The thread starts with the first link or timer. `close` ends it, and closes every link that is still open.
+- No code of users runs here.
 """
 
 from __future__ import annotations
 
 import heapq
 import itertools
+import logging
 import threading
 from collections.abc import Callable
 from time import monotonic
 from typing import TYPE_CHECKING, Final
 
-from farcall.agent.poller import Poller
+from farcall.transports.poller import Poller
 
 if TYPE_CHECKING:
-    from farcall.testing.faulty_link import Link
+    from farcall.testing.faulty_link import FaultyLink
 
-_LAST_WORDS: Final = 1.0
-"""Seconds that remain at the end for what the agent has sent and the network has not taken yet."""
+logger = logging.getLogger("farcall")
+
+CLOSE_TIMEOUT_S: Final = 1.0
+"""At the end: how long frames that the agent has sent may take to go out."""
+_CLOSE_INTERVAL_S: Final = 0.01
 
 
 class Relay:
-    """Runs the links of one agent."""
+    """Runs the links of one faulty agent."""
 
     def __init__(self) -> None:
-        self.lock = threading.RLock()
-        self.poller = Poller()
-        self.links: set[Link] = set()
-        self._timers: list[tuple[float, int, Callable[[], None]]] = []
-        self._numbers = itertools.count()
+        self.lock = threading.RLock()  # a finalizer may send in the middle of a send of its own thread
+        self.poller = Poller(0.0, use_rings=False)
+        """For the inner links."""
+        self.links: set[FaultyLink] = set()
+        self._timers: list[tuple[float, int, Callable[[], None]]] = []  # a heap
+        self._numbers = itertools.count()  # timers of one moment go off in the order in which they were set
         self._thread: threading.Thread | None = None
-        self._deadline: float | None = None  # set at the end
+        self._deadline: float | None = None  # set when it closes
 
     @property
     def is_closing(self) -> bool:
-        """Whether no more links are taken."""
+        """Whether it takes no more links."""
         return self._deadline is not None
 
-    def add(self, link: Link) -> None:
-        """Runs that link from now on. Under the lock; not when it is closing."""
+    def add(self, link: FaultyLink) -> bool:
+        """Runs a link from now on. Returns False if the relay is closing: then nothing was done. Under the lock."""
+        if self.is_closing:
+            return False
+        self._start()
         self.links.add(link)
-        self.start()
-        self.poller.ring()
+        return True
 
-    def start(self) -> None:
-        """Has the thread run, if it does not, and it is not closing. Under the lock."""
-        if self._thread is None and not self.is_closing:
-            self._thread = threading.Thread(target=self._run, name="farcall-faults", daemon=True)
-            self._thread.start()
+    def call_later(self, seconds: float, function: Callable[[], None]) -> None:
+        """Calls a function after so many seconds, under the lock; not at all if the relay closes before."""
+        with self.lock:
+            if not self.is_closing:
+                self._start()
+                heapq.heappush(self._timers, (monotonic() + seconds, next(self._numbers), function))
+                self.poller.wake()
 
-    def later(self, seconds: float, action: Callable[[], None]) -> None:
-        """Has the action done after so many seconds; not at all if the end comes before. Under the lock."""
-        heapq.heappush(self._timers, (monotonic() + seconds, next(self._numbers), action))
-        self.poller.ring()
+    def _start(self) -> None:
+        if self._thread is None:
+            thread = threading.Thread(target=self._run, name="farcall-faults", daemon=True)
+            thread.start()
+            self._thread = thread
 
     def _run(self) -> None:
-        while True:
-            with self.lock:
-                left = self._time_left()
-            if left is None:
-                break
-            for descriptor, events in self.poller.poll(left):
-                with self.lock:
-                    handler = self.poller.handlers.get(descriptor)
-                    if handler is not None:
-                        handler(events)
-            with self.lock:
-                while self._timers and self._timers[0][0] <= monotonic():
-                    heapq.heappop(self._timers)[2]()
-        self._end()
+        while not self._has_ended():
+            for handler in [*self.poller.wait(self._seconds_to_wait()), self._call_timers]:
+                try:
+                    with self.lock:
+                        handler()
+                except Exception:  # the links of all workers depend on this thread
+                    logger.exception("the relay of a faulty agent failed, and goes on")
+        self._disconnect_all()
 
-    def _time_left(self) -> float | None:
-        """Seconds until there is something to do, -1 if nobody knows; None at the end."""
-        if self._deadline is not None:
-            left = self._deadline - monotonic()
-            return left if self.links and left > 0 else None
-        return max(0.0, self._timers[0][0] - monotonic()) if self._timers else -1
+    def _has_ended(self) -> bool:
+        with self.lock:
+            if self._deadline is None:
+                return False
+            for link in list(self.links):
+                link.finish()
+            return not self.links or monotonic() >= self._deadline
 
-    def close(self) -> None:
-        """Ends it: links whose agent has closed them send what they have; whatever waits is dropped. May be twice."""
+    def _seconds_to_wait(self) -> float | None:
         with self.lock:
             if self._deadline is not None:
-                return
-            self._deadline = monotonic() + _LAST_WORDS
-            self._timers.clear()
-            for link in list(self.links):
-                link.wind_up()
-            thread = self._thread
-            self.poller.ring()
-        if thread is None:
-            self._end()
-        else:
-            thread.join(2 * _LAST_WORDS)
+                return _CLOSE_INTERVAL_S
+            return max(0.0, self._timers[0][0] - monotonic()) if self._timers else None
 
-    def _end(self) -> None:
+    def _call_timers(self) -> None:
+        while self._timers and self._timers[0][0] <= monotonic():
+            heapq.heappop(self._timers)[2]()
+
+    def close(self) -> None:
+        """Ends the thread. Links that the agent has closed send what they have; the rest is dropped.
+
+        Waits for at most twice `CLOSE_TIMEOUT_S`. May be called twice.
+        """
+        with self.lock:
+            if self.is_closing:
+                return
+            self._deadline = monotonic() + CLOSE_TIMEOUT_S
+            self._timers.clear()
+            thread = self._thread
+            self.poller.wake()
+        if thread is None:
+            self._disconnect_all()
+        else:
+            thread.join(2 * CLOSE_TIMEOUT_S)
+
+    def _disconnect_all(self) -> None:
         with self.lock:
             for link in list(self.links):
-                link.close()
+                link.disconnect()
             self.poller.close()
 
     def abandon(self) -> None:
-        """In a forked child: gives the descriptors back, and leaves the streams to the parent."""
+        """In a forked child, which has no such thread: gives the descriptors back."""
+        self.lock = threading.RLock()  # the thread of the parent may have held the old one
         self._deadline = 0.0
         for link in list(self.links):
             link.abandon()

@@ -1,25 +1,24 @@
-"""A whole group of workers in one process: agents over a memory network, for tests that need no other process.
+"""A group of workers in one process, for tests that need no other process.
 
     with LocalGroup(3) as group:
         group[0].call("worker1", max, (1, 2), None, timeout=5).wait()
 
-A function that a worker runs and that wants to call on needs that worker's agent. Hand it the group as an argument: a
-group is not copied when it is sent, it arrives as itself, and `group["worker1"]` is the agent.
+A function that makes calls needs the agent of the worker that runs it. Pass it the group as an argument: the group is
+not copied when it is sent, and `group["worker1"]` is the agent.
 
-References are made by the group for one of its workers, and used as always; whoever gets one in a call holds one of its
-own worker:
+References are made by the group for one of its workers. A worker that gets a reference in a call holds one of its own:
 
     rref = group.remote(0, "worker1", list, ((3, 1, 2),))
     rref.to_here()
 
-An open group begins with so many workers, and others come and go:
+An open group begins with that many workers, and others come and go:
 
     with LocalGroup(1, is_open=True) as group:
         group.join("worker1").call("worker0", max, (1, 2), None, timeout=5).wait()
         group.leave("worker1")
 
-Not here: processes, signals, sockets of a network, the functions of `farcall` itself (they hold one agent for a
-process). All agents share the interpreter, so this is for right and wrong, not for fast and slow.
+The functions of `farcall` itself (`rpc_sync` ...) do not work on these agents, as they use the one agent of the
+process. All agents share the interpreter, so their speed says nothing.
 """
 
 from __future__ import annotations
@@ -33,31 +32,36 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from types import TracebackType
 from typing import Any, Final, TypeVar
 
-from farcall.agent import Agent, Inventory
 from farcall.backends.interface import To
 from farcall.errors import UsageError
 from farcall.options import RpcBackendOptions
 from farcall.rendezvous import Rendezvous
 from farcall.rref import RRef
-from farcall.security import Credentials, Secret, limits_of
-from farcall.testing.faulty import FaultyAgent
+from farcall.runtime.agent import Agent
+from farcall.runtime.leaks import Inventory
+from farcall.security import Credentials, Secret, limits_from_options
+from farcall.testing.faulty_agent import FaultyAgent
 from farcall.testing.faulty_options import FaultyRpcBackendOptions
 from farcall.testing.memory_store import MemoryStore
+from farcall.transports.base import Transport
 from farcall.transports.memory import MemoryNetwork, MemoryTransport
+from farcall.transports.registry import new_transport
 
 T = TypeVar("T")
+
+TRANSPORTS: Final = ("memory", "unix", "tcp")
+"""What the workers of a `LocalGroup` can be connected by."""
 
 _groups: Final[weakref.WeakValueDictionary[int, LocalGroup]] = weakref.WeakValueDictionary()
 _numbers: Final = itertools.count(1)
 
 
 class LocalGroup:
-    """A group of agents, named `worker0`, `worker1` ... unless `names` are given, in the order of their ranks.
+    """A group of agents in this process.
 
-    In an open group (`is_open`) they have no ranks, and are in the order in which they came. `options` go for all; what
-    they say of rendezvous and transports is not used. With those of the faulty agent, all are faulty agents. Raises
-    `UsageError` for what is no size, options or names, and what an agent raises that cannot start; then none is left
-    running.
+    Example:
+        with LocalGroup(2) as group:
+            group[0].call("worker1", max, (1, 2), None, timeout=5).wait()
     """
 
     def __init__(
@@ -67,7 +71,22 @@ class LocalGroup:
         *,
         names: Sequence[str] | None = None,
         is_open: bool = False,
+        transport: str = "memory",
     ) -> None:
+        """Starts the agents.
+
+        Args:
+            size: How many workers there are.
+            options: For all of them. What they say about rendezvous and transports is not used. With
+                `FaultyRpcBackendOptions`, all are faulty agents.
+            names: One for each worker, in the order of their ranks; `worker0`, `worker1` ... by default.
+            is_open: Whether it is an open group. Its workers have no ranks, and are in the order in which they came.
+            transport: What connects the workers, one of `TRANSPORTS`.
+
+        Raises:
+            UsageError: An argument is not valid.
+            RpcError: An agent could not start. None is left running.
+        """
         if not isinstance(size, int) or size < 1:
             raise UsageError(f"a LocalGroup has a number of workers, at least 1, not {size!r}")
         if options is not None and not isinstance(options, RpcBackendOptions):
@@ -80,6 +99,9 @@ class LocalGroup:
         self.names = tuple(names) if names is not None else tuple(f"worker{rank}" for rank in range(size))
         if len(self.names) != size:
             raise UsageError(f"a group of {size} workers cannot have the names {self.names!r}: give one for each")
+        if transport not in TRANSPORTS:
+            raise UsageError(f"the transport of a LocalGroup is one of {', '.join(TRANSPORTS)}, not {transport!r}")
+        self._transport = transport
         self.network = MemoryNetwork()
         """Where the agents listen; a test may connect to them by itself."""
         self._number = next(_numbers)
@@ -87,8 +109,8 @@ class LocalGroup:
         self._is_open = is_open
         self._store = MemoryStore()
         self._run = uuid.uuid4().hex
-        # A secret of their own: the file of whoever runs the tests is neither needed nor made.
-        self._credentials = Credentials(Secret(secrets.token_hex(32)), limits=limits_of(self._options))
+        # A secret of their own: the secret file of the user who runs the tests is neither needed nor created.
+        self._credentials = Credentials(Secret(secrets.token_hex(32)), limits=limits_from_options(self._options))
         self._agents: list[Agent] = self._start()
         _groups[self._number] = self
 
@@ -115,21 +137,31 @@ class LocalGroup:
 
     def _new_agent(self, rank: int, name: str) -> Agent:
         store = self._store.another_end()
-        meeting = Rendezvous(
+        rendezvous = Rendezvous(
             store, -1 if self._is_open else rank, None if self._is_open else len(self.names), "", self._run
         )
         try:
             make_agent = FaultyAgent if isinstance(self._options, FaultyRpcBackendOptions) else Agent
-            transports = {"memory": MemoryTransport(self.network)}
-            agent = make_agent(name, meeting, self._options, transports, self._credentials)
+            transports = {self._transport: self._new_transport()}
+            agent = make_agent(name, rendezvous, self._options, transports, self._credentials)
             agent.start()
         except BaseException:
             store.close()
             raise
         return agent
 
+    def _new_transport(self) -> Transport:
+        if self._transport == "memory":
+            return MemoryTransport(self.network)
+        return new_transport(self._transport, None)
+
     def join(self, name: str) -> Agent:
-        """Another worker comes into an open group. Raises `UsageError` if it is fixed, `RendezvousError`."""
+        """Starts another worker in an open group.
+
+        Raises:
+            UsageError: The group is fixed.
+            RendezvousError: The worker could not join: its name is taken, say.
+        """
         if not self._is_open:
             raise UsageError(f"worker {name!r} cannot join: this group is fixed; make it with is_open=True")
         agent = self._new_agent(-1, name)
@@ -138,7 +170,12 @@ class LocalGroup:
         return agent
 
     def leave(self, which: int | str, graceful: bool = False, timeout: float = 10.0) -> None:
-        """One worker goes, and is not found here any more. Raises `UsageError` if there is none, `ShutdownError`."""
+        """Shuts one worker down, and removes it from this object.
+
+        Raises:
+            UsageError: There is no such worker.
+            ShutdownError: The shutdown was graceful, and failed.
+        """
         agent = self[which]
         place = self._agents.index(agent)
         self._agents.remove(agent)
@@ -153,23 +190,26 @@ class LocalGroup:
         args: Sequence[Any] | None = None,
         kwargs: Mapping[str, Any] | None = None,
     ) -> RRef[T]:
-        """What `farcall.remote` gives where that worker calls it: `to` runs the function and keeps the result.
+        """Returns what `farcall.remote` returns at the worker `which`: `to` runs the function and keeps the result.
 
-        The reference is that worker's: what is done with it, that worker does. Raises as `farcall.remote`, and
-        `UsageError` if there is no such worker here.
+        The reference belongs to `which`: uses of it are calls of that worker.
+
+        Raises:
+            UsageError: There is no worker `which`.
+            UnknownWorkerError: There is no worker `to`.
         """
         return RRef.of(self[which].remote(to, func, args, kwargs))
 
     def rref(self, which: int | str, value: T) -> RRef[T]:
-        """What `farcall.RRef(value)` is where that worker makes it. Raises `UsageError` if there is no such worker."""
-        return RRef.of(self[which].book.own(value))
+        """Returns what `farcall.RRef(value)` is at that worker. Raises `UsageError` if there is no such worker."""
+        return RRef.of(self[which].reference_store.own(value))
 
     def references(self, which: int | str) -> Inventory:
-        """What `farcall.references()` gives at that worker. Raises `UsageError` if there is no such worker."""
-        return self[which].book.inventory()
+        """Returns what `farcall.references()` returns at that worker. Raises `UsageError` if there is none."""
+        return self[which].reference_store.inventory()
 
     def __getitem__(self, which: int | str) -> Agent:
-        """The agent of that rank or name. Raises `UsageError` if there is none."""
+        """Returns the agent of that rank or name. Raises `UsageError` if there is none."""
         try:
             return self._agents[which if isinstance(which, int) else self.names.index(which)]
         except (IndexError, ValueError):
@@ -185,7 +225,7 @@ class LocalGroup:
         return _group_of_this_process, (self._number,)
 
     def shutdown(self, graceful: bool = True, timeout: float = 10.0) -> None:
-        """Takes all down at once, each in a thread of its own. Raises the first of their `ShutdownError`s."""
+        """Shuts all workers down at once. Raises the first of their `ShutdownError`s."""
         failures: list[BaseException] = []
 
         def shut_down(agent: Agent) -> None:

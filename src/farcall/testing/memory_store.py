@@ -1,7 +1,7 @@
-"""A store within one process: what workers of a `LocalGroup` meet at.
+"""The rendezvous store of a `LocalGroup`, in memory.
 
-`MemoryStore` is one worker's end; those made by `another_end` share its keys. It keeps the contract of
-`farcall.rendezvous.Store`, but hears of no crash: in one process nobody is lost without the others.
+A `MemoryStore` is the end of one worker; those that `another_end` returns share its keys. It is a
+`farcall.rendezvous.Store` that never reports a lost worker: in one process no worker is lost without the others.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ class MemoryStore(Store):
         self._closed = False
 
     def another_end(self) -> MemoryStore:
-        """The same keys for another worker, which closes its end by itself."""
+        """Returns an end with the same keys for another worker, which has to close it."""
         end = MemoryStore()
         end._keys = self._keys
         return end
@@ -91,7 +91,7 @@ class MemoryStore(Store):
                 )
             return self._keys.under(prefix)
 
-    def close(self, early: bool = False, patience: float = 0.0) -> None:
+    def close(self, early: bool = False, timeout: float = 0.0) -> None:
         with self._keys.changed:
             self._closed = True
             self._keys.changed.notify_all()

@@ -1,34 +1,38 @@
-"""How buffers travel: non-blocking channels of bytes behind one small interface.
+"""Transports: links that carry frames between two workers over Unix sockets, TCP, TLS or memory, and their poller.
 
-`base` is the contract; `tcp`, `unix` and `memory` keep it, the three of them over `sockets`; `registry` finds them by
-name; `network` knows this machine's addresses. The layer knows no message and has no thread.
+`base` has the interfaces. Nothing outside this package and `farcall._native` knows of framing, shared memory or rings.
 """
 
-from farcall.transports.base import Buffer, Channel, Listener, Transport
+from farcall.transports.base import Buffer, Frame, Link, LinkOptions, Listener, Transport
 from farcall.transports.memory import MemoryNetwork, MemoryTransport
-from farcall.transports.network import host_identity, interface_address, local_address_towards, local_addresses
-from farcall.transports.registry import connect, register, transport, unregister
-from farcall.transports.sockets import SocketChannel, SocketListener
+from farcall.transports.network import (
+    host_identity,
+    interface_address,
+    local_address_towards,
+    local_addresses,
+    network_identity,
+)
+from farcall.transports.registry import new_transport, register, unregister
 from farcall.transports.tcp import TcpTransport
 from farcall.transports.unix import UnixTransport
 
 __all__ = [
     "Buffer",
-    "Channel",
+    "Frame",
+    "Link",
+    "LinkOptions",
     "Listener",
     "MemoryNetwork",
     "MemoryTransport",
-    "SocketChannel",
-    "SocketListener",
     "TcpTransport",
     "Transport",
     "UnixTransport",
-    "connect",
     "host_identity",
     "interface_address",
     "local_address_towards",
     "local_addresses",
+    "network_identity",
+    "new_transport",
     "register",
-    "transport",
     "unregister",
 ]

@@ -1,104 +1,222 @@
-"""What a transport is: how buffers travel. It knows no message, no worker and no thread.
+"""The interfaces of this package: `Link`, `Listener` and `Transport`.
 
-A transport makes *channels*: ordered, reliable, two-way streams of bytes between two workers. Everything is
-non-blocking but `Transport.connect`; whoever wants to wait polls `fileno()`. An address is text,
-`scheme:rest`, for example `tcp:127.0.0.1:4000`, `tcp:[::1]:4000`, `unix:/run/x/y.sock`, `memory:a1`.
+A *link* carries frames between two workers in both directions, reliably and in order. A frame has bytes (for example a
+header and a pickle) and any number of large buffers. How a link sends them is not visible to its user: it may split
+large frames into chunks, put buffers into shared memory, or queue frames that cannot be sent yet.
 
-Rules for an implementation
-- `receive` and `receive_into` raise `BlockingIOError` when nothing is there, and give `b""` or 0 at the end of
-  the stream. Once the stream has ended or failed, `fileno()` stays readable.
-- `send` and `send_gather` take what fits now and say how many bytes that was; `BlockingIOError` when nothing fits. Who
-  was told that not all was taken sends the rest next, as a stream demands anyway: an encrypted channel may have begun
-  with it.
-- `connect` may need the other end to accept, and to try to `receive`, before it returns: an encrypted channel does.
-  Meanwhile `receive` raises `BlockingIOError`.
-- A channel that is encrypted has an attribute `binding`: bytes that both of its ends have alike, and that no two
-  channels through somebody in between have.
-- A channel may have an attribute `process`: the id of the process at its other end, if the kernel vouches for it. Both
-  can then share memory (`shared_memory`).
-- A broken channel raises another `OSError` (`ConnectionError`, mostly) from any of them, never anything else.
-- `close` may be called twice and from another thread; after it every method raises `OSError`, `fileno` too. A thread
-  that waits on `fileno()` must be told by other means: closing need not wake a poll.
-- The descriptor lives until the last call on the channel has returned, so that a call that is under way while another
-  thread closes never meets the next owner of its number. Who keeps a method of a channel keeps its descriptor.
-- `send*` may be called by one thread while another calls `receive*`; two senders, or two receivers, must take turns.
-- A process that dies leaves nothing behind but what `listen` of a later process clears away.
+A link begins with its *handshake*. In the handshake it carries only frames without buffers, of at most
+`handshake_limit` bytes each, so that a stranger cannot use much memory of this worker. When both ends are
+authenticated, both call `establish`. From then on frames of any size are allowed, and the link may set up shared
+memory.
 
-The methods of a channel but `close` are attributes on purpose: a socket channel binds the socket's own C methods, so
-that the fast path runs no Python frame here. `testing.conformance` checks all of this, for a transport of your own as
-well.
+Rules for every link
+- `send` keeps the order of frames, and never waits for the other end. The one exception is a large frame that is sent
+  through a socket or a ring: its sender waits, at most until the given deadline.
+- Only one thread at a time may call `receive` or `wait`. Any number of threads may call `send`. `close` may be called
+  at any time.
+- `receive` returns all frames that were sent before the other end closed the link, and raises `ConnectionError` after
+  the last of them. It raises `ProtocolError` for bytes that are not a frame; the link cannot be used any more then.
+- An address is text, `scheme:rest`: `unix:/tmp/farcall-1000/ab12.sock`, `tcp:192.0.2.7:4000`, `memory:3`.
+
+`farcall.testing.conformance` tests these rules, also for a transport of your own.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from typing import Protocol, TypeAlias
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, NamedTuple, Protocol, TypeAlias
+
+if TYPE_CHECKING:
+    from farcall.transports.buffer_pool import BufferPool
+    from farcall.transports.poller import Poller
+    from farcall.transports.shm_segments import SegmentPool
 
 Buffer: TypeAlias = bytes | bytearray | memoryview
+Frame: TypeAlias = tuple[bytes, Sequence[memoryview]]
+"""A received frame: its bytes and its buffers. The buffers are writable."""
+
+FOREVER = float("inf")
 
 
-class Channel(Protocol):
-    """One two-way stream of bytes."""
+class LinkOptions(NamedTuple):
+    """The options that all established links of one worker share."""
+
+    poller: Poller
+    segments: SegmentPool
+    """Shared memory that this worker writes into."""
+    received: BufferPool
+    """Memory for large buffers that arrive."""
+    spin_s: float
+    """Seconds for which a thread spins before it sleeps; 0 to sleep at once."""
+    copy_shared: bool
+    """Whether buffers that arrive in shared memory are copied at once. Needed if they are checked before they are
+    used, because the other end could change them in between."""
+    max_frame_size: int
+    """The most bytes of a frame with its buffers. The link refuses larger frames from the other end."""
+
+
+class LinkCounts(NamedTuple):
+    """The numbers of bytes that a link has received and sent."""
+
+    bytes_in: int
+    bytes_out: int
+    bytes_shared_in: int = 0
+    """The part of `bytes_in` that was in shared memory."""
+    bytes_shared_out: int = 0
+    """The part of `bytes_out` that was in shared memory."""
+    bytes_returned: int = 0
+    """The part of `bytes_shared_in` in segments of this end, which the other end has sent back without a copy."""
+
+
+class Link(Protocol):
+    """One end of a connection between two workers."""
 
     address: str
-    """The other end, for messages to people."""
+    """The address of the other end, for log and error messages."""
+    is_established: bool
 
-    fileno: Callable[[], int]
-    """A descriptor that polls readable when `receive` has something, and writable when `send` takes something."""
+    @property
+    def backlog(self) -> int:
+        """The number of bytes that wait to be sent. Best a plain attribute, because every call reads it."""
 
-    receive: Callable[[int], bytes]
-    """Up to that many bytes. Raises `BlockingIOError`, or another `OSError` when the channel is broken."""
+    @property
+    def network(self) -> str:
+        """For an unencrypted link over loopback: text that is the same at both ends if they are in one network
+        namespace. Else empty. Valid after the first frame was received."""
 
-    receive_into: Callable[[memoryview], int]
-    """Fills as much of the buffer as is there now. Raises as `receive`."""
+    @property
+    def binding(self) -> bytes:
+        """For an encrypted link: the fingerprint of the certificate of the accepting end, at both ends. Else empty.
+        Valid after the first frame was received."""
 
-    send: Callable[[Buffer], int]
-    """Sends some of it. Raises `BlockingIOError`, or another `OSError` when the channel is broken."""
+    def fileno(self) -> int:
+        """Returns a descriptor for the poller, readable when frames may have arrived. Raises `OSError` if closed."""
 
-    send_gather: Callable[[Sequence[Buffer]], int]
-    """Sends some of these, in this order; at most 64 buffers a call. Raises as `send`."""
+    def send(self, frame: bytes, buffers: list[memoryview] | None = None, deadline: float = FOREVER) -> None:
+        """Sends one frame.
+
+        Args:
+            frame: The bytes of the frame.
+            buffers: The buffers of the frame. The link empties the list. Buffers that nothing else refers to may be
+                sent without a copy.
+            deadline: When to stop waiting until a large frame is sent, on the monotonic clock. The rest is copied and
+                queued then.
+
+        Raises:
+            ConnectionError: The link is closed or broken. The frame was sent in part or not at all.
+        """
+
+    def send_kept(self, frame: bytes, buffers: list[memoryview], deadline: float = FOREVER) -> list[memoryview]:
+        """Sends a frame that may have to be sent again on another link. See `send`.
+
+        Returns copies of the buffers, which do not change when the program changes the originals.
+        """
+
+    def receive(self) -> list[Frame]:
+        """Returns the frames that have arrived; an empty list if there are none. Does not wait.
+
+        Raises:
+            ConnectionError: The other end has closed the link, and all of its frames were received.
+            ProtocolError: The other end has sent bytes that are not a frame, or a frame that is too large.
+        """
+
+    def wait(self, seconds: float | None) -> bool:
+        """Waits until frames may have arrived, the link is closed, or `seconds` have passed (None for no limit).
+
+        Returns True if `receive` should be called, else False. Only for the thread that reads the link. Signal handlers
+        run during the wait, and their exceptions are raised here. After a signal handler this may return False early;
+        it does so within a second if the handler has received frames of this link.
+        """
+
+    def has_hung_up(self) -> bool:
+        """Returns whether the other end has closed the link. Frames that it sent before may still be received."""
+
+    def note_hang_up(self) -> None:
+        """Ends `wait` in another thread, and makes later ones return at once: the other end has closed the link."""
+
+    def flush(self) -> None:
+        """Sends queued frames as far as that is possible without waiting. Raises `ConnectionError` if that fails."""
+
+    def unsent_bytes(self) -> int:
+        """Returns the number of bytes that wait to be sent.
+
+        Returns at least 1 if the other end has not opened a shared segment that it was sent.
+        """
+
+    def establish(self, options: LinkOptions, deadline: float | None = None) -> None:
+        """Ends the handshake.
+
+        Args:
+            options: The options of all links of this worker.
+            deadline: How long the connecting end waits until both ends have agreed on shared memory. None at the
+                accepting end, which does not wait.
+
+        Raises:
+            ConnectionError: The other end has closed the link.
+            TimeoutError: The other end did not answer before the deadline.
+            ProtocolError: The answer of the other end cannot be read.
+        """
+
+    def counts(self) -> LinkCounts:
+        """Returns the numbers of bytes that were received and sent so far."""
+
+    def sweep(self, before: float) -> None:
+        """Frees memory that was not used since the time `before` on the monotonic clock."""
+
+    def prepare_fork(self) -> None:
+        """Called before this process forks: makes sure that memory which the child inherits is not written again."""
 
     def close(self) -> None:
-        """Ends the stream in both directions. What was sent before may still arrive. Raises nothing."""
+        """Closes the link in both directions. Frames that were sent before may still arrive. May be called twice."""
 
     def abandon(self) -> None:
-        """In a forked child: gives the descriptor back and leaves the stream to the parent. Raises nothing."""
+        """In a forked child: closes the descriptors here, without closing the parent's link. Raises nothing."""
 
 
 class Listener(Protocol):
-    """Where others connect to."""
+    """An address at which other workers can connect."""
 
     address: str
-    """What `connect` takes on the other side."""
+    """The address to pass to `Transport.connect`."""
 
     def fileno(self) -> int:
-        """A descriptor that polls readable when `accept` has a channel."""
+        """Returns a descriptor that is readable when a link can be accepted. Raises `OSError` if closed."""
 
-    def accept(self) -> Channel | None:
-        """The next channel, or None if there is none now. Raises `OSError` after `close`, or out of descriptors."""
+    def accept(self) -> Link | None:
+        """Returns the next link, or None if there is none now. Does not wait.
+
+        Raises:
+            OSError: The listener is closed, or the process has no file descriptors left.
+        """
 
     def close(self) -> None:
-        """No more channels; those made already live on. May be called twice."""
+        """Stops listening. Links that were accepted stay open. May be called twice."""
 
     def abandon(self) -> None:
-        """In a forked child: gives the descriptor back; the parent goes on listening. Raises nothing."""
+        """In a forked child: closes the descriptor here. The parent continues to listen. Raises nothing."""
 
 
 class Transport(Protocol):
-    """A way to travel. One object serves a whole agent; it has no threads."""
+    """A way to connect workers. A worker has one object of each transport. Transports have no threads."""
 
     scheme: str
-    """The first part of its addresses."""
+    """The first part of all addresses of this transport."""
 
-    def listen(self, host: str | None = None) -> Listener:
-        """A listener at a free address.
+    def listen(self, host: str | None, handshake_limit: int) -> Listener:
+        """Returns a listener at a free address.
 
-        `host` is the address of the interface to use; transports that stay on one host ignore it.
-        Raises `OSError` if this transport cannot be used here (no directory for sockets, say).
+        Args:
+            host: The address of the interface to use. Transports that stay on one host ignore it.
+            handshake_limit: The most bytes of a frame that a link accepts before it is established.
+
+        Raises:
+            OSError: The transport cannot be used here, for example because there is no directory for sockets.
         """
 
-    def connect(self, address: str, timeout: float) -> Channel:
-        """A channel to a listener. Blocks, `timeout` seconds at most.
+    def connect(self, address: str, timeout: float, handshake_limit: int) -> Link:
+        """Returns a link to a listener. Waits at most `timeout` seconds.
 
-        Raises `OSError` (`TimeoutError` among them) if nobody listens there or the time is over.
+        Raises:
+            OSError: Nothing listens at that address, or the timeout has expired (`TimeoutError`).
+            ProtocolError: The program that listens there is not a worker, or only one end uses encryption.
         """

@@ -1,11 +1,9 @@
-"""A transport within one process, for tests: many agents, no port, no file, no other process.
+"""Links within one process, for tests. They need no port, no file and no other process.
 
-Only the meeting happens in memory. The channels are anonymous socket pairs, so that they block, fill up, poll and break
-exactly as those of the other transports do.
+Only the lookup of listeners is in memory. The links use anonymous socket pairs, so that they block, fill up, poll and
+break like the links of the other transports.
 
-Rules
-- Agents reach each other if they share a `MemoryNetwork`. Networks know nothing of each other; there is no global one.
-- A network remembers its open listeners, and nothing else.
+Workers can connect if they share a `MemoryNetwork`. There is no global network.
 """
 
 from __future__ import annotations
@@ -17,30 +15,37 @@ import threading
 from collections import deque
 from typing import Final
 
-from farcall.transports.sockets import BACKLOG, SocketChannel
+from farcall.transports.sockets import BACKLOG
+from farcall.transports.stream import StreamLink
 
 
 class MemoryNetwork:
-    """Where the listeners of one test are found. `backlog` is how many connections may wait at one listener."""
+    """The listeners of one test, by address."""
 
     def __init__(self, backlog: int = BACKLOG) -> None:
+        """Creates a network without listeners. Each listener will queue at most `backlog` connections."""
         self.backlog: Final = backlog
         self._changed = threading.Condition()
         self._listeners: dict[str, MemoryListener] = {}
         self._used = 0
 
-    def listen(self) -> MemoryListener:
-        """A listener at an address that was never used before in this network."""
+    def listen(self, handshake_limit: int) -> MemoryListener:
+        """Returns a listener at an address that was never used before in this network."""
         with self._changed:
             self._used += 1
-            listener = MemoryListener(self, f"memory:{self._used}", self._changed)
+            listener = MemoryListener(self, f"memory:{self._used}", self._changed, handshake_limit)
             self._listeners[listener.address] = listener
         return listener
 
-    def connect(self, address: str, timeout: float) -> SocketChannel:
-        """A channel to that listener. Raises `ConnectionRefusedError` or `TimeoutError`."""
+    def connect(self, address: str, timeout: float, handshake_limit: int) -> StreamLink:
+        """Returns a link to the listener at that address.
+
+        Raises:
+            ConnectionRefusedError: There is no listener at that address.
+            TimeoutError: The queue of the listener was full until the timeout expired.
+        """
         with self._changed:
-            # Also over when the listener goes away while we wait for room.
+            # The wait also ends when the listener is closed meanwhile.
             self._changed.wait_for(lambda: self._has_room(address), min(timeout, threading.TIMEOUT_MAX))
             listener = self._listeners.get(address)
             if listener is None:
@@ -48,12 +53,12 @@ class MemoryNetwork:
             if len(listener.waiting) >= self.backlog:
                 raise TimeoutError(errno.ETIMEDOUT, f"not accepted within {timeout:g} s", address)
             ours, theirs = socket.socketpair()
-            listener.waiting.append(SocketChannel(theirs, f"{address} (the connecting end)"))
+            listener.waiting.append(theirs)
             os.eventfd_write(listener.fileno(), 1)
-        return SocketChannel(ours, address)
+        return StreamLink(ours, address, handshake_limit)
 
     def forget(self, listener: MemoryListener) -> None:
-        """Nobody finds that listener any more."""
+        """Removes a listener. Does nothing if it was removed before."""
         with self._changed:
             self._listeners.pop(listener.address, None)
             self._changed.notify_all()
@@ -64,35 +69,38 @@ class MemoryNetwork:
 
 
 class MemoryListener:
-    """A `Listener`. Made by `MemoryNetwork.listen`."""
+    """A listener in a `MemoryNetwork`. Created by `MemoryNetwork.listen`."""
 
-    def __init__(self, network: MemoryNetwork, address: str, changed: threading.Condition) -> None:
+    def __init__(
+        self, network: MemoryNetwork, address: str, changed: threading.Condition, handshake_limit: int
+    ) -> None:
         self.address = address
-        self.waiting: deque[SocketChannel] = deque()
-        """The channels that nobody has accepted yet; the network adds to them."""
+        self.waiting: deque[socket.socket] = deque()
+        """Sockets that are not accepted yet. The network appends to it."""
         self._network = network
         self._changed = changed
-        # Counts `waiting`: readable while it is more than 0, and a read takes one off.
+        self._handshake_limit = handshake_limit
+        # Has the length of `waiting`: readable while it is more than 0, and each read subtracts 1.
         self._counter: int | None = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC | os.EFD_SEMAPHORE)
 
     def fileno(self) -> int:
-        """A descriptor that polls readable when `accept` has a channel. Raises `OSError` after `close`."""
+        """See `Listener`."""
         if self._counter is None:
             raise OSError(errno.EBADF, f"the listener at {self.address} is closed")
         return self._counter
 
-    def accept(self) -> SocketChannel | None:
-        """The next channel, or None. Raises `OSError` after `close`."""
+    def accept(self) -> StreamLink | None:
+        """See `Listener`."""
         with self._changed:
             counter = self.fileno()
             if not self.waiting:
                 return None
             os.eventfd_read(counter)
             self._changed.notify_all()
-            return self.waiting.popleft()
+            return StreamLink(self.waiting.popleft(), f"{self.address} (the connecting end)", self._handshake_limit)
 
     def close(self) -> None:
-        """No more channels; who waits to be accepted sees the end of the stream. Any thread may, more than once."""
+        """See `Listener`. Links that were not accepted are closed."""
         with self._changed:
             counter, self._counter = self._counter, None
             if counter is None:
@@ -103,24 +111,24 @@ class MemoryListener:
                 self.waiting.popleft().close()
 
     def abandon(self) -> None:
-        """In a forked child: gives the descriptor back; the parent goes on listening. Raises nothing."""
+        """See `Listener`."""
         counter, self._counter = self._counter, None
         if counter is not None:
             os.close(counter)
 
 
 class MemoryTransport:
-    """The `Transport` whose scheme is `memory`, in the given network."""
+    """The transport whose scheme is `memory`, in the given network."""
 
     scheme = "memory"
 
     def __init__(self, network: MemoryNetwork) -> None:
         self._network = network
 
-    def listen(self, host: str | None = None) -> MemoryListener:
-        """A listener in this network; `host` is ignored."""
-        return self._network.listen()
+    def listen(self, host: str | None, handshake_limit: int) -> MemoryListener:
+        """See `Transport`."""
+        return self._network.listen(handshake_limit)
 
-    def connect(self, address: str, timeout: float) -> SocketChannel:
-        """A channel to a listener in this network. Raises `ConnectionRefusedError` or `TimeoutError`."""
-        return self._network.connect(address, timeout)
+    def connect(self, address: str, timeout: float, handshake_limit: int) -> StreamLink:
+        """See `Transport`."""
+        return self._network.connect(address, timeout, handshake_limit)

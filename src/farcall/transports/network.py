@@ -1,19 +1,23 @@
-"""Which addresses this machine has, and which of them a peer can reach. It opens no connection and sends no packet.
+"""The network addresses of this machine, and which of them a peer can reach. Opens no connection, sends no packet.
 
-Host names are never asked: they are often missing, or resolve to loopback. The kernel's own tables are: its interfaces,
-and its route to a peer.
+The name of this host is not used, because such names are often missing, or resolve to loopback. Instead, the kernel's
+tables are used: its interfaces, and its route to a peer.
 
 Rules
-- An address is numeric text as `tcp` takes it: `192.0.2.7`, `fd00::7`, and with the interface where IPv6 needs it,
+- An address is numeric text as in `tcp` addresses: `192.0.2.7`, `fd00::7`, or with the interface where IPv6 needs it,
   `fe80::7%eth0`.
-- What cannot be found out makes the answer poorer (loopback only), never an exception; a wrong question raises.
+- If the kernel does not provide a table, the result has fewer addresses (loopback only), and nothing is raised. Wrong
+  arguments raise an error.
 """
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import fcntl
+import functools
 import ipaddress
+import os
 import socket
 import struct
 import uuid
@@ -24,11 +28,12 @@ from farcall.errors import UsageError
 _SIOCGIFFLAGS: Final = 0x8913  # netdevice(7)
 _SIOCGIFADDR: Final = 0x8915
 _IFF_UP: Final = 0x1
+_SO_NETNS_COOKIE: Final = 71  # asm-generic/socket.h
 _UNUSABLE_V6: Final = 0x08 | 0x40  # IFA_F_DADFAILED, IFA_F_TENTATIVE of linux/if_addr.h: binding to it would fail
 
 
 def numeric_host(sockaddr: tuple[Any, ...]) -> str:
-    """The host of an IPv4 or IPv6 socket address as text, with `%interface` where the address has a scope."""
+    """Returns the host of an IPv4 or IPv6 socket address as text, with `%interface` if the address has a scope."""
     host: str = sockaddr[0]
     scope: int = sockaddr[3] if len(sockaddr) == 4 else 0
     if not scope or "%" in host:
@@ -40,38 +45,42 @@ def numeric_host(sockaddr: tuple[Any, ...]) -> str:
 
 
 def is_loopback(host: str) -> bool:
-    """Whether a numeric address leads back to this machine only."""
+    """Returns whether a numeric address is a loopback address. Raises `ValueError` if it is not numeric."""
     address = ipaddress.ip_address(host)
     mapped = getattr(address, "ipv4_mapped", None)
     return bool((mapped or address).is_loopback)
 
 
 def is_local(host: str) -> bool:
-    """Whether it is a numeric address of this machine's own."""
+    """Returns whether it is a numeric address of this machine. Returns False for a host name."""
     try:
         return is_loopback(host) or host in local_addresses()
-    except ValueError:  # a name, which may lead anywhere
+    except ValueError:  # a host name, which may resolve to any host
         return False
 
 
 def resolve(host: str, port: int, kind: socket.SocketKind) -> list[tuple[Any, ...]]:
-    """All that `getaddrinfo` says, and `OSError` with the host's name if it says nothing."""
+    """Returns the result of `getaddrinfo`. Raises `OSError` with the host if it cannot be resolved."""
     try:
         return list(socket.getaddrinfo(host, port, type=kind))
-    except (socket.gaierror, ValueError) as error:  # ValueError: what can be no host name at all
+    except (socket.gaierror, ValueError) as error:  # ValueError: text that cannot be a host name
         raise OSError(errno.EHOSTUNREACH, f"cannot resolve the host: {error}", host) from error
 
 
 def local_addresses() -> list[str]:
-    """The addresses of all interfaces that are up, interface by interface; at least loopback."""
+    """Returns the addresses of all interfaces that are up, interface by interface; at least 127.0.0.1."""
     return [address for addresses in _interfaces().values() for address in addresses] or ["127.0.0.1"]
 
 
 def interface_address(interface: str) -> str:
-    """The address to listen on for an interface's name (`eth0`) or for an address of this machine.
+    """Returns the address to listen on for an interface.
 
-    A name gives its IPv4 address, else its IPv6 address; an address is given back as it is.
-    Raises `UsageError`, with the interfaces there are, for anything else.
+    Args:
+        interface: The name of an interface (`eth0`), or an address of this machine. For a name, its IPv4 address is
+            returned, or its IPv6 address if it has no other. An address is returned unchanged.
+
+    Raises:
+        UsageError: It is neither. The error lists the interfaces of this machine.
     """
     interfaces = _interfaces()
     addresses = interfaces.get(interface)
@@ -87,9 +96,10 @@ def interface_address(interface: str) -> str:
 
 
 def local_address_towards(host: str, port: int) -> str:
-    """Our own address on the way to a peer, which is where the peer can reach us.
+    """Returns the address of this machine on the route to a peer, at which the peer can reach it. Sends nothing.
 
-    Raises `OSError` if the host cannot be resolved or no route leads there. Nothing is sent.
+    Raises:
+        OSError: The host cannot be resolved, or there is no route to it.
     """
     failure = OSError(errno.EHOSTUNREACH, "the host has no address", host)
     for family, kind, protocol, _, peer in resolve(host, port, socket.SOCK_DGRAM):
@@ -102,10 +112,43 @@ def local_address_towards(host: str, port: int) -> str:
     raise failure
 
 
-def host_identity() -> str:
-    """Text that is the same for two processes under one kernel, in different containers too.
+def network_identity(sock: socket.socket | None = None) -> str:
+    """Returns text that is the same for two sockets in one network namespace of one kernel.
 
-    A hint for what may be worth a try, not a proof: machines cloned while they ran may share it.
+    Such sockets have the same loopback interface. The text begins with `host_identity` and a slash. Without a socket,
+    the network namespace of the current thread is used. Virtual machines that were cloned while running may have the
+    same text.
+    """
+    with contextlib.ExitStack() as stack:
+        if sock is None:
+            sock = stack.enter_context(socket.socket(socket.AF_INET, socket.SOCK_DGRAM))
+        try:
+            # The namespace of the socket, which may differ from that of this thread (setns). Needs Linux 5.14.
+            (cookie,) = struct.unpack("Q", sock.getsockopt(socket.SOL_SOCKET, _SO_NETNS_COOKIE, 8))
+            namespace = f"cookie {cookie}"
+        except (OSError, struct.error):
+            try:
+                namespace = f"inode {os.stat('/proc/thread-self/ns/net').st_ino}"
+            except OSError:
+                namespace = "unknown"
+    return f"{_this_host()}/{namespace}"
+
+
+@functools.cache
+def _this_host() -> str:
+    """Returns `host_identity`, read once: a process that has no descriptors left could not read it again."""
+    return host_identity()
+
+
+def are_on_one_host(one: str, other: str) -> bool:
+    """Returns whether two texts of `network_identity` come from one kernel."""
+    return one.partition("/")[0] == other.partition("/")[0]
+
+
+def host_identity() -> str:
+    """Returns text that is the same for two processes under one kernel, also in different containers.
+
+    It is a hint, not a proof: virtual machines that were cloned while running may have the same text.
     """
     try:
         with open("/proc/sys/kernel/random/boot_id", encoding="ascii") as file:
@@ -115,7 +158,7 @@ def host_identity() -> str:
 
 
 def _interfaces() -> dict[str, list[str]]:
-    """Every interface that is up and has addresses: IPv4 before IPv6."""
+    """Returns the addresses of every interface that is up and has any, IPv4 before IPv6; empty if not available."""
     try:
         names = [name for _, name in socket.if_nameindex()]
     except OSError:
@@ -146,12 +189,15 @@ def _is_up(probe: socket.socket, name: str) -> bool:
 
 
 def _ask(probe: socket.socket, question: int, interface: str) -> bytes:
-    # A struct ifreq: the name in 16 bytes, then the answer, of no more than 24.
+    # A struct ifreq: the name in 16 bytes, then at most 24 bytes for the answer.
     return fcntl.ioctl(probe, question, struct.pack("16s24x", interface.encode()))
 
 
 def _ipv6_addresses() -> list[tuple[str, str]]:
-    """Pairs of interface and address; a line of the table is: address, index, prefix, scope, flags, interface."""
+    """Returns pairs of interface and usable IPv6 address; an empty list if the kernel has no table of them.
+
+    A line of the table has: address, index, prefix, scope, flags, interface.
+    """
     try:
         with open("/proc/net/if_inet6", encoding="ascii") as table:
             rows = [line.split() for line in table]
@@ -172,7 +218,10 @@ def _preference(address: str) -> tuple[bool, bool]:
 
 
 def _is_ours(address: str) -> bool:
-    """Whether one can listen there. Only the kernel knows all of its addresses: 127.0.0.2, aliases."""
+    """Returns whether this machine can listen at an address, by trying to bind to it.
+
+    The list of interfaces is not enough: the kernel has more addresses, such as 127.0.0.2 and aliases.
+    """
     try:
         parsed = ipaddress.ip_address(address)
         if parsed.is_unspecified or parsed.is_multicast:

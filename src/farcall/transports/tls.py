@@ -1,26 +1,39 @@
-"""A TCP socket whose bytes are encrypted, with the methods of a socket that channels and stores use.
+"""`TlsSocket`, an encrypted TCP socket with the methods of a socket that links and stores use.
 
-Non-blocking by nature: TLS runs over buffers in memory, and the socket below is only read and written when it can be.
-With a timeout set, `recv` and `sendall` wait, by polling, for so long. One thread may receive while another sends:
-OpenSSL itself does not allow that, so a lock keeps them apart, and nobody waits while holding it.
+TLS runs over buffers in memory, and the TCP socket is non-blocking. If a timeout is set, `recv` and `sendall` wait by
+polling. One thread may receive while another sends. OpenSSL does not allow that, so a lock protects it, and no thread
+waits while it holds the lock.
 
-Two rules of channels take some care here, as bytes below and above are not the same:
+The numbers of encrypted and decrypted bytes differ, so two properties of sockets need care:
 
-- *It polls readable while there is something.* What was taken off the kernel and not given out yet is seen by no poll.
-  So no more is taken than can be given out: of `size` bytes below there come less than `size` above. Where that would
-  be too little for a whole record, the bytes are looked at without taking them (MSG_PEEK), and the last one of them is
-  left there as a flag until all of the record is given out.
-- *It polls writable when it takes something.* A record that the kernel took a part of must be sent to its end before
-  anything else, and only `send` can do that. So what is in such a record is not reported as sent; the caller, who has
-  to come again with it, finds that it went out meanwhile.
+- *The socket is readable in poll while there is data to receive.* Bytes that were read from the kernel but not returned
+  by `recv` are not seen by poll. So at most as many bytes are read as can be returned: `size` encrypted bytes have less
+  than `size` decrypted ones. If that is too little for a whole record, the bytes are read with MSG_PEEK first, and the
+  last byte is left in the kernel until the whole record is returned.
+- *The socket is writable in poll when it accepts data.* If the kernel has accepted a part of a record, the rest must be
+  sent before anything else, and only `send` can do that. So the data in such a record is not reported as sent. The
+  caller calls `send` again with the same data, and `send` does not encrypt it again.
 
-Which end of a channel uses which certificate is not known here: it is handed in (`Encryption`).
+The other end may be a stranger, and `recv` runs in the thread that reads all links of a worker. So the work that the
+other end can cause is limited:
+
+- One call reads from the kernel `_READS_PER_CALL` times at most, and decrypts at most as many records as the number of
+  bytes it must return. The next poll reports what is left, after other connections were read.
+- OpenSSL gets one record at a time. Otherwise it would process any number of records without data (key updates, session
+  tickets, empty records) in one call. A farcall worker sends no such records, so a connection with more than
+  `MAX_EMPTY_RECORDS` of them is closed.
+- The TLS handshake may have `MAX_HANDSHAKE_RECORDS` records and `MAX_HANDSHAKE_BYTES` bytes, and one call processes at
+  most `_RECORDS_PER_CALL` of the records.
+- A deadline is checked in every iteration of a loop, also if there is data to read.
+
+The certificates are provided by an `Encryption`.
 """
 
 from __future__ import annotations
 
 import errno
 import hashlib
+import math
 import select
 import socket
 import threading
@@ -29,6 +42,7 @@ from collections.abc import Sequence
 from contextlib import suppress
 from typing import TYPE_CHECKING, Any, Final, Protocol, cast
 
+from farcall.errors import ProtocolError
 from farcall.transports.base import Buffer
 from farcall.transports.sockets import OwnSocket
 from farcall.transports.tls_failures import ENCRYPTED_ONLY, ended_early, explained, is_plain, not_tls
@@ -38,39 +52,57 @@ if TYPE_CHECKING:
 
 _RECORD: Final = 16 * 1024
 _OVERHEAD: Final = 5 + 256
-"""Bytes at most that a record has more than what is in it (RFC 8446, 5.2)."""
+"""The most bytes of a record in addition to its data (RFC 8446, 5.2)."""
 _CHUNK: Final = 256 * 1024
 _FIRST_BYTES: Final = (b"\x16", b"\x15")
-"""Of all that may come first on a TLS connection: its greeting, or an alert in its place (RFC 8446, 5.1)."""
+"""The possible first bytes of a TLS connection: a handshake record or an alert (RFC 8446, 5.1)."""
+_HEADER: Final = 5
+"""The size of the header of a record. Its last two bytes are the size of the rest (RFC 8446, 5.1)."""
+
+MAX_EMPTY_RECORDS: Final = 8
+"""The most records without data that the other end may send on a connection."""
+MAX_HANDSHAKE_RECORDS: Final = 64
+"""The most records of a handshake. With client certificates it has about ten."""
+MAX_HANDSHAKE_BYTES: Final = 256 * 1024
+"""The most bytes of a handshake. Certificate chains are the largest part."""
+_RECORDS_PER_CALL: Final = 16
+_READS_PER_CALL: Final = 4
+"""A record needs up to three reads, and one more shows the end of a stream in the middle of a record."""
 
 
 class Encryption(Protocol):
-    """Certificates, and what is asked of the other side's. See `security.encryption`."""
+    """The certificates of a worker, and how those of other workers are checked. See `security.encryption`."""
 
     def listening(self) -> ssl.SSLContext:
-        """For the side that listens."""
+        """Returns the context for the accepting end."""
 
     def connecting(self) -> ssl.SSLContext:
-        """For the side that connects."""
+        """Returns the context for the connecting end."""
 
     def fingerprint(self) -> bytes:
-        """Of our own certificate."""
+        """Returns the SHA-256 fingerprint of the certificate of this worker."""
 
 
 class TlsSocket(OwnSocket):
-    """A connected TCP socket, which belongs to it from now on, encrypted. Raises nothing but `OSError`."""
+    """An encrypted socket over a connected TCP socket, which it takes over. All its errors are `OSError`s."""
 
     __slots__ = (
+        "_ended",
         "_fed",
+        "_handshake_records",
         "_has_begun",
+        "_header",
         "_held",
         "_incoming",
         "_lock",
         "_outgoing",
         "_owed",
         "_ready",
+        "_record_left",
+        "_records_without_data",
         "_timeout",
         "_tls",
+        "_undecrypted",
         "_unsent",
         "binding",
     )
@@ -80,23 +112,34 @@ class TlsSocket(OwnSocket):
 
         timeout = sock.gettimeout()
         super().__init__(sock)
-        super().setblocking(False)  # below, whatever is wanted above
+        super().setblocking(False)  # the TCP socket, whatever the timeout of this object is
         self._timeout = timeout
         self._incoming, self._outgoing = ssl.MemoryBIO(), ssl.MemoryBIO()
         context = encryption.listening() if listens else encryption.connecting()
         self._tls = context.wrap_bio(self._incoming, self._outgoing, server_side=listens)
         self._lock = threading.Lock()
         self._ready = False
-        self._fed = False  # something has come at all
-        self._has_begun = False  # something of what is encrypted has come
-        self._held = False  # the last byte that was looked at is still in the kernel, and counts no more
-        self._unsent = memoryview(b"")  # the rest of what is encrypted
-        self._owed = 0  # bytes of the caller's that are in it, and were not reported as sent
+        self._fed = 0  # the number of bytes of the handshake so far
+        self._handshake_records = 0
+        self._header = bytearray()  # the header of the next record, while it is not complete
+        self._record_left = 0  # the number of bytes of that record that are missing
+        self._undecrypted = memoryview(b"")  # bytes that were read, and not passed to OpenSSL yet
+        self._records_without_data = 0
+        self._ended = False  # the other end has sent close_notify
+        self._has_begun = False  # encrypted data was received
+        self._held = False  # a byte that was peeked and used is still in the kernel
+        self._unsent = memoryview(b"")  # encrypted bytes that the kernel has not accepted
+        self._owed = 0  # the number of data bytes in `_unsent` that were not reported as sent
         self.binding = encryption.fingerprint() if listens else b""
-        """The fingerprint of the certificate of the side that listens; of the other's not before `shake_hands`."""
+        """The fingerprint of the certificate of the accepting end. Empty at the connecting end before the handshake."""
 
-    def shake_hands(self, timeout: float) -> None:
-        """For the side that connects: blocks until the channel is encrypted. Raises `OSError`, `TimeoutError`."""
+    def do_handshake(self, timeout: float) -> None:
+        """At the connecting end: waits until the TLS handshake is done.
+
+        Raises:
+            TimeoutError: The timeout expired.
+            OSError: The handshake failed. See `tls_failures` for the types.
+        """
         deadline = time.monotonic() + timeout
         while True:
             with self._lock:
@@ -105,31 +148,32 @@ class TlsSocket(OwnSocket):
                     return
                 except BlockingIOError:
                     pass
-            self._wait(select.POLLIN, deadline - time.monotonic(), "no encrypted connection in time")
+            self._wait(select.POLLIN, deadline, "no encrypted connection in time")
 
     def settimeout(self, value: float | None) -> None:
-        """As a socket's."""
+        """See `socket.socket`."""
         self._timeout = value
 
     def gettimeout(self) -> float | None:
-        """As a socket's."""
+        """See `socket.socket`."""
         return self._timeout
 
     def setblocking(self, flag: bool) -> None:
-        """As a socket's."""
+        """See `socket.socket`."""
         self._timeout = None if flag else 0.0
 
     # Receiving
 
     def recv(self, size: int, flags: int = 0) -> bytes:
-        """As a socket's; `flags` are of no account."""
+        """See `socket.socket`. `flags` is ignored."""
         buffer = bytearray(size)
         count = self.recv_into(memoryview(buffer))
         return bytes(memoryview(buffer)[:count])
 
     def recv_into(self, buffer: Any, nbytes: int = 0, flags: int = 0) -> int:
-        """As a socket's; `nbytes` and `flags` are of no account."""
+        """See `socket.socket`. `nbytes` and `flags` are ignored."""
         timeout = self.gettimeout()
+        deadline = None if timeout is None else time.monotonic() + timeout
         while True:
             try:
                 with self._lock:
@@ -137,50 +181,100 @@ class TlsSocket(OwnSocket):
             except BlockingIOError:
                 if timeout == 0:
                     raise
-            self._wait(select.POLLIN, timeout, "timed out")
+            self._wait(select.POLLIN, deadline, "timed out")
 
     def _receive(self, view: memoryview) -> int:
+        """Receives data into `view`. Returns the number of bytes, 0 at the end of the stream.
+
+        Raises `BlockingIOError` if no data has arrived.
+        """
         if not self._ready:
             self._advance()
         count = self._decrypt(view)
-        while not count:
+        for _ in range(_READS_PER_CALL):
+            if count or self._ended:
+                break
             self._drop_held()
-            sure = len(view) - _RECORD - _OVERHEAD  # with what is kept of an unfinished record, it cannot be too much
+            sure = len(view) - _RECORD - _OVERHEAD  # fits even with the bytes of an incomplete record
             data = self._below(sure) if sure > 0 else self._below_looking(_RECORD + _OVERHEAD)
             if not data:
                 return 0
-            self._incoming.write(data)
+            self._undecrypted = memoryview(data)
             count = self._decrypt(view)
-        if not self._tls.pending() and not self._incoming.pending:
+        if not self._tls.pending() and not self._undecrypted:
             self._drop_held()
+        if not count and not self._ended:
+            raise BlockingIOError(errno.EAGAIN, "no whole record with data has come yet")
         return count
 
     def _decrypt(self, view: memoryview) -> int:
-        """As much as there is; 0 if there is no whole record."""
+        """Decrypts what was read into `view`. Returns the number of bytes, 0 if there is no whole record with data.
+
+        Raises `OSError` if TLS fails, or the other end has sent too many records without data.
+        """
         import ssl
 
         total = 0
         try:
-            while total < len(view):
-                count = cast(int, self._tls.read(len(view) - total, view[total:]))  # with a buffer it counts
-                if not count:
+            while total < len(view) and (self._tls.pending() or self._feed()):
+                try:
+                    count = cast(int, self._tls.read(len(view) - total, view[total:]))  # a number
+                except ssl.SSLWantReadError:
+                    if not self._header and not self._record_left:
+                        self._count_record_without_data()
+                    continue
+                if not count:  # close_notify: OpenSSL ignores everything after it
+                    self._ended, self._undecrypted = True, memoryview(b"")
                     break
                 total += count
-                if not self._tls.pending() and not self._incoming.pending:
-                    break
-        except (ssl.SSLWantReadError, ssl.SSLZeroReturnError):
-            pass
         except ssl.SSLError as error:
-            # The side that listens looks at our certificate when the connection is encrypted for us already.
+            # The accepting end checks our certificate when the handshake is done already at this end.
             raise explained(error, self._has_begun) from error
         self._has_begun = self._has_begun or total > 0
         return total
+
+    def _feed(self) -> bool:
+        """Passes the available bytes of the next record to OpenSSL. Returns False if there are none."""
+        data = self._undecrypted
+        if not data:
+            return False
+        size = self._record_part(data)
+        self._incoming.write(data[:size])
+        self._undecrypted = data[size:]
+        return True
+
+    def _record_part(self, data: memoryview | bytes) -> int:
+        """Returns how many of the next bytes belong to the current record, and counts them as read."""
+        header = self._header
+        size = 0
+        if len(data) >= _HEADER and not self._record_left and not header:  # the usual case, without a copy
+            whole = _HEADER + (data[3] << 8 | data[4])
+            size = min(whole, len(data))
+            self._record_left = whole - size
+            return size
+        if not self._record_left:
+            size = min(_HEADER - len(header), len(data))
+            header += data[:size]
+            if len(header) < _HEADER:
+                return size
+            self._record_left = int.from_bytes(header[3:])
+            header.clear()
+        rest = min(self._record_left, len(data) - size)
+        self._record_left -= rest
+        return size + rest
+
+    def _count_record_without_data(self) -> None:
+        self._records_without_data += 1
+        if self._records_without_data > MAX_EMPTY_RECORDS:
+            raise ProtocolError(
+                f"it sent more than {MAX_EMPTY_RECORDS} TLS records without data, which no farcall worker does"
+            )
 
     def _below(self, size: int) -> bytes:
         return super().recv(min(size, _CHUNK))
 
     def _below_looking(self, size: int) -> bytes:
-        """What has come; all but its last byte is taken, and the last one is as good as taken."""
+        """Returns the bytes that have arrived. Leaves the last one in the kernel, until `_drop_held`."""
         data = super().recv(size, socket.MSG_PEEK)
         if data:
             self._held = True
@@ -196,14 +290,17 @@ class TlsSocket(OwnSocket):
     # Sending
 
     def send(self, data: Buffer, flags: int = 0) -> int:  # type: ignore[override]
-        """As a socket's, but who is told that a part was taken must come with the rest next. `flags` do not count."""
+        """See `socket.socket`. `flags` is ignored.
+
+        If it returns less than the size of `data`, the next call must be with the rest of `data`.
+        """
         with self._lock:
             if not self._ready:
                 self._advance()
             return self._send(memoryview(data).cast("B"))
 
     def sendmsg(self, buffers: Sequence[Buffer], *_: Any) -> int:  # type: ignore[override]
-        """As `send`, of several."""
+        """Sends several buffers as `send` does. Returns the number of bytes that were sent."""
         with self._lock:
             if not self._ready:
                 self._advance()
@@ -221,16 +318,17 @@ class TlsSocket(OwnSocket):
             return total
 
     def sendall(self, data: Buffer, flags: int = 0) -> None:  # type: ignore[override]
-        """As a socket's; the timeout counts anew whenever something went out."""
+        """See `socket.socket`. The timeout starts again whenever some data was sent."""
         rest = memoryview(data).cast("B")
         timeout = self.gettimeout()
         while rest:
+            deadline = None if timeout is None else time.monotonic() + timeout
             try:
                 rest = rest[self.send(rest) :]
             except BlockingIOError:
                 if timeout == 0:
                     raise
-                self._wait(select.POLLOUT, timeout, "timed out")
+                self._wait(select.POLLOUT, deadline, "timed out")
 
     def _send(self, data: memoryview) -> int:
         import ssl
@@ -240,7 +338,7 @@ class TlsSocket(OwnSocket):
         self._owed -= total
         while total < len(data):
             part = data[total : total + _CHUNK]
-            ends: list[tuple[int, int]] = []  # of each record: of what is in it, and of its bytes below
+            ends: list[tuple[int, int]] = []  # for each record, the end of its data and of its encrypted bytes
             try:
                 for begin in range(0, len(part), _RECORD):
                     self._tls.write(part[begin : begin + _RECORD])
@@ -253,7 +351,7 @@ class TlsSocket(OwnSocket):
             except BlockingIOError:
                 count = 0
             except ConnectionError as error:
-                refusal = None if self._has_begun else self._last_word()
+                refusal = None if self._has_begun else self._read_alert()
                 if refusal is None:
                     raise
                 raise refusal from error
@@ -266,34 +364,35 @@ class TlsSocket(OwnSocket):
             raise BlockingIOError(errno.EAGAIN, "the kernel takes nothing more now")
         return total
 
-    def _last_word(self) -> OSError | None:
-        """Nothing can be sent any more: why the other side has hung up, if it has said so before its first word."""
-        import ssl
-
+    def _read_alert(self) -> OSError | None:
+        """After sending failed: returns the error for the alert that the other end sent before it closed; else None."""
         try:
             self._drop_held()
-            self._incoming.write(super().recv(_CHUNK))
-            self._tls.read(1)
-        except (ssl.SSLWantReadError, ssl.SSLZeroReturnError):
-            return None
-        except ssl.SSLError as error:
-            return explained(error, has_begun=False)
+            self._undecrypted = memoryview(super().recv(_RECORD))
+            self._decrypt(memoryview(bytearray(1)))
+        except ProtocolError as error:
+            return error
         except OSError:
             pass
         return None
 
     def _flush(self) -> None:
-        """Sends what is encrypted already. Raises `BlockingIOError` if it does not all go."""
+        """Sends the rest of the encrypted bytes. Raises `BlockingIOError` if the kernel does not accept all."""
         while self._unsent:
             self._unsent = self._unsent[super().send(self._unsent) :]
 
-    # The beginning
+    # The TLS handshake
 
     def _advance(self) -> None:
-        """Goes on with TLS' own greeting. Raises `BlockingIOError` until it is done."""
+        """Continues the TLS handshake.
+
+        Raises:
+            BlockingIOError: The handshake is not done yet.
+            OSError: The handshake failed. See `tls_failures` for the types.
+        """
         import ssl
 
-        while True:
+        for _ in range(_RECORDS_PER_CALL):
             try:
                 self._tls.do_handshake()
                 self._ready = True
@@ -301,8 +400,8 @@ class TlsSocket(OwnSocket):
                 pass
             except ssl.SSLError as error:
                 with suppress(OSError):  # it may be gone
-                    self._say_below()  # the other side hears what is wrong
-                    super().recv(_CHUNK)  # closing with unread bytes could lose that on its way
+                    self._say_below()  # tells the other end what is wrong
+                    super().recv(_CHUNK)  # closing a socket with unread bytes could discard that message
                 raise explained(error, has_begun=False) from error
             self._say_below()
             if self._ready:
@@ -310,34 +409,44 @@ class TlsSocket(OwnSocket):
                     certificate = self._tls.getpeercert(binary_form=True)
                     self.binding = hashlib.sha256(certificate or b"").digest()
                 return
-            data = super().recv(_CHUNK if not self._tls.server_side else _RECORD, socket.MSG_PEEK)
+            data = super().recv(_RECORD + _OVERHEAD, socket.MSG_PEEK)
             if not data:
                 raise ended_early()
             if not self._fed and data[:1] not in _FIRST_BYTES:
                 if self._tls.server_side and is_plain(data):
                     with suppress(OSError):  # it may be gone
-                        super().recv(_RECORD)  # closing with unread bytes could lose the answer on its way
+                        super().recv(_RECORD)  # closing a socket with unread bytes could discard the answer
                         super().send(ENCRYPTED_ONLY)
                 raise not_tls(data)
-            self._fed = True
-            # One record at a time: what comes behind the greeting is to be seen by polls.
-            size = min(len(data), 5 + int.from_bytes(data[3:5]) if len(data) >= 5 else len(data))
+            # One record at a time, so that poll sees the bytes after the handshake.
+            size = self._record_part(data)
+            self._fed += size
+            self._handshake_records += not self._header and not self._record_left
+            if self._fed > MAX_HANDSHAKE_BYTES or self._handshake_records > MAX_HANDSHAKE_RECORDS:
+                raise ProtocolError(
+                    f"its TLS handshake is longer than {MAX_HANDSHAKE_RECORDS} records or {MAX_HANDSHAKE_BYTES} bytes"
+                )
             self._incoming.write(super().recv(size))
+        raise BlockingIOError(errno.EAGAIN, "the TLS handshake goes on after other connections had their turn")
 
     def _say_below(self) -> None:
         data = self._outgoing.read()
-        if data and super().send(data) != len(data):  # it fits into any socket's empty buffer
+        if data and super().send(data) != len(data):  # it fits into the empty buffer of a socket
             raise ConnectionError("the kernel does not take what begins an encrypted connection")
 
-    def _wait(self, event: int, timeout: float | None, why: str) -> None:
+    def _wait(self, event: int, deadline: float | None, why: str) -> None:
+        """Waits until the socket is ready. Raises `TimeoutError` after the deadline, even if the socket is ready."""
         poll = select.poll()
         poll.register(self.fileno(), event)
-        if not poll.poll(None if timeout is None else max(0.0, timeout) * 1000):
+        left = None if deadline is None else deadline - time.monotonic()
+        if left is not None and (left <= 0 or not poll.poll(math.ceil(left * 1000))):
             raise TimeoutError(errno.ETIMEDOUT, why)
+        if left is None:
+            poll.poll()
 
 
 def _joined(buffers: Sequence[Buffer]) -> list[memoryview]:
-    """Small ones in a row joined, as each piece is at least one record."""
+    """Returns the buffers without empty ones. Joins small ones in a row, because each piece needs a record."""
     pieces: list[memoryview] = []
     small: list[Buffer] = []
     for buffer in buffers:

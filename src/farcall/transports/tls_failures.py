@@ -1,8 +1,8 @@
-"""What a failure of TLS means, in words: whose fault it is, and what to do about it.
+"""Converts failures of TLS to errors that say what went wrong and what to do.
 
-What came over the connection decides. A certificate that is no good and an alert of the other side are a refusal, which
-trying again does not change (`EncryptionError`); bytes that are no TLS at all come from something else than a worker
-(`ProtocolError`); a connection that just ends may be a worker that is starting or ending (`ConnectionError`).
+- A certificate that is not valid, or an alert of the other end: `EncryptionError`. Trying again does not help.
+- Bytes that are not TLS: `ProtocolError`. The other end is not a worker.
+- A connection that ends early: `ConnectionError`. The other end may be a worker that is starting or ending.
 """
 
 from __future__ import annotations
@@ -15,10 +15,10 @@ if TYPE_CHECKING:
     import ssl
 
 PLAIN: Final = b"farcall\0"
-"""How a connection of farcall's begins that is not encrypted: the `MAGIC` of `protocol.handshake`."""
+"""The first bytes of an unencrypted connection of farcall: the `MAGIC` of `protocol.handshake`."""
 
 ENCRYPTED_ONLY: Final = bytes((21, 3, 3, 0, 2, 2, 10))
-"""The answer to it: a record of TLS that is an alert, fatal, "unexpected message" (RFC 8446, 6)."""
+"""The answer to such a connection: a TLS record with the fatal alert "unexpected message" (RFC 8446, 6)."""
 
 _ALIKE: Final = "encrypt_between_hosts must be the same at all workers"
 _ONE_AUTHORITY: Final = (
@@ -30,7 +30,12 @@ _OUT_OF_TIME: Final = (9, 10)  # X509_V_ERR_CERT_NOT_YET_VALID, X509_V_ERR_CERT_
 
 
 def explained(error: ssl.SSLError, has_begun: bool) -> OSError:
-    """What OpenSSL ran into. `has_begun`: something was received over the encrypted connection before."""
+    """Returns the error for a failure that OpenSSL has reported.
+
+    Args:
+        error: The failure.
+        has_begun: Whether encrypted data was received before. Then the error is a `ConnectionError`.
+    """
     reason = error.reason or str(error)
     if has_begun:
         return ConnectionError(f"the encrypted connection broke: {reason}")
@@ -54,19 +59,19 @@ def explained(error: ssl.SSLError, has_begun: bool) -> OSError:
 
 
 def not_tls(beginning: bytes) -> ProtocolError:
-    """What began where TLS was expected."""
+    """Returns the error for a connection whose first bytes are not TLS."""
     if is_plain(beginning):
         return EncryptionError(f"the other side does not encrypt, and this worker does: {_ALIKE}")
     return ProtocolError(f"the other side speaks neither TLS nor farcall: its first bytes were {beginning[:8]!r}")
 
 
 def is_plain(beginning: bytes) -> bool:
-    """Whether that is farcall without encryption, as far as it goes."""
+    """Returns whether these first bytes can begin an unencrypted connection of farcall. True for no bytes."""
     return PLAIN.startswith(beginning[: len(PLAIN)])
 
 
 def ended_early() -> ConnectionResetError:
-    """It ended before it was encrypted, without a word."""
+    """Returns the error for a connection that ended before it was encrypted."""
     return ConnectionResetError(
         "the other side closed the connection before it was encrypted: it may be starting or ending just now; if not, "
         f"its log says why ({_ALIKE})"

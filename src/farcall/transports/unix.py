@@ -1,23 +1,36 @@
-"""Unix sockets with a path: the fast transport between processes of one user on one host.
+"""Links between processes of one user on one host: Unix sockets with a path, and rings in shared memory.
 
-Addresses: `unix:/tmp/farcall-1000/6f1c….sock`. Linux' abstract sockets are not used: they have no permissions, so that
+Addresses: `unix:/tmp/farcall-1000/6f1c2a.sock`. Linux's abstract sockets are not used: they have no permissions, so
 every user of the machine could connect.
 
+A link begins on its socket. When both ends are authenticated, the connecting end sends SETUP. It contains a ring in a
+memfd and the two events of its poller, as descriptors, and a segment to try to open (`shm_buffers`). The accepting end
+answers SETUP_DONE with its own events. From then on all frames are sent through the ring, and the socket only shows
+when the other end has closed the link. If one end has no C extension, no descriptors left or no shared memory, frames
+are sent through the socket.
+
+    SETUP      1 type, 1 flag (there is a ring), 2 unused, 4 capacity, 4 descriptor, 16 token
+    SETUP_DONE 1 type, 1 flags (1 ring is mapped, 2 offered segment was opened), 2 unused, 4 descriptor, 16 token
+    LONG       1 type, 1 flag (the last), 2 unused, 4 id; then a piece of an internal frame that is too long for the
+               ring
+
 Rules
-- Sockets live in one directory for each user, `<temporary directory>/farcall-<uid>`. Only a real directory that is ours
-  and closed to others will do; if somebody else holds the name, a fresh directory stands in for it and goes with its
-  listener.
-- The permissions keep other users out: the directory's and the socket's own. Who is at the other end is asked of the
-  kernel all the same, on both sides, and it must be the same user: a directory may be misjudged, the kernel not.
-- A killed process cannot unlink its socket, so `listen` clears away what has no listener. Nobody is disturbed by that:
-  a datagram socket that connects is refused where nobody is, and told that it is of the wrong type where somebody is.
-- A name without `.new` has been bound for sure. A socket's file is there a moment before the socket is, so it is made
-  under a name with `.new`, which the sweep leaves alone for a minute, and renamed when it listens.
+- The sockets of a user are in one directory, `<temporary directory>/farcall-<uid>`. It is used only if it is a real
+  directory that belongs to the user and that others cannot access. Otherwise, each listener creates a directory of its
+  own, which is removed with the listener.
+- Permissions keep other users out. Both ends also ask the kernel for the user at the other end, which must be the same:
+  another program may have taken over the path of a socket.
+- A killed process cannot remove its socket, so `listen` removes sockets without a listener. To find them, it connects a
+  datagram socket, which does not disturb a listener: the error is "connection refused" if nothing listens, and "wrong
+  protocol type" otherwise.
+- The file of a socket exists a moment before the socket listens. So it is created with a name that ends in `.new`, and
+  renamed when it listens. The removal above ignores such names for a minute.
 """
 
 from __future__ import annotations
 
 import errno
+import fcntl
 import glob
 import logging
 import os
@@ -26,47 +39,667 @@ import socket
 import stat
 import struct
 import tempfile
+import threading
 import time
+from collections import deque
 from collections.abc import Iterable
+from time import monotonic
 from typing import Any, Final
 
-from farcall.transports.sockets import BACKLOG, SocketChannel, SocketListener
+from farcall._native import rings
+from farcall.errors import ProtocolError, UsageError
+from farcall.gate import asleep
+from farcall.transports.base import FOREVER, Buffer, Frame, LinkCounts, LinkOptions
+from farcall.transports.large_frames import (
+    CHUNK,
+    Assembler,
+    chunks_of,
+    pack_announcement,
+    pack_chunk_header,
+    pack_inline,
+    pack_supply,
+)
+from farcall.transports.shm_buffers import OPENED, SharedBuffers, is_shared_kind
+from farcall.transports.shm_segments import TOKEN_SIZE
+from farcall.transports.sockets import BACKLOG, OwnSocket
+from farcall.transports.stream import INTERNAL, WHOLE_MAX_BYTES, WORD, StreamLink
 
-_LONGEST_PATH: Final = 107  # unix(7): 108 bytes with the null byte
-_GRACE: Final = 60.0  # seconds between making a directory or a file and putting it to use, generously
-_REMEMBERED: Final = 64
-_SEND_BUFFER: Final = 2 << 20
-"""Bytes, bookkeeping included, that may wait for the reader: some 5,000 small messages, where the default stops a
-burst of calls after 280. The kernel may grant less, and uses it only as needed."""
+SETUP: Final = 9
+SETUP_DONE: Final = 10
+LONG: Final = 11
+_SETUP: Final = struct.Struct(f"<BBxxIi{TOKEN_SIZE}s")
+_SETUP_DONE: Final = struct.Struct(f"<BBxxi{TOKEN_SIZE}s")
+_LONG: Final = struct.Struct("<BBxxI")
+_RING_MAPPED: Final = 1
+_SEGMENT_OPENED: Final = 2
+
+RING_BYTES: Final = 1 << 16
+"""The capacity of each of the two rings of a link. A link needs twice that and one page of memory."""
+_RING_WHOLE_MAX_BYTES: Final = RING_BYTES // 4
+"""Larger frames are sent in chunks of this size, so that other frames can be sent in between."""
+_MAX_LONG_BYTES: Final = 1 << 20
+_MAX_LONG_FRAMES: Final = 64
+"""The most LONG frames at the same time. The longest, a table of 65,535 buffers, has half of `_MAX_LONG_BYTES`."""
+_SEALS: Final = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL
+_WRITE_SEALS: Final = fcntl.F_SEAL_WRITE | 0x10  # F_SEAL_FUTURE_WRITE, for which Python has no name
+
+_MAX_PATH_BYTES: Final = 107  # unix(7): 108 with the null byte
+_GRACE_S: Final = 60.0
+_MAX_REMEMBERED_USERS: Final = 64
+_SEND_BUFFER_BYTES: Final = 2 << 20
+"""The size of the kernel's buffer, with its overhead. About 5,000 small frames fit; with the default size, 280."""
 
 _log = logging.getLogger(__name__)
 
 
-class UnixTransport:
-    """The `Transport` whose scheme is `unix`.
+class UnixLink(StreamLink):
+    """A link to a process on this host."""
 
-    `roots` are the directories to try for ours to be made in: the system's temporary directory, and `/tmp` in case
-    that one's path is too long for a socket.
+    def __init__(self, sock: socket.socket, address: str, handshake_limit: int, process: int | None) -> None:
+        """Creates a link that is in its handshake.
+
+        Args:
+            sock: The connected socket. The link takes it over.
+            address: The address of the other end, for messages.
+            handshake_limit: See `Transport`.
+            process: The id of the process at the other end; None if the kernel does not know it.
+        """
+        super().__init__(sock, address, handshake_limit)
+        self._process = process
+        self._shared: SharedBuffers | None = None
+        self.ring: Any = None
+        """The `RingPair` that carries all frames; None before it is set up. The poller uses it."""
+        self._peer_events: list[int] = []
+        self._due_kind = 0  # the kind of internal frame that must come next, SETUP or SETUP_DONE; 0 for any
+        self._descriptors: list[int] = []  # received with that frame
+        self._setup_done = b""  # at the connecting end: the answer of the other end
+        # At the accepting end: frames to send after SETUP_DONE. Before that, the other end accepts no frames.
+        self._before_setup: list[tuple[bytes, list[memoryview]]] | None = None
+        self._setup_lock = threading.RLock()  # a finalizer may send while its thread holds the lock
+        self._ring_queue: deque[tuple[Buffer, ...]] = deque()  # frames that wait until the ring has room
+        self._count_lock = threading.RLock()  # for queue and `backlog`; a finalizer may send while its thread holds it
+        self._long_frames: dict[int, bytearray] = {}
+
+    # Setting up
+
+    def establish(self, options: LinkOptions, deadline: float | None = None) -> None:
+        """See `Link`."""
+        super().establish(options)
+        if self._process is not None and options.segments.is_enabled:
+            self._shared = SharedBuffers(options, self._process, self._send_internal, self._send_supply)
+            complete = self._shared.complete
+            self._assembler = Assembler(options.received.take, options.max_frame_size, complete)
+        if deadline is None:
+            self._before_setup, self._due_kind = [], SETUP
+        else:
+            self._set_up(options, deadline)
+
+    def _set_up(self, options: LinkOptions, deadline: float) -> None:
+        """At the connecting end: offers a ring and a segment, and waits for the answer.
+
+        Raises:
+            ConnectionError: The other end has closed the link, or this process has no descriptors left.
+            TimeoutError: The other end did not answer before the deadline.
+            ProtocolError: The answer cannot be read.
+        """
+        memory = _new_ring_memory() if self._shared is not None and options.poller.has_rings else -1
+        if memory >= 0 and not _can_receive_events():
+            os.close(memory)
+            memory = -1
+        try:
+            descriptor, token = self._shared.offer() if self._shared is not None else (-1, bytes(TOKEN_SIZE))
+            setup = _SETUP.pack(SETUP, memory >= 0, RING_BYTES, descriptor, token)
+            events = [options.poller.leader_event, options.poller.standby_event]
+            self._send_with_descriptors(setup, [memory, *events] if memory >= 0 else [])
+            flags, descriptor, token = self._wait_for_setup_done(deadline)
+            if flags & _SEGMENT_OPENED and self._shared is not None:
+                self._shared.note_opened()
+            if flags & _RING_MAPPED:
+                self._use_offered_ring(memory, options)
+            if self._shared is not None and self._shared.try_offer(descriptor, token):
+                self._send_internal(bytes((OPENED,)))
+        finally:
+            if memory >= 0:
+                os.close(memory)
+            _close_all(self._descriptors)
+
+    def _use_offered_ring(self, memory: int, options: LinkOptions) -> None:
+        """At the connecting end: uses the ring, which the other end has accepted.
+
+        Raises:
+            ProtocolError: The ring was not offered, or the descriptors of the other end are not events.
+            ConnectionAbortedError: This process has no descriptors or memory left for the ring.
+        """
+        if memory < 0 or not all(map(_is_event, self._descriptors)):
+            raise ProtocolError(f"{self.address} set up a ring that it was not offered")
+        if len(self._descriptors) != 2:
+            raise ConnectionAbortedError(f"this process has no descriptors left for a link to {self.address}")
+        try:
+            self._use_ring(memory, 0, self._descriptors, options)
+        except OSError as error:
+            raise ConnectionAbortedError(f"a ring to {self.address} cannot be mapped: {error}") from error
+        self._descriptors = []
+
+    def _send_with_descriptors(self, internal: bytes, descriptors: list[int]) -> None:
+        """Sends an internal frame with descriptors through the socket. It fits into the empty buffer of the socket.
+
+        Raises `ConnectionError` if the connection is closed or broken.
+        """
+        sock = self._open_socket()
+        data = WORD.pack(len(internal) | INTERNAL) + internal
+        try:
+            sent = socket.send_fds(sock, [data], descriptors) if descriptors else sock.send(data)
+        except ConnectionError:
+            raise
+        except OSError as error:
+            raise ConnectionResetError(f"the connection broke: {error}") from error
+        if sent != len(data):
+            raise ConnectionAbortedError(f"{self.address} does not take what sets the link up")
+        self._bytes_out += sent
+
+    def _wait_for_setup_done(self, deadline: float) -> tuple[int, int, bytes]:
+        self._due_kind = SETUP_DONE
+        while self._due_kind:
+            left = deadline - monotonic()
+            if left <= 0:
+                raise TimeoutError(errno.ETIMEDOUT, "the other end did not set the link up in time", self.address)
+            # Read no byte after it: the poller only notices frames that are still in the socket.
+            missing = WORD.size + _SETUP_DONE.size - len(self._rest)
+            if self.wait(left) and self._receive_from_socket(max(1, missing)):
+                raise ProtocolError(f"{self.address} sent a frame before the link was set up")
+        if len(self._setup_done) != _SETUP_DONE.size:
+            raise ProtocolError(f"{self.address} sent a SETUP_DONE of {len(self._setup_done)} bytes")
+        _, flags, descriptor, token = _SETUP_DONE.unpack(self._setup_done)
+        return flags, descriptor, token
+
+    def _receive_from_socket(self, size: int) -> list[Frame]:
+        """Receives at most `size` bytes, and descriptors, while the link is being set up. Returns complete frames.
+
+        Raises:
+            ConnectionError: The other end has closed the link.
+            ProtocolError: The bytes are not a frame, or there are too many descriptors.
+        """
+        try:
+            data, descriptors, _, _ = socket.recv_fds(self._open_socket(), size, 3, socket.MSG_CMSG_CLOEXEC)
+        except BlockingIOError:
+            return []
+        except ConnectionError:
+            raise
+        except OSError as error:
+            raise ConnectionResetError(f"the connection broke: {error}") from error
+        self._descriptors += descriptors
+        if len(self._descriptors) > 3:
+            raise ProtocolError(f"{self.address} sent descriptors that nobody asked for")
+        if not data:
+            raise ConnectionResetError("the other end closed the connection")
+        self._bytes_in += len(data)
+        data, self._rest = self._rest + data, b""
+        frames: list[Frame] = []
+        self._parse(data, frames)
+        return frames
+
+    def _receive_setup(self) -> list[Frame]:
+        """At the accepting end: receives SETUP, and no byte after it. Returns an empty list.
+
+        Raises `ProtocolError` if another frame comes first, and `ConnectionError` if the link is closed.
+        """
+        missing = WORD.size + _SETUP.size - len(self._rest)
+        if self._receive_from_socket(max(1, missing)):
+            raise ProtocolError(f"{self.address} sent a frame before the link was set up")
+        return []
+
+    def _accept_setup(self, data: bytes) -> None:
+        """At the accepting end: processes SETUP. Maps the ring if possible, and answers with SETUP_DONE.
+
+        Raises:
+            ProtocolError: SETUP has a wrong size, or its descriptors are not events.
+            ConnectionError: The answer cannot be sent.
+        """
+        assert self._options is not None
+        options, descriptors = self._options, self._descriptors
+        self._descriptors = []
+        try:
+            if len(data) != _SETUP.size:
+                raise ProtocolError(f"{self.address} sent a SETUP of {len(data)} bytes")
+            _, has_ring, capacity, descriptor, token = _SETUP.unpack(data)
+            shared = self._shared
+            flags, mine, my_token = 0, -1, bytes(TOKEN_SIZE)
+            if shared is not None:
+                mine, my_token = shared.offer()
+                if shared.try_offer(descriptor, token):
+                    flags |= _SEGMENT_OPENED
+            # If this process has no descriptors left, some of the three are missing.
+            is_usable = has_ring and shared is not None and options.poller.has_rings and len(descriptors) == 3
+            events = []
+            if is_usable and capacity == RING_BYTES and self._accept_ring(descriptors, options):
+                flags |= _RING_MAPPED
+                events = [options.poller.leader_event, options.poller.standby_event]
+            self._send_with_descriptors(_SETUP_DONE.pack(SETUP_DONE, flags, mine, my_token), events)
+        finally:
+            _close_all(descriptors)
+        self._send_held_back()
+
+    def _accept_ring(self, descriptors: list[int], options: LinkOptions) -> bool:
+        """At the accepting end: maps a ring and returns True, or returns False if it cannot be used.
+
+        Takes the events out of `descriptors` if it is used. Raises `ProtocolError` if they are not events.
+        """
+        memory, *events = descriptors
+        if not all(map(_is_event, events)):
+            raise ProtocolError(f"{self.address} sent descriptors that are no events")
+        if not _is_ring_memory(memory):
+            return False
+        try:
+            self._use_ring(memory, 1, events, options)
+        except OSError:  # no memory is left, or the memfd is read-only
+            return False
+        del descriptors[1:]
+        return True
+
+    def _hold_back(self, frame: bytes, buffers: list[memoryview] | None) -> bool:
+        """Keeps a frame until SETUP is answered, and returns True. Returns False if SETUP was answered meanwhile."""
+        with self._setup_lock:
+            if self._before_setup is None:
+                return False
+            copies = [memoryview(bytearray(buffer)) for buffer in buffers or ()]
+            if buffers:
+                buffers.clear()
+            self._before_setup.append((frame, copies))
+            return True
+
+    def _send_held_back(self) -> None:
+        """Sends the frames that were held back. Other threads that call `send` wait until that is done."""
+        with self._setup_lock:
+            for frame, buffers in self._before_setup or ():
+                self._send_large(frame, buffers, 0.0)  # deadline 0: this thread is the leader, and must not wait
+            self._before_setup = None
+
+    def _use_ring(self, memory: int, side: int, events: list[int], options: LinkOptions) -> None:
+        """Maps a ring, and sends and receives all frames through it from now on.
+
+        Args:
+            memory: The memfd of the ring.
+            side: 0 at the connecting end, 1 at the accepting end.
+            events: The two events of the other end. The link closes them.
+            options: The options of the link.
+
+        Raises:
+            OSError: The memory cannot be mapped.
+        """
+        same_process = self._process == os.getpid()
+        ring = rings.RingPair(
+            memory, RING_BYTES, side, *events, options.spin_s, self._receive_internal, same_process=same_process
+        )
+        self._peer_events = events
+        self.ring = ring
+        # Replace the method by that of the ring, which saves every call one Python function.
+        self.wait = self.ring.wait  # type: ignore[method-assign]
+        options.poller.note_ring(self)
+
+    # Receiving
+
+    def receive(self) -> list[Frame]:
+        """See `Link`."""
+        ring = self.ring
+        if ring is None:
+            return self._receive_setup() if self._due_kind else super().receive()
+        frames: list[Frame] = ring.receive()
+        if not frames:
+            self._check_hang_up()
+        return frames
+
+    def _check_hang_up(self) -> None:
+        """Raises an error if the other end has closed the link. Called when the ring is empty.
+
+        Raises:
+            ConnectionResetError: The other end has closed the link, and the ring is still empty.
+            ProtocolError: The other end has sent bytes through the socket, although the link has a ring.
+        """
+        failure: ConnectionError = ConnectionResetError("the other end closed the connection")
+        try:
+            if self._open_socket().recv(1):
+                failure = ProtocolError(f"{self.address} sent bytes beside its ring")
+        except BlockingIOError:
+            return
+        except OSError as error:
+            failure = ConnectionResetError(f"the connection broke: {error}")
+        ring = self.ring
+        if ring is None or not ring.is_readable():  # else read the ring first: the frames were written before the end
+            raise failure
+
+    def _receive_internal(self, data: bytes) -> Frame | None:
+        if not data:
+            raise ProtocolError(f"{self.address} sent an empty internal frame")
+        kind = data[0]
+        if self._due_kind:
+            if kind != self._due_kind:
+                raise ProtocolError(f"{self.address} sent an internal frame of kind {kind} before the link was set up")
+            self._due_kind = 0
+            if kind == SETUP:
+                self._accept_setup(data)
+            else:
+                self._setup_done = data
+            return None
+        if kind == CHUNK and self._assembler is not None:
+            return self._assembler.add_chunk(data)
+        if kind == LONG:
+            return self._receive_long(data)
+        if self._shared is not None and is_shared_kind(data):
+            return self._shared.receive(data)
+        return super()._receive_internal(data)
+
+    def _receive_long(self, data: bytes) -> Frame | None:
+        if len(data) < _LONG.size:
+            raise ProtocolError(f"{self.address} sent a header that is too short")
+        _, is_last, number = _LONG.unpack_from(data)
+        pieces = self._long_frames.setdefault(number, bytearray())
+        pieces += data[_LONG.size :]
+        if len(pieces) > _MAX_LONG_BYTES or len(self._long_frames) > _MAX_LONG_FRAMES:
+            raise ProtocolError(f"{self.address} sent too much of internal frames that do not end")
+        if not is_last:
+            return None
+        del self._long_frames[number]
+        if pieces[:1] == bytes((LONG,)):
+            raise ProtocolError(f"{self.address} sent an internal frame inside of itself")
+        return self._receive_internal(bytes(pieces))
+
+    def note_hang_up(self) -> None:
+        """See `Link`."""
+        ring = self.ring
+        if ring is not None:
+            ring.hang_up()
+
+    # Sending
+
+    def send(self, frame: bytes, buffers: list[memoryview] | None = None, deadline: float = FOREVER) -> None:
+        """See `Link`."""
+        if self._before_setup is not None and self._hold_back(frame, buffers):
+            return
+        ring = self.ring  # read after `_hold_back`, during which it may have been set up
+        if ring is None or buffers or len(frame) > _RING_WHOLE_MAX_BYTES:
+            self._send_large(frame, [] if buffers is None else buffers, deadline)
+        elif self._ring_queue or not ring.send(frame):
+            self._queue_for_ring((frame,))
+
+    def send_kept(self, frame: bytes, buffers: list[memoryview], deadline: float = FOREVER) -> list[memoryview]:
+        """See `Link`."""
+        kept = self._shared.send_kept(frame, buffers) if self._shared is not None else None
+        return kept if kept is not None else super().send_kept(frame, buffers, deadline)
+
+    def _send_large(self, frame: bytes, buffers: list[memoryview], deadline: float) -> None:
+        """Sends a frame that has buffers or is too large for the ring: in shared memory if possible, else in chunks."""
+        if self._shared is not None and self._shared.send(frame, buffers):
+            return
+        if self.ring is None:
+            super().send(frame, buffers, deadline)
+            return
+        total = len(frame) + sum([buffer.nbytes for buffer in buffers])
+        if total + 8 * len(buffers) <= _RING_WHOLE_MAX_BYTES - 64:
+            self._send_internal(pack_inline(frame, buffers), b"".join((frame, *buffers)))
+        else:
+            self._send_ring_chunks(frame, buffers, deadline)
+        buffers.clear()
+
+    def _send_internal(self, *parts: Buffer) -> None:
+        ring = self.ring
+        if ring is None:
+            super()._send_internal(*parts)
+        elif sum([len(part) for part in parts]) > _RING_WHOLE_MAX_BYTES:  # a table of very many buffers
+            self._send_long(b"".join(parts))
+        elif self._ring_queue or not ring.send_internal(*parts):
+            self._queue_for_ring((None, b"".join(parts)))
+
+    def _send_long(self, data: bytes) -> None:
+        number, step = next(self._numbers), _RING_WHOLE_MAX_BYTES - _LONG.size
+        for at in range(0, len(data), step):
+            self._send_internal(_LONG.pack(LONG, at + step >= len(data), number) + data[at : at + step])
+
+    def _queue_for_ring(self, entry: tuple[Any, ...]) -> None:
+        """Queues a frame until the ring has room. Raises `ConnectionAbortedError` if the link is closed.
+
+        `entry` is a tuple of the frame, or of None and an internal frame.
+        """
+        if self._socket is None:
+            raise ConnectionAbortedError(f"the link to {self.address} is closed")
+        with self._count_lock:
+            self._ring_queue.append(entry)
+            self.backlog += len(entry[-1])
+        self.flush()
+
+    def flush(self) -> None:
+        """See `Link`."""
+        if self.ring is None:
+            super().flush()
+            return
+        # Check again after the lock is released, so that a frame that was queued meanwhile is not left.
+        while self._ring_queue and self._try_lock():
+            try:
+                has_room = self._flush_ring()
+            finally:
+                self._unlock()
+            if not has_room:
+                return
+
+    def _flush_ring(self) -> bool:
+        """Moves queued frames into the ring. Returns False if it is full: then the poller calls `flush` later."""
+        assert self._options is not None
+        queue = self._ring_queue
+        while queue:
+            ring, entry = self.ring, queue[0]
+            if ring is None:
+                return False
+            is_sent = ring.send_internal(entry[1]) if entry[0] is None else ring.send(entry[0])
+            if is_sent:
+                with self._count_lock:
+                    queue.popleft()
+                    self.backlog -= len(entry[-1])
+            else:
+                if not self._is_awaiting_room:
+                    self._is_awaiting_room = True
+                    self._options.poller.await_room(self, True)
+                if not ring.ask_for_room():
+                    return False
+        self.backlog = 0
+        if self._is_awaiting_room:
+            self._is_awaiting_room = False
+            self._options.poller.await_room(self, False)
+        return True
+
+    def _send_ring_chunks(self, frame: Buffer, buffers: Iterable[memoryview], deadline: float) -> None:
+        """Sends a large frame through the ring in chunks. Waits while the ring is full, until the deadline at most."""
+        buffers = tuple(buffers)
+        number = next(self._numbers)
+        announcement = pack_announcement(number, frame, buffers)
+        header = pack_chunk_header(number)
+        try:
+            self._send_internal(announcement)
+            for chunk in chunks_of(frame, buffers, _RING_WHOLE_MAX_BYTES - len(header)):
+                self._send_ring_chunk(header, chunk, deadline)
+        except BaseException as error:
+            self._close_after_interrupt(error)
+            raise
+
+    def _send_ring_chunk(self, header: bytes, chunk: memoryview, deadline: float) -> None:
+        ring = self.ring
+        if not self._ring_queue and ring is not None and ring.send_internal(header, chunk):
+            return
+        if not self._is_sending() and self._wait_and_send_chunk(header, chunk, deadline):
+            return
+        self._queue_for_ring((None, header + bytes(chunk)))
+
+    def _wait_and_send_chunk(self, header: bytes, chunk: memoryview, deadline: float) -> bool:
+        """Waits for room in the ring, sends a chunk, and returns True.
+
+        Returns False if there was no room before the deadline, or this thread must not wait.
+
+        Raises:
+            ConnectionAbortedError: The link was closed.
+        """
+        try:
+            with asleep():
+                while monotonic() < deadline:
+                    ring = self.ring
+                    if ring is None:
+                        raise ConnectionAbortedError(f"the link to {self.address} is closed")
+                    self.flush()
+                    if not self._ring_queue and ring.send_internal(header, chunk):
+                        return True
+                    ring.wait_for_room(len(header) + chunk.nbytes, 0.01)
+        except UsageError:  # this is the leader of an executor, which must not wait while it reads
+            pass
+        return False
+
+    def _send_supply(self, segment: int, buffers: list[memoryview]) -> None:
+        """Sends the buffers of a segment that the other end could not open. Does not wait: they may be queued."""
+        number = next(self._numbers)
+        self._send_internal(pack_supply(number, segment, buffers))
+        header = pack_chunk_header(number)
+        size = WHOLE_MAX_BYTES if self.ring is None else _RING_WHOLE_MAX_BYTES - len(header)
+        for chunk in chunks_of(b"", buffers, size):
+            self._send_internal(header + chunk)
+
+    def unsent_bytes(self) -> int:
+        """See `Link`."""
+        unopened = self._shared is not None and self._shared.has_unopened()
+        return self.backlog + len(self._before_setup or ()) + unopened
+
+    def counts(self) -> LinkCounts:
+        """See `Link`."""
+        bytes_in, bytes_out = self._bytes_in, self._bytes_out
+        ring, shared = self.ring, self._shared
+        if ring is not None:
+            bytes_in, bytes_out = bytes_in + ring.bytes_in, bytes_out + ring.bytes_out
+        if shared is None:
+            return LinkCounts(bytes_in, bytes_out)
+        bytes_in, bytes_out = bytes_in + shared.bytes_in, bytes_out + shared.bytes_out
+        return LinkCounts(bytes_in, bytes_out, shared.bytes_in, shared.bytes_out, shared.bytes_returned)
+
+    # The end
+
+    def sweep(self, before: float) -> None:
+        """See `Link`."""
+        if self._shared is not None:
+            self._shared.sweep(before)
+
+    def prepare_fork(self) -> None:
+        """See `Link`."""
+        if self._shared is not None:
+            self._shared.prepare_fork()
+
+    def close(self) -> None:
+        """See `Link`."""
+        super().close()
+        self._release_ring()
+        if self._shared is not None:
+            self._shared.close()
+
+    def abandon(self) -> None:
+        """See `Link`."""
+        super().abandon()
+        self._setup_lock = threading.RLock()  # a thread of the parent may have held the lock
+        self._release_ring()
+        if self._shared is not None:
+            self._shared.abandon()
+
+    def _release_ring(self) -> None:
+        with self._setup_lock:  # another thread may be in `close`
+            ring, self.ring = self.ring, None
+        if ring is not None:
+            del self.wait  # the method of the ring
+            counts = ring.bytes_in, ring.bytes_out
+            self._bytes_in += counts[0]
+            self._bytes_out += counts[1]
+            ring.close()
+        self._ring_queue.clear()
+        self.backlog = 0
+        self._before_setup = None
+        _close_all(self._peer_events)
+        _close_all(self._descriptors)
+
+
+def _new_ring_memory() -> int:
+    """Returns a sealed memfd for two rings; -1 if the system cannot create one."""
+    try:
+        memory = os.memfd_create("farcall-ring", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
+    except OSError:
+        return -1
+    try:
+        os.ftruncate(memory, rings.mapping_size(RING_BYTES))
+        fcntl.fcntl(memory, fcntl.F_ADD_SEALS, _SEALS)
+    except OSError:
+        os.close(memory)
+        return -1
+    return memory
+
+
+def _can_receive_events() -> bool:
+    """Returns whether this process has descriptors left for the two events of the other end.
+
+    Checked before a ring is offered: if the other end accepts it and its events cannot be received, the link fails.
     """
+    taken: list[int] = []
+    try:
+        taken += os.pipe()
+    except OSError:
+        return False
+    finally:
+        _close_all(taken)
+    return True
+
+
+def _is_ring_memory(descriptor: int) -> bool:
+    """Returns whether a descriptor is a memfd as made by `_new_ring_memory`.
+
+    Memory that the other end could shrink could crash this process with SIGBUS.
+    """
+    try:
+        seals = fcntl.fcntl(descriptor, fcntl.F_GET_SEALS)
+        mode = fcntl.fcntl(descriptor, fcntl.F_GETFL) & os.O_ACCMODE
+        size = os.fstat(descriptor).st_size
+    except OSError:
+        return False
+    is_sealed = seals & (_SEALS | _WRITE_SEALS) == _SEALS
+    return is_sealed and mode == os.O_RDWR and size == rings.mapping_size(RING_BYTES)
+
+
+def _is_event(descriptor: int) -> bool:
+    """Returns whether a descriptor is an eventfd. Writing to anything else could block this process."""
+    return os.readlink(f"/proc/self/fd/{descriptor}") == "anon_inode:[eventfd]"
+
+
+def _close_all(descriptors: list[int]) -> None:
+    while descriptors:
+        try:
+            descriptor = descriptors.pop()
+        except IndexError:  # another thread closes them as well
+            return
+        os.close(descriptor)
+
+
+class UnixTransport:
+    """The transport whose scheme is `unix`."""
 
     scheme = "unix"
 
     def __init__(self, roots: Iterable[str] | None = None) -> None:
+        """Creates a transport.
+
+        Args:
+            roots: Directories in which the directory of the sockets is created; the first that works is used. By
+                default the system's temporary directory, and `/tmp` if that path is too long for a socket.
+        """
         self._roots = None if roots is None else tuple(roots)
 
-    def listen(self, host: str | None = None) -> SocketListener:
-        """A listener under a random name; `host` is ignored.
-
-        Raises `OSError` if there is no directory for it: none can be written, or all have too long a path.
-        """
+    def listen(self, host: str | None, handshake_limit: int) -> UnixListener:
+        """See `Transport`. Raises `OSError` if no directory is writable, or all paths are too long."""
         roots = (tempfile.gettempdir(), "/tmp") if self._roots is None else self._roots
         for root in roots:
-            _sweep(_shared(root))
-            for directory in glob.glob(f"{glob.escape(_shared(root))}-*"):
-                _sweep(directory)
-                if _is_private(directory) and _age(directory) > _GRACE:
-                    _remove(None, directory)  # unless somebody lives there
-        directory, ours_alone = _directory(roots)
+            _remove_dead_sockets(_shared_directory(root))
+            for directory in glob.glob(f"{glob.escape(_shared_directory(root))}-*"):
+                _remove_dead_sockets(directory)
+                if _is_private(directory) and _age_s(directory) > _GRACE_S:
+                    _remove(None, directory)  # fails if it has sockets in use
+        directory, is_ours_alone = _choose_directory(roots)
         path = os.path.join(directory, f"{secrets.token_hex(8)}.sock")
         with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as sock:  # closed unless the listener has taken it over
             try:
@@ -74,86 +707,126 @@ class UnixTransport:
                 os.chmod(path + ".new", 0o600)
                 sock.listen(BACKLOG)
                 os.rename(path + ".new", path)
-                return _UnixListener(sock, path, directory if ours_alone else None)
+                return UnixListener(sock, path, directory if is_ours_alone else None, handshake_limit)
             except OSError:
-                _remove(path + ".new", directory if ours_alone else None)
+                _remove(path + ".new", directory if is_ours_alone else None)
                 raise
 
-    def connect(self, address: str, timeout: float) -> SocketChannel:
-        """A channel to the listener at that address.
-
-        Raises `OSError` if nobody listens there, `TimeoutError` if its queue stays full.
-        """
-        path = _parse(address)
-        deadline = time.monotonic() + timeout
+    def connect(self, address: str, timeout: float, handshake_limit: int) -> UnixLink:
+        """See `Transport`."""
+        path = _parse_address(address)
+        deadline = monotonic() + timeout
         pause = 0.0005
-        with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as sock:  # closed unless the channel has taken it over
+        with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as sock:  # closed unless the link has taken it over
             sock.setblocking(False)
             while True:
                 try:
                     sock.connect(path)
                     process = _checked_process(sock, address)
-                    return SocketChannel(_tune(sock), address, process)
+                    return UnixLink(_tuned(sock), address, handshake_limit, process)
                 except BlockingIOError:
-                    left = deadline - time.monotonic()
+                    left = deadline - monotonic()
                 except OSError as error:
                     raise OSError(error.errno, error.strerror, address) from error
                 if left <= 0:
                     raise TimeoutError(errno.ETIMEDOUT, f"not accepted within {timeout:g} s", address)
-                time.sleep(min(pause, left))  # the listener's queue is full, and nothing can be polled for that
+                time.sleep(min(pause, left))  # the queue of the listener is full, and poll cannot wait for that
                 pause = min(pause * 2, 0.02)
 
 
-class _UnixListener(SocketListener):
-    __slots__ = ("_directory", "_path", "_turned_away")
+class UnixListener:
+    """A listening socket with a path."""
 
-    def __init__(self, sock: socket.socket, path: str, directory: str | None) -> None:
-        super().__init__(sock, f"unix:{path}", self._admit)
+    def __init__(self, sock: socket.socket, path: str, directory: str | None, handshake_limit: int) -> None:
+        """Creates a listener on a listening socket.
+
+        Args:
+            sock: The socket. The listener takes it over.
+            path: The path of the socket.
+            directory: A directory to remove with the listener; None to remove none.
+            handshake_limit: See `Transport.listen`.
+        """
+        self.address = f"unix:{path}"
+        self._socket: OwnSocket | None = OwnSocket(sock)
         self._path = path
-        self._turned_away: set[int] = set()
         self._directory = directory
-        """To be removed too, as it was made for this listener."""
+        self._handshake_limit = handshake_limit
+        self._refused_users: set[int] = set()
 
-    def _admit(self, sock: socket.socket, _: Any) -> SocketChannel | None:
-        pid, user, _ = _peer_credentials(sock)
+    def fileno(self) -> int:
+        """See `Listener`."""
+        return self._open_socket().fileno()
+
+    def _open_socket(self) -> OwnSocket:
+        if self._socket is None:
+            raise OSError(errno.EBADF, f"the listener at {self.address} is closed")
+        return self._socket
+
+    def accept(self) -> UnixLink | None:
+        """See `Listener`."""
+        try:
+            sock, _ = self._open_socket().accept()
+        except (BlockingIOError, ConnectionAbortedError):
+            return None
+        process, user, _ = _peer_credentials(sock)
         if user == os.geteuid():
-            # The connecting side has no name; its process id is of more use to a person than nothing.
-            return SocketChannel(_tune(sock), f"unix:process {pid}", pid or None)
+            # The connecting end has no path, so messages show its process id.
+            return UnixLink(_tuned(sock), f"unix:process {process}", self._handshake_limit, process or None)
         sock.close()
-        if user not in self._turned_away and len(self._turned_away) < _REMEMBERED:
-            self._turned_away.add(user)
+        if user not in self._refused_users and len(self._refused_users) < _MAX_REMEMBERED_USERS:
+            self._refused_users.add(user)
             _log.warning("a connection of user %d to %s was closed: it is for one user only", user, self.address)
         return None
 
     def close(self) -> None:
-        """No more channels, and no file. Any thread may call it, more than once; it raises nothing."""
-        if self._socket is not None:
+        """See `Listener`."""
+        sock, self._socket = self._socket, None
+        if sock is not None:
             _remove(self._path, self._directory)
-        super().close()
+            sock.release()
+
+    def abandon(self) -> None:
+        """See `Listener`."""
+        sock, self._socket = self._socket, None
+        if sock is not None:
+            sock.abandon()
 
 
-def _parse(address: str) -> bytes:
+def private_directory() -> str | None:
+    """Returns this user's directory in the system's temporary directory. Creates it if necessary.
+
+    Returns None if it cannot be created, or other users could access it.
+    """
+    directory = _shared_directory(tempfile.gettempdir())
+    try:
+        os.mkdir(directory, 0o700)
+    except OSError:
+        pass  # it exists, or cannot be created: `_is_private` decides
+    return directory if _is_private(directory) else None
+
+
+def _parse_address(address: str) -> bytes:
     scheme, _, path = address.partition(":")
     try:
         encoded = os.fsencode(path)
     except UnicodeError:
         encoded = b""
-    if scheme != "unix" or not encoded.startswith(b"/") or b"\0" in encoded or len(encoded) > _LONGEST_PATH:
+    if scheme != "unix" or not encoded.startswith(b"/") or b"\0" in encoded or len(encoded) > _MAX_PATH_BYTES:
         raise OSError(errno.EINVAL, "no unix address; it looks like unix:/directory/name.sock", address)
     return encoded
 
 
 def _peer_credentials(sock: socket.socket) -> tuple[int, int, int]:
-    """Process, user and group at the other end, as the kernel has them. Raises `OSError`."""
+    """Returns the ids of the process, user and group at the other end, from the kernel."""
     found = sock.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, struct.calcsize("3i"))
-    pid, user, group = struct.unpack("3i", found)
-    return pid, user, group
+    process, user, group = struct.unpack("3i", found)
+    return process, user, group
 
 
 def _checked_process(sock: socket.socket, address: str) -> int | None:
-    """Who listens there; None if it cannot be seen from here.
+    """Returns the id of the process that listens; None if the kernel does not know it.
 
-    Raises `PermissionError` if it is another user: the name may have been taken over.
+    Raises `PermissionError` if the process belongs to another user.
     """
     process, user, _ = _peer_credentials(sock)
     if user != os.geteuid():
@@ -162,24 +835,27 @@ def _checked_process(sock: socket.socket, address: str) -> int | None:
     return process or None
 
 
-def _tune(sock: socket.socket) -> socket.socket:
-    sock.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, _SEND_BUFFER)
+def _tuned(sock: socket.socket) -> socket.socket:
+    sock.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, _SEND_BUFFER_BYTES)
     return sock
 
 
-def _shared(root: str) -> str:
-    """The one directory of this user."""
+def _shared_directory(root: str) -> str:
+    """Returns the path of the directory of this user's sockets. Does not create it."""
     return os.path.join(root, f"farcall-{os.geteuid()}")
 
 
-def _directory(roots: Iterable[str]) -> tuple[str, bool]:
-    """Where to put a socket, and whether the directory was made for it alone."""
+def _choose_directory(roots: Iterable[str]) -> tuple[str, bool]:
+    """Returns a directory for a socket, and whether the directory was created for this socket alone.
+
+    Raises `OSError` if no directory is writable, or all paths are too long.
+    """
     refused = []
     for root in roots:
-        shared = _shared(root)
-        # 8 characters may follow in the name of a directory of our own, with a dash.
+        shared = _shared_directory(root)
+        # The name of a directory for one listener has a dash and 8 more characters.
         longest = os.path.join(f"{shared}-{'x' * 8}", f"{'x' * 16}.sock.new")
-        if len(os.fsencode(longest)) > _LONGEST_PATH:
+        if len(os.fsencode(longest)) > _MAX_PATH_BYTES:
             refused.append(f"{root} is too long a path for a socket")
             continue
         try:
@@ -207,8 +883,8 @@ def _is_private(directory: str) -> bool:
     return stat.S_ISDIR(found.st_mode) and found.st_uid == os.geteuid() and not stat.S_IMODE(found.st_mode) & 0o077
 
 
-def _sweep(directory: str) -> None:
-    """Removes the sockets of dead processes. What cannot be swept stays; that is no reason not to listen."""
+def _remove_dead_sockets(directory: str) -> None:
+    """Removes sockets in a directory whose processes have ended. Ignores errors."""
     if not _is_private(directory):
         return
     try:
@@ -222,7 +898,7 @@ def _sweep(directory: str) -> None:
 
 
 def _is_dead(path: str) -> bool:
-    if path.endswith(".new") and _age(path) < _GRACE:
+    if path.endswith(".new") and _age_s(path) < _GRACE_S:
         return False
     with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as probe:
         try:
@@ -232,11 +908,11 @@ def _is_dead(path: str) -> bool:
     return False
 
 
-def _age(path: str) -> float:
+def _age_s(path: str) -> float:
     try:
         return time.time() - os.lstat(path).st_mtime
     except OSError:
-        return 0.0  # another process was quicker
+        return 0.0  # another process has removed it
 
 
 def _remove(file: str | None, directory: str | None) -> None:
@@ -244,9 +920,9 @@ def _remove(file: str | None, directory: str | None) -> None:
         if file is not None:
             os.unlink(file)
     except OSError:
-        pass  # swept by somebody, or on its way
+        pass  # another process has removed it
     try:
         if directory is not None:
             os.rmdir(directory)
     except OSError:
-        pass  # somebody lives there
+        pass  # it is not empty

@@ -11,7 +11,7 @@ with Workers(2) as workers:
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from types import TracebackType
 from typing import Any
 
@@ -145,7 +145,7 @@ class Workers:
     def backward(self, context_id: int, number: int, roots: list[torch.Tensor], retain_graph: bool = False) -> None:
         run_backward(self[number], context_id, roots, retain_graph)
 
-    def gradients(self, context_id: int, number: int) -> dict[torch.Tensor, torch.Tensor]:
+    def gradients(self, context_id: int, number: int) -> Mapping[torch.Tensor, torch.Tensor]:
         return self.context(context_id, number).gradients
 
     def __enter__(self) -> Workers:

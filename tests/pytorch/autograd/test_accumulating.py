@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 import pytest
@@ -31,7 +32,7 @@ class Passes(Function):
         return (gradient,) * ctx.width
 
 
-def gathered(loss: torch.Tensor, retain_graph: bool = False, times: int = 1) -> dict[torch.Tensor, torch.Tensor]:
+def gathered(loss: torch.Tensor, retain_graph: bool = False, times: int = 1) -> Mapping[torch.Tensor, torch.Tensor]:
     workers = Workers(1)
     context_id = workers.new_context()
     for _ in range(times):

@@ -140,7 +140,7 @@ def test_who_shuts_down_does_not_complain_of_what_others_were_not_told(
         call: Future[None] = Future()
         monkeypatch.setattr(post, "call", lambda *_, **__: call)
         post._tell(agent.get_worker_info(), post._release, (5,), 1)
-        monkeypatch.setattr(agent.calling, "closed", RpcError("this worker has shut down"))
+        monkeypatch.setattr(agent._peers, "closed", RpcError("this worker has shut down"))
         call.set_exception(RpcError("worker 'alone' (this one) shut down before the call ended"))
         assert "could not be told" not in caplog.text
         monkeypatch.undo()

@@ -21,7 +21,7 @@ from farcall.pytorch.autograd.flat import (
     tensor_of,
     unflatten,
 )
-from farcall.serialization import pack_value
+from farcall.serialization import pack_array
 
 THERE = WorkerInfo("there", 1)
 
@@ -106,7 +106,7 @@ def test_other_gradients_go_the_usual_way(gradient: torch.Tensor) -> None:
 
 
 def test_no_array_comes_in_place_of_a_tensor() -> None:
-    packed = pack_value(numpy.ones(2))
+    packed = pack_array(numpy.ones(2))
     assert packed is not None
     with pytest.raises(TypeError, match="in place of a tensor"):
         tensor_of(packed[0])

@@ -12,6 +12,7 @@ import pytest
 import torch
 from autograd_stage import Workers, info
 
+from eventually import eventually
 from farcall.errors import WorkerLost
 from farcall.futures import Future
 from farcall.pytorch.autograd import parted, parts, passes, trouble
@@ -211,6 +212,7 @@ def test_who_waits_for_others_for_long_says_so(workers: Workers, monkeypatch: py
         done.wait()
 
 
+@pytest.mark.filterwarnings("ignore:nobody looked at a future that failed:farcall.futures.UnseenFailureWarning")
 def test_a_second_pass_that_waits_for_the_calls_of_the_first_says_so(
     workers: Workers, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -225,14 +227,16 @@ def test_a_second_pass_that_waits_for_the_calls_of_the_first_says_so(
         return back.sum()
 
     workers.backward(context_id, 0, [forward()])
-    said: Future[str] = Future()
-    monkeypatch.setattr(trouble.logger, "warning", lambda words, *more: said.set_result(words % more))
+    said: list[str] = []  # it may be said more than once before the context is released
+    monkeypatch.setattr(trouble.logger, "warning", lambda words, *more: said.append(words % more))
     done = workers.in_thread(lambda: workers.backward(context_id, 0, [forward()]))
-    assert said.block(monotonic() + 10)
-    assert "this is pass number 2 of the context: give all losses to one backward" in said.value()
+    eventually(lambda: said)
+    assert "this is pass number 2 of the context: give all losses to one backward" in said[0]
     workers[0].release(context_id)
     with pytest.raises(RuntimeError, match="no longer valid"):
         done.wait()
+    del done
+    gc.collect()  # calls of the pass that nobody waits for any more failed, too: they go here, not in another test
 
 
 def test_a_pass_that_has_failed_goes_without_garbage_collection(workers: Workers) -> None:

@@ -444,14 +444,14 @@ def test_gradients_that_come_for_a_pass_that_has_failed_do_not_begin_it_again(wo
     (received,) = workers.context(context_id, 0).received
     post = workers[0].post
     with pytest.raises(RuntimeError, match="has failed already"):
-        post.propagate(info(1), context_id, pass_id, received, [torch.ones(2)], False).wait()
+        post.propagate(info(1), context_id, pass_id, received, [torch.ones(2)], False, False).wait()
     assert back.requires_grad
 
 
 def test_gradients_for_a_message_that_nobody_sent_are_refused(workers: Workers) -> None:
     context_id = workers.new_context()
     workers.move(context_id, 0, 1, [leaf(1)])
-    future = workers[0].post.propagate(info(1), context_id, workers[0].new_pass_id(), 99, [torch.ones(1)], False)
+    future = workers[0].post.propagate(info(1), context_id, workers[0].new_pass_id(), 99, [torch.ones(1)], False, False)
     with pytest.raises(RuntimeError, match="Could not find send function for autograd message id: 99"):
         future.wait()
 

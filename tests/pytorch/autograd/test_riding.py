@@ -85,7 +85,8 @@ def in_time(work: Callable[[], Any]) -> Any:
 
 def gradient_of(x: torch.Tensor, context_id: int, result: torch.Tensor) -> list[float]:
     autograd.backward(context_id, [result.sum()])
-    return autograd.get_gradients(context_id)[x].tolist()
+    found: list[float] = autograd.get_gradients(context_id)[x].tolist()
+    return found
 
 
 def leaf() -> torch.Tensor:

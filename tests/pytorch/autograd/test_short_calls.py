@@ -11,14 +11,15 @@ from typing import Any, NamedTuple
 import numpy
 import pytest
 import torch
-from torch_stage import SOON, run_group
 
 import farcall.pytorch as rpc
-from farcall.api import current_book
+from farcall.api import current_reference_store
 from farcall.pytorch import api, autograd
 from farcall.pytorch import rref as rref_module
 from farcall.pytorch.autograd import engine, post, short_calls
 from farcall.pytorch.autograd.short_calls import Glance, replaced
+from farcall.pytorch.envelopes import Request
+from torch_stage import SOON, run_group
 
 
 @pytest.fixture
@@ -36,7 +37,7 @@ def enveloped(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
     """The functions of the calls that went in envelopes."""
     functions = []
 
-    class Noting(api.Request):
+    class Noting(Request):
         def __init__(self, agent: Any, function: Any, *more: Any) -> None:
             functions.append(function)
             super().__init__(agent, function, *more)
@@ -139,7 +140,7 @@ def let_go() -> None:
 
 
 def owned_here() -> int:
-    return len(current_book().inventory().owned)
+    return len(current_reference_store().inventory().owned)
 
 
 def made() -> dict[str, int]:
@@ -151,7 +152,7 @@ def made() -> dict[str, int]:
 
 def test_tensors_that_require_gradients_are_found_where_they_are() -> None:
     x, y = leaf(), torch.nn.Parameter(torch.ones(1))
-    values = ((x, 3, torch.ones(1)), {"key": [None, {"inner": y}]})
+    values: tuple[Any, Any] = ((x, 3, torch.ones(1)), {"key": [None, {"inner": y}]})
     glance = Glance(values)
     assert glance.is_clear
     assert glance.places == [(0, 0), (1, "key", 1, "inner")]
@@ -328,17 +329,17 @@ def test_a_reference_that_goes_to_its_owner_is_told_of_and_not_counted(tmp_path:
         rref = rpc.remote("worker1", made)
         assert rref.to_here() == {"made": 1}
         assert rref.confirmed_by_owner()
-        book: Any = current_book()
-        before = book.mailboxes.messages_sent()
+        store: Any = current_reference_store()
+        before = store.messages_sent()
         with autograd.context():
             for _ in range(3):
                 assert rpc.rpc_sync("worker1", value_of, (rref,)) == {"made": 1}
                 assert rpc.rpc_async("worker1", value_of, (rref,)).wait() == {"made": 1}
-            counted = book.mailboxes.messages_sent() - before
+            counted = store.messages_sent() - before
             rpc.rpc_sync("worker1", keep, (rref,))
         del rref
         deadline = monotonic() + SOON
-        while book.inventory().held:
+        while store.inventory().held:
             assert monotonic() < deadline
         assert rpc.rpc_sync("worker1", kept_value) == {"made": 1}  # its owner has a handle of its own
         rpc.rpc_sync("worker1", let_go)
@@ -367,7 +368,7 @@ def test_one_that_is_gone_is_refused_by_its_owner(tmp_path: Path) -> None:
     assert run_group(tmp_path, body)[0]
 
 
-def rref_here(reference: tuple[int, int, int]) -> None:
+def rref_here(reference: tuple[int, int, int, bytes]) -> None:
     rref_module._receive_here(reference, 0)
 
 

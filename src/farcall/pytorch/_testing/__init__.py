@@ -1,11 +1,12 @@
-"""The faulty agent under torch's names: `FAULTY_TENSORPIPE` is registered when this is imported."""
+"""The faulty agent under torch's names. Importing this package registers the backend `FAULTY_TENSORPIPE`."""
 
-from farcall.pytorch._testing import faulty_agent_backend_registry
+from farcall.pytorch._testing import faulty_agent, faulty_agent_backend_registry
 from farcall.pytorch._testing.faulty_agent import FaultyTensorPipeAgent, FaultyTensorPipeRpcBackendOptions
+from farcall.pytorch.installation import replace_if_installed
 
 
 def is_available() -> bool:
-    """True."""
+    """Returns True: the faulty agent is always available."""
     return True
 
 
@@ -15,3 +16,5 @@ __all__ = [
     "faulty_agent_backend_registry",
     "is_available",
 ]
+
+replace_if_installed("torch._C._distributed_rpc_testing", faulty_agent)

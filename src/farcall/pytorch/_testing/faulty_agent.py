@@ -1,31 +1,33 @@
-"""`FaultyTensorPipeAgent`: farcall's faulty agent, with torch's constructor, options, and ways to fail.
+"""`FaultyTensorPipeAgent`: farcall's faulty agent with torch's constructor, options and kinds of failures.
 
-It differs from farcall's own in what torch does otherwise:
-- Builtin operators and script functions are told apart from Python functions (`SCRIPT_CALL`, `PYTHON_CALL`); what goes
-  in an envelope has a name of its own in torch, too, and no rule can mean it. Nor can one mean gradients; that a
-  context of distributed autograd is released is a `CLEANUP_AUTOGRAD_CONTEXT_REQ`.
-- A remote call is not sent again: if it fails, there is no value, and every use of the reference says so.
+It differs from farcall's own faulty agent where torch's behaves differently:
+
+- Builtin operators and script functions have other message names (`SCRIPT_CALL`) than Python functions (`PYTHON_CALL`).
+  Calls with interceptors, and gradients, have names in torch that no rule can match. Releasing a context of distributed
+  autograd is a `CLEANUP_AUTOGRAD_CONTEXT_REQ`.
+- A remote call is not sent again. If it fails there is no value, and every use of the reference raises.
 """
 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Set
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, Final
 
 import torch
 
-from farcall.agent.handle import Handle, stillborn
 from farcall.errors import RpcTimeoutError
 from farcall.options import RpcBackendOptions
 from farcall.pytorch import callees, envelopes
 from farcall.pytorch.agent import TensorPipeAgent
 from farcall.pytorch.autograd import post
 from farcall.pytorch.options import DeviceMap, TensorPipeRpcBackendOptions
-from farcall.serialization import callable_name, encode_function
-from farcall.testing.faulty import FaultyAgent
+from farcall.runtime.handles import failed_handle
+from farcall.runtime.interceptors import ClientCall, ClientInterceptor
+from farcall.serialization import encode_function
+from farcall.testing.faulty_agent import FaultyAgent
 from farcall.testing.faulty_options import (
     CLEANUP,
     REMOTE_CALL,
@@ -36,7 +38,11 @@ from farcall.testing.faulty_options import (
 )
 
 
-def _named() -> dict[bytes, Names]:
+def _message_names() -> dict[bytes, Names]:
+    """Returns the message names of this package's own functions, which torch would send as other kinds of messages.
+
+    The keys are encoded functions; see `encode_function`.
+    """
     script, enveloped = Names(SCRIPT_CALL, SCRIPT_REMOTE_CALL), Names()
     functions: dict[Callable[..., Any], Names] = {
         callees.run_builtin: script,
@@ -53,19 +59,28 @@ def _named() -> dict[bytes, Names]:
     return {encode_function(function) or b"": names for function, names in functions.items()}
 
 
-_NAMED: Final = _named()
+_MESSAGE_NAMES: Final = _message_names()
 
 
 @dataclass(kw_only=True)
 class FaultyTensorPipeRpcBackendOptions(TensorPipeRpcBackendOptions):
-    """The options of the default backend, and what goes wrong: see `FaultyRpcBackendOptions`."""
+    """The options of the default backend, and the failures to inject; see `FaultyRpcBackendOptions`.
+
+    Args:
+        messages_to_fail: The names of the messages that fail.
+        messages_to_delay: The names of messages, and the seconds by which each is delayed.
+        num_fail_sends: How many sends of each such message fail before one succeeds.
+    """
 
     messages_to_fail: list[str] = field(default_factory=list)
     messages_to_delay: dict[str, float] = field(default_factory=dict)
     num_fail_sends: int = 0
 
     def for_agent(self) -> RpcBackendOptions:
-        """See `TensorPipeRpcBackendOptions`. Failures of remote calls are left to `FaultyTensorPipeAgent`."""
+        """Returns the same options for farcall's faulty agent; see `TensorPipeRpcBackendOptions`.
+
+        Without failures of remote calls, which `FaultyTensorPipeAgent` injects itself.
+        """
         mine = super().for_agent()
         return FaultyRpcBackendOptions(
             **{each.name: getattr(mine, each.name) for each in dataclasses.fields(RpcBackendOptions)},
@@ -76,9 +91,9 @@ class FaultyTensorPipeRpcBackendOptions(TensorPipeRpcBackendOptions):
 
 
 class FaultyTensorPipeAgent(TensorPipeAgent, FaultyAgent):
-    """An agent with faults, for programs written for torch."""
+    """An agent that injects failures, for programs that are written for torch."""
 
-    named: Mapping[bytes, Names] | None = _NAMED
+    named: Mapping[bytes, Names] | None = _MESSAGE_NAMES
 
     def __init__(
         self,
@@ -90,33 +105,41 @@ class FaultyTensorPipeAgent(TensorPipeAgent, FaultyAgent):
         reverse_device_maps: dict[str, DeviceMap],
         devices: list[torch.device],
     ) -> None:
-        """As `TensorPipeAgent`."""
+        """See `TensorPipeAgent`."""
         super().__init__(store, name, rank, world_size, opts, reverse_device_maps, devices)
-        # The methods of these names belong to the instance: they are a fast path.
-        calling: Any = self.calling
-        self._remote, self._remote_on = calling.remote, calling.remote_on
-        self.remote = calling.remote = self._remote_or_fail  # type: ignore[method-assign]
-        calling.remote_on = self._remote_on_or_fail
+        failing = {REMOTE_CALL, SCRIPT_REMOTE_CALL}.intersection(opts.messages_to_fail)
+        if failing and opts.num_fail_sends:
+            self.add_interceptor(_FailedRemoteCalls(self, failing))
 
-    def _remote_or_fail(self, to: Any, function: Callable[..., Any], args: Any, kwargs: Any) -> Handle:
-        name = self.faults.rules.name_for(REMOTE_CALL, encode_function(function) or b"")
-        if not self._fails(name):
-            return self._remote(to, function, args, kwargs)  # type: ignore[no-any-return]
-        owner = self.calling.peers[to].number
-        return stillborn(self.book, owner, partial(_not_created, callable_name(function), name))
 
-    def _remote_on_or_fail(self, handle: Handle, method: str, args: Any, kwargs: Any) -> Handle:
-        if not self._fails(REMOTE_CALL):
-            return self._remote_on(handle, method, args, kwargs)  # type: ignore[no-any-return]
-        return stillborn(self.book, handle.reference.owner, partial(_not_created, method, REMOTE_CALL))
+class _FailedRemoteCalls(ClientInterceptor):
+    """Gives a reference without a value in place of a remote call that fails."""
 
-    def _fails(self, name: str) -> bool:
-        options: Any = self._get_backend_options()
-        return name in options.messages_to_fail and options.num_fail_sends > 0
+    def __init__(self, agent: FaultyAgent, failing: Set[str]) -> None:
+        """Creates it for the remote calls of those names."""
+        self._agent = agent
+        self._failing = failing
+
+    def intercept(self, call: ClientCall, proceed: Callable[[ClientCall], Any]) -> Any:
+        """See `ClientInterceptor`."""
+        if call.is_kept:
+            callee = b"" if isinstance(call.function, str) else encode_function(call.function) or b""
+            name = self._agent.faults.rules.name_of_remote_call(callee)
+            if name in self._failing:
+                workers = self._agent.calling.numbered.items()
+                owner = next(number for number, peer in workers if peer.info == call.to and not peer.is_lost)
+                return failed_handle(self._agent.reference_store, owner, partial(_not_created, call.name, name))
+        return proceed(call)
 
 
 def _not_created(function: str, message: str) -> RpcTimeoutError:
+    """Returns the error for uses of a reference whose remote call failed.
+
+    Args:
+        function: The name of the function.
+        message: The name of the message that failed.
+    """
     return RpcTimeoutError(
-        f"RRef creation via rpc.remote() timed out, and its value is nowhere: the faulty agent let this {message} of "
-        f"`{function}` fail. Make it anew"
+        f"RRef creation via rpc.remote() timed out, so it has no value: the faulty agent let this {message} of "
+        f"`{function}` fail. Create the reference again"
     )

@@ -1,20 +1,45 @@
-"""Registers `FAULTY_TENSORPIPE`."""
+"""Registers the backend `FAULTY_TENSORPIPE`."""
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
+from types import MappingProxyType
 from typing import Any
 
 import torch.distributed as dist
 
-from farcall.pytorch import api, backend_registry
+from farcall.pytorch import api, backend_registry, constants
 from farcall.pytorch._testing.faulty_agent import FaultyTensorPipeAgent, FaultyTensorPipeRpcBackendOptions
 
 
-def _construct_options(rpc_timeout: float, init_method: str, **kwargs: Any) -> FaultyTensorPipeRpcBackendOptions:
-    return FaultyTensorPipeRpcBackendOptions(rpc_timeout=rpc_timeout, init_method=init_method, **kwargs)
+def _faulty_tensorpipe_construct_rpc_backend_options_handler(
+    rpc_timeout: float,
+    init_method: str,
+    num_worker_threads: int = constants.DEFAULT_NUM_WORKER_THREADS,
+    messages_to_fail: Sequence[str] = (),
+    messages_to_delay: Mapping[str, float] = MappingProxyType({}),
+    num_fail_sends: int = 0,
+    **kwargs: Any,
+) -> FaultyTensorPipeRpcBackendOptions:
+    """Returns the options of the faulty backend; further arguments are those of `TensorPipeRpcBackendOptions`."""
+    return FaultyTensorPipeRpcBackendOptions(
+        rpc_timeout=rpc_timeout,
+        init_method=init_method,
+        num_worker_threads=num_worker_threads,
+        messages_to_fail=list(messages_to_fail),
+        messages_to_delay=dict(messages_to_delay),
+        num_fail_sends=num_fail_sends,
+        **kwargs,
+    )
 
 
-def _init_backend(store: Any, name: str, rank: int, world_size: int, rpc_backend_options: Any) -> FaultyTensorPipeAgent:
+def _faulty_tensorpipe_init_backend_handler(
+    store: Any, name: str, rank: int, world_size: int, rpc_backend_options: Any
+) -> FaultyTensorPipeAgent:
+    """Returns a new faulty agent, which has started.
+
+    Raises `TypeError` if the store or the options have the wrong type.
+    """
     if not isinstance(store, dist.Store):
         raise TypeError(f"`store` must be a c10d::Store. {store}")
     if not isinstance(rpc_backend_options, FaultyTensorPipeRpcBackendOptions):
@@ -24,4 +49,8 @@ def _init_backend(store: Any, name: str, rank: int, world_size: int, rpc_backend
     return agent
 
 
-backend_registry.register_backend("FAULTY_TENSORPIPE", _construct_options, _init_backend)
+backend_registry.register_backend(
+    "FAULTY_TENSORPIPE",
+    _faulty_tensorpipe_construct_rpc_backend_options_handler,
+    _faulty_tensorpipe_init_backend_handler,
+)

@@ -2,7 +2,7 @@
 
 The arguments of most calls in a context are small tensors, references that their owner knows, and plain values, and
 their results are one small tensor; gradients are small tensors. Such a row holds a tensor as the bytes that stand for
-it in plain calls (`plain_arrays`), and a reference as its numbers.
+it in plain calls (`plain_arrays`), and a reference as its numbers and token.
 
 Rules
 - What does not fit in, is large, or may be there twice, goes the usual way: `flatten` and the others give None then.
@@ -21,29 +21,29 @@ from torch.nn import Parameter
 
 from farcall.protocol.ids import WorkerInfo
 from farcall.pytorch import tensors
-from farcall.serialization import OUT_OF_BAND_SIZE, small_array
+from farcall.serialization import OUT_OF_BAND_MIN_BYTES, unpack_small_array
 
 _NUMBERS: Final = 2
 _PLAIN: Final = frozenset({int, float, bool, str, type(None)})
-_four: Final = struct.Struct("<B4Q")
+_named: Final = struct.Struct("<B3Q16sQ")
 _answer: Final = struct.Struct("<?QQQ")
 _LOW: Final = (1 << 64) - 1
 
-NumbersOf = Callable[[Any, WorkerInfo], "tuple[int, int, int, int] | None"]
+NumbersOf = Callable[[Any, WorkerInfo], "tuple[int, int, int, bytes, int] | None"]
 
 
 class _Kind:
-    """The one kind of objects that travels as four numbers."""
+    """The one kind of objects that travels as four numbers and a token."""
 
     type: type | None = None
     numbers_of: NumbersOf
-    receive: Callable[[int, int, int, int], Any]
+    receive: Callable[[int, int, int, bytes, int], Any]
 
 
 _kind: Final = _Kind()
 
 
-def travels_as_numbers(kind: type, numbers_of: NumbersOf, receive: Callable[[int, int, int, int], Any]) -> None:
+def travels_as_numbers(kind: type, numbers_of: NumbersOf, receive: Callable[[int, int, int, bytes, int], Any]) -> None:
     """Objects of that type go as what `numbers_of(object, worker)` gives, if it does, and are made of it again.
 
     The object itself lives until the call is answered.
@@ -96,7 +96,7 @@ def flatten(args: Sequence[Any], to: WorkerInfo) -> Row | None:
             if numbers is None:
                 return None
             try:
-                values.append(_four.pack(_NUMBERS, *numbers))
+                values.append(_named.pack(_NUMBERS, *numbers))
             except struct.error:
                 return None
             row.kept.append(value)
@@ -114,14 +114,14 @@ def pack_tensor(tensor: torch.Tensor) -> bytes | None:
 def pack_gradient(gradient: torch.Tensor) -> bytes | None:
     """The same for a gradient, of which nobody needs the strides: that of a sum shows one number many times."""
     packed = pack_tensor(gradient)
-    if packed is None and gradient.layout is torch.strided and gradient.nbytes < OUT_OF_BAND_SIZE:
+    if packed is None and gradient.layout is torch.strided and gradient.nbytes < OUT_OF_BAND_MIN_BYTES:
         packed = pack_tensor(gradient.contiguous())
     return packed
 
 
 def tensor_of(packed: Any) -> torch.Tensor:
     """A tensor again. Raises `TypeError` if it is none."""
-    tensor = small_array(packed) if type(packed) is bytes else None
+    tensor = unpack_small_array(packed) if type(packed) is bytes else None
     if type(tensor) is not torch.Tensor:
         raise TypeError(f"a {type(packed).__name__} came from another worker in place of a tensor")
     return tensor
@@ -132,8 +132,8 @@ def unflatten(values: Sequence[Any]) -> list[Any]:
     found = []
     for value in values:
         if type(value) is bytes:
-            if value[:1] == b"\2" and len(value) == _four.size:
-                found.append(_kind.receive(*_four.unpack(value)[1:]))
+            if value[:1] == b"\2" and len(value) == _named.size:
+                found.append(_kind.receive(*_named.unpack(value)[1:]))
             else:
                 found.append(tensor_of(value))
         elif type(value) in _PLAIN:

@@ -28,13 +28,13 @@ import torch
 
 from farcall.errors import RpcError
 from farcall.futures import Future
+from farcall.gate import FOREVER
 from farcall.protocol.ids import WorkerInfo
 from farcall.pytorch.autograd import trouble
 from farcall.pytorch.autograd.contexts import Contexts, DistAutogradContext, Sent
 from farcall.pytorch.autograd.flat import read_answer
 from farcall.pytorch.autograd.parts import Part, Produced
 from farcall.pytorch.autograd.telling import PassId
-from farcall.sleeping import FOREVER
 
 Answer: TypeAlias = tuple[bool, list[tuple[int, list[torch.Tensor]]]] | None
 """Whether its sender is through, or owes nothing, and gradients by message. None is yes, and none."""

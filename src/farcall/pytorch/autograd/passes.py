@@ -41,6 +41,7 @@ import torch
 
 from farcall.errors import RpcError
 from farcall.futures import Future
+from farcall.gate import FOREVER
 from farcall.protocol.ids import WorkerInfo
 from farcall.pytorch.autograd import trouble
 from farcall.pytorch.autograd.accumulating import Gradients, accumulate, unshared_holders
@@ -48,7 +49,6 @@ from farcall.pytorch.autograd.contexts import Contexts, DistAutogradContext, Sen
 from farcall.pytorch.autograd.nodes import EMPTY, function, is_receive_function, running, running_pass
 from farcall.pytorch.autograd.reducers import lent_to_reducers
 from farcall.pytorch.autograd.telling import PassId
-from farcall.sleeping import FOREVER
 
 _LEAF: Final = "AccumulateGrad"
 _LAST: Final = 0

@@ -13,18 +13,18 @@ from typing import Any, Final
 
 import torch
 
-from farcall.agent import Agent
 from farcall.api import current_agent, is_initialized
 from farcall.backends.interface import MembershipChange
 from farcall.errors import RpcError, RpcTimeoutError, WorkerLost
 from farcall.functions import mark_async
 from farcall.futures import DONE, Future
 from farcall.protocol.ids import WorkerInfo
+from farcall.pytorch.allow_list import check_kinds, check_numbers, check_tensors, may_be_called
 from farcall.pytorch.autograd import engine
 from farcall.pytorch.autograd.contexts import Contexts
 from farcall.pytorch.autograd.flat import answer_of, pack_gradient, tensor_of
 from farcall.pytorch.autograd.telling import PassId
-from farcall.pytorch.guarding import check_kinds, check_numbers, check_tensors, may_be_called
+from farcall.runtime.agent import Agent
 
 logger = logging.getLogger("farcall")
 
@@ -79,7 +79,7 @@ class AgentPost:
         with self._lock:
             if self._agent is None or self._agent() is not agent:
                 self._agent = weakref.ref(agent)
-                self._rouse = agent.look_after(self._has_untold, self._tell_releases)
+                self._rouse = agent.process_soon(self._has_untold, self._tell_releases)
             self._untold.setdefault(to.id, (to, []))[1].append(context_id)
         self._rouse()
 

@@ -15,13 +15,13 @@ from typing import Final, NamedTuple
 
 import torch
 
-from farcall.agent import Agent
 from farcall.protocol.ids import WorkerInfo
+from farcall.pytorch.allow_list import check_kinds, check_numbers
 from farcall.pytorch.autograd.contexts import Contexts, DistAutogradContext
 from farcall.pytorch.autograd.engine import prepare
 from farcall.pytorch.autograd.nodes import record_later, record_received, record_sent
 from farcall.pytorch.envelopes import Departure, Tensors, Trip, Visit
-from farcall.pytorch.guarding import check_kinds, check_numbers
+from farcall.runtime.agent import Agent
 from farcall.serialization import register_plain
 
 
@@ -180,7 +180,7 @@ class AutogradVisit(Visit):
             self._contexts, self._context, self._caller, tensors, ticket.is_recorded, ticket.message_id, record_later
         )
         if words.places:
-            self._agent.afterwards(partial(prepare, self._context))
+            self._agent.after_reply(partial(prepare, self._context))
         return tensors, words
 
     def sent(self, tensor: torch.Tensor) -> tuple[int, int]:
@@ -191,7 +191,7 @@ class AutogradVisit(Visit):
         message_id, stamp = self._contexts.new_message()
         if tensor.requires_grad:
             record_later(self._context, message_id, stamp, self._caller, (tensor,), self._ticket.message_id)
-            self._agent.afterwards(partial(prepare, self._context))
+            self._agent.after_reply(partial(prepare, self._context))
         return stamp, message_id
 
     def failed(self) -> None:

@@ -20,13 +20,12 @@ from typing import Any, Final, TypeAlias
 import torch
 from torch.nn import Parameter
 
-from farcall.agent import Agent
-from farcall.agent.calls import PendingCall
 from farcall.api import current_agent
-from farcall.backends.running import run_here
+from farcall.backends.interface import run_here
 from farcall.functions import async_result, mark_async
 from farcall.futures import Future
 from farcall.protocol.ids import WorkerInfo
+from farcall.pytorch.allow_list import check_function, check_kinds, check_numbers, find_function, may_be_called
 from farcall.pytorch.autograd.contexts import Contexts
 from farcall.pytorch.autograd.engine import prepare
 from farcall.pytorch.autograd.flat import (
@@ -43,9 +42,11 @@ from farcall.pytorch.autograd.nodes import record_later, record_received
 from farcall.pytorch.autograd.post import contexts, contexts_of, is_in_context, take_releases
 from farcall.pytorch.autograd.riding import AutogradRider, AutogradTrip, AutogradVisit, Ticket
 from farcall.pytorch.envelopes import ReplyEnvelope, Tensors, rides_alone
-from farcall.pytorch.guarding import check_kinds, check_numbers, find_function, judge_function, may_be_called
-from farcall.pytorch.workers import WorkerInfo as TorchWorkerInfo
-from farcall.pytorch.workers import as_torch
+from farcall.pytorch.internal import runner_of
+from farcall.pytorch.worker_info import WorkerInfo as TorchWorkerInfo
+from farcall.pytorch.worker_info import as_torch
+from farcall.runtime.agent import Agent
+from farcall.runtime.calls import PendingCall
 from farcall.serialization import encode_function
 
 Place: TypeAlias = tuple[int | str, ...]
@@ -208,7 +209,7 @@ def call_shortly(
     run = run_in_context if async_result(function) is None else run_in_context_later
     row = flatten(args, to) if run is run_in_context and not kwargs else None
     if row is not None and (torch.is_grad_enabled() or not row.tensors):
-        return _call_flat(agent, to, named, row, timeout, unattended)
+        return _call_flat(agent, to, named, row, timeout, unattended, function)
     values = (tuple(args), dict(kwargs))
     glance = Glance(values, to)
     if not glance.is_clear:
@@ -221,6 +222,7 @@ def call_shortly(
         values = replaced(values, [*glance.places, *glance.told_places], [*tensors, *glance.told])
         request = (agent.info.id, tuple(ticket), glance.places, released, function, *values)
         call: PendingCall = agent.call(to, run, request, None, timeout, unattended)  # type: ignore[assignment]
+        call.function = function  # for messages to people
         _keep(call, glance.kept)
         if ticket.places:
             prepare(departure._context)
@@ -230,7 +232,15 @@ def call_shortly(
     return _awaited(call, departure, unattended)
 
 
-def _call_flat(agent: Agent, to: WorkerInfo, named: bytes, row: Row, timeout: float, unattended: bool) -> Any:
+def _call_flat(
+    agent: Agent,
+    to: WorkerInfo,
+    named: bytes,
+    row: Row,
+    timeout: float,
+    unattended: bool,
+    function: Callable[..., Any],
+) -> Any:
     """The same for arguments that are flat."""
     here = contexts()
     context = here.current()
@@ -246,6 +256,7 @@ def _call_flat(agent: Agent, to: WorkerInfo, named: bytes, row: Row, timeout: fl
         words = (agent.info.id, context.context_id, stamp, message_id, row.mask, departure._is_recorded, told, named)
         request = (*words, *row.values)
         call: PendingCall = agent.call(to, run_flat, request, None, timeout, unattended)  # type: ignore[assignment]
+        call.function = function  # for messages to people
         _keep(call, row.kept)
         if row.tensors:
             prepare(context)
@@ -311,10 +322,10 @@ def run_in_context(
 ) -> Any:
     """What is called on the other worker. Raises what the function raises, and `TypeError` for what is no such call."""
     visit, values = _visited(caller, words, places, released, (args, kwargs))
-    judge_function(function)
+    check_function(function)
     before = visit.enter()
     try:
-        result = function(*values[0], **values[1])
+        result = runner_of(function)(*values[0], **values[1])
     finally:
         visit.leave(before)
     if type(result) is CoroutineType:
@@ -344,7 +355,7 @@ def run_flat(
     here = contexts()
     agent: Any = current_agent()
     if released is not None:
-        agent.afterwards(partial(_release_all, here, read_ids(released)))
+        agent.after_reply(partial(_release_all, here, read_ids(released)))
     values = unflatten(row)
     places = [place for place in range(len(values)) if mask >> place & 1] if mask else []
     info = as_torch(agent.get_worker_info(caller))
@@ -364,7 +375,7 @@ def run_flat(
     thread = here.thread  # not `visit.around`, with its frames: it is on the path of nearly every call in a context
     before, thread.context_id = thread.context_id, context_id
     try:
-        result = function(*values)
+        result = runner_of(function)(*values)
     finally:
         thread.context_id = before
     if type(result) is CoroutineType:
@@ -387,10 +398,10 @@ def run_in_context_later(
 ) -> Future[Any]:
     """The same for a function that is marked as one that gives a future."""
     visit, values = _visited(caller, words, places, released, (args, kwargs))
-    judge_function(function)
+    check_function(function)
     before = visit.enter()
     try:
-        future = run_here(function, *values)
+        future = run_here(function, values[0], values[1], runner_of(function))
     finally:
         visit.leave(before)
     return future.then(lambda done: _answer(visit, done.value(), visit.pack))

@@ -1,4 +1,4 @@
-"""`RemoteModule`: a module of torch's that lives on another worker, used as if it were here."""
+"""`RemoteModule`: a torch module that lives on another worker."""
 
 from farcall.pytorch.nn.remote_module import RemoteModule
 

@@ -1,95 +1,45 @@
-"""Methods for remote modules that have an interface of TorchScript's, generated from the signature of its `forward`.
+"""Generates methods for remote modules that have a TorchScript interface, from the signature of its `forward`.
 
-A generated module has `forward_async` and `forward` for plain Python (`_generated_methods`), and `Scriptable`, the
-class of the module that TorchScript gets to see in the place of a remote module. It compiles only what it has the
-source of, and its code cannot call ours: it calls methods that it is told to ignore, which Python runs. They find the
-remote module in an attribute, since they are bound anew at each call; TorchScript keeps no Python object in one, but a
-future whose value is such an object. A call is begun in the thread that asks for it, so that whatever rides along sees
-it; TorchScript waits for it in a task of its own, as a future of ours would give it a value that has no type there.
+A generated module contains `forward_async` and `forward` for plain Python (`_generated_methods`), and `Scriptable`, the
+class that TorchScript sees in place of a remote module.
+
+Theory of operation. TorchScript compiles only code whose source it has, and compiled code cannot call ours. It can call
+methods that it was told to ignore (`torch.jit.ignore`), which Python runs. These must find the remote module in an
+attribute of the compiled object. An attribute of a compiled object cannot be a Python object, but can be a future whose
+value is one; so it is a future of a `Calls`. A call is started in the thread that asks for it, so that interceptors see
+it. TorchScript waits for the result in a task of its own, because the value of a future of ours would have no type
+there.
 """
 
 from __future__ import annotations
 
+import importlib.abc
+import importlib.util
 import itertools
 import linecache
 import sys
 import threading
+from collections.abc import Mapping
 from types import ModuleType
 from typing import Any, Final
 
 import torch
 
-from farcall.pytorch.nn import forwarding
+from farcall.pytorch.nn import forward_methods
+from farcall.pytorch.nn.remote_module_template import (
+    _TEMPLATE_PREFIX,
+    NO_PICKLE,
+    NO_UNPICKLE,
+    get_remote_module_template,
+)
 
 _FILE_PREFIX: Final = "_remote_module_"
-
-_SOURCE: Final = '''"""The methods of remote modules with the interface {interface}: generated."""
-from typing import *
-
-import torch
-from torch import Tensor, nn
-from torch._jit_internal import Future
-
-from farcall.pytorch.nn import forwarding as _forwarding
-from farcall.pytorch.nn import instantiator as _instantiator
-
-
-def forward_async(self, {parameters}) -> Future[{result}]:
-    return _forwarding.forward_async(self, {names})
-
-
-def forward(self, {parameters}) -> {result}:
-    return _forwarding.forward(self, {names})
-
-
-_generated_methods = [forward_async, forward]
-
-
-class Scriptable(nn.Module):
-    module_rref: Future[Any]
-
-    def __init__(self, remote_module):
-        super().__init__()
-        self.module_rref = torch.futures.Future()
-        self.module_rref.set_result(_instantiator.Calls(remote_module))
-
-    @torch.jit.export
-    def forward(self, {parameters}) -> {result}:
-        return self._result(self._begin({names}))
-
-    @torch.jit.export
-    def forward_async(self, {parameters}) -> Future[{result}]:
-        return torch.jit.fork(self._await, self._begin({names}))
-
-    @torch.jit.export
-    def _await(self, call: int) -> {result}:
-        return self._result(call)
-
-    @torch.jit.ignore
-    def _begin(self, {parameters}) -> int:
-        return self.module_rref.value().begin({names})
-
-    @torch.jit.ignore
-    def _result(self, call: int) -> {result}:
-        return self.module_rref.value().result(call)
-
-    @torch.jit.export
-    def __getstate__(self):
-        raise RuntimeError("{no_pickle}")
-
-    @torch.jit.export
-    def __setstate__(self, state):
-        raise RuntimeError("{no_unpickle}")
-'''
-
-NO_PICKLE: Final = "Cannot pickle RemoteModule in python pickler. RemoteModule can only be pickled when using RPC"
-NO_UNPICKLE: Final = "Cannot unpickle RemoteModule in python pickler. RemoteModule can only be unpickled when using RPC"
 
 _generating: Final = threading.RLock()
 
 
 class Calls:
-    """Those that compiled code has begun on a remote module, by their numbers."""
+    """The calls that compiled code has started on a remote module, by number."""
 
     def __init__(self, remote_module: Any) -> None:
         self._remote_module = remote_module
@@ -97,20 +47,26 @@ class Calls:
         self._futures: dict[int, Any] = {}
 
     def begin(self, *args: Any) -> int:
-        """Calls the module; the number is for `result`."""
+        """Calls the module, and returns a number for `result`."""
         number = next(self._numbers)
         self._futures[number] = self._remote_module.forward_async(*args)
         return number
 
     def result(self, number: int) -> Any:
-        """What the module returned. Raises what it raised."""
+        """Waits for a call, and returns what the module returned. Raises what it raised.
+
+        Each number can be used once.
+        """
         return self._futures.pop(number).wait()
 
 
 def get_arg_return_types_from_interface(module_interface: Any) -> tuple[str, str, str]:
-    """Of its `forward`: the names of the parameters, the same with their types, and the type of the result.
+    """Returns the parameter names, the parameters with their types, and the result type of an interface's `forward`.
 
-    Raises `AssertionError` for what is no interface, or has no `forward`.
+    All three are source code, for example `x, y`, `x: Tensor, y: int` and `Tensor`.
+
+    Raises:
+        AssertionError: `module_interface` is not a TorchScript interface, or has no `forward`.
     """
     if not getattr(module_interface, "__torch_script_interface__", False):
         raise AssertionError("Expect a TorchScript class interface decorated by @torch.jit.interface.")
@@ -127,47 +83,97 @@ def get_arg_return_types_from_interface(module_interface: Any) -> tuple[str, str
     return ", ".join(each.name for each in parameters), ", ".join(typed), str(schema.returns[0].type)
 
 
+class _StringLoader(importlib.abc.SourceLoader):
+    """Loads a module from a text."""
+
+    def __init__(self, data: str) -> None:
+        self.data = data
+
+    def get_source(self, fullname: str) -> str:
+        """Returns the text."""
+        return self.data
+
+    def get_data(self, path: Any) -> bytes:
+        """Returns the text as bytes."""
+        return self.data.encode("utf-8")
+
+    def get_filename(self, fullname: str) -> str:
+        """Returns a name that no file has."""
+        return f"<{fullname}>.py"
+
+    def path_stats(self, path: Any) -> Any:
+        """Raises `OSError`: there is no file whose age could tell whether it was compiled before."""
+        raise OSError("dynamically generated module has no filesystem stats")
+
+    def exec_module(self, module: ModuleType) -> None:
+        """Runs the text, and adds it to `linecache`, where TorchScript looks for it. Raises what the text raises."""
+        file = self.get_filename(module.__name__)
+        linecache.cache[file] = (len(self.data), None, self.data.splitlines(keepends=True), file)
+        exec(compile(self.data, file, "exec", dont_inherit=True), module.__dict__)
+
+
+def _do_instantiate_remote_module_template(
+    generated_module_name: str, str_dict: Mapping[str, str], enable_moving_cpu_tensors_to_cuda: bool
+) -> ModuleType:
+    """Returns the generated module of this name, and generates it the first time.
+
+    Args:
+        generated_module_name: The name.
+        str_dict: What the fields of the template are filled with.
+        enable_moving_cpu_tensors_to_cuda: Which template is used; both are the same.
+    """
+    with _generating:
+        if generated_module_name in sys.modules:
+            return sys.modules[generated_module_name]
+        given = ", ".join(text for text in (str_dict["args"], str_dict["kwargs"]) if text)
+        template = get_remote_module_template(enable_moving_cpu_tensors_to_cuda)
+        if not str_dict["jit_script_decorator"]:  # not for TorchScript, so without `Scriptable`
+            template = _TEMPLATE_PREFIX
+        source = template.format(given=given, no_pickle=NO_PICKLE, no_unpickle=NO_UNPICKLE, **str_dict)
+        loader = _StringLoader(source)
+        spec = importlib.util.spec_from_loader(generated_module_name, loader, origin="generated")
+        assert spec is not None
+        module = importlib.util.module_from_spec(spec)
+        loader.exec_module(module)
+        sys.modules[generated_module_name] = module
+        return module
+
+
 def instantiate_scriptable_remote_module_template(
     module_interface_cls: Any, enable_moving_cpu_tensors_to_cuda: bool = True
 ) -> ModuleType:
-    """The generated module for that interface; the same one each time. Raises `ValueError` for what is no interface.
+    """Returns the generated module for an interface, the same one each time.
 
-    Tensors are moved to the module's device by its owner in any case.
+    Args:
+        module_interface_cls: A class decorated with `torch.jit.interface`.
+        enable_moving_cpu_tensors_to_cuda: Has no effect, as the owner of a module always moves tensors to its device.
+
+    Raises:
+        ValueError: `module_interface_cls` is not an interface.
+        AssertionError: The interface has no `forward`.
     """
     if not getattr(module_interface_cls, "__torch_script_interface__", False):
         raise ValueError(
             f"module_interface_cls {module_interface_cls} must be a type object decorated by @torch.jit.interface"
         )
-    qualified = torch._jit_internal._qualified_name(module_interface_cls)
-    name = _FILE_PREFIX + qualified.replace(".", "_")
-    with _generating:
-        if name in sys.modules:
-            return sys.modules[name]
-        names, parameters, result = get_arg_return_types_from_interface(module_interface_cls)
-        source = _SOURCE.format(
-            interface=qualified,
-            names=names,
-            parameters=parameters,
-            result=result,
-            no_pickle=NO_PICKLE,
-            no_unpickle=NO_UNPICKLE,
-        )
-        module = _loaded(name, source)
-        module.__dict__["module_interface_cls"] = module_interface_cls
-        sys.modules[name] = module
-        return module
+    name = _FILE_PREFIX + torch._jit_internal._qualified_name(module_interface_cls).replace(".", "_")
+    if name in sys.modules:
+        return sys.modules[name]
+    args, arg_types, result = get_arg_return_types_from_interface(module_interface_cls)
+    str_dict = {
+        "assign_module_interface_cls": "module_interface_cls = None",
+        "arg_types": arg_types,
+        "arrow_and_return_type": f" -> {result}",
+        "arrow_and_future_return_type": f" -> Future[{result}]",
+        "args": args,
+        "kwargs": "",
+        "jit_script_decorator": "@torch.jit.script",
+    }
+    module = _do_instantiate_remote_module_template(name, str_dict, enable_moving_cpu_tensors_to_cuda)
+    module.__dict__["module_interface_cls"] = module_interface_cls  # set here, as a local class has no importable name
+    return module
 
 
 def instantiate_non_scriptable_remote_module_template() -> ModuleType:
-    """The module with the methods of remote modules that have no interface: they take whatever they are given."""
-    return forwarding
-
-
-def _loaded(name: str, source: str) -> ModuleType:
-    module = ModuleType(name)
-    file = f"<{name}>.py"
-    module.__file__ = file
-    # TorchScript reads the source as `inspect` does, which finds it here.
-    linecache.cache[file] = (len(source), None, source.splitlines(keepends=True), file)
-    exec(compile(source, file, "exec", dont_inherit=True), module.__dict__)
-    return module
+    """Returns the module with the methods of remote modules without an interface, which accept any arguments."""
+    return forward_methods

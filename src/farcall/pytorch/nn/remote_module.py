@@ -1,33 +1,39 @@
-"""`RemoteModule`: what `torch.distributed.nn.api.remote_module` has, on farcall.
+"""`RemoteModule`: the contents of `torch.distributed.nn.api.remote_module`, on farcall.
 
-A remote module has a reference to a module that was made on another worker, and methods `forward` and `forward_async`
-that call it there. It stands for that module where one is called; its parameters, buffers and submodules are not here,
-and all of `torch.nn.Module`'s methods that would need them are refused.
+A remote module holds a reference to a module that was created on another worker. Its methods `forward` and
+`forward_async` call that module there. Its parameters, buffers and submodules are not in this process, so methods of
+`torch.nn.Module` that would need them raise `ValueError`.
 
-It travels in calls, as a reference does, and in no other pickle. What it consists of then is in
-`_REMOTE_MODULE_PICKLED_ATTRIBUTES`.
+A remote module can be sent in calls, like a reference, and in no other pickle. `_REMOTE_MODULE_PICKLED_ATTRIBUTES`
+lists what is sent.
 """
 
 from __future__ import annotations
 
-import logging
+import inspect
+import sys
 import types
+from collections import namedtuple
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, Final
+from typing import Any, Final, TypeAlias, TypeVar
 
 import torch
 from torch import nn
 from torch.distributed import _remote_device
 
 from farcall.pytorch import api
-from farcall.pytorch.nn import forwarding, instantiator
+from farcall.pytorch.internal import _internal_rpc_pickler
+from farcall.pytorch.nn import instantiator
+from farcall.pytorch.nn.remote_module_template import NO_PICKLE, NO_UNPICKLE
 from farcall.pytorch.rref import PyRRef, RRef
-from farcall.pytorch.script_modules import reduce_script_module
-from farcall.serialization import register_reducer
 
-logger = logging.getLogger("farcall")
+T = TypeVar("T", bound=nn.Module)
+_grad_t: TypeAlias = tuple[torch.Tensor, ...] | torch.Tensor
 
-_REMOTE_MODULE_PICKLED_ATTRIBUTES: Final = (
+_NON_SCRIPTABLE_REMOTE_MODULE_MODULE: Final = instantiator.instantiate_non_scriptable_remote_module_template()
+"""Its `_generated_methods` are the methods of remote modules without an interface."""
+
+_REMOTE_MODULE_PICKLED_ATTRIBUTES: tuple[str, ...] = (
     "on",
     "device",
     "is_device_map_set",
@@ -35,14 +41,27 @@ _REMOTE_MODULE_PICKLED_ATTRIBUTES: Final = (
     "generated_methods",
     "module_rref",
 )
-"""What travels, in this order."""
+"""The attributes that are sent, in this order."""
 
-_REMOTE_MODULE_ATTRIBUTES_IGNORE_FOR_PICKLING: Final = (*vars(nn.Module()), "forward_async", "forward")
-"""What does not: everything of `torch.nn.Module`, and the methods, which are installed anew."""
+_SerializedRemoteModule = namedtuple(  # type: ignore[misc]  # mypy wants the names written here
+    "_SerializedRemoteModule", _REMOTE_MODULE_PICKLED_ATTRIBUTES
+)
+"""The sent attributes with their values.
 
-_KNOWN_ATTRIBUTES: Final = {*_REMOTE_MODULE_PICKLED_ATTRIBUTES, *_REMOTE_MODULE_ATTRIBUTES_IGNORE_FOR_PICKLING}
+For the reference, what stands for it in a message; for the methods, the interface.
+"""
 
-_REFUSED: Final = (
+_REMOTE_MODULE_ATTRIBUTES_IGNORE_FOR_PICKLING: tuple[str, ...] = (*vars(nn.Module()), "forward_async", "forward")
+"""The attributes that are not sent: those of `torch.nn.Module`, and the methods, which are installed on arrival."""
+
+
+def _is_known(name: str) -> bool:
+    """Returns True if an attribute of this name is listed as one that is sent, or as one that is not sent."""
+    # Both are looked up each time, because programs with subclasses add their own attributes there.
+    return name in _REMOTE_MODULE_PICKLED_ATTRIBUTES or name in _REMOTE_MODULE_ATTRIBUTES_IGNORE_FOR_PICKLING
+
+
+_REFUSED_METHODS: Final = (
     *("register_buffer", "register_parameter", "add_module", "apply", "cuda", "ipu", "xpu", "cpu", "type", "float"),
     *("double", "half", "bfloat16", "to", "register_backward_hook", "register_forward_pre_hook"),
     *("register_forward_hook", "state_dict", "load_state_dict", "named_parameters", "buffers", "named_buffers"),
@@ -53,20 +72,20 @@ _REFUSED: Final = (
 
 
 class _RemoteModule(nn.Module):  # type: ignore[misc]  # torch may not be there when types are checked
-    """A module on another worker."""
+    """A module on another worker, possibly with a TorchScript interface."""
 
     on: str | int
-    """The worker that it is on: its name or its rank."""
+    """The name or the rank of the worker that has the module."""
     device: str
-    """Its device there."""
+    """The device of the module on that worker."""
     is_device_map_set: bool
-    """Whether results may come from a device to a device; else they come through the processor's memory."""
+    """True if results may stay on their device; otherwise they are moved to CPU memory before they are sent."""
     is_scriptable: bool
-    """Whether it has an interface, so that `torch.jit.script` takes it."""
+    """True if it has an interface, so that `torch.jit.script` accepts it."""
     generated_methods: Sequence[Callable[..., Any]]
     """`forward_async` and `forward`."""
     module_rref: PyRRef[Any]
-    """The module itself."""
+    """A reference to the module itself."""
 
     def __init__(
         self,
@@ -76,85 +95,138 @@ class _RemoteModule(nn.Module):  # type: ignore[misc]  # torch may not be there 
         kwargs: Mapping[str, Any] | None = None,
         _module_interface_cls: Any = None,
     ) -> None:
-        """Has `module_cls(*args, **kwargs)` made on a worker and moved to a device there.
+        """Creates `module_cls(*args, **kwargs)` on a worker, and moves it to a device there.
 
-        `remote_device` is `"name/device"`, `"rank:1/device"`, or the first half of it, for `cpu`.
+        Args:
+            remote_device: `"name/device"` or `"rank:1/device"`. Without the device, `cpu`.
+            module_cls: A subclass of `torch.nn.Module`, or a function that returns a module.
+            args: Its positional arguments; None for none.
+            kwargs: Its keyword arguments; None for none.
+            _module_interface_cls: A class decorated with `torch.jit.interface`. If given, the module is compiled, and
+                this waits until it is. If None, this does not wait, and errors of `module_cls` are raised by `forward`.
 
-        Without an interface this does not wait: what `module_cls` raises, and `ValueError` if it makes no module, is
-        raised by `forward`. With one (a class decorated by `torch.jit.interface`) the module is compiled there, and its
-        errors are raised here. Raises `ValueError` for what is no device, `RuntimeError` if this is no worker.
+        Raises:
+            ValueError: `remote_device` is malformed, or `_module_interface_cls` is not an interface.
+            AssertionError: This process is not a worker.
+            RuntimeError: The worker does not exist.
         """
         super().__init__()
-        self._place(remote_device)
+        enable_moving_cpu_tensors_to_cuda = self._prepare_init(remote_device)
         arguments = (module_cls, tuple(args or ()), dict(kwargs or {}), self.device)
-        self._equip(_module_interface_cls)
+        self._init_template(_module_interface_cls, enable_moving_cpu_tensors_to_cuda)
         if _module_interface_cls is None:
             self.module_rref = api.remote(self.on, _create_module, arguments)
         else:
-            self.module_rref = api.rpc_sync(self.on, _create_script_module, (*arguments, _module_interface_cls))
-        self._install_methods()
+            self.module_rref = api.rpc_sync(self.on, _create_module_with_interface, (*arguments, _module_interface_cls))
+        self._install_generated_methods()
+        self._check_attribute_picklability()
 
-    def _place(self, remote_device: str) -> None:
-        """Sets where it is."""
+    def _prepare_init(self, remote_device_str: str) -> bool:
+        """Sets `on`, `device` and `is_device_map_set`, and returns True if the device is a GPU.
+
+        Raises as the constructor.
+        """
         if not api._is_current_rpc_agent_set():
             raise AssertionError("RemoteModule only works in RPC.")
-        place = _remote_device(remote_device)
+        place = _remote_device(remote_device_str)
         agent = api._get_current_rpc_agent()
         where = place.worker_name() if place.worker_name() is not None else place.rank()
         info = agent.get_worker_info(where)
         self.on = where if where is not None else info.name
         self.device = str(place.device())
-        device_map_for = getattr(agent, "_get_device_map", None)  # agents of other backends may know no devices
+        device_map_for = getattr(agent, "_get_device_map", None)  # agents of other backends may not have device maps
         self.is_device_map_set = device_map_for is not None and bool(device_map_for(info))
+        return bool(torch.device(self.device).type == "cuda")
 
-    def _equip(self, interface: Any) -> None:
-        """Sets its methods: those for that interface, or those that take anything."""
-        self.is_scriptable = interface is not None
-        source = instantiator.instantiate_scriptable_remote_module_template(interface) if interface else forwarding
-        self.generated_methods = source._generated_methods
+    def _init_template(self, module_interface_cls: Any, enable_moving_cpu_tensors_to_cuda: bool) -> None:
+        """Sets the methods of this object.
 
-    def _install_methods(self) -> None:
+        Args:
+            module_interface_cls: The interface for which methods are generated; None for methods that accept any
+                arguments.
+            enable_moving_cpu_tensors_to_cuda: Has no effect.
+
+        Raises:
+            ValueError: `module_interface_cls` is not an interface.
+        """
+        self.is_scriptable = module_interface_cls is not None
+        generated = _NON_SCRIPTABLE_REMOTE_MODULE_MODULE
+        if self.is_scriptable:
+            generated = instantiator.instantiate_scriptable_remote_module_template(
+                module_interface_cls, enable_moving_cpu_tensors_to_cuda
+            )
+        self.generated_methods = generated._generated_methods
+
+    def _install_generated_methods(self) -> None:
+        """Binds `forward_async` and `forward` to this object."""
         for method in self.generated_methods:
             setattr(self, method.__name__, types.MethodType(method, self))
+
+    def _check_attribute_picklability(self) -> None:
+        """Raises `AttributeError` if an attribute is listed neither among those that are sent, nor among the others."""
+        for name in self.__dict__:
+            if not _is_known(name):
+                raise AttributeError(
+                    f"Attribute {name} must be either in ``_REMOTE_MODULE_PICKLED_ATTRIBUTES`` or "
+                    "``_REMOTE_MODULE_ATTRIBUTES_IGNORE_FOR_PICKLING``."
+                )
 
     @staticmethod
     def init_from_module_rref(
         remote_device: str, module_rref: PyRRef[Any], _module_interface_cls: Any = None
     ) -> RemoteModule:
-        """A remote module for a module that is there already, and maybe shared: the way for those with an interface,
-        which do not travel themselves. `remote_device` says where it is. Raises as the constructor does.
+        """Returns a remote module for a module that exists already on another worker.
+
+        This is how remote modules with an interface are shared, because they cannot be sent themselves.
+
+        Args:
+            remote_device: Where the module is; see the constructor.
+            module_rref: A reference to the module.
+            _module_interface_cls: Its TorchScript interface; None for none.
+
+        Raises:
+            ValueError: `remote_device` is malformed, or `_module_interface_cls` is not an interface.
+            AssertionError: This process is not a worker.
         """
         remote_module: RemoteModule = object.__new__(RemoteModule)
-        remote_module._place(remote_device)
-        remote_module._equip(_module_interface_cls)
+        enable_moving_cpu_tensors_to_cuda = remote_module._prepare_init(remote_device)
+        remote_module._init_template(_module_interface_cls, enable_moving_cpu_tensors_to_cuda)
         remote_module.module_rref = module_rref
-        remote_module._install_methods()
+        remote_module._install_generated_methods()
+        remote_module._check_attribute_picklability()
         return remote_module
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """As `forward`. One that has travelled has nothing of `torch.nn.Module` that could be around it."""
+        """Calls `forward`, with the hooks of `torch.nn.Module`.
+
+        A remote module that was received in a call has no hooks.
+        """
         return super().__call__(*args, **kwargs) if "_forward_hooks" in self.__dict__ else self.forward(*args, **kwargs)
 
     def remote_parameters(self, recurse: bool = True) -> list[RRef[Any]]:
-        """References to its parameters, for an optimizer; `recurse`: those of its submodules, too."""
-        parameters: list[RRef[Any]] = api.rpc_sync(self.on, _parameters_of, (self.module_rref, recurse))
+        """Returns references to the parameters of the module, for a `DistributedOptimizer`.
+
+        Args:
+            recurse: Includes the parameters of submodules.
+        """
+        parameters: list[RRef[Any]] = api.rpc_sync(self.on, _param_rrefs, (self.module_rref, recurse))
         return parameters
 
     def get_module_rref(self) -> PyRRef[Any]:
-        """The reference to the module itself."""
+        """Returns the reference to the module itself."""
         return self.module_rref
 
     def train(self, mode: bool = True) -> _RemoteModule:
-        """Sets whether the module trains. Returns this one."""
+        """Sets the module to training mode, or to evaluation mode if `mode` is False. Returns this remote module."""
         api.rpc_sync(self.on, _train, (self.module_rref, mode))
         return self
 
     def eval(self) -> _RemoteModule:
-        """Sets that the module does not train. Returns this one."""
+        """Sets the module to evaluation mode. Returns this remote module."""
         return self.train(False)
 
     def parameters(self, recurse: bool = True) -> Any:
-        """Refused: raises `ValueError`."""
+        """Raises `ValueError`: use `remote_parameters`."""
         raise ValueError(
             "Method ``parameters`` not supported for RemoteModule. Please use ``remote_parameters`` instead."
         )
@@ -163,39 +235,59 @@ class _RemoteModule(nn.Module):  # type: ignore[misc]  # torch may not be there 
         return f"{type(self).__name__}({str(self.on) + '/' + self.device!r})"
 
     def __getstate__(self) -> Any:
-        raise RuntimeError(instantiator.NO_PICKLE)
+        raise RuntimeError(NO_PICKLE)
 
     def __setstate__(self, state: Any) -> None:
-        raise RuntimeError(instantiator.NO_UNPICKLE)
+        raise RuntimeError(NO_UNPICKLE)
 
     def __prepare_scriptable__(self) -> nn.Module:
-        """For `torch.jit.script`: what is compiled in its place. Raises `RuntimeError` if it has no interface."""
+        """Returns what `torch.jit.script` compiles in place of this object.
+
+        Raises `RuntimeError` if it has no interface.
+        """
         if not self.is_scriptable:
             raise RuntimeError(
-                "this RemoteModule cannot be compiled, since the types of its forward are not known: make it by "
-                "RemoteModule.init_from_module_rref with a _module_interface_cls"
+                "this RemoteModule cannot be compiled, since the types of its forward are not known: create it with "
+                "RemoteModule.init_from_module_rref and a _module_interface_cls"
             )
         return self.generated_methods[0].__globals__["Scriptable"](self)
 
 
-def _refuse(name: str) -> Callable[..., Any]:
-    def refused(self: _RemoteModule, *args: Any, **kwargs: Any) -> Any:
-        raise ValueError(f"Method ``{name}`` not supported for RemoteModule")
+def _raise_not_supported(name: str) -> None:
+    """Raises `ValueError`: a remote module has no method of this name."""
+    raise ValueError(f"Method ``{name}`` not supported for RemoteModule")
 
+
+def _make_refusing_method(name: str) -> Callable[..., Any]:
+    """Returns a method that always raises `ValueError`, with the signature that `torch.nn.Module` has for this name."""
+
+    def refused(self: _RemoteModule, *args: Any, **kwargs: Any) -> Any:
+        _raise_not_supported(name)
+
+    # For `inspect`. torch's remote modules also accept by position what `nn.Module` accepts by name only.
+    signature = inspect.signature(getattr(nn.Module, name))
+    parameters = list(signature.parameters.values())
+    if all(each.kind is not inspect.Parameter.VAR_POSITIONAL for each in parameters):
+        parameters = [each.replace(kind=inspect.Parameter.POSITIONAL_OR_KEYWORD) for each in parameters]
+    refused.__signature__ = signature.replace(parameters=parameters)  # type: ignore[attr-defined]
     refused.__name__ = name
     refused.__qualname__ = f"_RemoteModule.{name}"
-    refused.__doc__ = "Refused: raises `ValueError`."
+    refused.__doc__ = "Raises `ValueError`: a remote module does not have this method."
     return refused
 
 
-for _name in _REFUSED:
-    setattr(_RemoteModule, _name, _refuse(_name))
+for _name in _REFUSED_METHODS:
+    setattr(_RemoteModule, _name, _make_refusing_method(_name))
 
 
 class RemoteModule(_RemoteModule):
-    """A module on another worker, used as if it were here: `forward` calls it there.
+    """A module on another worker, used as if it were in this process: `forward` calls it there.
 
-    Under distributed autograd, gradients find their way to its parameters.
+    Under distributed autograd, gradients reach its parameters.
+
+    Example:
+        linear = RemoteModule("worker1/cpu", torch.nn.Linear, args=(20, 30))
+        output = linear(torch.randn(128, 20))
     """
 
     def __init__(
@@ -205,21 +297,34 @@ class RemoteModule(_RemoteModule):
         args: Sequence[Any] | None = None,
         kwargs: Mapping[str, Any] | None = None,
     ) -> None:
-        """Has `module_cls(*args, **kwargs)` made on a worker and moved to a device there; does not wait for it.
+        """Creates `module_cls(*args, **kwargs)` on a worker, and moves it to a device there. Does not wait for that.
 
-        `remote_device` is `"name/device"`, `"rank:1/device"`, or the first half of it, for `cpu`. What `module_cls`
-        raises, and `ValueError` if it makes no module, is raised by `forward`. Raises `ValueError` for what is no
-        device, `RuntimeError` if this is no worker.
+        Errors of `module_cls`, and a `ValueError` if its result is not a module, are raised by `forward`.
+
+        Args:
+            remote_device: `"name/device"` or `"rank:1/device"`. Without the device, `cpu`.
+            module_cls: A subclass of `torch.nn.Module`, or a function that returns a module.
+            args: Its positional arguments; None for none.
+            kwargs: Its keyword arguments; None for none.
+
+        Raises:
+            ValueError: `remote_device` is malformed.
+            AssertionError: This process is not a worker.
+            RuntimeError: The worker does not exist.
         """
         super().__init__(remote_device, module_cls, args, kwargs)
 
 
-# At the owner of the module
+# -- called on the owner of the module
 
 
 def _create_module(
     module_cls: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any], device: str
 ) -> nn.Module:
+    """Called remotely: creates a module on a device of this worker.
+
+    Raises `ValueError` if the result is not a module.
+    """
     module = module_cls(*args, **kwargs)
     if not isinstance(module, nn.Module):
         raise ValueError(
@@ -230,49 +335,87 @@ def _create_module(
     return module
 
 
-def _create_script_module(
-    module_cls: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any], device: str, interface: Any
+def _create_module_with_interface(
+    module_cls: Callable[..., Any],
+    args: Sequence[Any],
+    kwargs: Mapping[str, Any],
+    device: str,
+    module_interface_cls: Any,
 ) -> RRef[Any]:
-    return RRef(torch.jit.script(_create_module(module_cls, args, kwargs, device)), interface)
+    """Called remotely: creates and compiles a module on this worker, and returns a reference to it.
+
+    Raises `ValueError` if `module_cls` does not return a module, and `RuntimeError` if it cannot be compiled.
+    """
+    module = _create_module(module_cls, args, kwargs, device)
+    return RRef(module if module_interface_cls is None else torch.jit.script(module), module_interface_cls)
 
 
-def _parameters_of(module_rref: PyRRef[Any], recurse: bool) -> list[RRef[Any]]:
+def _instantiate_template(module_interface_cls: Any, enable_moving_cpu_tensors_to_cuda: bool) -> None:
+    """Generates the methods for an interface on this worker. Raises `ValueError` if it is not an interface."""
+    instantiator.instantiate_scriptable_remote_module_template(module_interface_cls, enable_moving_cpu_tensors_to_cuda)
+
+
+def _param_rrefs(module_rref: PyRRef[Any], recurse: bool) -> list[RRef[Any]]:
+    """Called remotely: returns references to the parameters of a module of this worker."""
     return [RRef(parameter) for parameter in module_rref.local_value().parameters(recurse)]
 
 
 def _train(module_rref: PyRRef[Any], mode: bool) -> None:
+    """Called remotely: sets a module of this worker to training or evaluation mode."""
     module_rref.local_value().train(mode)
 
 
-# Travelling
+# -- serialization
 
 
-def _reduce_remote_module(remote_module: RemoteModule) -> Any:
+def _remote_module_reducer(remote_module: RemoteModule) -> Any:
+    """Returns what is pickled of a remote module. Raises `SerializationError` if no message is being made.
+
+    Prints a warning for attributes that are listed neither as sent nor as not sent.
+    """
     for name in remote_module.__dict__:
-        if name not in _KNOWN_ATTRIBUTES:
-            logger.warning("the attribute %r of a RemoteModule stays here: it is none of those that travel", name)
-    state = {name: getattr(remote_module, name) for name in _REMOTE_MODULE_PICKLED_ATTRIBUTES}
-    # Not the methods: a worker that has not generated them could not find them by their names.
-    state["generated_methods"] = state["generated_methods"][0].__globals__.get("module_interface_cls")
-    return _receive_remote_module, (state,)
+        if not _is_known(name):
+            print(
+                f"The new attribute ``{name}`` of RemoteModule is ignored during RPC pickling. "
+                "To pickle this attribute, please add it to ``_REMOTE_MODULE_PICKLED_ATTRIBUTES``. "
+                "Otherwise, please explicitly add it to ``_REMOTE_MODULE_ATTRIBUTES_IGNORE_FOR_PICKLING``.",
+                file=sys.stderr,
+            )
+    fields: Sequence[str] = _SerializedRemoteModule._fields
+    attributes = {name: getattr(remote_module, name) for name in fields}
+    # The interface is sent in place of the methods, which another worker may not have generated yet.
+    attributes["generated_methods"] = attributes["generated_methods"][0].__globals__.get("module_interface_cls")
+    attributes["module_rref"] = remote_module.module_rref._serialize()
+    return _remote_module_receiver, tuple(attributes.values())
 
 
-def _receive_remote_module(state: dict[str, Any]) -> RemoteModule:
+def _remote_module_receiver(*remote_module_pickled_attrs: Any) -> RemoteModule:
+    """Returns the remote module that was sent as these values of `_REMOTE_MODULE_PICKLED_ATTRIBUTES`, in that order."""
+    attributes = _SerializedRemoteModule._make(remote_module_pickled_attrs)._asdict()
     remote_module: RemoteModule = object.__new__(RemoteModule)
-    remote_module.__dict__.update(state)
-    remote_module._equip(state["generated_methods"])
-    remote_module._install_methods()
+    remote_module.__dict__.update(attributes)
+    remote_module.module_rref = PyRRef._deserialize(attributes["module_rref"])
+    remote_module._init_template(attributes["generated_methods"], torch.device(remote_module.device).type == "cuda")
+    remote_module._install_generated_methods()
     return remote_module
 
 
-def _reduce_script_module(module: Any) -> Any:
-    if hasattr(module._c, "module_rref"):
+def _recursive_script_module_reducer(recursive_script_module: Any) -> Any:
+    """Returns what is pickled of a script module. Raises `RuntimeError` if it contains a remote module."""
+    if hasattr(recursive_script_module._c, "module_rref"):
         raise RuntimeError(
-            "Passing a script RemoteModule over RPC is not supported. Send its module_rref, and make another one from "
-            "that by RemoteModule.init_from_module_rref where it arrives."
+            "Passing a script RemoteModule over RPC is not supported. Please create a RemoteModule in the sender, "
+            "send the `module_rref` to the receiver, and create a new instance on the receiver end by passing this "
+            "`module_rref`."
         )
-    return reduce_script_module(module)
+    _, saved = _internal_rpc_pickler._script_module_reducer(recursive_script_module)
+    return _recursive_script_module_receiver, saved
 
 
-register_reducer(RemoteModule, _reduce_remote_module)
-register_reducer(torch.jit.RecursiveScriptModule, _reduce_script_module)
+def _recursive_script_module_receiver(recursive_script_module_serialized: bytes) -> Any:
+    """Returns a script module from what `torch.jit.save` has written. Raises `RuntimeError` if that is damaged."""
+    return _internal_rpc_pickler._script_module_receiver(recursive_script_module_serialized)
+
+
+_internal_rpc_pickler._register_reducer(RemoteModule, _remote_module_reducer)
+_internal_rpc_pickler._register_reducer(torch.jit.RecursiveScriptModule, _recursive_script_module_reducer)

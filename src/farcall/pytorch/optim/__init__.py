@@ -1,4 +1,4 @@
-"""`DistributedOptimizer`: one optimizer on each worker that has parameters, all steps at once."""
+"""`DistributedOptimizer`: applies gradients to parameters on many workers, with one optimizer on each of them."""
 
 from farcall.pytorch.optim.optimizer import DistributedOptimizer
 

@@ -1,13 +1,14 @@
-"""`DistributedOptimizer`: what `torch.distributed.optim.optimizer` has, on farcall.
+"""`DistributedOptimizer`: the contents of `torch.distributed.optim.optimizer`, on farcall.
 
-Each worker that owns some of the parameters gets an optimizer of its own for them, which stays there; the one who made
-them all holds references to them. A step asks each of them, all at the same time, to apply the gradients that a
-distributed autograd context holds on its worker.
+Each worker that owns some of the parameters gets an optimizer for them, which stays there. The `DistributedOptimizer`
+holds references to these optimizers. A step asks all of them at the same time to apply the gradients that a distributed
+autograd context has on their workers.
 
-There are two kinds of them:
-- *functional* ones, for the classes that torch has compiled versions of: they are handed the gradients and never touch
-  `.grad`, so steps of several contexts may run at the same time, and their arithmetic without the interpreter's lock;
-- any other class of `torch.optim`: gradients are put into `.grad` for it, one step after the other on each worker.
+There are two kinds of these optimizers:
+
+- *Functional* ones, for the classes of which torch has a compiled version. They are given the gradients and never use
+  `.grad`. So steps of several contexts may run at the same time, and their arithmetic runs without the GIL.
+- All other classes of `torch.optim`. Gradients are put into `.grad`, and steps run one after the other on each worker.
 """
 
 from __future__ import annotations
@@ -23,29 +24,30 @@ import torch
 from torch import nn
 
 from farcall.api import current_agent
-from farcall.protocol.wire import METHOD
+from farcall.protocol.frames import METHOD
 from farcall.pytorch import api, autograd
 from farcall.pytorch.autograd.short_calls import RIDER
 from farcall.pytorch.constants import UNSET_RPC_TIMEOUT
 from farcall.pytorch.envelopes import rides_alone
 from farcall.pytorch.rref import PyRRef, RRef
-from farcall.pytorch.workers import WorkerInfo
+from farcall.pytorch.worker_info import WorkerInfo
 
 logger = logging.getLogger("farcall")
 
-_compiler: Final = threading.Lock()
-"""TorchScript compiles for one thread at a time."""
 _STRIDED: Final = frozenset({torch.strided})
-_SGD: Final = ("torch.distributed.optim.functional_sgd", "_FunctionalSGD")
-_stepping: Final = threading.Lock()
-"""All plain optimizers of a worker may be for the same parameters: one step at a time."""
+_FUNCTIONAL_SGD: Final = ("torch.distributed.optim.functional_sgd", "_FunctionalSGD")
+_compile_lock: Final = threading.Lock()
+"""TorchScript cannot compile in several threads at once."""
 
 
 @contextmanager
 def _compiling() -> Iterator[None]:
-    """Around what has TorchScript compile: nobody asked for TorchScript, so nobody is told that it is deprecated."""
-    with _compiler:
-        with warnings.catch_warnings(record=True) as caught:  # some of torch's come through any filter
+    """Context manager for code that makes TorchScript compile: takes the lock, and hides deprecation warnings.
+
+    The user did not ask for TorchScript, so its deprecation warnings would be of no use. Other warnings are shown.
+    """
+    with _compile_lock:
+        with warnings.catch_warnings(record=True) as caught:  # recorded, because some of torch's bypass the filters
             warnings.simplefilter("ignore", DeprecationWarning)
             yield
         for warning in caught:
@@ -54,7 +56,7 @@ def _compiling() -> Iterator[None]:
 
 
 class _CompiledStep(nn.Module):  # type: ignore[misc]  # torch may not be there when types are checked
-    """A functional optimizer in TorchScript: an object of its class is compiled only as an attribute of a module."""
+    """A functional optimizer in TorchScript, which compiles objects only as attributes of a module."""
 
     def __init__(self, optim: Any) -> None:
         super().__init__()
@@ -63,174 +65,295 @@ class _CompiledStep(nn.Module):  # type: ignore[misc]  # torch may not be there 
     def step(self, gradients: list[torch.Tensor | None]) -> None:
         self.optim.step(gradients)
 
-    step = torch.jit.export(step)  # not above it: mypy wants a comment there that TorchScript takes for a type
+    step = torch.jit.export(step)  # no decorator: it would need a `type:` comment, which TorchScript would parse
 
 
-class _FunctionalOptimizer:
-    """Of one worker's parameters, with gradients handed in."""
+with _compiling():
 
-    def __init__(self, optimizer_class: Callable[..., Any], parameters: list[torch.Tensor], *args: Any, **kwargs: Any):
-        self._parameters = parameters
-        made = _functional_class(optimizer_class) or optimizer_class
+    @torch.jit.interface
+    class _ScriptLocalOptimizerInterface:
+        """The TorchScript interface of an optimizer on one worker."""
+
+        def step(self, autograd_ctx_id: int) -> None:
+            pass
+
+
+class _ScriptLocalOptimizer(nn.Module):  # type: ignore[misc]  # torch may not be there when types are checked
+    """A functional optimizer for the parameters of one worker. Its step is compiled."""
+
+    compile_lock = _compile_lock
+
+    def __init__(
+        self, optim_cls: Callable[..., Any], local_params_rref: Iterable[PyRRef[Any]], *args: Any, **kwargs: Any
+    ) -> None:
+        """Creates and compiles the optimizer.
+
+        Args:
+            optim_cls: A functional optimizer, or a class of `torch.optim` that has a functional version.
+            local_params_rref: References to parameters of this worker.
+            *args: Further arguments of the optimizer.
+            **kwargs: Further keyword arguments of the optimizer.
+        """
+        super().__init__()
+        self._local_params = [rref.local_value() for rref in local_params_rref]
+        made = _functional_class(optim_cls) or optim_cls
         with _compiling():
-            self._compiled = torch.jit.script(_CompiledStep(made(parameters, *args, **kwargs)))
-        self._rate = _plain_rate(made, *args, **kwargs)
+            self.optim = made(self._local_params, *args, **kwargs)
+            self._compiled = torch.jit.script(_CompiledStep(self.optim))
+        self._rate = _plain_sgd_rate(made, *args, **kwargs)
 
-    def step(self, context_id: int) -> None:
-        """Applies the gradients of that context."""
-        gradients = autograd._retrieve_context(context_id).gradients_of(self._parameters)
+    def step(self, autograd_ctx_id: int) -> None:
+        """Applies the gradients of a distributed autograd context. Parameters without a gradient stay unchanged.
+
+        Raises `RuntimeError` if the context does not exist on this worker.
+        """
+        gradients = autograd._retrieve_context(autograd_ctx_id).gradients_of(self._local_params)
         if self._rate is not None and {None if each is None else each.layout for each in gradients} == _STRIDED:
             with torch.no_grad():
-                torch._foreach_add_(self._parameters, gradients, alpha=-self._rate)
+                torch._foreach_add_(self._local_params, gradients, alpha=-self._rate)
         else:
             self._compiled.step(gradients)
 
 
-def _plain_rate(functional: Any, lr: Any = None, *args: Any, **kwargs: Any) -> float | None:
-    """The rate of torch's SGD without anything else to it: one operation on all parameters is what it compiles to.
+def _plain_sgd_rate(functional: Any, lr: Any = None, *args: Any, **kwargs: Any) -> float | None:
+    """Returns the learning rate if the optimizer is torch's SGD without any options; None for any other.
 
-    None for any other: it has a state, or does more than to add.
+    Such a step is one addition for all parameters, which needs no compiled code.
     """
-    is_plain = functional.__module__ == _SGD[0] and functional.__qualname__ == _SGD[1] and not args and not kwargs
+    is_plain = (
+        functional.__module__ == _FUNCTIONAL_SGD[0]
+        and functional.__qualname__ == _FUNCTIONAL_SGD[1]
+        and not args
+        and not kwargs
+    )
     return float(lr) if is_plain and lr is not None else None
 
 
-class _PlainOptimizer:
-    """Of one worker's parameters, with gradients in their `.grad`."""
+class _LocalOptimizer:
+    """An optimizer for the parameters of one worker that takes the gradients from `.grad`."""
 
-    def __init__(self, optimizer_class: Callable[..., Any], parameters: list[torch.Tensor], *args: Any, **kwargs: Any):
-        self._optimizer = optimizer_class(parameters, *args, **kwargs)
+    global_lock = threading.Lock()
+    """Held during a step, because several optimizers of one worker may have the same parameters."""
 
-    def step(self, context_id: int) -> None:
-        """Applies the gradients of that context."""
-        gradients = autograd.get_gradients(context_id)
-        with _stepping:
+    def __init__(
+        self, optim_cls: Callable[..., Any], local_params_rref: Iterable[PyRRef[Any]], *args: Any, **kwargs: Any
+    ) -> None:
+        """Creates the optimizer.
+
+        Args:
+            optim_cls: A class of `torch.optim`.
+            local_params_rref: References to parameters of this worker.
+            *args: Further arguments of the optimizer.
+            **kwargs: Further keyword arguments of the optimizer.
+        """
+        self._local_params = [rref.local_value() for rref in local_params_rref]
+        self.optim = optim_cls(self._local_params, *args, **kwargs)
+
+    def step(self, autograd_ctx_id: int) -> None:
+        """Applies the gradients of a distributed autograd context.
+
+        Raises `RuntimeError` if the context does not exist on this worker.
+        """
+        gradients = autograd.get_gradients(autograd_ctx_id)
+        with _LocalOptimizer.global_lock:
             for parameter, gradient in gradients.items():
                 parameter.grad = gradient
-            self._optimizer.step()
+            self.optim.step()
 
 
-def _make(
-    kind: type[_FunctionalOptimizer | _PlainOptimizer],
-    optimizer_class: Callable[..., Any],
-    parameters: Sequence[PyRRef[torch.Tensor]],
-    args: Sequence[Any],
-    kwargs: dict[str, Any],
+# -- called on the owner of the parameters
+
+
+def _new_local_optimizer(
+    optim_cls: Callable[..., Any], local_params_rref: Sequence[PyRRef[Any]], *args: Any, **kwargs: Any
 ) -> RRef[Any]:
-    """At the owner of the parameters."""
-    return RRef(kind(optimizer_class, [rref.local_value() for rref in parameters], *args, **kwargs))
+    """Called remotely: creates an optimizer on this worker, and returns a reference to it.
+
+    Args:
+        optim_cls: A class of `torch.optim`.
+        local_params_rref: References to parameters of this worker.
+        *args: Further arguments of the optimizer.
+        **kwargs: Further keyword arguments. The class raises if it does not know one.
+    """
+    return RRef(_LocalOptimizer(optim_cls, local_params_rref, *args, **kwargs))
 
 
-def _step(optimizer: PyRRef[Any], context_id: int) -> None:
-    """At its owner."""
-    optimizer.local_value().step(context_id)
+def _new_script_local_optimizer(
+    optim_cls: Callable[..., Any], local_params_rref: Sequence[PyRRef[Any]], *args: Any, **kwargs: Any
+) -> RRef[Any]:
+    """Called remotely: creates a functional, compiled optimizer on this worker, and returns a reference to it.
+
+    Args:
+        optim_cls: A functional optimizer, or a class of `torch.optim` that has a functional version.
+        local_params_rref: References to parameters of this worker.
+        *args: Further arguments of the optimizer.
+        **kwargs: Further keyword arguments. The class raises if it does not know one.
+    """
+    return RRef(_ScriptLocalOptimizer(optim_cls, local_params_rref, *args, **kwargs))
 
 
-def _begin_step(optimizer: RRef[Any], owner: WorkerInfo, context: autograd.DistAutogradContext) -> Any:
-    """A step at the owner, which is another worker; a future of its end.
+def _local_optimizer_step(local_optim_rref: PyRRef[Any], autograd_ctx_id: int) -> None:
+    """Called remotely: applies the gradients of a context with an optimizer of this worker.
 
-    Of a worker that knows the context only a method is called, by the reference itself; to others it has to be brought.
+    Raises `RuntimeError` if the context does not exist on this worker.
+    """
+    local_optim_rref.local_value().step(autograd_ctx_id)
+
+
+def _script_local_optimizer_step(local_optim_rref: PyRRef[Any], autograd_ctx_id: int) -> None:
+    """Called remotely: makes a step of a functional optimizer of this worker.
+
+    Not compiled, as in torch, because compiled code does not accept references. The step that it calls is compiled.
+    """
+    local_optim_rref.local_value().step(autograd_ctx_id)
+
+
+def _begin_step(
+    optimizer: RRef[Any],
+    owner: WorkerInfo,
+    context: autograd.DistAutogradContext,
+    step: Callable[[PyRRef[Any], int], None],
+) -> Any:
+    """Starts a step of an optimizer on another worker, and returns a future that is done when the step is.
+
+    If the worker knows the context already, a method is called through the reference, which is faster. Otherwise an
+    ordinary call takes the context to the worker.
     """
     agent: Any = current_agent()
     if owner.id in context.known_workers and rides_alone(RIDER, agent, owner):
         calling = optimizer._calling
         args = (context.context_id,)
         return calling.call_on(optimizer._handle, METHOD, "step", args, None, UNSET_RPC_TIMEOUT)
-    return api.rpc_async(owner, _step, (optimizer, context.context_id))
+    return api.rpc_async(owner, step, (optimizer, context.context_id))
 
 
-class _StepHere:
-    """A step of this worker's own, taken when it is waited for."""
+class _LocalStep:
+    """A step of this worker's own optimizer, with the interface of a future: `wait` makes the step."""
 
     def __init__(self, optimizer: RRef[Any], context_id: int) -> None:
         self._optimizer = optimizer
         self._context_id = context_id
 
     def wait(self) -> None:
+        """Makes the step. Raises what the step raises."""
         self._optimizer.local_value().step(self._context_id)
 
 
 class DistributedOptimizer:
-    """An optimizer of parameters that live on several workers.
+    """An optimizer for parameters that live on several workers.
 
-    `optimizer_class` is one of `torch.optim`, or any other with such a constructor; `params_rref` are references to the
-    parameters, from whatever workers. Everything else is for the constructor of the optimizer on each worker.
-
-    Raises `TypeError` for parameters themselves, and what a constructor raised on its worker. If several
-    did, the others' errors are notes of the first.
+    Example:
+        optimizer = DistributedOptimizer(torch.optim.SGD, [rref1, rref2], lr=0.05)
+        with rpc.autograd.context() as context_id:
+            rpc.autograd.backward(context_id, [loss])
+            optimizer.step(context_id)
     """
 
     def __init__(
         self, optimizer_class: Callable[..., Any], params_rref: Iterable[PyRRef[Any]], *args: Any, **kwargs: Any
     ) -> None:
+        """Creates an optimizer on each worker that owns some of the parameters, and waits for all of them.
+
+        Args:
+            optimizer_class: A class of `torch.optim`, or any other with such a constructor and a `step`.
+            params_rref: References to parameters, on any workers.
+            *args: Further arguments of the optimizers.
+            **kwargs: Further keyword arguments of the optimizers, for example `lr`.
+
+        Raises:
+            TypeError: One of `params_rref` is a parameter and not a reference.
+            Exception: What a constructor raised on its worker. If several raised, the last one, with notes about the
+                others.
+        """
         by_owner: dict[WorkerInfo, list[PyRRef[Any]]] = {}
         for rref in params_rref:
             if isinstance(rref, torch.Tensor):
                 raise TypeError(
                     f"DistributedOptimizer takes references to parameters, not a {type(rref).__name__}: give it "
-                    "rpc.RRef(parameter), or what RemoteModule.remote_parameters() gives"
+                    "rpc.RRef(parameter), or the result of RemoteModule.remote_parameters()"
                 )
             by_owner.setdefault(rref.owner(), []).append(rref)
         functional = _functional_class(optimizer_class)
         self.is_functional_optim = functional is not None
-        """Whether steps run compiled, without the interpreter's lock."""
-        # Torch's own are looked up at the owners: to load one by its name is to compile all of them.
+        """True if steps run compiled, without the GIL."""
+        # For torch's own, the class of torch.optim is sent, and each worker looks the functional one up. Unpickling a
+        # functional class by name would import, and so compile, all of them.
         made = optimizer_class if functional is None or functional.__module__.startswith("torch.") else functional
         if functional is None:
             logger.warning(
-                "Creating the optimizer %s without TorchScript support: its steps hold the interpreter's lock, which "
-                "slows down workers that serve several trainers at the same time",
+                "Creating the optimizer %s without TorchScript support: its steps hold the GIL, which slows down "
+                "workers that serve several trainers at the same time",
                 optimizer_class,
             )
-        kind = _FunctionalOptimizer if self.is_functional_optim else _PlainOptimizer
-        self.remote_optimizers: list[RRef[Any]] = _all_of(
-            [
-                (owner, api.rpc_async(owner, _make, (kind, made, rrefs, args, kwargs)))
-                for owner, rrefs in by_owner.items()
-            ]
-        )
-        """One for each worker that owns some of the parameters."""
+        new = _new_script_local_optimizer if self.is_functional_optim else _new_local_optimizer
         self._owners = list(by_owner)
+        self.remote_optimizers: list[RRef[Any]] = _wait_for_all(
+            [api.rpc_async(owner, new, (made, rrefs, *args), kwargs) for owner, rrefs in by_owner.items()],
+            self._owners,
+        )
+        """One reference for each worker that owns some of the parameters."""
 
     def step(self, context_id: int) -> None:
-        """Applies the gradients of that context, on all workers at the same time; returns when all have.
+        """Applies the gradients of a distributed autograd context on all workers at the same time, and waits for all.
 
-        Parameters without a gradient in it are left alone. Raises `RuntimeError` if there is no such context here, and
-        what a step raised on its worker; if several did, the others' errors are notes of the first. The steps of other
-        workers may have been taken then.
+        Parameters without a gradient in the context stay unchanged.
+
+        Args:
+            context_id: The id of the context.
+
+        Raises:
+            RuntimeError: The context does not exist on this worker.
+            Exception: What a step raised on its worker. If several raised, the last one, with notes about the others.
+                The steps of other workers may have been made.
         """
         context = autograd._retrieve_context(context_id)
-        here: list[tuple[WorkerInfo, Any]] = []
-        there: list[tuple[WorkerInfo, Any]] = []
+        step = _script_local_optimizer_step if self.is_functional_optim else _local_optimizer_step
+        here: dict[WorkerInfo, Any] = {}
+        there: dict[WorkerInfo, Any] = {}
         for optimizer, owner in zip(self.remote_optimizers, self._owners, strict=True):
             if optimizer.is_owner():
-                here.append((owner, _StepHere(optimizer, context_id)))
+                here[owner] = _LocalStep(optimizer, context_id)
             else:
-                there.append((owner, _begin_step(optimizer, owner, context)))
-        _all_of(here + there)  # this worker's own, while the others are at theirs
+                there[owner] = _begin_step(optimizer, owner, context, step)
+        steps = here | there  # this worker's own first: it is made while the others make theirs
+        _wait_for_all(list(steps.values()), list(steps))
 
 
 def _functional_class(optimizer_class: Any) -> Any:
-    """Torch's compiled version of that class; None if there is none, or nothing is to be compiled."""
-    with _compiling():
-        from torch.distributed.optim.utils import functional_optim_map  # imports what may be importing this module
+    """Returns torch's compiled version of an optimizer class; None if there is none, or TorchScript is disabled."""
     return functional_optim_map.get(optimizer_class) if torch.jit._state._enabled else None
 
 
-def _all_of(calls: Sequence[tuple[WorkerInfo, Any]]) -> list[Any]:
-    """The results of all these calls, when all have ended. Raises the first error, with the others as its notes."""
-    results, failed = [], None
-    try:
-        for owner, future in calls:
-            try:
-                results.append(future.wait())
-            except Exception as error:
-                if failed is None:
-                    failed = error
-                else:
-                    failed.add_note(f"worker {owner.name!r} failed as well: {type(error).__name__}: {error}")
-        if failed is not None:
-            raise failed
+def _wait_for_all(rpc_futs: Iterable[Any], owners: Sequence[WorkerInfo] = ()) -> list[Any]:
+    """Waits for all these calls, and returns their results in order.
+
+    Args:
+        rpc_futs: The calls; each has a `wait`. May be empty.
+        owners: The worker of each, for the notes.
+
+    Raises:
+        Exception: The last error, once all calls have ended, with notes about the others.
+    """
+    results: list[Any] = []
+    failures: list[tuple[str, Exception]] = []
+    for place, future in enumerate(rpc_futs):
+        try:
+            results.append(future.wait())
+        except Exception as error:
+            failures.append((f"worker {owners[place].name!r}" if owners else "another call", error))
+    if not failures:
         return results
+    notes = [f"{who} failed as well: {type(each).__name__}: {each}" for who, each in failures[:-1]]
+    _, last = failures.pop()
+    failures.clear()  # avoids a reference cycle: their tracebacks refer to this frame
+    for note in notes:
+        last.add_note(note)
+    try:
+        raise last
     finally:
-        del failed
+        del last
+
+
+with _compiling():
+    # At the end, because it imports torch's package, which needs `DistributedOptimizer` from this module.
+    from torch.distributed.optim.utils import functional_optim_map

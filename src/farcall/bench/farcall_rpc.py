@@ -1,0 +1,212 @@
+"""farcall as a system of the benchmark, with its default options or over one kind of socket; and the busy workers."""
+
+from __future__ import annotations
+
+import importlib
+import sys
+import time
+from typing import Any, Final
+
+from farcall.bench import payloads
+from farcall.bench.reference_uses import ReferenceUses
+from farcall.bench.system import (
+    CALLER,
+    GROUP_LIMIT_S,
+    LEAVE_LIMIT_S,
+    OWNER,
+    START_LIMIT_S,
+    THIRD,
+    Address,
+    FutureCalls,
+    ReferenceCaller,
+    Server,
+    System,
+    Workers,
+)
+
+BUSY_WORKERS: Final = 8
+"""How many workers a group of `BusyWorker` has."""
+
+
+def import_farcall() -> Any:
+    """Imports and returns the real package, in place of the stand-in of `bootstrap`."""
+    if not hasattr(sys.modules.get("farcall"), "init_rpc"):
+        sys.modules.pop("farcall", None)
+    return importlib.import_module("farcall")
+
+
+def noop() -> None:
+    """Called remotely: does nothing."""
+
+
+def echo(payload: Any) -> Any:
+    """Called remotely: returns what it gets."""
+    return payload
+
+
+def take(payload: Any) -> None:
+    """Called remotely: takes the payload and returns None."""
+
+
+_others: Final[dict[int, Any]] = {}
+
+
+def exchange(payload: Any) -> Any:
+    """Called remotely: returns another payload of the same size, which this process keeps."""
+    if len(payload) not in _others:
+        _others.clear()
+        _others[len(payload)] = payloads.array(len(payload))
+    return _others[len(payload)]
+
+
+class _FarcallEnd(ReferenceUses, FutureCalls):
+    """One worker of a group: the server, the caller, the third end or a member."""
+
+    def __init__(
+        self, name: str, rank: int, address: Address, transport: str | None, native: bool = True, many: bool = False
+    ) -> None:
+        """Joins the group.
+
+        Args:
+            name: The name of this worker.
+            rank: Its rank.
+            address: Where the group meets, and how many workers it has.
+            transport: The only transport to use; None lets farcall choose.
+            native: False if the C extension must be turned off.
+            many: True for a group of many workers, which gets longer timeouts.
+
+        Raises:
+            RuntimeError: The C extension must be turned off, and is not.
+        """
+        rpc = import_farcall()
+        if not native and rpc.native_available():
+            raise RuntimeError("the C extension is in use, and was to be turned off: FARCALL_NATIVE=0")
+        super().__init__(rpc)
+        self._rpc = rpc
+        self._others = [other for other in range(address.ends) if other != rank]
+        self._leave_limit = GROUP_LIMIT_S if many else LEAVE_LIMIT_S
+        options = rpc.RpcBackendOptions(init_method=f"tcp://127.0.0.1:{address.port}", init_timeout=START_LIMIT_S)
+        if many:
+            options.init_timeout = options.rpc_timeout = GROUP_LIMIT_S
+        if transport is not None:
+            # The only transport: a silent fallback to TCP would put a wrong row into the table.
+            options.transports = (transport,)
+        rpc.init_rpc(name, rank=rank, world_size=address.ends, rpc_backend_options=options)
+
+    def noop(self) -> None:
+        self._rpc.rpc_sync(OWNER, noop)
+
+    def payload(self, size: int) -> Any:
+        return payloads.array(size)
+
+    def echo(self, payload: Any) -> Any:
+        return self._rpc.rpc_sync(OWNER, echo, args=(payload,))
+
+    def exchange(self, payload: Any) -> Any:
+        return self._rpc.rpc_sync(OWNER, exchange, args=(payload,))
+
+    def send(self, payload: Any) -> None:
+        self._rpc.rpc_sync(OWNER, take, args=(payload,))
+
+    def start(self) -> Any:
+        return self._rpc.rpc_async(OWNER, noop)
+
+    def finish(self, future: Any) -> None:
+        future.wait()
+
+    def pipelined(self, calls: int) -> None:
+        rpc_async = self._rpc.rpc_async
+        self._rpc.wait_all([rpc_async(OWNER, noop) for _ in range(calls)])
+
+    def call_all(self) -> None:
+        rpc_async = self._rpc.rpc_async
+        self._rpc.wait_all([rpc_async(other, noop) for other in self._others])
+
+    def close(self) -> None:
+        self.drop()
+        self._rpc.shutdown(timeout=self._leave_limit)
+
+
+class Farcall(System):
+    """farcall between processes of one host."""
+
+    package = "farcall"
+    refers = True
+    threads = True
+    exchanges = True
+    starts_together = True
+    usage = "`rpc_sync`, `rpc_async`, `remote`; numpy arrays"
+
+    def __init__(self, kind: str | None = None, native: bool = True) -> None:
+        """Chooses the transport.
+
+        Args:
+            kind: The only transport to use, for example "tcp"; None lets farcall choose.
+            native: False turns the C extension off.
+        """
+        self._kind = kind
+        self._native = native
+        self.name = f"farcall-{kind}" if kind else "farcall"
+        self.label = f"farcall, {kind}" if kind else "farcall"
+        if not native:
+            self.name += "-python"
+            self.label += ", pure Python"
+            self.environment = {"FARCALL_NATIVE": "0"}
+
+    def serve(self, address: Address) -> Server:
+        return _FarcallEnd(OWNER, 0, address, self._kind, self._native)
+
+    def connect(self, address: Address) -> ReferenceCaller:
+        return _FarcallEnd(CALLER, 1, address, self._kind, self._native)
+
+    def join(self, address: Address) -> Server:
+        return _FarcallEnd(THIRD, 2, address, self._kind, self._native)
+
+    def member(self, rank: int, address: Address) -> Workers:
+        return _FarcallEnd(f"worker{rank}", rank, address, self._kind, self._native, many=True)
+
+    def load(self) -> None:
+        import_farcall()
+
+
+OWN: Final = Farcall()
+"""farcall with the transport that it chooses itself: what `farcall bench` measures."""
+
+
+class BusyWorker:
+    """One of `BUSY_WORKERS` workers that call each other all the time."""
+
+    def __init__(self, rank: int, port: int, spins: bool) -> None:
+        """Joins the group, and connects to all others.
+
+        Args:
+            rank: The rank of this worker.
+            port: The port of the rendezvous on loopback.
+            spins: False turns off spinning while waiting for replies.
+        """
+        rpc = self._rpc = import_farcall()
+        where = f"tcp://127.0.0.1:{port}"
+        if spins:
+            options = rpc.RpcBackendOptions(init_method=where, init_timeout=START_LIMIT_S)
+        else:
+            options = rpc.RpcBackendOptions(init_method=where, init_timeout=START_LIMIT_S, spin=0.0)
+        rpc.init_rpc(f"worker{rank}", rank=rank, world_size=BUSY_WORKERS, rpc_backend_options=options)
+        # Each worker starts with its neighbour, so that not all call the same worker at the same time.
+        self._others = [f"worker{(rank + step) % BUSY_WORKERS}" for step in range(1, BUSY_WORKERS)]
+        for other in self._others:
+            rpc.rpc_sync(other, noop)  # makes the connection now rather than while calls are counted
+
+    def call_all(self, seconds: float) -> int:
+        """Calls the other workers in turn for `seconds`, and returns the number of calls."""
+        rpc_sync = self._rpc.rpc_sync
+        calls = 0
+        end = time.perf_counter() + seconds
+        while time.perf_counter() < end:
+            for other in self._others:
+                rpc_sync(other, noop)
+            calls += len(self._others)
+        return calls
+
+    def close(self) -> None:
+        """Leaves the group, within `LEAVE_LIMIT_S` seconds."""
+        self._rpc.shutdown(timeout=LEAVE_LIMIT_S)

@@ -1,0 +1,300 @@
+"""The interface of a system that the benchmark measures: a server, a caller in another process, calls between them.
+
+A system with references to remote objects has a third end as well, with which the caller shares references. If a system
+starts its processes by itself (`spawns`), only its caller is started by the benchmark.
+
+A system only knows how to start its ends. Processes, clocks and statistics are elsewhere.
+
+Rules
+- `serve`, `connect` and `join` return once the end is up, or raise. None waits longer than `START_LIMIT_S` seconds.
+- Third-party packages are imported inside the functions that need them, so that all systems can be listed even if only
+  some of them are installed.
+- A function that is called remotely is a module-level function of its system's module, so that all processes import it
+  by the same name.
+"""
+
+from __future__ import annotations
+
+import importlib
+import importlib.util
+from abc import ABC, abstractmethod
+from collections import deque
+from collections.abc import Callable, Coroutine, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from types import MappingProxyType
+from typing import Any, Final, Protocol, TypeVar, runtime_checkable
+
+START_LIMIT_S: Final = 60.0
+"""How many seconds starting one end may take. Importing torch on a busy machine takes many of them."""
+SPAWN_LIMIT_S: Final = 150.0
+"""How many seconds a system may take to start a whole cluster by itself."""
+GROUP_LIMIT_S: Final = 180.0
+"""How many seconds starting a group of many workers may take."""
+LEAVE_LIMIT_S: Final = 10.0
+"""How many seconds leaving a group of two or three may take."""
+OWNER: Final = "server"
+"""The name of the server, in systems that have names. The values of references live there."""
+CALLER: Final = "client"
+"""The name of the caller, in systems that have names."""
+THIRD: Final = "third"
+"""The name of the third end, in systems that have names."""
+
+IN_FLIGHT: Final = "in flight"
+FETCHED: Final = "fetched"
+SHARED: Final = "shared"
+"""`IN_FLIGHT`, `FETCHED` and `SHARED` are things that some systems cannot do: the keys of `System.cannot`."""
+THREADS: Final = "threads"
+STREAMING: Final = "streaming"
+"""`THREADS` and `STREAMING` are measured only for systems whose `threads` is True."""
+EXCHANGED: Final = "exchanged"
+"""Measured only for systems whose `exchanges` is True."""
+
+T = TypeVar("T")
+
+
+@dataclass(frozen=True)
+class Address:
+    """Where the processes of one measurement meet. A system uses the part that suits it."""
+
+    port: int
+    """A port of the loopback interface that was free a moment ago."""
+    socket_path: str
+    """A path for a Unix socket, where no file exists yet."""
+    ends: int = 2
+    """How many processes there are: 3 with a third end."""
+
+    @property
+    def directory(self) -> str:
+        """A directory for files of the measurement, which is removed at its end."""
+        return str(Path(self.socket_path).parent)
+
+
+class Server(Protocol):
+    """An end that is called: it runs the no-op, or uses what is shared with it."""
+
+    def close(self) -> None:
+        """Stops serving, in bounded time."""
+
+
+class Caller(Protocol):
+    """The end that calls. Every method raises what the system raises when a call fails."""
+
+    def noop(self) -> None:
+        """Calls the no-op and waits for its reply."""
+
+    def pipelined(self, calls: int) -> None:
+        """Starts `calls` no-ops without waiting in between, then waits for all of them.
+
+        Raises `NotImplementedError` for a system whose `pipelines` is False.
+        """
+
+    def close(self) -> None:
+        """Disconnects, in bounded time."""
+
+
+@runtime_checkable
+class ReferenceCaller(Caller, Protocol):
+    """The caller of a system whose `refers` is True."""
+
+    def remote_to_here(self) -> None:
+        """Has the server create a small value, gets a reference to it, and fetches the value."""
+
+    def proxy_call(self) -> None:
+        """Calls a no-op method of an object on the server through a reference, which is the same each time."""
+
+    def pass_back(self) -> None:
+        """Creates a reference on the server, passes it back to the server, which fetches the value, and drops it.
+
+        Raises `RuntimeError` if the server got a wrong value.
+        """
+
+    def share(self, references: int) -> None:
+        """Creates references on the server, each of which the third end uses once; waits until all were used.
+
+        Needs a third end. Raises `RuntimeError` if the third end got a wrong value.
+
+        Args:
+            references: How many.
+        """
+
+
+@runtime_checkable
+class EchoCaller(Caller, Protocol):
+    """The caller of a system that `farcall bench` can measure."""
+
+    def payload(self, size: int) -> Any:
+        """Returns `size` bytes in the type that users of the system would send."""
+
+    def echo(self, payload: Any) -> Any:
+        """Sends the payload to the server, and returns what the server sends back: the same bytes."""
+
+    def in_flight(self, calls: int, window: int) -> None:
+        """Makes `calls` no-op calls with `window` of them always in flight, and waits until all are answered.
+
+        Raises `NotImplementedError` for a system that cannot.
+        """
+
+
+@runtime_checkable
+class StreamingCaller(EchoCaller, Protocol):
+    """The caller of a system whose `threads` is True."""
+
+    def send(self, payload: Any) -> None:
+        """Sends the payload to the server, and returns when the server has received it. The reply is empty."""
+
+
+@runtime_checkable
+class ExchangingCaller(EchoCaller, Protocol):
+    """The caller of a system whose `exchanges` is True."""
+
+    def exchange(self, payload: Any) -> Any:
+        """Sends the payload to the server, and returns another payload of the same size, which the server keeps."""
+
+
+@runtime_checkable
+class AwaitingCaller(Protocol):
+    """A caller whose users write coroutines. It is measured inside its event loop."""
+
+    async def await_noop(self) -> None:
+        """Calls the no-op and waits for its reply, as a coroutine."""
+
+    async def await_echo(self, payload: Any) -> Any:
+        """Sends the payload to the server and returns what comes back, as a coroutine."""
+
+    def run(self, coroutine: Coroutine[Any, Any, T]) -> T:
+        """Runs a coroutine in the caller's event loop, and returns its result."""
+
+
+class Workers(Protocol):
+    """A group of workers, as seen by the process that has started them or by one of them."""
+
+    def call_all(self) -> None:
+        """Calls a no-op on each of the other workers, all at the same time, and waits for all replies."""
+
+    def close(self) -> None:
+        """Ends the group, or leaves it, in bounded time."""
+
+
+def keep_in_flight(count: int, window: int, start: Callable[[], Any], finish: Callable[[Any], object]) -> None:
+    """Starts `count` operations, with at most `window` in flight at a time, and finishes all of them, the oldest first.
+
+    Args:
+        count: How many operations to run; 0 does nothing.
+        window: How many may be in flight; at least 1.
+        start: Starts an operation and returns its handle.
+        finish: Waits for the operation with this handle.
+    """
+    under_way: deque[Any] = deque()
+    for _ in range(count):
+        if len(under_way) == window:
+            finish(under_way.popleft())
+        under_way.append(start())
+    while under_way:
+        finish(under_way.popleft())
+
+
+class FutureCalls(ABC):
+    """`in_flight` and `pipelined` for a caller whose system returns a future for each call."""
+
+    @abstractmethod
+    def start(self) -> Any:
+        """Starts a no-op call, and returns its future."""
+
+    @abstractmethod
+    def finish(self, future: Any) -> None:
+        """Waits for the reply of a call."""
+
+    def in_flight(self, calls: int, window: int) -> None:
+        keep_in_flight(calls, window, self.start, self.finish)
+
+    def pipelined(self, calls: int) -> None:
+        self.in_flight(calls, calls)
+
+
+class System(ABC):
+    """A system that is measured: one row of the tables."""
+
+    name: str
+    """Its name on the command line and in the JSON: `family` or `family-variant`."""
+    label: str
+    """Its name in the tables."""
+    package: str | None = None
+    """The package that must be importable; None if there is none."""
+    pipelines: bool = True
+    """True if many calls can be in flight at once."""
+    refers: bool = False
+    """True if it has references to remote objects. Its caller is a `ReferenceCaller` then."""
+    starts_together: bool = False
+    """True if the ends wait for each other at their start (a rendezvous), so the server is not up before the caller.
+
+    Otherwise the caller is started once the server listens.
+    """
+    spawns: bool = False
+    """True if the caller makes the system start its other ends."""
+    start_limit: float = START_LIMIT_S
+    """How many seconds a caller, with what it spawns, may take to start."""
+    cannot: Mapping[str, str] = MappingProxyType({})
+    """Which of `IN_FLIGHT`, `FETCHED` and `SHARED` it cannot do, and why."""
+    threads: bool = False
+    """True if several threads may use its caller at once. The caller is a `StreamingCaller` then."""
+    exchanges: bool = False
+    """True if its caller is an `ExchangingCaller`."""
+    distribution: str | None = None
+    """The name of the package for `pip`, if it differs from `package`."""
+    usage: str = ""
+    """How the system is used here, in a few words."""
+    environment: Mapping[str, str] = MappingProxyType({})
+    """Environment variables of its processes, besides those of the benchmark itself."""
+
+    @property
+    def family(self) -> str:
+        """The part of the name that all its variants share: `farcall` for `farcall-tcp`."""
+        return self.name.partition("-")[0]
+
+    def why_not_tried(self, what: str) -> str | None:
+        """Returns why `THREADS`, `STREAMING` or `EXCHANGED` is not measured for this system; None if it is.
+
+        Returns None for any other text as well.
+        """
+        if what == EXCHANGED:
+            return None if self.exchanges else "only the echo is measured for it"
+        if self.threads or what not in (THREADS, STREAMING):
+            return None
+        return "its caller is used by one thread only"
+
+    def serve(self, address: Address) -> Server:
+        """Starts the server in this process, and returns it.
+
+        Raises `NotImplementedError` for a system that `spawns`.
+        """
+        raise NotImplementedError(f"{self.label} starts its serving ends by itself")
+
+    @property
+    def is_installed(self) -> bool:
+        """True if the package that it needs can be found."""
+        return self.package is None or importlib.util.find_spec(self.package) is not None
+
+    def load(self) -> None:
+        """Imports the package. Raises `ImportError` if it is not installed."""
+        if self.package is not None:
+            importlib.import_module(self.package)
+
+    @abstractmethod
+    def connect(self, address: Address) -> Caller:
+        """Starts the caller in this process, connects it to the server, and returns it."""
+
+    def join(self, address: Address) -> Server:
+        """Starts the third end in this process. Raises `NotImplementedError` for a system whose `refers` is False."""
+        raise NotImplementedError(f"{self.label} has no references to share with a third end")
+
+    def spawn(self, workers: int, address: Address) -> Workers:
+        """Makes the system start `workers` workers. Raises `NotImplementedError` unless it `spawns`."""
+        raise NotImplementedError(f"{self.label} does not start workers by itself")
+
+    def member(self, rank: int, address: Address) -> Workers:
+        """Joins a group of `address.ends` workers as worker `rank`.
+
+        Raises `NotImplementedError` unless it `starts_together`.
+        """
+        raise NotImplementedError(f"{self.label} does not form groups")

@@ -1,0 +1,133 @@
+"""Lets a worker tell the launcher that it failed because of another worker.
+
+When a worker dies, the others fail because of it (`WorkerLost`, `ShutdownError`, `RendezvousError`), and often end
+first, because the worker that died is still running its own exit handlers. To tell the cause from its consequences, a
+worker that ends with one of these errors first sends the launcher a *report*: an empty datagram to a Unix socket, whose
+name is in the environment variable `FARCALL_LAUNCHER`. Some of these errors have another cause, such as a port that is
+taken. The report does no harm then: if every worker that fails has sent one, the launcher blames the first.
+
+Rules
+- The kernel adds the sender's pid to a report, so no process can report for another.
+- A report is in the socket before the launcher can notice the end of its worker. So a launcher that notices an end and
+  then reads the socket has seen the report.
+- The socket has an abstract name, so no file is left behind when the launcher is killed.
+- Without a launcher, or if it cannot be reached, this module has no effect.
+"""
+
+from __future__ import annotations
+
+import os
+import socket
+import struct
+import sys
+import traceback
+from collections.abc import Mapping
+from types import TracebackType
+from typing import Final
+
+from farcall.errors import RendezvousError, RendezvousTimeoutError, ShutdownError, WorkerLost
+
+LAUNCHER_VARIABLE: Final = "FARCALL_LAUNCHER"
+"""The environment variable with the name of the launcher's socket."""
+
+
+_OWN_CODE: Final = os.path.join(os.path.dirname(os.path.dirname(os.path.abspath(__file__))), "")
+"""The directory of the package, with a slash at its end."""
+_CREDENTIALS: Final = struct.Struct("iii")  # struct ucred: pid, uid, gid; see unix(7)
+_SEND_TIMEOUT_S: Final = 1.0
+
+
+class ExitReports:
+    """The launcher's end: receives the reports of workers that failed because of another worker."""
+
+    def __init__(self) -> None:
+        """Opens the socket. Raises `OSError` if the system has no descriptors left."""
+        self._socket = socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM | socket.SOCK_NONBLOCK)
+        self._socket.setsockopt(socket.SOL_SOCKET, socket.SO_PASSCRED, 1)
+        self._socket.bind("")  # the system chooses an abstract name that is free
+
+    @property
+    def name(self) -> str:
+        """The name of the socket, which workers need in `FARCALL_LAUNCHER`."""
+        return "@" + self._socket.getsockname()[1:].decode()  # type: ignore[no-any-return]
+
+    def fileno(self) -> int:
+        """Returns the descriptor of the socket, which is readable when a report is there."""
+        return self._socket.fileno()
+
+    def read(self) -> set[int]:
+        """Returns the pids of the workers that have reported since the last call; an empty set if none has.
+
+        Does not block.
+        """
+        pids: set[int] = set()
+        while True:
+            try:
+                _, ancillary, _, _ = self._socket.recvmsg(1, socket.CMSG_SPACE(_CREDENTIALS.size))
+            except BlockingIOError:
+                return pids
+            for _, kind, data in ancillary:
+                if kind == socket.SCM_CREDENTIALS:
+                    pids.add(_CREDENTIALS.unpack(data)[0])
+
+    def close(self) -> None:
+        """Closes the socket. Later reports are lost."""
+        self._socket.close()
+
+
+class _Hook:
+    """A `sys.excepthook` that sends the report, and prints one line instead of a traceback.
+
+    Only for errors that mean that another worker failed; all other errors go to the hook that was installed before.
+    """
+
+    def __init__(self, launcher: str) -> None:
+        self._launcher = launcher
+        self._before = sys.excepthook
+
+    def __call__(self, kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
+        if not _is_consequence(error):
+            self._before(kind, error, trace)
+            return
+        _send_report(self._launcher)
+        print(f"{_user_location(trace)}{kind.__name__}: {error}", file=sys.stderr)
+
+
+def install_exit_report(environ: Mapping[str, str]) -> None:
+    """Makes this process report to its launcher if it fails because of another worker.
+
+    Does nothing without a launcher, or if it was called before.
+
+    Args:
+        environ: The environment of the process, with `FARCALL_LAUNCHER` if there is a launcher.
+    """
+    launcher = environ.get(LAUNCHER_VARIABLE)
+    if launcher and not isinstance(sys.excepthook, _Hook):
+        sys.excepthook = _Hook(launcher)
+
+
+def _is_consequence(error: BaseException) -> bool:
+    """Returns True for an error that means that another worker has failed.
+
+    Those are `ShutdownError`, `WorkerLost` and `RendezvousError`, but not `RendezvousTimeoutError`.
+    """
+    # A rendezvous timeout means that a worker has not started. That worker has not failed, so it is not the cause.
+    return isinstance(error, (ShutdownError, WorkerLost, RendezvousError)) and not isinstance(
+        error, RendezvousTimeoutError
+    )
+
+
+def _send_report(launcher: str) -> None:
+    """Sends the report to the socket `launcher`, waiting a second at most. Does nothing if it cannot be reached."""
+    try:
+        with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as sock:
+            sock.settimeout(_SEND_TIMEOUT_S)
+            sock.sendto(b"", "\0" + launcher[1:])
+    except OSError:
+        pass  # the launcher has ended, or runs in another network namespace
+
+
+def _user_location(trace: TracebackType | None) -> str:
+    """Returns `file:line: ` of the last frame outside of farcall, as compilers print it; empty if there is none."""
+    own = [frame for frame in traceback.extract_tb(trace) if not frame.filename.startswith(_OWN_CODE)]
+    return f"{own[-1].filename}:{own[-1].lineno}: " if own else ""

@@ -1,0 +1,169 @@
+"""Copies the workers' output to the launcher's own streams, with the worker's name before each line.
+
+Works on bytes: nothing is decoded, so output in any encoding passes. Only whole lines are written, so lines of
+different workers never mix. An unfinished line is held back until it ends, its worker ends, or it exceeds
+`MAX_LINE_BYTES`.
+
+No threads and no waiting: a `Sink` writes what its stream accepts now, and the event loop of `supervisor` polls.
+"""
+
+from __future__ import annotations
+
+import os
+import select
+from collections.abc import Mapping, Sequence
+from typing import IO, Final
+
+MAX_LINE_BYTES: Final = 1 << 20
+"""The longest unfinished line that is held back. A longer one is broken here, so that memory stays bounded."""
+
+SINK_FULL_BYTES: Final = 1 << 18
+"""When a sink holds this many bytes, no more output should be read for it."""
+
+_COLOURS: Final = (36, 33, 32, 35, 34, 31, 96, 93, 92, 95, 94, 91)
+"""ANSI colour codes of the names, in the order of the workers."""
+
+
+def wants_colour(fd: int, environ: Mapping[str, str]) -> bool:
+    """Returns True if lines written to the descriptor `fd` should be coloured.
+
+    They are if `fd` is a terminal (other than TERM=dumb). NO_COLOR turns colour off and FORCE_COLOR on, if not empty;
+    NO_COLOR takes precedence.
+    """
+    if environ.get("NO_COLOR"):
+        return False
+    if environ.get("FORCE_COLOR"):
+        return True
+    return environ.get("TERM") != "dumb" and os.isatty(fd)
+
+
+def make_prefixes(names: Sequence[str], coloured: bool) -> list[bytes]:
+    """Returns what to write before each line of each worker: its name, padded to a common width, and a bar.
+
+    Args:
+        names: The names of the workers; at least one.
+        coloured: Whether each name gets a colour.
+    """
+    width = max(map(len, names))
+    prefixes = []
+    for index, name in enumerate(names):
+        text = f"{name:<{width}} | "
+        if coloured:
+            text = f"\x1b[{_COLOURS[index % len(_COLOURS)]}m{text}\x1b[0m"
+        prefixes.append(text.encode(errors="surrogateescape"))
+    return prefixes
+
+
+class LinePrefixer:
+    """Splits the output of one worker into lines, and puts a prefix before each."""
+
+    def __init__(self, prefix: bytes) -> None:
+        self._prefix = prefix
+        self._unfinished = bytearray()
+
+    def feed(self, data: bytes) -> bytes:
+        """Takes the next bytes of the output, and returns the lines that they complete, with prefixes; empty if none.
+
+        An unfinished line is kept for the next call, unless it is longer than `MAX_LINE_BYTES`.
+        """
+        whole, newline, rest = data.rpartition(b"\n")
+        if newline:
+            lines = (self._unfinished + whole).split(b"\n")
+            self._unfinished = bytearray(rest)
+            return b"".join(self._prefix + line + b"\n" for line in lines)
+        self._unfinished += data
+        return self.finish() if len(self._unfinished) > MAX_LINE_BYTES else b""
+
+    def finish(self) -> bytes:
+        """Returns the unfinished line with prefix and newline, and forgets it; empty if there is none."""
+        if not self._unfinished:
+            return b""
+        line = self._prefix + self._unfinished + b"\n"
+        self._unfinished.clear()
+        return line
+
+
+class Sink:
+    """Bytes on their way to one of the launcher's own streams."""
+
+    def __init__(self, fd: int) -> None:
+        self.fd = fd
+        self.pending = bytearray()
+        self.broken = False
+        """True if the stream has no reader any more. Further bytes are dropped."""
+
+    def put(self, data: bytes) -> None:
+        """Queues bytes, which must be whole lines. Drops them if the stream is broken."""
+        if not self.broken:
+            self.pending += data
+
+    def write_some(self) -> None:
+        """Writes as many queued bytes as the stream accepts now. Never waits; an error marks the sink as broken."""
+        # Other processes share the stream, so it must not be made non-blocking. But a pipe or terminal that polls as
+        # writable accepts PIPE_BUF bytes without blocking.
+        poll = select.poll()
+        poll.register(self.fd, select.POLLOUT)
+        while self.pending and poll.poll(0):
+            try:
+                written = os.write(self.fd, self.pending[: select.PIPE_BUF])
+            except BlockingIOError:
+                return
+            except OSError:
+                self.broken = True
+                self.pending.clear()
+                return
+            del self.pending[:written]
+
+
+def open_sinks(stdout: int = 1, stderr: int = 2) -> tuple[Sink, Sink]:
+    """Returns the sinks for the workers' standard output and standard error.
+
+    If both descriptors lead to the same place (a terminal, `2>&1`) the two are one sink, because otherwise a line of
+    one could be written into the middle of a line of the other.
+    """
+    out = Sink(stdout)
+    same = os.path.sameopenfile(stdout, stderr)
+    return out, out if same else Sink(stderr)
+
+
+class WorkerStream:
+    """Standard output or standard error of one worker, on its way to a sink."""
+
+    def __init__(self, file: IO[bytes], prefix: bytes, sink: Sink) -> None:
+        """Makes the file non-blocking.
+
+        Args:
+            file: The read end of the worker's pipe.
+            prefix: What to put before each line.
+            sink: Where the lines go.
+        """
+        self.file = file
+        self.sink = sink
+        self.watched = False
+        """True while the event loop polls the file."""
+        self._lines = LinePrefixer(prefix)
+        os.set_blocking(file.fileno(), False)
+
+    def read(self) -> bool:
+        """Copies the available bytes to the sink, 64 KiB at most.
+
+        Returns False at the end of the file or if there are none.
+        """
+        try:
+            data = os.read(self.file.fileno(), 1 << 16)
+        except BlockingIOError:
+            return False
+        self.sink.put(self._lines.feed(data))
+        return bool(data)
+
+    def drain(self) -> None:
+        """Copies all available bytes to the sink, and ends an unfinished line."""
+        for _ in range(16):  # bounded, because a child of the worker may go on writing for ever
+            if not self.read():
+                break
+        self.sink.put(self._lines.finish())
+
+    def close(self) -> None:
+        """Copies what is left, then closes the file."""
+        self.drain()
+        self.file.close()

@@ -1,0 +1,175 @@
+"""The processes of one worker: the first one, which is the worker itself, and all that it starts.
+
+A worker leads a session and process group of its own. So signals that a terminal sends to the launcher's group do not
+reach it, and all its descendants can be ended together, except those that leave the group on purpose.
+
+A worker that has ended is not reaped before `reap`. As long as it is a zombie the kernel does not reuse its pid, so a
+signal can never reach an unrelated process.
+
+Workers must be started by the main thread: the kernel's parent-death signal is tied to the *thread* that forked.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import IO
+
+_BOOTSTRAP = str(Path(__file__).with_name("bootstrap.py"))
+_KEEPER = str(Path(__file__).with_name("keeper.py"))
+_KEEPER_TIMEOUT_S = 5.0
+"""How many seconds `Keeper.close` waits before it kills the keeper."""
+
+
+@dataclass(frozen=True)
+class WorkerPlan:
+    """Everything that is known about a worker before it starts."""
+
+    name: str
+    rank: int
+    command: Sequence[str]
+    """The path of the program, and its arguments."""
+    environment: Mapping[str, str]
+
+
+class WorkerProcess:
+    """A worker that has been started."""
+
+    def __init__(self, plan: WorkerPlan) -> None:
+        """Starts the worker. Raises `OSError` if the system cannot create a process."""
+        bootstrap = [sys.executable, "-I", "-S", _BOOTSTRAP, str(os.getpid())]
+        self._popen = subprocess.Popen(
+            [*bootstrap, *plan.command],
+            env=plan.environment,
+            stdin=subprocess.DEVNULL,  # several workers cannot share one input
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            bufsize=0,
+            start_new_session=True,
+        )
+        self.plan = plan
+        self.pid = self._popen.pid
+
+    @property
+    def outputs(self) -> tuple[IO[bytes], IO[bytes]]:
+        """The read ends of the worker's standard output and standard error."""
+        assert self._popen.stdout is not None
+        assert self._popen.stderr is not None
+        return self._popen.stdout, self._popen.stderr
+
+    def poll(self) -> int | None:
+        """Returns the exit status of the worker, or minus the signal that killed it; None while it runs.
+
+        Does not reap it.
+        """
+        result = os.waitid(os.P_PID, self.pid, os.WEXITED | os.WNOHANG | os.WNOWAIT)
+        if result is None:
+            return None
+        return result.si_status if result.si_code == os.CLD_EXITED else -result.si_status
+
+    def signal(self, number: int) -> None:
+        """Sends a signal to the worker's first process only."""
+        os.kill(self.pid, number)
+
+    def signal_group(self, number: int) -> None:
+        """Sends a signal to the worker and all processes of its group. Ignores processes of other users."""
+        try:
+            os.killpg(self.pid, number)
+        except PermissionError:
+            # The processes that are left run as another user.
+            pass
+
+    def reap(self, within: float = 0.0) -> None:
+        """Waits up to `within` seconds for the worker to end, and reaps it. Its pid may be reused afterwards.
+
+        Does nothing if the worker still runs then.
+        """
+        try:
+            self._popen.wait(within)
+        except subprocess.TimeoutExpired:
+            pass
+
+    def __str__(self) -> str:
+        """Returns name, rank and pid, for messages."""
+        return f"{self.plan.name} (rank {self.plan.rank}, pid {self.pid})"
+
+
+class Keeper:
+    """The process that kills the workers' process groups if the launcher is killed; see the module `keeper`."""
+
+    def __init__(self) -> None:
+        """Starts the process. Raises `OSError` if the system cannot create one."""
+        command = [sys.executable, "-I", "-S", _KEEPER]
+        self._popen = subprocess.Popen(command, stdin=subprocess.PIPE, bufsize=0, start_new_session=True)
+
+    def watch(self, process: WorkerProcess) -> None:
+        """Adds a worker's group to those that are killed if the launcher dies."""
+        self._send(f"+{process.pid}\n")
+
+    def forget(self, process: WorkerProcess) -> None:
+        """Removes a worker's group, which has ended."""
+        self._send(f"-{process.pid}\n")
+
+    def _send(self, line: str) -> None:
+        """Sends a line to the process; does nothing if that process is gone."""
+        assert self._popen.stdin is not None
+        try:
+            self._popen.stdin.write(line.encode())
+        except BrokenPipeError:
+            # The keeper was killed. The kernel still kills the workers with the launcher, but not their children.
+            pass
+
+    def close(self) -> None:
+        """Ends the process, which first kills the groups that were not forgotten."""
+        assert self._popen.stdin is not None
+        self._popen.stdin.close()
+        try:
+            self._popen.wait(_KEEPER_TIMEOUT_S)
+        except subprocess.TimeoutExpired:
+            self._popen.kill()
+            self._popen.wait()
+
+
+def describe_end(code: int) -> str:
+    """Returns how a worker ended: `exited with status 1`, or `was killed by SIGTERM`.
+
+    Args:
+        code: A result of `WorkerProcess.poll` that is not None.
+    """
+    if code >= 0:
+        return f"exited with status {code}"
+    try:
+        return f"was killed by {signal.Signals(-code).name}"
+    except ValueError:
+        return f"was killed by signal {-code}"
+
+
+def exit_status(code: int) -> int:
+    """Returns the exit status for a result of `WorkerProcess.poll`, as a shell would report it.
+
+    That is the worker's own status, or 128 plus the number of the signal that killed it.
+    """
+    return code if code >= 0 else 128 - code
+
+
+def live_groups() -> set[int]:
+    """Returns the ids of all process groups on this machine with a process that is not a zombie."""
+    groups = set()
+    for entry in os.listdir("/proc"):
+        if not entry.isdigit():
+            continue
+        try:
+            with open(f"/proc/{entry}/stat", "rb") as file:
+                stat = file.read()
+        except OSError:
+            continue  # the process ended meanwhile
+        # The format is "pid (name) state ppid pgrp ...". The name may contain blanks and parentheses; see proc(5).
+        state, _, group = stat.rpartition(b")")[2].split(maxsplit=3)[:3]
+        if state not in (b"Z", b"X"):
+            groups.add(int(group))
+    return groups

@@ -1,0 +1,735 @@
+"""Distributed reference counting: who owns a value, who holds references to it, and when the value is released.
+
+A reference has one *owner*, the worker on which its value lives, and any number of *handles* on any workers. The
+owner only counts its own handles. Every handle on another worker is a *fork*: it has an id, one worker holds it, and
+the owner has a table of all forks and their holders. A worker that puts a handle into a message makes a fork for the
+receiver: the handle's own fork is the *parent*, the new one the *child*. No worker waits for any of this: handles can
+be used at once.
+
+    remote call    creator --CreateRequest--> owner. Its delivery confirms it, because the owner never refuses it
+    user to user   parent --(child in a message)--> child, which is *unreported* at first. If it is dropped soon:
+                   child --ChildAccepted--> parent, and the owner never learns of it. Otherwise:
+                   child --ForkRequest--> owner --ForkAccepted--> child --ChildAccepted--> parent
+    owner to user  counted by the owner when it is passed, confirmed when it arrives
+    user to owner  becomes one of the owner's own handles; owner --ChildAccepted--> parent
+    the end        holder --UserDeleted--> owner, once the handle was dropped, is confirmed, and has no child pending
+
+Guarantees
+- G1: the owner learns of the end of every fork that it counts, by `UserDeleted` or by the loss of the holder.
+- G2: a parent is not deleted before the owner has counted its children, or the children have ended.
+
+Invariants, checked by name in tests/simulation
+- LIVE: no value is released while a confirmed handle of it exists.
+- UNREPORTED: no value is released while an unreported handle of it exists, as long as all workers live that have passed
+  it on since it was a confirmed handle.
+- EMPTY: when all handles are gone and no message is on its way, every table is empty.
+- UNCHANGED: illegal input raises `ProtocolError` and changes nothing.
+- SETTLED: after the loss of a worker, nothing waits for it, and no table contains anything of it.
+- ANSWERED: for every fork that is neither confirmed nor unreported, a request is on its way, or the owner has noted it.
+
+Most handles in calls go to functions that use them and return. So the owner is asked to count a fork only if the fork
+was kept for a while (`report_fork`), or if the parent's worker was lost. Until then the parent keeps the value alive
+for both.
+
+Messages may arrive in any order, for two reasons. A delete is not sent before the fork is confirmed, so it cannot
+overtake the request. And the owner can distinguish a reference that is *not yet created* from one that was *released*,
+because each creator numbers its references at each owner. A request about a released reference is refused. A request
+about a reference that is not yet created is noted until the creator's request arrives, and refused if the creator is
+lost first.
+
+A request of an honest worker is refused only if another worker was lost. Every use of the handle then raises. The
+owner's own handles, and the forks that the owner has passed on, are counted until they end: an error takes the place of
+the value.
+
+Members may be malicious. The creator of a reference draws a random *token*, which is part of the id, so only workers
+that were given the reference can name it. A message with a wrong token names a reference that does not exist here. The
+owner refuses it like a released one, so no worker can find out which references exist. A reference that is named before
+its creator's request has arrived is noted with its token, and refused if the creator then creates it with another
+token. The owner keeps at most `MAX_CLAIMS` such notes for each worker. Each message is also checked against its sender:
+only the creator creates, only the holder of a fork ends it, only the owner accepts or refuses, and only the worker for
+which a fork was made reports to its parent. A message that fails a check raises `ProtocolError` and changes nothing.
+
+The caller must make sure of this: the sender of each message is authenticated; each message is processed once
+(`delivery`); no message of a worker is processed after its loss; and no message names a worker that has not joined here
+yet, because such a worker would be considered lost.
+
+Pure: the methods are the events. They return effects for the caller to carry out (`reference_messages`), and an empty
+list if there is nothing to do. No value is stored, no message is sent, and no clock is read here. The runtime's
+reference store and the simulators call the same methods.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from enum import Enum
+from typing import Any, Final
+
+from farcall.errors import ProtocolError
+from farcall.protocol.ids import ForkId, RRefId, Worker, new_tuple
+from farcall.protocol.reference_messages import (
+    Carried,
+    ChildAccepted,
+    ConfirmHandle,
+    CreateRequest,
+    Effect,
+    ForkAccepted,
+    ForkRefused,
+    ForkRequest,
+    Message,
+    OrphanHandle,
+    RefuseHandle,
+    ReleaseValue,
+    SendMessage,
+    UserDeleted,
+)
+from farcall.protocol.watermark import Watermark
+
+
+class OwnedEntry:
+    """What the owner knows about a reference."""
+
+    __slots__ = ("created", "forks", "handles", "refused")
+
+    def __init__(self, created: bool) -> None:
+        self.created = created
+        """False while the creator's request has not arrived."""
+        self.refused = False
+        """Whether there is no value and never will be: an error takes its place."""
+        self.handles = 0
+        """The number of handles that the owner itself has."""
+        self.forks: dict[ForkId, Worker] = {}
+        """The forks that other workers hold, each with its holder."""
+
+
+class ForkState(Enum):
+    """Whether the owner counts a fork that this worker holds."""
+
+    UNREPORTED = "unreported"
+    """The owner was not asked yet. The parent keeps the value alive, and waits for `ChildAccepted`."""
+    REQUESTED = "requested"
+    """The owner was asked to count the fork, or to create the reference, and has not answered."""
+    CONFIRMED = "confirmed"
+    """The owner counts the fork."""
+
+
+UNREPORTED: Final = ForkState.UNREPORTED
+REQUESTED: Final = ForkState.REQUESTED
+CONFIRMED: Final = ForkState.CONFIRMED
+
+
+class UserFork:
+    """A fork that this worker holds."""
+
+    __slots__ = ("children", "dropped", "parent", "reference", "state")
+
+    def __init__(self, reference: RRefId, state: ForkState, parent: Worker | None) -> None:
+        self.reference = reference
+        self.state = state
+        self.parent = parent
+        """The worker that waits for this worker's `ChildAccepted`; None if no worker does."""
+        self.dropped = False
+        """Whether the program has dropped the handle."""
+        self.children: dict[ForkId, Worker] = {}
+        """The forks that were made from this one and are not settled, each with the worker for which it was made."""
+
+
+MAX_CLAIMS: Final = 100_000
+"""The most references that one worker may name at their owner before they are created. An honest worker names one only
+while the creator's request is on its way. Without a limit, a malicious worker could fill the owner's memory."""
+NO_CLAIMANT: Final = -1
+"""Stands for a worker that is lost, and for an unknown worker that has named a reference."""
+
+
+class ReferenceCounts:
+    """The references of one worker."""
+
+    def __init__(self, me: Worker, new_token: Callable[[], bytes]) -> None:
+        """Creates empty tables.
+
+        Args:
+            me: The number of this worker.
+            new_token: Returns the token of a new reference: `TOKEN_SIZE` bytes that nobody can guess.
+        """
+        self.me = me
+        self.new_token = new_token
+        self.owned: dict[RRefId, OwnedEntry] = {}
+        """The references whose values live here."""
+        self.held: dict[ForkId, UserFork] = {}
+        """The forks that this worker holds of references whose values live elsewhere."""
+        self.unreported: dict[ForkId, UserFork] = {}
+        """Those of the held forks that are unreported."""
+        self.workers: dict[Worker, Watermark] = {}
+        """The workers of the group, each with the numbers of the references that it has created here."""
+        self.parents: dict[ForkId, ForkId] = {}
+        """The parent of each child that is not settled."""
+        self.noted: dict[tuple[Worker, int], dict[RRefId, Worker]] = {}
+        """The references of this owner that were named before their creator's request arrived, by creator and number,
+        each with the worker that named it first."""
+        self.claims: dict[Worker, int] = {}
+        """For each worker, the number of noted references that it was the first to name."""
+        self.numbers: dict[Worker, int] = {}
+        """For each owner, the number of ids of references that this worker has made so far."""
+        self.forks_made = 0
+        """The number of ids of forks that this worker has made so far."""
+        self._message_handlers: dict[type[Any], Callable[[Worker, RRefId, ForkId], list[Effect]]] = {
+            CreateRequest: self.accept_create,
+            ForkRequest: self._fork_requested,
+            ForkAccepted: self._fork_accepted,
+            ForkRefused: self._fork_refused,
+            ChildAccepted: self._child_accepted,
+            UserDeleted: self._user_deleted,
+        }
+
+    # Ids
+
+    def new_reference(self, owner: Worker) -> RRefId:
+        """Returns the id for a reference that this worker is about to create at `owner`, which may be this worker.
+
+        Numbers must leave no gap, so each id must be used. If the owner is not in the group, the number is 0, which no
+        reference has, and nothing is kept.
+        """
+        if owner not in self.workers:
+            return RRefId(owner, self.me, 0)
+        token = self.new_token()
+        number = self.numbers[owner] = self.numbers.get(owner, 0) + 1
+        return RRefId(owner, self.me, number, token)
+
+    def new_fork(self) -> ForkId:
+        """Returns the id for a fork that this worker is about to make. An id need not be used."""
+        self.forks_made += 1
+        return new_tuple(ForkId, (self.me, self.forks_made))  # type: ignore[no-any-return]
+
+    def create_remote(self, owner: Worker) -> tuple[RRefId, ForkId]:
+        """Notes that this worker asks `owner` to create a reference. The caller must send the `CreateRequest`.
+
+        The owner must be another worker of the group, which is not checked.
+
+        Returns:
+            The ids of the reference and of the fork that this worker holds.
+        """
+        number = self.numbers.get(owner, 0) + 1
+        reference, fork = new_tuple(RRefId, (owner, self.me, number, self.new_token())), self.new_fork()
+        held = UserFork(reference, REQUESTED, None)
+        # No call from here on: a signal handler that raises comes before both of these, or after.
+        self.numbers[owner] = number
+        self.held[fork] = held
+        return reference, fork
+
+    def cancel_create(self, fork: ForkId) -> None:
+        """Undoes the last `create_remote` for an owner. Nothing about the reference may have been sent.
+
+        Raises:
+            KeyError: This worker does not hold the fork.
+        """
+        reference = self.held.pop(fork).reference
+        self.numbers[reference.owner] -= 1  # numbers must leave no gap
+
+    # Looking
+
+    def may_still_be_created(self, reference: RRefId, claimant: Worker = NO_CLAIMANT) -> bool:
+        """Returns whether a reference of this owner is not created yet: a use of it may overtake the creation.
+
+        If so, the reference is noted, and refused later if the creator creates it with another token or is lost.
+        Returns False if the reference exists, was released or refused, if its creator is not in the group, or if the
+        claimant has named too many such references.
+
+        Args:
+            reference: The reference.
+            claimant: The worker that uses the reference.
+        """
+        owned = self.owned.get(reference)
+        if owned is not None:
+            return not owned.created and not owned.refused
+        if claimant not in self.workers:  # it is lost, and nothing may be kept of it
+            claimant = NO_CLAIMANT
+        return self._may_be_created(reference) and self._add_claim(reference, claimant)
+
+    def is_empty(self) -> bool:
+        """Returns whether nothing is owned, held or noted."""
+        return not self.owned and not self.held and not self.noted
+
+    # Workers come and go
+
+    def add_worker(self, worker: Worker) -> list[Effect]:
+        """Adds a worker, which may be this one, to the group. Raises `ProtocolError` if it is in the group already."""
+        if worker in self.workers:
+            raise ProtocolError(f"worker {worker} is there already")
+        self.workers[worker] = Watermark()
+        return []
+
+    def remove_worker(self, lost: Worker) -> list[Effect]:
+        """Removes a worker that was lost or has left, and settles everything that waits for it.
+
+        Returns:
+            `ReleaseValue` for values that only this worker held; refusals of references that it has not created in
+            time; `OrphanHandle` for held forks of its values; `ForkRequest` to the owners of unreported forks whose
+            parent it held; and the ends of forks that only waited for it.
+
+        Raises:
+            ProtocolError: The worker is not in the group, or is this worker. Nothing is changed.
+        """
+        if lost == self.me:
+            raise ProtocolError(f"worker {lost} cannot lose itself")
+        if self.workers.pop(lost, None) is None:
+            raise ProtocolError(f"worker {lost} is not there")
+        self.numbers.pop(lost, None)
+        for key in [key for key in self.noted if key[0] == lost]:
+            self._forget_claims(key)
+        effects: list[Effect] = []
+        for reference, owned in list(self.owned.items()):
+            for fork in [fork for fork, holder in owned.forks.items() if holder == lost]:
+                del owned.forks[fork]
+            if not owned.created and reference.creator == lost:
+                effects += self._refuse_noted(reference, owned)
+            effects += self._release_if_unused(reference, owned)
+        if lost in self.claims:
+            effects += self._disown_claims(lost)
+        for fork, held in list(self.held.items()):
+            if held.reference.owner == lost:
+                self._forget(fork, held)
+                effects.append(OrphanHandle(held.reference, fork))
+                continue
+            if held.parent == lost:
+                held.parent = None  # the owner decides whether the fork counts; nobody waits for our word
+                if held.state is UNREPORTED:
+                    effects += self._ask(fork, held)
+            for child in [child for child, to in held.children.items() if to == lost]:
+                self._settle_child(held, child)
+            effects += self._delete_if_done(fork, held)
+        return effects
+
+    def _refuse_noted(self, reference: RRefId, owned: OwnedEntry) -> list[Effect]:
+        """Refuses a noted reference, which will never be created.
+
+        Returns `ForkRefused` to the holders of noted forks, and `RefuseHandle` for this worker's handles and all uses.
+        """
+        noted = [(fork, holder) for fork, holder in owned.forks.items() if fork.creator != self.me]
+        for fork, _ in noted:
+            del owned.forks[fork]
+        owned.refused = True
+        effects: list[Effect] = [SendMessage(holder, ForkRefused(reference, fork)) for fork, holder in noted]
+        return [*effects, RefuseHandle(reference, None)]
+
+    # Handles are made, passed, received and dropped here
+
+    def create_value(self, reference: RRefId) -> list[Effect]:
+        """Creates a reference to a value of this worker, with one handle.
+
+        Args:
+            reference: The id, from `new_reference`.
+
+        Returns:
+            Refusals of claims with the same number and another token; nearly always an empty list.
+
+        Raises:
+            ProtocolError: This worker is not both owner and creator, or the reference was created before.
+        """
+        if not reference.owner == reference.creator == self.me:
+            raise ProtocolError(f"{reference} is not ours to make")
+        if not self._is_new(reference):
+            raise ProtocolError(f"{reference} was made before")
+        self.workers[self.me].add(reference.number)
+        owned = self.owned[reference] = OwnedEntry(created=True)
+        owned.handles = 1
+        return self._refuse_other_tokens(reference) if self.noted else []
+
+    def add_own_handle(self, reference: RRefId) -> None:
+        """Counts another handle of this worker of a reference that it owns. Raises `KeyError` if it has none such."""
+        self.owned[reference].handles += 1
+
+    def confirm_created(self, reference: RRefId, fork: ForkId) -> list[Effect]:
+        """Confirms a fork of `create_remote`, because the owner has received the request.
+
+        Returns:
+            `ConfirmHandle`. If the handle was dropped meanwhile: `UserDeleted` to the owner instead, or an empty list
+            if children of the fork are not settled yet.
+
+        Raises:
+            ProtocolError: This worker has not asked to create this reference with this fork, or it was confirmed.
+        """
+        held = self.held.get(fork)
+        if held is None or held.state is not REQUESTED or held.reference != reference:
+            raise ProtocolError(f"{reference} was delivered, which {fork} did not ask for")
+        if not reference[1] == self.me == fork[0] or held.parent is not None:
+            raise ProtocolError(f"{reference} was not asked for by {fork}")
+        held.state = CONFIRMED
+        return self._delete_if_done(fork, held) if held.dropped else [new_tuple(ConfirmHandle, (reference, fork))]
+
+    def pass_handle(self, reference: RRefId, parent: ForkId | None, child: ForkId, to: Worker) -> list[Effect]:
+        """Notes that a handle of this worker is put into a message to another worker.
+
+        Args:
+            reference: The reference of the handle.
+            parent: The fork of the handle; None for one of the owner's own handles.
+            child: A new id (`new_fork`) for the fork of the receiver.
+            to: The receiver. If it is not in the group, nothing is noted.
+
+        Returns:
+            An empty list.
+
+        Raises:
+            ProtocolError: This worker does not hold the parent, or did not make the child, or has passed it before.
+        """
+        if child[0] != self.me:
+            raise ProtocolError(f"{child} is not ours to make")
+        held = self._passable(reference, parent)
+        owned = self.owned.get(reference)
+        if child in self.parents or (owned is not None and child in owned.forks):
+            raise ProtocolError(f"{child} was passed before")
+        if to not in self.workers:
+            return []  # it never arrives, and nobody will hold it
+        if reference[0] == self.me:  # counted at once, even if it comes from a fork that we hold of our own value
+            (self.owned.get(reference) or self._note(reference, self.me)).forks[child] = to
+        elif held is not None and parent is not None:
+            held.children[child] = to
+            self.parents[child] = parent
+        return []
+
+    def cancel_pass(self, reference: RRefId, parent: ForkId | None, child: ForkId) -> None:
+        """Undoes `pass_handle`, because the child was not sent. The parent must still be held.
+
+        Does nothing if `pass_handle` was not called for the child.
+        """
+        if reference.owner == self.me:
+            self.owned[reference].forks.pop(child, None)
+        elif parent is not None and child in self.parents:
+            self._settle_child(self.held[parent], child)
+
+    def _passable(self, reference: RRefId, parent: ForkId | None) -> UserFork | None:
+        """Returns the fork to pass; None for the owner's own handle. Raises `ProtocolError` if it cannot be passed."""
+        if parent is None:
+            owned = self.owned.get(reference)
+            if owned is None or not owned.handles:
+                raise ProtocolError(f"this worker has no handle of its own of {reference} to pass")
+            return None
+        held = self.held.get(parent)
+        if held is None or held.dropped or held.reference != reference:
+            raise ProtocolError(f"this worker does not hold {parent} of {reference}, and cannot pass it")
+        return held
+
+    def receive_handle(self, carried: Carried, sender: Worker) -> list[Effect]:
+        """Adds a handle that has arrived in a message.
+
+        Returns:
+            If this worker is the owner: `ChildAccepted` to the sender, if that is another worker, and `RefuseHandle` if
+            there is no value. If the owner has sent the handle: `ConfirmHandle`. If the owner is lost: `OrphanHandle`.
+            Otherwise the fork is unreported, and the list is empty; if the sender is lost, `ForkRequest` to the owner.
+
+        Raises:
+            ProtocolError: The sender cannot have made that fork, or this worker holds it already.
+        """
+        reference, fork = carried
+        owner = reference[0]
+        if sender != fork[0]:
+            raise ProtocolError(f"{fork} came from worker {sender}, who cannot have made it")
+        if fork in self.held:
+            raise ProtocolError(f"{fork} is held already")
+        if owner == self.me:
+            return self._own_handle_received(reference, fork, sender)
+        if owner not in self.workers:
+            return [OrphanHandle(reference, fork)]
+        if sender == owner:
+            self.held[fork] = UserFork(reference, CONFIRMED, None)
+            return [ConfirmHandle(reference, fork)]
+        parent = sender if sender in self.workers else None  # who keeps it for us
+        self.held[fork] = self.unreported[fork] = held = UserFork(reference, UNREPORTED, parent)
+        return self._ask(fork, held) if parent is None else []
+
+    def _own_handle_received(self, reference: RRefId, fork: ForkId, sender: Worker) -> list[Effect]:
+        """Adds a handle of a reference that this worker owns; see `receive_handle`."""
+        owned = self.owned.get(reference)
+        if owned is None:
+            owned = self._note(reference, sender)
+        owned.handles += 1
+        effects: list[Effect] = [RefuseHandle(reference, None)] if owned.refused else []
+        if sender == self.me:  # the owner passed it to itself
+            owned.forks.pop(fork, None)
+            return effects
+        return effects + self._tell_parent(sender, reference, fork)
+
+    def report_fork(self, reference: RRefId, fork: ForkId) -> list[Effect]:
+        """Asks the owner to count an unreported fork, because the program has kept its handle for a while.
+
+        Returns:
+            `ForkRequest` to the owner.
+
+        Raises:
+            ProtocolError: This worker does not hold such a fork, or it is not unreported, or was dropped.
+        """
+        held = self.unreported.get(fork)
+        if held is None or held.dropped or held.reference != reference:
+            raise ProtocolError(f"{fork} of {reference} is not an unreported fork of this worker")
+        return self._ask(fork, held)
+
+    def _ask(self, fork: ForkId, held: UserFork) -> list[Effect]:
+        """Marks an unreported fork as requested, and returns the `ForkRequest` to its owner."""
+        held.state = REQUESTED
+        del self.unreported[fork]
+        return [SendMessage(held.reference.owner, ForkRequest(held.reference, fork))]
+
+    def drop_handle(self, reference: RRefId, fork: ForkId | None) -> list[Effect]:
+        """Processes that the program has dropped a handle.
+
+        Args:
+            reference: The reference of the handle.
+            fork: The fork of the handle; None for one of the owner's own handles.
+
+        Returns:
+            For the last handle of a reference at its owner: `ReleaseValue`. For a confirmed fork: `UserDeleted` to the
+            owner. For an unreported fork: `ChildAccepted` to the parent. An empty list if the fork has to wait for its
+            children or for the owner's answer, or if it was refused or its owner lost.
+
+        Raises:
+            ProtocolError: The owner has no handle of its own to drop, or the fork was dropped before.
+        """
+        if fork is None:
+            owned = self.owned.get(reference)
+            if owned is None or not owned.handles:
+                raise ProtocolError(f"this worker has no handle of its own of {reference} to drop")
+            owned.handles -= 1
+            return self._release_if_unused(reference, owned)
+        held = self.held.get(fork)
+        if held is None:
+            return []  # refused, or its owner is lost
+        if held.dropped:
+            raise ProtocolError(f"{fork} was dropped before")
+        held.dropped = True
+        return self._delete_if_done(fork, held)
+
+    # Messages
+
+    def receive_message(self, sender: Worker, message: Message) -> list[Effect]:
+        """Processes a message that has arrived for the first time, and returns its effects.
+
+        Raises:
+            ProtocolError: The sender is not in the group, or may not send this message. Nothing is changed.
+        """
+        if sender not in self.workers:
+            raise ProtocolError(f"a message of worker {sender} came, who is not there")
+        return self._message_handlers[type(message)](sender, *message)
+
+    def accept_create(self, sender: Worker, reference: RRefId, fork: ForkId) -> list[Effect]:
+        """Creates a reference that this worker owns, on request of another worker of the group.
+
+        Args:
+            sender: The worker that asks, which must be in the group.
+            reference: The reference.
+            fork: The fork of it that the sender holds.
+
+        Returns:
+            `ForkAccepted` to the holders of forks that were noted before, and refusals of claims with the same number
+            and another token; nearly always an empty list.
+
+        Raises:
+            ProtocolError: This worker is not the owner, the sender is not the creator, or the reference was created
+                before. Nothing is changed.
+        """
+        owner, creator, number, _ = reference
+        if owner != self.me:
+            raise ProtocolError(f"{reference} is not ours to make")
+        if not creator == fork[0] == sender:
+            raise ProtocolError(f"{reference} is not worker {sender}'s to ask for")
+        owned = self.owned.get(reference)
+        if owned is not None and fork in owned.forks:
+            raise ProtocolError(f"{fork} is counted already")
+        created = self.workers[sender]
+        if number == created.mark + 1 and not created.beyond:  # as nearly always, and cheaper than `add`
+            created.mark = number
+        elif not created.add(number):
+            raise ProtocolError(f"{reference} was made before")
+        effects = self._refuse_other_tokens(reference) if self.noted else []
+        if owned is None:
+            owned = self.owned[reference] = OwnedEntry(created=True)
+            owned.forks[fork] = sender
+            return effects
+        owned.created = True
+        # Those that we have passed on ourselves were counted then, and did not ask.
+        noted = [(other, holder) for other, holder in owned.forks.items() if other.creator != self.me]
+        owned.forks[fork] = sender
+        return effects + [SendMessage(holder, ForkAccepted(reference, other)) for other, holder in noted]
+
+    def _note(self, reference: RRefId, claimant: Worker) -> OwnedEntry:
+        """Adds and returns an entry for an unknown reference, which is not created yet, or is refused."""
+        owned = self.owned[reference] = OwnedEntry(created=False)
+        owned.refused = not (self._may_be_created(reference) and self._add_claim(reference, claimant))
+        return owned
+
+    def _add_claim(self, reference: RRefId, claimant: Worker) -> bool:
+        """Notes a reference that is not created yet. Returns False if the claimant has named too many of these."""
+        noted = self.noted.get(reference[1:3])
+        if noted is not None and reference in noted:
+            return True
+        count = self.claims.get(claimant, 0)
+        if count >= MAX_CLAIMS:
+            return False
+        self.claims[claimant] = count + 1
+        self.noted.setdefault(reference[1:3], {})[reference] = claimant
+        return True
+
+    def _forget_claim(self, reference: RRefId) -> None:
+        """Removes the note for a reference. Does nothing if there is none."""
+        noted = self.noted.get(reference[1:3], {})
+        if reference in noted:
+            self._uncount_claim(noted.pop(reference))
+            if not noted:
+                del self.noted[reference[1:3]]
+
+    def _forget_claims(self, key: tuple[Worker, int]) -> dict[RRefId, Worker]:
+        """Removes the notes for a creator and number. Returns the references, each with the worker that named it."""
+        noted = self.noted.pop(key, {})
+        for claimant in noted.values():
+            self._uncount_claim(claimant)
+        return noted
+
+    def _uncount_claim(self, claimant: Worker) -> None:
+        """Counts one note less for a claimant."""
+        self.claims[claimant] -= 1
+        if not self.claims[claimant]:
+            del self.claims[claimant]
+
+    def _disown_claims(self, lost: Worker) -> list[Effect]:
+        """Keeps the notes of a lost claimant under `NO_CLAIMANT`: other workers may wait for the same references.
+
+        Returns refusals of the references that are too many.
+        """
+        effects: list[Effect] = []
+        named = [each for noted in self.noted.values() for each, claimant in noted.items() if claimant == lost]
+        for reference in named:
+            self._forget_claim(reference)
+            if not self._add_claim(reference, NO_CLAIMANT):
+                effects += self._refuse_claim(reference)
+        return effects
+
+    def _refuse_other_tokens(self, created: RRefId) -> list[Effect]:
+        """Removes the notes for a reference that is created now. Returns refusals of those with another token."""
+        effects: list[Effect] = []
+        for reference in self._forget_claims(created[1:3]):
+            if reference != created:
+                effects += self._refuse_claim(reference)
+        return effects
+
+    def _refuse_claim(self, reference: RRefId) -> list[Effect]:
+        """Returns refusals of all forks, handles and uses of a reference whose note was removed."""
+        owned = self.owned.get(reference)
+        if owned is None:  # it was only used, and somebody may be waiting for its value
+            return [RefuseHandle(reference, None), ReleaseValue(reference)]
+        return self._refuse_noted(reference, owned) + self._release_if_unused(reference, owned)
+
+    def _fork_requested(self, sender: Worker, reference: RRefId, fork: ForkId) -> list[Effect]:
+        """Counts a fork for another worker.
+
+        Returns `ForkAccepted`; `ForkRefused` if there is no value; an empty list if the reference is not created yet.
+        Raises `ProtocolError` if this worker is not the owner, or has counted the fork before.
+        """
+        if reference.owner != self.me:
+            raise ProtocolError(f"{reference} is not ours")
+        if fork.creator == self.me:
+            raise ProtocolError(f"{fork} was counted when it was passed")
+        owned = self.owned.get(reference)
+        if owned is not None and fork in owned.forks:
+            raise ProtocolError(f"{fork} is counted already")
+        if owned is None and self._may_be_created(reference) and self._add_claim(reference, sender):
+            owned = self.owned[reference] = OwnedEntry(created=False)
+        if owned is None or owned.refused:
+            return [SendMessage(sender, ForkRefused(reference, fork))]
+        owned.forks[fork] = sender
+        return [SendMessage(sender, ForkAccepted(reference, fork))] if owned.created else []
+
+    def _fork_accepted(self, sender: Worker, reference: RRefId, fork: ForkId) -> list[Effect]:
+        """Confirms a fork. Returns `ConfirmHandle`, `ChildAccepted` to the parent, and its end if it was dropped."""
+        held = self._answered(sender, reference, fork)
+        held.state = CONFIRMED
+        parent, held.parent = held.parent, None
+        effects: list[Effect] = [ConfirmHandle(reference, fork)]
+        if parent is not None:
+            effects += self._tell_parent(parent, reference, fork)
+        return effects + self._delete_if_done(fork, held) if held.dropped else effects
+
+    def _fork_refused(self, sender: Worker, reference: RRefId, fork: ForkId) -> list[Effect]:
+        """Removes a fork. Returns `RefuseHandle`, and `ChildAccepted` to the parent."""
+        held = self._answered(sender, reference, fork)
+        self._forget(fork, held)
+        told = self._tell_parent(held.parent, reference, fork) if held.parent is not None else []
+        return [RefuseHandle(reference, fork), *told]
+
+    def _answered(self, sender: Worker, reference: RRefId, fork: ForkId) -> UserFork:
+        """Returns the fork that the owner answers for. Raises `ProtocolError` if it did not ask, or not this sender."""
+        held = self.held.get(fork)
+        if held is None or held.state is not REQUESTED or held.reference != reference:
+            raise ProtocolError(f"an answer came for {fork} of {reference}, which did not ask")
+        if held.parent is None and fork.creator == self.me:
+            raise ProtocolError(f"an answer came for {fork} of {reference}, which asked to make it")
+        if sender != reference.owner:
+            raise ProtocolError(f"worker {sender} answered for {reference}, which it does not own")
+        return held
+
+    def _child_accepted(self, sender: Worker, reference: RRefId, fork: ForkId) -> list[Effect]:
+        """Settles a child of a held fork. Returns the end of the parent if that has only waited for this child."""
+        if fork.creator != self.me:
+            raise ProtocolError(f"{fork} was not made here")
+        parent = self.parents.get(fork)
+        if parent is None:
+            return []  # the parent was refused or orphaned meanwhile, and gave its children up
+        held = self.held[parent]
+        if held.children[fork] != sender or held.reference != reference:
+            raise ProtocolError(f"{fork} of {reference} was not made for worker {sender}")
+        self._settle_child(held, fork)
+        return self._delete_if_done(parent, held)
+
+    def _user_deleted(self, sender: Worker, reference: RRefId, fork: ForkId) -> list[Effect]:
+        """Removes a counted fork, because its holder has dropped it. Returns `ReleaseValue` if nothing is left.
+
+        Raises `ProtocolError` if the sender does not hold the fork.
+        """
+        owned = self.owned.get(reference)
+        if owned is None or owned.forks.get(fork) != sender:
+            raise ProtocolError(f"worker {sender} gave up {fork} of {reference}, which it does not hold")
+        del owned.forks[fork]
+        return self._release_if_unused(reference, owned)
+
+    # What follows
+
+    def _tell_parent(self, parent: Worker, reference: RRefId, fork: ForkId) -> list[Effect]:
+        """Returns `ChildAccepted` to the worker that holds the parent; an empty list if that worker is gone."""
+        told = new_tuple(ChildAccepted, (reference, fork))
+        return [new_tuple(SendMessage, (parent, told))] if parent in self.workers else []
+
+    def _delete_if_done(self, fork: ForkId, held: UserFork) -> list[Effect]:
+        """Ends a fork that was dropped and need not wait. Returns the message that says so, or an empty list."""
+        if not held.dropped or held.children or held.state is REQUESTED:
+            return []  # G2, and: a delete must not overtake its own request
+        self._forget(fork, held)
+        if held.parent is not None:  # it is unreported: the parent waits, and the owner knows nothing
+            return self._tell_parent(held.parent, held.reference, fork)
+        return [new_tuple(SendMessage, (held.reference.owner, new_tuple(UserDeleted, (held.reference, fork))))]
+
+    def _forget(self, fork: ForkId, held: UserFork) -> None:
+        """Removes a held fork and its children from all tables."""
+        del self.held[fork]
+        if held.state is UNREPORTED:
+            del self.unreported[fork]
+        for child in held.children:
+            del self.parents[child]
+
+    def _settle_child(self, held: UserFork, child: ForkId) -> None:
+        """Removes a child, for which its parent need not wait any more."""
+        del held.children[child]
+        del self.parents[child]
+
+    def _release_if_unused(self, reference: RRefId, owned: OwnedEntry) -> list[Effect]:
+        """Removes an entry without handles and forks. Returns `ReleaseValue` if there is something to release."""
+        if owned.handles or owned.forks:
+            return []
+        del self.owned[reference]
+        if not owned.created and not owned.refused:
+            return []  # it stays noted: a use may wait for the value, which is still to be created
+        return [new_tuple(ReleaseValue, (reference,))]
+
+    def _is_new(self, reference: RRefId) -> bool:
+        """Returns whether a reference is neither known here nor created before."""
+        return reference not in self.owned and self._may_be_created(reference)
+
+    def _may_be_created(self, reference: RRefId) -> bool:
+        """Returns whether an unknown reference is not created yet. If not, it was released or cannot be created."""
+        created = self.workers.get(reference.creator)
+        return created is not None and reference.number not in created

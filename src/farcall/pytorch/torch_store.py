@@ -1,0 +1,156 @@
+"""A store of torch's as farcall's `Store`: workers find each other where torch's `init_process_group` would.
+
+Rules
+- The keys are those of farcall's rendezvous, under a prefix of their own.
+- In a fixed group each key ends with a rank, so the keys of all workers can be waited for by name. In an open group the
+  keys are listed. A key that is deleted there stays, with an empty value, because torch's store can compare and set in
+  one step, but not compare and delete.
+- No thread waits inside torch's store, because that serves one thread at a time. The store is polled instead.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any, Final, TypeVar
+
+import torch.distributed as dist
+
+from farcall.errors import RendezvousError, RendezvousTimeoutError
+from farcall.rendezvous.store import CLOSE_TIMEOUT_S, Store
+
+T = TypeVar("T")
+
+_FIRST_PAUSE_S: Final = 0.5e-3
+_LONGEST_PAUSE_S: Final = 20e-3
+
+
+class TorchStore(Store):
+    """One worker's end of a store of torch's."""
+
+    def __init__(self, store: Any, rank: int, world_size: int | None) -> None:
+        """Wraps a store.
+
+        Args:
+            store: A `torch.distributed.Store`.
+            rank: The rank of this worker.
+            world_size: The number of workers; None for an open group.
+        """
+        self._store = dist.PrefixStore("farcall", store)
+        self._rank = rank
+        self._world_size = world_size
+        self._lost: str | None = None
+        self._closed = False
+
+    def set(self, key: str, value: bytes) -> None:
+        self._ask(lambda: self._store.set(key, value))
+
+    def set_new(self, key: str, value: bytes) -> bytes:
+        return self._ask(lambda: bytes(self._store.compare_set(key, "", value.decode("latin-1"))))
+
+    def get(self, key: str, timeout: float) -> bytes:
+        if not self._wait([key], timeout):
+            raise RendezvousTimeoutError(f"after {timeout:g} s the store has no key {key!r}")
+        return self._ask(lambda: bytes(self._store.get(key)))
+
+    def add(self, key: str, amount: int) -> int:
+        return self._ask(lambda: int(self._store.add(key, amount)))
+
+    def delete(self, key: str, expected: bytes | None = None) -> bool:
+        if self._world_size is None:
+            found = self.read(key).get(key)
+            if found is None or found != (expected or found):
+                return False
+            if expected is None:
+                self.set(key, b"")
+                return True
+            return self._ask(lambda: bytes(self._store.compare_set(key, expected.decode("latin-1"), ""))) == b""
+        if expected is not None and self.read(key).get(key) != expected:
+            return False
+        return self._ask(lambda: bool(self._store.delete_key(key)))
+
+    def read(self, prefix: str) -> Mapping[str, bytes]:
+        entries = {key: self.get(key, 0.0) for key in self._present(prefix)}
+        return {key: value for key, value in entries.items() if value}
+
+    def collect(self, prefix: str, count: int, timeout: float) -> Mapping[str, bytes]:
+        keys = self._keys(prefix)
+        # A caller that asks for fewer keys than there are ranks only checks how many there are, and does not wait.
+        if count < len(keys):
+            present = self._present(prefix)
+            if len(present) >= count:
+                return {key: self.get(key, 0.0) for key in present}
+        elif self._wait(keys, timeout):
+            return {key: self.get(key, 0.0) for key in keys}
+        present = self._present(prefix)
+        raise RendezvousTimeoutError(
+            f"after {timeout:g} s the store has {len(present)} of {count} keys that begin with {prefix!r}",
+            tuple(present),
+        )
+
+    @contextmanager
+    def within(self, seconds: float) -> Iterator[None]:
+        """Does nothing: the waits of this store have limits of their own."""
+        yield
+
+    def report_lost(self, rank: int, why: str) -> None:
+        """Makes `collect` and `get` raise `RendezvousError(why)` from now on, where they would have to wait."""
+        self._lost = self._lost or why
+
+    def close(self, early: bool = False, timeout: float = CLOSE_TIMEOUT_S) -> None:
+        """Stops using the store; see `Store.close`. Does nothing the second time.
+
+        Rank 0, whose process may host torch's store, waits up to `timeout` seconds until all other workers have closed
+        it, unless `early` is True, the group is open or a worker was lost.
+        """
+        if self._closed:
+            return
+        self._closed = True
+        if early or self._world_size is None:
+            return
+        try:
+            self._store.set(f"bye/{self._rank}", b"1")
+            if self._rank == 0 and self._lost is None:
+                self._wait(self._keys("bye/"), timeout)
+        except (RuntimeError, RendezvousError):
+            pass  # the host of the store has ended before
+
+    # -- waiting
+
+    def _keys(self, prefix: str) -> list[str]:
+        """Returns the keys of all ranks with this prefix; none in an open group."""
+        return [f"{prefix}{rank}" for rank in range(self._world_size or 0)]
+
+    def _present(self, prefix: str) -> list[str]:
+        """Returns the keys with this prefix that exist now; in an open group also those that were deleted."""
+        if self._world_size is None:
+            return [key for key in self._ask(self._store.list_keys) if key.startswith(prefix)]
+        return [key for key in self._keys(prefix) if self._ask(lambda key=key: self._store.check([key]))]  # type: ignore[misc]
+
+    def _wait(self, keys: Iterable[str], timeout: float) -> bool:
+        """Polls until all keys exist. Returns False after `timeout` seconds.
+
+        Raises `RendezvousError` if a worker was reported lost, or the store is gone.
+        """
+        deadline = time.monotonic() + timeout
+        missing = list(keys)
+        pause = _FIRST_PAUSE_S
+        while True:
+            missing = [key for key in missing if not self._ask(lambda key=key: self._store.check([key]))]  # type: ignore[misc]
+            if not missing:
+                return True
+            if self._lost is not None:
+                raise RendezvousError(self._lost)
+            left = deadline - time.monotonic()
+            if left <= 0:
+                return False
+            time.sleep(min(pause, left))
+            pause = min(2 * pause, _LONGEST_PAUSE_S)
+
+    def _ask(self, request: Callable[[], T]) -> T:
+        """Makes a request to the store. Raises `RendezvousError` if the store is gone."""
+        try:
+            return request()
+        except RuntimeError as error:  # includes torch's DistError and its subclasses
+            raise RendezvousError(f"the store of the group does not answer any more: {error}") from None

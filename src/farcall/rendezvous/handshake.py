@@ -1,0 +1,168 @@
+"""The first messages between a worker and a store, in which both prove that they know the group's secret.
+
+    worker                                   store
+    Hello (group, name, rank)      --->
+                                   <---      challenge, then the proof of the store (see `security.proof`)
+    proof                          --->
+                                   <---      Welcome or StoreRefused
+
+Without the proof of the worker the store reads no request, and without the proof of the store the worker believes no
+answer. The format of the messages is that of `protocol.handshake`. Nothing is unpickled.
+"""
+
+from __future__ import annotations
+
+import socket
+import time
+from collections.abc import Callable
+
+import msgspec
+
+from farcall.errors import ConnectionRefusedByPeer, ProtocolError
+from farcall.protocol.fields import quoted
+from farcall.protocol.handshake import (
+    PREAMBLE_SIZE,
+    Greeting,
+    Hello,
+    Purpose,
+    Refused,
+    Welcome,
+    body_length,
+    check_beginning,
+    pack,
+    unpack,
+)
+from farcall.security import Credentials
+
+
+class StoreRefused(Refused, tag="refused", frozen=True):
+    """The store's refusal, with flags that tell the worker whether a retry, or a search elsewhere, can help."""
+
+    other_group: bool = False
+    """True if this store serves another group: ours may be elsewhere or not started yet."""
+    other_size: bool = False
+    """True if this is the right place, but the group there has another world size."""
+    open_and_fixed: bool = False
+    """True if this is the right place, but one of the two groups is open and the other has a world size."""
+    final: bool = False
+    """True if the store would refuse a retry as well."""
+
+
+class OtherGroupError(ConnectionRefusedByPeer):
+    """A store answered, but it serves another group."""
+
+
+class OtherSizeError(OtherGroupError):
+    """A store answered at the right place, but its group has another world size."""
+
+
+class OpenAndFixedError(OtherSizeError):
+    """A store answered at the right place, but one of the two groups is open and the other has a world size."""
+
+
+class FinalRefusalError(ConnectionRefusedByPeer):
+    """The right store refused this worker, and would refuse it again."""
+
+
+_refusals: msgspec.msgpack.Decoder[StoreRefused] = msgspec.msgpack.Decoder(StoreRefused)
+
+
+def introduce_worker(
+    sock: socket.socket, hello: Hello, other: str, timeout: float, credentials: Credentials, binding: bytes = b""
+) -> Welcome:
+    """Carries out the worker's side of the handshake on a connected socket.
+
+    Leaves the socket's timeout at what remained of `timeout`.
+
+    Args:
+        sock: A socket connected to the store.
+        hello: Who this worker is and which group it looks for.
+        other: A name for the other end, for error messages.
+        timeout: Seconds for the whole handshake.
+        credentials: This worker's secret and encryption.
+        binding: The bytes that a TLS connection binds the proofs to; empty without TLS.
+
+    Returns:
+        The store's welcome, which names the hosting worker.
+
+    Raises:
+        AuthenticationError: One end does not know the secret of the other.
+        EncryptionError: Only one end encrypts.
+        OtherGroupError: The store serves another group; see also `OtherSizeError` and `OpenAndFixedError`.
+        FinalRefusalError: The store refused this worker for good.
+        ConnectionRefusedByPeer: The store refused this worker for now.
+        ProtocolError: The other end does not speak this protocol.
+        TimeoutError: No answer came in time.
+        OSError: The connection broke.
+    """
+    deadline = time.monotonic() + timeout
+    sock.settimeout(timeout)
+    handshake, hello = credentials.client_handshake(Purpose.STORE, hello, other, binding)
+    sock.sendall(pack_message(hello))
+    while handshake.outcome is None:
+        preamble = _receive_exactly(sock, PREAMBLE_SIZE, other, deadline, check_beginning)
+        size = body_length(preamble, Purpose.STORE, other, credentials.limits.max_message_bytes)
+        body = _receive_exactly(sock, size, other, deadline)
+        reply = handshake.take(unpack(body, other))
+        if reply is not None:
+            sock.sendall(pack_message(reply))
+    if isinstance(handshake.outcome, Refused) and handshake.is_proven:
+        _raise_refusal(body, other)
+    return handshake.welcome()
+
+
+def _raise_refusal(body: bytes, other: str) -> None:
+    """Raises the error that the flags of the store's refusal stand for; returns if no flag is set.
+
+    Args:
+        body: The refusal as it came. Raises `ProtocolError` if it cannot be decoded.
+        other: A name for the other end, for the message.
+    """
+    try:
+        refusal = _refusals.decode(body)
+    except (ValueError, RecursionError) as error:
+        raise ProtocolError(f"{other} sent a refusal that cannot be read: {quoted(str(error))}") from None
+    why = f"{other} refused the connection: {quoted(refusal.reason)}"
+    if refusal.open_and_fixed:
+        raise OpenAndFixedError(why)
+    if refusal.other_size:
+        raise OtherSizeError(why)
+    if refusal.other_group:
+        raise OtherGroupError(why)
+    if refusal.final:
+        raise FinalRefusalError(why)
+
+
+def pack_message(message: Greeting) -> bytes:
+    """Returns a handshake message, of the worker or of the store, as bytes to send."""
+    return pack(Purpose.STORE, message)
+
+
+def _receive_exactly(
+    sock: socket.socket,
+    size: int,
+    other: str,
+    deadline: float,
+    check: Callable[[bytearray, str], None] = lambda received, other: None,
+) -> bytes:
+    """Reads exactly `size` bytes before the deadline, and calls `check` with all bytes so far after each read.
+
+    Raises `TimeoutError` at the deadline, and `ConnectionResetError` if the other end closes the connection first.
+    """
+    received = bytearray()
+    while len(received) < size:
+        remaining = deadline - time.monotonic()
+        if remaining <= 0:
+            raise TimeoutError(f"{other} accepted the connection but did not answer in time")
+        sock.settimeout(remaining)
+        try:
+            piece = sock.recv(size - len(received))
+        except TimeoutError:
+            raise TimeoutError(f"{other} accepted the connection but did not answer in time") from None
+        if not piece:
+            raise ConnectionResetError(
+                f"{other} closed the connection without an answer (the store of an earlier run may just be ending)"
+            )
+        received += piece
+        check(received, other)
+    return bytes(received)

@@ -1,0 +1,204 @@
+"""Starts the store of a group in this process, and tells where workers have to look for it.
+
+Rank 0 hosts the store of a fixed group, and fails with a reason if it cannot. Any worker may host the store of an open
+group. If several try at the same time, the port or the location file lets one of them win, and the others connect to
+the winner's store.
+"""
+
+from __future__ import annotations
+
+import socket
+import uuid
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Final
+
+from farcall.errors import RendezvousError
+from farcall.rendezvous.addresses import listen, listen_at_once, reachable_addresses
+from farcall.rendezvous.client import Candidate, is_alive
+from farcall.rendezvous.location_file import (
+    HostedElsewhereError,
+    Location,
+    publish_location,
+    read_location,
+    remove_location,
+)
+from farcall.rendezvous.server import StoreServer
+from farcall.rendezvous.server_state import OPEN_GROUP_SUFFIX
+from farcall.rendezvous.urls import FilePlace, Plan, TcpPlace
+from farcall.security import Credentials
+from farcall.transports.network import numeric_host
+
+_ALL_ADDRESSES: Final = ("0.0.0.0", "::")
+_PROBE_TIMEOUT_S: Final = 0.75
+"""How many seconds an earlier store has to answer, over all its addresses together."""
+
+
+@dataclass(frozen=True)
+class HostedStore:
+    """A store that runs in this process."""
+
+    server: StoreServer
+    reached_at: list[Candidate]
+    """Where the store can be reached; addresses that other machines can use come first."""
+    path: str | None = None
+    """The location file that leads to the store; None for a tcp place."""
+    location: Location | None = None
+
+    def close(self, keep_file: bool = False) -> None:
+        """Removes the location file, if there is one, then ends the store.
+
+        Args:
+            keep_file: Leaves the file in place. A worker that wants to join then knows that a member will host the
+                store again soon.
+        """
+        if self.path is not None and self.location is not None and not keep_file:
+            remove_location(self.path, self.location)
+        self.server.close()
+
+
+def store_candidates(plan: Plan) -> tuple[Callable[[], Sequence[Candidate]], bool]:
+    """Returns a function that lists where to look for the store, and whether the store can only be at one address.
+
+    For a file, the function reads the file at each call; it returns an empty list if the file has no location.
+    """
+    place = plan.place
+    if isinstance(place, TcpPlace):
+        group = _group_id(place.group, plan)
+        fixed = [Candidate(place.host, port, group) for port in place.ports]
+        return (lambda: fixed), len(fixed) == 1
+    path = place.path
+
+    def in_file() -> list[Candidate]:
+        location = read_location(path)
+        return [] if location is None else _candidates_at(location, plan)
+
+    return in_file, False
+
+
+def host_fixed(
+    plan: Plan, name: str, chosen: str | None, timeout: float, credentials: Credentials | None = None
+) -> HostedStore:
+    """Hosts the store of a fixed group, in rank 0.
+
+    Args:
+        plan: The group and the place of its store.
+        name: The name of this worker.
+        chosen: The address of the interface to use; None for all.
+        timeout: How many seconds to wait for the lock of a location file.
+        credentials: Secret and encryption; by default those of this user.
+
+    Raises:
+        RendezvousError: The store cannot be hosted here: the address is not this machine's, the port is taken, the file
+            cannot be written, or the file leads to another store that is alive.
+    """
+    place = plan.place
+    if isinstance(place, FilePlace):
+        try:
+            return _host_with_file(place, plan, name, chosen, timeout, None, credentials)
+        except HostedElsewhereError as error:
+            raise RendezvousError(str(error)) from None
+    return _start_server(listen(place.host, place.ports), place, plan, name, None, credentials)
+
+
+def host_open(
+    plan: Plan,
+    name: str,
+    chosen: str | None,
+    port: int,
+    values: Mapping[str, bytes],
+    timeout: float,
+    credentials: Credentials | None = None,
+    was_tried: Callable[[Location], bool] = lambda location: True,
+) -> HostedStore:
+    """Hosts the store of an open group.
+
+    A location in the file is replaced only if `was_tried` says that this worker has tried it in vain. A newer location
+    belongs to a worker that has just started its store and may be slow to answer; replacing that would start a second
+    group.
+
+    Args:
+        plan: The group and the place of its store.
+        name: The name of this worker.
+        chosen: The address of the interface to use; None for all.
+        port: The port to listen on at a tcp place; ignored for a file.
+        values: The keys that the store has from the start.
+        timeout: How many seconds to wait for the lock of a location file.
+        credentials: Secret and encryption; by default those of this user.
+        was_tried: Returns True for a location that did not answer this worker.
+
+    Raises:
+        OSError: The address is not this machine's, or the port is taken.
+        HostedElsewhereError: The file leads to a store that is alive or was not tried yet.
+        RendezvousError: The file cannot be used.
+    """
+    place = plan.place
+    if isinstance(place, FilePlace):
+        return _host_with_file(place, plan, name, chosen, timeout, values, credentials, was_tried)
+    return _start_server(listen_at_once(place.host, port), place, plan, name, values, credentials)
+
+
+def _start_server(
+    listener: socket.socket,
+    place: TcpPlace,
+    plan: Plan,
+    name: str,
+    values: Mapping[str, bytes] | None,
+    credentials: Credentials | None,
+) -> HostedStore:
+    """Starts the server of a tcp place on a listening socket, and returns it with its addresses."""
+    bound = numeric_host(listener.getsockname())
+    group = _group_id(place.group, plan)
+    server = StoreServer(listener, group, plan.world_size, name, values, credentials)
+    addresses = reachable_addresses() if bound in _ALL_ADDRESSES else [bound]
+    return HostedStore(server, [Candidate(address, server.port, group) for address in addresses])
+
+
+def _host_with_file(
+    place: FilePlace,
+    plan: Plan,
+    name: str,
+    chosen: str | None,
+    timeout: float,
+    values: Mapping[str, bytes] | None,
+    credentials: Credentials | None,
+    was_tried: Callable[[Location], bool] = lambda location: True,
+) -> HostedStore:
+    """Starts the server on any free port, and publishes its address in the location file.
+
+    Raises what `publish_location` raises; the server is closed then.
+    """
+    listener = listen(chosen or "", [0]) if plan.world_size is not None else listen_at_once(chosen or "", 0)
+    addresses = (chosen,) if chosen else tuple(reachable_addresses())
+    location = Location(uuid.uuid4().hex, listener.getsockname()[1], addresses)
+    server = StoreServer(listener, _group_id(location.run, plan), plan.world_size, name, values, credentials)
+    try:
+        publish_location(
+            place.path,
+            location,
+            lambda earlier: not was_tried(earlier) or _is_any_alive(_candidates_at(earlier, plan), credentials),
+            timeout,
+        )
+    except BaseException:
+        server.close()
+        raise
+    return HostedStore(server, _candidates_at(location, plan), place.path, location)
+
+
+def _is_any_alive(candidates: Sequence[Candidate], credentials: Credentials | None) -> bool:
+    """Returns True if the one store to which all these candidates lead answers. The file is locked meanwhile."""
+    return any(is_alive(candidate, credentials, _PROBE_TIMEOUT_S / len(candidates)) for candidate in candidates)
+
+
+def _candidates_at(location: Location, plan: Plan) -> list[Candidate]:
+    """Returns one candidate for each address in a location file."""
+    group = _group_id(location.run, plan)
+    return [Candidate(address, location.port, group) for address in location.addresses]
+
+
+def _group_id(text: str, plan: Plan) -> str:
+    """Returns the id of the group, which ends with its number of workers or `OPEN_GROUP_SUFFIX`.
+
+    So a worker that was started with another world size is refused, and the refusal names both.
+    """
+    return f"{text}, {OPEN_GROUP_SUFFIX}" if plan.world_size is None else f"{text}, {plan.world_size} workers"

@@ -1,0 +1,190 @@
+"""The messages between a worker and a store after the handshake: their fields, and how they become bytes.
+
+    +----------------------------+-----------------------------+
+    | length: 4 bytes,           | body: msgpack, one of the   |
+    | little-endian              | tagged structs below        |
+    +----------------------------+-----------------------------+
+
+Rules
+- The length is at most `MAX_FRAME_BYTES`, and is checked before any memory is reserved.
+- Every request except `GoodBye` has an id, and gets exactly one reply with the same id.
+- Replies come in any order: a `Get` or `Collect` that waits does not delay the requests behind it.
+
+Pure: no socket and no thread. Nothing is unpickled.
+"""
+
+from __future__ import annotations
+
+import struct
+from typing import Final, TypeAlias
+
+import msgspec
+
+from farcall.errors import ProtocolError, RendezvousError
+from farcall.protocol.fields import Seconds, quoted
+
+MAX_FRAME_BYTES: Final = 16 * 1024 * 1024
+"""The largest body of a message."""
+_LENGTH: Final = struct.Struct("<I")
+
+
+class _Numbered(msgspec.Struct, frozen=True):
+    """The base of all messages that have an id. A reply has the id of its request."""
+
+    id: int
+
+
+class Set(_Numbered, tag="set", frozen=True):
+    """Asks to set a key, replacing any earlier value. The reply is `Done`."""
+
+    key: str
+    value: bytes
+
+
+class SetNew(_Numbered, tag="set_new", frozen=True):
+    """Asks to set a key unless it exists. The reply is `Value`: the value that the key has now."""
+
+    key: str
+    value: bytes
+
+
+class Get(_Numbered, tag="get", frozen=True):
+    """Asks for a value, waiting up to `timeout` seconds for the key. The reply is `Value` or `TimedOut`."""
+
+    key: str
+    timeout: Seconds
+
+
+class Add(_Numbered, tag="add", frozen=True):
+    """Asks to add to a counter. The reply is `Number` (the sum), or `Failed` if the key holds no counter."""
+
+    key: str
+    amount: int
+
+
+class Delete(_Numbered, tag="delete", frozen=True):
+    """Asks to delete a key. The reply is `Number`: 1 if the key was deleted, 0 if not."""
+
+    key: str
+    expected: bytes | None = None
+    """If given, the key is deleted only if it has this value."""
+
+
+class Read(_Numbered, tag="read", frozen=True):
+    """Asks for all keys that start with `prefix` now. The reply is `Entries`."""
+
+    prefix: str
+
+
+class Collect(_Numbered, tag="collect", frozen=True):
+    """Asks for all keys that start with `prefix` as soon as there are `count` of them.
+
+    The reply is `Entries`, `TimedOut` after `timeout` seconds, or `Failed` if a worker was lost.
+    """
+
+    prefix: str
+    count: int
+    timeout: Seconds
+
+
+class GoodBye(msgspec.Struct, tag="good_bye", frozen=True):
+    """The last message of a worker that leaves. There is no reply: the store closes the connection."""
+
+    early: bool = False
+    """True if the worker does not wait for the others. Workers that wait for it are told so."""
+
+
+class Done(_Numbered, tag="done", frozen=True):
+    """The request was carried out; there is no value to return."""
+
+
+class Value(_Numbered, tag="value", frozen=True):
+    """The reply with one value."""
+
+    value: bytes
+
+
+class Number(_Numbered, tag="number", frozen=True):
+    """The reply with a sum (to `Add`) or a count (to `Delete`)."""
+
+    number: int
+
+
+class Entries(_Numbered, tag="entries", frozen=True):
+    """The reply with keys and their values; may be empty."""
+
+    entries: dict[str, bytes]
+
+
+class TimedOut(_Numbered, tag="timed_out", frozen=True):
+    """The wait of a `Get` or `Collect` has timed out. For a `Collect`, `present` has the keys that were there."""
+
+    present: tuple[str, ...]
+
+
+class Failed(_Numbered, tag="failed", frozen=True):
+    """The request was refused or can never succeed; `reason` is text for people."""
+
+    reason: str
+
+
+Request: TypeAlias = Set | SetNew | Get | Add | Delete | Read | Collect | GoodBye
+Reply: TypeAlias = Done | Value | Number | Entries | TimedOut | Failed
+
+_encode = msgspec.msgpack.Encoder().encode
+_requests: msgspec.msgpack.Decoder[Request] = msgspec.msgpack.Decoder(Request)
+_replies: msgspec.msgpack.Decoder[Reply] = msgspec.msgpack.Decoder(Reply)
+
+
+def pack_request(request: Request) -> bytes:
+    """Returns a request as bytes to send. Raises `RendezvousError` if its body is larger than `MAX_FRAME_BYTES`."""
+    body = _encode(request)
+    if len(body) > MAX_FRAME_BYTES:
+        raise RendezvousError(
+            f"a request of {len(body)} bytes is too large for the store; the limit is {MAX_FRAME_BYTES} bytes"
+        )
+    return _LENGTH.pack(len(body)) + body
+
+
+def pack_reply(reply: Reply) -> bytes:
+    """Returns a reply as bytes to send. A reply larger than `MAX_FRAME_BYTES` is replaced by a `Failed` with its id."""
+    body = _encode(reply)
+    if len(body) > MAX_FRAME_BYTES:
+        reason = f"the reply is {len(body)} bytes; the limit of the store is {MAX_FRAME_BYTES} bytes"
+        body = _encode(Failed(reply.id, reason))
+    return _LENGTH.pack(len(body)) + body
+
+
+def take_frame(buffer: bytearray) -> bytes | None:
+    """Removes the first complete message from the start of `buffer` and returns its body.
+
+    Returns None, and leaves the buffer unchanged, if the buffer is empty or the message is not complete yet. Raises
+    `ProtocolError` if the announced length is larger than `MAX_FRAME_BYTES`.
+    """
+    if len(buffer) < _LENGTH.size:
+        return None
+    (length,) = _LENGTH.unpack_from(buffer)
+    if length > MAX_FRAME_BYTES:
+        raise ProtocolError(f"a message of {length} bytes was announced; the limit is {MAX_FRAME_BYTES} bytes")
+    end = _LENGTH.size + length
+    if len(buffer) < end:
+        return None
+    frame = bytes(memoryview(buffer)[_LENGTH.size : end])
+    del buffer[:end]
+    return frame
+
+
+def unpack_request(frame: bytes) -> Request:
+    """Decodes the body of a request. Raises `ProtocolError` if the bytes are not a valid request."""
+    try:
+        return _requests.decode(frame)
+    except (ValueError, RecursionError) as error:
+        raise ProtocolError(f"a request cannot be read: {quoted(str(error))}") from None
+
+
+def unpack_reply(frame: bytes) -> Reply:
+    """Decodes the body of a reply. Raises `ProtocolError` if the bytes are not a valid reply."""
+    try:
+        return _replies.decode(frame)
+    except (ValueError, RecursionError) as error:
+        raise ProtocolError(f"a reply cannot be read: {quoted(str(error))}") from None

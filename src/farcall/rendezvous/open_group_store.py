@@ -1,0 +1,445 @@
+"""A worker's connection to the store of an open group. It survives the end of the worker that hosts the store.
+
+The store is only the way into the group: it assigns numbers, keeps names unique, and tells new workers who the members
+are. The members find out among themselves who is alive. So the store may end with its host at any time, and a member
+starts the next one with what it knows (`ensure_store`).
+
+Rules
+- A worker that wants to join starts a new group only where there is none: not while workers of a group run on this
+  machine, and not at once if a file still leads to a store that does not answer. A member hosts the store again without
+  waiting.
+- A store that serves another run is not ours, even at our address.
+- A worker that is no longer a member does not host the store (`stop_hosting`). If the host was declared lost but still
+  runs, members use its store until one of them hosts a new one, but go on trying to replace it.
+- `close` waits for nobody. If there are other members, the location file is kept for the one that hosts the store next.
+- One thread at a time looks for the store. Other threads, which only want to send a request, give up at their timeout.
+"""
+
+from __future__ import annotations
+
+import logging
+import random
+import threading
+import time
+import uuid
+from collections.abc import Callable, Collection, Mapping, Sequence
+from contextlib import AbstractContextManager
+from typing import Final
+
+from farcall.errors import RendezvousError
+from farcall.rendezvous.client import Candidate, Limit, StoreClient, find_store
+from farcall.rendezvous.hosted_store import HostedStore, host_open, store_candidates
+from farcall.rendezvous.location_file import HostedElsewhereError, Location, read_location
+from farcall.rendezvous.presence_lock import PresenceLock, is_group_on_this_machine
+from farcall.rendezvous.store import Store
+from farcall.rendezvous.urls import FilePlace, Plan
+from farcall.security import Credentials
+from farcall.transports.network import numeric_host
+
+RUN_KEY: Final = "open/run"
+"""The key of the id of the run."""
+LAST_NUMBER_KEY: Final = "open/numbers"
+"""The key of the last number that was assigned."""
+MEMBER_PREFIX: Final = "open/here/"
+"""What the keys of members start with; their numbers follow."""
+NAME_PREFIX: Final = "open/name/"
+"""What the keys of names start with."""
+
+PRESENCE_WAIT_S: Final = 14.0
+"""How many seconds members on this machine have to host their store again before a new worker starts another group.
+
+Detecting that the host is lost takes a little less.
+"""
+FILE_WAIT_S: Final = 2.0
+"""How many seconds a new worker waits before it replaces a location file whose store does not answer."""
+NUMBER_GAP: Final = 1000
+"""How many numbers at least a new store skips, because its predecessor may have assigned some just before it ended."""
+
+_SEARCH_TIMEOUT_S: Final = 2.0
+_PROBE_TIMEOUT_S: Final = 0.5
+_PUBLISH_TIMEOUT_S: Final = 1.0
+_RETRY_PAUSE_S: Final = 0.05
+
+_log = logging.getLogger(__name__)
+
+
+class OpenStore(Store):
+    """The store of an open group, as one worker sees it. Call `enter` before anything else."""
+
+    def __init__(self, plan: Plan, name: str, chosen: str | None, credentials: Credentials | None = None) -> None:
+        """Prepares the connection; nothing is sent yet.
+
+        Args:
+            plan: The group and the place of its store.
+            name: The name of this worker.
+            chosen: The address of the interface to use if this worker hosts the store; None for all.
+            credentials: Secret and encryption; by default those of this user.
+        """
+        self._credentials = credentials or Credentials()
+        self.peer = self.own = ""
+        """The two addresses of the last connection to the store."""
+        self.on_lost: Callable[[], None] = lambda: None
+        """Called on a thread of the store when the connection is lost. Must not block, and must not use the store."""
+        self._plan = plan
+        self._name = name
+        self._chosen = chosen
+        self._limit = Limit()
+        self._lock = threading.Lock()  # held by the thread that looks for the store; guards what is below
+        self._client: StoreClient | None = None
+        self._host_name = ""
+        self._hosted: HostedStore | None = None
+        self._run = ""
+        self._highest_number = 0  # the highest number that we know to be assigned
+        self._own_entries: dict[str, bytes] = {}  # empty unless this worker is a member
+        self._presence: PresenceLock | None = None
+        self._closed = False
+        self._keeps_file: bool | None = None  # decided by the first `close`
+        self._may_not_host = False
+        self._has_warned = False  # that another group uses our address
+
+    # -- the interface of every store
+
+    def set(self, key: str, value: bytes) -> None:
+        self._current().set(key, value)
+
+    def set_new(self, key: str, value: bytes) -> bytes:
+        return self._current().set_new(key, value)
+
+    def get(self, key: str, timeout: float) -> bytes:
+        return self._current().get(key, timeout)
+
+    def add(self, key: str, amount: int) -> int:
+        return self._current().add(key, amount)
+
+    def delete(self, key: str, expected: bytes | None = None) -> bool:
+        return self._current().delete(key, expected)
+
+    def read(self, prefix: str) -> Mapping[str, bytes]:
+        return self._current().read(prefix)
+
+    def collect(self, prefix: str, count: int, timeout: float) -> Mapping[str, bytes]:
+        return self._current().collect(prefix, count, timeout)
+
+    def within(self, seconds: float) -> AbstractContextManager[None]:
+        return self._limit.within(seconds)
+
+    def close(self, early: bool = False, timeout: float = 0.0) -> None:
+        """Disconnects, and ends the store if this worker hosts it. Waits for nobody; both arguments are ignored.
+
+        May be called again.
+        """
+        self._closed = True  # before the lock: a thread that looks for the store gives up and releases it
+        with self._lock:
+            if self._keeps_file is None:  # else an earlier `close` was interrupted, and the store may be closed already
+                self._keeps_file = self._has_other_members()
+            self._disconnect(self._keeps_file)
+            self._release_presence()
+
+    def abandon(self) -> None:
+        self._lock = threading.Lock()  # a thread of the parent may have held it at the fork
+        self._closed = True
+        if self._client is not None:
+            self._client.abandon()
+        if self._presence is not None:
+            self._presence.abandon()
+
+    # -- open groups only
+
+    @property
+    def hosts(self) -> bool:
+        """True if this worker hosts the store."""
+        return self._hosted is not None
+
+    def is_hosted_by(self, names: Collection[str]) -> bool:
+        """Returns True if the store is hosted by this worker or by a worker with one of these names."""
+        return self._hosted is not None or self._host_name in names
+
+    def enter(self, timeout: float) -> str:
+        """Connects to the store, or starts a new group if there is none. Must not be called by a member.
+
+        Args:
+            timeout: How many seconds to look for the store.
+
+        Returns:
+            The id of the group's run.
+
+        Raises:
+            RendezvousTimeoutError: No store was found in time, and this worker cannot host one.
+            RendezvousError: The store refused this worker, or was closed in this process.
+        """
+        deadline = time.monotonic() + timeout
+        begin = {RUN_KEY: uuid.uuid4().hex.encode()}
+        why_not = self._reasons_not_to_start()
+        with self._lock:
+            while True:
+                self._disconnect()
+                client = self._connect_or_host(max(0.0, deadline - time.monotonic()), lambda: begin, why_not)
+                try:
+                    with self.within(max(0.0, deadline - time.monotonic())):
+                        self._run = client.read(RUN_KEY)[RUN_KEY].decode()
+                    return self._run
+                except RendezvousError as error:  # the host has just died; another worker will host the store
+                    if time.monotonic() + _RETRY_PAUSE_S > deadline:
+                        raise
+                    _log.info("worker %r found the store and lost it again: %s", self._name, error)
+                    time.sleep(_RETRY_PAUSE_S)
+
+    def remember_own_entries(self, mine: Mapping[str, bytes], number: int) -> None:
+        """Records that this worker is a member. Its entries are written again whenever another worker hosts the store.
+
+        Args:
+            mine: The entries of this worker in the store.
+            number: The number of this worker.
+        """
+        with self._lock:
+            self._own_entries, self._highest_number = dict(mine), number
+            self._presence = self._presence or PresenceLock(self._plan.place)
+
+    def forget_own_entries(self) -> None:
+        """Records that this worker leaves: its entries are not written again."""
+        self._own_entries = {}
+
+    def stop_hosting(self) -> None:
+        """Ends the store if this worker hosts it, and never hosts it again.
+
+        Requests to another worker's store still work.
+
+        May wait for another thread that is looking for the store. Raises nothing.
+        """
+        self._may_not_host = True
+        with self._lock:
+            if self._hosted is not None:
+                self._disconnect(keep_file=True)
+            self._release_presence()
+
+    def reconnect(self, timeout: float) -> bool:
+        """Looks for the store again if another worker hosts it, without hosting it here.
+
+        Args:
+            timeout: How many seconds to look.
+
+        Returns:
+            True if this worker is connected to the store of its own run; False if not. Raises nothing.
+        """
+        deadline = time.monotonic() + timeout
+        if not self._lock.acquire(timeout=timeout):
+            return False
+        try:
+            if self._hosted is not None or self._closed:
+                return self._client is not None and not self._client.is_ended
+            self._disconnect()
+            self._connect_or_host(max(0.0, deadline - time.monotonic()), None, None)
+            with self.within(max(0.0, deadline - time.monotonic())):
+                return self._serves_our_run()
+        except RendezvousError as error:
+            _log.debug("worker %r found no store at %s: %s", self._name, self._plan.place, error)
+            return False
+        finally:
+            self._lock.release()
+
+    def ensure_store(
+        self, values: Mapping[str, bytes], names: Collection[str], next_number: int, gone: Collection[str] = ()
+    ) -> bool:
+        """Makes sure that the group has a store; see `open_group.ensure_store`.
+
+        Args:
+            values: The entries of all current members. A store that is started here begins with them.
+            names: The names of the current members.
+            next_number: A store that is started here assigns numbers well above this one.
+            gone: The names of workers that have left or were lost.
+
+        Returns:
+            True if the store is up, here or on another member; False if not. Takes up to some seconds; raises nothing.
+        """
+        with self._lock:
+            if self._closed or self._may_not_host:
+                return False
+            if self._is_answering(names, gone):
+                return True
+            self._disconnect()
+            first = max(next_number, self._highest_number + 1) + NUMBER_GAP + random.randrange(9 * NUMBER_GAP)
+            seed = {**values, **self._own_entries, RUN_KEY: self._run.encode(), LAST_NUMBER_KEY: b"%d" % (first - 1)}
+            try:
+                client = self._connect_or_host(_SEARCH_TIMEOUT_S, lambda: seed, lambda: None)
+                with self.within(_SEARCH_TIMEOUT_S):
+                    if not self._serves_our_run() or (self._hosted is None and self._host_name in gone):
+                        return False
+                    last = client.read(LAST_NUMBER_KEY).get(LAST_NUMBER_KEY, b"0")
+                    self._highest_number = max(self._highest_number, int(last) if last.isdigit() else 0)
+                    for key, value in self._own_entries.items():
+                        client.set_new(key, value)
+            except RendezvousError as error:
+                _log.info("worker %r: the store of the group is gone and not up again: %s", self._name, error)
+                return False
+            if self._hosted is not None:
+                _log.info("worker %r now hosts the store of the group, at %s", self._name, self._plan.place)
+            return True
+
+    # -- finding or starting the store
+
+    def _connect_or_host(
+        self,
+        timeout: float,
+        seed: Callable[[], Mapping[str, bytes]] | None,
+        why_not: Callable[[], str | None] | None,
+    ) -> StoreClient:
+        """Connects to the store. If no worker hosts it, hosts it with the keys that `seed` returns.
+
+        Does not host it if `seed` or `why_not` is None, or if `why_not` returns a reason. Raises what `find_store`
+        raises.
+        """
+        plan = self._plan
+        candidates, only_one = store_candidates(plan)
+        hosted: HostedStore | None = None
+        tried: Location | None = None
+
+        def where() -> Sequence[Candidate]:
+            nonlocal tried
+            if self._closed:
+                raise RendezvousError(f"the store was closed by this worker, {self._name!r}")
+            if isinstance(plan.place, FilePlace):
+                tried = read_location(plan.place.path)
+            return candidates() if hosted is None else hosted.reached_at
+
+        def host_store(vacant: Sequence[Candidate]) -> str | None:
+            nonlocal hosted
+            if seed is None or why_not is None:
+                return "it only looks for an existing store"
+            if not vacant and not isinstance(plan.place, FilePlace):
+                return "another program listens there but does not answer"
+            if (reason := why_not()) is not None:
+                return reason
+            port = vacant[0].port if vacant else 0
+            try:
+                hosted = host_open(
+                    plan,
+                    self._name,
+                    self._chosen,
+                    port,
+                    seed(),
+                    _PUBLISH_TIMEOUT_S,
+                    self._credentials,
+                    lambda at: at == tried,
+                )
+            except HostedElsewhereError:
+                return "another worker has just started to host it"
+            except OSError as error:
+                return f"it cannot listen there ({error})"
+            return None
+
+        try:
+            sock, welcome = find_store(
+                where, only_one, str(plan.place), self._name, plan.rank, timeout, host_store, self._credentials
+            )
+        except BaseException:
+            if hosted is not None:
+                hosted.close()
+            raise
+        self.peer, self.own = numeric_host(sock.getpeername()), numeric_host(sock.getsockname())
+        self._hosted = hosted
+        self._client = StoreClient(
+            sock,
+            welcome,
+            hosted=None if hosted is None else hosted.server,
+            limit=self._limit,
+            on_lost=self._report_loss,
+            good_bye_timeout=0.0,
+        )
+        self._host_name = welcome.name
+        return self._client
+
+    def _reasons_not_to_start(self) -> Callable[[], str | None]:
+        """Returns a function that decides whether a worker that is no member may start a new group now.
+
+        The function returns the reason why it may not, or None if it may.
+        """
+        place = self._plan.place
+        since = time.monotonic()
+
+        def why_not() -> str | None:
+            waited = time.monotonic() - since
+            if waited < PRESENCE_WAIT_S and is_group_on_this_machine(place):
+                return "workers of a group at this address run on this machine and should host it again soon"
+            if waited < FILE_WAIT_S and isinstance(place, FilePlace) and read_location(place.path) is not None:
+                return "the file leads to a store that a worker of its group may host again soon"
+            return None
+
+        return why_not
+
+    def _serves_our_run(self) -> bool:
+        """Returns True if the connected store serves this worker's run. If not, logs a warning and disconnects."""
+        run = self._current().read(RUN_KEY).get(RUN_KEY, b"").decode()
+        if run != self._run:
+            level, self._has_warned = logging.INFO if self._has_warned else logging.WARNING, True  # checked repeatedly
+            _log.log(
+                level,
+                "worker %r: another open group has started at %s, so no worker can join the group of this worker any "
+                "more. Shut one of the two groups down",
+                self._name,
+                self._plan.place,
+            )
+            self._disconnect()
+        return run == self._run
+
+    def _is_answering(self, names: Collection[str], gone: Collection[str]) -> bool:
+        """Returns True if the current connection can be used.
+
+        Returns False if its host is among `gone`, if the connection has ended, or if a host that is not among `names`
+        does not answer a probe.
+        """
+        client = self._client
+        if client is None or client.is_ended:
+            return False
+        if self._hosted is None and self._host_name in gone:
+            return False  # another member may host a new store by now
+        if self._hosted is not None or self._host_name in names:
+            return True  # the store may be slow, but the group knows that its host is alive
+        try:
+            with self.within(_PROBE_TIMEOUT_S):
+                client.read(RUN_KEY)
+        except RendezvousError:
+            return False
+        return True
+
+    def _has_other_members(self) -> bool:
+        """Returns True if this worker hosts the store and other members could host it next."""
+        client = self._client
+        if self._hosted is None or client is None:
+            return False
+        try:
+            with self.within(_PROBE_TIMEOUT_S):
+                return any(key not in self._own_entries for key in client.read(MEMBER_PREFIX))
+        except RendezvousError:
+            return False
+
+    def _current(self) -> StoreClient:
+        """Returns the current connection. Raises `RendezvousError` if there is none."""
+        client = self._client
+        if client is None:
+            raise RendezvousError(f"the store at {self._plan.place} is gone and has not been found again yet")
+        return client
+
+    def _disconnect(self, keep_file: bool = False) -> None:
+        """Closes the connection, and the store if this worker hosts it. Does nothing if there is neither.
+
+        Args:
+            keep_file: Leaves the location file for the worker that hosts the store next.
+        """
+        # Close first, forget second: after an interrupt in between, the next call closes again.
+        if self._client is not None:
+            self._client.close(timeout=0.0)
+            self._client = None
+        if self._hosted is not None:
+            self._hosted.close(keep_file)
+            self._hosted = None
+
+    def _release_presence(self) -> None:
+        """Releases the presence lock, if this worker holds it."""
+        if self._presence is not None:
+            self._presence.release()
+            self._presence = None
+
+    def _report_loss(self) -> None:
+        """Calls `on_lost`, unless this worker has closed the store itself."""
+        if not self._closed:
+            self.on_lost()

@@ -1,0 +1,504 @@
+"""`Caller` makes the calls of a program: calls, remote calls, and calls on references.
+
+Rules
+- Wrong arguments of a call are raised at once, before anything is sent.
+- A frame with references gets its number when it is created. If the thread is interrupted before the frame is sent, the
+  connection is closed, and everything unacknowledged is sent again on the next connection.
+- A reference is kept until its owner has answered all calls on it, even if the program drops it before.
+- A remote call is a call whose result is kept at the callee. Its reply says that the owner has received the call, and
+  contains the value if that is small and immutable.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from time import monotonic
+from typing import Any, Final
+
+from farcall.backends.interface import bad_arguments, bad_callee, check_timeout, checked_function
+from farcall.errors import OwnerLost, RpcError, RpcTimeoutError, UnknownWorkerError, UsageError, WorkerLost
+from farcall.futures import DONE, FAILED, Future
+from farcall.options import UNSET_RPC_TIMEOUT
+from farcall.protocol.frames import (
+    MAX_CALLEE_BYTES,
+    METHOD,
+    VALUE,
+    milliseconds_left,
+    pack_annotations,
+    pack_handle,
+    pack_request,
+)
+from farcall.protocol.ids import ForkId, WorkerInfo
+from farcall.runtime.calls import KEPT, PendingCall, timeout_error
+from farcall.runtime.client import ClientConnection
+from farcall.runtime.cluster import PeerTable
+from farcall.runtime.executor import Job
+from farcall.runtime.handles import Handle, Value, check_number, check_usable, place_of_caller
+from farcall.runtime.interceptors import ClientCall, run_client_interceptors
+from farcall.runtime.invocation import FEW_HANDLES, SMALL_PAYLOAD_BYTES, Invocation
+from farcall.runtime.parts import WorkerParts
+from farcall.runtime.peers import Peer
+from farcall.runtime.reference_outbox import UnackedKeep
+from farcall.runtime.server import excess_of
+from farcall.serialization import (
+    callable_name,
+    collecting,
+    dumps_arguments,
+    dumps_plain_arguments,
+    encode_function,
+)
+from farcall.transports.base import FOREVER
+
+To = str | int | WorkerInfo
+Callee = Callable[..., Any] | str
+"""A function, or the name of a method. Used in error messages."""
+_SMALL_CALLEE_BYTES: Final = 400
+
+
+class Caller:
+    """The calls of one worker."""
+
+    def __init__(
+        self,
+        parts: WorkerParts,
+        info: WorkerInfo,
+        peers: PeerTable,
+        rpc_timeout: float,
+        submit_own_call: Callable[[bytes, Job], None],
+    ) -> None:
+        """Creates the caller of one worker.
+
+        Args:
+            parts: The parts of this worker.
+            info: This worker.
+            peers: The workers of the group.
+            rpc_timeout: The default timeout of calls in seconds; 0 for no limit.
+            submit_own_call: Called with the callee and the job of a remote call of this worker to itself, to run it.
+        """
+        self.info = info
+        self.rpc_timeout = rpc_timeout
+        self._parts = parts
+        self._peers = peers
+        self._store = parts.store
+        self._interceptors = parts.interceptors
+        self._submit_own_call = submit_own_call
+
+    @property
+    def numbered(self) -> Mapping[int, Peer]:
+        """All workers by number, including some that have left or were lost."""
+        return self._peers.by_number
+
+    # Calls
+
+    def call(
+        self,
+        to: To,
+        function: Callable[..., Any],
+        args: Sequence[Any] | None,
+        kwargs: Mapping[str, Any] | None,
+        timeout: float,
+        unattended: bool = False,
+    ) -> Future[Any]:
+        """Sends a call. Returns its future. See `api.rpc_async` for the errors it raises.
+
+        `unattended` says that the calling thread will not wait for the reply at once, so that the executor reads it.
+        """
+        peers = self._peers
+        try:
+            peer = peers.by_key.get(to)
+        except TypeError:  # not even hashable
+            peer = None
+        if peer is None or peers.closed is not None:
+            raise self.refusal(to)
+        if timeout == UNSET_RPC_TIMEOUT:
+            timeout = self.rpc_timeout
+        else:
+            check_timeout(timeout)
+        if args is not None and not isinstance(args, tuple | list):
+            raise bad_arguments(args)
+        if self._interceptors.client:
+            return self._call_intercepted(peer, checked_function(function), None, args, kwargs, timeout, unattended)
+        callee = encode_function(function)
+        connection = peer.connection
+        if callee is not None and not args and not kwargs and connection is not None:
+            future = connection.call(function, callee, b"", _NO_BUFFERS, timeout)  # the shortest path
+        else:
+            if callee is None:
+                callee, function = b"", checked_function(function)
+            future = self._call(peer, function, callee, args or (), kwargs, timeout)
+        if unattended:
+            future.connection.drive_in_background_later()
+        return future
+
+    def _call(
+        self,
+        peer: Peer,
+        function: Callee,
+        callee: bytes,
+        args: Sequence[Any],
+        kwargs: Mapping[str, Any] | None,
+        timeout: float,
+        intercepted: ClientCall | None = None,
+    ) -> PendingCall:
+        annotations = intercepted.annotations if intercepted is not None else {}
+        payload, buffers, handles = self._pack_arguments(peer, function, callee, args, kwargs)
+        connection, spent = peer.connection, 0.0
+        if connection is None:
+            began = monotonic()
+            connection = self._connect(peer, function, timeout)
+            spent = monotonic() - began
+        self._check_size(connection, function, callee, len(handles), payload, buffers)
+        if not handles and intercepted is None:
+            return connection.call(function, callee, payload, buffers, timeout, spent)
+        packed_annotations = pack_annotations(annotations)
+        future = connection.new_call(function, timeout, spent)
+        if intercepted is not None:
+            connection.intercepted[future.call_id] = intercepted
+        try:
+            references = self._store.pass_on(handles, peer.number, connection) if handles else b""
+            left = milliseconds_left(timeout - spent if timeout else 0.0)
+            frame = pack_request(future.call_id, callee, payload, left, b"", references, packed_annotations)
+        except BaseException as error:
+            connection.pending.pop(future.call_id, None)
+            connection.intercepted.pop(future.call_id, None)
+            if handles and not isinstance(error, RpcError):  # from a signal handler: the frame may have a number
+                connection.lose(f"sending to it was interrupted by {type(error).__name__}", advice="")
+            raise
+        try:
+            connection.send_call(future, frame, buffers)
+        except BaseException as error:
+            connection.lose(f"sending to it was interrupted by {type(error).__name__}", advice="")
+            raise
+        if handles:
+            connection.expect_acknowledgement()
+            if connection.is_lost():
+                self._store.resend(peer.number)
+        return future
+
+    def _pack_arguments(
+        self, peer: Peer, function: Callee, callee: bytes, args: Sequence[Any], kwargs: Mapping[str, Any] | None
+    ) -> tuple[bytes, list[memoryview], list[Handle]]:
+        """Returns the pickled arguments, their buffers, and the handles in them.
+
+        Raises `SerializationError` if an argument cannot be pickled.
+        """
+        if not args and not kwargs and callee:
+            return b"", [], []
+        plain = dumps_plain_arguments(args) if callee and args and not kwargs else None
+        if plain is not None:
+            payload, buffers = plain
+            return payload, list(buffers), []
+        with collecting() as handles:
+            payload, buffers = dumps_arguments(function, args, kwargs, peer.info.name, not callee)
+        return payload, list(buffers), list(handles)
+
+    def _call_intercepted(
+        self,
+        peer: Peer,
+        function: Callee,
+        handle: Handle | None,
+        args: Sequence[Any] | None,
+        kwargs: Mapping[str, Any] | None,
+        timeout: float,
+        unattended: bool,
+    ) -> Future[Any]:
+        """Runs the client interceptors around a call. Returns the future of the outermost one.
+
+        `handle` is None for a function. For a method, it is the handle of the value that has the method.
+        """
+        call = ClientCall(
+            peer.info, function, callable_name(function), tuple(args or ()), dict(kwargs or {}), timeout, False
+        )
+
+        def send(call: ClientCall) -> Future[Any]:
+            called = call.function
+            if handle is not None:
+                callee = self._callee_on(handle, METHOD, str(called))
+            else:
+                callee = encode_function(called) or b""  # type: ignore[arg-type]
+            future = self._call(peer, called, callee, call.args, call.kwargs, call.timeout, call)
+            if handle is not None:
+                _keep_until_answered(future, handle)
+            if unattended:
+                future.connection.drive_in_background_later()
+            return future
+
+        return run_client_interceptors(self._interceptors.client, call, send)  # type: ignore[no-any-return]
+
+    # Calls on references
+
+    def call_on(
+        self,
+        handle: Handle,
+        what: bytes,
+        method: str,
+        args: Sequence[Any],
+        kwargs: Mapping[str, Any] | None,
+        timeout: float,
+        unattended: bool = False,
+    ) -> Future[Any]:
+        """Calls a method of the value of a reference, or asks for the value, its presence or its type.
+
+        Returns the future of the answer. `what` is METHOD, VALUE, PRESENCE or TYPE (`protocol.frames`). Raises what
+        `call` and `Handle.check` raise.
+        """
+        handle.check()
+        if self._peers.closed is not None:
+            raise self._peers.closed
+        timeout = self.resolve_timeout(timeout)
+        peer = self._owner_of(handle)
+        if self._interceptors.client and what == METHOD:
+            return self._call_intercepted(peer, method, handle, args, kwargs, timeout, unattended)
+        callee = self._callee_on(handle, what, method)
+        connection = peer.connection
+        if not args and not kwargs and connection is not None:
+            future = connection.call(method, callee, b"", _NO_BUFFERS, timeout)
+        else:
+            future = self._call(peer, method, callee, args, kwargs, timeout)
+        _keep_until_answered(future, handle)
+        if unattended:
+            future.connection.drive_in_background_later()
+        return future
+
+    def fetch(self, handle: Handle, timeout: float) -> Any:
+        """Returns a copy of the value of a reference that another worker owns.
+
+        Raises what `call_on` raises, `RpcTimeoutError`, and the error of the function that should have made the value.
+        """
+        creation = handle.creation
+        if creation is not None:
+            handle.check()
+            if self._peers.closed is not None:
+                raise self._peers.closed
+            seconds = self.resolve_timeout(timeout)
+            if not creation.block(monotonic() + seconds if seconds else FOREVER):
+                raise timeout_error(creation.connection.peer.name, "to_here", seconds)
+            handle.check()  # its owner may have been lost meanwhile
+            outcome = _outcome_of(creation)
+            if outcome is not KEPT:
+                return outcome
+        return self.call_on(handle, VALUE, "to_here", (), None, timeout).wait()
+
+    def _callee_on(self, handle: Handle, what: bytes, method: str) -> bytes:
+        if handle.packed is None:
+            handle.packed = pack_handle(handle.reference, handle.fork or ForkId(self._store.me, 0))
+        return what + handle.packed + method.encode() if what == METHOD else what + handle.packed
+
+    def _owner_of(self, handle: Handle) -> Peer:
+        peer = self._peers.by_number.get(handle.reference.owner)
+        if peer is None:  # lost long ago, and not remembered any more
+            raise OwnerLost(f"the owner of {handle.reference} is gone, and the value with it")
+        return peer
+
+    # Remote calls
+
+    def remote(
+        self, to: To, function: Callable[..., Any], args: Sequence[Any] | None, kwargs: Mapping[str, Any] | None
+    ) -> Handle:
+        """Has a worker run the function and keep the result. Returns a handle at once. Raises what `call` raises."""
+        try:
+            peer = self._peers.by_key.get(to)
+        except TypeError:  # not even hashable
+            peer = None
+        if peer is None or self._peers.closed is not None:
+            raise self.refusal(to)
+        if args is not None and not isinstance(args, tuple | list):
+            raise bad_arguments(args)
+        callee = encode_function(function)
+        if callee is None:
+            callee, function = b"", checked_function(function)
+        return self._remote(peer, function, callee, args, kwargs, None)
+
+    def remote_on(self, handle: Handle, method: str, args: Sequence[Any], kwargs: Mapping[str, Any] | None) -> Handle:
+        """Has the owner of a reference call a method of the value and keep the result. Returns a handle at once.
+
+        Raises what `call_on` raises.
+        """
+        handle.check()
+        if self._peers.closed is not None:
+            raise self._peers.closed
+        callee = self._callee_on(handle, METHOD, method)
+        return self._remote(self._owner_of(handle), method, callee, args, kwargs, handle)
+
+    def _remote(
+        self,
+        peer: Peer,
+        function: Callee,
+        callee: bytes,
+        args: Sequence[Any] | None,
+        kwargs: Mapping[str, Any] | None,
+        keeps: Handle | None,
+    ) -> Handle:
+        interceptors = self._interceptors.client
+        if not interceptors:
+            return self._send_remote(peer, function, callee, args or (), kwargs, keeps, {})
+        call = ClientCall(
+            peer.info, function, callable_name(function), tuple(args or ()), dict(kwargs or {}), self.rpc_timeout, True
+        )
+
+        def send(call: ClientCall) -> Handle:
+            return self._send_remote(peer, function, callee, call.args, call.kwargs, keeps, call.annotations)
+
+        return run_client_interceptors(interceptors, call, send)  # type: ignore[no-any-return]
+
+    def _send_remote(
+        self,
+        peer: Peer,
+        function: Callee,
+        callee: bytes,
+        args: Sequence[Any],
+        kwargs: Mapping[str, Any] | None,
+        keeps: Handle | None,
+        annotations: Mapping[str, bytes],
+    ) -> Handle:
+        payload, buffers, handles = self._pack_arguments(peer, function, callee, args, kwargs)
+        store = self._store
+        if peer.number == store.me:
+            return self._remote_here(callee, payload, buffers, handles, keeps, annotations)
+        connection = peer.connection or self._connect(peer, function, self.rpc_timeout)
+        self._check_size(connection, function, callee, len(handles) + 1, payload, buffers)
+        packed_annotations = pack_annotations(annotations)
+        future = connection.new_kept_call(function)
+        unacked = UnackedKeep(connection, keeps)
+        try:
+            handle, future.number = store.create_remote(
+                peer.number, handles, unacked, future.call_id, callee, payload, packed_annotations
+            )
+            handle.creation = future
+            deadline = monotonic() + self.rpc_timeout if self.rpc_timeout else FOREVER
+            if buffers:
+                unacked.buffers = connection.send_kept(unacked.frame, buffers, deadline)
+            else:
+                unacked.buffers = ()
+                connection.send_call(future, unacked.frame, [])
+        except BaseException as error:
+            if not unacked.frame:  # nothing was created
+                connection.pending.pop(future.call_id, None)
+                raise
+            unacked.buffers = unacked.buffers or [memoryview(bytes(buffer)) for buffer in buffers]
+            connection.lose(f"sending to it was interrupted by {type(error).__name__}", advice="")
+            raise
+        if connection.is_lost():
+            connection.fail(future, peer.lost_error())  # the thread that ended the connection may have missed this call
+            store.resend(peer.number)
+        connection.drive_in_background_later()
+        handle.made = place_of_caller(store.record_stacks, 3)
+        return handle
+
+    def _remote_here(
+        self,
+        callee: bytes,
+        payload: bytes,
+        buffers: list[memoryview],
+        handles: list[Handle],
+        keeps: Handle | None,
+        annotations: Mapping[str, bytes],
+    ) -> Handle:
+        """Makes a remote call of this worker to itself, for which nothing is sent. Returns a handle of the result."""
+        check_usable(handles, self._store)
+        copies = [memoryview(bytearray(buffer)) for buffer in buffers]  # the program may change its buffers
+        value = Value()
+        handle = self._store.own_later(value)
+        invocation = Invocation(self._parts, None, 0, callee, payload, copies)
+        invocation.attach(handles, dict(annotations), value, keeps)
+        self._submit_own_call(callee, invocation)
+        return handle
+
+    # Shared by all kinds of calls
+
+    def _check_size(
+        self,
+        connection: ClientConnection,
+        function: Callee,
+        callee: bytes,
+        handles: int,
+        payload: bytes,
+        buffers: Sequence[memoryview],
+    ) -> None:
+        """Checks the size of a call.
+
+        Raises:
+            UsageError: It is larger than the other end accepts, or the name of the function is too long.
+            SerializationError: It has too many references for one frame.
+        """
+        is_small = len(payload) <= SMALL_PAYLOAD_BYTES and len(callee) <= _SMALL_CALLEE_BYTES
+        if is_small and not buffers and handles <= FEW_HANDLES:
+            return
+        if handles > FEW_HANDLES:
+            check_number(handles)
+        if len(callee) > MAX_CALLEE_BYTES:
+            size, limit = f"{len(callee):,}", f"{MAX_CALLEE_BYTES:,}"
+            raise UsageError(f"the name of a function has {size} bytes; at most {limit} are allowed")
+        excess = excess_of(connection.peer_limits, len(callee), handles, payload, buffers)
+        if excess is not None:
+            raise UsageError(
+                f"the call of `{callable_name(function)}` was not sent to worker {connection.peer.name!r}: it has "
+                f"{excess}. Send it in several calls, or start that worker with a larger limit"
+            )
+
+    def resolve_timeout(self, timeout: float) -> float:
+        """Returns the timeout in seconds, the default one if `timeout` is unset; 0 for no limit.
+
+        Raises `UsageError` if it is not a valid timeout.
+        """
+        if timeout == UNSET_RPC_TIMEOUT:
+            return self.rpc_timeout
+        check_timeout(timeout)
+        return timeout
+
+    def _connect(self, peer: Peer, function: Callee, timeout: float) -> ClientConnection:
+        began = monotonic()
+        try:
+            return peer.connect(began + timeout if timeout else FOREVER)
+        except WorkerLost as error:
+            if self._peers.closed is not None:  # this worker was shut down or expelled meanwhile
+                raise self._peers.closed from None
+            if error.is_gone:
+                self._store.resend(peer.number)  # that finds that the worker is gone, and tells the group
+            if timeout and monotonic() >= began + timeout:
+                raise RpcTimeoutError(
+                    f"RPC ran for more than set timeout: `{callable_name(function)}` was not sent within "
+                    f"{timeout:g} s: {error}"
+                ) from None
+            raise
+
+    def refusal(self, to: object) -> RpcError:
+        """Returns the error of a call to `to`, which is not a worker of the group, or cannot be called any more."""
+        if self._peers.closed is not None:
+            return self._peers.closed
+        if not isinstance(to, str | int | WorkerInfo):
+            return bad_callee(to)
+        known = ", ".join(f"{info.name!r} (rank {info.id})" for info in self._peers.present())
+        return UnknownWorkerError(
+            f"could not find destination: there is no worker {to!r} in this group; there are {known}"
+        )
+
+
+_NO_BUFFERS: list[memoryview] = []
+"""For calls without arguments. Shared, because links do not change an empty list."""
+
+
+def _keep_until_answered(future: PendingCall, handle: Handle) -> None:
+    future.keeps = handle
+    if future._state:  # settled already, perhaps before `keeps` was set
+        future.keeps = None
+
+
+def _outcome_of(creation: PendingCall) -> Any:
+    """Returns the value in the reply of a remote call; KEPT if the value must be requested from the owner.
+
+    Raises the error of the function if it failed.
+    """
+    reply = creation._reply
+    if reply is not None:
+        # Unpickled each time, so that the program gets a new value, or an error with a new traceback.
+        state, value = reply.load()
+        if state == FAILED:
+            try:
+                raise value
+            finally:
+                del value
+        return value
+    if creation._state == DONE:
+        return creation._value
+    return KEPT  # its connection was lost

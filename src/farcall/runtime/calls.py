@@ -1,0 +1,213 @@
+"""A call at the caller: its future, and its reply before it is unpickled.
+
+These objects are created for every call, so they have slots and do little.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any, Final
+
+from farcall.errors import NotAllowedError, RpcError, RpcTimeoutError, SerializationError, WorkerLost
+from farcall.futures import DONE, FAILED, PENDING, Callbacks, Future
+from farcall.protocol.frames import Bytes
+from farcall.serialization import (
+    callable_name,
+    decode_failure,
+    describe_failure,
+    loads,
+    loads_restricted,
+    not_rebuilt_error,
+)
+from farcall.serialization import offering as offering_references
+from farcall.transports.base import FOREVER
+
+if TYPE_CHECKING:
+    from farcall.runtime.client import ClientConnection
+    from farcall.security.allowed import AllowList
+
+
+class PendingCall(Future[Any]):
+    """The future of a call."""
+
+    __slots__ = ("call_id", "connection", "deadline", "due", "function", "keeps", "timeout")
+
+    def __init__(
+        self,
+        connection: ClientConnection,
+        call_id: int,
+        function: Callable[..., Any] | str,
+        timeout: float,
+        deadline: float,
+    ) -> None:
+        """Creates the future of a call that is about to be sent.
+
+        Args:
+            connection: The connection that the call is sent on.
+            call_id: The number of the call on that connection.
+            function: The function or the name of the method, for error messages.
+            timeout: The timeout in seconds, for error messages; 0 for no limit.
+            deadline: When the call times out, on the monotonic clock.
+        """
+        # Not super().__init__: that is one function more for every call.
+        self._state = PENDING
+        self._value = None
+        self._watchers = []
+        self._source: Any = connection
+        self.connection = connection
+        self._report = None
+        self._reply = None
+        self.call_id = call_id
+        self.function = function
+        self.timeout = timeout
+        self.deadline = deadline
+        self.keeps: object = None
+        """The handle whose value the call uses. It must not be released before the call is answered."""
+        self.due: Callbacks | None = None
+        """Callbacks for the thread that waits for this call. It runs them after it has stopped reading the link."""
+
+    def wait(self) -> Any:
+        """Waits until the call is done and returns its result. Raises the error if the call failed."""
+        if not self._state:
+            self.connection.wait(self, FOREVER)
+        if self._state == DONE:
+            return self._value
+        if not self._state:  # another thread is closing the connection, and settles this future next
+            self.block(FOREVER)
+        if self._load() == FAILED:
+            try:
+                raise self._value  # what the function raised, or why the call failed
+            finally:
+                del self  # see `Future.value`
+        return self._value
+
+    def _settle_by_hand(self, state: int, value: Any, describe: Callable[[], str] | None) -> None:
+        raise RuntimeError(f"{self!r} is settled by its call alone; make a Future() of your own to settle by hand")
+
+    def mark_failure_seen(self) -> None:
+        """Marks a failure as seen, so that it is not logged: the thread that waited for it was interrupted."""
+        if self._report is not None:
+            self._report.seen = True
+
+    def timeout_error(self) -> RpcTimeoutError:
+        """Returns the error for this call when its deadline has passed."""
+        return timeout_error(self.connection.peer.name, self.function, self.timeout)
+
+    def lost_error(self, reason: RpcError, advice: str) -> RpcError:
+        """Returns the error for this call when its connection has ended.
+
+        Args:
+            reason: Why the connection ended. The error has the same type.
+            advice: Text that is added to the end of the message.
+        """
+        text = f"{reason} (while `{callable_name(self.function)}` was running there, or on its way){advice}"
+        return WorkerLost(text, reason.worker) if isinstance(reason, WorkerLost) else type(reason)(text)
+
+    def __repr__(self) -> str:
+        return f"{super().__repr__()[:-1]} of `{callable_name(self.function)}`>"
+
+
+def timeout_error(worker: str, function: Callable[..., Any] | str, seconds: float) -> RpcTimeoutError:
+    """Returns the error of a call that was not answered in time."""
+    return RpcTimeoutError(
+        f"RPC ran for more than set timeout: worker {worker!r} did not answer `{callable_name(function)}` within "
+        f"{seconds:g} s; it may still be running there. Give the call a longer timeout, or 0 for none"
+    )
+
+
+class KeptCall(PendingCall):
+    """The future of a remote call, whose result stays at the callee.
+
+    Its result is the value if the reply contains it. Otherwise, or if the connection is lost, its result is `KEPT`: the
+    value must be requested from the callee. It fails with the error that the function raised.
+    """
+
+    __slots__ = ("number",)
+
+    def __init__(self, connection: ClientConnection, call_id: int, function: Callable[..., Any] | str) -> None:
+        super().__init__(connection, call_id, function, 0.0, FOREVER)
+        self.number = 0
+        """The number of the frame among those that need an acknowledgement. The reply acknowledges it."""
+
+
+class _Kept:
+    def __repr__(self) -> str:
+        return "<kept at the callee>"
+
+
+KEPT: Final = _Kept()
+"""The result of a remote call whose value must be requested from the callee."""
+
+
+class Reply:
+    """A reply that is not unpickled yet. The thread that uses the value unpickles it, not the thread that read it."""
+
+    __slots__ = ("_buffers", "_function", "_guard", "_handles", "_is_failure", "_payload", "_worker", "lock")
+
+    def __init__(
+        self,
+        worker: str,
+        function: Callable[..., Any] | str,
+        is_failure: bool,
+        payload: Bytes,
+        buffers: Sequence[Bytes],
+        handles: Sequence[Any],
+        guard: AllowList | None,
+    ) -> None:
+        """Stores the contents of a reply.
+
+        Args:
+            worker: The name of the callee, for error messages.
+            function: The function that was called, for error messages. (Not the `PendingCall`: that would be a cycle.)
+            is_failure: Whether the frame is a FAILURE.
+            payload: The pickled result, or the encoded failure.
+            buffers: The buffers of the frame.
+            handles: The handles of the references in the frame.
+            guard: The allow-list for unpickling; None to load everything.
+        """
+        self.lock = threading.Lock()
+        self._worker = worker
+        self._function = function
+        self._is_failure = is_failure
+        self._payload = payload
+        self._buffers = buffers
+        self._handles = handles
+        self._guard = guard
+
+    def load(self) -> tuple[int, Any]:
+        """Unpickles the reply. Returns DONE and the result, or FAILED and the error.
+
+        A result that cannot be unpickled, or that the allow-list forbids, counts as a failure and is not raised.
+        """
+        guard = self._guard
+        if self._is_failure:
+            if guard is None:
+                return FAILED, decode_failure(self._payload)
+            return FAILED, decode_failure(self._payload, lambda payload: loads_restricted(payload, (), guard))
+        try:
+            if not self._handles and guard is None:
+                return DONE, loads(self._payload, self._buffers)
+            with offering_references(self._handles):
+                if guard is None:
+                    return DONE, loads(self._payload, self._buffers)
+                return DONE, loads_restricted(self._payload, self._buffers, guard)
+        except (SerializationError, NotAllowedError) as error:
+            return FAILED, self._load_error(error)
+
+    def _load_error(self, error: RpcError) -> RpcError:
+        what = f"the result of `{callable_name(self._function)}` from worker {self._worker!r}"
+        if isinstance(error, NotAllowedError):
+            refused = NotAllowedError(f"{what} was refused here: {error}; or have it return plain data")
+            refused.__cause__ = error
+            return refused
+        wrapped = not_rebuilt_error(what, "here", error.__cause__)
+        wrapped.__cause__ = error.__cause__
+        return wrapped
+
+    def describe(self) -> str:
+        """Returns the text of the warning that the program never looked at this failure. Runs no user code."""
+        return (
+            f"nobody looked at the failure of `{callable_name(self._function)}` on worker {self._worker!r}: "
+            f"{describe_failure(self._payload)}"
+        )

@@ -1,0 +1,775 @@
+"""A connection for our own calls to one worker: sends requests and reads replies.
+
+The thread that waits for a reply reads the link itself, so no other thread has to be woken for a call. One thread at a
+time reads: it holds the *reader's role* (`_role`), and gives the replies of other threads' calls to their futures.
+The other threads sleep. When the reader has its own reply, it wakes one sleeping thread to read, its *successor*. It
+wakes nobody if an earlier successor was woken and does not run yet. That thread waits for the interpreter's lock, and
+meanwhile the former reader may make and finish many calls; without this rule each call would wake another thread.
+
+If no thread waits for a reply, the leader of the executor reads: at once if a future has a callback or is awaited, and
+after `UNATTENDED_S` otherwise. Reading many replies at once, later, costs less than reading each as it arrives.
+
+Rules
+- A call is in `pending` from before it is sent until it is settled. Only the thread that pops it from `pending` settles
+  it: the reader of its reply, the thread that finds its deadline passed, or the thread that ends the connection.
+- The connection ends once. Replies that arrived before are still given to their futures; then all pending calls fail.
+- A thread that ends the connection may miss a call that is sent at the same time. So the sender checks whether the
+  connection has ended after it has sent.
+- User callbacks run in the executor, or in the thread that waited for that same future, never while reading.
+- If a signal handler raises while frames are being read, frames may be lost, so the connection is ended.
+- An exception from a signal handler never leaves the role taken. Python runs signal handlers only after calls, in loops
+  and when a function begins. So the role is taken and released by statements without calls, at a `try` or `finally`.
+- If a signal handler interrupts its own thread's wait on the link, and waits for a call, the handler reads the link.
+"""
+
+from __future__ import annotations
+
+import itertools
+import struct
+import threading
+import weakref
+from collections.abc import Callable
+from threading import get_ident
+from time import monotonic, sleep
+from typing import TYPE_CHECKING, Any, Final
+
+from farcall.errors import ProtocolError, RpcError, UsageError, WorkerLost
+from farcall.futures import DONE, FAILED, UNLOADED, Callbacks, Future, run_callbacks
+from farcall.gate import Gate, asleep, blocking_thread
+from farcall.protocol.frames import (
+    CONTROL,
+    FAILURE,
+    GOSSIP,
+    HAS_ANNOTATIONS,
+    HAS_REFERENCES,
+    HEADER_SIZE,
+    IS_KEPT,
+    RESULT,
+    pack_call,
+    unpack_annotations,
+    unpack_header,
+    unpack_references,
+)
+from farcall.protocol.ids import Worker, WorkerInfo
+from farcall.runtime.calls import KEPT, KeptCall, PendingCall, Reply
+from farcall.runtime.executor import Task
+from farcall.runtime.interrupts import raise_deferred
+from farcall.runtime.parts import WorkerParts
+from farcall.serialization import ARRAYS_MARK, unpack_small_array
+from farcall.transports.base import FOREVER, Frame, Link
+
+if TYPE_CHECKING:
+    from farcall.runtime.interceptors import ClientCall
+
+UNATTENDED_S: Final = 5e-3
+_MAX_UNATTENDED_S: Final = 0.1
+"""The limit of that delay while more calls are being sent."""
+MAX_BACKLOG_BYTES: Final = 1 << 24
+"""Callers have to wait when more bytes than this wait to be sent."""
+_HELD_BACK_S: Final = 1e-3
+_ROLE: Final = 0
+LOST_ADVICE: Final = "is it still running, and does every worker call rpc.shutdown() at its end?"
+
+
+class ClientConnection:
+    """Our connection to one worker."""
+
+    def __init__(
+        self,
+        parts: WorkerParts,
+        peer: WorkerInfo,
+        number: Worker,
+        link: Link,
+        peer_limits: tuple[int, int],
+        on_gossip: Callable[[Worker, bytes], None],
+        on_lost: Callable[[ClientConnection], None],
+    ) -> None:
+        """Takes over an established link.
+
+        Args:
+            parts: The parts of this worker.
+            peer: The worker at the other end.
+            number: The number of that worker in the group.
+            link: The link to that worker.
+            peer_limits: The most bytes of a head and of a frame that it accepts; 0 for no limit.
+            on_gossip: Called with the number of the peer and each message about the group that it sends.
+            on_lost: Called once, when the connection has ended.
+        """
+        self.peer = peer
+        self.number = number
+        self.link = link
+        self.peer_limits = peer_limits
+        self.pending: dict[int, PendingCall] = {}
+        self._poller = parts.poller
+        self._executor = parts.executor
+        self._timers = parts.timers
+        self._store = parts.store
+        self._guard = parts.guard
+        self._on_gossip = on_gossip
+        self._on_lost = on_lost
+        self._ids = itertools.count(1)
+        self.calls_made = 0
+        self.calls_failed = 0
+        self._first_deadline = FOREVER  # not later than the deadline of any pending call
+        self._late: set[int] = set()  # calls that timed out: their replies may contain references that must be released
+        self.intercepted: dict[int, ClientCall] = {}
+        """Calls with interceptors, by id. The annotations of the reply are stored in them."""
+        self._role = {_ROLE: None}  # empty while a thread has the reader's role: `del` succeeds in one thread only
+        self._reader = 0  # the ident of the thread that has the role; 0 for none
+        self._is_waiting = False  # the reader waits on the link, and has no unprocessed frames
+        self._sleepers: dict[Gate, None] = {}  # the gates of the threads that wait for replies
+        self._successor: Gate | None = None  # the gate of the thread that was woken to read and does not run yet
+        self._expects_acknowledgement = False  # of messages about references that were sent to the peer
+        self._must_read_in_background = False  # a pending future has a callback or is awaited
+        self._is_watched = False  # the leader reads the link
+        self._has_hung_up = False  # the other end has closed the link; frames that it sent before may be unread
+        self._unattended_since = 0.0
+        self._calls_at_last_look = 0
+        self._leaving = ""  # why the connection is about to end, once the peer has left the group
+        self._lost: RpcError | None = None
+        self._lost_advice = ""
+        self._losing = threading.RLock()  # a signal handler may end the connection while its thread holds it
+        parts.poller.watch_hang_up(link, self._on_hang_up)
+
+    # Calling
+
+    def call(
+        self,
+        function: Callable[..., Any] | str,
+        callee: bytes,
+        payload: bytes,
+        buffers: list[memoryview],
+        timeout: float,
+        spent: float = 0.0,
+    ) -> PendingCall:
+        """Sends a call without references and annotations. Returns its future.
+
+        If sending fails, the future fails with `WorkerLost`.
+
+        Args:
+            function: The function or the name of the method, for error messages.
+            callee: The callee as encoded in a frame.
+            payload: The pickled arguments.
+            buffers: The buffers of the arguments. The list is emptied.
+            timeout: Seconds; 0 for no limit.
+            spent: Seconds of the timeout that have passed already.
+        """
+        # Repeats `new_call` and `send_call`, because function calls would slow down every call.
+        call_id = next(self._ids)
+        deadline = monotonic() + timeout - spent if timeout else FOREVER
+        future = self.pending[call_id] = PendingCall(self, call_id, function, timeout, deadline)
+        self.calls_made += 1
+        if deadline < self._first_deadline:
+            self._note_deadline(deadline)
+        frame = pack_call(call_id, callee, payload, timeout - spent if timeout else 0.0)
+        try:
+            self.link.send(frame, buffers, deadline)
+        except ConnectionError as error:
+            self._lose_after_last_frames(f"sending to it failed: {error}")
+        except BaseException:
+            self.pending.pop(call_id, None)  # nobody gets to know of it
+            raise
+        if self.link.backlog > MAX_BACKLOG_BYTES or self._lost is not None:
+            self._after_sending(future)
+        return future
+
+    def new_call(self, function: Callable[..., Any] | str, timeout: float, spent: float = 0.0) -> PendingCall:
+        """Returns a new pending call. The caller must send it with `send_call`. See `call` for the arguments."""
+        call_id = next(self._ids)
+        deadline = monotonic() + timeout - spent if timeout else FOREVER
+        future = PendingCall(self, call_id, function, timeout, deadline)
+        self.pending[call_id] = future
+        self.calls_made += 1
+        if deadline < self._first_deadline:
+            self._note_deadline(deadline)
+        return future
+
+    def new_kept_call(self, function: Callable[..., Any] | str) -> KeptCall:
+        """Returns a new pending remote call, which the caller must send. `calls_made` does not count it."""
+        call_id = next(self._ids)
+        future = self.pending[call_id] = KeptCall(self, call_id, function)
+        return future
+
+    def calls_pending(self) -> int:
+        """Returns the number of pending calls, without remote calls."""
+        return sum(not isinstance(call, KeptCall) for call in list(self.pending.values()))
+
+    def send_call(self, future: PendingCall, frame: bytes, buffers: list[memoryview]) -> None:
+        """Sends the frame of a pending call. If that fails, the call fails with `WorkerLost`."""
+        try:
+            self.link.send(frame, buffers, future.deadline)
+        except ConnectionError as error:
+            self._lose_after_last_frames(f"sending to it failed: {error}")
+        except BaseException:
+            self.pending.pop(future.call_id, None)  # nobody gets to know of it
+            raise
+        self._after_sending(future)
+
+    def _after_sending(self, future: PendingCall) -> None:
+        """Waits while more than `MAX_BACKLOG_BYTES` wait to be sent. Fails the call if the connection has ended."""
+        try:
+            self._hold_back(future.deadline)
+        except BaseException:
+            self.pending.pop(future.call_id, None)
+            raise
+        if self._lost is not None:
+            self._fail_pending()
+
+    def send(self, frame: bytes, buffers: list[memoryview] | None = None) -> None:
+        """Sends a frame that is not a call. If sending fails, ends the connection and raises nothing."""
+        try:
+            self.link.send(frame, buffers)
+        except ConnectionError as error:
+            self._lose_after_last_frames(f"sending to it failed: {error}")
+
+    def send_kept(self, frame: bytes, buffers: list[memoryview], deadline: float) -> list[memoryview]:
+        """Sends a frame that may have to be sent again. Returns copies of the buffers for that.
+
+        If sending fails, ends the connection and still returns the copies.
+        """
+        try:
+            kept = self.link.send_kept(frame, buffers, deadline)
+            self._hold_back(deadline)
+            return kept
+        except ConnectionError as error:
+            kept = [memoryview(bytes(buffer)) for buffer in buffers]
+            self._lose_after_last_frames(f"sending to it failed: {error}")
+            return kept
+
+    def _hold_back(self, deadline: float) -> None:
+        """Waits, at most until the deadline, while more than `MAX_BACKLOG_BYTES` wait to be sent.
+
+        Replies are read meanwhile: the other end may not read requests until its replies are read.
+        """
+        if self.link.backlog <= MAX_BACKLOG_BYTES:
+            return
+        with asleep():
+            while self.link.backlog > MAX_BACKLOG_BYTES and self._lost is None and monotonic() < deadline:
+                self.link.flush()
+                self._read_if_free()
+                raise_deferred()
+                sleep(_HELD_BACK_S)
+
+    # Waiting: the connection is the `futures.Source` of its futures
+
+    def wait(self, future: PendingCall, deadline: float) -> None:
+        """Waits until the future is settled or the deadline has passed. Reads the link if no other thread does.
+
+        Raises:
+            UsageError: A signal handler or finalizer called this while its own thread was processing a reply.
+        """
+        if future.deadline < deadline:
+            deadline = future.deadline
+        me = get_ident()
+        is_nested = self._reader == me
+        if is_nested:
+            self._check_nested_wait()
+        before = blocking_thread.before
+        if before is not None:
+            before()
+        try:
+            while not future._state:
+                if is_nested:
+                    self._read_until(future, deadline)
+                    self._is_waiting = True  # the thread returns to the wait that was interrupted
+                    break
+                try:
+                    del self._role[_ROLE]
+                except KeyError:
+                    if not self._sleep(future, deadline):
+                        break
+                    continue
+                self._reader = me
+                try:
+                    if self._is_watched:
+                        self._unwatch()
+                    self._read_until(future, deadline)
+                finally:
+                    self._reader = 0
+                    self._role[_ROLE] = None
+                    if self._sleepers or self.pending or self._expects_acknowledgement or self._lost is not None:
+                        self._after_reading()
+                if not future._state and (self._lost is not None or monotonic() >= deadline):
+                    break
+        except BaseException:
+            self._wait_interrupted(future)
+            raise
+        finally:
+            if before is not None and blocking_thread.after is not None:
+                blocking_thread.after()
+        if future.due is not None:
+            due, future.due = future.due, None
+            run_callbacks(future, due, waiting=True)
+        elif not future._state:
+            self._expire_if_late(future)
+
+    drive = wait
+    """See `futures.Source`."""
+
+    def _check_nested_wait(self) -> None:
+        """Raises `UsageError` if this thread was interrupted while it processed frames: it cannot read more then."""
+        if not self._is_waiting:
+            raise UsageError(
+                "a signal handler or finalizer cannot wait for a call here: it interrupts its own thread in the middle "
+                "of reading a reply, which must go on first; use rpc_async in it"
+            )
+
+    def _wait_interrupted(self, future: PendingCall) -> None:
+        """Leaves the reply and the callbacks of a future to other threads, after an exception ended the wait for it."""
+        if not future._state:
+            self.drive_in_background_later()  # perhaps no thread reads its reply now
+        future.watch(PendingCall.mark_failure_seen, waker=True, attended=True)
+        if future.due:
+            due, future.due = future.due, None
+            self._dispatch(future, due)
+
+    def _expire_if_late(self, future: PendingCall) -> None:
+        if self._lost is None and monotonic() >= future.deadline:
+            self._expire(future)
+
+    def _read_until(self, future: PendingCall, deadline: float) -> None:
+        wait, receive = self.link.wait, self.link.receive
+        try:
+            while not future._state and self._lost is None:
+                left = None if deadline == FOREVER else deadline - monotonic()
+                if left is not None and left <= 0:
+                    return
+                self._is_waiting = True
+                has_frames = wait(left)
+                self._is_waiting = False
+                if has_frames or self._has_hung_up:
+                    self._complete(receive(), future)
+                else:
+                    raise_deferred()
+        except ConnectionError as error:
+            self._is_waiting = False
+            self._link_failed(error)
+        finally:
+            self._is_waiting = False
+
+    def _sleep(self, future: PendingCall, deadline: float) -> bool:
+        """Sleeps until the future is settled or this thread must read. Returns False if the deadline has passed."""
+        gate = Gate()
+        self._sleepers[gate] = None
+        future.watch(gate.open, waker=True, attended=True)
+        reads = False
+        try:
+            # Check again: the reader may have stopped before it could see this gate.
+            if not future._state and not self._role and self._lost is None:
+                gate.rest(deadline)
+            reads = not future._state and monotonic() < deadline
+        finally:
+            future.forget(gate.open)
+            self._sleepers.pop(gate, None)
+            if self._successor is gate:
+                self._successor = None
+                if not reads:
+                    self._wake_successor()  # this thread was woken to read, and does not read
+        raise_deferred()
+        return bool(future._state) or reads
+
+    def _take_role(self) -> bool:
+        """Takes the reader's role and returns True. Returns False if another thread has it."""
+        try:
+            del self._role[_ROLE]
+        except KeyError:
+            return False
+        self._reader = get_ident()
+        return True
+
+    def _after_reading(self) -> None:
+        """After the role was released: wakes the next reader, or fails pending calls if the connection has ended."""
+        try:
+            self._find_successor()
+        except BaseException:  # a signal handler raised
+            self._find_successor()
+            raise
+
+    def _find_successor(self) -> None:
+        if self._lost is not None:
+            self._fail_pending()
+        if self._sleepers or self.pending or self._expects_acknowledgement:
+            self._wake_successor()
+
+    def _wake_successor(self) -> None:
+        """Makes sure that a thread reads: wakes a sleeping thread, or has the leader read, at once or later."""
+        while self._successor is None and (sleepers := list(self._sleepers)):
+            gate = sleepers[-1]
+            # Set before the gate is removed from `_sleepers`: a thread that stops sleeping removes its own gate first,
+            # and then checks whether it is the successor.
+            self._successor = gate
+            if self._sleepers.pop(gate, self) is None:
+                gate.open()
+                return
+            if self._successor is gate:
+                self._successor = None  # that thread woke up by itself
+        if self._successor is not None:
+            return
+        if self._lost is None:
+            if self._must_read_in_background and self.pending:
+                self._watch()
+            elif self.pending or self._expects_acknowledgement:
+                self.drive_in_background_later()
+
+    def _read_if_free(self) -> None:
+        """Reads and processes the frames that have arrived. Does nothing if another thread reads. Never waits."""
+        if self._take_role():
+            try:
+                self._complete(self.link.receive(), None)
+            except ConnectionError as error:
+                self._link_failed(error)
+            finally:
+                self._reader = 0
+                self._role[_ROLE] = None
+                self._after_reading()
+
+    def _complete(self, frames: list[Frame], waited_for: PendingCall | None) -> None:
+        """Processes frames: settles the futures of replies, and passes other messages on.
+
+        The callbacks of `waited_for` are left in its `due`; those of other futures are run in the executor.
+
+        Raises:
+            ProtocolError: A frame cannot be read, or is not allowed here.
+        """
+        pending = self.pending
+        future = None
+        try:
+            for frame, buffers in frames:
+                kind, flags, _, _, call_id = unpack_header(frame)
+                if kind != RESULT and kind != FAILURE:
+                    self._receive_message(kind, frame)
+                    continue
+                handles, begin = (), HEADER_SIZE
+                if flags & ~IS_KEPT:
+                    handles, begin = self._open_reply(flags, frame, call_id)
+                future = pending.pop(call_id, None)
+                if future is None:
+                    self._late.discard(call_id)
+                    continue  # the call has timed out
+                payload = frame[begin:]
+                if kind == RESULT and not payload and not flags and type(future) is PendingCall:
+                    future.keeps = None
+                    callbacks = future.settle(DONE, None)
+                else:
+                    callbacks = self._settle(future, kind, flags, payload, buffers, handles)
+                if callbacks is not None:
+                    if future is waited_for:
+                        future.due = callbacks
+                    else:
+                        self._dispatch(future, callbacks)
+                future = None
+        except struct.error:
+            raise ProtocolError("a frame came that is too short") from None
+        except BaseException as error:
+            if future is not None and not future._state:
+                self.pending[future.call_id] = future
+            if isinstance(error, ConnectionError):
+                raise
+            self.lose(f"reading its replies was interrupted by {type(error).__name__}", advice="")
+            raise
+
+    def _settle(
+        self, future: PendingCall, kind: int, flags: int, payload: Any, buffers: Any, handles: Any
+    ) -> Callbacks | None:
+        """Settles a call with its reply. Returns the callbacks to run, None if there are none.
+
+        Raises:
+            ProtocolError: The callee kept the result of a call that is not a remote call.
+        """
+        future.keeps = None
+        is_kept = type(future) is KeptCall
+        if is_kept:
+            self._store.confirm_created(self.number, future.number)  # type: ignore[attr-defined]
+        if kind == RESULT:
+            if not payload and not flags & IS_KEPT:
+                return future.settle(DONE, None)
+            if payload and payload[0] == ARRAYS_MARK and not buffers:
+                value = unpack_small_array(payload)
+                if value is not None:
+                    return future.settle(DONE, value)
+            if flags & IS_KEPT:
+                if not is_kept:
+                    raise ProtocolError("the result of a call was kept, which nobody asked for")
+                return future.settle(DONE, KEPT)
+            reply = Reply(self.peer.name, future.function, False, payload, buffers, handles, self._guard)
+        else:
+            reply = Reply(self.peer.name, future.function, True, payload, buffers, handles, self._guard)
+            if not is_kept:  # for remote calls, the reference raises the failure when it is used
+                self.calls_failed += 1
+                future.report_unseen(reply.describe)
+        return future.settle(UNLOADED, reply)
+
+    def _open_reply(self, flags: int, frame: bytes, call_id: int) -> tuple[Any, int]:
+        """Returns the handles of the references in a reply, and the offset of its payload. Stores its annotations.
+
+        Raises `ProtocolError` if the references or annotations cannot be read.
+        """
+        at = HEADER_SIZE
+        handles: Any = ()
+        if flags & HAS_REFERENCES:
+            number, carried, at = unpack_references(frame, at)
+            handles = self._store.receive_references(self.number, number, carried) or ()
+        if flags & HAS_ANNOTATIONS:
+            annotations, at = unpack_annotations(frame, at)
+            call = self.intercepted.pop(call_id, None)
+            if call is not None:
+                call.reply_annotations = annotations
+        return handles, at
+
+    def _receive_message(self, kind: int, frame: bytes) -> None:
+        payload = frame[HEADER_SIZE:]
+        if kind == CONTROL:
+            self._store.receive_control(self.number, payload)
+        elif kind == GOSSIP:
+            self._on_gossip(self.number, payload)
+            if self._leaving:  # the peer has said that it leaves, and sends no more replies
+                self.lose(self._leaving, advice="")
+        else:
+            raise ProtocolError(f"a frame of kind {kind} came where only replies may")
+
+    def _dispatch(self, future: Future[Any], callbacks: Callbacks) -> None:
+        self._executor.submit(Task(lambda: run_callbacks(future, callbacks), must_run=True))
+
+    # Reading while no thread waits
+
+    def drive_in_background(self) -> None:
+        """See `futures.Source`. Has the leader read the link from now on, unless another thread reads."""
+        self._must_read_in_background = True
+        if self._role:
+            self._watch()
+
+    def drive_in_background_later(self) -> None:
+        """Has the leader read the link in `UNATTENDED_S`, if replies are expected and no thread reads them then."""
+        if not self._unattended_since:
+            self._unattended_since = now = monotonic()
+            self._schedule(now + UNATTENDED_S, self._look_unattended)
+
+    def expect_acknowledgement(self) -> None:
+        """Has the leader read the peer's acknowledgement of a message about references, as no thread waits for it."""
+        self._expects_acknowledgement = True
+        self.drive_in_background_later()
+
+    def _schedule(self, when: float, method: Callable[[], None]) -> None:
+        """Schedules a call of a method of this connection at the time `when`, if the connection still exists then."""
+        reference = weakref.WeakMethod(method)
+
+        def call() -> None:
+            found = reference()
+            if found is not None:
+                found()
+
+        self._timers.schedule(when, call)
+
+    def _look_unattended(self) -> None:
+        since, self._unattended_since = self._unattended_since, 0.0
+        if self._lost is not None or not self._awaits_reply() or self._is_watched:
+            return
+        is_bursting = self.calls_made != self._calls_at_last_look
+        self._calls_at_last_look = self.calls_made
+        if not self._role or (is_bursting and monotonic() < since + _MAX_UNATTENDED_S):
+            self._unattended_since = since
+            self._schedule(monotonic() + UNATTENDED_S, self._look_unattended)
+        else:
+            self._watch()
+
+    def _awaits_reply(self) -> bool:
+        if self.pending or self._late:
+            return True
+        if self._expects_acknowledgement:
+            # Clear the flag before asking the store: a thread that sends sets the flag after it has told the store.
+            self._expects_acknowledgement = False
+            if self._store.awaits_acknowledgement(self.number):
+                self._expects_acknowledgement = True
+        return self._expects_acknowledgement
+
+    def _watch(self) -> None:
+        if not self._is_watched and self._lost is None:
+            self._is_watched = True
+            try:
+                self._poller.watch(self.link, self._read_in_background)
+            except OSError:
+                pass  # another thread is closing it
+
+    def _read_in_background(self) -> None:
+        """Called by the leader: processes the frames that have arrived.
+
+        Stops watching the link if another thread reads it, or no reply or acknowledgement is expected any more.
+        """
+        if not self._take_role():
+            self._unwatch()
+            if self._role:
+                self._wake_successor()  # the reader has just stopped, and believed that the leader watches
+            return
+        try:
+            self._complete(self.link.receive(), None)
+        except ConnectionError as error:
+            self._link_failed(error)
+        finally:
+            if not self.pending:
+                self._must_read_in_background = False
+            if self._sleepers or not self._awaits_reply():
+                self._unwatch()
+            self._reader = 0
+            self._role[_ROLE] = None
+            self._after_reading()
+
+    def _unwatch(self) -> None:
+        if self._is_watched:
+            self._is_watched = False
+            try:
+                self._poller.watch_hang_up(self.link, self._on_hang_up)
+            except OSError:
+                pass  # another thread is closing it
+
+    def _on_hang_up(self) -> None:
+        """Called by the leader when the other end has closed the link: reads what it sent before, and ends.
+
+        If another thread reads the link, that thread is told instead.
+        """
+        try:
+            if not self.link.has_hung_up():
+                return  # the event was of an earlier link with the same descriptor
+        except OSError:
+            return  # another thread has closed it
+        self._has_hung_up = True
+        self._poller.unwatch(self.link)  # otherwise the poller would report it again and again
+        while self._lost is None:
+            if not self._role:
+                self.link.note_hang_up()  # the reader ends the connection
+                return
+            self._read_if_free()
+
+    # Timeouts
+
+    def _note_deadline(self, deadline: float) -> None:
+        self._first_deadline = deadline
+        self._schedule(deadline, self._expire_calls)
+
+    def _expire_calls(self) -> None:
+        """Called by the timers: fails the calls whose deadline has passed. Schedules itself for the next deadline."""
+        now, self._first_deadline = monotonic(), FOREVER
+        first = FOREVER
+        for call in list(self.pending.values()):
+            if call.deadline <= now:
+                self._expire(call)
+            elif call.deadline < first:
+                first = call.deadline
+        if first < self._first_deadline:
+            self._note_deadline(first)
+
+    def _expire(self, future: PendingCall) -> None:
+        self._late.add(future.call_id)  # before `fail` pops it: its reply may arrive at the same time
+        if self.fail(future, future.timeout_error()):
+            self.drive_in_background_later()
+        else:
+            self._late.discard(future.call_id)
+
+    def fail(self, future: PendingCall, error: RpcError) -> bool:
+        """Settles a call with an error and returns True. Returns False if it is not pending any more.
+
+        A remote call does not fail: its result is `KEPT`, because its frame is sent again on the next connection.
+        """
+        if self.pending.pop(future.call_id, None) is None:
+            return False
+        future.keeps = None
+        self.intercepted.pop(future.call_id, None)
+        if type(future) is KeptCall:
+            callbacks = future.settle(DONE, KEPT)  # the frame is sent again, and then the value can be requested
+        else:
+            self.calls_failed += 1
+            future.report_unseen(lambda: f"nobody looked at a call that failed: {error}")
+            callbacks = future.settle(FAILED, error)
+        if callbacks is not None:
+            self._dispatch(future, callbacks)
+        return True
+
+    # The end
+
+    def is_lost(self) -> bool:
+        """Returns whether the connection has ended. Frames that were sent on it may not have arrived."""
+        return self._lost is not None
+
+    def _link_failed(self, error: ConnectionError) -> None:
+        if self._leaving:
+            self.lose(self._leaving, advice="")
+        elif isinstance(error, ProtocolError):
+            self.lose(f"reading its replies failed: {error}")
+        else:
+            self.lose("it closed the connection" if isinstance(error, ConnectionResetError) else str(error))
+
+    def _lose_after_last_frames(self, reason: str) -> None:
+        """After sending failed: reads the last frames of the peer, and ends the connection for that reason.
+
+        If the peer has said in them that it leaves the group, that is given as the reason instead.
+        """
+        for _ in range(1000):
+            if self._lost is not None or not self._take_role():
+                break
+            try:
+                frames = self.link.receive()
+                if not frames:
+                    break
+                self._complete(frames, None)
+            except ConnectionError:
+                break
+            finally:
+                self._reader = 0
+                self._role[_ROLE] = None
+                self._after_reading()
+        self.lose(self._leaving or reason, "" if self._leaving else LOST_ADVICE)
+
+    def lose(self, reason: str, advice: str = LOST_ADVICE) -> None:
+        """Ends the connection. All pending calls fail with `WorkerLost`. Does nothing if it has ended.
+
+        Args:
+            reason: Why, for the error message.
+            advice: What the user can do, for the error message; may be empty.
+        """
+        error = WorkerLost(f"worker {self.peer.name!r} was lost: {reason}", self.peer.name)
+        self._end(error, f"; {advice}" if advice else "")
+
+    def leave(self, reason: str) -> None:
+        """After the peer has left the group: ends the connection, at once if no call is pending.
+
+        Otherwise the connection ends, for this reason, after the last replies of the peer are read.
+        """
+        self._leaving = reason
+        if not self.pending:
+            self.lose(reason, advice="")
+
+    def close(self, reason: str, kind: type[RpcError] = RpcError) -> None:
+        """Ends the connection. All pending calls fail with an error of type `kind` and this reason."""
+        self._end(kind(reason), "")
+
+    def _end(self, error: RpcError, advice: str) -> None:
+        with self._losing:
+            if self._lost is not None:
+                return
+            self._lost_advice = advice
+            self._lost = error
+        self._poller.unwatch(self.link)
+        self.link.close()  # wakes the thread that reads
+        self._on_lost(self)
+        self._fail_pending()
+
+    def _fail_pending(self) -> None:
+        """Fails all pending calls. Does nothing if another thread reads: that thread calls this when it stops."""
+        is_reader = self._reader == get_ident()
+        if not is_reader and not self._take_role():
+            return
+        try:
+            assert self._lost is not None
+            for future in list(self.pending.values()):
+                self.fail(future, future.lost_error(self._lost, self._lost_advice))
+        finally:
+            if not is_reader:
+                self._reader = 0
+                self._role[_ROLE] = None
+
+    def abandon(self, error: RpcError) -> None:
+        """In a forked child: fails all pending calls with `error`, and leaves the link to the parent."""
+        self._lost = error
+        self.link.abandon()
+        while self.pending:
+            _, future = self.pending.popitem()
+            future.settle(FAILED, error)

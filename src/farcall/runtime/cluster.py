@@ -1,0 +1,452 @@
+"""The group as one worker sees it: its members, the connections to them, and the workers that have left or were lost.
+
+The membership protocol (`protocol.membership`) decides who is a member. This module adds threads, a clock and
+connections. A worker is *gone* if it has left the group or was lost.
+
+Rules
+- The protocol is called under the lock, and its effects on the tables are carried out under the same lock, in order.
+  Messages are sent and watchers are called afterwards, without the lock.
+- Nothing here blocks. Connecting takes time, so the outbox senders do it in threads of their own.
+- When a connection to a worker has ended, the worker is contacted at once. If nothing listens at its address, its
+  process has ended. Any other failure may be a network problem, and the heartbeats decide.
+- A worker replies to its calls before it leaves, but the message that it leaves may arrive on another connection. So
+  our connection to it ends when the replies are read, at the latest two heartbeats later.
+- Watchers are called in the order in which the tables changed, for one change at a time.
+- Some workers that are gone are remembered, so that the error of a call to one of them says why it is gone.
+"""
+
+from __future__ import annotations
+
+import logging
+import random
+import threading
+from collections import deque
+from collections.abc import Callable, Iterable
+from time import monotonic
+from typing import TYPE_CHECKING, Final, Protocol
+
+from farcall.backends.interface import MembershipChange
+from farcall.errors import RpcError
+from farcall.protocol.frames import GOSSIP, pack_message
+from farcall.protocol.handshake import Hello, Refused
+from farcall.protocol.ids import Worker, WorkerInfo
+from farcall.protocol.membership import Membership
+from farcall.protocol.membership_messages import (
+    Effect,
+    Expelled,
+    Member,
+    MemberJoined,
+    MemberLeft,
+    MemberLost,
+    News,
+    SendMessage,
+    decode,
+    encode,
+)
+from farcall.runtime.executor import Task
+from farcall.runtime.parts import WorkerParts
+from farcall.runtime.peers import Peer, info_of
+from farcall.runtime.reference_outbox import OutboxSender
+from farcall.transports.base import Link
+
+if TYPE_CHECKING:
+    from farcall.runtime.client import ClientConnection
+    from farcall.runtime.server import ServerConnection
+
+logger = logging.getLogger("farcall")
+
+_MAX_REMEMBERED: Final = 1024
+
+Watcher = Callable[[MembershipChange], object]
+
+
+class PeerTable:
+    """The members of the group, and some workers that are gone. Every call looks its callee up here."""
+
+    def __init__(self) -> None:
+        self.by_key: dict[str | int | WorkerInfo, Peer] = {}
+        """The workers by name, by rank and by `WorkerInfo`."""
+        self.by_number: dict[Worker, Peer] = {}
+        """The workers by number, which references contain."""
+        self.closed: RpcError | None = None
+        """The error that every call raises after this worker has shut down or was expelled; None before."""
+
+    def add(self, peer: Peer) -> None:
+        """Adds a worker. It replaces an earlier one with the same name or rank in `by_key`."""
+        self.by_number[peer.number] = peer
+        self.by_key[peer.info.name] = self.by_key[peer.info.id] = self.by_key[peer.info] = peer
+
+    def forget(self, peer: Peer) -> None:
+        """Removes a worker that is gone. Keys that a newer worker has taken stay. Does nothing if it is not there."""
+        self.by_number.pop(peer.number, None)
+        for key in (peer.info.name, peer.info.id, peer.info):
+            if self.by_key.get(key) is peer:
+                del self.by_key[key]
+
+    def present(self) -> list[WorkerInfo]:
+        """Returns the members of the group, sorted by rank."""
+        return sorted(
+            {peer.info for peer in list(self.by_number.values()) if not peer.is_lost}, key=lambda info: info.id
+        )
+
+
+class ClusterOwner(Protocol):
+    """The methods of the agent that the cluster calls."""
+
+    def connect_client(self, peer: Peer, link: Link, peer_limits: tuple[int, int]) -> ClientConnection:
+        """Returns a new connection on an established link. `peer_limits` are the largest head and frame in bytes."""
+
+    def worker_gone(self, number: Worker, has_left: bool) -> None:
+        """Called when a worker has left the group (`has_left`) or was lost."""
+
+    def expelled(self) -> None:
+        """Called when the group has declared this worker lost although it still runs."""
+
+    def heartbeat(self, now: float) -> None:
+        """Called once in each heartbeat interval, with the time on the monotonic clock."""
+
+
+class Cluster:
+    """The group, as one worker sees it."""
+
+    def __init__(
+        self,
+        parts: WorkerParts,
+        me: Member,
+        run: str,
+        peers: PeerTable,
+        heartbeat: tuple[float, float],
+        owner: ClusterOwner,
+        is_open: bool,
+    ) -> None:
+        """Creates a group with this worker as the only member.
+
+        Args:
+            parts: The parts of this worker.
+            me: This worker.
+            run: The name of this run of the group.
+            peers: The table in which calls look up their callees.
+            heartbeat: Seconds between heartbeats, and the least seconds of silence before a worker is declared lost.
+            owner: The agent.
+            is_open: Whether workers may join after the start.
+
+        Raises:
+            UsageError: The second time of `heartbeat` is too short for the first.
+        """
+        self.me = me
+        self.run = run
+        self._parts = parts
+        self._owner = owner
+        self._is_open = is_open
+        self._peers = peers
+        self._store = parts.store
+        self._executor = parts.executor
+        self._timers = parts.timers
+        self._interval, max_silence = heartbeat
+        self.is_quiet = False
+        """Whether all workers are about to leave. Then a connection that ends does not mean that a worker is lost."""
+        self._lock = threading.RLock()
+        self._membership = Membership(me, random.randrange, interval=self._interval, patience=max_silence)
+        self._senders: dict[Worker, OutboxSender] = {}
+        self._server_connections: dict[Worker, ServerConnection] = {}
+        self._gone: dict[Worker, Peer] = {}  # oldest first
+        self._leaving: list[Peer] = []  # workers that left since the last round, and since the one before
+        self._leaving_before: list[Peer] = []
+        self._next_round = 0.0
+        self._watchers: list[Watcher] = []
+        self._unreported_changes: deque[tuple[list[Watcher], MembershipChange]] = deque()
+        self._notifying = threading.Lock()
+        self._add(me)
+
+    # Start, and the clock
+
+    def start(self, members: Iterable[Member], must_announce: bool) -> None:
+        """Adds the first members, and starts the heartbeats.
+
+        Args:
+            members: The members of the group.
+            must_announce: Whether they must be told that this worker has joined.
+        """
+        with self._lock:
+            effects = self._membership.started(tuple(members), must_announce)
+            self._change(effects)
+        self._act(effects)
+        # At a random time, so that not all workers send at once.
+        self._timers.schedule(monotonic() + self._interval * (0.5 + random.random() / 2), self._tick)
+
+    def _tick(self) -> None:
+        """Called by the timers: sends heartbeats, and calls `ClusterOwner.heartbeat` once in each interval."""
+        now = monotonic()
+        next_tick = now + self._interval
+        try:
+            if self._peers.closed is None:  # nobody answers an expelled worker
+                next_tick = self._beat(now)
+            if now >= self._next_round:
+                self._next_round = now + self._interval
+                self._owner.heartbeat(now)
+        finally:
+            self._timers.schedule(next_tick, self._tick)
+
+    def _beat(self, now: float) -> float:
+        """Sends heartbeats, and declares workers lost that were silent for too long. Returns when it is due again."""
+        stuck: list[OutboxSender] = []
+        overdue: list[Peer] = []
+        with self._lock:
+            effects = self._membership.ticked(now)
+            self._change(effects)
+            if now >= self._next_round:
+                stuck = [sender for sender in self._senders.values() if sender.is_stuck]
+                overdue, self._leaving_before, self._leaving = self._leaving_before, self._leaving, []
+        self._act(effects)
+        for peer in overdue:
+            peer.close_connection()
+        for sender in stuck:
+            sender.connect_and_send()
+        return self._membership.next_tick()
+
+    # Connections
+
+    def refusal(self, hello: Hello) -> Refused | None:
+        """See `Admission`."""
+        if hello.group != self.run:
+            return Refused(f"this worker is of group {self.run!r}, not of {hello.group!r}")
+        if hello.wanted != self.me.name:
+            return Refused(f"this is worker {self.me.name!r}, not {hello.wanted!r}")
+        if hello.wanted_number != self.me.number:
+            return Refused(f"worker {self.me.name!r} was started again, and is not the one that was wanted")
+        members = self._membership.members
+        if hello.number in members.gone and hello.number != self.me.number:
+            reason = f"worker {hello.name!r} is not in the group any more: it has left, or was taken for dead"
+            return Refused(reason, gone=True)
+        if hello.number not in members.here and not self._is_open:
+            return Refused(f"there is no worker {hello.name!r} with number {hello.number} in this group")
+        return None
+
+    def admitted(self, connection: ServerConnection, hello: Hello) -> None:
+        """See `Admission`. Adds the worker to the group if it was not known here."""
+        self._server_connections[hello.number] = connection
+        self.add_member(Member(hello.number, hello.name, hello.rank, hello.host, hello.addresses))
+
+    def connection_closed(self, connection: ServerConnection) -> None:
+        """See `Admission`."""
+        if connection.is_admitted():
+            if self._server_connections.get(connection.number) is connection:
+                del self._server_connections[connection.number]
+            self.examine(connection.number)
+
+    def receive_gossip(self, sender: Worker, payload: bytes) -> None:
+        """See `Admission`."""
+        message = decode(payload)
+        with self._lock:
+            effects = self._membership.message_received(sender, message)
+            self._change(effects)
+        self._act(effects)
+
+    def examine(self, worker: Worker) -> None:
+        """Contacts a worker after a connection with it has ended, in another thread.
+
+        Connects again and sends unacknowledged messages again. If nothing listens at its address, the worker is
+        declared lost. Does nothing if the worker is gone, or this worker or the group is shutting down.
+        """
+        sender = self._senders.get(worker)
+        if sender is not None and not self.is_quiet and self._peers.closed is None:
+            sender.connect_and_send()
+
+    def send_outbox(self, worker: Worker) -> None:
+        """Sends the messages about references in the outbox of a worker. Does nothing if it is gone."""
+        sender = self._senders.get(worker)
+        if sender is not None and self._peers.closed is None:
+            sender.send()
+
+    def _unreachable(self, worker: Worker) -> None:
+        """Reports to the membership protocol that nothing listens at the address of a worker any more."""
+        if self.is_quiet or self._peers.closed is not None:
+            return
+        with self._lock:
+            effects = self._membership.peer_unreachable(worker)
+            self._change(effects)
+        self._act(effects)
+
+    def _is_over(self) -> bool:
+        return self._peers.closed is not None
+
+    def _refused_as_dead(self) -> None:
+        """Called when another worker has refused a connection because the group has expelled this worker."""
+        if not self._membership.is_out:
+            self._membership.is_out = True
+            self._owner.expelled()
+
+    # Who is there
+
+    def name_of(self, worker: Worker) -> str:
+        """Returns the name of a worker, also if it is gone; text with its number if it is not known."""
+        peer = self._peers.by_number.get(worker)
+        return peer.info.name if peer is not None else f"number {worker}"
+
+    def members(self) -> dict[Worker, Member]:
+        """Returns the members of the group by number, including this worker."""
+        with self._lock:
+            return dict(self._membership.members.here)
+
+    def add_member(self, member: Member) -> None:
+        """Adds a worker that is known to be in the group. Does nothing if it is a member already."""
+        if member.number not in self._membership.members.here:
+            with self._lock:
+                effects = self._membership.message_received(member.number, News((member,)))
+                self._change(effects)
+            self._act(effects)
+
+    def is_gone(self, worker: Worker) -> bool:
+        """Returns whether a worker was a member, and is not any more."""
+        with self._lock:
+            members = self._membership.members
+            return worker in members.gone and worker not in members.here
+
+    def names_gone(self) -> set[str]:
+        """Returns the names of remembered workers that are gone, without names that a member has now."""
+        with self._lock:
+            gone = {peer.info.name for peer in self._gone.values()}
+            return gone.difference(member.name for member in self._membership.members.here.values())
+
+    def connections_of(self) -> dict[Worker, tuple[ServerConnection | None, OutboxSender]]:
+        """Returns for each member its connection to this worker, None if there is none, and its outbox sender."""
+        with self._lock:
+            return {number: (self._server_connections.get(number), sender) for number, sender in self._senders.items()}
+
+    def silences(self) -> dict[str, float]:
+        """Returns the seconds of silence of each worker that this one watches, by name."""
+        with self._lock:
+            watching = self._membership.watching
+            return {self.name_of(number): watching.silence(number) for number in watching.watched}
+
+    def watch(self, watcher: Watcher) -> None:
+        """Registers a function that is called in the executor with every later change, in order."""
+        self._watchers.append(watcher)
+
+    def unwatch(self, watcher: Watcher) -> None:
+        """Unregisters a watcher. Does nothing if it is not registered."""
+        if watcher in self._watchers:
+            self._watchers.remove(watcher)
+
+    # The end
+
+    def leave(self) -> None:
+        """Tells all connected workers that this one leaves, so that they do not declare it lost. Never waits."""
+        self.is_quiet = True
+        with self._lock:
+            effects = self._membership.leave_wanted()
+            clients = [peer.connection for peer in self._peers.by_number.values()]
+            servers = list(self._server_connections.values())
+        good_byes = [effect.message for effect in effects if isinstance(effect, SendMessage)]
+        if good_byes:
+            frame = pack_message(GOSSIP, encode(good_byes[0]))
+            for client in clients:
+                if client is not None:
+                    client.send(frame)
+            for server in servers:
+                server.send(frame)
+
+    # Carrying out effects
+
+    def _change(self, effects: Iterable[Effect]) -> None:
+        """Carries out the effects that change tables. The caller holds the lock."""
+        for effect in effects:
+            if isinstance(effect, MemberJoined):
+                self._add(effect.member)
+                self._note_change("joined", effect.member)
+            elif isinstance(effect, MemberLeft | MemberLost):
+                has_left = isinstance(effect, MemberLeft)
+                self._remove(effect.member, has_left)
+                self._note_change("left" if has_left else "lost", effect.member)
+
+    def _act(self, effects: Iterable[Effect]) -> None:
+        """Carries out the other effects: sends messages, ends connections, calls watchers. Called without the lock."""
+        for effect in effects:
+            if isinstance(effect, SendMessage):
+                self._send_gossip(effect.to, pack_message(GOSSIP, encode(effect.message)))
+            elif isinstance(effect, Expelled):
+                self._owner.expelled()
+            elif isinstance(effect, MemberLeft | MemberLost):
+                self._clean_up_gone_worker(effect.member.number, isinstance(effect, MemberLeft))
+        if self._unreported_changes:
+            self._executor.submit(Task(self._notify_watchers))
+        if len(self._gone) > _MAX_REMEMBERED:
+            with self._lock:
+                while len(self._gone) > _MAX_REMEMBERED:
+                    self._peers.forget(self._gone.pop(next(iter(self._gone))))
+
+    def _send_gossip(self, to: Worker, frame: bytes) -> None:
+        sender = self._senders.get(to)
+        if sender is not None:
+            sender.send_gossip(frame)
+            return
+        connection = self._server_connections.get(to)  # of a worker that is gone for this one, and must be told so
+        if connection is not None:
+            connection.send(frame)
+
+    def _note_change(self, kind: str, member: Member) -> None:
+        if self._watchers:
+            self._unreported_changes.append((list(self._watchers), MembershipChange(kind, info_of(member))))
+
+    def _notify_watchers(self) -> None:
+        """Calls the watchers with the changes in the queue. If another thread does that, it handles all of them."""
+        while self._unreported_changes and self._notifying.acquire(blocking=False):
+            try:
+                while self._unreported_changes:
+                    call_watchers(*self._unreported_changes.popleft())
+            finally:
+                self._notifying.release()
+
+    def _add(self, member: Member) -> None:
+        peer = Peer(
+            self._parts,
+            member,
+            self.me,
+            self.run,
+            self._owner.connect_client,
+            self._refused_as_dead,
+            self._is_over,
+        )
+        self._store.add_worker(member.number)
+        self._senders[member.number] = OutboxSender(
+            peer,
+            self._store,
+            self._executor,
+            lambda: self._server_connections.get(member.number),
+            lambda: self._unreachable(member.number),
+        )
+        self._peers.add(peer)
+
+    def _remove(self, member: Member, has_left: bool) -> None:
+        fate = "has left the group" if has_left else "was lost"
+        logger.info("worker %r: worker %r %s", self.me.name, member.name, fate)
+        peer = self._peers.by_number[member.number]
+        del self._senders[member.number]
+        peer.lose(has_left)
+        self._gone[member.number] = peer
+
+    def _clean_up_gone_worker(self, number: Worker, has_left: bool) -> None:
+        """Ends the connections and fails the references of a worker that is gone.
+
+        Called without the lock, because callbacks of users may run.
+        """
+        peer = self._peers.by_number.get(number)
+        if peer is not None and has_left:
+            self._leaving.append(peer)
+            peer.leave()
+        elif peer is not None:
+            peer.close_connection()
+        connection = self._server_connections.get(number)
+        if connection is not None:
+            connection.close()
+        self._store.remove_worker(number)
+        self._owner.worker_gone(number, has_left)
+
+
+def call_watchers(watchers: Iterable[Watcher], change: MembershipChange) -> None:
+    """Calls each watcher with the change. Errors that watchers raise are logged."""
+    for watcher in watchers:
+        try:
+            watcher(change)
+        except BaseException:  # not even sys.exit() may end the thread, or skip the other watchers
+            logger.exception("a callback for changes of the group failed")

@@ -1,0 +1,119 @@
+"""The event loop in which a worker runs the `async def` functions that other workers call.
+
+A worker has one loop in one thread. Both are created when the first such function is called, and asyncio is imported
+then.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+from collections.abc import Callable, Coroutine
+from contextlib import suppress
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    import asyncio
+
+logger = logging.getLogger("farcall")
+
+
+class EventLoop:
+    """Runs coroutines in one thread until it is closed."""
+
+    def __init__(self, name: str) -> None:
+        self._name = name
+        self._lock = threading.Lock()
+        self._loop: asyncio.AbstractEventLoop | None = None
+        self._thread: threading.Thread | None = None
+        self._closed = False
+        self._stopped = False  # used in the loop's thread only
+
+    def run(self, coroutine: Coroutine[Any, Any, Any], done: Callable[[Any, BaseException | None], None]) -> None:
+        """Runs a coroutine, and calls `done(result, error)` in the loop's thread when it ends. Raises nothing.
+
+        If the loop is closed or cannot be started, closes the coroutine and calls `done(None, error)` at once.
+        """
+        import asyncio
+
+        ended = False
+
+        def end(result: Any, error: BaseException | None) -> None:
+            nonlocal ended
+            ended = True
+            done(result, error)
+
+        async def run() -> None:
+            try:
+                result = await coroutine
+            except BaseException as error:
+                end(None, error)
+                if isinstance(error, asyncio.CancelledError):
+                    raise
+            else:
+                end(result, None)
+
+        def over(_: asyncio.Task[None]) -> None:
+            if not ended:  # cancelled before its first step: `run` was never entered
+                coroutine.close()
+                end(None, asyncio.CancelledError("the worker is shutting down"))
+
+        try:
+            with self._lock:
+                if self._closed:
+                    raise RuntimeError("the worker is shutting down")
+                loop = self._loop or self._start()
+                # Under the lock, so that the loop is not closed in between.
+                loop.call_soon_threadsafe(lambda: loop.create_task(run()).add_done_callback(over))
+        except Exception as error:
+            coroutine.close()
+            done(None, error)
+
+    def _start(self) -> asyncio.AbstractEventLoop:
+        """Starts the thread and returns its event loop. Raises `RuntimeError` if the system cannot create a thread."""
+        import asyncio
+
+        loop = asyncio.new_event_loop()
+        thread = threading.Thread(target=self._live, args=(loop,), name=f"farcall-{self._name}-asyncio", daemon=True)
+        try:
+            thread.start()
+        except BaseException:
+            loop.close()
+            raise
+        self._loop, self._thread = loop, thread
+        return loop
+
+    def _live(self, loop: asyncio.AbstractEventLoop) -> None:
+        import asyncio
+
+        asyncio.set_event_loop(loop)
+        try:
+            while not self._closed:
+                try:
+                    loop.run_forever()
+                except BaseException:  # such as SystemExit in a task that a function has created; other tasks continue
+                    logger.exception("worker %r: a task in the event loop ended it", self._name)
+            self._stopped = True
+            tasks = asyncio.all_tasks(loop)
+            for task in tasks:
+                task.cancel()
+            loop.run_until_complete(asyncio.gather(*tasks, return_exceptions=True))
+            loop.run_until_complete(loop.shutdown_asyncgens())
+        finally:
+            loop.close()
+
+    def close(self, timeout: float) -> None:
+        """Cancels all tasks and ends the thread. Waits at most `timeout` seconds for it. May be called twice."""
+        with self._lock:
+            self._closed = True
+            loop, thread = self._loop, self._thread
+        if loop is not None and thread is not None:
+            with suppress(RuntimeError):  # the loop is closed already
+                loop.call_soon_threadsafe(self._stop, loop)
+            thread.join(timeout)
+
+    def _stop(self, loop: asyncio.AbstractEventLoop) -> None:
+        """Stops the loop once. Stopping it again would end the wait for the cancelled tasks."""
+        if not self._stopped:
+            self._stopped = True
+            loop.stop()

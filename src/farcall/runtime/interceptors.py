@@ -1,0 +1,196 @@
+"""Interceptors: code that runs around every call, at the caller or at the callee.
+
+A `ClientInterceptor` wraps the calls that this worker makes, a `ServerInterceptor` the calls that it runs for others.
+Interceptors run in the order in which they were registered: the first is the outermost. Each gets the call and
+`proceed`, which runs the next interceptor; the last `proceed` sends the call or runs the function.
+
+    class Timed(farcall.ServerInterceptor):
+        def intercept(self, call, proceed):
+            began = time.perf_counter()
+            try:
+                return proceed(call)
+            finally:
+                print(call.name, time.perf_counter() - began)
+
+    farcall.add_interceptor(Timed())
+
+Rules
+- An error that an interceptor raises is raised by the call. At the caller, nothing is sent then; at the callee, the
+  error is sent to the caller.
+- An interceptor that does not call `proceed` must provide the result itself: a server interceptor returns it, and a
+  client interceptor returns a future of it.
+- `call.annotations` are sent with the call, and `call.reply_annotations` with the reply. They map text to bytes, and
+  should be small.
+- At the callee, the allow-list is checked and the arguments are unpickled before the first interceptor runs.
+- For an `async def` function `proceed` returns the coroutine, and for an `async_execution` function the future.
+  Annotations of the reply may be set until the reply is sent.
+- `call.after_reply(function)` has a function called after the reply was sent, on the same thread, before that thread
+  runs anything else.
+- Without interceptors, a call executes one additional `if` on each side.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any
+
+from farcall.errors import UsageError
+from farcall.futures import Future
+
+if TYPE_CHECKING:
+    from farcall.protocol.ids import WorkerInfo
+
+
+class ClientCall:
+    """A call that this worker is about to make. Interceptors may change its attributes before they proceed."""
+
+    __slots__ = ("annotations", "args", "function", "is_kept", "kwargs", "name", "reply_annotations", "timeout", "to")
+
+    def __init__(
+        self,
+        to: WorkerInfo,
+        function: Callable[..., Any] | str,
+        name: str,
+        args: Sequence[Any],
+        kwargs: dict[str, Any],
+        timeout: float,
+        is_kept: bool,
+    ) -> None:
+        self.to = to
+        """The worker that is called."""
+        self.function = function
+        """The function, or the name of a method of the value of a reference."""
+        self.name = name
+        """The name of the function, for messages."""
+        self.args: Sequence[Any] = args
+        self.kwargs = kwargs
+        self.timeout = timeout
+        """Seconds; 0 for no limit."""
+        self.is_kept = is_kept
+        """Whether the result stays at the callee, as with `remote`. Then `proceed` returns a reference, not a
+        future."""
+        self.annotations: dict[str, bytes] = {}
+        """Annotations to send with the call."""
+        self.reply_annotations: dict[str, bytes] = {}
+        """Annotations of the reply. Set when the future is done."""
+
+
+class ServerCall:
+    """A call that this worker is about to run for another. Interceptors may change its arguments."""
+
+    __slots__ = ("after_reply", "annotations", "args", "caller", "function", "kwargs", "name", "reply_annotations")
+
+    def __init__(
+        self,
+        caller: WorkerInfo | None,
+        function: Callable[..., Any],
+        name: str,
+        args: Sequence[Any],
+        kwargs: dict[str, Any],
+        annotations: dict[str, bytes],
+        after_reply: Callable[[Callable[[], object]], None],
+    ) -> None:
+        self.caller = caller
+        """The worker that made the call; None for a remote call of this worker to itself."""
+        self.function = function
+        """The function, or a method that is bound to the value of a reference."""
+        self.name = name
+        """The name of the function, for messages."""
+        self.args: Sequence[Any] = args
+        self.kwargs = kwargs
+        self.annotations = annotations
+        """The annotations of the call."""
+        self.reply_annotations: dict[str, bytes] = {}
+        """Annotations to send with the reply."""
+        self.after_reply = after_reply
+        """`after_reply(function)` has a function called after the reply was sent. Errors that it raises are logged."""
+
+
+class ClientInterceptor:
+    """Wraps the calls that this worker makes. Derive from it, and override `intercept`."""
+
+    def intercept(self, call: ClientCall, proceed: Callable[[ClientCall], Any]) -> Any:
+        """Called for each call, on the thread that makes it.
+
+        Args:
+            call: The call. Its attributes may be changed before `proceed`.
+            proceed: Sends the call. Returns its future, or with `call.is_kept` a reference.
+
+        Returns:
+            The result of `proceed`, or another future (with `call.is_kept`, another reference).
+        """
+        return proceed(call)
+
+
+class ServerInterceptor:
+    """Wraps the calls that this worker runs for others. Derive from it, and override `intercept`."""
+
+    def intercept(self, call: ServerCall, proceed: Callable[[ServerCall], Any]) -> Any:
+        """Called for each call, on the thread that runs it.
+
+        Args:
+            call: The call. Its arguments may be changed before `proceed`.
+            proceed: Runs the function. Returns its result, or raises its error.
+
+        Returns:
+            The result of the call: that of `proceed`, or another one.
+        """
+        return proceed(call)
+
+
+class InterceptorChain:
+    """The interceptors of one worker."""
+
+    def __init__(self) -> None:
+        self.client: tuple[ClientInterceptor, ...] = ()
+        self.server: tuple[ServerInterceptor, ...] = ()
+
+    def add(self, interceptor: ClientInterceptor | ServerInterceptor) -> None:
+        """Registers an interceptor as the innermost one. It does not affect calls that have started.
+
+        Raises:
+            UsageError: It is neither a `ClientInterceptor` nor a `ServerInterceptor`.
+        """
+        if isinstance(interceptor, ClientInterceptor):
+            self.client = (*self.client, interceptor)
+        if isinstance(interceptor, ServerInterceptor):
+            self.server = (*self.server, interceptor)
+        if not isinstance(interceptor, ClientInterceptor | ServerInterceptor):
+            raise UsageError(f"an interceptor is a ClientInterceptor or a ServerInterceptor, not {interceptor!r}")
+
+    def remove(self, interceptor: ClientInterceptor | ServerInterceptor) -> None:
+        """Unregisters an interceptor. Does nothing if it is not registered."""
+        self.client = tuple(each for each in self.client if each is not interceptor)
+        self.server = tuple(each for each in self.server if each is not interceptor)
+
+
+def run_client_interceptors(
+    interceptors: Sequence[ClientInterceptor], call: ClientCall, send: Callable[[ClientCall], Any]
+) -> Any:
+    """Runs the interceptors around `send`. Returns the result of the outermost one, and raises its errors.
+
+    Raises:
+        UsageError: The result is not a future, although the call is not a remote call.
+    """
+    result = _chain(interceptors, send)(call)
+    if not call.is_kept and not isinstance(result, Future):
+        raise UsageError(f"a client interceptor must return a future for `{call.name}`, as proceed() does: {result!r}")
+    return result
+
+
+def run_server_interceptors(
+    interceptors: Sequence[ServerInterceptor], call: ServerCall, run: Callable[[ServerCall], Any]
+) -> Any:
+    """Runs the interceptors around `run`. Returns the result of the outermost one, and raises its errors."""
+    return _chain(interceptors, run)(call)
+
+
+def _chain(interceptors: Sequence[Any], innermost: Callable[[Any], Any]) -> Callable[[Any], Any]:
+    proceed = innermost
+    for interceptor in reversed(interceptors):
+        proceed = _bind(interceptor, proceed)
+    return proceed
+
+
+def _bind(interceptor: Any, proceed: Callable[[Any], Any]) -> Callable[[Any], Any]:
+    return lambda call: interceptor.intercept(call, proceed)

@@ -1,0 +1,502 @@
+"""`Invocation`, one request at the callee: finds the function, runs it, and sends the reply.
+
+Rules
+- Everything that the function raises is sent to the caller, including `SystemExit` and `KeyboardInterrupt`. It never
+  ends the worker or the thread.
+- The reply of a function marked `async_execution` is sent when its future is done. The reply of an `async def` function
+  is sent when its coroutine ends; all coroutines of a worker run in one event loop.
+- A request that uses the value of a reference is delayed until that value exists. No thread waits for it.
+- Arguments are unpickled here, on the thread that runs the function, because unpickling may run user code.
+- With an allow-list, the callee is checked before the arguments are unpickled, and a method before it is looked up.
+- The arguments and the result are released before a reply is sent, because a buffer that nothing refers to can be sent
+  back to the caller without a copy (`transports.base.Link.send`).
+- Every error is reported to the caller, even if memory is short.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+from collections.abc import Callable, Sequence
+from functools import partial
+from types import CoroutineType
+from typing import TYPE_CHECKING, Any, Final
+
+from farcall.errors import NotAllowedError, ProtocolError, SerializationError
+from farcall.functions import ASYNC_MARK, async_result
+from farcall.futures import DONE, Future
+from farcall.protocol.fields import quoted
+from farcall.protocol.frames import (
+    FAILURE,
+    HANDLE_SIZE,
+    METHOD,
+    PRESENCE,
+    RESULT,
+    TYPE,
+    VALUE,
+    Bytes,
+    pack_annotations,
+    pack_full_reply,
+    pack_reply,
+)
+from farcall.runtime.handles import Handle, Value
+from farcall.runtime.interceptors import ServerCall, run_server_interceptors
+from farcall.runtime.parts import WorkerParts
+from farcall.serialization import (
+    ATOMS,
+    callable_name,
+    collecting,
+    dumps_atom,
+    dumps_plain_result,
+    dumps_result,
+    encode_failure,
+    find_raising_function,
+    loads_arguments,
+    loads_restricted_arguments,
+    not_rebuilt_error,
+    offering,
+    resolve_function,
+)
+
+if TYPE_CHECKING:
+    from farcall.runtime.server import ServerConnection
+    from farcall.security.allowed import AllowList
+
+logger = logging.getLogger("farcall")
+
+INLINE_VALUE_BYTES: Final = 4096
+"""An immutable value of at most this size is sent in the reply to the remote call that created it."""
+SMALL_PAYLOAD_BYTES: Final = 60_000
+FEW_HANDLES: Final = 16
+"""Every caller accepts replies within these two limits, so their size is not checked."""
+_LATER: Final = object()
+"""Stands for the result of a function whose reply is sent when a future is done."""
+_ON_REFERENCE: Final = TYPE
+"""Callees that begin with this byte or a lower one name a reference."""
+
+
+class _Serving(threading.local):
+    """The invocation that the current thread runs; None if it runs none."""
+
+    invocation: Invocation | None = None
+
+
+_serving = _Serving()
+
+
+def call_after_reply(function: Callable[[], object]) -> None:
+    """Calls a function after the reply of the call that this thread runs for another worker was sent.
+
+    If the thread runs no such call, the function is called at once, and its errors are raised. Otherwise its errors are
+    logged.
+    """
+    invocation = _serving.invocation
+    if invocation is None:
+        function()
+    else:
+        invocation.add_after_reply(function)
+
+
+class Invocation:
+    """One request: runs its function and sends the reply."""
+
+    __slots__ = (
+        "_after_reply", "_annotations", "_buffers", "_call", "_call_id", "_callee", "_connection", "_handles", "_keeps",
+        "_parts", "_payload", "_subject", "_value",
+    )  # fmt: skip
+
+    must_run = False
+
+    def __init__(
+        self,
+        parts: WorkerParts,
+        connection: ServerConnection | None,
+        call_id: int,
+        callee: bytes,
+        payload: Bytes,
+        buffers: Sequence[Bytes],
+    ) -> None:
+        """Creates an invocation; `run` runs it.
+
+        Args:
+            parts: The parts of this worker.
+            connection: The connection for the reply. None for a remote call of this worker to itself.
+            call_id: The call id of the request. 0 if no reply is sent.
+            callee: The callee as encoded in the frame (`protocol.frames`).
+            payload: The pickled arguments.
+            buffers: The buffers of the arguments.
+
+        Raises:
+            ProtocolError: The callee should name a reference, but is too short.
+        """
+        self._parts = parts
+        self._connection = connection
+        self._call_id = call_id
+        self._callee = callee
+        self._payload = payload
+        self._buffers = buffers
+        self._handles: Sequence[Handle] = ()
+        self._annotations: dict[str, bytes] | None = None
+        self._value: Value | None = None
+        self._keeps: object = None
+        self._call: ServerCall | None = None
+        self._after_reply: list[Callable[[], object]] | None = None
+        self._subject: Value | None = None
+        """The value of the reference that the request uses, or None. Kept even if it is released meanwhile."""
+        if callee and callee[:1] <= _ON_REFERENCE:
+            self._subject = parts.store.value_at(callee, connection.worker_number if connection is not None else None)
+
+    def attach(
+        self,
+        handles: Sequence[Handle],
+        annotations: dict[str, bytes] | None,
+        value: Value | None = None,
+        keeps: object = None,
+    ) -> None:
+        """Adds the parts that only some requests have.
+
+        Args:
+            handles: The handles of the references in the arguments.
+            annotations: The annotations of the request.
+            value: For a remote call, the value that receives the result.
+            keeps: An object to keep alive until the function has run.
+        """
+        self._handles = handles
+        self._annotations = annotations
+        self._value = value
+        self._keeps = keeps
+
+    # Running
+
+    def run(self) -> None:
+        """See `Job`."""
+        function: Any = None
+        try:
+            parts = self._parts
+            if self._subject is not None and not self._is_subject_there(self._subject):
+                return
+            if parts.guard is not None:
+                self._check_allowed(parts.guard)
+            _serving.invocation = self
+            args: Sequence[Any] = ()
+            kwargs: dict[str, Any] = {}
+            if self._subject is None and self._callee and not self._payload:
+                function = resolve_function(self._callee, parts.name)
+            else:
+                function, args, kwargs = self._load()
+            if function is None:  # a request for a value, its presence or its type: `args` has the name and the answer
+                function, result = args
+            elif parts.interceptors.server or parts.function_runner is not None:
+                result = self._run_function(function, args, kwargs)
+            else:
+                result = function(*args, **kwargs)
+            del args, kwargs
+            if hasattr(function, ASYNC_MARK) or type(function) is partial:
+                result = self._await_async_execution(function, result)
+            if type(result) is CoroutineType:  # not isinstance, which may run code of the result
+                parts.loop.run(result, lambda outcome, error: self._finish_later(function, outcome, error))
+            elif result is not _LATER:
+                outcome = [result]
+                del result  # this stack frame must not keep it: see the rules
+                self._finish(function, outcome)
+        except BaseException as error:
+            self._fail(function, error)
+        finally:
+            _serving.invocation = None
+            if self._after_reply is not None:
+                self._call_after_reply()
+
+    def _is_subject_there(self, subject: Value) -> bool:
+        """Returns True if the value that the request uses exists.
+
+        If the value does not exist yet, returns False, and has the request run again later. If there is an error in its
+        place, returns False after sending that error to the caller.
+        """
+        if not subject._state:
+            subject.watch(lambda _: self._parts.executor.submit(self), waker=True, attended=True)
+            return False
+        if subject.failure:
+            self._fail_with(subject.failure)
+            return False
+        return True
+
+    def _await_async_execution(self, function: Callable[..., Any], result: Any) -> Any:
+        """Returns the final result of a function, given what it returned.
+
+        If the function is marked `async_execution`, that is the result of the returned future, or `_LATER` if the
+        future is not done. Otherwise it is `result` itself.
+        """
+        future_of = async_result(function)
+        if future_of is None:
+            return result
+        future = future_of(callable_name(function), result)
+        if future._state == DONE:
+            return future._value
+        self._finish_when_done(function, future)
+        return _LATER
+
+    def _load(self) -> tuple[Any, Sequence[Any], dict[str, Any]]:
+        """Returns the function, its positional arguments and its keyword arguments.
+
+        For a request that calls nothing, but asks for a value, its presence or its type, returns None in place of the
+        function, and the pair of `_answer` in place of the arguments.
+
+        Raises:
+            ProtocolError: The request has no function.
+            SerializationError: There is no such function, or the arguments cannot be unpickled.
+            NotAllowedError: The allow-list forbids the arguments.
+        """
+        callee, subject = self._callee, self._subject
+        if not callee:
+            args, kwargs = self._arguments()
+            if not args:
+                raise ProtocolError("a call came that names no function and brings none")
+            function, *args = args
+            return function, args, kwargs
+        if subject is None:
+            function = resolve_function(callee, self._parts.name)
+        else:
+            value = subject._value if subject._state == DONE else subject.value()  # which raises
+            kind = callee[:1]
+            if kind != METHOD:
+                return None, _answer(kind, value), {}
+            name = callee[1 + HANDLE_SIZE :].decode()
+            function = getattr(value, name) if name != "__call__" else value
+            if not callable(function) and name != "__call__":  # else calling it raises Python's own TypeError
+                function = _reader_of(value, name, function)
+        if not self._payload:
+            return function, (), {}
+        args, kwargs = self._arguments()
+        return function, args, kwargs
+
+    def _arguments(self) -> tuple[Sequence[Any], dict[str, Any]]:
+        payload, buffers, handles = self._payload, self._buffers, self._handles
+        self._payload, self._buffers, self._handles = b"", (), ()  # so that only the function keeps them alive
+        guard = self._parts.guard
+        try:
+            if guard is None and not handles:
+                return loads_arguments(payload, buffers)
+            with offering(handles):
+                if guard is None:
+                    return loads_arguments(payload, buffers)
+                return loads_restricted_arguments(payload, buffers, guard)
+        except NotAllowedError as error:
+            self._log_refusal(error)
+            raise
+        except SerializationError as error:
+            what = f"the arguments of `{self._name()}`" if self._callee else f"{self._name()}, or its arguments,"
+            raise not_rebuilt_error(what, f"on worker {self._parts.name!r}", error.__cause__) from error.__cause__
+
+    def _run_function(self, function: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
+        parts = self._parts
+        runner = parts.function_runner
+        interceptors = parts.interceptors.server
+        if not interceptors:
+            run = function if runner is None else runner(function)
+            return run(*args, **kwargs)
+        caller = self._connection.peer_info() if self._connection is not None else None
+        name = callable_name(function)
+        call = self._call = ServerCall(
+            caller, function, name, args, kwargs, self._annotations or {}, self.add_after_reply
+        )
+
+        def proceed(call: ServerCall) -> Any:
+            run = call.function if runner is None else runner(call.function)
+            return run(*call.args, **call.kwargs)
+
+        return run_server_interceptors(interceptors, call, proceed)
+
+    # The allow-list
+
+    def _check_allowed(self, guard: AllowList) -> None:
+        """Raises `NotAllowedError` if the allow-list forbids the callee, `SerializationError` if it does not exist."""
+        callee, subject = self._callee, self._subject
+        try:
+            if not callee:
+                guard.check_by_value()
+            elif subject is None:
+                module, _, name = callee.decode(errors="replace").partition("\0")
+                self._check_function(guard, module, name)
+            elif callee[:1] == METHOD:
+                guard.check_method(subject.value(), callee[1 + HANDLE_SIZE :].decode(errors="replace"))
+        except NotAllowedError as error:
+            self._log_refusal(error)
+            raise
+
+    def _check_function(self, guard: AllowList, module: str, name: str) -> None:
+        guard.check_function(module, name)
+        outer, _, _ = name.rpartition(".")
+        while outer:
+            if not isinstance(resolve_function(f"{module}\0{outer}".encode(), self._parts.name), type):
+                full = quoted(f"{module}.{name}")
+                raise NotAllowedError(f"`{full}` is not allowed: it leads through something that is no class")
+            outer, _, _ = outer.rpartition(".")
+        guard.check_found(module, name, resolve_function(self._callee, self._parts.name))
+
+    def _log_refusal(self, error: NotAllowedError) -> None:
+        who = f"{self._connection}" if self._connection is not None else "another worker"
+        why = quoted(str(error))  # the text contains names that the caller chose
+        logger.warning("worker %r refused a call of %s from %s: %s", self._parts.name, self._name(), who, why)
+
+    # Answering
+
+    def _finish(self, function: Callable[..., Any] | str, outcome: list[Any]) -> None:
+        """Sends the reply of a function that has returned; for a remote call, keeps the result. Raises nothing.
+
+        Args:
+            function: The function, for error messages.
+            outcome: A list with the result as its only item, so that no stack frame of a caller keeps the result alive.
+        """
+        try:
+            connection, call = self._connection, self._call
+            if call is not None:
+                call.args, call.kwargs = (), {}
+            if self._value is not None:
+                self._keep(outcome.pop())
+                return
+            assert connection is not None
+            if outcome[0] is None and call is None:
+                connection.reply(pack_reply(RESULT, self._call_id, b""), None)
+                return
+            frame, buffers = self._pack_result(function, outcome.pop(), connection)
+            self._keeps = None
+            connection.reply(frame, buffers)
+        except BaseException as error:
+            self._fail(None, error)
+
+    def _pack_result(
+        self, function: Callable[..., Any] | str, result: Any, connection: ServerConnection
+    ) -> tuple[bytes, list[memoryview]]:
+        handles: Any = ()
+        plain = dumps_plain_result(result) if result is not None else (b"", [])
+        if plain is not None:
+            payload, buffers = plain
+        else:
+            with collecting() as handles:
+                payload, buffers = dumps_result(function, result, self._parts.name)
+        if buffers or len(payload) > SMALL_PAYLOAD_BYTES or len(handles) > FEW_HANDLES:
+            connection.check_reply_size(function, len(handles), payload, buffers)
+        annotations = pack_annotations(self._call.reply_annotations) if self._call is not None else b""
+        if not handles and not annotations:
+            return pack_reply(RESULT, self._call_id, payload), list(buffers)
+        references = self._parts.store.pass_on(list(handles), connection.number, connection) if handles else b""
+        return pack_full_reply(RESULT, self._call_id, payload, references, annotations), list(buffers)
+
+    def _keep(self, result: Any) -> None:
+        """Stores the result of a remote call, and sends the reply, which contains the result if that is small."""
+        assert self._value is not None
+        connection, call_id = self._connection, self._call_id
+        frame = b""
+        if connection is not None and call_id:
+            annotations = pack_annotations(self._call.reply_annotations) if self._call is not None else b""
+            if result is None:
+                frame = pack_full_reply(RESULT, call_id, b"", b"", annotations)
+            else:
+                payload = dumps_atom(result) if type(result) in ATOMS else b""
+                is_kept = not 0 < len(payload) <= INLINE_VALUE_BYTES
+                frame = pack_full_reply(RESULT, call_id, b"" if is_kept else payload, b"", annotations, is_kept)
+        self._value.give(result)
+        del result
+        if connection is not None and frame:
+            connection.reply(frame, None)
+
+    def _fail(self, function: Any, error: BaseException) -> None:
+        """Sends the error of a function that has raised or could not be run. Raises nothing.
+
+        `function` is None if it could not be found; then the name in the request is used.
+        """
+        try:
+            name = callable_name(function) if function is not None else self._name()
+            if str(getattr(function, "__module__", "")).startswith("farcall."):
+                name = find_raising_function(error) or name  # a wrapper of farcall: name the user function that raised
+            if self._parts.failure_to_send is not None:
+                error = self._parts.failure_to_send(name, error)
+            failure = encode_failure(error, self._parts.name, name)
+        except BaseException:
+            logger.exception("worker %r: a failure could not be encoded", self._parts.name)
+            failure = encode_failure(
+                RuntimeError("the function failed, and there was not even memory to say how"), self._parts.name, ""
+            )
+        self._fail_with(failure)
+
+    def _fail_with(self, failure: bytes) -> None:
+        if self._value is not None:
+            self._value.fail(failure)
+        if self._connection is not None and self._call_id:
+            annotations = self._call.reply_annotations if self._call is not None else {}
+            frame = pack_full_reply(FAILURE, self._call_id, failure, b"", pack_annotations(annotations))
+            self._connection.reply(frame, None)
+
+    def _finish_when_done(self, function: Callable[..., Any], future: Future[Any]) -> None:
+        def done(future: Future[Any]) -> None:
+            error = future.exception()
+            self._finish_later(function, None if error is not None else future.value(), error)
+
+        future.watch(done, waker=False)
+
+    def _finish_later(self, function: Callable[..., Any], result: Any, error: BaseException | None) -> None:
+        """Does what `_finish` or `_fail` does, for a function whose result comes after `run` has returned."""
+        if error is None:
+            self._finish(function, [result])
+        else:
+            self._fail(function, error)
+        if self._after_reply is not None:
+            self._call_after_reply()
+
+    # After the reply
+
+    def add_after_reply(self, function: Callable[[], object]) -> None:
+        """Has a function called when `run` ends: after the reply was sent, or a coroutine or future was returned."""
+        if self._after_reply is None:
+            self._after_reply = []
+        self._after_reply.append(function)
+
+    def _call_after_reply(self) -> None:
+        functions, self._after_reply = self._after_reply or [], None
+        for function in functions:
+            try:
+                function()
+            except BaseException:
+                logger.exception("worker %r: what was to be done after a reply failed", self._parts.name)
+
+    # For messages
+
+    def _name(self) -> str:
+        """Returns the name of the callee in the request, for messages. The function need not exist."""
+        callee = self._callee
+        name = callee[1 + HANDLE_SIZE :] if self._subject is not None else callee
+        text = quoted(name.decode(errors="replace").replace("\0", "."))
+        return text or ("the value" if callee else "a function sent by value")
+
+    def describe(self, function: Any) -> str:
+        """Returns text that says which function runs for which worker. `function` is None if it is not known yet."""
+        name = "a function" if function is None else f"`{callable_name(function)}`"
+        return f"{name}, called by {self._connection}" if self._connection is not None else f"{name}, for a reference"
+
+
+def _answer(kind: bytes, value: Any) -> tuple[str, Any]:
+    """Returns the name of a request for a value, its presence or its type, and the answer to it.
+
+    Args:
+        kind: VALUE, PRESENCE or TYPE (`protocol.frames`).
+        value: The value.
+    """
+    if kind == VALUE:
+        return "to_here", value
+    if kind == PRESENCE:
+        return "_get_future", None
+    return "_get_type", type(value)
+
+
+def _reader_of(value: Any, name: str, attribute: Any) -> Callable[..., Any]:
+    """Returns a function that returns `attribute`, which is not callable, and raises `TypeError` if given arguments."""
+
+    def read(*args: Any, **kwargs: Any) -> Any:
+        if args or kwargs:
+            raise TypeError(
+                f"{name!r} of a {type(value).__name__} is a {type(attribute).__name__}, which cannot be called: "
+                "it is read without arguments"
+            )
+        return attribute
+
+    return read

@@ -1,0 +1,157 @@
+"""Reports about the references that a worker owns and holds, for finding leaks."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Mapping, Set
+from dataclasses import dataclass
+from typing import Final
+
+from farcall.protocol.ids import ForkId, RRefId, Worker
+from farcall.protocol.refcount import ForkState, ReferenceCounts
+from farcall.runtime.handles import Handle, Made, Value, describe_place
+
+MOST_REPORTED: Final = 10
+"""A report lists at most this many references, or places where references were created."""
+
+
+@dataclass(frozen=True)
+class OwnedReference:
+    """A reference whose value this worker owns."""
+
+    reference: str
+    type: str
+    """The type of the value; empty if the value does not exist yet."""
+    handles: int
+    """The number of handles on this worker."""
+    holders: tuple[str, ...]
+    """The names of the other workers that hold the reference, once for each handle."""
+    created_at: str
+    """The source line or the stack where it was created here; else the worker whose remote call created it."""
+
+    def __str__(self) -> str:
+        here = [f"{self.handles} here"] if self.handles else []
+        held = ", ".join([*here, *_counted(self.holders)]) or "by nobody yet"
+        return f"{self.reference} ({self.type or 'no value yet'}), held {held}; made at {self.created_at}"
+
+
+@dataclass(frozen=True)
+class HeldReference:
+    """A handle on this worker of a value that another worker owns."""
+
+    reference: str
+    owner: str
+    confirmed: bool
+    pending: tuple[str, ...]
+    """The workers to which it was sent, and which the owner has not counted yet."""
+    dropped: bool
+    """Whether the program has dropped it. It stays until the owner has counted the workers in `pending`."""
+    created_at: str
+    """The source line or the stack where it was created; else the worker that sent it."""
+
+    def __str__(self) -> str:
+        state = "confirmed" if self.confirmed else "not confirmed yet"
+        if self.pending:
+            state += f", passed on {', '.join(_counted(self.pending))} that its owner does not know yet"
+        if self.dropped:
+            return f"{self.reference}, owned by {self.owner!r}, {state}; dropped, but not given back yet"
+        return f"{self.reference}, owned by {self.owner!r}, {state}; made at {self.created_at}"
+
+
+@dataclass(frozen=True)
+class Inventory:
+    """All references that a worker owns or holds."""
+
+    owned: tuple[OwnedReference, ...]
+    held: tuple[HeldReference, ...]
+
+    def between_workers(self) -> Inventory:
+        """Returns an inventory without the references that only this worker, their owner, holds."""
+        return Inventory(tuple(each for each in self.owned if each.holders), self.held)
+
+    def report(self) -> str:
+        """Returns text for a log, in a few lines.
+
+        Lists all references if there are at most `MOST_REPORTED`, else the places where most were created.
+        """
+        if len(self.owned) + len(self.held) <= MOST_REPORTED:
+            return str(self)
+        made = Counter([("owned", each.created_at) for each in self.owned])
+        made.update([("held", each.created_at or "a place that is not known any more") for each in self.held])
+        most = made.most_common(MOST_REPORTED)
+        lines = [f"{times} {what}, made at {place}" for (what, place), times in most]
+        if len(made) > len(most):
+            others = made.total() - sum(times for _, times in most)
+            lines.append(f"{others} more, made at {len(made) - len(most)} other places")
+        lines.append("farcall.references(), before shutdown(), lists all of them")
+        return "\n  ".join([self._numbers(), *lines])
+
+    def _numbers(self) -> str:
+        return f"owns {len(self.owned)}, holds {len(self.held)}"
+
+    def __str__(self) -> str:
+        lines = [self._numbers()]
+        return "\n  ".join([*lines, *map(str, self.owned), *map(str, self.held)])
+
+
+def _counted(names: tuple[str, ...]) -> list[str]:
+    return [f"{names.count(name)} by {name!r}" for name in dict.fromkeys(names)]
+
+
+def take_inventory(
+    references: ReferenceCounts,
+    values: Mapping[RRefId, Value],
+    origins: Mapping[RRefId, Made],
+    handle_of: Callable[[ForkId], Handle | None],
+    name_of: Callable[[Worker], str],
+) -> Inventory:
+    """Returns the inventory of a worker.
+
+    Args:
+        references: The reference counts.
+        values: The values that the worker owns.
+        origins: Where the references of values of this worker were created.
+        handle_of: Returns the handle of a fork; None if the program has dropped it.
+        name_of: Returns the name of a worker.
+    """
+    owned = [
+        OwnedReference(
+            str(reference),
+            values[reference].describe() if reference in values else "",
+            entry.handles,
+            tuple(name_of(holder) for holder in entry.forks.values()),
+            describe_place(origins[reference])
+            if reference in origins
+            else f"the request of {name_of(reference.creator)!r}",
+        )
+        for reference, entry in references.owned.items()
+    ]
+    held = []
+    for fork, entry in references.held.items():
+        handle = handle_of(fork)
+        held.append(
+            HeldReference(
+                str(entry.reference),
+                name_of(entry.reference.owner),
+                entry.state is ForkState.CONFIRMED,
+                tuple(name_of(child) for child in entry.children.values()),
+                entry.dropped,
+                handle.made_at if handle is not None else "",
+            )
+        )
+    return Inventory(tuple(owned), tuple(held))
+
+
+def count_references(references: ReferenceCounts, values_to_come: Set[RRefId]) -> dict[str, str]:
+    """Returns numbers of references as text, with the names that torch uses.
+
+    As in torch, an owned reference counts only if other workers hold it, or its value is pending.
+    """
+    owned = sum(bool(each.forks) or reference in values_to_come for reference, each in references.owned.items())
+    pending = sum(held.state is not ForkState.CONFIRMED for held in references.held.values())
+    return {
+        "num_owner_rrefs": str(owned),
+        "num_pending_users": str(pending),
+        "num_pending_futures": str(len(values_to_come)),
+        "num_forks": str(sum(len(owned.forks) for owned in references.owned.values())),
+    }

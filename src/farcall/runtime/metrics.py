@@ -1,0 +1,117 @@
+"""The metrics of a worker: numbers of calls, errors and bytes.
+
+To keep calls fast, no counters are kept for metrics alone. Connections count their calls, and links count their bytes.
+When a connection ends, its counts are added here. Everything else is collected when a report is made.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections import Counter
+from collections.abc import Iterable, Mapping
+from typing import TYPE_CHECKING, Final, TypeAlias, cast
+
+from farcall.backends.interface import Metrics, PeerMetrics
+from farcall.protocol.ids import Worker
+
+if TYPE_CHECKING:
+    from farcall.runtime.client import ClientConnection
+    from farcall.runtime.cluster import Cluster
+    from farcall.runtime.server import ServerConnection
+
+Counts: TypeAlias = Counter[str]
+
+_ALL_GONE: Final = -1
+"""The key for all workers that have left or were lost."""
+
+
+class MetricsCounter:
+    """The counts of connections that have ended. Makes reports about all connections."""
+
+    def __init__(self) -> None:
+        self._lock = threading.RLock()  # a finalizer may end a connection while its thread holds the lock
+        self._ended: dict[Worker, Counts] = {}
+
+    def add_client(self, connection: ClientConnection) -> None:
+        """Adds the counts of our own connection that has ended. Its pending calls count as failed."""
+        counts = _count_client(connection)
+        counts["calls_failed"] += counts.pop("calls_pending")
+        self._add(connection.number, counts)
+
+    def add_server(self, connection: ServerConnection) -> None:
+        """Adds the counts of another worker's connection that has ended."""
+        self._add(connection.number, _count_server(connection))
+
+    def remove_worker(self, worker: Worker) -> None:
+        """Keeps the counts of a worker that has left or was lost in the total only. Does nothing if it has none."""
+        with self._lock:
+            counts = self._ended.pop(worker, None)
+            if counts is not None:
+                self._ended.setdefault(_ALL_GONE, Counter()).update(counts)
+
+    def _add(self, worker: Worker, counts: Counts) -> None:
+        counts.pop("bytes_waiting")  # they will never be sent
+        with self._lock:
+            self._ended.setdefault(worker, Counter()).update(counts)
+
+    def calls_made(self) -> int:
+        """Returns the number of calls that were made on connections that have ended."""
+        with self._lock:
+            return sum(counts["calls_made"] for counts in self._ended.values())
+
+    def report(
+        self,
+        clients: Iterable[ClientConnection],
+        cluster: Cluster,
+        executor: Mapping[str, int],
+        refusals: Mapping[Worker, int],
+    ) -> Metrics:
+        """Returns all counts, for each worker and in total.
+
+        Args:
+            clients: Our own connections.
+            cluster: The group.
+            executor: The counts of the executor.
+            refusals: The number of refusals about references, by worker.
+        """
+        connections = cluster.connections_of()
+        with self._lock:
+            counts = {worker: Counter(ended) for worker, ended in self._ended.items()}
+        for client in clients:
+            counts.setdefault(client.number, Counter()).update(_count_client(client))
+        for worker, (server, sender) in connections.items():
+            if server is not None:
+                counts.setdefault(worker, Counter()).update(_count_server(server))
+            counts.setdefault(worker, Counter())["resends"] = sender.resends
+        for worker, times in refusals.items():
+            counts.setdefault(worker, Counter())["references_refused"] = times
+        total: Counts = Counter()
+        for each in counts.values():
+            total.update(each)
+        peers = {cluster.name_of(worker): _as_metrics(counts.get(worker, Counter())) for worker in connections}
+        for name, seconds in cluster.silences().items():
+            if name in peers:  # else it has joined since `connections_of` was called
+                peers[name]["heartbeat_age"] = seconds
+        return cast(Metrics, {**_as_metrics(total), **executor, "peers": peers})
+
+
+def _count_client(connection: ClientConnection) -> Counts:
+    return Counter(
+        calls_made=connection.calls_made,
+        calls_failed=connection.calls_failed,
+        calls_pending=connection.calls_pending(),
+        bytes_waiting=connection.link.unsent_bytes(),
+        **connection.link.counts()._asdict(),
+    )
+
+
+def _count_server(connection: ServerConnection) -> Counts:
+    return Counter(
+        calls_served=connection.calls_served,
+        bytes_waiting=connection.link.unsent_bytes(),
+        **connection.link.counts()._asdict(),
+    )
+
+
+def _as_metrics(counts: Counts) -> PeerMetrics:
+    return cast(PeerMetrics, {name: counts[name] for name in PeerMetrics.__annotations__})

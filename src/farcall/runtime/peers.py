@@ -1,0 +1,281 @@
+"""The other workers: their addresses, and our one connection to each.
+
+Rules
+- The first call opens the connection. After it was lost, the next call opens a new one.
+- The transports are tried in order of preference, until one works. Unix sockets work on one host only.
+- The handshake makes sure that the other end knows the group's secret and is the right worker. Until then nothing that
+  it sends is trusted.
+- A refused connection shows that a worker has ended only if the kernel of this host refused it, or an authenticated
+  worker did. In all other cases the heartbeats decide whether the worker is lost.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from time import monotonic
+from typing import Any, Final
+
+from farcall.errors import AuthenticationError, ConnectionRefusedByPeer, ProtocolError, WorkerLost
+from farcall.gate import asleep
+from farcall.protocol.fields import quoted
+from farcall.protocol.handshake import Hello, Purpose, Refused, encode, unpack
+from farcall.protocol.ids import WorkerInfo
+from farcall.protocol.membership_messages import Member
+from farcall.runtime.client import LOST_ADVICE, ClientConnection
+from farcall.runtime.interrupts import raise_deferred
+from farcall.runtime.parts import WorkerParts
+from farcall.security import EncryptionRequired
+from farcall.transports.base import Link, Transport
+from farcall.transports.network import are_on_one_host, is_local
+
+CONNECT_TIMEOUT_S: Final = 10.0
+_LOOK_AGAIN_S: Final = 0.05
+"""How often a thread that waits in the handshake checks whether the connection is still needed."""
+ONE_HOST: Final = frozenset({"unix", "memory"})
+"""The schemes of transports that work on one host only."""
+
+
+class Peer:
+    """One worker of the group, as this worker sees it."""
+
+    def __init__(
+        self,
+        parts: WorkerParts,
+        member: Member,
+        me: Member,
+        group: str,
+        new_connection: Callable[[Peer, Link, tuple[int, int]], ClientConnection],
+        on_expelled: Callable[[], None],
+        is_over: Callable[[], bool],
+    ) -> None:
+        """Creates a peer without a connection.
+
+        Args:
+            parts: The parts of this worker.
+            member: The worker.
+            me: This worker.
+            group: The name of this run of the group.
+            new_connection: Creates a connection, given this peer, an established link and the other end's limits.
+            on_expelled: Called if the worker says that the group has expelled this worker.
+            is_over: Returns whether this worker is shut down or expelled, so that no connection is needed any more.
+        """
+        self.info = info_of(member)
+        self.number = member.number
+        """Unique in the group: a worker that is started again with the same name and rank has another number."""
+        self._member = member
+        self._me = me
+        self._group = group
+        self._transports = parts.transports
+        self._credentials = parts.credentials
+        self._link_options = parts.link_options
+        self._limits = parts.limits
+        self._new_connection = new_connection
+        self._on_expelled = on_expelled
+        self.is_over = is_over
+        self._lock = threading.RLock()
+        self._has_left = False
+        self.is_lost = False
+        """Whether the worker has left or was lost."""
+        self.connection: ClientConnection | None = None
+        """The connection; None if there is none now. Then use `connect`."""
+        self._last_connection: ClientConnection | None = None
+
+    def connect(self, deadline: float) -> ClientConnection:
+        """Returns the connection. Opens it if necessary, which waits until the deadline at most.
+
+        Raises:
+            WorkerLost: The worker has left, was lost, or cannot be reached in time. The attribute `is_gone` says
+                whether its process has certainly ended.
+        """
+        if self.is_lost:
+            raise self.lost_error()
+        deadline = min(deadline, monotonic() + CONNECT_TIMEOUT_S)
+        with asleep():
+            # Under a lock, so that several threads open one connection.
+            if not self._lock.acquire(timeout=max(0.0, deadline - monotonic())):
+                raise WorkerLost(f"worker {self.info.name!r} could not be connected to in time", self.info.name)
+            try:
+                if self.connection is None:
+                    connection = self._new_connection(self, *self._open(deadline))
+                    self.connection = connection
+                    if self.is_lost:  # meanwhile
+                        self.close_connection()
+                        raise self.lost_error()
+                    if connection.is_lost():  # before it was stored here
+                        self.forget(connection)
+                    return connection
+                return self.connection
+            finally:
+                self._lock.release()
+
+    def lose(self, has_left: bool) -> None:
+        """Marks the worker as left (`has_left`) or lost: new calls to it fail at once.
+
+        The caller must call `leave` or `close_connection` next.
+        """
+        self._has_left = has_left
+        self.is_lost = True
+        self._last_connection, self.connection = self.connection, None
+
+    def lost_error(self) -> WorkerLost:
+        """Returns the error of a call to this worker after it has left or was lost."""
+        fate = "has left the group" if self._has_left else "was lost"
+        return WorkerLost(f"worker {self.info.name!r} {fate}", self.info.name)
+
+    def leave(self) -> None:
+        """Ends the connection of a worker that has left the group, after its last replies are read."""
+        for connection in filter(None, (self._last_connection, self.connection)):
+            connection.leave("it has left the group")
+
+    def close_connection(self) -> None:
+        """Ends the connection to a worker that has left or was lost. Pending calls fail. Can be called twice."""
+        last, self._last_connection = self._last_connection, None
+        for connection in filter(None, (last, self.connection)):
+            connection.lose("it has left the group" if self._has_left else "the group cannot reach it", advice="")
+
+    def forget(self, connection: ClientConnection) -> None:
+        """Removes a connection that has ended. Does nothing if there is a newer one."""
+        if self.connection is connection:
+            self.connection = None
+
+    # Connecting
+
+    def _open(self, deadline: float) -> tuple[Link, tuple[int, int]]:
+        """Returns an established link, and the limits of the other end. Raises `WorkerLost` if no address works."""
+        reasons = []
+        somebody_answers = False
+        refusal: AuthenticationError | None = None
+        ways: list[tuple[Callable[..., Link], Transport, str]] = [
+            (transport.connect, transport, address) for transport, address in self._reachable_addresses()
+        ]
+        for tried, (connect, transport, address) in enumerate(ways):
+            # Each address gets an equal share of the time, so that one that does not answer leaves time for the next.
+            until = monotonic() + max(0.0, deadline - monotonic()) / (len(ways) - tried)
+            link = None
+            try:
+                link = connect(address, max(0.0, until - monotonic()), self._credentials.limits.max_message_bytes)
+                limits = self._do_handshake(link, until)
+                link.establish(self._link_options, until)
+                return link, limits
+            except EncryptionRequired as error:
+                somebody_answers = True
+                encrypted: Any = getattr(transport, "connect_encrypted", None)
+                if encrypted is not None:
+                    ways.insert(tried + 1, (encrypted, transport, address))
+                else:
+                    reasons.append(f"{address}: {error}")
+            except OSError as error:
+                if link is None:
+                    # Between hosts, a refusal may come from anything on the way.
+                    is_nobody = isinstance(error, ConnectionRefusedError | FileNotFoundError)
+                    somebody_answers |= not (is_nobody and self._is_on_this_host(address))
+                else:
+                    # Any other answer is not authenticated, so it does not show that the worker has ended.
+                    somebody_answers |= not isinstance(error, _AnotherWorkerError)
+                refusal = error.with_traceback(None) if isinstance(error, AuthenticationError) else refusal
+                reasons.append(f"{address}: {error.strerror or error}")
+            except BaseException:
+                if link is not None:
+                    link.close()
+                raise
+            if link is not None:
+                link.close()
+        detail = "; ".join(reasons) or f"no transport of {', '.join(self._transports)} leads to it"
+        advice = f"; {LOST_ADVICE}" if refusal is None else ""  # a refusal has advice of its own
+        lost = WorkerLost(f"worker {self.info.name!r} cannot be reached ({detail}){advice}", self.info.name)
+        lost.is_gone = bool(reasons) and not somebody_answers
+        try:
+            raise lost from refusal
+        finally:
+            del lost, refusal  # else the error and this stack frame would be a reference cycle
+
+    def _reachable_addresses(self) -> list[tuple[Transport, str]]:
+        """Returns the addresses of the worker that may work from this host, in order of preference."""
+        same_host = are_on_one_host(self._member.host, self._me.host)
+        return [
+            (transport, address)
+            for transport in self._transports.values()
+            for address in self._member.addresses
+            if address.partition(":")[0] == transport.scheme and (same_host or transport.scheme not in ONE_HOST)
+        ]
+
+    def _is_on_this_host(self, address: str) -> bool:
+        """Returns whether the kernel of this host decides if something listens at that address."""
+        scheme, _, rest = address.partition(":")
+        if scheme in ONE_HOST:
+            return are_on_one_host(self._member.host, self._me.host)
+        # In another network namespace of the same kernel, the same address belongs to another interface.
+        return scheme == "tcp" and self._member.host == self._me.host and is_local(rest.rpartition(":")[0].strip("[]"))
+
+    def _do_handshake(self, link: Link, deadline: float) -> tuple[int, int]:
+        """Does the handshake: both ends prove that they know the secret. Returns the limits of the other end.
+
+        Raises:
+            ProtocolError: The other end does not know the secret, is another worker, or refuses the connection.
+            EncryptionRequired: The other end wants a new connection with TLS.
+            OSError: The other end has closed the connection, or did not answer in time.
+        """
+        me, other = self._me, f"worker {self.info.name!r}"
+        hello = Hello(
+            self._group,
+            me.name,
+            me.rank,
+            self.info.name,
+            me.number,
+            me.host,
+            me.addresses,
+            wanted_number=self.number,
+            dialed=link.address,
+            network=link.network,
+            limits=self._limits,
+        )
+        handshake, hello = self._credentials.client_handshake(Purpose.CALLS, hello, other, link.binding)
+        link.send(encode(hello))
+        frames: list[bytes] = []
+        while handshake.outcome is None:
+            if not frames:
+                frames = self._receive_handshake(link, deadline, other)
+            answer = handshake.take(unpack(frames.pop(0), other))
+            if answer is not None:
+                link.send(encode(answer))
+        refusal = handshake.outcome
+        if isinstance(refusal, Refused) and handshake.is_proven:
+            if refusal.gone:
+                self._on_expelled()
+            raise _AnotherWorkerError(f"{other} refused the connection: {quoted(refusal.reason)}")
+        welcome = handshake.welcome()
+        if welcome.name != self.info.name or welcome.number != self.number:
+            raise _AnotherWorkerError(f"this is worker {welcome.name!r}, not {self.info.name!r}")
+        return welcome.limits
+
+    def _receive_handshake(self, link: Link, deadline: float, other: str) -> list[bytes]:
+        """Waits for the next frames of the handshake, and returns at least one.
+
+        Raises:
+            TimeoutError: The deadline has passed, or the connection is not needed any more.
+            ProtocolError: A frame cannot be read, or the other end has closed the connection.
+        """
+        while True:
+            left = deadline - monotonic()
+            if left <= 0 or self.is_lost or self.is_over():
+                raise TimeoutError(f"{other} did not answer the handshake in time")
+            link.wait(min(left, _LOOK_AGAIN_S))
+            raise_deferred()
+            try:
+                frames = [bytes(frame) for frame, _ in link.receive()]
+            except ProtocolError:
+                raise
+            except ConnectionError:
+                raise ProtocolError(f"{other} closed the connection in the middle of the handshake") from None
+            if frames:
+                return frames
+
+
+class _AnotherWorkerError(ConnectionRefusedByPeer):
+    """Another worker listens at that address now, or an authenticated worker has refused the connection."""
+
+
+def info_of(member: Member) -> WorkerInfo:
+    """Returns the `WorkerInfo` of a member. Its id is the rank, or the number if the member has no rank."""
+    return WorkerInfo(member.name, member.rank if member.rank >= 0 else member.number)

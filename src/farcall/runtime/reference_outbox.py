@@ -1,0 +1,371 @@
+"""The outbox of each worker: messages about references that are not sent yet, or not acknowledged yet.
+
+These messages decide when values are released, and no thread waits for them. So the messages to a worker are collected
+in its outbox, and sent together a few milliseconds later.
+
+Each message has a number, and is kept until the receiver has acknowledged it (`protocol.delivery`). Remote calls, and
+the references in calls and replies, have numbers of the same sequence: if the connection breaks after they were sent,
+they are sent again on the next connection.
+
+`Outboxes` has the data. The lock of the reference store protects it, so that a message gets its number under the same
+lock as the decision to send it. `OutboxSender` sends to one worker, and connects to it if necessary.
+"""
+
+from __future__ import annotations
+
+import logging
+import struct
+import threading
+from collections import deque
+from collections.abc import Callable, Sequence
+from time import monotonic, sleep
+from typing import TYPE_CHECKING, Final, NamedTuple, Protocol, TypeAlias
+
+from farcall.errors import ProtocolError, WorkerLost
+from farcall.protocol.delivery import Delivery
+from farcall.protocol.frames import CONTROL, REFERENCES, pack_message, pack_references, with_call_id
+from farcall.protocol.ids import ForkId, RRefId, Worker, new_tuple
+from farcall.protocol.reference_messages import (
+    Carried,
+    ChildAccepted,
+    ForkAccepted,
+    ForkRefused,
+    ForkRequest,
+    Message,
+    UserDeleted,
+)
+
+if TYPE_CHECKING:
+    from farcall.runtime.client import ClientConnection
+    from farcall.runtime.executor import Executor
+    from farcall.runtime.peers import Peer
+    from farcall.runtime.server import ServerConnection
+
+logger = logging.getLogger("farcall")
+
+MAX_MESSAGES_PER_FRAME: Final = 1024
+"""Limits how long the receiver of a frame processes it before it reads other links."""
+ANSWERS: Final = (ForkAccepted, ForkRefused)
+"""The types of the answer to a `ForkRequest`. The owner sends one answer to each."""
+_CONNECT_TIMEOUT_S: Final = 5.0
+_MAX_UNSENT_GOSSIP: Final = 64
+_CONNECT_PAUSES_S: Final = (0.02, 0.05, 0.1, 0.0)
+"""Seconds to wait after each failed attempt to connect. There are as many attempts as pauses."""
+
+_MESSAGE_TYPES: Final[tuple[type[Message], ...]] = (ForkRequest, ForkAccepted, ForkRefused, ChildAccepted, UserDeleted)
+"""The types of messages in CONTROL frames. A `CreateRequest` is not among them: a KEEP frame contains it."""
+_MESSAGE_CODES: Final = {kind: code for code, kind in enumerate(_MESSAGE_TYPES)}
+_ACKNOWLEDGEMENT: Final = struct.Struct("<Q")
+_ENTRY: Final = struct.Struct("<QBIIQ16sIQ")
+
+
+def pack_control(acknowledged: int, messages: Sequence[tuple[int, Message]]) -> bytes:
+    """Returns the payload of a CONTROL frame.
+
+    Layout: the number up to which this worker has received the receiver's messages (8 bytes); then for each message its
+    number (8), its type (1), its reference and fork (44). All little-endian.
+    """
+    parts = [_ACKNOWLEDGEMENT.pack(acknowledged)]
+    for number, message in messages:
+        reference, fork = message
+        parts.append(_ENTRY.pack(number, _MESSAGE_CODES[type(message)], *reference, *fork))
+    return b"".join(parts)
+
+
+def unpack_control(payload: bytes | memoryview) -> tuple[int, list[tuple[int, Message]]]:
+    """Returns the acknowledgement and the numbered messages. Raises `ProtocolError` if the payload cannot be read."""
+    size = len(payload) - _ACKNOWLEDGEMENT.size
+    if size < 0 or size % _ENTRY.size:
+        raise ProtocolError(f"a control message of {len(payload)} bytes came, which cannot be")
+    (acknowledged,) = _ACKNOWLEDGEMENT.unpack_from(payload)
+    messages = []
+    for number, code, *named in _ENTRY.iter_unpack(memoryview(payload)[_ACKNOWLEDGEMENT.size :]):
+        if code >= len(_MESSAGE_TYPES):
+            raise ProtocolError(f"a control message of unknown type {code} came")
+        reference, fork = new_tuple(RRefId, named[:4]), new_tuple(ForkId, named[4:])
+        messages.append((number, new_tuple(_MESSAGE_TYPES[code], (reference, fork))))
+    return acknowledged, messages
+
+
+class Connection(Protocol):
+    """A connection on which a message was sent."""
+
+    def is_lost(self) -> bool:
+        """Returns whether the connection has ended, so that messages may not have arrived."""
+
+
+class UnackedKeep:
+    """A remote call that its owner has not acknowledged."""
+
+    __slots__ = ("buffers", "fork", "frame", "keeps", "reference", "via")
+
+    reference: RRefId
+    fork: ForkId
+
+    def __init__(self, via: Connection, keeps: object) -> None:
+        self.frame = b""
+        """The frame; empty until it has its number."""
+        self.buffers: Sequence[memoryview] | None = None
+        """Copies of the buffers, which do not change. None until the thread that makes the call has sent it."""
+        self.via = via
+        self.keeps = keeps
+        """The handle whose method is called, or None. It must not be released before the call has arrived."""
+
+
+class UnackedReferences:
+    """The references in a call or reply that its receiver has not acknowledged."""
+
+    __slots__ = ("carried", "via")
+
+    def __init__(self, carried: Sequence[Carried], via: Connection) -> None:
+        self.carried = carried
+        self.via = via
+
+
+Unacked: TypeAlias = Message | UnackedReferences | UnackedKeep
+
+
+class ControlFrame(NamedTuple):
+    """The payload of a CONTROL frame, and which connection its sender should use."""
+
+    payload: bytes
+    has_only_answers: bool
+    """Whether it has answers only. The receiver reads them on the connection on which it asked."""
+    is_bare: bool
+    """Whether it has no messages, only the acknowledgement."""
+
+
+class Outboxes:
+    """The outboxes of all workers. The reference store uses methods and attributes under its lock."""
+
+    def __init__(self) -> None:
+        self.delivery: Delivery[Unacked] = Delivery()
+        self.unsent: dict[Worker, list[tuple[int, Message]]] = {}
+        """Messages that have numbers and are not sent yet, by receiver."""
+        self.owed: dict[Worker, None] = {}
+        """Workers that must be sent an acknowledgement."""
+        self.asked: dict[Worker, int] = {}
+        """The number of our `ForkRequest` messages that each owner has not answered."""
+
+    def add(self, to: Worker, message: Message) -> None:
+        """Assigns a number to a message, and puts it into the outbox of its receiver."""
+        self.unsent.setdefault(to, []).append((self.delivery.send(to, message), message))
+        if type(message) is ForkRequest:
+            self.asked[to] = self.asked.get(to, 0) + 1
+
+    def remove_worker(self, worker: Worker) -> None:
+        """Removes all messages to a worker that has left or was lost. Does nothing if there are none."""
+        self.delivery.lost(worker)
+        self.unsent.pop(worker, None)
+        self.owed.pop(worker, None)
+        self.asked.pop(worker, None)
+
+    def receivers(self) -> list[Worker]:
+        """Returns the workers to which messages or an acknowledgement must be sent."""
+        return [*self.unsent, *(worker for worker in self.owed if worker not in self.unsent)]
+
+    def take_frame(self, to: Worker) -> ControlFrame | None:
+        """Removes messages from the outbox of a worker and returns them as a frame, with an acknowledgement.
+
+        Takes at most `MAX_MESSAGES_PER_FRAME` messages. Returns None if there is nothing to send.
+        """
+        messages = self.unsent.pop(to, None)
+        if messages is None:
+            if to not in self.owed:
+                return None
+            messages = []
+        elif len(messages) > MAX_MESSAGES_PER_FRAME:
+            self.unsent[to] = messages[MAX_MESSAGES_PER_FRAME:]
+            del messages[MAX_MESSAGES_PER_FRAME:]
+        self.owed.pop(to, None)
+        has_only_answers = bool(messages) and all(type(message) in ANSWERS for _, message in messages)
+        payload = pack_control(self.delivery.acknowledgement(to), messages)
+        return ControlFrame(payload, has_only_answers, not messages)
+
+    def take_unacked(self, to: Worker) -> list[tuple[int, Unacked]]:
+        """Returns all unacknowledged messages of a worker, with numbers. Empties its outbox, which is part of them."""
+        self.unsent.pop(to, None)
+        return self.delivery.unacknowledged(to)
+
+    def take_acknowledgement(self, to: Worker) -> int:
+        """Returns the number up to which the messages of a worker were received. The caller must send it."""
+        self.owed.pop(to, None)
+        return self.delivery.acknowledgement(to)
+
+    def awaits(self, worker: Worker) -> bool:
+        """Returns whether an acknowledgement or answer is expected from a worker."""
+        return self.delivery.awaits(worker) or bool(self.asked.get(worker))
+
+    def clear(self) -> object:
+        """Removes everything. Returns the old contents, which the caller must drop without the lock.
+
+        Their finalizers may run user code.
+        """
+        kept, self.delivery = self.delivery, Delivery()
+        self.unsent.clear()
+        self.owed.clear()
+        self.asked.clear()
+        return kept
+
+
+class OutboxSource(Protocol):
+    """The reference store, as `OutboxSender` sees it. All methods take the lock of the store."""
+
+    def take_control_frame(self, to: Worker) -> ControlFrame | None:
+        """See `Outboxes.take_frame`."""
+
+    def take_unacked(self, to: Worker) -> list[tuple[int, Unacked]]:
+        """See `Outboxes.take_unacked`."""
+
+    def take_acknowledgement(self, to: Worker) -> int:
+        """See `Outboxes.take_acknowledgement`."""
+
+
+class OutboxSender:
+    """Sends messages about references, and gossip, to one worker.
+
+    Answers are sent on the connection of the worker that asked, because that worker reads it. All other messages are
+    sent on our own connection. A message that cannot be sent stays unacknowledged, and is sent again on the next
+    connection; gossip that cannot be sent is dropped. Connecting takes time, so a separate thread does it. If nothing
+    listens at the worker's address any more, the group is told. If connecting fails for another reason, it is tried
+    again at the next heartbeat.
+    """
+
+    def __init__(
+        self,
+        peer: Peer,
+        source: OutboxSource,
+        executor: Executor,
+        server_connection: Callable[[], ServerConnection | None],
+        on_unreachable: Callable[[], None],
+    ) -> None:
+        """Creates the sender for one worker.
+
+        Args:
+            peer: The worker.
+            source: The reference store.
+            executor: Starts the threads that connect.
+            server_connection: Returns the worker's connection to us; None if there is none.
+            on_unreachable: Called when nothing listens at the worker's address any more.
+        """
+        self._peer = peer
+        self._source = source
+        self._executor = executor
+        self._server_connection = server_connection
+        self._on_unreachable = on_unreachable
+        self._unsent_gossip: deque[bytes] = deque(maxlen=_MAX_UNSENT_GOSSIP)
+        self._lock = threading.RLock()
+        self._is_wanted = False  # set to connect and send, or to do so once more
+        self._is_connecting = False
+        self.is_stuck = False
+        """Whether the last attempt to connect has failed. The next heartbeat tries again."""
+        self.resends = 0
+        """The number of messages that were sent again."""
+
+    def send(self) -> None:
+        """Sends the messages in the outbox. Connects first, in another thread, if necessary. Never raises or waits."""
+        client, server = self._peer.connection, self._server_connection()
+        if client is None and server is None:
+            if not self.is_stuck:  # otherwise the next heartbeat tries again
+                self.connect_and_send()
+            return
+        while (control := self._source.take_control_frame(self._peer.number)) is not None:
+            frame = pack_message(CONTROL, control.payload)
+            used: Connection | None = client
+            if server is not None and (control.has_only_answers or (control.is_bare and client is None)):
+                server.send(frame)
+                used = server
+            elif client is not None:
+                client.send(frame)
+                if not control.is_bare:
+                    client.expect_acknowledgement()
+            if used is None or used.is_lost():
+                self.connect_and_send()  # the frame is unacknowledged, and so is sent again
+                return
+
+    def send_gossip(self, frame: bytes) -> None:
+        """Sends gossip, which may be lost. Connects first, in another thread, if necessary. Never raises or waits."""
+        connection = self._peer.connection
+        if connection is not None:
+            connection.send(frame)
+        else:
+            self._unsent_gossip.append(frame)
+            self.connect_and_send()
+
+    def connect_and_send(self) -> None:
+        """Has another thread connect, if necessary, and send everything. If one does that already, it repeats it."""
+        with self._lock:
+            must_start = not self._is_wanted and not self._is_connecting
+            self._is_wanted = True
+        if must_start:
+            self._executor.run_aside(self._run)
+
+    def _run(self) -> None:
+        with self._lock:
+            if self._is_connecting:
+                return
+            self._is_connecting = True
+        try:
+            while self._is_wanted:
+                self._is_wanted = False
+                connection = self._connect()
+                if connection is not None:
+                    self._send_all(connection)
+        finally:
+            with self._lock:
+                self._is_connecting = False
+                again = self._is_wanted
+        if again:  # set between the last check and the end
+            self._executor.run_aside(self._run)
+
+    def _connect(self) -> ClientConnection | None:
+        for pause in _CONNECT_PAUSES_S:
+            if self._peer.is_lost or self._peer.is_over() or self._executor.is_closing:
+                break
+            try:
+                connection = self._peer.connect(monotonic() + _CONNECT_TIMEOUT_S)
+            except WorkerLost as error:
+                if error.is_gone:
+                    logger.info("%s", error)
+                    self._on_unreachable()
+                    break
+                sleep(pause)
+            else:
+                self.is_stuck = False
+                return connection
+        self.is_stuck = True
+        self._unsent_gossip.clear()
+        return None
+
+    def _send_all(self, connection: ClientConnection) -> None:
+        while self._unsent_gossip:
+            connection.send(self._unsent_gossip.popleft())
+        self._resend(connection)
+        if connection.is_lost():  # perhaps before everything was sent
+            self.connect_and_send()
+
+    def _resend(self, connection: ClientConnection) -> None:
+        """Sends an acknowledgement, and again everything unacknowledged.
+
+        Frames that were sent on a connection that has not ended are left out: they still arrive.
+        """
+        messages: list[tuple[int, Message]] = []
+        for number, unacked in self._source.take_unacked(self._peer.number):
+            if isinstance(unacked, UnackedKeep):
+                if unacked.via.is_lost() and unacked.buffers is not None:
+                    unacked.via = connection
+                    self.resends += 1
+                    connection.send(with_call_id(unacked.frame, 0), list(unacked.buffers))
+            elif isinstance(unacked, UnackedReferences):
+                if unacked.via.is_lost():
+                    unacked.via = connection
+                    self.resends += 1
+                    connection.send(pack_message(REFERENCES, pack_references(number, unacked.carried)))
+            else:
+                messages.append((number, unacked))
+        acknowledged = self._source.take_acknowledgement(self._peer.number)
+        self.resends += len(messages)
+        for at in range(0, len(messages) or bool(acknowledged), MAX_MESSAGES_PER_FRAME):
+            some = messages[at : at + MAX_MESSAGES_PER_FRAME]
+            connection.send(pack_message(CONTROL, pack_control(acknowledged, some)))
+        connection.expect_acknowledgement()

@@ -1,0 +1,776 @@
+"""The references of one worker: the values it owns, the handles it holds, and the messages about them.
+
+The rules of counting are in `protocol.refcount`. This module calls its methods and carries out the effects that they
+return. It adds threads, values and messages.
+
+Rules
+- One lock guards all tables. Decide under the lock, act outside it: messages get their numbers under the lock, and are
+  sent without it; values are released without it, because their finalizers are user code.
+- When a handle is garbage-collected, it is only put into a queue (`HandleRef`), because the garbage collector may run
+  while its thread holds the lock. `process` empties the queue a few milliseconds later, in the executor.
+- No step that may fail follows after a message has its number. If a thread is interrupted before it has sent such a
+  message, its connection is closed, and everything unacknowledged is sent again on the next connection.
+- Tables that were large are cleared when they are empty, because a dict keeps its largest size otherwise.
+"""
+
+from __future__ import annotations
+
+import os
+import threading
+from collections import deque
+from collections.abc import Callable, Iterable, Sequence
+from functools import partial
+from time import monotonic, sleep
+from typing import TYPE_CHECKING, Any, Final
+
+from farcall.errors import ProtocolError, UsageError, WorkerLost
+from farcall.protocol.frames import HANDLE_SIZE, pack_handle, pack_references, pack_request, unpack_handle
+from farcall.protocol.ids import TOKEN_SIZE, ForkId, RRefId, Worker, new_tuple
+from farcall.protocol.refcount import NO_CLAIMANT, ReferenceCounts
+from farcall.protocol.reference_messages import (
+    Carried,
+    ConfirmHandle,
+    Effect,
+    ForkRefused,
+    OrphanHandle,
+    RefuseHandle,
+    ReleaseValue,
+    SendMessage,
+)
+from farcall.runtime.handles import (
+    Handle,
+    HandleRef,
+    HandleTable,
+    Made,
+    Value,
+    check_usable,
+    expelled,
+    owner_lost,
+    place_of_caller,
+    refuse_in_finalizer,
+    refused,
+    released,
+    unknown,
+    watch_handle,
+)
+from farcall.runtime.leaks import Inventory, count_references, take_inventory
+from farcall.runtime.reference_outbox import (
+    ANSWERS,
+    Connection,
+    ControlFrame,
+    Outboxes,
+    Unacked,
+    UnackedKeep,
+    UnackedReferences,
+    unpack_control,
+)
+from farcall.runtime.refusals import NOBODY_KNOWN, Refusals, no_such_reference
+from farcall.runtime.timers import Timers
+
+if TYPE_CHECKING:
+    from farcall.runtime.caller import Caller
+    from farcall.runtime.executor import Executor
+
+PROCESS_INTERVAL_S: Final = 5e-3
+UNREPORTED_INTERVALS: Final = 4
+"""A received handle is reported to its owner only if it is kept for at least this many intervals.
+
+At most twice as many pass before it is reported.
+"""
+_MAX_STEPS: Final = 256
+"""The most changes that are made before the lock is released for other threads."""
+_MIN_SHRUNK_BYTES: Final = 1 << 16
+_TOKENS_AT_ONCE: Final = 256
+
+
+class ReferenceStore:
+    """All references of one worker."""
+
+    calling: Caller
+    """Makes the calls on references. The agent sets it."""
+
+    def __init__(
+        self,
+        counts: ReferenceCounts,
+        executor: Executor,
+        timers: Timers,
+        name_of: Callable[[Worker], str],
+        send_outbox: Callable[[Worker], None],
+        resend: Callable[[Worker], None],
+        record_stacks: bool = False,
+    ) -> None:
+        """Creates a store without references.
+
+        Args:
+            counts: The reference counts of this worker, with empty tables. Only the store calls them.
+            executor: Runs `process`.
+            timers: Schedules `process`.
+            name_of: Returns the name of a worker.
+            send_outbox: Sends the messages in the outbox of a worker.
+            resend: Connects to a worker again, and sends what may have been lost with an earlier connection.
+            record_stacks: Whether handles remember the whole stack of their creation, not only the line.
+        """
+        self.me = counts.me
+        self._executor = executor
+        self._timers = timers
+        self._name_of = name_of
+        self._send_outbox = send_outbox
+        self.resend = resend
+        self.record_stacks = record_stacks
+        self._lock = threading.RLock()  # so that a finalizer that interrupts its thread gets an error, not a deadlock
+        self._counts = counts
+        self._outboxes = Outboxes()
+        self.refusals = Refusals(self.me, name_of)
+        """Counts the messages and requests of other workers that were refused."""
+        self._values: dict[RRefId, Value] = {}
+        self._origins: dict[RRefId, Made] = {}  # where references to own values were created
+        self._handles = HandleTable()
+        self._own_handles: set[HandleRef] = set()
+        self.dropped: deque[HandleRef] = deque()
+        """Handles that were garbage-collected and are not processed yet."""
+        self._refused: list[tuple[RRefId, Value]] = []  # values that will never exist, to be settled without the lock
+        self._released: list[Value | None] = []  # values to release without the lock
+        self._senders: dict[Worker, str] = {}  # text that says which worker sent a handle
+        self._to_report: deque[tuple[RRefId, ForkId]] = deque()
+        self._unreported_before: list[ForkId] = []
+        self._intervals = 0
+        self._is_scheduled = False
+        self.is_ended = False
+        """Whether `clear` was called. Handles that are dropped after it are ignored."""
+        self._is_cut_off = False
+
+    # Workers
+
+    def add_worker(self, worker: Worker) -> None:
+        """Adds a worker that has joined the group. Does nothing after `cut_off`."""
+        with self._lock:
+            if not self._is_cut_off:
+                self._counts.add_worker(worker)
+                self._outboxes.delivery.joined(worker)
+
+    def remove_worker(self, worker: Worker) -> None:
+        """Removes a worker that has left or was lost. Does nothing if it is not there.
+
+        Handles of values that it owned raise `OwnerLost`, and its own handles are not counted any more.
+        """
+        with self._lock:
+            if worker not in self._counts.workers:
+                return
+            self._outboxes.remove_worker(worker)
+            self._senders.pop(worker, None)
+            self.refusals.remove_worker(worker)
+            self._decide(self._counts.remove_worker(worker))
+            # Values that were requested before they were created, and that this worker should have created.
+            awaited = [each for each in self._values if each.creator == worker and each not in self._counts.owned]
+            self._refused += [(reference, self._values.pop(reference)) for reference in awaited]
+        self._act()
+
+    def cut_off(self) -> None:
+        """Removes all other workers, after the group has expelled this one.
+
+        Handles of values that other workers own raise `ExpelledError`.
+        """
+        with self._lock:
+            self._is_cut_off = True
+            for fork, held in list(self._counts.held.items()):
+                self._handles.fail(fork, partial(expelled, held.reference, self._name_of(self.me)))
+            others = [worker for worker in self._counts.workers if worker != self.me]
+        for worker in others:
+            self.remove_worker(worker)
+
+    # Creating
+
+    def own(self, value: Any) -> Handle:
+        """Returns a handle of a value that this worker owns from now on. Raises what `own_later` raises."""
+        there = Value()
+        there.give(value)
+        return self.own_later(there)
+
+    def own_later(self, value: Value) -> Handle:
+        """Returns a handle of a value of this worker that may not exist yet.
+
+        Raises:
+            UsageError: A finalizer called this while its thread was changing the tables.
+        """
+        refuse_in_finalizer(self._lock)
+        made = place_of_caller(self.record_stacks)
+        with self._lock:
+            reference = self._counts.new_reference(self.me)
+            self._decide(self._counts.create_value(reference))
+            self._values[reference] = value
+            self._origins[reference] = made
+            handle = self._new_own_handle(reference, value, made)
+        self._act()
+        return handle
+
+    def share_own(self, reference: RRefId, made: Made) -> Handle:
+        """Returns another handle of a value that this worker owns.
+
+        The caller must make sure that the reference is held by a handle or a fork until this returns.
+
+        Raises:
+            ReferenceRefused: This worker owns no value with that reference.
+        """
+        with self._lock:
+            value = self._values.get(reference)
+            owned = self._counts.owned.get(reference)
+            if value is None or owned is None or owned.refused or not owned.created:
+                self.refusals.add(NOBODY_KNOWN, no_such_reference(reference))
+                raise unknown(reference, self._name_of(self.me))
+            self._counts.add_own_handle(reference)
+            return self._new_own_handle(reference, value, made)
+
+    def create_remote(
+        self,
+        owner: Worker,
+        passed: Sequence[Handle],
+        unacked: UnackedKeep,
+        call_id: int,
+        callee: bytes,
+        payload: bytes,
+        annotations: bytes,
+    ) -> tuple[Handle, int]:
+        """Prepares a remote call: creates its reference and its frame, which the caller must send.
+
+        Args:
+            owner: The worker that will create the value and keep it.
+            passed: The handles in the arguments.
+            unacked: A new one, which receives the frame. If it has a frame afterwards, the frame must be sent, also if
+                this method was interrupted by an exception.
+            call_id: The call id of the reply.
+            callee: The callee as encoded in a frame.
+            payload: The pickled arguments.
+            annotations: The packed annotations; may be empty.
+
+        Returns:
+            The handle of the value, and the number of the frame.
+
+        Raises:
+            WorkerLost: The owner has left the group or was lost.
+            RpcError: A handle cannot be used any more. Then no fork was made.
+            UsageError: A finalizer called this while its thread was changing the tables.
+        """
+        refuse_in_finalizer(self._lock)
+        if passed:
+            check_usable(passed, self)
+        with self._lock:
+            if owner not in self._counts.workers:
+                raise self._lost_error(owner)
+            reference, fork = self._counts.create_remote(owner)
+            references: list[Carried] = []
+            try:
+                handle = Handle(self, reference, fork, None)
+                self._handles[fork] = watch_handle(handle)
+                packed = handle.packed = pack_handle(reference, fork)
+                unacked.reference, unacked.fork = reference, fork
+                if passed:
+                    self._fork_all(passed, owner, references)
+                number = self._outboxes.delivery.next_number(owner)
+                packed_references = pack_references(number, references)
+                unacked.frame = pack_request(call_id, callee, payload, 0, packed, packed_references, annotations)
+                self._outboxes.delivery.send(owner, unacked)
+            except BaseException:  # from a signal handler: no other worker knows the reference yet
+                unacked.frame = b""
+                self._cancel_forks(passed, references)
+                self._handles.pop(fork, None)
+                self._counts.cancel_create(fork)
+                raise
+        return handle, number
+
+    def pass_on(self, handles: Sequence[Handle], to: Worker, via: Connection) -> bytes:
+        """Makes a fork of each handle for a worker. Returns the references as encoded in a frame.
+
+        The caller must send that frame on `via` at once.
+
+        Raises:
+            WorkerLost: The receiver has left the group or was lost.
+            RpcError: A handle cannot be used any more. Then no fork was made.
+            UsageError: A finalizer called this while its thread was changing the tables.
+        """
+        refuse_in_finalizer(self._lock)
+        check_usable(handles, self)
+        with self._lock:
+            if to not in self._counts.workers:
+                raise self._lost_error(to)
+            carried: list[Carried] = []
+            try:
+                self._fork_all(handles, to, carried)
+                number = self._outboxes.delivery.send(to, UnackedReferences(carried, via))
+            except BaseException:  # from a signal handler
+                self._cancel_forks(handles, carried)
+                raise
+        if via.is_lost():  # messages may have been sent again before this one had its number
+            self.resend(to)
+        return pack_references(number, carried)
+
+    def _lost_error(self, worker: Worker) -> WorkerLost:
+        name = self._name_of(worker)
+        return WorkerLost(f"worker {name!r} was lost: nothing can be asked of it any more; use another one", name)
+
+    def _fork_all(self, handles: Sequence[Handle], to: Worker, carried: list[Carried]) -> None:
+        """Makes a fork of each handle. Adds each to `carried` before it is counted, so that it can be cancelled."""
+        counts = self._counts
+        for handle in handles:
+            reference, child = handle.reference, counts.new_fork()
+            carried.append(new_tuple(Carried, (reference, child)))
+            counts.pass_handle(reference, handle.fork, child, to)
+
+    def _cancel_forks(self, handles: Sequence[Handle], carried: Sequence[Carried]) -> None:
+        for handle, (reference, child) in zip(handles, carried, strict=False):
+            self._counts.cancel_pass(reference, handle.fork, child)
+
+    # Receiving
+
+    def receive_references(self, sender: Worker, number: int, carried: Sequence[Carried]) -> list[Handle] | None:
+        """Returns handles of the references in a received frame; None if that frame was received before.
+
+        Args:
+            sender: The worker that sent the frame.
+            number: The number of the frame among those that are acknowledged.
+            carried: The references and forks in the frame.
+
+        Raises:
+            ProtocolError: The sender has no right to pass one of them on.
+        """
+        try:
+            with self._lock:
+                self._owe_acknowledgement(sender)
+                if not self._outboxes.delivery.receive(sender, number):
+                    return None
+                handles = self._receive_all(sender, carried[:_MAX_STEPS])
+            for at in range(_MAX_STEPS, len(carried), _MAX_STEPS):
+                sleep(0)  # so that a thread that waits for the lock gets it
+                with self._lock:
+                    handles += self._receive_all(sender, carried[at : at + _MAX_STEPS])
+            return handles
+        finally:
+            self._act()
+
+    def _owe_acknowledgement(self, sender: Worker) -> None:
+        """Notes that a worker must be sent an acknowledgement. The caller holds the lock.
+
+        That is also done for a message that was received before, because its sender does not know that.
+        """
+        if sender in self._counts.workers:
+            self._outboxes.owed[sender] = None
+
+    def _receive_all(self, sender: Worker, carried: Sequence[Carried]) -> list[Handle]:
+        made = self._senders.get(sender)
+        if made is None:
+            made = self._senders[sender] = f"a message of {self._name_of(sender)!r}"
+        handles = []
+        for each in carried:
+            effects = self._counts.receive_handle(each, sender)
+            handles.append(self._new_handle(each, made))
+            if effects:
+                if type(effects[0]) is RefuseHandle:
+                    self.refusals.add(sender, no_such_reference(each.reference))
+                self._decide(effects)
+        return handles
+
+    def _new_handle(self, carried: Carried, made: Made) -> Handle:
+        reference, fork = carried
+        if reference[0] == self.me:
+            value = self._values.get(reference)
+            if value is None:
+                value = self._values[reference] = Value()
+            return self._new_own_handle(reference, value, made)
+        handle = Handle(self, reference, fork, None, made)
+        self._handles[fork] = watch_handle(handle)
+        return handle
+
+    def _new_own_handle(self, reference: RRefId, value: Value, made: Made) -> Handle:
+        handle = Handle(self, reference, None, value, made)
+        self._own_handles.add(watch_handle(handle))
+        return handle
+
+    def accept_create(
+        self, sender: Worker, number: int, reference: RRefId, fork: ForkId, carried: Sequence[Carried]
+    ) -> tuple[Value, Sequence[Handle]] | None:
+        """Accepts a remote call of another worker.
+
+        Returns the value that is to be set, and handles of the references in the arguments; None if the same frame was
+        received before.
+
+        Raises:
+            ProtocolError: The sender has no right to create that reference, or to pass on one of the others.
+        """
+        delivery = self._outboxes.delivery
+        effects: Sequence[Effect] = ()
+        try:
+            with self._lock:
+                if not delivery.receive(sender, number):
+                    return None
+                if delivery.acknowledgement(sender) > number:
+                    # Later messages arrived first and could not be acknowledged. The reply acknowledges only this one.
+                    self._owe_acknowledgement(sender)
+                    self.work_soon()
+                effects = self._counts.accept_create(sender, reference, fork)
+                value = self._values.get(reference)  # not None if a request for the value came first
+                if value is None:
+                    value = self._values[reference] = Value()
+                self._decide(effects)
+                handles = self._receive_all(sender, carried) if carried else ()
+        finally:  # also after a ProtocolError: the effects so far must be carried out
+            if effects or carried:
+                self._act()
+        return value, handles
+
+    def owe_acknowledgement(self, sender: Worker) -> None:
+        """Has an acknowledgement sent soon, for a remote call without a reply."""
+        with self._lock:
+            self._owe_acknowledgement(sender)
+        self.work_soon()
+
+    def confirm_created(self, owner: Worker, number: int) -> None:
+        """Notes that the owner has replied to a remote call, and so has received the frame of that number.
+
+        Does nothing if the frame was acknowledged before.
+        """
+        with self._lock:
+            unacked = self._outboxes.delivery.taken(owner, number)
+            if isinstance(unacked, UnackedKeep):
+                self._decide(self._counts.confirm_created(unacked.reference, unacked.fork))
+        if self._outboxes.unsent:
+            self.work_soon()
+
+    def receive_control(self, sender: Worker, payload: bytes | memoryview) -> None:
+        """Processes the payload of a CONTROL frame. Raises `ProtocolError` if it cannot be read.
+
+        A message that the sender has no right to send is ignored and counted in `refusals`.
+        """
+        acknowledged, messages = unpack_control(payload)
+        try:
+            with self._lock:
+                for unacked in self._outboxes.delivery.acknowledged(sender, acknowledged):
+                    if isinstance(unacked, UnackedKeep) and unacked.fork in self._counts.held:
+                        self._decide(self._counts.confirm_created(unacked.reference, unacked.fork))
+                if messages:
+                    self._owe_acknowledgement(sender)
+                    self._receive_messages(sender, messages)
+        finally:
+            self._act()
+
+    def _receive_messages(self, sender: Worker, messages: Iterable[tuple[int, Any]]) -> None:
+        outboxes = self._outboxes
+        for number, message in messages:
+            if not outboxes.delivery.receive(sender, number):
+                continue
+            try:
+                effects = self._counts.receive_message(sender, message)
+            except ProtocolError as error:  # nothing was changed: the sender has no right to send this
+                self.refusals.add(sender, error)
+                continue
+            self._decide(effects)
+            if type(message) in ANSWERS:
+                outboxes.asked[sender] = max(0, outboxes.asked.get(sender, 0) - 1)
+
+    # Values
+
+    def value_at(self, callee: bytes, claimant: Callable[[], Worker] | None = None) -> Value:
+        """Returns the value that a request uses.
+
+        Args:
+            callee: The callee of the request, which has the reference after its first byte.
+            claimant: See `find_value`, which also says what is returned if there is no such value.
+
+        Raises:
+            ProtocolError: The callee is too short.
+        """
+        if len(callee) < 1 + HANDLE_SIZE:
+            raise ProtocolError("a request about a reference does not say which")
+        return self.find_value(unpack_handle(callee, 1)[0], claimant)
+
+    def find_value(self, reference: RRefId, claimant: Callable[[], Worker] | None = None) -> Value:
+        """Returns a value that this worker owns, or will own.
+
+        If there is no such value, returns one that raises `ReferenceRefused` at each use.
+
+        Args:
+            reference: The reference of the value.
+            claimant: Returns the number of the worker that requests the value; None if this worker does.
+        """
+        value = self._values.get(reference)
+        if value is not None:
+            return value
+        worker = claimant() if claimant is not None else NO_CLAIMANT
+        with self._lock:
+            value = self._values.get(reference)
+            if value is None and self._counts.may_still_be_created(reference, worker):
+                value = self._values[reference] = Value()
+        if value is None:
+            value = Value()
+            value.refuse(partial(unknown, reference, self._name_of(self.me)))
+            self.refusals.add(worker if claimant is not None else NOBODY_KNOWN, no_such_reference(reference))
+        return value
+
+    # Carrying out effects
+
+    def _decide(self, effects: Iterable[Effect]) -> None:
+        """Carries out effects as far as that is done under the lock, and queues the rest for `_act` and `process`."""
+        for effect in effects:
+            if isinstance(effect, SendMessage):
+                if effect.to in self._counts.workers:
+                    self._outboxes.add(effect.to, effect.message)
+                    if type(effect.message) is ForkRefused:
+                        self.refusals.add(effect.to, no_such_reference(effect.message.reference))
+            elif isinstance(effect, ReleaseValue):
+                self._released.append(self._values.pop(effect.reference, None))
+                self._origins.pop(effect.reference, None)
+            elif isinstance(effect, ConfirmHandle):
+                handle = self._handles.find(effect.fork)
+                if handle is not None:
+                    handle.confirmed = True
+            elif isinstance(effect, OrphanHandle):
+                owner = self._name_of(effect.reference.owner)
+                self._handles.fail(effect.fork, partial(owner_lost, effect.reference, owner))
+            elif effect.fork is not None:
+                self._handles.fail(effect.fork, partial(refused, effect.reference))
+            else:  # keep an error in place of the value until no handle is left
+                value = self._values.setdefault(effect.reference, Value())
+                self._refused.append((effect.reference, value))
+
+    def _act(self) -> None:
+        """Carries out the effects that `_decide` has queued. Called without the lock."""
+        if self._outboxes.unsent or self._outboxes.owed or self._released or self._counts.unreported:
+            self.work_soon()
+        if self._refused:
+            with self._lock:
+                refused_values, self._refused = self._refused, []
+            for reference, value in refused_values:
+                value.refuse(partial(refused, reference))
+
+    def work_soon(self) -> None:
+        """Schedules `process` in a few milliseconds. Takes no lock, because finalizers call it."""
+        if not self._is_scheduled and not self.is_ended:
+            self._is_scheduled = True
+            try:
+                self._timers.schedule(monotonic() + PROCESS_INTERVAL_S, self._submit_process)
+            except BaseException:  # from a signal handler
+                self._is_scheduled = False
+                raise
+
+    def look_for_work(self) -> None:
+        """Schedules `process` if there is work. Takes no lock.
+
+        Ctrl-C may have prevented a finalizer from calling `work_soon`, and acknowledgements may have emptied a large
+        table since `process` ran.
+        """
+        if self._has_work() or self._large_empty_tables():
+            self.work_soon()
+
+    def _submit_process(self) -> None:
+        from farcall.runtime.executor import Task
+
+        self._executor.submit(Task(self.process))
+
+    def process(self) -> None:
+        """Processes dropped handles, reports kept handles to their owners, sends outboxes, and releases values.
+
+        It is not scheduled again while it runs. Otherwise many threads would wait for the lock here when there is a lot
+        to do.
+        """
+        self._is_scheduled = True
+        try:
+            has_more, is_interval = True, True
+            while has_more:
+                with self._lock:
+                    has_more = self._drop_handles()
+                    has_more = self._report_forks(is_interval) or has_more
+                    is_interval = False
+                    self._shrink()
+                    receivers = self._outboxes.receivers()
+                    values, self._released = self._released, []
+                self._act()
+                for worker in receivers:
+                    self._send_outbox(worker)
+                if values:
+                    has_more = True  # they may have contained references
+                    self._is_scheduled = False  # their finalizers may wait for another run of `process`
+                    values.clear()
+                    self._is_scheduled = True
+        finally:
+            self._is_scheduled = False
+            self.look_for_work()
+
+    def _drop_handles(self) -> bool:
+        """Processes some handles that the program has dropped. Returns whether more are left."""
+        dropped, counts = self.dropped, self._counts
+        for _ in range(min(len(dropped), _MAX_STEPS)):
+            entry = dropped.popleft()
+            fork = entry.fork
+            if fork is None:
+                self._own_handles.discard(entry)
+            else:
+                self._handles.pop(fork, None)
+                held = counts.held.get(fork)
+                if held is None or held.dropped:  # refused, lost with its owner, or given up before
+                    continue
+            self._decide(counts.drop_handle(entry.reference, fork))
+        return bool(dropped)
+
+    def _report_forks(self, is_interval: bool) -> bool:
+        """Asks owners to count forks that were kept for some intervals. Returns whether more are left.
+
+        `is_interval` says that an interval has passed since the last call.
+        """
+        due, unreported = self._to_report, self._counts.unreported
+        if is_interval:
+            self._intervals += 1
+            if self._intervals % UNREPORTED_INTERVALS == 0:
+                before, self._unreported_before = self._unreported_before, list(unreported)
+                due.extend((unreported[fork].reference, fork) for fork in before if fork in unreported)
+        for _ in range(min(len(due), _MAX_STEPS)):
+            reference, fork = due.popleft()
+            held = unreported.get(fork)
+            if held is not None and not held.dropped:
+                self._decide(self._counts.report_fork(reference, fork))
+        if not unreported:
+            self._unreported_before = []
+        return bool(due)
+
+    def _shrink(self) -> None:
+        """Frees the memory of tables that were large and are empty."""
+        for table in self._large_empty_tables():
+            table.clear()
+
+    def _large_empty_tables(self) -> list[dict[Any, Any] | set[Any]]:
+        counts = self._counts
+        tables: list[dict[Any, Any] | set[Any]] = [
+            counts.owned, counts.held, counts.unreported, counts.parents, self._handles, self._own_handles,
+            self._values, self._origins,
+        ]  # fmt: skip
+        for link in list(self._outboxes.delivery.links.values()):
+            tables += [link.unacknowledged, link.received.beyond]
+        return [table for table in tables if not table and table.__sizeof__() > _MIN_SHRUNK_BYTES]
+
+    def _has_work(self) -> bool:
+        outboxes = self._outboxes
+        return bool(self.dropped or outboxes.unsent or outboxes.owed or self._released or self._counts.unreported)
+
+    # For the senders of outboxes
+
+    def take_control_frame(self, to: Worker) -> ControlFrame | None:
+        """See `OutboxSource`."""
+        with self._lock:
+            return self._outboxes.take_frame(to)
+
+    def take_unacked(self, to: Worker) -> list[tuple[int, Unacked]]:
+        """See `OutboxSource`."""
+        with self._lock:
+            return self._outboxes.take_unacked(to)
+
+    def take_acknowledgement(self, to: Worker) -> int:
+        """See `OutboxSource`."""
+        with self._lock:
+            return self._outboxes.take_acknowledgement(to)
+
+    def awaits_acknowledgement(self, worker: Worker) -> bool:
+        """Returns whether an acknowledgement or answer is expected from a worker."""
+        with self._lock:
+            return self._outboxes.awaits(worker)
+
+    # Reports
+
+    def inventory(self) -> Inventory:
+        """Returns all references that this worker owns or holds. Calls `process` first."""
+        self.process()
+        with self._lock:
+            return take_inventory(self._counts, self._values, self._origins, self._handles.find, self._name_of)
+
+    def debug_info(self) -> dict[str, str]:
+        """Returns numbers of references, with the names that torch uses."""
+        with self._lock:
+            return count_references(self._counts, self._pending_values())
+
+    def table_sizes(self) -> dict[str, int]:
+        """Returns the number of entries of each table. All are 0 when no reference is left in the group."""
+        with self._lock:
+            counts, links = self._counts, self._outboxes.delivery.links.values()
+            return {
+                "owned": len(counts.owned),
+                "held": len(counts.held),
+                "parents": len(counts.parents),
+                "values": len(self._values),
+                "origins": len(self._origins),
+                "handles": len(self._handles),
+                "dropped": len(self.dropped),
+                "unreported": len(counts.unreported) + len(self._unreported_before),
+                "unsent": len(self._outboxes.unsent),
+                "unacknowledged": sum(len(link.unacknowledged) for link in links),
+                "received out of turn": sum(len(link.received.beyond) for link in links),
+            }
+
+    def messages_sent(self) -> int:
+        """Returns the number of numbered messages that were sent so far."""
+        with self._lock:
+            return self._outboxes.delivery.sent()
+
+    def is_quiet(self) -> bool:
+        """Returns whether there is no work, no unsent or unacknowledged message, and no pending value."""
+        with self._lock:
+            return not self._has_work() and self._outboxes.delivery.is_quiet() and not self._pending_values()
+
+    def _pending_values(self) -> set[RRefId]:
+        return {reference for reference, value in self._values.items() if not value.done()}
+
+    # The end
+
+    def give_up_handles(self, reason: str) -> None:
+        """Releases all handles of values that other workers own. Later uses raise `UsageError` with that reason."""
+        with self._lock:
+            for fork, held in list(self._counts.held.items()):
+                if not held.dropped:
+                    self._handles.fail(fork, partial(UsageError, reason))
+                    self._decide(self._counts.drop_handle(held.reference, fork))
+        self._act()
+
+    def forget(self, reason: str) -> None:
+        """Gives up all handles as `give_up_handles` does, and releases all values.
+
+        Other workers that use these values get `ReferenceRefused`. References are still counted, and new references
+        can be created.
+        """
+        self.give_up_handles(reason)
+        with self._lock:
+            for reference in self._counts.owned:
+                self._released.append(self._values.get(reference))
+                self._values[reference] = gone = Value()
+                gone.refuse(partial(released, reference, self._name_of(self.me)))
+        self.process()
+
+    def clear(self) -> None:
+        """Removes everything and releases all values. Sends no messages. Handles that still exist are ignored."""
+        self.is_ended = True
+        with self._lock:
+            self.dropped.clear()
+            self._to_report.clear()
+            values, self._values = self._values, {}
+            going, self._released = self._released, []
+            self._counts = ReferenceCounts(self.me, self._counts.new_token)
+            unacked = self._outboxes.clear()
+            self._origins.clear()
+            self._handles.clear()
+            self._own_handles.clear()
+        values.clear()
+        going.clear()
+        del unacked
+
+
+class RandomTokens:
+    """Creates random tokens for references, which cannot be guessed. Not safe for several threads at once.
+
+    Getting random bytes from the system is the expensive step, so it gets those of many tokens at once.
+    """
+
+    __slots__ = ("_drawn",)
+
+    def __init__(self) -> None:
+        self._drawn: list[bytes] = []
+
+    def __call__(self) -> bytes:
+        """Returns a new token."""
+        if not self._drawn:
+            block = os.urandom(TOKEN_SIZE * _TOKENS_AT_ONCE)
+            self._drawn = [block[at : at + TOKEN_SIZE] for at in range(0, len(block), TOKEN_SIZE)]
+        return self._drawn.pop()

@@ -1,0 +1,299 @@
+"""Waits until all workers may leave: a graceful shutdown must not end while a call is running on any worker.
+
+An idle worker can be called again by a busy one, so being idle once is not enough. The workers go through rounds. In
+each round a worker waits until it is idle, writes into the store how many calls it has ever made, and waits for the
+numbers of all others. If two rounds in a row have the same sum, no worker made a call between them, and all workers
+were idle when the first round ended. So no call is running, and none can begin. Usually there are two rounds. Each
+worker continues to serve meanwhile.
+
+A lost worker is not waited for, even if it might come back: all workers that know of the loss raise an error that names
+it. The host of the store may be the lost worker, and the store may not answer. So waits on the store check regularly
+whether a worker was lost, and end at most one second after the deadline. An expelled worker waits for nobody: it raises
+an error.
+
+After some seconds, the log says what is being waited for, and when the timeout expires, the error says so. It is normal
+to wait for workers that are busy (a server may call shutdown() at its start, and serve). But a worker for which all
+others wait logs a warning.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+from collections.abc import Mapping
+from contextlib import suppress
+from time import monotonic
+from typing import TYPE_CHECKING, Final, NamedTuple, Protocol
+
+from farcall.errors import RendezvousError, RendezvousTimeoutError, ShutdownError
+from farcall.gate import FOREVER
+from farcall.protocol.ids import WorkerInfo
+
+if TYPE_CHECKING:
+    from farcall.rendezvous import Rendezvous
+
+logger = logging.getLogger("farcall")
+
+SILENCE: Final = 5.0
+"""Seconds after which the log says what is being waited for."""
+_ANSWER: Final = 1.0
+"""Seconds that the store may take to answer after the deadline."""
+_FIRST_PAUSE: Final = 0.5e-3
+_LONGEST_PAUSE: Final = 20e-3
+_WHY_MISSING: Final = "%s has not been called there, or functions still run there"
+
+
+class Occasion(NamedTuple):
+    """Why workers wait for each other: the prefix of their keys in the store, and texts for messages."""
+
+    prefix: str
+    function: str
+    purpose: str
+    giving_up: str
+    afterwards: str
+
+
+_SHUTDOWN: Final = Occasion("shutdown/", "shutdown()", "to shut down", "shut down", "everything is closed here now")
+
+
+class Leaver(Protocol):
+    """The methods of the agent that this module calls."""
+
+    @property
+    def info(self) -> WorkerInfo:
+        """This worker."""
+
+    def is_idle(self) -> bool:
+        """Returns whether no function runs here for others, and no reply or acknowledgement is expected."""
+
+    def busy_report(self) -> str:
+        """Returns text that says why this worker is not idle."""
+
+    def calls_started(self) -> int:
+        """Returns the number of calls that this worker has made so far."""
+
+    def everybody(self) -> list[tuple[WorkerInfo, bool]]:
+        """Returns all workers of the group, sorted by rank, each with whether it has left or was lost."""
+
+    def lost(self) -> list[str]:
+        """Returns the names of the workers that were lost; not of those that left in order."""
+
+    def is_expelled(self) -> bool:
+        """Returns whether the group has declared this worker lost."""
+
+
+def deadline_of(timeout: float) -> float:
+    """Returns the time on the monotonic clock when the timeout expires; `FOREVER` if the timeout is 0."""
+    return monotonic() + timeout if timeout else FOREVER
+
+
+def wait_for_everybody(leaver: Leaver, rendezvous: Rendezvous, deadline: float, occasion: Occasion = _SHUTDOWN) -> None:
+    """Waits until no call is running on any worker of the group.
+
+    Raises:
+        ShutdownError: The deadline has passed, a worker was lost, or this worker was expelled. If a worker was lost,
+            the error is raised when this worker is idle, and names the lost worker.
+    """
+    before = None
+    number = 0
+    while True:
+        prefix = f"{occasion.prefix}{number}/"
+        _wait_until_idle(leaver, rendezvous, prefix, deadline, occasion)
+        _refuse_if_lost(leaver, occasion)
+        try:
+            total = _sum_call_counts(leaver, rendezvous, prefix, deadline, occasion)
+        except ShutdownError:
+            finish_what_has_begun(leaver, deadline)
+            raise
+        if total == before:
+            return
+        before = total
+        number += 1
+
+
+def confirm_leave(leaver: Leaver, rendezvous: Rendezvous, deadline: float) -> None:
+    """Confirms that `wait_for_everybody` has returned here, and waits until all workers have confirmed it.
+
+    After that, no worker takes the end of a connection for the loss of a worker. Raises `ShutdownError` as
+    `wait_for_everybody` does.
+    """
+    _sum_call_counts(leaver, rendezvous, "farewell/", deadline)
+
+
+def wait_at_barrier(leaver: Leaver, rendezvous: Rendezvous, deadline: float, occasion: Occasion) -> None:
+    """Waits until all workers have called this with the same occasion, whether they are idle or not.
+
+    Raises `ShutdownError` as `wait_for_everybody` does.
+    """
+    _refuse_if_lost(leaver, occasion)
+    _sum_call_counts(leaver, rendezvous, occasion.prefix, deadline, occasion)
+
+
+def finish_what_has_begun(leaver: Leaver, deadline: float) -> None:
+    """Waits until this worker is idle or the deadline has passed. Raises nothing.
+
+    For the case that a worker was lost: the others are not waited for, but functions that run here should end.
+    """
+    with suppress(ShutdownError):
+        wait_until_idle(leaver, deadline)
+
+
+def wait_until_idle(leaver: Leaver, deadline: float) -> None:
+    """Waits until this worker is idle, whatever the others do.
+
+    Raises:
+        ShutdownError: The deadline has passed, or this worker was expelled.
+    """
+    _wait_until_idle(leaver, None, "", deadline)
+
+
+def _wait_until_idle(
+    leaver: Leaver, rendezvous: Rendezvous | None, prefix: str, deadline: float, occasion: Occasion = _SHUTDOWN
+) -> None:
+    pause = _FIRST_PAUSE
+    never = threading.Event()
+    warn_at = monotonic() + SILENCE
+    while True:
+        _refuse_if_expelled(leaver, occasion)
+        if leaver.is_idle():
+            return
+        now = monotonic()
+        if now >= deadline:
+            raise ShutdownError(
+                f"worker {leaver.info.name!r} {occasion.giving_up} while calls were still under way here: "
+                f"{leaver.busy_report()}; {occasion.afterwards}. A call counts until its function has ended, though "
+                "its caller may have given up. Wait for your futures first, or give shutdown a longer timeout"
+            )
+        if now >= warn_at:
+            warn_at = now + SILENCE
+            if rendezvous is None or _all_others_wait(rendezvous, prefix):
+                warn_at = FOREVER
+                logger.warning(
+                    "worker %r waits in %s for: %s", leaver.info.name, occasion.function, leaver.busy_report()
+                )
+        never.wait(pause)
+        pause = min(2 * pause, _LONGEST_PAUSE)
+
+
+def _refuse_if_expelled(leaver: Leaver, occasion: Occasion) -> None:
+    if leaver.is_expelled():
+        raise ShutdownError(
+            f"worker {leaver.info.name!r} was taken for dead by its group, and had nobody to wait for; "
+            f"{occasion.afterwards}. After its shutdown, init_rpc() joins again"
+        )
+
+
+def _all_others_wait(rendezvous: Rendezvous, prefix: str) -> bool:
+    assert rendezvous.world_size is not None  # an open group has no fixed set of workers to wait for
+    others = rendezvous.world_size - 1
+    try:
+        with rendezvous.store.within(_ANSWER):
+            return not others or len(rendezvous.store.collect(prefix, others, 0.0)) >= others
+    except RendezvousError:
+        return False
+
+
+def _refuse_if_lost(leaver: Leaver, occasion: Occasion) -> None:
+    if lost := leaver.lost():
+        raise _lost_before(leaver, sorted(lost), occasion)
+
+
+def _lost_before(leaver: Leaver, lost: list[str], occasion: Occasion) -> ShutdownError:
+    happened = "was lost before it came" if len(lost) == 1 else "were lost before they came"
+    return ShutdownError(
+        f"worker {leaver.info.name!r} waited for the others {occasion.purpose}, but {_listed(lost)} {happened}; "
+        f"{occasion.afterwards}"
+    )
+
+
+def _listed(names: list[str]) -> str:
+    return ", ".join(map(repr, names))
+
+
+def _sum_call_counts(
+    leaver: Leaver, rendezvous: Rendezvous, prefix: str, deadline: float, occasion: Occasion = _SHUTDOWN
+) -> int:
+    """Writes the number of calls of this worker into the store, waits for those of all others, and returns the sum."""
+    own = f"{prefix}{leaver.info.id}"
+    try:
+        _write_call_count(leaver, rendezvous, own, deadline, occasion)
+        counts = _collect(leaver, rendezvous, prefix, deadline, occasion)
+    except RendezvousError as error:
+        if isinstance(error, RendezvousTimeoutError) and own in error.present:
+            raise ShutdownError(
+                f"worker {leaver.info.name!r} waited for the others {occasion.purpose}, but "
+                f"{_listed(_missing(leaver, prefix, error))} did not come in time "
+                f"({_WHY_MISSING % occasion.function}); {occasion.afterwards}"
+            ) from None
+        lost = ", ".join(
+            repr(info.name) for info, gone in leaver.everybody() if gone and repr(info.name) not in str(error)
+        )
+        raise ShutdownError(
+            f"worker {leaver.info.name!r} could not wait for the others {occasion.purpose}: {error}; "
+            f"{f'lost: {lost}; ' if lost else ''}{occasion.afterwards}"
+        ) from None
+    return sum(int(value) for value in counts.values())
+
+
+def _write_call_count(leaver: Leaver, rendezvous: Rendezvous, key: str, deadline: float, occasion: Occasion) -> None:
+    """Writes the number of calls of this worker into the store.
+
+    Tries again until the deadline while the store does not answer: its host may be stopped for a while without being
+    lost. Raises `RendezvousTimeoutError` after the deadline, and `RendezvousError` if the store fails.
+    """
+    value = str(leaver.calls_started()).encode()
+    has_logged = False
+    while True:
+        seconds = max(0.0, deadline - monotonic())
+        try:
+            with rendezvous.store.within(min(seconds, SILENCE) + _ANSWER):
+                rendezvous.store.set(key, value)
+            return
+        except RendezvousTimeoutError as error:
+            if seconds <= SILENCE:
+                raise
+            if not has_logged:
+                has_logged = True
+                logger.warning("worker %r waits in %s: %s", leaver.info.name, occasion.function, error)
+
+
+def _collect(
+    leaver: Leaver, rendezvous: Rendezvous, prefix: str, deadline: float, occasion: Occasion
+) -> Mapping[str, bytes]:
+    """Waits for the numbers of all workers in the store, and returns them by key.
+
+    Checks every few seconds whether a missing worker was lost: if its process is stopped, the store does not notice.
+
+    Raises:
+        ShutdownError: A missing worker was lost, or this worker was expelled.
+        RendezvousTimeoutError: The deadline has passed.
+        RendezvousError: The store failed.
+    """
+    assert rendezvous.world_size is not None
+    has_logged = False
+    while True:
+        seconds = max(0.0, deadline - monotonic())
+        timeout = min(seconds, SILENCE)
+        try:
+            with rendezvous.store.within(timeout + _ANSWER):
+                return rendezvous.store.collect(prefix, rendezvous.world_size, timeout)
+        except RendezvousTimeoutError as error:
+            _refuse_if_expelled(leaver, occasion)
+            lost = _missing(leaver, prefix, error, only_lost=True)
+            if lost:
+                raise _lost_before(leaver, lost, occasion) from None
+            if seconds <= SILENCE:
+                raise
+            if not has_logged:
+                has_logged = True
+                name, function = leaver.info.name, occasion.function
+                if f"{prefix}{leaver.info.id}" in error.present:
+                    missing, why = _listed(_missing(leaver, prefix, error)), _WHY_MISSING % function
+                    logger.info("worker %r waits in %s for %s: %s", name, function, missing, why)
+                else:
+                    logger.warning("worker %r waits in %s: %s", name, function, error)
+
+
+def _missing(leaver: Leaver, prefix: str, error: RendezvousTimeoutError, only_lost: bool = False) -> list[str]:
+    came = {int(key.removeprefix(prefix)) for key in error.present if key.startswith(prefix)}
+    return [info.name for info, gone in leaver.everybody() if info.id not in came and gone >= only_lost]

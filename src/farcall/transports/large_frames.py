@@ -1,0 +1,257 @@
+"""Large frames: how a link splits them into chunks, and how the other end assembles them.
+
+A link marks some of its frames as *internal*: they are for the link at the other end, not for its user. These are the
+internal frames for large frames. All numbers are little-endian.
+
+    INLINE   1 type, 1 unused, 2 number of buffers, 4 size of the frame, 8 size of each buffer; then frame and buffers
+    ANNOUNCE 1 type, 1 flag, 2 number of buffers, 4 id, 8 size of the frame, 8 size of each buffer. With the flag, the
+             buffers belong to a frame whose segment the receiver could not open (`shm_buffers`), and the number of
+             that segment is in place of the size of the frame
+    CHUNK    1 type, 3 unused, 4 id; then the next bytes of the frame and its buffers. A chunk ends where the frame or
+             a buffer ends, at the latest
+
+An announced frame is sent in chunks, so that other frames can be sent in between. Each direction of a link has its own
+ids, which are increasing numbers.
+"""
+
+from __future__ import annotations
+
+import struct
+from collections.abc import Callable, Iterator, Sequence
+from typing import Final
+
+from farcall.errors import ProtocolError
+from farcall.transports.base import Buffer, Frame
+
+INLINE: Final = 1
+ANNOUNCE: Final = 2
+CHUNK: Final = 3
+
+MAX_BUFFERS: Final = 0xFFFF
+_MAX_UNFINISHED: Final = 4096
+"""The most frames that the other end may have announced and not completed."""
+
+_HEADER: Final = struct.Struct("<BBHI")
+_CHUNK_HEADER: Final = struct.Struct("<BxxxI")
+CHUNK_HEADER_SIZE: Final = _CHUNK_HEADER.size
+_FRAME_SIZE: Final = struct.Struct("<Q")
+
+
+def sizes_of(buffers: Sequence[memoryview]) -> bytes:
+    """Returns the sizes of the buffers as encoded in a header.
+
+    Raises:
+        ValueError: There are more than `MAX_BUFFERS`.
+    """
+    if len(buffers) > MAX_BUFFERS:
+        raise ValueError(f"a frame has {len(buffers)} buffers; at most {MAX_BUFFERS} are allowed")
+    return struct.pack(f"<{len(buffers)}Q", *[buffer.nbytes for buffer in buffers])
+
+
+def unpack_sizes(header: Buffer, at: int, count: int) -> tuple[int, ...]:
+    """Returns `count` sizes at offset `at` of a header. Raises `ProtocolError` if the header is too short."""
+    if len(header) < at + 8 * count:
+        raise ProtocolError("the other end sent a header that is too short")
+    return struct.unpack_from(f"<{count}Q", header, at)
+
+
+def pack_inline(frame: bytes, buffers: Sequence[memoryview]) -> bytes:
+    """Returns the header of a frame that is sent with its buffers in one piece.
+
+    Raises `ValueError` if there are more than `MAX_BUFFERS` buffers.
+    """
+    sizes = sizes_of(buffers)
+    return _HEADER.pack(INLINE, 0, len(buffers), len(frame)) + sizes
+
+
+def unpack_inline(data: bytes, max_frame_size: int) -> Frame:
+    """Returns the frame and its buffers. The buffers are copies, so that they are writable.
+
+    Raises:
+        ProtocolError: The frame is larger than `max_frame_size` with its buffers, or cannot be read.
+    """
+    _, _, count, frame_size = _unpack(_HEADER, data)
+    sizes = unpack_sizes(data, _HEADER.size, count)
+    check_size(frame_size + sum(sizes), max_frame_size)
+    at = _HEADER.size + 8 * count
+    if len(data) != at + frame_size + sum(sizes):
+        raise ProtocolError("the other end sent a frame whose sizes do not add up")
+    view = memoryview(data)
+    frame = data[at : at + frame_size]
+    at += frame_size
+    buffers = []
+    for size in sizes:
+        buffers.append(memoryview(bytearray(view[at : at + size])))
+        at += size
+    return frame, buffers
+
+
+def pack_announcement(number: int, frame: Buffer, buffers: Sequence[memoryview]) -> bytes:
+    """Returns the internal frame that announces a frame which follows in chunks.
+
+    Raises `ValueError` if there are more than `MAX_BUFFERS` buffers.
+    """
+    sizes = sizes_of(buffers)
+    return _HEADER.pack(ANNOUNCE, 0, len(buffers), number) + _FRAME_SIZE.pack(len(frame)) + sizes
+
+
+def pack_supply(number: int, segment: int, buffers: Sequence[memoryview]) -> bytes:
+    """Returns the internal frame that announces the buffers of a segment that the receiver could not open.
+
+    Raises `ValueError` if there are more than `MAX_BUFFERS` buffers.
+    """
+    sizes = sizes_of(buffers)
+    return _HEADER.pack(ANNOUNCE, 1, len(buffers), number) + _FRAME_SIZE.pack(segment) + sizes
+
+
+def pack_chunk_header(number: int) -> bytes:
+    """Returns the header of a chunk of the frame with this id."""
+    return _CHUNK_HEADER.pack(CHUNK, number)
+
+
+def chunks_of(frame: Buffer, buffers: Sequence[memoryview], max_bytes: int) -> Iterator[memoryview]:
+    """Yields the bytes of a frame and its buffers in pieces of at most `max_bytes`. Yields nothing for empty ones."""
+    for piece in (memoryview(frame), *buffers):
+        view = piece.cast("B") if piece.nbytes else piece
+        for begin in range(0, view.nbytes, max_bytes):
+            yield view[begin : begin + max_bytes]
+
+
+class Assembler:
+    """Assembles the large frames of one direction of a link."""
+
+    def __init__(
+        self,
+        new_buffer: Callable[[int], memoryview],
+        max_frame_size: int,
+        complete: Callable[[int, Sequence[memoryview]], Frame] | None = None,
+    ) -> None:
+        """Creates an assembler without frames.
+
+        Args:
+            new_buffer: Returns memory of a given size, which the kernel allocates only where it is written.
+            max_frame_size: The most bytes of a frame with its buffers.
+            complete: Given the number of a segment and the buffers in it, returns the frame that they belong to. None
+                if the link does not use shared memory.
+        """
+        self._new_buffer = new_buffer
+        self._max_frame_size = max_frame_size
+        self._complete = complete
+        self._unfinished: dict[int, _LargeFrame] = {}
+
+    def announce(self, data: bytes) -> Frame | None:
+        """Starts to assemble an announced frame. Returns the frame if it is empty, so that no chunk follows; else None.
+
+        Raises:
+            ProtocolError: The frame is too large, its id is in use, or the announcement cannot be read.
+        """
+        _, is_supply, count, number = _unpack(_HEADER, data)
+        frame_size, *sizes = unpack_sizes(data, _HEADER.size, count + 1)
+        segment = None
+        if is_supply:
+            frame_size, segment = 0, frame_size
+        check_size(frame_size + sum(sizes), self._max_frame_size)
+        if number in self._unfinished or len(self._unfinished) >= _MAX_UNFINISHED:
+            raise ProtocolError(f"the other end announced frame {number} twice, or too many frames at once")
+        large = _LargeFrame((frame_size, *sizes), segment, self._new_buffer)
+        if large.space is None:
+            return self._finish(large)
+        self._unfinished[number] = large
+        return None
+
+    def space_for(self, header: Buffer, size: int) -> memoryview:
+        """Returns the memory into which `size` bytes of the chunk with that header must be received.
+
+        The caller must call `fill` afterwards.
+
+        Raises:
+            ProtocolError: No such frame was announced, or the chunk is empty or larger than the rest of its buffer.
+        """
+        large = self._find(header)
+        if large.space is None or not 0 < size <= large.space.nbytes:
+            raise ProtocolError(f"the other end sent a chunk of {size} bytes that does not fit into its frame")
+        return large.space[:size]
+
+    def fill(self, header: Buffer, size: int) -> Frame | None:
+        """Notes that `size` bytes of a chunk were received. Returns the frame if it is complete; else None.
+
+        Raises `ProtocolError` if no such frame was announced.
+        """
+        large = self._find(header)
+        large.advance(size)
+        if large.space is not None:
+            return None
+        _, number = _unpack(_CHUNK_HEADER, header)
+        del self._unfinished[number]
+        return self._finish(large)
+
+    def _finish(self, large: _LargeFrame) -> Frame:
+        if large.segment is None:
+            return large.frame()
+        if self._complete is None:
+            raise ProtocolError("the other end sent buffers that were not asked for")
+        return self._complete(large.segment, large.frame()[1])
+
+    def add_chunk(self, data: bytes) -> Frame | None:
+        """Adds a chunk, with its header. Returns the frame if it is complete; else None.
+
+        Raises `ProtocolError` if no such frame was announced, or the chunk does not fit.
+        """
+        size = len(data) - CHUNK_HEADER_SIZE
+        self.space_for(data, size)[:] = memoryview(data)[CHUNK_HEADER_SIZE:]
+        return self.fill(data, size)
+
+    def _find(self, header: Buffer) -> _LargeFrame:
+        _, number = _unpack(_CHUNK_HEADER, header)
+        large = self._unfinished.get(number)
+        if large is None:
+            raise ProtocolError(f"the other end sent a chunk of frame {number}, which it has not announced")
+        return large
+
+
+class _LargeFrame:
+    """A frame that is being received, each of its buffers into memory of its own."""
+
+    __slots__ = ("_new_buffer", "_parts", "_sizes", "segment", "space")
+
+    def __init__(self, sizes: Sequence[int], segment: int | None, new_buffer: Callable[[int], memoryview]) -> None:
+        self._sizes = sizes
+        self.segment = segment
+        self._new_buffer = new_buffer
+        self._parts: list[memoryview] = []
+        self.space: memoryview | None = self._next_space()
+        """The memory for the next bytes, up to the end of the frame or a buffer. None if the frame is complete."""
+
+    def _next_space(self) -> memoryview | None:
+        # One buffer after the other: memory is taken as bytes arrive, not when they are announced.
+        while len(self._parts) < len(self._sizes):
+            try:
+                part = self._new_buffer(self._sizes[len(self._parts)])
+            except MemoryError as error:
+                raise ProtocolError(str(error)) from None
+            self._parts.append(part)
+            if part.nbytes:
+                return part
+        return None
+
+    def advance(self, count: int) -> None:
+        assert self.space is not None
+        self.space = self.space[count:] if count < self.space.nbytes else self._next_space()
+
+    def frame(self) -> Frame:
+        # A view, because copying a large pickle would take time.
+        return self._parts[0].toreadonly(), self._parts[1:]  # type: ignore[return-value]
+
+
+def check_size(size: int, limit: int) -> None:
+    """Raises `ProtocolError` if the size of a frame exceeds the limit."""
+    if size > limit:
+        raise ProtocolError(
+            f"the other end sent a frame of {size:,} bytes; this worker takes {limit:,} at most (max_message_size)"
+        )
+
+
+def _unpack(layout: struct.Struct, data: Buffer) -> tuple[int, ...]:
+    if len(data) < layout.size:
+        raise ProtocolError("the other end sent a header that is too short")
+    return layout.unpack_from(data)

@@ -1,0 +1,364 @@
+"""The poller: waits for events on many links, for the leader of an executor and for its standby thread.
+
+One thread, the *leader*, calls `wait` and then the handlers that it returns. While the leader runs user code it cannot
+read links. So it calls `run` before, and from then on a frame that arrives wakes a second thread, the *standby* thread.
+If no frame arrives, that costs nothing: a call that returns at once wakes no thread and makes no system call.
+
+Which thread is woken
+- A link with a ring: the ring says what our leader is doing. The process that writes into the ring signals one of two
+  events: the leader's event if the leader sleeps, or the standby thread's event if it runs user code
+  (`_native/ring.h`).
+- A socket that carries frames is in the leader's epoll. While the leader runs user code, it is also in the standby
+  thread's epoll (`_arm_standby`). If it were always in both, each frame would wake two threads.
+- A socket that only reports hang-ups or new connections is always in both, because these events are rare.
+- A link that is watched while the leader runs user code: the other end does not know that it must wake the standby
+  thread, so `watch` wakes it (`_is_running`).
+
+The other ends of links with rings have our events as descriptors. A faulty one could read an event, and so remove a
+wake-up for another link. So no sleep is longer than a second (`MAX_SLEEP_S`; `_native` does the same for the leader).
+
+Without the C extension there are no rings. Then `_PlainWaiter` is used, which spins for a short, fixed time on epoll.
+
+Any thread may call any method, but only the leader calls `wait`, and only the standby thread `stand_by`.
+"""
+
+from __future__ import annotations
+
+import os
+import select
+import threading
+from collections.abc import Callable
+from time import monotonic
+from typing import Any, Final, NamedTuple, Protocol, TypeAlias
+
+from farcall._native import rings
+from farcall.transports.base import Link
+
+Handler: TypeAlias = Callable[[], None]
+
+_READ: Final = select.EPOLLIN | select.EPOLLRDHUP
+_HANG_UP: Final = select.EPOLLRDHUP
+_ALWAYS: Final = select.EPOLLHUP | select.EPOLLERR
+"""Events that the kernel always reports."""
+_MAX_SPIN_S: Final = 100e-6
+MAX_SLEEP_S: Final = 1.0
+"""How long the standby thread sleeps at most before it checks whether it is needed."""
+
+
+class Pollable(Protocol):
+    """An object with a file descriptor."""
+
+    def fileno(self) -> int:
+        """Returns the descriptor. Raises `OSError` if the object is closed."""
+
+
+class _Entry(NamedTuple):
+    """What is watched on one descriptor, and for which events."""
+
+    link: Any
+    handler: Handler
+    events: int
+
+
+class Poller:
+    """The links, listeners and events that one worker waits for."""
+
+    def __init__(self, spin_s: float, use_rings: bool = True) -> None:
+        """Creates a poller without links.
+
+        Args:
+            spin_s: Seconds for which `wait` spins before it sleeps, at most 0.1 ms; 0 to sleep at once.
+            use_rings: Whether links may have rings. Has no effect without the C extension.
+        """
+        self.leader_event = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
+        """An eventfd that wakes the leader. The other end of each link with a ring gets it."""
+        self.standby_event = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
+        """An eventfd that wakes the standby thread. The other end of each link with a ring gets it."""
+        self._epoll = select.epoll()  # of the leader
+        self._standby_epoll = select.epoll()
+        self._rare = select.epoll()  # sockets that report hang-ups and connections; always in the standby epoll
+        self._streams = select.epoll()  # sockets with frames; in the standby epoll while the leader is busy
+        self._standby_epoll.register(self.standby_event, select.EPOLLIN)
+        self._standby_epoll.register(self._rare.fileno(), select.EPOLLIN)
+        self._standby_epoll.register(self._streams.fileno(), 0)
+        self.has_rings = use_rings and rings is not None
+        """Whether links may have rings."""
+        self._waiter: Any
+        if self.has_rings:
+            self._waiter = rings.Waiter(self._epoll.fileno(), self.leader_event, self.standby_event, spin_s)
+        else:
+            self._waiter = _PlainWaiter(self._epoll, self.leader_event, self.standby_event, spin_s)
+        self._lock = threading.RLock()
+        self._entries: dict[int, _Entry] = {}  # by descriptor
+        self._ring_handlers: dict[Any, Handler] = {}  # by RingPair
+        self._stream_count = 0
+        self._is_armed = False
+        self._is_running = False  # the leader runs user code, or waits for a call of its own
+        self._unsent: dict[Link, None] = {}  # links whose ring is full
+        self._awaiting_room: set[Any] = set()  # links whose socket is full
+        self._is_closed = False
+
+    # Watching
+
+    def watch(self, link: Link, handler: Handler) -> None:
+        """Has the leader call the handler whenever frames arrive on the link, or the other end closes it.
+
+        Replaces an earlier handler of the link. Raises `OSError` if the link is closed.
+        """
+        with self._lock:
+            ring = getattr(link, "ring", None)
+            if ring is None:
+                self._register(link, handler, _READ)
+            else:
+                self._register(link, handler, _HANG_UP)
+                self._ring_handlers[ring] = handler
+                self._waiter.watch(tuple(self._ring_handlers))
+        # `run` sets the flag before it reads what is watched; so this reads the flag after it has registered.
+        if self._is_running:
+            self.wake_standby()
+        else:
+            self.wake()
+
+    def watch_hang_up(self, link: Link, handler: Handler) -> None:
+        """Has the leader call the handler only when the other end closes the link: another thread reads its frames.
+
+        Replaces an earlier handler of the link. Raises `OSError` if the link is closed.
+        """
+        with self._lock:
+            self._forget_ring(link)
+            self._register(link, handler, _HANG_UP)
+
+    def watch_listener(self, listener: Pollable, handler: Handler) -> None:
+        """Has the leader call the handler whenever a link can be accepted. Raises `OSError` if closed."""
+        with self._lock:
+            self._register(listener, handler, select.EPOLLIN)
+
+    def note_ring(self, link: Link) -> None:
+        """Updates the registration of a link that now has a ring. Does nothing if its frames are not watched."""
+        with self._lock:
+            entry = self._entries.get(link.fileno())
+            if entry is not None and entry.link is link and entry.events & select.EPOLLIN:
+                self.watch(link, entry.handler)
+
+    def unwatch(self, source: Pollable) -> None:
+        """Removes the handler of a link or listener. To be called before that is closed. May be called twice."""
+        with self._lock:
+            self._forget_ring(source)
+            self._unsent.pop(source, None)  # type: ignore[call-overload]
+            self._awaiting_room.discard(source)
+            try:
+                descriptor = source.fileno()
+            except OSError:  # closed by another thread; its number may soon belong to a new link
+                descriptor = next((each for each, entry in self._entries.items() if entry.link is source), -1)
+            entry = self._entries.get(descriptor)
+            if entry is not None and entry.link is source:
+                del self._entries[descriptor]
+                self._unregister(descriptor, entry.events)
+
+    def _forget_ring(self, link: Any) -> None:
+        ring = getattr(link, "ring", None)
+        if ring is not None and self._ring_handlers.pop(ring, None) is not None:
+            self._waiter.watch(tuple(self._ring_handlers))
+            ring.unwatch()
+
+    def _register(self, source: Any, handler: Handler, events: int) -> None:
+        descriptor = source.fileno()
+        if source in self._awaiting_room:
+            events |= select.EPOLLOUT
+        before = self._entries.get(descriptor)
+        # Replace the entry in one step, because the leader reads it without the lock.
+        self._entries[descriptor] = _Entry(source, handler, events)
+        if before is not None:
+            if before.events == events and before.link is source:
+                return
+            self._unregister(descriptor, before.events)
+        self._epoll.register(descriptor, events)
+        self._standby_home(events).register(descriptor, events)
+        self._stream_count += _is_stream(events)
+
+    def _unregister(self, descriptor: int, events: int) -> None:
+        if self._is_closed:
+            return
+        for epoll in (self._epoll, self._standby_home(events)):
+            try:
+                epoll.unregister(descriptor)
+            except FileNotFoundError:
+                pass  # it was closed, and the number belongs to another socket now
+        self._stream_count -= _is_stream(events)
+
+    def _standby_home(self, events: int) -> select.epoll:
+        """Returns the epoll of the standby thread for a descriptor that is watched for these events."""
+        return self._streams if _is_stream(events) else self._rare
+
+    def await_room(self, link: Link, is_waiting: bool) -> None:
+        """Called by links: with `is_waiting`, has the leader call `link.flush` when there is room; else stops that.
+
+        Raises `OSError` if the link is closed.
+        """
+        with self._lock:
+            if getattr(link, "ring", None) is not None:
+                if is_waiting:
+                    self._unsent[link] = None
+                else:
+                    self._unsent.pop(link, None)
+                return
+            if is_waiting:
+                self._awaiting_room.add(link)
+            else:
+                self._awaiting_room.discard(link)
+            descriptor = link.fileno()
+            entry = self._entries.get(descriptor)
+            if entry is None or entry.link is not link:
+                return  # `_register` adds the event when the link is watched
+            events = entry.events | select.EPOLLOUT if is_waiting else entry.events & ~select.EPOLLOUT
+            if events != entry.events:
+                self._entries[descriptor] = _Entry(link, entry.handler, events)
+                self._epoll.modify(descriptor, events)
+                self._standby_home(events).modify(descriptor, events)
+
+    # Waiting
+
+    def wait(self, seconds: float | None) -> list[Handler]:
+        """Waits until there are events, or `seconds` have passed (None for no limit). Returns the handlers to call.
+
+        Only for the leader. Returns early after `wake`, perhaps with an empty list. Raises what signal handlers raise.
+        """
+        self._is_running = False
+        if self._is_armed:
+            self._arm_standby(False)
+        ready = self._waiter.wait(seconds)
+        handlers = []
+        entries, ring_handlers = self._entries, self._ring_handlers
+        for source in ready:
+            if type(source) is tuple:
+                descriptor, events = source
+                entry = entries.get(descriptor)
+                # The events that are watched may have changed since this event.
+                if entry is not None and events & (entry.events | _ALWAYS):
+                    if entry.events & select.EPOLLOUT:
+                        handlers.append(_flusher(entry.link))
+                    handlers.append(entry.handler)
+            elif (handler := ring_handlers.get(source)) is not None:
+                handlers.append(handler)
+        if self._unsent:
+            handlers += [_flusher(link) for link in list(self._unsent)]
+        return handlers
+
+    def wake(self) -> None:
+        """Makes the leader return from `wait`, or from its next one."""
+        os.eventfd_write(self.leader_event, 1)
+
+    def run(self, has_more: bool) -> None:
+        """Called by the leader before it runs user code. From now on, frames that arrive wake the standby thread.
+
+        Args:
+            has_more: Whether more requests are queued. Then the standby thread is woken at once.
+        """
+        self._is_running = True
+        self._waiter.run(has_more, False)
+        if self._stream_count and not self._is_armed:
+            self._arm_standby(True)
+
+    def block(self, has_more: bool) -> None:
+        """Called by the leader when its function waits for a call of its own, and gives up the lead. See `run`."""
+        self._is_running = True
+        self._waiter.run(has_more, True)
+        if self._stream_count and not self._is_armed:
+            self._arm_standby(True)
+
+    def _arm_standby(self, is_armed: bool) -> None:
+        self._is_armed = is_armed
+        events = select.EPOLLIN | select.EPOLLONESHOT if is_armed else 0
+        self._standby_epoll.modify(self._streams.fileno(), events)
+
+    def stand_by(self) -> None:
+        """Waits until this thread may be needed, at most `MAX_SLEEP_S`. Only for the standby thread."""
+        self._standby_epoll.poll(MAX_SLEEP_S)
+        self._is_armed = False  # a socket event has disarmed it: the leader must arm it for its next function
+        try:
+            os.eventfd_read(self.standby_event)
+        except BlockingIOError:
+            pass
+
+    def clear_alert(self) -> None:
+        """Called by the standby thread before it checks for work: later frames wake it again."""
+        self._waiter.clear_alert()
+
+    def has_rare_events(self) -> bool:
+        """Returns whether there are connections or hang-ups that the leader has not handled yet."""
+        return bool(self._rare.poll(0))
+
+    def wake_standby(self) -> None:
+        """Makes the standby thread return from `stand_by`, or from its next one."""
+        os.eventfd_write(self.standby_event, 1)
+
+    # The end
+
+    def close(self) -> None:
+        """Closes the descriptors. No thread may be in `wait` or `stand_by`. May be called twice."""
+        with self._lock:
+            if self._is_closed:
+                return
+            self._is_closed = True
+            self._entries.clear()
+            self._ring_handlers.clear()
+            self._unsent.clear()
+            self._awaiting_room.clear()
+            self._waiter.watch(())
+            for epoll in (self._epoll, self._standby_epoll, self._rare, self._streams):
+                epoll.close()
+            os.close(self.leader_event)
+            os.close(self.standby_event)
+
+    def abandon(self) -> None:
+        """In a forked child: closes the descriptors here. The parent's poller continues to work."""
+        self._lock = threading.RLock()
+        self.close()
+
+
+def _is_stream(events: int) -> bool:
+    """Returns whether a descriptor that is watched for these events carries frames."""
+    return events & _READ == _READ
+
+
+def _flusher(link: Link) -> Handler:
+    def flush() -> None:
+        try:
+            link.flush()
+        except ConnectionError:
+            pass  # the thread that reads the link gets the same error
+
+    return flush
+
+
+class _PlainWaiter:
+    """Replaces `_native.rings.Waiter` without rings: spins on epoll for a short time, then sleeps."""
+
+    def __init__(self, epoll: select.epoll, leader_event: int, standby_event: int, spin_s: float) -> None:
+        self._epoll = epoll
+        self._leader_event = leader_event
+        self._standby_event = standby_event
+        self._spin_s = min(spin_s, _MAX_SPIN_S)
+        self._is_alerted = False
+        self._epoll.register(leader_event, select.EPOLLIN | select.EPOLLET)
+
+    def watch(self, pairs: tuple[Any, ...]) -> None:
+        if pairs:
+            raise TypeError("rings need the C extension")
+
+    def wait(self, seconds: float | None) -> list[tuple[int, int]]:
+        poll = self._epoll.poll
+        stop = monotonic() + self._spin_s
+        while not (events := poll(0)) and monotonic() < stop:
+            pass
+        if not events:
+            events = poll(seconds)
+        return [event for event in events if event[0] != self._leader_event]
+
+    def run(self, has_more: bool, is_blocked: bool) -> None:
+        if has_more and not self._is_alerted:
+            self._is_alerted = True
+            os.eventfd_write(self._standby_event, 1)
+
+    def clear_alert(self) -> None:
+        self._is_alerted = False

@@ -1,0 +1,785 @@
+"""Shared segments: shared memory in which two workers on one host send large buffers to each other.
+
+The *writer* copies the buffers of a frame into one of its segments, and names the segment in the frame. The *reader*
+maps the segment once, and uses the buffers as views of it. When the program at the reader has dropped the last view,
+the reader clears a byte in the segment, and the writer can use the segment again. So segments are reused without a
+message, and the kernel allocates each page once.
+
+If a function changes an array and returns it, the result is sent back without a copy: if nothing else at the reader
+refers to the buffers when they are sent back, the reply only names the segment and the offsets (`ReturnableBuffers`).
+The writer then uses the buffers in its own segment.
+
+Layout of a segment
+
+    offset  size  contents
+    0       16    the writer's token, by which a reader notices that it has opened a wrong file
+    16      4     the number of the segment, little-endian
+    20      1     0 free; 1 in use; 2 kept by the reader, never to be used again
+    21      1     1 while the reader has it mapped
+    4096    ...   the buffers, each at a multiple of 64
+
+Rules
+- A segment is a sealed memfd. It has no name, so a killed process leaves no file behind. It cannot shrink, so neither
+  end can crash the other with SIGBUS.
+- A segment is for one reader and holds the buffers of one frame at a time.
+- The reader can write anything into a segment, including the byte that says whether it is in use. So the writer also
+  remembers which segments it has sent. A reader can return each of them, or request its contents, only once.
+- A reader opens a segment through `/proc/<process>/fd/<descriptor>`. That this works is checked before any segment is
+  sent (`SegmentReader.check`). If a segment cannot be opened later, for example because the reader has no descriptors
+  left, its contents are sent without shared memory (`SegmentWriter.contents`).
+- If no segment is available, `write` returns None, and the buffers are sent without shared memory. No thread waits for
+  a segment. After a failure to create one, the next attempt is made `RETRY_S` later.
+- Views may be dropped in any thread, also by the garbage collector.
+- A fork copies views. A segment that a child may refer to is never written again (`prepare_fork`).
+"""
+
+from __future__ import annotations
+
+import errno
+import fcntl
+import mmap
+import os
+import secrets
+import stat
+import struct
+import sys
+import threading
+import weakref
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
+from time import monotonic
+from types import TracebackType
+from typing import Any, Final, NamedTuple
+
+RETRY_S: Final = 1.0
+"""Seconds between a failure to create a segment and the next attempt."""
+_WARN_INTERVAL_S: Final = 60.0
+MAX_SEGMENTS_PER_LINK: Final = 16
+_MAX_MAPPINGS: Final = 2 * MAX_SEGMENTS_PER_LINK
+"""The most mappings of one reader. More than segments of a link: the writer may drop segments that are still mapped."""
+_MIN_CAPACITY: Final = 1 << 18
+_SIZES_PER_DOUBLING: Final = 8
+"""The number of different capacities between a size and its double. More waste less memory, but are reused less."""
+_SEALS: Final = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL
+_FREE_STEP_BYTES: Final = 1 << 22
+"""How much memory is freed at once. No other Python thread runs meanwhile."""
+
+_ALIGNMENT: Final = 64
+TOKEN_SIZE: Final = 16
+_NUMBER: Final = struct.Struct("<I")
+_NUMBER_AT: Final = TOKEN_SIZE
+_STATE_AT: Final = 20
+_MAPPED_AT: Final = 21
+_DATA_AT: Final = 4096
+_FREE: Final = 0
+_IN_USE: Final = 1
+_KEPT: Final = 2
+
+_RELEASE_LOCK_BYTES: Final = 1 << 20
+"""From this size on, copies release the interpreter's lock, if numpy is imported."""
+_NO_ACCESS: Final = frozenset((errno.EMFILE, errno.ENFILE, errno.ENOMEM, errno.EAGAIN, errno.EACCES, errno.EPERM))
+
+
+class Place(NamedTuple):
+    """The segment that has the buffers of a frame."""
+
+    descriptor: int
+    """The file descriptor of the segment in the writer's process."""
+    number: int
+    """The number of the segment. Unlike descriptors, numbers are not reused."""
+
+
+class CannotOpenError(Exception):
+    """This process cannot open or map a segment now, although the segment is valid."""
+
+
+class SegmentPool:
+    """Creates the segments of one worker, and limits their number and size."""
+
+    def __init__(self, max_bytes: int, max_segments: int, warn: Callable[[str], object]) -> None:
+        """Creates a pool.
+
+        Args:
+            max_bytes: The most bytes of all segments together; 0 turns shared memory off.
+            max_segments: The most segments. Each needs a descriptor.
+            warn: Called with a message when a segment cannot be created, at most once a minute.
+        """
+        self.token = secrets.token_bytes(TOKEN_SIZE)
+        """The first bytes of every segment of this worker."""
+        self._max_bytes, self._bytes_left = max_bytes, max_bytes
+        self._max_segments, self._segments_left = max_segments, max_segments
+        self._warn = warn
+        self._lock = threading.RLock()
+        self._last_number = 0
+        self._probe: _WriterSegment | None = None
+        self.is_enabled = max_bytes > 0 and hasattr(os, "memfd_create")
+        """Whether shared memory may be used."""
+        self._retry_at = 0.0
+        self._is_failing = False
+        self._warned_at = -_WARN_INTERVAL_S
+
+    def probe_descriptor(self) -> int:
+        """Returns the descriptor of an empty segment that a peer can try to open; -1 if there is none."""
+        with self._lock:
+            if self._probe is None and self.is_enabled:
+                probe = self.create(0)
+                if self._probe is None and self.is_enabled:
+                    self._probe = probe
+                elif probe is not None:  # a signal handler has created one, or closed the pool
+                    probe.close()
+            return self._probe.descriptor if self._probe is not None else -1
+
+    def create(self, capacity: int) -> _WriterSegment | None:
+        """Returns a new segment; None if a limit is reached or the system cannot create one."""
+        with self._lock:
+            if not self.is_enabled or self._bytes_left < capacity or not self._segments_left:
+                return None
+            if self._is_failing and monotonic() < self._retry_at:
+                return None
+            self._bytes_left -= capacity
+            self._segments_left -= 1
+            self._last_number += 1
+            number = self._last_number
+        try:
+            segment = _WriterSegment(capacity, self.token, number)
+        except (OSError, ValueError, ImportError) as error:
+            self._count_back(capacity)
+            self._note_failure(error)
+            return None
+        except BaseException:
+            self._count_back(capacity)
+            raise
+        self._is_failing = False
+        return segment
+
+    def _note_failure(self, error: Exception) -> None:
+        with self._lock:
+            now = monotonic()
+            must_warn = not self._is_failing and now >= self._warned_at + _WARN_INTERVAL_S
+            if must_warn:
+                self._warned_at = now
+            self._is_failing = True
+            self._retry_at = now + RETRY_S
+        if must_warn:
+            self._warn(f"no shared memory can be had ({error})")
+
+    def _count_back(self, capacity: int) -> None:
+        with self._lock:
+            self._bytes_left += capacity
+            self._segments_left += 1
+
+    def remove(self, segment: _WriterSegment) -> None:
+        """Subtracts a segment from the counts. May be called twice for a segment."""
+        with self._lock:
+            if segment.is_counted:  # no calls below: an interrupt in between would make the counts wrong
+                segment.is_counted = False
+                self._bytes_left += segment.capacity
+                self._segments_left += 1
+
+    def is_short(self) -> bool:
+        """Returns whether more than half of the bytes or segments are in use."""
+        return 2 * self._bytes_left < self._max_bytes or 2 * self._segments_left < self._max_segments
+
+    def close(self) -> None:
+        """Creates no more segments. Existing segments stay with their writers. May be called twice."""
+        self.is_enabled = False
+        probe, self._probe = self._probe, None
+        if probe is not None:
+            probe.close()
+
+
+class SegmentWriter:
+    """The segments of this worker that one peer reads."""
+
+    def __init__(self, pool: SegmentPool) -> None:
+        self._pool = pool
+        self._segments: list[_WriterSegment] = []
+        self._lock = threading.RLock()
+        self._is_closed = False
+
+    def write(self, buffers: Sequence[memoryview]) -> Place | None:
+        """Copies the buffers into a segment. Returns the segment; None if none is available."""
+        segment = self._write(buffers)
+        return None if segment is None else segment.place
+
+    def write_and_keep(self, buffers: Sequence[memoryview]) -> tuple[Place, list[memoryview]] | None:
+        """Copies the buffers into a segment. Returns the segment and views of the copies; None if none is available.
+
+        The segment is not used again while one of these views exists.
+        """
+        segment = self._write(buffers)
+        if segment is None:
+            return None
+        try:
+            return segment.place, segment.keep_views([buffer.nbytes for buffer in buffers])
+        except BaseException:
+            segment.free()
+            raise
+
+    def free(self, number: int) -> None:
+        """Makes a segment available again, which the reader has not opened and will not open.
+
+        Does nothing if there is none with that number.
+        """
+        with self._lock:
+            for segment in self._segments:
+                if segment.number == number:
+                    segment.free()
+
+    def contents(self, number: int, sizes: Sequence[int]) -> list[memoryview]:
+        """Returns views of the buffers in a segment that the reader cannot open.
+
+        The caller must call `free` when it does not need them any more.
+
+        Raises:
+            OSError: The reader was not sent such a segment, or it cannot hold buffers of these sizes.
+        """
+        with self._lock:
+            for segment in self._segments:
+                if segment.number == number and segment.is_handed_out() and segment.capacity >= _end_of(sizes):
+                    return segment.contents(sizes)
+        raise OSError(f"buffers of {sizes} bytes are not in segment {number}")
+
+    def take_returned(self, number: int, offsets: Sequence[int], sizes: Sequence[int]) -> list[memoryview]:
+        """Returns the buffers that the reader has sent back in a segment.
+
+        Raises:
+            OSError: The reader does not have that segment, or it cannot hold such buffers.
+        """
+        with self._lock:
+            for segment in self._segments:
+                if segment.number == number and segment.is_handed_out():
+                    break
+            else:
+                raise OSError(f"segment {number} was not given to it")
+            if not _lie_apart(offsets, sizes, segment.capacity):
+                raise OSError(f"segment {number} of {segment.capacity} bytes cannot hold {sizes} bytes at {offsets}")
+            returned = segment.show_views(offsets, sizes)
+            segment.free()  # only now: a segment with shown views is not free
+            return returned
+
+    def is_short(self) -> bool:
+        """Returns whether segments are running out, because the program keeps buffers that were sent back in them."""
+        if 2 * len(self._segments) > MAX_SEGMENTS_PER_LINK:
+            shown = sum(segment.is_shown() for segment in self._segments)
+            if 2 * shown > MAX_SEGMENTS_PER_LINK:
+                return True
+        return self._pool.is_short()
+
+    def _write(self, buffers: Sequence[memoryview]) -> _WriterSegment | None:
+        total = _end_of([buffer.nbytes for buffer in buffers])
+        segment: _WriterSegment | None = None
+        try:
+            with self._lock:
+                segment = self._claim(total)
+                if segment is None and self._add(total):
+                    segment = self._claim(total)
+            if segment is not None:
+                segment.fill(buffers)
+        except BaseException:
+            if segment is not None:
+                segment.free()
+            raise
+        return segment
+
+    def _claim(self, total: int) -> _WriterSegment | None:
+        """Marks the smallest free segment that is large enough as in use, and returns it; None if there is none."""
+        while True:
+            smallest: _WriterSegment | None = None
+            for each in self._segments:
+                is_better = each.capacity >= total and (smallest is None or each.capacity < smallest.capacity)
+                if is_better and each.is_free():
+                    smallest = each
+            if smallest is None:
+                return None
+            smallest.used_at = monotonic()
+            if smallest.claim() == _FREE:  # else a signal handler or finalizer of this thread has taken it
+                return smallest
+
+    def _add(self, total: int) -> bool:
+        """Creates a segment, and removes unused ones if a limit is reached. Returns whether it was created."""
+        if self._is_closed or (len(self._segments) >= MAX_SEGMENTS_PER_LINK and not self._drop_oldest()):
+            return False
+        capacity = _rounded_capacity(total)
+        segment = self._pool.create(capacity)
+        while segment is None and self._drop_oldest():
+            segment = self._pool.create(capacity)
+        if segment is not None:
+            self._segments.append(segment)
+        return segment is not None
+
+    def _drop_oldest(self) -> bool:
+        """Removes the segment that was unused for the longest time. Returns False if all are in use."""
+        unused = [each for each in self._segments if each.state() != _IN_USE and not each.has_views()]
+        for segment in sorted(unused, key=lambda segment: segment.used_at):
+            state = self._withdraw(segment)
+            if state != _IN_USE:
+                self._give_up(segment, state)
+                return True
+        return False
+
+    def _withdraw(self, segment: _WriterSegment) -> int:
+        """Removes a segment from the list, unless a signal handler or finalizer has just claimed it.
+
+        Returns its previous state. If that is not `_IN_USE`, the caller must call `_give_up`.
+        """
+        state = segment.claim()
+        if state != _IN_USE:
+            self._segments.remove(segment)
+        return state
+
+    def _give_up(self, segment: _WriterSegment, state: int) -> None:
+        if state == _FREE and not segment.has_views():
+            segment.give_memory_back()
+        segment.close()
+        self._pool.remove(segment)
+
+    def has_unopened(self) -> bool:
+        """Returns whether the reader has yet to open a segment that it was sent. After `close` it could not."""
+        with self._lock:
+            return any(each.is_handed_out() and not each.is_mapped() for each in self._segments)
+
+    def sweep(self, before: float) -> None:
+        """Removes segments that the reader keeps for ever, and free ones that were last used before that time."""
+        with self._lock:
+            idle = [
+                each
+                for each in self._segments
+                if not each.has_views() and (each.state() == _KEPT or (each.is_free() and each.used_at < before))
+            ]
+            states = [self._withdraw(segment) for segment in idle]
+        for segment, state in zip(idle, states, strict=True):  # without the lock, because freeing memory takes time
+            if state != _IN_USE:
+                self._give_up(segment, state)
+
+    def prepare_fork(self) -> None:
+        """Removes the segments whose returned buffers are in use, so that a forked child does not see them change."""
+        with self._lock:
+            for segment in [each for each in self._segments if each.is_shown()]:
+                self._segments.remove(segment)
+                segment.close()
+                self._pool.remove(segment)
+
+    def close(self) -> None:
+        """Removes all segments. Buffers that the reader has mapped stay valid there. May be called twice."""
+        with self._lock:
+            self._is_closed = True
+            while True:
+                if not self._segments:  # not in the `while`: on 3.13, an interrupt there would not release the lock
+                    break
+                segment = self._segments[-1]
+                self._give_up(
+                    segment, segment.claim()
+                )  # an interrupt may come in there: the next `close` does it again
+                del self._segments[-1:]
+
+    def abandon(self) -> None:
+        """In a forked child: closes the descriptors here. The parent continues to use the segments."""
+        self._lock = threading.RLock()
+        self._is_closed = True
+        segments, self._segments = self._segments, []
+        for segment in segments:
+            segment.close()
+
+
+class _WriterSegment:
+    """One segment, in the process of its writer."""
+
+    def __init__(self, capacity: int, token: bytes, number: int) -> None:
+        if capacity:
+            import ctypes  # noqa: F401 (for `_new_exporter`, where it must not fail: importing takes descriptors)
+
+        self.capacity = capacity
+        self.number = number
+        self.used_at = 0.0
+        self.is_counted = True  # whether the pool counts it
+        self._is_claimed = False  # whether this end has claimed it and not freed it
+        self.descriptor = os.memfd_create("farcall", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
+        try:
+            os.ftruncate(self.descriptor, _DATA_AT + capacity)
+            fcntl.fcntl(self.descriptor, fcntl.F_ADD_SEALS, _SEALS)
+            # Only views refer to the mapping, so that it is unmapped with the last view.
+            self._bytes = memoryview(mmap.mmap(self.descriptor, _DATA_AT + capacity))
+            self.place = Place(self.descriptor, number)
+            self._exporter_type: Any = None
+            self._kept: weakref.ref[Any] | None = None
+            self._shown: weakref.ref[Any] | None = None
+            self._bytes[:_NUMBER_AT] = token
+            _NUMBER.pack_into(self._bytes, _NUMBER_AT, number)
+        except BaseException:
+            os.close(self.descriptor)
+            raise
+
+    def claim(self) -> int:
+        """Marks the segment as in use. Returns its previous state.
+
+        There is no call between reading and writing the state, because a signal handler or finalizer could claim the
+        segment during a call.
+        """
+        state = self._bytes[_STATE_AT]
+        if state != _IN_USE:
+            self._bytes[_STATE_AT] = _IN_USE
+            self._is_claimed = True
+        return state
+
+    def free(self) -> None:
+        self._is_claimed = False
+        self._bytes[_STATE_AT] = _FREE
+
+    def is_handed_out(self) -> bool:
+        """Returns whether the reader was sent this segment, and has not freed it."""
+        return self._is_claimed and self.state() == _IN_USE
+
+    def state(self) -> int:
+        return self._bytes[_STATE_AT]
+
+    def is_free(self) -> bool:
+        return self._bytes[_STATE_AT] == _FREE and not self.has_views()
+
+    def is_mapped(self) -> bool:
+        return self._bytes[_MAPPED_AT] != 0
+
+    def has_views(self) -> bool:
+        return (self._kept is not None and self._kept() is not None) or self.is_shown()
+
+    def is_shown(self) -> bool:
+        return self._shown is not None and self._shown() is not None
+
+    def contents(self, sizes: Sequence[int]) -> list[memoryview]:
+        return _slices(self._bytes[_DATA_AT:], _offsets(sizes), sizes)
+
+    def keep_views(self, sizes: Sequence[int]) -> list[memoryview]:
+        """Returns views of the buffers. While one of them exists, `has_views` returns True."""
+        exporter = self._new_exporter()
+        self._kept = weakref.ref(exporter)
+        return _slices(memoryview(exporter).cast("B")[_DATA_AT:], _offsets(sizes), sizes)
+
+    def show_views(self, offsets: Sequence[int], sizes: Sequence[int]) -> list[memoryview]:
+        """Returns views of buffers that were sent back. While one exists, `has_views` and `is_shown` return True."""
+        exporter = self._new_exporter()
+        self._shown = weakref.ref(exporter)
+        return _slices(memoryview(exporter).cast("B")[_DATA_AT:], offsets, sizes)
+
+    def _new_exporter(self) -> Any:
+        """Returns a new object that exports the whole segment as a buffer. Only views keep it alive."""
+        if self._exporter_type is None:
+            import ctypes
+
+            self._exporter_type = type("_Exporter", (ctypes.c_char * len(self._bytes),), {})
+        return self._exporter_type.from_buffer(self._bytes.obj)
+
+    def fill(self, buffers: Sequence[memoryview]) -> None:
+        begin = _DATA_AT
+        for buffer in buffers:
+            size = buffer.nbytes
+            copy_bytes(self._bytes[begin : begin + size], buffer)
+            begin += _aligned(size)
+
+    def give_memory_back(self) -> None:
+        """Frees the pages of the segment at once, although the reader may still have it mapped."""
+        memory: Any = self._bytes.obj
+        for at in range(_DATA_AT, len(memory), _FREE_STEP_BYTES):
+            memory.madvise(mmap.MADV_REMOVE, at, min(_FREE_STEP_BYTES, len(memory) - at))
+
+    def close(self) -> None:
+        """Closes the descriptor. May be called twice."""
+        descriptor, self.descriptor = self.descriptor, -1
+        if descriptor >= 0:
+            os.close(descriptor)
+
+
+class SegmentReader:
+    """The segments of one peer that this worker reads."""
+
+    def __init__(self, process: int, token: bytes) -> None:
+        """Creates a reader.
+
+        Args:
+            process: The id of the writer's process.
+            token: The first bytes of the writer's segments.
+        """
+        self._process = process
+        self._token = token
+        self._mappings: dict[int, _Mapping] = {}
+        self._lock = threading.RLock()
+
+    def check(self, descriptor: int) -> None:
+        """Tries to open the segment with that descriptor in the writer's process.
+
+        Raises:
+            OSError: It is not a segment of the peer.
+            CannotOpenError: This process cannot open it now.
+        """
+        self._open(descriptor)
+
+    def read(self, place: Place, sizes: Sequence[int]) -> list[memoryview]:
+        """Returns the buffers of a frame as views of its segment. When all views are dropped, the segment is free.
+
+        Raises:
+            OSError: The segment does not exist, has another number, is too small, or is in use.
+            CannotOpenError: This process cannot open or map the segment now, although the frame is valid.
+        """
+        with self._lock:
+            mapping = self._mappings.get(place.number)
+            if mapping is None:
+                self._make_room()
+                memory = self._open(place.descriptor)
+                (number,) = _NUMBER.unpack_from(memory, _NUMBER_AT)
+                if number != place.number:
+                    raise OSError(f"shared memory {place.descriptor} is segment {number}, not {place.number}")
+                try:
+                    mapping = self._mappings[place.number] = _Mapping(memory, number)
+                except (OSError, ImportError) as error:  # importing ctypes needs descriptors as well
+                    raise CannotOpenError(str(error)) from None
+            return mapping.new_views(sizes)
+
+    def _make_room(self) -> None:
+        """Unmaps the oldest unused segment if there are too many mappings, each of which needs a descriptor.
+
+        Raises:
+            OSError: All mappings are in use, which is more than a correct writer has.
+        """
+        if len(self._mappings) < _MAX_MAPPINGS:
+            return
+        unused = [each for each in self._mappings.values() if not each.is_in_use()]
+        if not unused:
+            raise OSError(f"more than {_MAX_MAPPINGS} segments at once")
+        oldest = min(unused, key=lambda mapping: mapping.used_at)
+        del self._mappings[oldest.number]
+        oldest.note_unmapped()
+
+    def find_returnable(self, buffers: Sequence[memoryview]) -> ReturnableBuffers | None:
+        """Returns what sends buffers back without a copy, if they are in one segment and at least half of it.
+
+        Returns None otherwise. A smaller part should be copied, because the writer could not use the whole segment.
+        """
+        with self._lock:
+            mappings = list(self._mappings.values())
+        if not mappings:
+            return None
+        addresses = [_address_of(buffer) for buffer in buffers]
+        for mapping in mappings:
+            if 0 <= addresses[0] - mapping.address < mapping.filled:
+                break
+        else:
+            return None
+        sizes, offsets = [buffer.nbytes for buffer in buffers], [address - mapping.address for address in addresses]
+        if 2 * sum(sizes) < mapping.filled or not _lie_apart(offsets, sizes, mapping.filled):
+            return None
+        return ReturnableBuffers(mapping, offsets, sizes, self._lock)
+
+    def _open(self, descriptor: int) -> mmap.mmap:
+        path = f"/proc/{self._process}/fd/{descriptor}"
+        try:
+            opened = os.open(path, os.O_RDWR | os.O_CLOEXEC | os.O_NONBLOCK | os.O_NOCTTY)
+        except OSError as error:
+            if error.errno in _NO_ACCESS:
+                raise CannotOpenError(str(error)) from None
+            raise
+        try:
+            found = os.fstat(opened)
+            # A file that is not a memfd raises here. A memfd that can shrink could crash this process with SIGBUS.
+            seals = fcntl.fcntl(opened, fcntl.F_GET_SEALS) if stat.S_ISREG(found.st_mode) else 0
+            if not seals & fcntl.F_SEAL_SHRINK or found.st_size < _DATA_AT:
+                raise OSError(f"{path} is no segment")
+            try:
+                memory = mmap.mmap(opened, found.st_size)  # it duplicates the descriptor
+            except OSError as error:
+                raise CannotOpenError(f"{path} cannot be mapped: {error}") from None
+        finally:
+            os.close(opened)
+        if memory[:TOKEN_SIZE] != self._token:
+            raise OSError(f"{path} is not a segment of the peer")
+        return memory
+
+    def sweep(self, before: float) -> None:
+        """Unmaps unused segments that were last used before that time. `read` maps them again if necessary."""
+        with self._lock:
+            for number, mapping in list(self._mappings.items()):
+                if mapping.used_at < before and not mapping.is_in_use():
+                    del self._mappings[number]
+                    mapping.note_unmapped()
+
+    def prepare_fork(self) -> None:
+        """Marks segments in use as kept for ever, so that the writer does not change memory that a child inherits."""
+        with self._lock:
+            for number, mapping in list(self._mappings.items()):
+                if mapping.has_views():
+                    mapping.keep_for_good()
+                    del self._mappings[number]
+
+
+class ReturnableBuffers:
+    """Buffers of a received frame that may be sent back to their writer without a copy.
+
+    Inside of `with`, the segment is not freed when its last view is dropped. So a caller drops all its own views inside
+    of `with`, and then calls `give_back`, which returns whether no other views exist.
+    """
+
+    __slots__ = ("_lock", "_mapping", "_unfreed", "number", "offsets", "sizes")
+
+    def __init__(
+        self, mapping: _Mapping, offsets: Sequence[int], sizes: Sequence[int], lock: AbstractContextManager[object]
+    ) -> None:
+        self._mapping = mapping
+        self._lock = lock
+        self._unfreed = mapping.unfreed
+        self.number = mapping.number
+        self.offsets = offsets
+        self.sizes = sizes
+
+    def __enter__(self) -> None:
+        self._mapping.holders.append(self)
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._mapping.holders.remove(self)
+        if self._unfreed:
+            self._mapping.hand_back(self._unfreed)
+
+    def give_back(self) -> bool:
+        """Returns True if no view of the segment exists: then the caller must send the frame that returns it.
+
+        Returns False if the program still refers to the segment, which is then freed later as usual.
+        """
+        with self._lock:  # so that `prepare_fork` runs either before or after this
+            if not self._mapping.is_held_only_by(self):
+                return False
+            self._unfreed.clear()
+            return True
+
+    def views(self) -> list[memoryview]:
+        """Returns views of the buffers, for a caller that must copy them. They are valid only inside of `with`."""
+        return self._mapping.plain_views(self.offsets, self.sizes)
+
+
+class _Mapping:
+    """One segment, in the process of its reader."""
+
+    def __init__(self, memory: mmap.mmap, number: int) -> None:
+        import ctypes
+
+        self.number = number
+        self.used_at = 0.0
+        self.filled = 0  # the number of bytes of the last frame
+        self.holders: list[ReturnableBuffers] = []
+        self.unfreed: list[int] = []
+        """A list with one item until the segment is freed after the last frame. The thread that pops it frees it."""
+        self._is_kept = False
+        self._memory = memory
+        self._state = memoryview(memory)[: _MAPPED_AT + 1]
+        self._state[_MAPPED_AT] = 1
+        self.address = ctypes.addressof(ctypes.c_char.from_buffer(memory)) + _DATA_AT
+        self._exporter_type: Any = type("_Exporter", (ctypes.c_char * len(memory),), {})
+        self._exporter: weakref.ref[Any] | None = None
+
+    def note_unmapped(self) -> None:
+        self._state[_MAPPED_AT] = 0
+
+    def keep_for_good(self) -> None:
+        self._is_kept = True
+        self._state[_STATE_AT] = _KEPT
+
+    def has_views(self) -> bool:
+        return self._exporter is not None and self._exporter() is not None
+
+    def is_in_use(self) -> bool:
+        return bool(self.holders) or self.has_views()
+
+    def is_held_only_by(self, holder: ReturnableBuffers) -> bool:
+        return not self.has_views() and self.holders == [holder] and not self._is_kept
+
+    def new_views(self, sizes: Sequence[int]) -> list[memoryview]:
+        """Returns views of the buffers of a new frame. Raises `OSError` if the segment is in use or too small."""
+        filled = _end_of(sizes)
+        if _DATA_AT + filled > len(self._memory) or self.is_in_use():
+            raise OSError(f"a segment of {len(self._memory)} bytes, perhaps in use, was said to hold {sizes}")
+        self.used_at = monotonic()
+        self.filled = filled
+        exporter = self._exporter_type.from_buffer(self._memory)
+        unfreed = self.unfreed = [self.number]
+        self._exporter = weakref.ref(exporter, lambda _: self.hand_back(unfreed))
+        return _slices(memoryview(exporter).cast("B")[_DATA_AT:], _offsets(sizes), sizes)
+
+    def plain_views(self, offsets: Sequence[int], sizes: Sequence[int]) -> list[memoryview]:
+        """Returns views that do not keep the segment in use."""
+        return _slices(memoryview(self._memory)[_DATA_AT:], offsets, sizes)
+
+    def hand_back(self, unfreed: list[int]) -> None:
+        """Frees the segment for the writer, unless it is still in use. Does nothing if `unfreed` is empty.
+
+        `unfreed` is the list of the frame for which the segment is freed. It is emptied.
+        """
+        if self.is_in_use():
+            return
+        try:
+            unfreed.pop()
+        except IndexError:
+            return
+        if not self._is_kept:
+            self._state[_STATE_AT] = _FREE
+
+
+def copy_bytes(target: memoryview, source: memoryview) -> None:
+    """Copies a buffer into another of the same size. For a large one, releases the interpreter's lock if possible."""
+    numpy: Any = sys.modules.get("numpy") if target.nbytes >= _RELEASE_LOCK_BYTES else None
+    if numpy is None:
+        target[:] = source
+    else:
+        numpy.copyto(numpy.frombuffer(target, numpy.uint8), numpy.frombuffer(source, numpy.uint8))
+
+
+def _aligned(size: int) -> int:
+    return -(-size // _ALIGNMENT) * _ALIGNMENT
+
+
+def _end_of(sizes: Sequence[int]) -> int:
+    """Returns the number of bytes that buffers of these sizes need in a segment."""
+    if len(sizes) == 1:
+        return _aligned(sizes[0])
+    return sum(_aligned(size) for size in sizes)
+
+
+def _offsets(sizes: Sequence[int]) -> list[int]:
+    """Returns the offset of each buffer in the data of a segment."""
+    begin = 0
+    found = []
+    for size in sizes:
+        found.append(begin)
+        begin += _aligned(size)
+    return found
+
+
+def _slices(data: memoryview, offsets: Sequence[int], sizes: Sequence[int]) -> list[memoryview]:
+    return [data[begin : begin + size] for begin, size in zip(offsets, sizes, strict=True)]
+
+
+def _lie_apart(offsets: Sequence[int], sizes: Sequence[int], capacity: int) -> bool:
+    """Returns whether buffers are aligned, do not overlap, and are within the capacity."""
+    end = 0
+    for offset, size in sorted(zip(offsets, sizes, strict=True)):
+        if offset < end or offset % _ALIGNMENT:
+            return False
+        end = offset + size
+    return end <= capacity
+
+
+def _rounded_capacity(total: int) -> int:
+    """Returns the capacity of a segment for `total` bytes, rounded up so that other frames fit as well."""
+    if total <= _MIN_CAPACITY:
+        return _MIN_CAPACITY
+    step = (1 << (total - 1).bit_length() - 1) // _SIZES_PER_DOUBLING
+    return -(-total // step) * step
+
+
+def _address_of(buffer: memoryview) -> int:
+    """Returns the address of a buffer in memory; 0 if it is empty or its address cannot be found."""
+    if not buffer.nbytes:
+        return 0
+    if buffer.readonly:
+        numpy: Any = sys.modules.get("numpy")
+        return 0 if numpy is None else int(numpy.frombuffer(buffer, numpy.uint8).__array_interface__["data"][0])
+    import ctypes
+
+    return ctypes.addressof(ctypes.c_char.from_buffer(buffer))

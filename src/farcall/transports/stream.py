@@ -1,0 +1,587 @@
+"""`StreamLink`, a link over a stream socket: framing, the send queue, and large frames in chunks.
+
+All transports use it. Wire format, in each direction: a prologue of 12 bytes (`protocol.handshake`), then frames. A
+frame is a word of four bytes (its size; the highest bit is set if the frame is internal to the link, see
+`large_frames`) and its bytes.
+
+Sending. If no other thread is sending, a thread writes to the socket itself. Otherwise it appends its frame to a list,
+which the sending thread checks when it is done. Bytes that the socket does not accept are queued, and the poller calls
+`flush` when the socket has room. So no thread waits for another thread, with one exception: a large frame is sent in
+chunks directly from its memory, and its sender waits until the socket has accepted them. Frames of other threads are
+sent between the chunks.
+
+A signal handler or a finalizer may call `send` while its own thread is in `send`. The lock is only tried, so the inner
+`send` appends its frame to the list. It never waits, however large the frame is (`_is_sending`), because the outer
+`send` could not continue.
+"""
+
+from __future__ import annotations
+
+import itertools
+import select
+import socket
+import struct
+import threading
+from collections import deque
+from collections.abc import Iterable
+from threading import get_ident
+from time import monotonic
+from typing import Final
+
+from farcall.errors import ProtocolError, UsageError
+from farcall.gate import asleep, sleep_in_poll
+from farcall.protocol.handshake import PROLOGUE_SIZE, check_prologue, pack_prologue
+from farcall.transports.base import FOREVER, Buffer, Frame, LinkCounts, LinkOptions
+from farcall.transports.large_frames import (
+    ANNOUNCE,
+    CHUNK,
+    CHUNK_HEADER_SIZE,
+    INLINE,
+    Assembler,
+    check_size,
+    chunks_of,
+    pack_announcement,
+    pack_chunk_header,
+    pack_inline,
+    unpack_inline,
+)
+from farcall.transports.sockets import OwnSocket
+
+INTERNAL: Final = 1 << 31
+WORD: Final = struct.Struct("<I")
+_WORD_SIZE: Final = WORD.size
+RECEIVE_BYTES: Final = 1 << 15
+"""Bytes to read at once. From 128 KiB on, malloc gets new memory from the kernel each time, which takes longer than a
+small call."""
+WHOLE_MAX_BYTES: Final = 1 << 16
+"""Larger frames are sent in chunks."""
+CHUNK_BYTES: Final = 1 << 19
+_MAX_PIECE_BYTES: Final = WHOLE_MAX_BYTES + CHUNK_BYTES
+"""The largest size on the wire, also of internal frames with their headers: a table of 65,535 buffers fits."""
+_MAX_PIECES: Final = 64
+_MAX_SEND_BYTES: Final = 1 << 18
+_WRITABLE_POLL_MS: Final = 100
+_MAX_SLEEP_S: Final = 1.0
+
+
+class StreamLink:
+    """A link over a connected stream socket, which the link takes over."""
+
+    def __init__(self, sock: socket.socket, address: str, handshake_limit: int, network: str = "") -> None:
+        """Creates a link that is in its handshake. See `Link` and `Transport` for the arguments of the same names."""
+        self.address = address
+        self.network = network
+        self.is_established = False
+        self._is_closed = False
+        self._socket: OwnSocket | None = sock if isinstance(sock, OwnSocket) else OwnSocket(sock)
+        self._max_frame_size = handshake_limit
+        self._options: LinkOptions | None = None
+        self._assembler: Assembler | None = None
+        self._bytes_in = self._bytes_out = 0
+        # Receiving, by one thread at a time
+        self._prologue_is_due = True
+        self._rest = b""  # the beginning of a frame that is not complete
+        self._chunk_header = b""  # of the chunk that is being received
+        self._chunk_size = 0
+        self._space: memoryview | None = None  # the memory for the next bytes of that chunk
+        # Sending, by the thread that holds the lock
+        self._lock = threading.Lock()
+        self._sender = 0  # the ident of the thread that holds the lock; 0 for none
+        self._first_bytes = pack_prologue()  # sent with the first frame
+        self._queue: deque[Buffer] = deque()
+        self.backlog = 0
+        """See `Link`."""
+        self._appended: deque[bytes] = deque()  # by threads that could not get the lock
+        self._broken = ""  # why nothing can be sent any more (text, as an error object would be a cycle)
+        self._is_awaiting_room = False  # the poller calls `flush` when the socket has room
+        self._numbers = itertools.count(1)
+
+    @property
+    def binding(self) -> bytes:
+        """See `Link`."""
+        return getattr(self._socket, "binding", b"")
+
+    def fileno(self) -> int:
+        """See `Link`."""
+        return self._open_socket().fileno()
+
+    def _open_socket(self) -> OwnSocket:
+        sock = self._socket
+        if sock is None:
+            raise ConnectionAbortedError(f"the link to {self.address} is closed")
+        return sock
+
+    def establish(self, options: LinkOptions, deadline: float | None = None) -> None:
+        """See `Link`. Does not wait, because the ends have nothing to agree on."""
+        self._options = options
+        self._max_frame_size = options.max_frame_size
+        self._assembler = Assembler(options.received.take, options.max_frame_size)
+        self.is_established = True
+
+    def counts(self) -> LinkCounts:
+        """See `Link`."""
+        return LinkCounts(self._bytes_in, self._bytes_out)
+
+    # Receiving
+
+    def receive(self) -> list[Frame]:
+        """See `Link`."""
+        frames: list[Frame] = []
+        sock = self._open_socket()
+        try:
+            if not self.is_established:
+                return self._receive_handshake(sock)
+            if self._space is not None:
+                self._receive_chunk(sock, frames)
+                return frames
+            data = sock.recv(RECEIVE_BYTES)
+        except BlockingIOError:
+            return frames
+        except ConnectionError:
+            raise
+        except OSError as error:  # the keep-alive of TCP has failed, or there is no route any more
+            raise ConnectionResetError(f"the connection broke: {error}") from error
+        if not data:
+            raise ConnectionResetError("the other end closed the connection")
+        self._bytes_in += len(data)
+        if self._rest:
+            data, self._rest = self._rest + data, b""
+        elif len(data) - _WORD_SIZE == int.from_bytes(data[:_WORD_SIZE], "little") and not self._prologue_is_due:
+            check_size(len(data) - _WORD_SIZE, self._max_frame_size)
+            return [(data[_WORD_SIZE:], ())]  # one complete frame, the usual case
+        self._parse(data, frames)
+        return frames
+
+    def _receive_handshake(self, sock: OwnSocket) -> list[Frame]:
+        """Receives one frame of the handshake, and no byte after it. Returns an empty list if it is not complete.
+
+        The other end may send frames of any kind right after the last frame of its handshake. They must stay in the
+        socket until this end is established: before, they would be refused, or given to code that expects a handshake.
+        """
+        frames: list[Frame] = []
+        for _ in range(2):  # the size, then the frame. Bytes that come later are read at the next event
+            data = sock.recv(self._handshake_bytes_missing())
+            if not data:
+                raise ConnectionResetError("the other end closed the connection")
+            self._bytes_in += len(data)
+            data, self._rest = self._rest + data, b""
+            self._parse(data, frames)
+            if frames:
+                break
+        return frames
+
+    def _handshake_bytes_missing(self) -> int:
+        """Returns how many bytes are missing of the prologue and the size of the next frame, or of that frame."""
+        head = _WORD_SIZE + (PROLOGUE_SIZE if self._prologue_is_due else 0)
+        if len(self._rest) < head:
+            return head - len(self._rest)
+        size = int.from_bytes(self._rest[:_WORD_SIZE], "little")  # checked by `_parse`; the prologue is removed
+        return head + size - len(self._rest)
+
+    def _parse(self, data: bytes, frames: list[Frame]) -> None:
+        """Appends the complete frames in the data to `frames`, and keeps the rest in `_rest`.
+
+        Raises `ProtocolError` if the data is not a frame, or a frame is too large.
+        """
+        at, end = 0, len(data)
+        if self._prologue_is_due:
+            check_prologue(data[:PROLOGUE_SIZE], self.address)
+            if end < PROLOGUE_SIZE:
+                self._rest = data
+                return
+            self._prologue_is_due, at = False, PROLOGUE_SIZE
+        while end - at >= _WORD_SIZE:
+            (word,) = WORD.unpack_from(data, at)
+            size = word & ~INTERNAL
+            begin = at + _WORD_SIZE
+            if word & INTERNAL and not self.is_established:
+                raise ProtocolError(f"{self.address} sent an internal frame before its handshake was over")
+            if word & INTERNAL and end > begin and data[begin] == CHUNK:
+                if end - begin < CHUNK_HEADER_SIZE:
+                    break
+                at = self._begin_chunk(data, begin, size, frames)
+                if self._space is not None:
+                    return
+                continue
+            # The contents of an internal frame may have the largest size that is allowed, plus its header.
+            check_size(size, _MAX_PIECE_BYTES if word & INTERNAL else min(self._max_frame_size, _MAX_PIECE_BYTES))
+            if end - begin < size:
+                break
+            at = begin + size
+            frame = data[begin:at]
+            if not word & INTERNAL:
+                frames.append((frame, ()))
+            elif (received := self._receive_internal(frame)) is not None:
+                frames.append(received)
+        self._rest = data[at:]
+
+    def _begin_chunk(self, data: bytes, begin: int, size: int, frames: list[Frame]) -> int:
+        """Copies the part of a chunk that is in the data. Returns the offset of the end of that part.
+
+        Raises `ProtocolError` if the chunk was not announced, or is too large.
+        """
+        assert self._assembler is not None
+        header_end = begin + CHUNK_HEADER_SIZE
+        header = data[begin:header_end]
+        space = self._assembler.space_for(header, size - CHUNK_HEADER_SIZE)
+        come = min(space.nbytes, len(data) - header_end)
+        space[:come] = memoryview(data)[header_end : header_end + come]
+        self._chunk_header, self._chunk_size = header, space.nbytes
+        self._space = space[come:]
+        self._finish_chunk(frames)
+        return header_end + come
+
+    def _receive_chunk(self, sock: OwnSocket, frames: list[Frame]) -> None:
+        """Receives the bytes of a chunk that have arrived, directly into their buffer. Appends a completed frame."""
+        while self._space is not None:
+            space = self._space
+            count = sock.recv_into(space)
+            if not count:
+                raise ConnectionResetError("the other end closed the connection")
+            self._bytes_in += count
+            self._space = space[count:]
+            self._finish_chunk(frames)
+            if count < space.nbytes:
+                return  # most likely nothing is left, and another system call costs more than the poller
+
+    def _finish_chunk(self, frames: list[Frame]) -> None:
+        assert self._assembler is not None
+        if self._space is not None and not self._space.nbytes:
+            self._space = None
+            whole = self._assembler.fill(self._chunk_header, self._chunk_size)
+            if whole is not None:
+                frames.append(whole)
+
+    def _receive_internal(self, data: bytes) -> Frame | None:
+        """Processes an internal frame. Returns the frame for the user of the link that it completes; else None.
+
+        Raises `ProtocolError` if it cannot be read.
+        """
+        assert self._assembler is not None
+        kind = data[0] if data else 0
+        if kind == INLINE:
+            return unpack_inline(data, self._max_frame_size)
+        if kind == ANNOUNCE:
+            return self._assembler.announce(data)
+        raise ProtocolError(f"{self.address} sent an internal frame of unknown kind {kind}")
+
+    def wait(self, seconds: float | None) -> bool:
+        """See `Link`."""
+        sock = self._open_socket()  # keep a reference, so that `close` by another thread does not free the descriptor
+        poll = select.poll()
+        poll.register(sock, select.POLLIN)
+        stop = monotonic() + (self._options.spin_s if self._options is not None else 0.0)
+        while True:
+            if poll.poll(0):
+                return True
+            if monotonic() >= stop:
+                break
+        before, until = self._bytes_in, FOREVER if seconds is None else monotonic() + seconds
+        while True:
+            left = min(max(0.0, until - monotonic()), _MAX_SLEEP_S)
+            if sleep_in_poll(poll, left):
+                return True
+            # A signal handler may have received the frames. `poll` itself continues after a signal.
+            if self._bytes_in != before or monotonic() >= until:
+                return False
+
+    def has_hung_up(self) -> bool:
+        """See `Link`."""
+        sock = self._open_socket()  # keep a reference, as in `wait`
+        poll = select.poll()
+        poll.register(sock, select.POLLRDHUP)
+        return bool(poll.poll(0))  # also if the socket is broken
+
+    def note_hang_up(self) -> None:
+        """See `Link`. Does nothing, because a thread that waits on a socket notices itself that it was closed."""
+
+    # Sending
+
+    def send(self, frame: bytes, buffers: list[memoryview] | None = None, deadline: float = FOREVER) -> None:
+        """See `Link`."""
+        if buffers:
+            self._send_with_buffers(frame, buffers, deadline)
+        elif len(frame) > WHOLE_MAX_BYTES:
+            self._send_chunks(frame, (), deadline)
+        else:
+            self._send_bytes(WORD.pack(len(frame)) + frame)
+
+    def send_kept(self, frame: bytes, buffers: list[memoryview], deadline: float = FOREVER) -> list[memoryview]:
+        """See `Link`."""
+        kept = [memoryview(bytes(buffer)) for buffer in buffers]
+        self.send(frame, list(kept), deadline)
+        return kept
+
+    def _send_with_buffers(self, frame: bytes, buffers: list[memoryview], deadline: float) -> None:
+        if len(frame) + sum([buffer.nbytes for buffer in buffers]) <= WHOLE_MAX_BYTES:
+            self._send_internal(pack_inline(frame, buffers), frame, *buffers)
+        else:
+            self._send_chunks(frame, buffers, deadline)
+        buffers.clear()
+
+    def _send_internal(self, *parts: Buffer) -> None:
+        """Sends one internal frame that consists of these parts."""
+        size = sum([len(part) for part in parts])
+        self._send_bytes(b"".join((WORD.pack(size | INTERNAL), *parts)))
+
+    def _send_bytes(self, data: bytes) -> None:
+        """Sends bytes without other bytes in between. Queues what the socket does not accept.
+
+        Raises `ConnectionError` if the link is closed or broken.
+        """
+        if not self._try_lock():
+            self._appended.append(data)
+            self._send_appended()
+            return
+        try:
+            self._check_broken()
+            if self._first_bytes:
+                data, self._first_bytes = self._first_bytes + data, b""
+            if self._queue or self._appended:
+                self._queue_appended()
+                self._enqueue((data,))
+            else:
+                sent = self._write((data,))
+                if sent != len(data):
+                    self._enqueue((memoryview(data)[sent:],))
+        finally:
+            self._unlock()
+        if self._appended:
+            self._send_appended()
+
+    def _try_lock(self) -> bool:
+        if not self._lock.acquire(False):
+            return False
+        self._sender = get_ident()
+        return True
+
+    def _unlock(self) -> None:
+        self._sender = 0
+        self._lock.release()
+
+    def _is_sending(self) -> bool:
+        """Returns whether this code interrupts a `send` of its own thread, so that it must not wait."""
+        return self._sender == get_ident()
+
+    def _send_appended(self) -> None:
+        """Sends the frames that were appended while another thread was sending.
+
+        To be called after the lock was released, so that no appended frame is left.
+        """
+        while self._appended and self._try_lock():
+            try:
+                self._check_broken()
+                was_empty = not self._queue
+                self._queue_appended()
+                if was_empty:
+                    self._write_queue()
+            finally:
+                self._unlock()
+
+    def _check_broken(self) -> None:
+        if self._broken or self._socket is None:
+            self._queue.clear()
+            self._appended.clear()
+            self.backlog = 0
+            raise ConnectionAbortedError(f"the link to {self.address} is closed: {self._broken or 'by this end'}")
+
+    def _write(self, pieces: tuple[Buffer, ...] | list[Buffer]) -> int:
+        """Writes pieces to the socket. Returns how many bytes it accepted, 0 if it is full.
+
+        Raises `ConnectionError` if the connection is closed or broken.
+        """
+        sock = self._open_socket()
+        try:
+            sent = sock.send(pieces[0]) if len(pieces) == 1 else sock.sendmsg(pieces)
+        except BlockingIOError:
+            return 0
+        except BaseException as error:  # after Ctrl-C, it is not known how much was sent
+            self._broken = f"{type(error).__name__}: {error}"
+            if isinstance(error, OSError) and not isinstance(error, ConnectionError):
+                raise ConnectionResetError(f"the connection broke: {error}") from error
+            raise
+        self._bytes_out += sent
+        return sent
+
+    def _enqueue(self, pieces: Iterable[Buffer]) -> None:
+        for piece in pieces:
+            if len(piece):
+                self._queue.append(piece)
+                self.backlog += len(piece)
+        if not self._is_awaiting_room:
+            if self._options is None:
+                raise ConnectionAbortedError(f"{self.address} does not take what belongs to the handshake")
+            self._is_awaiting_room = True
+            self._options.poller.await_room(self, True)
+
+    def _queue_appended(self) -> None:
+        while self._appended:
+            self._enqueue((self._appended.popleft(),))
+
+    def _write_queue(self) -> None:
+        """Writes queued bytes as far as the socket accepts them. Raises `ConnectionError` as `_write` does."""
+        queue = self._queue
+        while queue:
+            pieces, size = _next_pieces(queue)
+            sent = self._write(pieces)
+            self.backlog -= sent
+            _drop(queue, sent)
+            if sent < size:
+                return
+        if self._is_awaiting_room and self._options is not None:
+            self._is_awaiting_room = False
+            self._options.poller.await_room(self, False)
+
+    def flush(self) -> None:
+        """See `Link`."""
+        if self._try_lock():  # otherwise the thread that is sending sends the queue as well
+            try:
+                self._check_broken()
+                self._queue_appended()
+                self._write_queue()
+            finally:
+                self._unlock()
+            if self._appended:
+                self._send_appended()
+
+    def unsent_bytes(self) -> int:
+        """See `Link`."""
+        return self.backlog
+
+    # Large frames
+
+    def _send_chunks(self, frame: Buffer, buffers: Iterable[memoryview], deadline: float) -> None:
+        buffers = tuple(buffers)
+        number = next(self._numbers)
+        announcement = pack_announcement(number, frame, buffers)
+        header = pack_chunk_header(number)
+        try:
+            self._send_internal(announcement)
+            for chunk in chunks_of(frame, buffers, CHUNK_BYTES):
+                word = WORD.pack((CHUNK_HEADER_SIZE + chunk.nbytes) | INTERNAL)
+                self._send_chunk(word + header, chunk, deadline)
+        except BaseException as error:
+            self._close_after_interrupt(error)
+            raise
+
+    def _close_after_interrupt(self, error: BaseException) -> None:
+        """Closes the link after an exception of a signal handler, because a large frame was sent only in part.
+
+        The other end would wait for the rest for ever, and queued memory may be changed by its owner. Does nothing for
+        a `ConnectionError`.
+        """
+        if not isinstance(error, ConnectionError):
+            self._broken = f"a send was interrupted by {type(error).__name__}"
+            self.close()
+
+    def _send_chunk(self, header: bytes, chunk: memoryview, deadline: float) -> None:
+        """Sends a chunk without a copy. At the deadline, copies and queues what the socket has not accepted.
+
+        Raises `ConnectionError` if the link is closed or broken.
+        """
+        self._wait_until_sent(deadline)
+        if self.backlog or not self._try_lock():  # the deadline has passed, or another thread is sending
+            self._send_bytes(header + chunk)
+            return
+        try:
+            self._check_broken()
+            self._queue_appended()  # the previous chunk may be among them
+            if self._queue:
+                self._enqueue((header, chunk))
+                self._write_queue()
+            else:
+                sent = self._write([header, chunk])
+                if sent < len(header) + chunk.nbytes:
+                    rest = [memoryview(header)[sent:], chunk] if sent < len(header) else [chunk[sent - len(header) :]]
+                    self._enqueue(rest)
+        finally:
+            self._unlock()
+        if self._appended:
+            self._send_appended()
+        if self.backlog and not self._wait_until_sent(deadline):
+            self._copy_queue()
+
+    def _copy_queue(self) -> None:
+        """Replaces queued memory by copies: its owner stops waiting, and may change it."""
+        self._lock.acquire()  # a short wait: no thread that holds the lock waits
+        self._sender = get_ident()
+        try:
+            self._queue = deque(bytes(piece) for piece in self._queue)
+        finally:
+            self._unlock()
+        if self._appended:
+            self._send_appended()
+
+    def _wait_until_sent(self, deadline: float) -> bool:
+        """Waits until the queue is empty, and returns True.
+
+        Returns False if the deadline has passed, or if this thread must not wait.
+
+        Raises:
+            ConnectionError: The link is closed or broken.
+        """
+        if not self.backlog:
+            return True
+        if self._is_sending():
+            return False
+        sock = self._open_socket()  # keep a reference, as in `wait`
+        poll = select.poll()
+        poll.register(sock, select.POLLOUT)
+        try:
+            with asleep():
+                while self.backlog:
+                    if monotonic() >= deadline:
+                        return False
+                    poll.poll(_WRITABLE_POLL_MS)
+                    self.flush()
+        except UsageError:  # this is the leader of an executor, which must not wait while it reads
+            return False
+        return True
+
+    # The end
+
+    def sweep(self, before: float) -> None:
+        """See `Link`. Does nothing: the link keeps no memory."""
+
+    def prepare_fork(self) -> None:
+        """See `Link`. Does nothing: the link shares no memory with the other end."""
+
+    def close(self) -> None:
+        """See `Link`."""
+        self._is_closed = True
+        sock, self._socket = self._socket, None
+        if sock is not None:
+            sock.release()
+
+    def abandon(self) -> None:
+        """See `Link`."""
+        self._is_closed = True
+        sock, self._socket = self._socket, None
+        if sock is not None:
+            sock.abandon()
+
+    def __repr__(self) -> str:
+        return f"<{type(self).__name__} {self.address}{' closed' if self._socket is None else ''}>"
+
+
+def _next_pieces(queue: deque[Buffer]) -> tuple[list[Buffer], int]:
+    """Returns the first pieces of a queue, as many as one system call should send, and their size in bytes."""
+    pieces: list[Buffer] = []
+    size = 0
+    for piece in queue:
+        pieces.append(piece)
+        size += len(piece)
+        if size >= _MAX_SEND_BYTES or len(pieces) >= _MAX_PIECES:
+            break
+    return pieces, size
+
+
+def _drop(queue: deque[Buffer], count: int) -> None:
+    """Removes `count` bytes from the beginning of a queue, which must have as many."""
+    while count:
+        first = queue[0]
+        if count < len(first):
+            queue[0] = memoryview(first)[count:]
+            return
+        count -= len(first)
+        queue.popleft()
