@@ -24,6 +24,7 @@ Any thread may call any method, but only the leader calls `wait`, and only the s
 
 from __future__ import annotations
 
+import errno
 import os
 import select
 import threading
@@ -182,8 +183,10 @@ class Poller:
         for epoll in (self._epoll, self._standby_home(events)):
             try:
                 epoll.unregister(descriptor)
-            except FileNotFoundError:
-                pass  # it was closed, and the number belongs to another socket now
+            except OSError as error:
+                # Another thread has closed it (EBADF), and perhaps the number belongs to another file now (ENOENT).
+                if error.errno not in (errno.EBADF, errno.ENOENT):
+                    raise
         self._stream_count -= _is_stream(events)
 
     def _standby_home(self, events: int) -> select.epoll:
