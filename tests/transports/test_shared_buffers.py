@@ -13,8 +13,16 @@ from time import monotonic
 import pytest
 
 from farcall.errors import ProtocolError
-from farcall.transports.base import LinkOptions
-from farcall.transports.shm_buffers import MISSING, OFFER, OPENED, RETURNED, SHARED, default_segment_pool
+from farcall.transports.base import Frame, LinkOptions
+from farcall.transports.shm_buffers import (
+    MISSING,
+    OFFER,
+    OPENED,
+    RETURNED,
+    SHARED,
+    SharedBuffers,
+    default_segment_pool,
+)
 from farcall.transports.unix import UnixLink, UnixTransport
 
 SOON_S = 20.0
@@ -92,6 +100,50 @@ def returned(number: int, *offsets_and_sizes: int) -> bytes:
 
 def missing(number: int, *sizes: int) -> bytes:
     return struct.pack(f"<BxHI{len(sizes)}Q", MISSING, len(sizes), number, *sizes)
+
+
+# Segments that are sent back
+
+
+def test_a_segment_can_be_used_again_as_soon_as_the_frame_that_returns_it_is_sent(options: LinkOptions) -> None:
+    """The caller sends its next buffers while the thread that sent the reply is still in `send`."""
+    pools = [default_segment_pool(name, 1 << 26) for name in ("caller", "callee")]
+    requests: list[Frame | None] = []
+
+    def to_callee(*parts: bytes) -> None:
+        requests.append(callee.receive(b"".join(parts)))
+
+    def to_caller(*parts: bytes) -> None:
+        assert parts[0][0] == RETURNED
+        reply = caller.receive(b"".join(parts))
+        assert reply is not None
+        assert [bytes(buffer) for buffer in reply[1]] == [b"1" * 100_000]
+        del reply
+        assert caller.send(b"second", [memoryview(b"2" * 100_000)])
+
+    def supply(number: int, buffers: list[memoryview]) -> None:
+        raise AssertionError("all segments can be opened")
+
+    caller, callee = (
+        SharedBuffers(options._replace(segments=pool), os.getpid(), send, supply)
+        for pool, send in zip(pools, (to_callee, to_caller), strict=True)
+    )
+    assert callee.try_offer(*caller.offer())
+    caller.note_opened()
+    assert caller.send(b"first", [memoryview(b"1" * 100_000)])
+    request = requests.pop()
+    assert request is not None
+    buffers = list(request[1])
+    del request
+    assert callee.send(b"reply", buffers)
+    second = requests.pop()
+    assert second is not None
+    assert [bytes(buffer) for buffer in second[1]] == [b"2" * 100_000]
+    del second
+    for each in (caller, callee):
+        each.close()
+    for pool in pools:
+        pool.close()
 
 
 # A process that cannot open a segment

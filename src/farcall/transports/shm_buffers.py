@@ -185,18 +185,20 @@ class SharedBuffers:
     def _send_back(self, frame: bytes, buffers: list[memoryview], returnable: ReturnableBuffers) -> bool:
         with returnable:
             buffers.clear()  # the last views at this end, unless the program has kept some
-            if returnable.give_back():
-                count = len(returnable.sizes)
-                table = struct.pack(f"<{2 * count}Q", *returnable.offsets, *returnable.sizes)
-                self._send_internal(_RETURNED_HEADER.pack(RETURNED, count, returnable.number), table, frame)
-                self.bytes_out += sum(returnable.sizes)
-                return True
-            views = returnable.views()
-            if self._peer_reads and self._write_and_send(frame, views):
-                return True
-            # Copies, because the segment may be freed before they are sent.
-            buffers.extend(memoryview(bytearray(view)) for view in views)
-            return False
+            if not returnable.give_back():
+                views = returnable.views()
+                if self._peer_reads and self._write_and_send(frame, views):
+                    return True
+                # Copies, because the segment may be freed before they are sent.
+                buffers.extend(memoryview(bytearray(view)) for view in views)
+                return False
+        # Sent outside of `with`: as soon as it is sent, the other end may use the segment for its next frame, which
+        # another thread of this process may read before this one goes on.
+        count = len(returnable.sizes)
+        table = struct.pack(f"<{2 * count}Q", *returnable.offsets, *returnable.sizes)
+        self._send_internal(_RETURNED_HEADER.pack(RETURNED, count, returnable.number), table, frame)
+        self.bytes_out += sum(returnable.sizes)
+        return True
 
     def send_kept(self, frame: bytes, buffers: list[memoryview]) -> list[memoryview] | None:
         """Sends a frame, empties the list, and returns copies of the buffers, which do not change.
