@@ -82,9 +82,9 @@ def test_a_frozen_worker_is_lost_within_ten_seconds_and_hears_of_it(workers: Sta
     assert facts["call"]["error"] == facts["later"]["error"] == "WorkerLost"
     assert "'w2'" in facts["call"]["text"]
     assert facts["later"]["seconds"] < 1
-    assert frozen["told"].startswith("worker 'w2' (this one) was taken for dead by its group")
+    assert frozen["told"].startswith("worker 'w2' (this one) was declared lost by its group")
     assert frozen["graceful"]["error"] == "ShutdownError"
-    assert "taken for dead" in frozen["graceful"]["text"]
+    assert "declared lost" in frozen["graceful"]["text"]
     assert frozen["again"] is True
 
 
@@ -267,7 +267,7 @@ def test_who_wakes_among_strangers_hears_that_it_was_taken_for_dead(workers: Sta
     finish(group)
     group.finish({0: KILLED}, quiet=False)
     assert group.reports(2)["names"] == ["w2"]
-    assert "taken for dead" in group.reports(1)["why"]
+    assert "declared lost" in group.reports(1)["why"]
 
 
 # -- how one leaves

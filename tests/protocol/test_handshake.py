@@ -132,7 +132,9 @@ def test_a_connection_of_another_kind(purpose: int) -> None:
 
 def test_the_longest_greeting() -> None:
     assert body_length(preamble(length=MAX_MESSAGE), Purpose.CALLS, "it") == MAX_MESSAGE
-    with pytest.raises(ProtocolError, match=f"announced a greeting of {MAX_MESSAGE + 1} bytes; at most {MAX_MESSAGE}"):
+    with pytest.raises(
+        ProtocolError, match=f"announced a handshake message of {MAX_MESSAGE + 1} bytes; at most {MAX_MESSAGE}"
+    ):
         body_length(preamble(length=MAX_MESSAGE + 1), Purpose.CALLS, "it")
 
 
@@ -171,7 +173,7 @@ def test_any_body_is_a_greeting_or_refused(body: bytes, data: st.DataObject | No
     [{}, {"type": "farewell"}, {"type": "welcome", "name": "a"}, {"type": "welcome", "name": 1, "rank": 0}, [], None],
 )
 def test_a_message_that_is_none_of_ours(message: object) -> None:
-    with pytest.raises(ProtocolError, match="it sent a greeting that cannot be read"):
+    with pytest.raises(ProtocolError, match="it sent a handshake message that cannot be read"):
         unpack(msgspec.msgpack.encode(message), "it")
 
 

@@ -129,7 +129,7 @@ def test_who_starts_when_its_name_was_taken_again_is_expelled() -> None:
 
 
 def test_times_that_do_not_go_together_are_refused() -> None:
-    with pytest.raises(UsageError, match="heartbeat interval of 1 s with a patience of 2 s"):
+    with pytest.raises(UsageError, match="heartbeat_interval 1 s and heartbeat_patience 2 s leave no time"):
         Membership(member(1), pick, interval=1.0, patience=2.0)
 
 

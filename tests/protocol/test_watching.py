@@ -252,5 +252,7 @@ def test_a_watcher_that_comes_back_does_not_look_further_at_once() -> None:
 
 @pytest.mark.parametrize(("interval", "patience"), [(0.0, 8.0), (-1.0, 8.0), (1.0, 2.9)])
 def test_times_that_do_not_go_together_are_refused(interval: float, patience: float) -> None:
-    with pytest.raises(UsageError, match="give an interval above 0 and a patience of at least 3 intervals"):
+    with pytest.raises(
+        UsageError, match="set heartbeat_interval above 0, and heartbeat_patience to at least 3 intervals"
+    ):
         Watching(interval, patience)

@@ -323,7 +323,7 @@ def test_a_worker_that_is_cut_off_keeps_its_values_and_forgets_the_others() -> N
     mine = store_of(network, 1)
     theirs, own = network.workers[1].handles.values()
     mine.cut_off()
-    with pytest.raises(ExpelledError, match="worker '1' \\(this one\\) was taken for dead"):
+    with pytest.raises(ExpelledError, match="worker '1' \\(this one\\) was declared lost"):
         theirs.check()
     own.check()
     assert sizes(mine) == {"owned": 1, "values": 1, "origins": 1}

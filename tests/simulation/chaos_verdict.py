@@ -69,7 +69,7 @@ def _count(
         return
     verdict.errors[outcome] += 1
     fair = FAIR | {"frozen": EXPELLED | FAREWELL, "leaves": FAREWELL}.get(child.fate, frozenset())
-    if any(f"worker {name!r} (this one) was taken for dead" in text for name in frozen):
+    if any(f"worker {name!r} (this one) was declared lost" in text for name in frozen):
         fair |= EXPELLED  # the call led through one that woke up, and tells what it ran into itself
     if outcome not in fair:
         verdict.findings.append(f"call {call_id} of {child} ended with {outcome}: {text}")

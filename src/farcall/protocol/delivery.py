@@ -49,7 +49,7 @@ class Link(Generic[M]):
 
 
 class Delivery(Generic[M]):
-    """The numbered messages between this worker and its peers."""
+    """The numbered messages between this worker and its peers, kept until they are acknowledged."""
 
     def __init__(self) -> None:
         self.links: dict[Worker, Link[M]] = {}

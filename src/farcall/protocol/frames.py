@@ -135,7 +135,10 @@ def pack_request(
 
 
 def pack_reply(kind: int, call_id: int, payload: bytes) -> bytes:
-    """Returns a RESULT or FAILURE frame (`kind`) without references and annotations, as most replies are."""
+    """Returns a RESULT or FAILURE frame (`kind`) without references and annotations, as most replies are.
+
+    The payload may be empty. The arguments are not checked.
+    """
     return _pack(kind, 0, 0, 0, call_id) + payload
 
 
@@ -157,7 +160,7 @@ def pack_full_reply(
 
 
 def pack_message(kind: int, payload: bytes) -> bytes:
-    """Returns a frame that belongs to no call. `kind` is CONTROL, GOSSIP or REFERENCES."""
+    """Returns a frame that belongs to no call. `kind` is CONTROL, GOSSIP or REFERENCES; the payload may be empty."""
     return _pack(kind, 0, 0, 0, 0) + payload
 
 
@@ -171,7 +174,7 @@ def with_call_id(frame: bytes, call_id: int) -> bytes:
 
 
 def pack_handle(reference: RRefId, fork: ForkId) -> bytes:
-    """Returns a reference and a fork as `HANDLE_SIZE` bytes."""
+    """Returns a reference and a fork as `HANDLE_SIZE` bytes. Raises `struct.error` if a number is out of range."""
     return _HANDLE.pack(*reference, *fork)
 
 
@@ -184,7 +187,12 @@ def unpack_handle(frame: Bytes, at: int) -> tuple[RRefId, ForkId]:
 
 
 def pack_references(number: int, references: Sequence[Carried]) -> bytes:
-    """Returns the references section of a frame. `number` is the number of the frame; there may be no references."""
+    """Returns the references section of a frame.
+
+    Args:
+        number: The number of the frame.
+        references: The references and forks; may be empty. Raises `struct.error` if a number in them is out of range.
+    """
     return _SECTION.pack(number, len(references)) + b"".join([_HANDLE.pack(*each[0], *each[1]) for each in references])
 
 

@@ -55,7 +55,7 @@ PROLOGUE_SIZE: Final = _PROLOGUE.size
 
 
 class Purpose(IntEnum):
-    """What a connection is for."""
+    """What a connection is for: requests between workers, or the store."""
 
     CALLS = 1
     STORE = 2
@@ -95,7 +95,7 @@ class Challenge(msgspec.Struct, tag="challenge", frozen=True):
 
 
 class Proof(msgspec.Struct, tag="proof", frozen=True):
-    """Shows that its sender knows the secret."""
+    """Shows that its sender knows the secret, without revealing it: a MAC over the messages before."""
 
     mac: Token
 
@@ -133,7 +133,7 @@ def pack(purpose: Purpose, message: Greeting) -> bytes:
     """Returns a preamble and a message, ready to be sent. Raises `ProtocolError` if the message is over 64 KiB."""
     body = encode(message)
     if len(body) > MAX_MESSAGE:
-        raise ProtocolError(f"a greeting of {len(body)} bytes is longer than {MAX_MESSAGE}; use shorter names")
+        raise ProtocolError(f"a handshake message of {len(body)} bytes is longer than {MAX_MESSAGE}; use shorter names")
     return _PREAMBLE.pack(MAGIC, VERSION, purpose, len(body)) + body
 
 
@@ -164,7 +164,7 @@ def body_length(preamble: bytes, purpose: Purpose, other: str, limit: int = MAX_
             "is this the address of the store, or of a worker?"
         )
     if length > limit:
-        raise ProtocolError(f"{other} announced a greeting of {length} bytes; at most {limit} are allowed")
+        raise ProtocolError(f"{other} announced a handshake message of {length} bytes; at most {limit} are allowed")
     return int(length)
 
 
@@ -227,9 +227,9 @@ def unpack(body: bytes, other: str) -> Greeting:
     try:
         message = _decoder.decode(body)
     except (ValueError, RecursionError) as error:
-        raise ProtocolError(f"{other} sent a greeting that cannot be read: {quoted(str(error))}") from None
+        raise ProtocolError(f"{other} sent a handshake message that cannot be read: {quoted(str(error))}") from None
     if isinstance(message, Hello | Welcome):
-        check_name(message.name, f"the name by which {other} greets")
+        check_name(message.name, f"the name that {other} gives")
     return message
 
 

@@ -50,7 +50,7 @@ class Learned(NamedTuple):
 
 
 class Members:
-    """One worker's view of its group."""
+    """One worker's view of its group: which workers are members, which have left, and which were lost."""
 
     def __init__(self) -> None:
         self.here: dict[Worker, Member] = {}
@@ -63,7 +63,7 @@ class Members:
 
     @property
     def digest(self) -> int:
-        """64 bits, equal for equal views; almost certainly different for others."""
+        """A number of 64 bits that is equal for equal views, and almost certainly different for different views."""
         return self._here_digest + self.gone.digest & _64_BITS
 
     # What is learned
@@ -91,7 +91,10 @@ class Members:
         return learned
 
     def _add(self, member: Member, learned: Learned) -> None:
-        """Adds a member, unless its number is known. Of two members with one name, the older one is lost."""
+        """Adds a member to the view and to `learned`. Does nothing if its number is known.
+
+        Of two members with one name, the older one is lost.
+        """
         number = member.number
         if number in self.here or number in self.gone:
             return
@@ -108,7 +111,10 @@ class Members:
         learned.joined.append(member)
 
     def _part(self, first: Worker, last: Worker, left: bool, learned: Learned) -> None:
-        """Adds the numbers of a range to the gone, and removes the members among them."""
+        """Adds a range of numbers to the gone, removes the members among them, and adds both to `learned`.
+
+        Raises `ProtocolError` if it is not a range of workers' numbers.
+        """
         for piece in self.gone.missing(first, last):
             self.gone.add(*piece)
             (learned.left if left else learned.lost).append(piece)
@@ -133,7 +139,7 @@ class Members:
                 del self._left[next(iter(self._left))]
 
     def _here_within(self, first: Worker, last: Worker) -> list[Worker]:
-        """Returns the numbers of the members in a range."""
+        """Returns the numbers of the members in a range; an empty list if there are none."""
         if last - first < len(self.here):
             return [number for number in range(first, last + 1) if number in self.here]
         return [number for number in self.here if first <= number <= last]
@@ -180,7 +186,7 @@ class Members:
         return News(tuple(members), self._leavers_among(gone), tuple(gone))
 
     def _leavers_among(self, ranges: list[Range]) -> tuple[Range, ...]:
-        """Returns the remembered workers in these ranges that have left.
+        """Returns the remembered workers in these ranges that have left; an empty tuple if there are none.
 
         News may name them among the lost as well: `learn` reads the workers that have left first.
         """
@@ -192,17 +198,30 @@ class Members:
     # The ring
 
     def successors(self, number: Worker, count: int) -> list[Worker]:
-        """Returns the `count` members after a number on the ring, the nearest first; fewer in a small group."""
+        """Returns up to `count` members after a number on the ring, the nearest first, without `number` itself.
+
+        Returns fewer in a small group, and an empty list if there are no others.
+        """
         start = bisect_right(self._ring, place_of(number))
         return self._from(start, 1, number, count)
 
     def predecessors(self, number: Worker, count: int) -> list[Worker]:
-        """Returns the `count` members before a number on the ring, the nearest first; fewer in a small group."""
+        """Returns up to `count` members before a number on the ring, the nearest first, without `number` itself.
+
+        Returns fewer in a small group, and an empty list if there are no others.
+        """
         start = bisect_left(self._ring, place_of(number)) - 1
         return self._from(start, -1, number, count)
 
     def _from(self, start: int, step: int, number: Worker, count: int) -> list[Worker]:
-        """Returns `count` members from the index `start` of the ring on, forwards or backwards, without `number`."""
+        """Returns up to `count` members from an index of the ring on, without `number`; empty if there are no others.
+
+        Args:
+            start: The index.
+            step: 1 for forwards, -1 for backwards.
+            number: The worker to leave out.
+            count: How many.
+        """
         ring = self._ring
         count = min(count, len(ring) - (number in self.here))
         return [ring[(start + step * i) % len(ring)] & _NUMBER for i in range(count)]

@@ -15,11 +15,11 @@ activities:
 
 Rules
 - FORWARD: a gone worker stays gone. Its messages are not processed; it is told that it is gone.
-- PATIENT: no worker is declared lost that was silent for less than the patience, counted while its watcher ran. There
-  is one exception: its address refuses connections, so its process has ended.
+- PATIENT: no worker is declared lost that was silent for less than the timeout (the option `heartbeat_patience`),
+  counted while its watcher ran. There is one exception: its address refuses connections, so its process has ended.
 - HEARD: no worker is declared lost that is heard by a member that the declaring worker hears. A member *hears* another
   one that answers its pings.
-- PROMPT: a worker that stays silent is lost for all members within the patience and two intervals, however many are
+- PROMPT: a worker that stays silent is lost for all members within the timeout and two intervals, however many are
   lost with it. If its watchers are lost while they wait, the time counts from the loss of the last one.
 - EXPELLED: a worker that learns of its own loss returns `Expelled` once, and sends nothing from then on.
 - FREE: no worker waits for another one, and no single message has to arrive.
@@ -27,7 +27,7 @@ Rules
 
 In a fixed group, where all workers are members from the start, the protocol is only a failure detector.
 
-If some connections are cut for longer than the patience:
+If some connections are cut for longer than the timeout:
 
     some links are cut       Both ends of a cut link remain members if one other member hears both of them; also if only
                              one direction of a link is cut. If there is no such member, the two ends may declare each
@@ -204,7 +204,10 @@ class Membership:
         return self.watching.next_tick()
 
     def _ask_others(self, silent: list[Worker]) -> list[Effect]:
-        """Returns messages that ask the members that are heard, and some others, about silent workers."""
+        """Returns messages that ask the members that are heard, and some others, about silent workers.
+
+        Returns an empty list if no worker is silent, or there is nobody to ask.
+        """
         if not silent:
             return []
         without = {self.me.number, *silent}
@@ -214,7 +217,10 @@ class Membership:
         return [SendMessage(helper, question) for helper in (*heard, *strangers)]
 
     def peer_heard(self, worker: Worker) -> list[Effect]:
-        """Notes that a worker is alive. Returns `Alive` messages to the members that have asked about it."""
+        """Notes that a worker is alive.
+
+        Returns `Alive` messages to the members that have asked about it; empty if none have.
+        """
         self.watching.heard(worker)
         return self._tell_askers(worker) if worker in self._asked else []
 
@@ -270,18 +276,21 @@ class Membership:
             asks = self._said_good_bye and isinstance(message, Ping | Compare | Probe)
             return [SendMessage(sender, self._good_bye())] if asks else []
         if sender not in self.members.here and sender in self.members.gone:
-            # Not if it says the same of us: we would go on telling each other for ever.
+            # Not if it says the same of us: the two workers would send this to each other for ever.
             return [] if self._is_about_me(message) else [SendMessage(sender, News(lost=((sender, sender),)))]
         self.watching.heard(sender)
         effects = self._message_handlers[type(message)](sender, message)
         return effects + self._tell_askers(sender) if sender in self._asked else effects
 
     def _pinged(self, sender: Worker, ping: Ping) -> list[Effect]:
-        """Returns the answer to a ping."""
+        """Returns the answer to a ping: an `Ack` with the digest of this worker's view."""
         return [SendMessage(sender, Ack(self.members.digest))]
 
     def _answered(self, sender: Worker, ack: Ack) -> list[Effect]:
-        """Processes the answer to a ping. If the views differ, returns a `Compare`, but not too often."""
+        """Processes the answer to a ping.
+
+        Returns a `Compare` if the views differ, but not too often; else an empty list.
+        """
         if ack.digest == self.members.digest:
             return []
         waited = self._round - self._compared
@@ -293,7 +302,10 @@ class Membership:
         return [SendMessage(sender, self.members.summary())]
 
     def _news_came(self, sender: Worker, news: News) -> list[Effect]:
-        """Adds news of another worker; see `_learn`. Returns an empty list if all of it is known."""
+        """Adds news of another worker to the view. Returns the changes and the messages that spread what was new.
+
+        Returns an empty list if all of it is known, and `Expelled` if another worker has this worker's name.
+        """
         if not self.members.is_new(news):
             return []  # most news comes several times
         if self._is_about_me(news):
@@ -318,7 +330,7 @@ class Membership:
     def _probe(self, sender: Worker, probe: Probe) -> list[Effect]:
         """Returns pings to the members that the sender asks about, and news of those that are gone.
 
-        The sender gets an `Alive` when one of them answers (`_tell_askers`).
+        The sender gets an `Alive` when one of them answers (`_tell_askers`). Unknown workers are ignored.
         """
         targets = dict.fromkeys(probe.targets)
         # Those that are not here are unknown, or gone; the latter the sender should know.
@@ -342,7 +354,10 @@ class Membership:
         return []
 
     def _tell_askers(self, target: Worker) -> list[Effect]:
-        """Returns `Alive` messages to the members that have asked about a worker, and forgets that they have."""
+        """Returns `Alive` messages to the members that have asked about a worker, and forgets that they have.
+
+        Returns an empty list if none have.
+        """
         _, askers = self._asked.pop(target)
         return [SendMessage(asker, Alive(target)) for asker in askers if asker in self.members.here]
 
@@ -370,7 +385,10 @@ class Membership:
         return effects
 
     def _told(self, learned: Learned) -> list[Effect]:
-        """Returns the changes of the group. Workers that are gone come first: a new member may have the same name."""
+        """Returns the changes of the group; an empty list if nothing was learned.
+
+        Workers that are gone come first, because a new member may have the same name.
+        """
         joined = {member.number: member for member in learned.joined if member.number != self.me.number}
         effects: list[Effect] = []
         for member, left in learned.removed:
@@ -379,7 +397,10 @@ class Membership:
         return effects + [MemberJoined(member) for member in joined.values()]
 
     def _spread(self, news: News, without: tuple[Worker, ...]) -> list[Effect]:
-        """Returns messages with the news to the next member on the ring and to random members."""
+        """Returns messages with the news to the next member on the ring and to random members; empty if there are none.
+
+        Workers in `without` get none.
+        """
         return [SendMessage(target, news) for target in self._targets(without)]
 
     def _targets(self, without: tuple[Worker, ...]) -> list[Worker]:
@@ -391,7 +412,7 @@ class Membership:
         return targets + self.members.sample(CHANCE_TARGETS, self._pick, (*without, *targets))
 
     def _follow(self) -> None:
-        """Watches the current successors on the ring."""
+        """Watches the current successors on the ring from now on, instead of earlier ones."""
         self.watching.follow(self.members.successors(self.me.number, self.watching.span))
 
     def _is_about_me(self, message: Message) -> bool:

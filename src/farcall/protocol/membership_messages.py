@@ -174,7 +174,7 @@ class PeerUnreachable(NamedTuple):
 
 
 class LeaveWanted(NamedTuple):
-    """This worker wants to leave the group."""
+    """The program wants this worker to leave the group."""
 
 
 Event: TypeAlias = Started | MessageReceived | Ticked | PeerHeard | PeerUnreachable | LeaveWanted

@@ -34,7 +34,7 @@ def mixed(number: int) -> int:
 
 
 class Ranges:
-    """A set of numbers from 0 to `LARGEST`."""
+    """A set of numbers from 0 to `LARGEST`, stored as ranges."""
 
     __slots__ = ("_firsts", "_lasts", "digest")
 
@@ -99,7 +99,10 @@ class Ranges:
 
 
 def _digest(first: int, last: int) -> int:
-    """Returns the part of the digest of a set that one of its ranges contributes."""
+    """Returns the 64-bit part of a set's digest that its range from `first` to `last` contributes.
+
+    Nothing is checked.
+    """
     return mixed(first << 32 | last)
 
 

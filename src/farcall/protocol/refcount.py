@@ -86,7 +86,7 @@ from farcall.protocol.watermark import Watermark
 
 
 class OwnedEntry:
-    """What the owner knows about a reference."""
+    """What the owner knows about one reference: whether it is created, and which handles and forks are counted."""
 
     __slots__ = ("created", "forks", "handles", "refused")
 
@@ -102,7 +102,7 @@ class OwnedEntry:
 
 
 class ForkState(Enum):
-    """Whether the owner counts a fork that this worker holds."""
+    """Whether the owner counts a fork that this worker holds: not asked, asked, or confirmed."""
 
     UNREPORTED = "unreported"
     """The owner was not asked yet. The parent keeps the value alive, and waits for `ChildAccepted`."""
@@ -118,7 +118,7 @@ CONFIRMED: Final = ForkState.CONFIRMED
 
 
 class UserFork:
-    """A fork that this worker holds."""
+    """A fork that this worker holds of a reference that another worker owns."""
 
     __slots__ = ("children", "dropped", "parent", "reference", "state")
 
@@ -141,7 +141,7 @@ NO_CLAIMANT: Final = -1
 
 
 class ReferenceCounts:
-    """The references of one worker."""
+    """The reference counts of one worker, for the values that it owns and the forks that it holds."""
 
     def __init__(self, me: Worker, new_token: Callable[[], bytes]) -> None:
         """Creates empty tables.
@@ -436,7 +436,10 @@ class ReferenceCounts:
         return self._ask(fork, held) if parent is None else []
 
     def _own_handle_received(self, reference: RRefId, fork: ForkId, sender: Worker) -> list[Effect]:
-        """Adds a handle of a reference that this worker owns; see `receive_handle`."""
+        """Adds a handle of a reference that this worker owns.
+
+        Returns the effects that `receive_handle` lists for the owner.
+        """
         owned = self.owned.get(reference)
         if owned is None:
             owned = self._note(reference, sender)
@@ -462,7 +465,10 @@ class ReferenceCounts:
         return self._ask(fork, held)
 
     def _ask(self, fork: ForkId, held: UserFork) -> list[Effect]:
-        """Marks an unreported fork as requested, and returns the `ForkRequest` to its owner."""
+        """Marks an unreported fork as requested, and returns the `ForkRequest` to its owner.
+
+        The fork must be unreported.
+        """
         held.state = REQUESTED
         del self.unreported[fork]
         return [SendMessage(held.reference.owner, ForkRequest(held.reference, fork))]
@@ -549,7 +555,10 @@ class ReferenceCounts:
         return effects + [SendMessage(holder, ForkAccepted(reference, other)) for other, holder in noted]
 
     def _note(self, reference: RRefId, claimant: Worker) -> OwnedEntry:
-        """Adds and returns an entry for an unknown reference, which is not created yet, or is refused."""
+        """Adds and returns an entry for an unknown reference.
+
+        It is marked as refused if the reference cannot be created.
+        """
         owned = self.owned[reference] = OwnedEntry(created=False)
         owned.refused = not (self._may_be_created(reference) and self._add_claim(reference, claimant))
         return owned
@@ -575,14 +584,17 @@ class ReferenceCounts:
                 del self.noted[reference[1:3]]
 
     def _forget_claims(self, key: tuple[Worker, int]) -> dict[RRefId, Worker]:
-        """Removes the notes for a creator and number. Returns the references, each with the worker that named it."""
+        """Removes the notes for a creator and number.
+
+        Returns the references, each with the worker that named it; may be empty.
+        """
         noted = self.noted.pop(key, {})
         for claimant in noted.values():
             self._uncount_claim(claimant)
         return noted
 
     def _uncount_claim(self, claimant: Worker) -> None:
-        """Counts one note less for a claimant."""
+        """Counts one note less for a claimant, which must have at least one."""
         self.claims[claimant] -= 1
         if not self.claims[claimant]:
             del self.claims[claimant]
@@ -590,7 +602,7 @@ class ReferenceCounts:
     def _disown_claims(self, lost: Worker) -> list[Effect]:
         """Keeps the notes of a lost claimant under `NO_CLAIMANT`: other workers may wait for the same references.
 
-        Returns refusals of the references that are too many.
+        Returns refusals of the references that are too many; usually an empty list.
         """
         effects: list[Effect] = []
         named = [each for noted in self.noted.values() for each, claimant in noted.items() if claimant == lost]
@@ -601,7 +613,10 @@ class ReferenceCounts:
         return effects
 
     def _refuse_other_tokens(self, created: RRefId) -> list[Effect]:
-        """Removes the notes for a reference that is created now. Returns refusals of those with another token."""
+        """Removes the notes for a reference that is created now.
+
+        Returns refusals of those with another token; usually none.
+        """
         effects: list[Effect] = []
         for reference in self._forget_claims(created[1:3]):
             if reference != created:
@@ -609,7 +624,7 @@ class ReferenceCounts:
         return effects
 
     def _refuse_claim(self, reference: RRefId) -> list[Effect]:
-        """Returns refusals of all forks, handles and uses of a reference whose note was removed."""
+        """Returns refusals of all forks, handles and uses of a reference whose note was removed; may be empty."""
         owned = self.owned.get(reference)
         if owned is None:  # it was only used, and somebody may be waiting for its value
             return [RefuseHandle(reference, None), ReleaseValue(reference)]
@@ -636,7 +651,10 @@ class ReferenceCounts:
         return [SendMessage(sender, ForkAccepted(reference, fork))] if owned.created else []
 
     def _fork_accepted(self, sender: Worker, reference: RRefId, fork: ForkId) -> list[Effect]:
-        """Confirms a fork. Returns `ConfirmHandle`, `ChildAccepted` to the parent, and its end if it was dropped."""
+        """Confirms a fork. Returns `ConfirmHandle`, `ChildAccepted` to the parent, and its end if it was dropped.
+
+        Raises `ProtocolError` if this worker did not ask for it, or the sender is not the owner.
+        """
         held = self._answered(sender, reference, fork)
         held.state = CONFIRMED
         parent, held.parent = held.parent, None
@@ -646,7 +664,10 @@ class ReferenceCounts:
         return effects + self._delete_if_done(fork, held) if held.dropped else effects
 
     def _fork_refused(self, sender: Worker, reference: RRefId, fork: ForkId) -> list[Effect]:
-        """Removes a fork. Returns `RefuseHandle`, and `ChildAccepted` to the parent."""
+        """Removes a fork that the owner does not count. Returns `RefuseHandle`, and `ChildAccepted` to the parent.
+
+        Raises `ProtocolError` if this worker did not ask for it, or the sender is not the owner.
+        """
         held = self._answered(sender, reference, fork)
         self._forget(fork, held)
         told = self._tell_parent(held.parent, reference, fork) if held.parent is not None else []
@@ -664,7 +685,12 @@ class ReferenceCounts:
         return held
 
     def _child_accepted(self, sender: Worker, reference: RRefId, fork: ForkId) -> list[Effect]:
-        """Settles a child of a held fork. Returns the end of the parent if that has only waited for this child."""
+        """Settles a child of a held fork.
+
+        Returns the end of the parent if that has only waited for this child, else nothing.
+
+        Raises `ProtocolError` if the child was not made for the sender.
+        """
         if fork.creator != self.me:
             raise ProtocolError(f"{fork} was not made here")
         parent = self.parents.get(fork)
@@ -704,7 +730,7 @@ class ReferenceCounts:
         return [new_tuple(SendMessage, (held.reference.owner, new_tuple(UserDeleted, (held.reference, fork))))]
 
     def _forget(self, fork: ForkId, held: UserFork) -> None:
-        """Removes a held fork and its children from all tables."""
+        """Removes a held fork and its children from all tables. The fork must be held."""
         del self.held[fork]
         if held.state is UNREPORTED:
             del self.unreported[fork]

@@ -30,7 +30,7 @@ class ForkRequest(NamedTuple):
 
 
 class ForkAccepted(NamedTuple):
-    """Owner to holder: the fork is counted."""
+    """Owner to holder: the owner counts the fork now."""
 
     reference: RRefId
     fork: ForkId
@@ -51,7 +51,7 @@ class ChildAccepted(NamedTuple):
 
 
 class UserDeleted(NamedTuple):
-    """Holder to owner: the fork has ended."""
+    """Holder to owner: the holder has dropped the fork, so the owner counts one less."""
 
     reference: RRefId
     fork: ForkId

@@ -59,8 +59,8 @@ def check_heartbeat(interval: float, patience: float) -> None:
     """Checks that the interval is positive and the timeout at least three intervals. Raises `UsageError` if not."""
     if not 0 < interval * SHORTEST_PATIENCE <= patience:
         raise UsageError(
-            f"a heartbeat interval of {interval:g} s with a patience of {patience:g} s leaves no time to ask "
-            f"others about a silent worker; give an interval above 0 and a patience of at least "
+            f"heartbeat_interval {interval:g} s and heartbeat_patience {patience:g} s leave no time to ask other "
+            f"workers about a silent one; set heartbeat_interval above 0, and heartbeat_patience to at least "
             f"{SHORTEST_PATIENCE} intervals"
         )
 
@@ -83,13 +83,16 @@ class Neighbour:
         """How often others were asked about this silence."""
 
     def forget_questions(self) -> None:
-        """Forgets that others were asked, so that they are asked again."""
+        """Forgets that other workers were asked about this neighbour, so that they are asked again."""
         self.asked_others = None
         self.questions = 0
 
 
 class Watching:
-    """The neighbours that one worker watches, and its clock."""
+    """The neighbours that one worker watches, and how long each was silent.
+
+    Its clock leaves out time in which the worker itself did not run.
+    """
 
     def __init__(self, interval: float, patience: float) -> None:
         """Creates a watcher of nobody.
@@ -166,7 +169,10 @@ class Watching:
         return self.span != before
 
     def follow(self, neighbours: Iterable[Worker]) -> None:
-        """Watches these workers from now on, in this order. Keeps the state of those that were watched before."""
+        """Watches these workers from now on, in this order, and no others; none if there are none.
+
+        Keeps the state of those that were watched before.
+        """
         watched = self.watched
         self.watched = {worker: watched.get(worker) or Neighbour(self._clock) for worker in neighbours}
 
@@ -197,7 +203,7 @@ class Watching:
         return pings
 
     def _silence_of(self, neighbour: Neighbour) -> float:
-        """Returns the seconds since the first ping without an answer; 0 if there is none."""
+        """Returns the seconds since the first ping to a neighbour without an answer; 0 if all pings were answered."""
         return 0.0 if neighbour.unanswered is None else self._clock - neighbour.unanswered
 
     def quiet(self) -> list[Worker]:
@@ -212,7 +218,7 @@ class Watching:
     # What is heard
 
     def heard(self, worker: Worker) -> None:
-        """Notes that something has arrived from a worker, watched or not."""
+        """Notes that something has arrived from a worker, which ends its silence if it is watched."""
         if self._hears_nobody():
             # Whatever cut us off is over. All others are asked again, and about them.
             for neighbour in self.watched.values():

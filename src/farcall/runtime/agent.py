@@ -67,7 +67,7 @@ _IDLE_MEMORY_S: Final = 10.0
 
 
 class Agent(RpcAgent):
-    """One worker of a group."""
+    """farcall's own agent: makes this process one worker of a group, and holds all parts of the worker."""
 
     reference_store: ReferenceStore
     """The references of this worker."""
@@ -193,13 +193,16 @@ class Agent(RpcAgent):
 
     @property
     def closed(self) -> RpcError | None:  # type: ignore[override]
-        """See `RpcAgent`."""
+        """The error that every call raises from now on; None while the agent can be used."""
         return self._peers.closed
 
     # Start
 
     def start(self) -> None:
-        """See `RpcAgent`."""
+        """Starts the threads, and begins to run the calls of other workers.
+
+        Must be called once. Raises `RuntimeError` if the system cannot create a thread.
+        """
         self._timers.start()
         interrupts.install(self._timers.schedule)
         self._entry.attach(self._cluster, self._executor)
@@ -215,6 +218,7 @@ class Agent(RpcAgent):
                 self._poller.watch_listener(listener, partial(self._accept, listener))
 
     def _accept(self, listener: Listener) -> None:
+        """Accepts one connection, if there is one, and begins its handshake. Logs an error of the listener."""
         try:
             link = listener.accept()
         except OSError as error:
@@ -230,6 +234,7 @@ class Agent(RpcAgent):
         self._handshakes.add(connection)
 
     def _server_closed(self, connection: ServerConnection) -> None:
+        """Called when a connection from another worker has ended: forgets the connection, and adds its counts."""
         self._servers.discard(connection)
         self._handshakes.remove(connection)
         if connection.is_admitted():
@@ -238,7 +243,13 @@ class Agent(RpcAgent):
             self._accept_connections()
 
     def connect_client(self, peer: Peer, link: Link, peer_limits: tuple[int, int]) -> ClientConnection:
-        """See `ClusterOwner`."""
+        """Returns a new connection for our calls, on a link that is established.
+
+        Args:
+            peer: The worker at the other end.
+            link: The link.
+            peer_limits: The largest head and the largest frame in bytes that the other end accepts; 0 for no limit.
+        """
 
         def lost(connection: ClientConnection) -> None:
             if self._clients.pop(connection, self) is None:
@@ -255,7 +266,11 @@ class Agent(RpcAgent):
         return connection
 
     def heartbeat(self, now: float) -> None:
-        """See `ClusterOwner`."""
+        """Called once in each heartbeat interval: ends slow handshakes, frees unused memory, and accepts connections.
+
+        Args:
+            now: The time on the monotonic clock.
+        """
         self._entry.tick(now)
         self._handshakes.expire()
         self.reference_store.look_for_work()
@@ -267,23 +282,27 @@ class Agent(RpcAgent):
             self._accept_connections()
 
     def _links(self) -> list[Link]:
+        """Returns the links of all connections in both directions; an empty list if there are none."""
         clients, servers = list(self._clients), list(self._servers)
         return [*[each.link for each in clients], *[each.link for each in servers]]
 
     def worker_gone(self, number: Worker, has_left: bool) -> None:
-        """See `ClusterOwner`."""
+        """Called when a worker has left the group (`has_left`) or was lost: updates the counts and the store."""
         self._metrics.remove_worker(number)
         if not has_left and not self._entry.is_open:  # workers of an open group do not wait for all others
             self._lost.append(self._cluster.name_of(number))
         self._entry.member_gone(number, has_left)
 
     def expelled(self) -> None:
-        """See `ClusterOwner`. Fails all calls and references. Does nothing if the agent is closed."""
+        """Called when the group has declared this worker lost: fails all calls and references with `ExpelledError`.
+
+        Does nothing if the agent is closed.
+        """
         with self._lock:
             if self.closed is not None:
                 return
             self._peers.closed = ExpelledError(
-                f"worker {self.info.name!r} (this one) was taken for dead by its group, as it did not answer for too "
+                f"worker {self.info.name!r} (this one) was declared lost by its group: it did not answer for too "
                 "long; its references are gone. Call shutdown(graceful=False), and init_rpc() to join again"
             )
         logger.warning("%s", self.closed)
@@ -295,7 +314,16 @@ class Agent(RpcAgent):
     # The group
 
     def get_worker_info(self, to: To | None = None) -> WorkerInfo:
-        """See `RpcAgent`."""
+        """Returns the name and id of a worker of the group.
+
+        Args:
+            to: The name, the rank or the `WorkerInfo` of the worker; None means this worker.
+
+        Raises:
+            UnknownWorkerError: The group has no such worker.
+            UsageError: `to` is of another type.
+            RpcError: The agent is closed, and has no such worker.
+        """
         if to is None:
             return self.info
         peer = self._peers.by_key.get(to)
@@ -304,22 +332,25 @@ class Agent(RpcAgent):
         return peer.info
 
     def get_worker_infos(self) -> list[WorkerInfo]:
-        """See `RpcAgent`."""
+        """Returns the names and ids of all workers of the group, this worker included, ordered by rank."""
         return self._peers.present()
 
     def watch_members(self, watcher: Callable[[MembershipChange], object]) -> None:
-        """See `RpcAgent`."""
+        """Registers a function that is called in the executor with every later change of the group, one by one.
+
+        Exceptions of the watcher are logged. A function that is registered twice is called twice.
+        """
         self._cluster.watch(watcher)
 
     def unwatch_members(self, watcher: Callable[[MembershipChange], object]) -> None:
-        """See `RpcAgent`."""
+        """Removes a watcher that was registered with `watch_members`. Does nothing if it is not registered."""
         self._cluster.unwatch(watcher)
 
     # Calls
 
     @property
     def rpc_timeout(self) -> float:
-        """See `RpcAgent`."""
+        """The timeout in seconds of calls that do not give their own; 0 means no timeout. May be set at any time."""
         return self.calling.rpc_timeout
 
     @rpc_timeout.setter
@@ -334,13 +365,37 @@ class Agent(RpcAgent):
         kwargs: Mapping[str, Any],
         timeout: float,
     ) -> Future[Any]:
-        """See `RpcAgent`."""
+        """Sends a call to a worker without waiting for the reply. Returns a future of the result.
+
+        Args:
+            worker: The callee.
+            function: The function to run there.
+            args: Its positional arguments; may be empty.
+            kwargs: Its keyword arguments; may be empty.
+            timeout: Seconds; 0 means no timeout.
+
+        Raises:
+            SerializationError: An argument cannot be pickled.
+            RpcError: The worker is unknown or lost, or the agent is closed.
+        """
         return self.calling.call(worker, function, args, kwargs, timeout, unattended=True)
 
     def remote(
         self, to: To, function: Callable[..., Any], args: Sequence[Any] | None, kwargs: Mapping[str, Any] | None
     ) -> Handle:
-        """See `RpcAgent`."""
+        """Makes a worker run a function and keep the result. Returns a handle of the result at once.
+
+        Args:
+            to: The worker: its name, rank or `WorkerInfo`.
+            function: The function.
+            args: Its positional arguments, a tuple or list; None for none.
+            kwargs: Its keyword arguments; None for none.
+
+        Raises:
+            UsageError: `to`, `function` or `args` is not valid.
+            SerializationError: An argument cannot be pickled.
+            RpcError: The worker is unknown or lost, or the agent is closed.
+        """
         return self.calling.remote(to, function, args, kwargs)
 
     def submit_own_call(self, callee: bytes, job: Job) -> None:
@@ -353,22 +408,35 @@ class Agent(RpcAgent):
         self._executor.submit(job)
 
     def add_interceptor(self, interceptor: ClientInterceptor | ServerInterceptor) -> None:
-        """Registers an interceptor. See `InterceptorChain.add`."""
+        """Registers an interceptor, as the innermost one, for all calls that begin later.
+
+        Raises:
+            UsageError: It is neither a `ClientInterceptor` nor a `ServerInterceptor`.
+        """
         self.interceptors.add(interceptor)
 
     def remove_interceptor(self, interceptor: ClientInterceptor | ServerInterceptor) -> None:
-        """Unregisters an interceptor. See `InterceptorChain.remove`."""
+        """Removes an interceptor. Does nothing if it is not registered."""
         self.interceptors.remove(interceptor)
 
     def after_reply(self, function: Callable[[], object]) -> None:
-        """Has a function called after the reply of the call that this thread runs. See `call_after_reply`."""
+        """Calls a function after the reply of the call that this thread runs for another worker was sent.
+
+        If the thread runs no such call, the function is called at once, and its errors are raised.
+        """
         call_after_reply(function)
 
     def process_soon(self, has_work: Callable[[], bool], work: Callable[[], None]) -> Callable[[], None]:
         """Returns a function that schedules `work` in the executor, a few milliseconds later.
 
-        `work` is called only if `has_work` returns True then, and again until `has_work` returns False. The returned
-        function takes no lock, so finalizers may call it. Calls before `work` has started schedule it only once.
+        Args:
+            has_work: Returns whether there is something to do. `work` is called only if it returns True, and again
+                until it returns False.
+            work: Does the work.
+
+        Returns:
+            The function. It takes no lock, so finalizers may call it. Calls before `work` has started schedule it only
+            once.
         """
         is_scheduled = False
 
@@ -391,14 +459,24 @@ class Agent(RpcAgent):
     # Reports
 
     def get_metrics(self) -> Metrics:
-        """See `RpcAgent`."""
+        """Returns the counters of this worker, for each other worker and in total. See `Metrics` for the names."""
         refusals = self.reference_store.refusals.counts()
         return self._metrics.report(list(self._clients), self._cluster, self._executor.counts(), refusals)
 
     # Waiting for the others
 
     def join(self, shutdown: bool = False, timeout: float = 0.0) -> None:
-        """See `RpcAgent`."""
+        """Waits until all workers have called `join` and no call is running anywhere.
+
+        In an open group, only for this worker.
+
+        Args:
+            shutdown: Whether this worker will leave next, so that connections that close from now on are expected.
+            timeout: How many seconds to wait; 0 means no limit.
+
+        Raises:
+            ShutdownError: The timeout expired, a worker was lost, or this worker was expelled.
+        """
         if self._entry.is_open:
             wait_until_idle(self, deadline_of(timeout))
         else:
@@ -407,19 +485,28 @@ class Agent(RpcAgent):
             self._cluster.is_quiet = True
 
     def sync(self, timeout: float = 0.0) -> None:
-        """See `RpcAgent`."""
+        """Waits until all workers of a fixed group have called `sync`, whether calls are running or not.
+
+        Args:
+            timeout: How many seconds to wait; 0 means no limit.
+
+        Raises:
+            ShutdownError: The timeout expired, or a worker was lost.
+            UsageError: The group is open.
+        """
         if self._entry.is_open:
             raise UsageError("in an open group nobody knows for whom to wait: use _barrier(names) for some workers")
         wait_at_barrier(self, self._rendezvous, deadline_of(timeout), self._next_sync("sync()"))
 
     def _next_sync(self, where: str) -> Occasion:
+        """Returns the next occasion on which all workers wait for each other; `where` is the function, for messages."""
         with self._lock:
             self._syncs += 1
             number = self._syncs
         return Occasion(f"sync/{number}/", where, f"in {where}", f"gave up in {where}", "this worker goes on")
 
     def is_idle(self) -> bool:
-        """See `Leaver`."""
+        """Returns whether no function runs here, nothing is left to send, and no reply or acknowledgement is due."""
         return (
             not self._executor.is_busy()
             and not any(connection.pending for connection in list(self._clients))
@@ -428,33 +515,43 @@ class Agent(RpcAgent):
         )
 
     def busy_report(self) -> str:
-        """See `Leaver`."""
+        """Returns text that says which functions and calls keep this worker busy."""
         return describe_busy_work(self._executor.thread_idents(), list(self._clients))
 
     def is_expelled(self) -> bool:
-        """See `Leaver`."""
+        """Returns whether the group has declared this worker lost."""
         return isinstance(self.closed, ExpelledError)
 
     def calls_started(self) -> int:
-        """See `Leaver`. Messages about references count: a release may lead to calls."""
+        """Returns the number of calls that this worker has made so far.
+
+        Messages about references count as well, because releasing a value may make calls.
+        """
         now = sum(connection.calls_made for connection in list(self._clients))
         return self._metrics.calls_made() + now + self.reference_store.messages_sent()
 
     def everybody(self) -> list[tuple[WorkerInfo, bool]]:
-        """See `Leaver`."""
+        """Returns all known workers of the group, sorted by rank, each with whether it has left or was lost."""
         peers = sorted(self._peers.by_number.values(), key=lambda peer: peer.info.id)
         return [(peer.info, peer.is_lost) for peer in peers]
 
     def lost(self) -> list[str]:
-        """See `Leaver`."""
+        """Returns the names of the workers of a fixed group that were lost; an empty list if none was."""
         return list(self._lost)
 
     # The end
 
     def shutdown(self, graceful: bool = False, timeout: float = 0.0) -> None:
-        """See `RpcAgent`.
+        """Leaves the group and releases all resources, even if an error is raised. Does nothing the second time.
 
         Ctrl-C ends the wait. The `KeyboardInterrupt` is raised after everything is closed.
+
+        Args:
+            graceful: Whether to wait first until all workers are done; in an open group, until this worker is done.
+            timeout: How many seconds to wait; 0 means no limit.
+
+        Raises:
+            ShutdownError: The wait failed.
         """
         is_early, store_timeout = True, 0.0
         try:
@@ -498,6 +595,7 @@ class Agent(RpcAgent):
         self._report_what_is_left()
 
     def _report_what_is_left(self) -> Inventory:
+        """Logs a warning if other workers and this one still hold references of each other. Returns all references."""
         inventory = self.reference_store.inventory()
         left = inventory.between_workers()
         if left.owned or left.held:
@@ -505,7 +603,7 @@ class Agent(RpcAgent):
         return inventory
 
     def close_after_leaving(self) -> None:
-        """Closes everything. To be called after `wait_to_leave`."""
+        """Closes everything. To be called after `wait_to_leave`. Does nothing the second time."""
         self._close(is_early=False, store_timeout=STORE_TIMEOUT_S, timeout=_CLOSE_TIMEOUT_S)
 
     def _close(self, is_early: bool, store_timeout: float, timeout: float) -> None:
@@ -553,6 +651,10 @@ class Agent(RpcAgent):
         self._rendezvous.store.close(is_early, store_timeout)
 
     def _close_descriptors(self) -> None:
+        """Closes all listeners and connections from other workers, the shared memory and the poller.
+
+        Can be repeated.
+        """
         for listener in self._listeners:
             self._poller.unwatch(listener)
             listener.close()
@@ -566,16 +668,19 @@ class Agent(RpcAgent):
 
     @property
     def is_forked(self) -> bool:
-        """See `RpcAgent`."""
+        """Whether this process is a forked child of the process that the agent belongs to."""
         return isinstance(self.closed, ForkedProcessError)
 
     def about_to_fork(self) -> None:
-        """See `RpcAgent`."""
+        """Called before this process forks: keeps memory that the child inherits from being written again."""
         for link in self._links():
             link.prepare_fork()
 
     def abandon(self) -> None:
-        """See `RpcAgent`."""
+        """Called in a forked child: closes the child's copies of descriptors.
+
+        Every later call raises `ForkedProcessError`.
+        """
         self._has_ended = True
         interrupts.forget()
         error = self._peers.closed = ForkedProcessError(

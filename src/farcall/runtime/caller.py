@@ -56,7 +56,7 @@ _SMALL_CALLEE_BYTES: Final = 400
 
 
 class Caller:
-    """The calls of one worker."""
+    """Makes the calls of one worker: calls, remote calls, and calls on references."""
 
     def __init__(
         self,

@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 
 
 class PendingCall(Future[Any]):
-    """The future of a call."""
+    """The future of a call that this worker has made. Waiting for it reads its connection."""
 
     __slots__ = ("call_id", "connection", "deadline", "due", "function", "keeps", "timeout")
 
@@ -109,7 +109,7 @@ class PendingCall(Future[Any]):
 
 
 def timeout_error(worker: str, function: Callable[..., Any] | str, seconds: float) -> RpcTimeoutError:
-    """Returns the error of a call that was not answered in time."""
+    """Returns the error of a call that the worker did not answer within `seconds`. `function` is for the message."""
     return RpcTimeoutError(
         f"RPC ran for more than set timeout: worker {worker!r} did not answer `{callable_name(function)}` within "
         f"{seconds:g} s; it may still be running there. Give the call a longer timeout, or 0 for none"

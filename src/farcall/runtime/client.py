@@ -72,7 +72,7 @@ LOST_ADVICE: Final = "is it still running, and does every worker call rpc.shutdo
 
 
 class ClientConnection:
-    """Our connection to one worker."""
+    """Our connection to one worker: its pending calls, who reads their replies, and their timeouts."""
 
     def __init__(
         self,
@@ -533,7 +533,7 @@ class ClientConnection:
     # Reading while no thread waits
 
     def drive_in_background(self) -> None:
-        """See `futures.Source`. Has the leader read the link from now on, unless another thread reads."""
+        """Makes the leader read the link from now on, unless another thread reads it. Does not wait."""
         self._must_read_in_background = True
         if self._role:
             self._watch()

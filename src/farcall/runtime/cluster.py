@@ -72,7 +72,7 @@ class PeerTable:
         """The error that every call raises after this worker has shut down or was expelled; None before."""
 
     def add(self, peer: Peer) -> None:
-        """Adds a worker. It replaces an earlier one with the same name or rank in `by_key`."""
+        """Adds a worker. It replaces an earlier one with the same name or rank in `by_key`; `by_number` keeps both."""
         self.by_number[peer.number] = peer
         self.by_key[peer.info.name] = self.by_key[peer.info.id] = self.by_key[peer.info] = peer
 
@@ -91,7 +91,7 @@ class PeerTable:
 
 
 class ClusterOwner(Protocol):
-    """The methods of the agent that the cluster calls."""
+    """The methods of the agent that `Cluster` calls when the group changes."""
 
     def connect_client(self, peer: Peer, link: Link, peer_limits: tuple[int, int]) -> ClientConnection:
         """Returns a new connection on an established link. `peer_limits` are the largest head and frame in bytes."""
@@ -107,7 +107,7 @@ class ClusterOwner(Protocol):
 
 
 class Cluster:
-    """The group, as one worker sees it."""
+    """The group, as one worker sees it: who is in it, the connections to each, and the heartbeats."""
 
     def __init__(
         self,
@@ -207,7 +207,7 @@ class Cluster:
     # Connections
 
     def refusal(self, hello: Hello) -> Refused | None:
-        """See `Admission`."""
+        """Returns why the sender of a hello may not connect, such as a wrong group or name; None if it may connect."""
         if hello.group != self.run:
             return Refused(f"this worker is of group {self.run!r}, not of {hello.group!r}")
         if hello.wanted != self.me.name:
@@ -216,26 +216,29 @@ class Cluster:
             return Refused(f"worker {self.me.name!r} was started again, and is not the one that was wanted")
         members = self._membership.members
         if hello.number in members.gone and hello.number != self.me.number:
-            reason = f"worker {hello.name!r} is not in the group any more: it has left, or was taken for dead"
+            reason = f"worker {hello.name!r} is not in the group any more: it has left, or was declared lost"
             return Refused(reason, gone=True)
         if hello.number not in members.here and not self._is_open:
             return Refused(f"there is no worker {hello.name!r} with number {hello.number} in this group")
         return None
 
     def admitted(self, connection: ServerConnection, hello: Hello) -> None:
-        """See `Admission`. Adds the worker to the group if it was not known here."""
+        """Called when the handshake of a worker has succeeded: adds the worker to the group if it is new here."""
         self._server_connections[hello.number] = connection
         self.add_member(Member(hello.number, hello.name, hello.rank, hello.host, hello.addresses))
 
     def connection_closed(self, connection: ServerConnection) -> None:
-        """See `Admission`."""
+        """Called when a connection from another worker has ended: finds out whether the worker is gone.
+
+        Does nothing if the handshake had not succeeded.
+        """
         if connection.is_admitted():
             if self._server_connections.get(connection.number) is connection:
                 del self._server_connections[connection.number]
             self.examine(connection.number)
 
     def receive_gossip(self, sender: Worker, payload: bytes) -> None:
-        """See `Admission`."""
+        """Processes a message about the group. Raises `ProtocolError` if it cannot be read."""
         message = decode(payload)
         with self._lock:
             effects = self._membership.message_received(sender, message)
@@ -320,7 +323,10 @@ class Cluster:
             return {self.name_of(number): watching.silence(number) for number in watching.watched}
 
     def watch(self, watcher: Watcher) -> None:
-        """Registers a function that is called in the executor with every later change, in order."""
+        """Registers a function that is called in the executor with every later change, in order.
+
+        Its errors are logged.
+        """
         self._watchers.append(watcher)
 
     def unwatch(self, watcher: Watcher) -> None:
@@ -349,7 +355,7 @@ class Cluster:
     # Carrying out effects
 
     def _change(self, effects: Iterable[Effect]) -> None:
-        """Carries out the effects that change tables. The caller holds the lock."""
+        """Carries out the effects that change tables, and leaves all others to `_act`. The caller holds the lock."""
         for effect in effects:
             if isinstance(effect, MemberJoined):
                 self._add(effect.member)
@@ -444,7 +450,7 @@ class Cluster:
 
 
 def call_watchers(watchers: Iterable[Watcher], change: MembershipChange) -> None:
-    """Calls each watcher with the change. Errors that watchers raise are logged."""
+    """Calls each watcher with the change. Errors that watchers raise are logged. No watchers: does nothing."""
     for watcher in watchers:
         try:
             watcher(change)

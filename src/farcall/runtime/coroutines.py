@@ -103,7 +103,10 @@ class EventLoop:
             loop.close()
 
     def close(self, timeout: float) -> None:
-        """Cancels all tasks and ends the thread. Waits at most `timeout` seconds for it. May be called twice."""
+        """Cancels all tasks and ends the thread. Waits at most `timeout` seconds for it. May be called twice.
+
+        Does nothing if the loop was never started. Coroutines that are given to `run` later are closed.
+        """
         with self._lock:
             self._closed = True
             loop, thread = self._loop, self._thread

@@ -45,7 +45,7 @@ _PAUSE_S: Final = 0.01
 
 
 class Job(Protocol):
-    """Something that the executor runs."""
+    """A piece of work that a thread of the executor runs."""
 
     must_run: bool
     """Whether the job is run even after the executor was closed."""
@@ -64,7 +64,7 @@ class Task:
         self.must_run = must_run
 
     def run(self) -> None:
-        """See `Job`."""
+        """Calls the function. The executor logs what it raises."""
         self._function()
 
 
@@ -76,7 +76,7 @@ class _ThreadState(threading.local):
 
 
 class Executor:
-    """The threads that run requests of one worker."""
+    """The threads that read and run the requests of one worker: a leader, a standby thread and followers."""
 
     def __init__(self, name: str, poller: Poller, max_running: int) -> None:
         self._name = name

@@ -48,7 +48,10 @@ class Value(Future[Any]):
         self._new_error: Callable[[], BaseException] | None = None
 
     def give(self, value: Any) -> None:
-        """Sets the value and runs callbacks."""
+        """Sets the value and runs callbacks.
+
+        Must be called once, and not after `fail` or `refuse`; this is not checked.
+        """
         run_callbacks(self, self.settle(DONE, value))
 
     def fail(self, failure: bytes) -> None:
@@ -77,19 +80,31 @@ class Value(Future[Any]):
         return "refused" if self._new_error is not None else type(self._value).__qualname__
 
     def value(self) -> Any:
-        """See `Future`."""
+        """Returns the value. Does not wait.
+
+        Raises:
+            RuntimeError: There is no value yet.
+            Exception: A new error object at each call, if there is an error in place of the value.
+        """
         if self._new_error is not None:
             raise self._new_error()  # what the function raised, or why there is no value
         return super().value()
 
     def exception(self, timeout: float | None = None) -> BaseException | None:
-        """See `Future`."""
+        """Waits for the value. Returns a new error object if there is an error in its place; None if there is a value.
+
+        Args:
+            timeout: How many seconds to wait; None means no limit.
+
+        Raises:
+            TimeoutError: There is neither a value nor an error after `timeout` seconds.
+        """
         error = super().exception(timeout)
         return self._new_error() if self._new_error is not None else error
 
 
 class Handle:
-    """One handle of a reference on this worker."""
+    """One handle of a reference on this worker. The reference store counts it, and notices when it is dropped."""
 
     __slots__ = (
         "__weakref__", "confirmed", "creation", "fork", "made", "new_error", "packed", "reference", "reference_store",
@@ -171,7 +186,7 @@ def watch_handle(handle: Handle) -> HandleRef:
 
 
 class HandleTable(dict[ForkId, HandleRef]):
-    """Weak references to the handles of forks, by fork."""
+    """The handles of forks, by fork, as weak references."""
 
     __slots__ = ()
 
@@ -213,7 +228,7 @@ def place_of_caller(whole_stack: bool, depth: int = 2) -> Made:
 
 
 def describe_place(made: Made) -> str:
-    """Returns where a handle was created as text: `file:line`, or the text itself."""
+    """Returns where a handle was created as text: `file:line`, or the text itself; empty if that is not known."""
     if isinstance(made, str):
         return made
     code, at = made
@@ -271,20 +286,20 @@ def failed_handle(store: ReferenceStore, owner: int, new_error: Callable[[], Rpc
 
 
 def owner_lost(reference: RRefId, owner: str) -> OwnerLost:
-    """Returns the error of a handle whose owner was lost."""
+    """Returns the error for uses of a handle whose owner, with that name, was lost."""
     return OwnerLost(f"worker {owner!r}, who owned {reference}, was lost, and the value with it", owner)
 
 
 def expelled(reference: RRefId, worker: str) -> ExpelledError:
     """Returns the error of a handle on a worker that was expelled. The owner does not count its forks any more."""
     return ExpelledError(
-        f"worker {worker!r} (this one) was taken for dead by its group, and {reference} is gone with all that it held. "
+        f"worker {worker!r} (this one) was declared lost by its group, and {reference} is gone with all that it held. "
         "Call shutdown(graceful=False), init_rpc() to join again, and create it anew"
     )
 
 
 def refused(reference: RRefId) -> ReferenceRefused:
-    """Returns the error of a handle whose fork the owner could not count."""
+    """Returns the error for uses of a handle whose fork the owner could not count."""
     return ReferenceRefused(
         f"{reference} was passed on by a worker that died before its owner could count it; "
         "its value is gone. Create it anew"
@@ -292,7 +307,7 @@ def refused(reference: RRefId) -> ReferenceRefused:
 
 
 def released(reference: RRefId, owner: str) -> ReferenceRefused:
-    """Returns the error for using a value that its owner has released."""
+    """Returns the error for using a value that its owner, with that name, has released."""
     return ReferenceRefused(f"worker {owner!r} does not own {reference} any more: its value was released")
 
 

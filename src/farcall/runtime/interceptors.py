@@ -139,7 +139,7 @@ class ServerInterceptor:
 
 
 class InterceptorChain:
-    """The interceptors of one worker."""
+    """The client interceptors and server interceptors of one worker, outermost first. Empty at first."""
 
     def __init__(self) -> None:
         self.client: tuple[ClientInterceptor, ...] = ()

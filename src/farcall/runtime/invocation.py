@@ -169,7 +169,10 @@ class Invocation:
     # Running
 
     def run(self) -> None:
-        """See `Job`."""
+        """Runs the function of the request, and sends the reply. Raises nothing: errors are sent to the caller.
+
+        If the value that the request uses does not exist yet, the request is run again when it does.
+        """
         function: Any = None
         try:
             parts = self._parts
@@ -478,7 +481,7 @@ def _answer(kind: bytes, value: Any) -> tuple[str, Any]:
     """Returns the name of a request for a value, its presence or its type, and the answer to it.
 
     Args:
-        kind: VALUE, PRESENCE or TYPE (`protocol.frames`).
+        kind: VALUE, PRESENCE or TYPE (`protocol.frames`); any other kind is answered like TYPE.
         value: The value.
     """
     if kind == VALUE:

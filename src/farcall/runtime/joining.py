@@ -40,7 +40,7 @@ _encode = msgspec.msgpack.Encoder().encode
 
 
 class GroupEntry:
-    """Joins the group for one worker, and leaves it."""
+    """Joins the group for one worker, and leaves it. In an open group, also keeps the store alive."""
 
     def __init__(self, rendezvous: Rendezvous, name: str, addresses: tuple[str, ...], look_interval: float) -> None:
         self._rendezvous = rendezvous
@@ -91,7 +91,10 @@ class GroupEntry:
         return Member(number, self._name, self._rendezvous.rank, network_identity(), self._addresses)
 
     def attach(self, group: Cluster, executor: Executor) -> None:
-        """Starts to look after the store, so that other workers can join."""
+        """Starts to look after the store of an open group, so that other workers can join.
+
+        Call it once, after `join`.
+        """
         self._group, self._executor = group, executor
         if self.is_open:
             from farcall.rendezvous import call_when_store_lost
@@ -130,11 +133,11 @@ class GroupEntry:
                     logger.warning("worker %r ignores an entry of the store: %s", self._name, error)
 
     def member_gone(self, number: Worker, left: bool) -> None:
-        """After a worker has left (`left`) or was lost: has the store free its name.
+        """Makes the store free the name of a worker that has left (`left` is True) or was lost.
 
-        If it hosted the store of an open group, another worker hosts the store from now on, even if the connection to
-        the old host is still open, because the old host may be stopped. In a fixed group no other worker can host the
-        store: workers that use it get an error.
+        If the worker hosted the store of an open group, another worker hosts the store from now on, even if the
+        connection to the old host is still open, because the old host may be stopped. In a fixed group no other worker
+        can host the store: workers that use it get an error.
         """
         group, executor = self._group, self._executor
         # Once all are about to leave, only the loss of the host is reported: others may have left in order.

@@ -17,7 +17,7 @@ MOST_REPORTED: Final = 10
 
 @dataclass(frozen=True)
 class OwnedReference:
-    """A reference whose value this worker owns."""
+    """A reference whose value this worker owns: who holds it, and where it was created."""
 
     reference: str
     type: str
@@ -60,7 +60,7 @@ class HeldReference:
 
 @dataclass(frozen=True)
 class Inventory:
-    """All references that a worker owns or holds."""
+    """All references that a worker owns or holds at one moment. Both tuples may be empty."""
 
     owned: tuple[OwnedReference, ...]
     held: tuple[HeldReference, ...]
@@ -72,7 +72,8 @@ class Inventory:
     def report(self) -> str:
         """Returns text for a log, in a few lines.
 
-        Lists all references if there are at most `MOST_REPORTED`, else the places where most were created.
+        Lists all references if there are at most `MOST_REPORTED`, else the places where most were created. If there are
+        no references, the text says so.
         """
         if len(self.owned) + len(self.held) <= MOST_REPORTED:
             return str(self)

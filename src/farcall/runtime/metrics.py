@@ -26,7 +26,7 @@ _ALL_GONE: Final = -1
 
 
 class MetricsCounter:
-    """The counts of connections that have ended. Makes reports about all connections."""
+    """Keeps the counts of connections that have ended, and makes reports about all connections."""
 
     def __init__(self) -> None:
         self._lock = threading.RLock()  # a finalizer may end a connection while its thread holds the lock
@@ -39,7 +39,7 @@ class MetricsCounter:
         self._add(connection.number, counts)
 
     def add_server(self, connection: ServerConnection) -> None:
-        """Adds the counts of another worker's connection that has ended."""
+        """Adds the counts of another worker's connection that has ended. Call it once for each connection."""
         self._add(connection.number, _count_server(connection))
 
     def remove_worker(self, worker: Worker) -> None:

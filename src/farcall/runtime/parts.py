@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class WorkerParts:
-    """The shared objects of one worker. Its agent creates them."""
+    """The objects that the connections, the calls and the group of one worker share. The agent creates them."""
 
     name: str
     """The name of this worker."""

@@ -37,7 +37,7 @@ ONE_HOST: Final = frozenset({"unix", "memory"})
 
 
 class Peer:
-    """One worker of the group, as this worker sees it."""
+    """One worker of the group, with this worker's connection to it, if there is one."""
 
     def __init__(
         self,

@@ -64,6 +64,10 @@ def pack_control(acknowledged: int, messages: Sequence[tuple[int, Message]]) -> 
 
     Layout: the number up to which this worker has received the receiver's messages (8 bytes); then for each message its
     number (8), its type (1), its reference and fork (44). All little-endian.
+
+    Args:
+        acknowledged: The number up to which messages were received; 0 for none.
+        messages: The messages with their numbers; may be empty.
     """
     parts = [_ACKNOWLEDGEMENT.pack(acknowledged)]
     for number, message in messages:
@@ -88,14 +92,14 @@ def unpack_control(payload: bytes | memoryview) -> tuple[int, list[tuple[int, Me
 
 
 class Connection(Protocol):
-    """A connection on which a message was sent."""
+    """The connection on which a message was sent. Used to find out whether the message may have been lost."""
 
     def is_lost(self) -> bool:
         """Returns whether the connection has ended, so that messages may not have arrived."""
 
 
 class UnackedKeep:
-    """A remote call that its owner has not acknowledged."""
+    """A remote call that its owner has not acknowledged yet. It has the frame, in case it must be sent again."""
 
     __slots__ = ("buffers", "fork", "frame", "keeps", "reference", "via")
 
@@ -148,7 +152,10 @@ class Outboxes:
         """The number of our `ForkRequest` messages that each owner has not answered."""
 
     def add(self, to: Worker, message: Message) -> None:
-        """Assigns a number to a message, and puts it into the outbox of its receiver."""
+        """Assigns a number to a message, and puts it into the outbox of its receiver.
+
+        Raises `KeyError` if that one is gone.
+        """
         self.unsent.setdefault(to, []).append((self.delivery.send(to, message), message))
         if type(message) is ForkRequest:
             self.asked[to] = self.asked.get(to, 0) + 1
@@ -183,12 +190,15 @@ class Outboxes:
         return ControlFrame(payload, has_only_answers, not messages)
 
     def take_unacked(self, to: Worker) -> list[tuple[int, Unacked]]:
-        """Returns all unacknowledged messages of a worker, with numbers. Empties its outbox, which is part of them."""
+        """Returns all unacknowledged messages of a worker, with numbers; empty if none.
+
+        Empties its outbox, part of them.
+        """
         self.unsent.pop(to, None)
         return self.delivery.unacknowledged(to)
 
     def take_acknowledgement(self, to: Worker) -> int:
-        """Returns the number up to which the messages of a worker were received. The caller must send it."""
+        """Returns the number up to which the messages of a worker were received; 0 if none. The caller must send it."""
         self.owed.pop(to, None)
         return self.delivery.acknowledgement(to)
 
@@ -212,13 +222,13 @@ class OutboxSource(Protocol):
     """The reference store, as `OutboxSender` sees it. All methods take the lock of the store."""
 
     def take_control_frame(self, to: Worker) -> ControlFrame | None:
-        """See `Outboxes.take_frame`."""
+        """Removes messages to a worker from its outbox and returns them as a frame; None if nothing is to be sent."""
 
     def take_unacked(self, to: Worker) -> list[tuple[int, Unacked]]:
-        """See `Outboxes.take_unacked`."""
+        """Returns all unacknowledged messages to a worker, with numbers, and empties its outbox; empty if none."""
 
     def take_acknowledgement(self, to: Worker) -> int:
-        """See `Outboxes.take_acknowledgement`."""
+        """Returns the number up to which the messages of a worker were received; 0 if none. The caller must send it."""
 
 
 class OutboxSender:

@@ -84,7 +84,7 @@ _TOKENS_AT_ONCE: Final = 256
 
 
 class ReferenceStore:
-    """All references of one worker."""
+    """All references of one worker: the values that it owns, its handles, and the messages about them."""
 
     calling: Caller
     """Makes the calls on references. The agent sets it."""
@@ -308,7 +308,12 @@ class ReferenceStore:
         return WorkerLost(f"worker {name!r} was lost: nothing can be asked of it any more; use another one", name)
 
     def _fork_all(self, handles: Sequence[Handle], to: Worker, carried: list[Carried]) -> None:
-        """Makes a fork of each handle. Adds each to `carried` before it is counted, so that it can be cancelled."""
+        """Makes a fork of each handle for a worker.
+
+        Adds each to `carried` before it is counted, so that it can be cancelled.
+
+        Raises `RpcError` if a handle cannot be passed on; the forks before it are in `carried`.
+        """
         counts = self._counts
         for handle in handles:
             reference, child = handle.reference, counts.new_fork()
@@ -417,7 +422,7 @@ class ReferenceStore:
         return value, handles
 
     def owe_acknowledgement(self, sender: Worker) -> None:
-        """Has an acknowledgement sent soon, for a remote call without a reply."""
+        """Schedules an acknowledgement to a worker, for a remote call without a reply."""
         with self._lock:
             self._owe_acknowledgement(sender)
         self.work_soon()
@@ -651,17 +656,17 @@ class ReferenceStore:
     # For the senders of outboxes
 
     def take_control_frame(self, to: Worker) -> ControlFrame | None:
-        """See `OutboxSource`."""
+        """Removes messages to a worker from its outbox and returns them as a frame; None if nothing is to be sent."""
         with self._lock:
             return self._outboxes.take_frame(to)
 
     def take_unacked(self, to: Worker) -> list[tuple[int, Unacked]]:
-        """See `OutboxSource`."""
+        """Returns all unacknowledged messages to a worker, with numbers, and empties its outbox; empty if none."""
         with self._lock:
             return self._outboxes.take_unacked(to)
 
     def take_acknowledgement(self, to: Worker) -> int:
-        """See `OutboxSource`."""
+        """Returns the number up to which the messages of a worker were received; 0 if none. The caller must send it."""
         with self._lock:
             return self._outboxes.take_acknowledgement(to)
 
@@ -717,7 +722,10 @@ class ReferenceStore:
     # The end
 
     def give_up_handles(self, reason: str) -> None:
-        """Releases all handles of values that other workers own. Later uses raise `UsageError` with that reason."""
+        """Releases all handles of values that other workers own. Later uses raise `UsageError` with that reason.
+
+        Does nothing if there are none.
+        """
         with self._lock:
             for fork, held in list(self._counts.held.items()):
                 if not held.dropped:

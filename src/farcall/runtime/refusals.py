@@ -50,7 +50,10 @@ class Refusals:
         )
 
     def remove_worker(self, worker: Worker) -> None:
-        """Adds the count of a worker that has left or was lost to that of `NOBODY_KNOWN`, and forgets the worker."""
+        """Adds the count of a worker that is gone to that of `NOBODY_KNOWN`, and forgets the worker.
+
+        Does nothing if it had no refusals.
+        """
         with self._lock:
             self._counts[NOBODY_KNOWN] += self._counts.pop(worker, 0)
             self._logged.discard(worker)

@@ -57,11 +57,11 @@ _SHUTDOWN: Final = Occasion("shutdown/", "shutdown()", "to shut down", "shut dow
 
 
 class Leaver(Protocol):
-    """The methods of the agent that this module calls."""
+    """The methods of the agent that this module calls. `Agent` implements them."""
 
     @property
     def info(self) -> WorkerInfo:
-        """This worker."""
+        """The name and id of this worker."""
 
     def is_idle(self) -> bool:
         """Returns whether no function runs here for others, and no reply or acknowledgement is expected."""
@@ -178,7 +178,7 @@ def _wait_until_idle(
 def _refuse_if_expelled(leaver: Leaver, occasion: Occasion) -> None:
     if leaver.is_expelled():
         raise ShutdownError(
-            f"worker {leaver.info.name!r} was taken for dead by its group, and had nobody to wait for; "
+            f"worker {leaver.info.name!r} was declared lost by its group, and had nobody to wait for; "
             f"{occasion.afterwards}. After its shutdown, init_rpc() joins again"
         )
 
@@ -213,7 +213,10 @@ def _listed(names: list[str]) -> str:
 def _sum_call_counts(
     leaver: Leaver, rendezvous: Rendezvous, prefix: str, deadline: float, occasion: Occasion = _SHUTDOWN
 ) -> int:
-    """Writes the number of calls of this worker into the store, waits for those of all others, and returns the sum."""
+    """Writes the number of calls of this worker into the store, waits for those of all others, and returns the sum.
+
+    Raises `ShutdownError` as `wait_for_everybody` does.
+    """
     own = f"{prefix}{leaver.info.id}"
     try:
         _write_call_count(leaver, rendezvous, own, deadline, occasion)

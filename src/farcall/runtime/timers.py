@@ -27,7 +27,7 @@ _MAX_SLEEP_S: Final = 3600.0
 
 
 class Timers:
-    """The timers thread of one worker."""
+    """The thread of one worker that calls scheduled functions at their time."""
 
     def __init__(self, name: str) -> None:
         self._name = name

@@ -56,7 +56,7 @@ class LinkOptions(NamedTuple):
 
 
 class LinkCounts(NamedTuple):
-    """The numbers of bytes that a link has received and sent."""
+    """The numbers of bytes that a link has received and sent so far, buffers included."""
 
     bytes_in: int
     bytes_out: int
@@ -69,7 +69,10 @@ class LinkCounts(NamedTuple):
 
 
 class Link(Protocol):
-    """One end of a connection between two workers."""
+    """One end of a connection between two workers, which carries whole frames.
+
+    One thread at a time may call `receive` or `wait`. Any thread may call the other methods.
+    """
 
     address: str
     """The address of the other end, for log and error messages."""
@@ -81,13 +84,17 @@ class Link(Protocol):
 
     @property
     def network(self) -> str:
-        """For an unencrypted link over loopback: text that is the same at both ends if they are in one network
-        namespace. Else empty. Valid after the first frame was received."""
+        """Text that is the same at both ends of an unencrypted loopback link if they are in one network namespace.
+
+        Empty for all other links. Valid after the first frame was received.
+        """
 
     @property
     def binding(self) -> bytes:
-        """For an encrypted link: the fingerprint of the certificate of the accepting end, at both ends. Else empty.
-        Valid after the first frame was received."""
+        """The fingerprint of the accepting end's certificate, at both ends of an encrypted link; else empty.
+
+        Valid after the first frame was received.
+        """
 
     def fileno(self) -> int:
         """Returns a descriptor for the poller, readable when frames may have arrived. Raises `OSError` if closed."""
@@ -107,9 +114,10 @@ class Link(Protocol):
         """
 
     def send_kept(self, frame: bytes, buffers: list[memoryview], deadline: float = FOREVER) -> list[memoryview]:
-        """Sends a frame that may have to be sent again on another link. See `send`.
+        """Sends a frame that may have to be sent again on another link. The arguments are those of `send`.
 
-        Returns copies of the buffers, which do not change when the program changes the originals.
+        Returns copies of the buffers, which do not change when the program changes the originals; empty for no buffers.
+        Raises `ConnectionError` if the link is closed or broken.
         """
 
     def receive(self) -> list[Frame]:
@@ -161,7 +169,10 @@ class Link(Protocol):
         """Returns the numbers of bytes that were received and sent so far."""
 
     def sweep(self, before: float) -> None:
-        """Frees memory that was not used since the time `before` on the monotonic clock."""
+        """Frees memory that was not used since the time `before` on the monotonic clock.
+
+        Does nothing if there is none.
+        """
 
     def prepare_fork(self) -> None:
         """Called before this process forks: makes sure that memory which the child inherits is not written again."""
@@ -174,7 +185,7 @@ class Link(Protocol):
 
 
 class Listener(Protocol):
-    """An address at which other workers can connect."""
+    """Accepts connections of other workers at one address."""
 
     address: str
     """The address to pass to `Transport.connect`."""
@@ -214,7 +225,12 @@ class Transport(Protocol):
         """
 
     def connect(self, address: str, timeout: float, handshake_limit: int) -> Link:
-        """Returns a link to a listener. Waits at most `timeout` seconds.
+        """Returns a link to a listener, which is in its handshake.
+
+        Args:
+            address: The address of the listener.
+            timeout: How many seconds to wait at most.
+            handshake_limit: The most bytes of a frame that the link accepts before it is established.
 
         Raises:
             OSError: Nothing listens at that address, or the timeout has expired (`TimeoutError`).

@@ -83,7 +83,7 @@ class BufferPool:
             return sum(each.capacity for each in self._free)
 
     def sweep(self, before: float) -> None:
-        """Frees memory that returned to the pool before the time `before` on the monotonic clock."""
+        """Frees memory that returned to the pool before the time `before` on the monotonic clock. Raises nothing."""
         with self._lock:
             self._collect_returned()
             self._free = [block for block in self._free if block.returned_at >= before]
@@ -100,7 +100,7 @@ class BufferPool:
 
 
 class _Block:
-    """One piece of memory, for one buffer at a time."""
+    """One piece of memory of a pool, which holds one buffer at a time."""
 
     __slots__ = ("_exporter_type", "_memory", "_noticed", "capacity", "returned_at")
 

@@ -20,7 +20,7 @@ from farcall.transports.stream import StreamLink
 
 
 class MemoryNetwork:
-    """The listeners of one test, by address."""
+    """The listeners of one test, by address. Workers connect to each other in the same network only."""
 
     def __init__(self, backlog: int = BACKLOG) -> None:
         """Creates a network without listeners. Each listener will queue at most `backlog` connections."""
@@ -84,13 +84,19 @@ class MemoryListener:
         self._counter: int | None = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC | os.EFD_SEMAPHORE)
 
     def fileno(self) -> int:
-        """See `Listener`."""
+        """Returns a descriptor that is readable when a link can be accepted.
+
+        Raises `OSError` if the listener is closed.
+        """
         if self._counter is None:
             raise OSError(errno.EBADF, f"the listener at {self.address} is closed")
         return self._counter
 
     def accept(self) -> StreamLink | None:
-        """See `Listener`."""
+        """Returns the next link; None if there is none now. Does not wait.
+
+        Raises `OSError` if the listener is closed.
+        """
         with self._changed:
             counter = self.fileno()
             if not self.waiting:
@@ -100,7 +106,7 @@ class MemoryListener:
             return StreamLink(self.waiting.popleft(), f"{self.address} (the connecting end)", self._handshake_limit)
 
     def close(self) -> None:
-        """See `Listener`. Links that were not accepted are closed."""
+        """Stops listening. Links that were accepted stay open; links that were not are closed. May be called twice."""
         with self._changed:
             counter, self._counter = self._counter, None
             if counter is None:
@@ -111,14 +117,14 @@ class MemoryListener:
                 self.waiting.popleft().close()
 
     def abandon(self) -> None:
-        """See `Listener`."""
+        """In a forked child: closes the descriptor here. The parent continues to listen. Raises nothing."""
         counter, self._counter = self._counter, None
         if counter is not None:
             os.close(counter)
 
 
 class MemoryTransport:
-    """The transport whose scheme is `memory`, in the given network."""
+    """The transport with the scheme `memory`, which connects workers in one `MemoryNetwork`."""
 
     scheme = "memory"
 
@@ -126,9 +132,22 @@ class MemoryTransport:
         self._network = network
 
     def listen(self, host: str | None, handshake_limit: int) -> MemoryListener:
-        """See `Transport`."""
+        """Returns a listener at a new address. `host` is ignored.
+
+        `handshake_limit` is the most bytes of a frame that a link accepts before it is established.
+        """
         return self._network.listen(handshake_limit)
 
     def connect(self, address: str, timeout: float, handshake_limit: int) -> StreamLink:
-        """See `Transport`."""
+        """Returns a link to the listener at `address`, which is in its handshake.
+
+        Args:
+            address: The address of the listener.
+            timeout: How many seconds to wait if the queue of the listener is full.
+            handshake_limit: The most bytes of a frame that the link accepts before it is established.
+
+        Raises:
+            ConnectionRefusedError: There is no listener at that address.
+            TimeoutError: The timeout expired.
+        """
         return self._network.connect(address, timeout, handshake_limit)

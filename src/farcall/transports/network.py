@@ -33,7 +33,10 @@ _UNUSABLE_V6: Final = 0x08 | 0x40  # IFA_F_DADFAILED, IFA_F_TENTATIVE of linux/i
 
 
 def numeric_host(sockaddr: tuple[Any, ...]) -> str:
-    """Returns the host of an IPv4 or IPv6 socket address as text, with `%interface` if the address has a scope."""
+    """Returns the host of an IPv4 or IPv6 socket address as text, with `%interface` if the address has a scope.
+
+    The address must be one that the socket module returned; this is not checked.
+    """
     host: str = sockaddr[0]
     scope: int = sockaddr[3] if len(sockaddr) == 4 else 0
     if not scope or "%" in host:

@@ -47,7 +47,7 @@ MAX_SLEEP_S: Final = 1.0
 
 
 class Pollable(Protocol):
-    """An object with a file descriptor."""
+    """An object with a file descriptor, such as a link or a listener."""
 
     def fileno(self) -> int:
         """Returns the descriptor. Raises `OSError` if the object is closed."""
@@ -62,7 +62,7 @@ class _Entry(NamedTuple):
 
 
 class Poller:
-    """The links, listeners and events that one worker waits for."""
+    """Waits for the links, listeners and events of one worker, and says which handlers to call."""
 
     def __init__(self, spin_s: float, use_rings: bool = True) -> None:
         """Creates a poller without links.
@@ -142,7 +142,10 @@ class Poller:
                 self.watch(link, entry.handler)
 
     def unwatch(self, source: Pollable) -> None:
-        """Removes the handler of a link or listener. To be called before that is closed. May be called twice."""
+        """Removes the handler of a link or listener. Call it before that is closed.
+
+        Does nothing if there is no handler.
+        """
         with self._lock:
             self._forget_ring(source)
             self._unsent.pop(source, None)  # type: ignore[call-overload]

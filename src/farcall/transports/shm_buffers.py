@@ -68,7 +68,7 @@ def default_segment_pool(worker: str, max_bytes: int | None) -> SegmentPool:
 
     Args:
         worker: The name of the worker, for the log.
-        max_bytes: The option `shared_memory`; None for a quarter of the machine's memory, at most 4 GiB.
+        max_bytes: The option `shared_memory`; 0 for none, None for a quarter of the machine's memory, at most 4 GiB.
     """
     if max_bytes is None:
         max_bytes = min(_MAX_DEFAULT_BYTES, os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // 4)
@@ -80,7 +80,7 @@ def default_segment_pool(worker: str, max_bytes: int | None) -> SegmentPool:
 
 
 class SharedBuffers:
-    """Sends and receives buffers of one link in shared memory."""
+    """Sends and receives the large buffers of one link in shared memory."""
 
     def __init__(
         self,
@@ -321,13 +321,16 @@ class SharedBuffers:
         return self._writer.has_unopened()
 
     def sweep(self, before: float) -> None:
-        """Frees memory that was not used since the time `before` on the monotonic clock."""
+        """Frees memory that was not used since the time `before` on the monotonic clock.
+
+        Does nothing if there is none.
+        """
         self._writer.sweep(before)
         if self._reader is not None:
             self._reader.sweep(before - RETRY_S)  # later than the writer does, so that it need not map them again
 
     def prepare_fork(self) -> None:
-        """See `Link`."""
+        """Called before this process forks: makes sure that memory which the child inherits is not written again."""
         self._writer.prepare_fork()
         if self._reader is not None:
             self._reader.prepare_fork()

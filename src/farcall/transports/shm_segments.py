@@ -81,7 +81,7 @@ _NO_ACCESS: Final = frozenset((errno.EMFILE, errno.ENFILE, errno.ENOMEM, errno.E
 
 
 class Place(NamedTuple):
-    """The segment that has the buffers of a frame."""
+    """Where the buffers of a frame are: the descriptor of a segment in the writer's process, and its number."""
 
     descriptor: int
     """The file descriptor of the segment in the writer's process."""
@@ -130,7 +130,7 @@ class SegmentPool:
             return self._probe.descriptor if self._probe is not None else -1
 
     def create(self, capacity: int) -> _WriterSegment | None:
-        """Returns a new segment; None if a limit is reached or the system cannot create one."""
+        """Returns a new segment of `capacity` bytes; None if a limit is reached or the system cannot create one."""
         with self._lock:
             if not self.is_enabled or self._bytes_left < capacity or not self._segments_left:
                 return None
@@ -383,7 +383,7 @@ class SegmentWriter:
 
 
 class _WriterSegment:
-    """One segment, in the process of its writer."""
+    """One shared segment, in the process that writes it."""
 
     def __init__(self, capacity: int, token: bytes, number: int) -> None:
         if capacity:
@@ -655,7 +655,7 @@ class ReturnableBuffers:
 
 
 class _Mapping:
-    """One segment, in the process of its reader."""
+    """One shared segment, mapped in the process that reads it."""
 
     def __init__(self, memory: mmap.mmap, number: int) -> None:
         import ctypes
@@ -703,7 +703,7 @@ class _Mapping:
         return _slices(memoryview(exporter).cast("B")[_DATA_AT:], _offsets(sizes), sizes)
 
     def plain_views(self, offsets: Sequence[int], sizes: Sequence[int]) -> list[memoryview]:
-        """Returns views that do not keep the segment in use."""
+        """Returns views of the buffers at these offsets, which do not keep the segment in use; empty for no buffers."""
         return _slices(memoryview(self._memory)[_DATA_AT:], offsets, sizes)
 
     def hand_back(self, unfreed: list[int]) -> None:
@@ -722,7 +722,10 @@ class _Mapping:
 
 
 def copy_bytes(target: memoryview, source: memoryview) -> None:
-    """Copies a buffer into another of the same size. For a large one, releases the interpreter's lock if possible."""
+    """Copies a buffer into another of the same size. For a large one, releases the interpreter's lock if possible.
+
+    Raises `ValueError` if the sizes differ.
+    """
     numpy: Any = sys.modules.get("numpy") if target.nbytes >= _RELEASE_LOCK_BYTES else None
     if numpy is None:
         target[:] = source
@@ -735,14 +738,14 @@ def _aligned(size: int) -> int:
 
 
 def _end_of(sizes: Sequence[int]) -> int:
-    """Returns the number of bytes that buffers of these sizes need in a segment."""
+    """Returns the number of bytes that buffers of these sizes need in a segment, with alignment; 0 for none."""
     if len(sizes) == 1:
         return _aligned(sizes[0])
     return sum(_aligned(size) for size in sizes)
 
 
 def _offsets(sizes: Sequence[int]) -> list[int]:
-    """Returns the offset of each buffer in the data of a segment."""
+    """Returns the offset of each buffer in the data of a segment; an empty list for no buffers."""
     begin = 0
     found = []
     for size in sizes:

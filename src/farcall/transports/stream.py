@@ -65,10 +65,17 @@ _MAX_SLEEP_S: Final = 1.0
 
 
 class StreamLink:
-    """A link over a connected stream socket, which the link takes over."""
+    """A link over a connected stream socket, which the link takes over and closes."""
 
     def __init__(self, sock: socket.socket, address: str, handshake_limit: int, network: str = "") -> None:
-        """Creates a link that is in its handshake. See `Link` and `Transport` for the arguments of the same names."""
+        """Creates a link that is in its handshake.
+
+        Args:
+            sock: The connected socket. The link takes it over.
+            address: The address of the other end, for messages.
+            handshake_limit: The most bytes of a frame that the link accepts before it is established.
+            network: The property `network` of the link; empty for most links.
+        """
         self.address = address
         self.network = network
         self.is_established = False
@@ -98,11 +105,14 @@ class StreamLink:
 
     @property
     def binding(self) -> bytes:
-        """See `Link`."""
+        """The fingerprint of the accepting end's certificate; empty if the socket is not encrypted, or is closed."""
         return getattr(self._socket, "binding", b"")
 
     def fileno(self) -> int:
-        """See `Link`."""
+        """Returns the descriptor of the socket.
+
+        Raises `ConnectionAbortedError`, an `OSError`, if the link is closed.
+        """
         return self._open_socket().fileno()
 
     def _open_socket(self) -> OwnSocket:
@@ -112,20 +122,25 @@ class StreamLink:
         return sock
 
     def establish(self, options: LinkOptions, deadline: float | None = None) -> None:
-        """See `Link`. Does not wait, because the ends have nothing to agree on."""
+        """Ends the handshake. Does not wait, because the ends have nothing to agree on; `deadline` is ignored."""
         self._options = options
         self._max_frame_size = options.max_frame_size
         self._assembler = Assembler(options.received.take, options.max_frame_size)
         self.is_established = True
 
     def counts(self) -> LinkCounts:
-        """See `Link`."""
+        """Returns the numbers of bytes that were received and sent so far."""
         return LinkCounts(self._bytes_in, self._bytes_out)
 
     # Receiving
 
     def receive(self) -> list[Frame]:
-        """See `Link`."""
+        """Returns the frames that have arrived; an empty list if there are none. Does not wait.
+
+        Raises:
+            ConnectionError: The link is closed or broken, or the other end has closed it and all frames were received.
+            ProtocolError: The other end has sent bytes that are not a frame, or a frame that is too large.
+        """
         frames: list[Frame] = []
         sock = self._open_socket()
         try:
@@ -157,6 +172,8 @@ class StreamLink:
 
         The other end may send frames of any kind right after the last frame of its handshake. They must stay in the
         socket until this end is established: before, they would be refused, or given to code that expects a handshake.
+        Raises `ProtocolError` if the bytes are not those of a handshake, and `ConnectionError` if the connection has
+        ended.
         """
         frames: list[Frame] = []
         for _ in range(2):  # the size, then the frame. Bytes that come later are read at the next event
@@ -232,7 +249,13 @@ class StreamLink:
         return header_end + come
 
     def _receive_chunk(self, sock: OwnSocket, frames: list[Frame]) -> None:
-        """Receives the bytes of a chunk that have arrived, directly into their buffer. Appends a completed frame."""
+        """Receives the bytes of a chunk that have arrived, directly into their buffer.
+
+        Appends a completed frame to `frames`.
+
+        Does nothing if no bytes have arrived. Raises `ConnectionError` if the other end has closed the connection, and
+        `ProtocolError` if the chunk does not fit.
+        """
         while self._space is not None:
             space = self._space
             count = sock.recv_into(space)
@@ -266,7 +289,13 @@ class StreamLink:
         raise ProtocolError(f"{self.address} sent an internal frame of unknown kind {kind}")
 
     def wait(self, seconds: float | None) -> bool:
-        """See `Link`."""
+        """Waits until bytes have arrived or the other end has closed the link.
+
+        Returns True then, or False after `seconds`.
+
+        None means no limit. Returns False early if a signal handler has received the bytes. Raises
+        `ConnectionAbortedError` if this end is closed, and what a signal handler raises.
+        """
         sock = self._open_socket()  # keep a reference, so that `close` by another thread does not free the descriptor
         poll = select.poll()
         poll.register(sock, select.POLLIN)
@@ -286,19 +315,31 @@ class StreamLink:
                 return False
 
     def has_hung_up(self) -> bool:
-        """See `Link`."""
+        """Returns whether the other end has closed the link, or the socket is broken.
+
+        Raises `ConnectionAbortedError` if this end is closed.
+        """
         sock = self._open_socket()  # keep a reference, as in `wait`
         poll = select.poll()
         poll.register(sock, select.POLLRDHUP)
         return bool(poll.poll(0))  # also if the socket is broken
 
     def note_hang_up(self) -> None:
-        """See `Link`. Does nothing, because a thread that waits on a socket notices itself that it was closed."""
+        """Does nothing: a thread that waits on a socket notices itself that the socket was closed."""
 
     # Sending
 
     def send(self, frame: bytes, buffers: list[memoryview] | None = None, deadline: float = FOREVER) -> None:
-        """See `Link`."""
+        """Sends one frame.
+
+        Args:
+            frame: The bytes of the frame; may be empty.
+            buffers: The buffers of the frame; None for none. The list is emptied.
+            deadline: When to stop waiting until a large frame is sent. The rest is copied and queued then.
+
+        Raises:
+            ConnectionError: The link is closed or broken.
+        """
         if buffers:
             self._send_with_buffers(frame, buffers, deadline)
         elif len(frame) > WHOLE_MAX_BYTES:
@@ -307,7 +348,10 @@ class StreamLink:
             self._send_bytes(WORD.pack(len(frame)) + frame)
 
     def send_kept(self, frame: bytes, buffers: list[memoryview], deadline: float = FOREVER) -> list[memoryview]:
-        """See `Link`."""
+        """Sends a frame as `send` does, and returns copies of its buffers, which never change; empty for no buffers.
+
+        Raises `ConnectionError` if the link is closed or broken.
+        """
         kept = [memoryview(bytes(buffer)) for buffer in buffers]
         self.send(frame, list(kept), deadline)
         return kept
@@ -320,7 +364,10 @@ class StreamLink:
         buffers.clear()
 
     def _send_internal(self, *parts: Buffer) -> None:
-        """Sends one internal frame that consists of these parts."""
+        """Sends one internal frame that consists of these parts.
+
+        Raises `ConnectionError` if the link is closed or broken.
+        """
         size = sum([len(part) for part in parts])
         self._send_bytes(b"".join((WORD.pack(size | INTERNAL), *parts)))
 
@@ -433,7 +480,10 @@ class StreamLink:
             self._options.poller.await_room(self, False)
 
     def flush(self) -> None:
-        """See `Link`."""
+        """Sends queued frames as far as that is possible without waiting.
+
+        Raises `ConnectionError` if the link is broken.
+        """
         if self._try_lock():  # otherwise the thread that is sending sends the queue as well
             try:
                 self._check_broken()
@@ -445,7 +495,7 @@ class StreamLink:
                 self._send_appended()
 
     def unsent_bytes(self) -> int:
-        """See `Link`."""
+        """Returns the number of bytes that wait to be sent."""
         return self.backlog
 
     # Large frames
@@ -541,20 +591,20 @@ class StreamLink:
     # The end
 
     def sweep(self, before: float) -> None:
-        """See `Link`. Does nothing: the link keeps no memory."""
+        """Does nothing: the link keeps no unused memory."""
 
     def prepare_fork(self) -> None:
-        """See `Link`. Does nothing: the link shares no memory with the other end."""
+        """Does nothing: the link shares no memory with the other end."""
 
     def close(self) -> None:
-        """See `Link`."""
+        """Closes the link in both directions. Frames that were sent before may still arrive. May be called twice."""
         self._is_closed = True
         sock, self._socket = self._socket, None
         if sock is not None:
             sock.release()
 
     def abandon(self) -> None:
-        """See `Link`."""
+        """In a forked child: closes the descriptor here, without closing the parent's link. Raises nothing."""
         self._is_closed = True
         sock, self._socket = self._socket, None
         if sock is not None:

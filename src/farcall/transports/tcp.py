@@ -37,7 +37,7 @@ _MAX_WAIT_S: Final = 3600.0
 
 
 class TcpTransport:
-    """The transport whose scheme is `tcp`."""
+    """The transport with the scheme `tcp`: TCP, encrypted between hosts."""
 
     scheme = "tcp"
 
@@ -56,7 +56,15 @@ class TcpTransport:
         return self._encryption if self._even_on_loopback or not is_loopback(host) else None
 
     def listen(self, host: str | None, handshake_limit: int) -> TcpListener:
-        """See `Transport`. The host is an address of this machine, by default 127.0.0.1. `0.0.0.0` raises `OSError`."""
+        """Returns a listener on a free port.
+
+        Args:
+            host: An address of this machine; None means 127.0.0.1.
+            handshake_limit: The most bytes of a frame that a link accepts before it is established.
+
+        Raises:
+            OSError: The host is not an address of this machine, or is `0.0.0.0`, which other workers could not dial.
+        """
         host = host or "127.0.0.1"
         failure = OSError(errno.EADDRNOTAVAIL, "no such address", host)
         for family, kind, protocol, _, sockaddr in resolve(host, 0, socket.SOCK_STREAM):
@@ -76,10 +84,14 @@ class TcpTransport:
         raise failure
 
     def connect(self, address: str, timeout: float, handshake_limit: int) -> StreamLink:
-        """See `Transport`. The addresses of a host name are tried one by one, within the timeout.
+        """Returns a link to a listener, encrypted if the listener is on another host. Waits at most `timeout` seconds.
 
-        The timeout does not limit the time for resolving a host name. Raises `EncryptionError` if only one end uses
-        encryption, or one refuses the other's certificate.
+        The addresses of a host name are tried one by one. The timeout does not limit the time for resolving a host
+        name.
+
+        Raises:
+            OSError: The address is not valid, nothing listens there, or the timeout has expired (`TimeoutError`).
+            EncryptionError: Only one end uses encryption, or one refuses the other's certificate.
         """
         return self._connect(address, timeout, handshake_limit, self._encryption_for)
 
@@ -124,7 +136,7 @@ class TcpTransport:
 
 
 class TcpListener:
-    """A listening socket on one address."""
+    """A listening TCP socket on one address."""
 
     def __init__(
         self, sock: socket.socket, encryption: Encryption | None, must_encrypt: bool, handshake_limit: int
@@ -144,7 +156,10 @@ class TcpListener:
         self._handshake_limit = handshake_limit
 
     def fileno(self) -> int:
-        """See `Listener`."""
+        """Returns a descriptor that is readable when a link can be accepted.
+
+        Raises `OSError` if the listener is closed.
+        """
         return self._open_socket().fileno()
 
     def _open_socket(self) -> OwnSocket:
@@ -153,7 +168,10 @@ class TcpListener:
         return self._socket
 
     def accept(self) -> StreamLink | None:
-        """See `Listener`."""
+        """Returns the next link; None if there is none now. Does not wait.
+
+        Raises `OSError` if the listener is closed, or the process has no file descriptors left.
+        """
         try:
             sock, peer = self._open_socket().accept()
         except (BlockingIOError, ConnectionAbortedError):
@@ -169,13 +187,13 @@ class TcpListener:
         return StreamLink(_tuned(sock), address, limit)
 
     def close(self) -> None:
-        """See `Listener`."""
+        """Stops listening. Links that were accepted stay open. May be called twice."""
         sock, self._socket = self._socket, None
         if sock is not None:
             sock.release()
 
     def abandon(self) -> None:
-        """See `Listener`."""
+        """In a forked child: closes the descriptor here. The parent continues to listen. Raises nothing."""
         sock, self._socket = self._socket, None
         if sock is not None:
             sock.abandon()
@@ -189,7 +207,10 @@ class _LoopbackLink(StreamLink):
         self._encryption: Encryption | None = encryption
 
     def receive(self) -> list[Frame]:
-        """See `Link`."""
+        """Returns the frames that have arrived, as `StreamLink.receive` does.
+
+        Decides first whether the link is encrypted.
+        """
         if self._encryption is not None:
             try:
                 self._decide(self._encryption)

@@ -151,27 +151,34 @@ class TlsSocket(OwnSocket):
             self._wait(select.POLLIN, deadline, "no encrypted connection in time")
 
     def settimeout(self, value: float | None) -> None:
-        """See `socket.socket`."""
+        """Sets the timeout of blocking methods in seconds: None waits for ever, 0 raises `BlockingIOError` at once."""
         self._timeout = value
 
     def gettimeout(self) -> float | None:
-        """See `socket.socket`."""
+        """Returns the timeout of blocking methods in seconds; None for no limit."""
         return self._timeout
 
     def setblocking(self, flag: bool) -> None:
-        """See `socket.socket`."""
+        """True waits without limit from now on; False raises `BlockingIOError` instead of waiting."""
         self._timeout = None if flag else 0.0
 
     # Receiving
 
     def recv(self, size: int, flags: int = 0) -> bytes:
-        """See `socket.socket`. `flags` is ignored."""
+        """Returns up to `size` decrypted bytes; empty at the end of the stream. `flags` is ignored.
+
+        Raises `BlockingIOError` or `TimeoutError` if no data comes in time, and `OSError` if the connection is broken.
+        """
         buffer = bytearray(size)
         count = self.recv_into(memoryview(buffer))
         return bytes(memoryview(buffer)[:count])
 
     def recv_into(self, buffer: Any, nbytes: int = 0, flags: int = 0) -> int:
-        """See `socket.socket`. `nbytes` and `flags` are ignored."""
+        """Receives decrypted bytes into `buffer`, and returns how many; 0 at the end of the stream.
+
+        `nbytes` and `flags` are ignored. Raises `BlockingIOError` or `TimeoutError` if no data comes in time, and
+        `OSError` if the connection is broken.
+        """
         timeout = self.gettimeout()
         deadline = None if timeout is None else time.monotonic() + timeout
         while True:
@@ -290,9 +297,10 @@ class TlsSocket(OwnSocket):
     # Sending
 
     def send(self, data: Buffer, flags: int = 0) -> int:  # type: ignore[override]
-        """See `socket.socket`. `flags` is ignored.
+        """Encrypts and sends data, and returns how many bytes of it were accepted. `flags` is ignored.
 
-        If it returns less than the size of `data`, the next call must be with the rest of `data`.
+        If fewer than all were accepted, the next call must be with the rest of `data`. Raises `BlockingIOError` if none
+        can be accepted now, and `OSError` if the connection is broken.
         """
         with self._lock:
             if not self._ready:
@@ -300,7 +308,10 @@ class TlsSocket(OwnSocket):
             return self._send(memoryview(data).cast("B"))
 
     def sendmsg(self, buffers: Sequence[Buffer], *_: Any) -> int:  # type: ignore[override]
-        """Sends several buffers as `send` does. Returns the number of bytes that were sent."""
+        """Sends several buffers as `send` does. Returns the number of bytes that were accepted; 0 for no buffers.
+
+        Raises `BlockingIOError` if none can be accepted now, and `OSError` if the connection is broken.
+        """
         with self._lock:
             if not self._ready:
                 self._advance()
@@ -318,7 +329,10 @@ class TlsSocket(OwnSocket):
             return total
 
     def sendall(self, data: Buffer, flags: int = 0) -> None:  # type: ignore[override]
-        """See `socket.socket`. The timeout starts again whenever some data was sent."""
+        """Sends all data, and waits until it is accepted. The timeout starts again whenever some data was accepted.
+
+        `flags` is ignored. Raises `TimeoutError`, and `OSError` if the connection is broken.
+        """
         rest = memoryview(data).cast("B")
         timeout = self.gettimeout()
         while rest:

@@ -59,7 +59,10 @@ def explained(error: ssl.SSLError, has_begun: bool) -> OSError:
 
 
 def not_tls(beginning: bytes) -> ProtocolError:
-    """Returns the error for a connection whose first bytes are not TLS."""
+    """Returns the error for a connection whose first bytes are not TLS.
+
+    It is an `EncryptionError` if the other end is a worker that does not encrypt, else a `ProtocolError`.
+    """
     if is_plain(beginning):
         return EncryptionError(f"the other side does not encrypt, and this worker does: {_ALIKE}")
     return ProtocolError(f"the other side speaks neither TLS nor farcall: its first bytes were {beginning[:8]!r}")

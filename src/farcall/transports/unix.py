@@ -93,7 +93,7 @@ _log = logging.getLogger(__name__)
 
 
 class UnixLink(StreamLink):
-    """A link to a process on this host."""
+    """A link to a process on this host, over a Unix socket and, if possible, a ring in shared memory."""
 
     def __init__(self, sock: socket.socket, address: str, handshake_limit: int, process: int | None) -> None:
         """Creates a link that is in its handshake.
@@ -123,7 +123,18 @@ class UnixLink(StreamLink):
     # Setting up
 
     def establish(self, options: LinkOptions, deadline: float | None = None) -> None:
-        """See `Link`."""
+        """Ends the handshake, and sets up shared memory if both ends can use it.
+
+        Args:
+            options: The options of all links of this worker.
+            deadline: At the connecting end, when to stop waiting for the other end's answer. None at the accepting end,
+                which does not wait.
+
+        Raises:
+            ConnectionError: The other end has closed the link.
+            TimeoutError: The other end did not answer before the deadline.
+            ProtocolError: The answer cannot be read.
+        """
         super().establish(options)
         if self._process is not None and options.segments.is_enabled:
             self._shared = SharedBuffers(options, self._process, self._send_internal, self._send_supply)
@@ -339,7 +350,12 @@ class UnixLink(StreamLink):
     # Receiving
 
     def receive(self) -> list[Frame]:
-        """See `Link`."""
+        """Returns the frames that have arrived; an empty list if there are none. Does not wait.
+
+        Raises:
+            ConnectionError: The link is closed, or the other end has closed it and all of its frames were received.
+            ProtocolError: The other end has sent something that is not a frame, or a frame that is too large.
+        """
         ring = self.ring
         if ring is None:
             return self._receive_setup() if self._due_kind else super().receive()
@@ -368,6 +384,10 @@ class UnixLink(StreamLink):
             raise failure
 
     def _receive_internal(self, data: bytes) -> Frame | None:
+        """Processes an internal frame. Returns the frame that it completes; None if it completes none.
+
+        Raises `ProtocolError` if it is empty, cannot be read, or is not allowed now.
+        """
         if not data:
             raise ProtocolError(f"{self.address} sent an empty internal frame")
         kind = data[0]
@@ -389,6 +409,10 @@ class UnixLink(StreamLink):
         return super()._receive_internal(data)
 
     def _receive_long(self, data: bytes) -> Frame | None:
+        """Adds a piece of a long internal frame, and processes that frame when it is complete; see `_receive_internal`.
+
+        Raises `ProtocolError` if the piece is too short, or there are too many incomplete frames.
+        """
         if len(data) < _LONG.size:
             raise ProtocolError(f"{self.address} sent a header that is too short")
         _, is_last, number = _LONG.unpack_from(data)
@@ -404,7 +428,10 @@ class UnixLink(StreamLink):
         return self._receive_internal(bytes(pieces))
 
     def note_hang_up(self) -> None:
-        """See `Link`."""
+        """Ends `wait` in another thread, and makes later ones return at once.
+
+        Without a ring, the socket does that itself.
+        """
         ring = self.ring
         if ring is not None:
             ring.hang_up()
@@ -412,7 +439,16 @@ class UnixLink(StreamLink):
     # Sending
 
     def send(self, frame: bytes, buffers: list[memoryview] | None = None, deadline: float = FOREVER) -> None:
-        """See `Link`."""
+        """Sends one frame: through the ring, in shared memory, or through the socket.
+
+        Args:
+            frame: The bytes of the frame; may be empty.
+            buffers: The buffers of the frame; None for none. The list is emptied.
+            deadline: When to stop waiting until a large frame is sent. The rest is copied and queued then.
+
+        Raises:
+            ConnectionError: The link is closed or broken.
+        """
         if self._before_setup is not None and self._hold_back(frame, buffers):
             return
         ring = self.ring  # read after `_hold_back`, during which it may have been set up
@@ -422,12 +458,18 @@ class UnixLink(StreamLink):
             self._queue_for_ring((frame,))
 
     def send_kept(self, frame: bytes, buffers: list[memoryview], deadline: float = FOREVER) -> list[memoryview]:
-        """See `Link`."""
+        """Sends a frame as `send` does, and returns copies of its buffers, which do not change any more.
+
+        Raises `ConnectionError` if the link is closed or broken.
+        """
         kept = self._shared.send_kept(frame, buffers) if self._shared is not None else None
         return kept if kept is not None else super().send_kept(frame, buffers, deadline)
 
     def _send_large(self, frame: bytes, buffers: list[memoryview], deadline: float) -> None:
-        """Sends a frame that has buffers or is too large for the ring: in shared memory if possible, else in chunks."""
+        """Sends a frame that has buffers or is too large for the ring: in shared memory if possible, else in chunks.
+
+        Empties `buffers`. Raises `ConnectionError` if the link is closed or broken.
+        """
         if self._shared is not None and self._shared.send(frame, buffers):
             return
         if self.ring is None:
@@ -441,6 +483,10 @@ class UnixLink(StreamLink):
         buffers.clear()
 
     def _send_internal(self, *parts: Buffer) -> None:
+        """Sends one internal frame that consists of these parts.
+
+        Raises `ConnectionError` if the link is closed or broken.
+        """
         ring = self.ring
         if ring is None:
             super()._send_internal(*parts)
@@ -450,6 +496,10 @@ class UnixLink(StreamLink):
             self._queue_for_ring((None, b"".join(parts)))
 
     def _send_long(self, data: bytes) -> None:
+        """Sends an internal frame that is too large for the ring, in pieces.
+
+        Raises `ConnectionError` if the link is closed.
+        """
         number, step = next(self._numbers), _RING_WHOLE_MAX_BYTES - _LONG.size
         for at in range(0, len(data), step):
             self._send_internal(_LONG.pack(LONG, at + step >= len(data), number) + data[at : at + step])
@@ -467,7 +517,7 @@ class UnixLink(StreamLink):
         self.flush()
 
     def flush(self) -> None:
-        """See `Link`."""
+        """Sends queued frames as far as that is possible without waiting. Raises `ConnectionError` if that fails."""
         if self.ring is None:
             super().flush()
             return
@@ -506,7 +556,10 @@ class UnixLink(StreamLink):
         return True
 
     def _send_ring_chunks(self, frame: Buffer, buffers: Iterable[memoryview], deadline: float) -> None:
-        """Sends a large frame through the ring in chunks. Waits while the ring is full, until the deadline at most."""
+        """Sends a large frame through the ring in chunks. Waits while the ring is full, until the deadline at most.
+
+        At the deadline, the rest is copied and queued. Raises `ConnectionError` if the link is closed.
+        """
         buffers = tuple(buffers)
         number = next(self._numbers)
         announcement = pack_announcement(number, frame, buffers)
@@ -550,7 +603,10 @@ class UnixLink(StreamLink):
         return False
 
     def _send_supply(self, segment: int, buffers: list[memoryview]) -> None:
-        """Sends the buffers of a segment that the other end could not open. Does not wait: they may be queued."""
+        """Sends the buffers of a segment that the other end could not open. Does not wait: they may be queued.
+
+        Raises `ConnectionError` if the link is closed or broken.
+        """
         number = next(self._numbers)
         self._send_internal(pack_supply(number, segment, buffers))
         header = pack_chunk_header(number)
@@ -559,12 +615,15 @@ class UnixLink(StreamLink):
             self._send_internal(header + chunk)
 
     def unsent_bytes(self) -> int:
-        """See `Link`."""
+        """Returns the number of bytes that wait to be sent.
+
+        Returns at least 1 if the other end has not opened a shared segment that it was sent.
+        """
         unopened = self._shared is not None and self._shared.has_unopened()
         return self.backlog + len(self._before_setup or ()) + unopened
 
     def counts(self) -> LinkCounts:
-        """See `Link`."""
+        """Returns the numbers of bytes that were received and sent so far, whichever way they took."""
         bytes_in, bytes_out = self._bytes_in, self._bytes_out
         ring, shared = self.ring, self._shared
         if ring is not None:
@@ -577,24 +636,27 @@ class UnixLink(StreamLink):
     # The end
 
     def sweep(self, before: float) -> None:
-        """See `Link`."""
+        """Frees shared memory that was not used since the time `before` on the monotonic clock. Raises nothing."""
         if self._shared is not None:
             self._shared.sweep(before)
 
     def prepare_fork(self) -> None:
-        """See `Link`."""
+        """Called before this process forks: makes sure that memory which the child inherits is not written again."""
         if self._shared is not None:
             self._shared.prepare_fork()
 
     def close(self) -> None:
-        """See `Link`."""
+        """Closes the link in both directions, and frees its memory. Received buffers stay valid.
+
+        May be called twice.
+        """
         super().close()
         self._release_ring()
         if self._shared is not None:
             self._shared.close()
 
     def abandon(self) -> None:
-        """See `Link`."""
+        """In a forked child: closes the descriptors here, without closing the parent's link. Raises nothing."""
         super().abandon()
         self._setup_lock = threading.RLock()  # a thread of the parent may have held the lock
         self._release_ring()
@@ -602,6 +664,7 @@ class UnixLink(StreamLink):
             self._shared.abandon()
 
     def _release_ring(self) -> None:
+        """Closes the ring, drops queued frames, and closes descriptors. Does nothing if that was done."""
         with self._setup_lock:  # another thread may be in `close`
             ring, self.ring = self.ring, None
         if ring is not None:
@@ -677,7 +740,7 @@ def _close_all(descriptors: list[int]) -> None:
 
 
 class UnixTransport:
-    """The transport whose scheme is `unix`."""
+    """The transport with the scheme `unix`: Unix sockets, for workers of one user on one host."""
 
     scheme = "unix"
 
@@ -691,7 +754,15 @@ class UnixTransport:
         self._roots = None if roots is None else tuple(roots)
 
     def listen(self, host: str | None, handshake_limit: int) -> UnixListener:
-        """See `Transport`. Raises `OSError` if no directory is writable, or all paths are too long."""
+        """Returns a listener with a new path, in a directory that only this user can access.
+
+        Args:
+            host: Ignored.
+            handshake_limit: The most bytes of a frame that a link accepts before it is established.
+
+        Raises:
+            OSError: No directory is writable, or all paths are too long.
+        """
         roots = (tempfile.gettempdir(), "/tmp") if self._roots is None else self._roots
         for root in roots:
             _remove_dead_sockets(_shared_directory(root))
@@ -713,7 +784,17 @@ class UnixTransport:
                 raise
 
     def connect(self, address: str, timeout: float, handshake_limit: int) -> UnixLink:
-        """See `Transport`."""
+        """Returns a link to a listener, which is in its handshake.
+
+        Args:
+            address: The address of the listener, `unix:/path`.
+            timeout: How many seconds to wait if the queue of the listener is full.
+            handshake_limit: The most bytes of a frame that the link accepts before it is established.
+
+        Raises:
+            OSError: The address is not valid, nothing listens there, or the listener belongs to another user.
+            TimeoutError: The timeout expired.
+        """
         path = _parse_address(address)
         deadline = monotonic() + timeout
         pause = 0.0005
@@ -735,7 +816,7 @@ class UnixTransport:
 
 
 class UnixListener:
-    """A listening socket with a path."""
+    """A listening Unix socket with a path in the file system."""
 
     def __init__(self, sock: socket.socket, path: str, directory: str | None, handshake_limit: int) -> None:
         """Creates a listener on a listening socket.
@@ -754,16 +835,23 @@ class UnixListener:
         self._refused_users: set[int] = set()
 
     def fileno(self) -> int:
-        """See `Listener`."""
+        """Returns a descriptor that is readable when a link can be accepted.
+
+        Raises `OSError` if the listener is closed.
+        """
         return self._open_socket().fileno()
 
     def _open_socket(self) -> OwnSocket:
+        """Returns the listening socket. Raises `OSError` if the listener is closed."""
         if self._socket is None:
             raise OSError(errno.EBADF, f"the listener at {self.address} is closed")
         return self._socket
 
     def accept(self) -> UnixLink | None:
-        """See `Listener`."""
+        """Returns the next link; None if there is none now, or if it is of another user. Does not wait.
+
+        Raises `OSError` if the listener is closed, or the process has no file descriptors left.
+        """
         try:
             sock, _ = self._open_socket().accept()
         except (BlockingIOError, ConnectionAbortedError):
@@ -779,14 +867,14 @@ class UnixListener:
         return None
 
     def close(self) -> None:
-        """See `Listener`."""
+        """Stops listening, and removes the socket's path. Links that were accepted stay open. May be called twice."""
         sock, self._socket = self._socket, None
         if sock is not None:
             _remove(self._path, self._directory)
             sock.release()
 
     def abandon(self) -> None:
-        """See `Listener`."""
+        """In a forked child: closes the descriptor here. The parent continues to listen. Raises nothing."""
         sock, self._socket = self._socket, None
         if sock is not None:
             sock.abandon()
@@ -817,7 +905,7 @@ def _parse_address(address: str) -> bytes:
 
 
 def _peer_credentials(sock: socket.socket) -> tuple[int, int, int]:
-    """Returns the ids of the process, user and group at the other end, from the kernel."""
+    """Returns the ids of the process, user and group at the other end, from the kernel. Raises `OSError` if closed."""
     found = sock.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, struct.calcsize("3i"))
     process, user, group = struct.unpack("3i", found)
     return process, user, group
@@ -884,7 +972,10 @@ def _is_private(directory: str) -> bool:
 
 
 def _remove_dead_sockets(directory: str) -> None:
-    """Removes sockets in a directory whose processes have ended. Ignores errors."""
+    """Removes sockets in a directory whose processes have ended.
+
+    Ignores errors, and a directory that does not exist.
+    """
     if not _is_private(directory):
         return
     try:
