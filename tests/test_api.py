@@ -164,9 +164,7 @@ def test_reports() -> None:
 @pytest.mark.usefixtures("alone")
 @pytest.mark.parametrize("callback", [None, 3])
 def test_a_membership_callback_that_cannot_be_called_is_refused_at_once(callback: Any) -> None:
-    with pytest.raises(
-        rpc.UsageError, match=f"a membership callback must be something to be called .*, not {callback}"
-    ):
+    with pytest.raises(rpc.UsageError, match=f"a membership callback must be a function .*, not {callback}"):
         rpc.add_membership_callback(callback)
     rpc.remove_membership_callback(callback)
 
@@ -191,7 +189,7 @@ def test_the_default_timeout() -> None:
     assert not future.done()
     _gates["slow"].set()
     assert future.wait() is None
-    with pytest.raises(rpc.UsageError, match="0 \\(none\\) or more"):
+    with pytest.raises(rpc.UsageError, match="0 \\(no timeout\\) or more"):
         rpc._set_rpc_timeout(-3)
     assert rpc.get_rpc_timeout() == 0.1
 
@@ -202,10 +200,10 @@ def test_a_timeout_that_is_no_number(wrong: Any) -> None:
     for call in (rpc.rpc_sync, rpc.rpc_async):
         with pytest.raises(rpc.UsageError, match=r"a timeout must be a number of seconds \(0 means no timeout\), not "):
             call("alone", int, timeout=wrong)
-    with pytest.raises(rpc.UsageError, match=r"0 \(none\) or more seconds, not "):
+    with pytest.raises(rpc.UsageError, match=r"0 \(no timeout\) or more seconds, not "):
         rpc._set_rpc_timeout(wrong)
     for wrong_or_negative in (wrong, -1):
-        with pytest.raises(rpc.UsageError, match=r"of a shutdown must be 0 \(none\) or more seconds, not "):
+        with pytest.raises(rpc.UsageError, match=r"timeout of shutdown must be 0 \(no limit\) or more seconds, not "):
             rpc.shutdown(timeout=wrong_or_negative)
     assert rpc.rpc_sync("alone", int) == 0
 
@@ -233,12 +231,12 @@ def test_the_timeout_of_the_options(free_port: int) -> None:
     ],
 )
 def test_before_init_and_after_shutdown(use: Any, free_port: int) -> None:
-    with pytest.raises(rpc.NotInitializedError, match=r"call farcall\.init_rpc"):
+    with pytest.raises(rpc.NotInitializedError, match=r"Call farcall\.init_rpc"):
         use()
     rpc.init_rpc("alone", rank=0, world_size=1, rpc_backend_options=options(free_port))
     use()
     rpc.shutdown()
-    with pytest.raises(rpc.NotInitializedError, match=r"call farcall\.init_rpc"):
+    with pytest.raises(rpc.NotInitializedError, match=r"Call farcall\.init_rpc"):
         use()
 
 
@@ -264,8 +262,8 @@ def test_again_on_the_same_port(free_port: int) -> None:
 @pytest.mark.parametrize(
     ("arguments", "text"),
     [
-        ({"name": ""}, "name must be a text"),
-        ({"name": 3}, "name must be a text"),
+        ({"name": ""}, "name must be a str"),
+        ({"name": 3}, "name must be a str"),
         ({"backend": "TENSORPIPE"}, "Argument backend must be a member of BackendType, not 'TENSORPIPE'"),
         ({"rpc_backend_options": {"rpc_timeout": 4}}, "must be an instance of RpcBackendOptions, .* not dict"),
         ({"rank": 2}, "rank"),
@@ -283,7 +281,7 @@ def test_wrong_arguments_of_init(free_port: int, arguments: dict[str, Any], text
 def test_heartbeats_that_leave_no_time_are_refused_before_anybody_is_met(free_port: int) -> None:
     hasty = options(free_port, heartbeat_interval=1.0, heartbeat_patience=2.0)
     hasty.init_timeout = 1.0
-    with pytest.raises(rpc.UsageError, match="a patience of at least 3 intervals"):
+    with pytest.raises(rpc.UsageError, match="heartbeat_patience to at least 3 intervals"):
         rpc.init_rpc("early", rank=0, world_size=2, rpc_backend_options=hasty)
 
 

@@ -53,7 +53,7 @@ def test_gatherings_do_not_mix() -> None:
 def test_nobody_comes_twice() -> None:
     table = Gatherings()
     table.bring(first(), "a", 1)
-    with pytest.raises(UsageError, match="worker 'a' came twice to gathering 0 of 'a', 'b', 'c'"):
+    with pytest.raises(UsageError, match="worker 'a' took part twice in gathering 0 of 'a', 'b', 'c'"):
         table.bring(first(), "a", 2)
 
 
@@ -125,8 +125,8 @@ def test_who_waits_for_others_is_said_to_when_the_time_is_over(monkeypatch: pyte
     table.bring(first(), "b", 2)
     collectives._time_is_over(first(("a", "b")), 3.0)
     assert str(outcome.exception(0)) == (
-        "worker 'b' did not come: timed out in _all_gather after 3.00 seconds. "
-        "But 'b' came to where 'a', 'b', 'c' wait: all must name the same workers"
+        "worker 'b' did not take part: timed out in _all_gather after 3.00 seconds. "
+        "But 'b' called it with 'a', 'b', 'c': all workers must name the same workers"
     )
 
 
@@ -213,7 +213,7 @@ def test_a_look_that_finds_a_worker_lost(agent: Any, at_once: bool) -> None:
     error = outcome.exception(0)
     assert isinstance(error, WorkerLost)
     assert error.worker == "c"
-    assert "worker 'c' was lost before it came to where 'a', 'b', 'c' wait for each other: it cannot" in str(error)
+    assert "worker 'c' was lost before it called _all_gather with 'a', 'b', 'c': it cannot" in str(error)
 
 
 def test_a_look_that_cannot_be_made_harms_nothing(agent: Any) -> None:
@@ -228,7 +228,7 @@ def test_who_is_among_the_members(agent: Any) -> None:
     assert collectives._members(agent, None) == ABC
     assert collectives._members(agent, ()) == ABC
     assert collectives._members(agent, iter(["c", "b", "c"])) == ("b", "c")
-    with pytest.raises(UsageError, match="worker 'b' is not among 'a', 'c', so it cannot wait with them"):
+    with pytest.raises(UsageError, match="worker 'b' is not one of 'a', 'c': name it as well"):
         collectives._members(agent, ["a", "c"])
     texts: list[Any] = ["b", "", b"b"]
     for text in texts:
@@ -239,7 +239,9 @@ def test_who_is_among_the_members(agent: Any) -> None:
 def test_a_leader_that_does_not_even_say_who_is_missing(agent: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(collectives, "current_agent", lambda: agent)
     monkeypatch.setattr(collectives, "_ANSWER", 0.01)
-    with pytest.raises(RpcTimeoutError, match=r"worker 'a' did not come: timed out in _all_gather after 0\.02 seconds"):
+    with pytest.raises(
+        RpcTimeoutError, match=r"worker 'a' did not take part: timed out in _all_gather after 0\.02 seconds"
+    ):
         rpc._all_gather(5, timeout=0.02)
     assert [(to, name) for to, name, _, _ in agent.calls] == [("a", "waiting_for_each_other"), ("a", "_time_is_over")]
     for future in agent.futures:
@@ -319,6 +321,6 @@ def test_what_a_list_refuses_is_said_without_the_call_by_which_it_came() -> None
     with pytest.raises(NotAllowedError) as caught:
         collectives._wait(agent, outcome, first(), float("inf"), 0.0)
     assert str(caught.value) == (
-        "what was brought to _all_gather was refused: it is not allowed to load `x.P` on worker 'b'; add it there; or "
-        "bring plain data"
+        "a value passed to _all_gather was refused: it is not allowed to load `x.P` on worker 'b'; add it there; or "
+        "pass plain data"
     )

@@ -1,6 +1,7 @@
-"""The functions of the package: they hold the process's current agent and hand everything to it.
+"""The public functions of the package. Each passes its arguments to the agent of this process.
 
-The only module with a global. Names, parameters and defaults are those of `torch.distributed.rpc`.
+This is the only module with global state: the agent of the process. Names, parameters and defaults are those of
+`torch.distributed.rpc`.
 """
 
 from __future__ import annotations
@@ -35,7 +36,7 @@ _lock = threading.RLock()  # held while an agent is made, in the midst of which 
 
 
 def is_available() -> bool:
-    """True: farcall works wherever it can be imported."""
+    """Returns True: farcall works wherever it can be imported. Programs written for torch may ask."""
     return True
 
 
@@ -46,15 +47,30 @@ def init_rpc(
     world_size: int | None = None,
     rpc_backend_options: BackendOptions | None = None,
 ) -> None:
-    """Makes this process a worker: finds the others, and starts to serve their calls.
+    """Makes this process a worker: finds the other workers of the group, and starts to run their calls.
 
-    `rank` and `world_size` are taken from the environment or the URL if not given; the backend is the one that the
-    options are of, and `BackendType.FARCALL` without any. Returns when all workers are there.
-    Raises `AlreadyInitializedError`, `UsageError` for wrong arguments (`BackendError` for backend and options),
-    `RendezvousTimeoutError` (who came and who did not) and `RendezvousError`; then nothing is left running.
+    Returns when the group is complete, or, for an open group, when this worker has joined it.
+
+    Args:
+        name: The name of this worker, 1 to 255 printable characters, different for each worker of the group.
+        backend: The kind of agent. None means the backend that the options belong to, or `BackendType.FARCALL` without
+            options.
+        rank: The number of this worker, from 0. -1 means: take the rank from the rendezvous URL or the environment.
+        world_size: The number of workers. None means: take it from the URL or the environment, else join an open group.
+        rpc_backend_options: The options of the agent; None means the defaults.
+
+    Raises:
+        AlreadyInitializedError: This process is a worker already.
+        UsageError: The name is empty or not printable, or another argument or an option is not valid.
+        BackendError: `backend` or `rpc_backend_options` has a wrong type, or the two do not belong together.
+        RendezvousTimeoutError: Not all workers arrived in time. The message says which ones did.
+        RendezvousError: The group could not be joined for another reason. After an error nothing is left running.
+
+    Example:
+        >>> farcall.init_rpc("worker0", rank=0, world_size=2)
     """
     if not isinstance(name, str) or not name:
-        raise UsageError(f"a worker's name must be a text that is not empty, not {name!r}")
+        raise UsageError(f"a worker's name must be a str that is not empty, not {name!r}")
     if not name.isprintable() or len(name) > 255:
         raise UsageError(f"a worker's name must be printable and at most 255 characters long, not {name!r}")
     backend, options = choose_backend(backend, rpc_backend_options)
@@ -75,22 +91,29 @@ def init_rpc(
 
 
 def shutdown(graceful: bool = True, timeout: float = DEFAULT_SHUTDOWN_TIMEOUT) -> None:
-    """Takes this worker down. Harmless if there is none.
+    """Leaves the group and stops the agent of this process. Does nothing if this process is not a worker.
 
-    Graceful: waits first until all workers have called it and all calls have ended, at most `timeout` seconds (0:
-    without limit), and serves meanwhile. Raises `ShutdownError` if that failed; everything is freed here all the same.
-    `UsageError` if a function that runs here for others calls it gracefully.
+    A graceful shutdown first waits until all workers have called `shutdown` and all calls have ended. Meanwhile this
+    worker still runs the calls of others. All resources are released even if an error is raised. Ctrl-C ends the wait;
+    `KeyboardInterrupt` is raised after the resources were released. If another Ctrl-C interrupts the release, the next
+    `shutdown` completes it.
 
-    Ctrl-C ends the waiting, and is raised when everything is freed. If more of them come in the midst of that and
-    something is left, the next shutdown goes on with it.
+    Args:
+        graceful: Whether to wait for the other workers.
+        timeout: How many seconds to wait for them; 0 means no limit.
+
+    Raises:
+        ShutdownError: The timeout expired or a worker was lost during the wait.
+        UsageError: `timeout` is negative or not a number, or a function that runs here for another worker asks for a
+            graceful shutdown, which would wait for that function itself. Nothing has changed.
     """
     global _agent
     if not isinstance(timeout, Real) or timeout < 0:
-        raise UsageError(f"the timeout of a shutdown must be 0 (none) or more seconds, not {timeout!r}")
+        raise UsageError(f"the timeout of shutdown must be 0 (no limit) or more seconds, not {timeout!r}")
     if graceful and on_serving_thread():
         raise UsageError(
-            "a graceful shutdown waits for all functions that run here for others, so it cannot be called by one of "
-            "them; call it where init_rpc was called, or use shutdown(graceful=False)"
+            "a graceful shutdown waits for all functions that run here for other workers, so such a function cannot "
+            "call it; call it where init_rpc was called, or use shutdown(graceful=False)"
         )
     with _lock:
         agent = _agent
@@ -110,6 +133,10 @@ def shutdown(graceful: bool = True, timeout: float = DEFAULT_SHUTDOWN_TIMEOUT) -
 
 
 def _forget(agent: RpcAgent) -> None:
+    """Makes this process no worker any more, if `agent` is its agent.
+
+    Does nothing if the process has another agent or none.
+    """
     global _agent
     with _lock:
         if _agent is agent:
@@ -123,11 +150,32 @@ def rpc_sync(
     kwargs: Mapping[str, Any] | None = None,
     timeout: float = UNSET_RPC_TIMEOUT,
 ) -> T:
-    """Runs `func(*args, **kwargs)` on worker `to` (a name, a rank or a `WorkerInfo`) and returns what it returns.
+    """Runs `func(*args, **kwargs)` on another worker, waits for the result and returns it.
 
-    Raises what it raises, with its own type and the remote traceback below; `RpcTimeoutError` after `timeout` seconds
-    (default: the worker's `rpc_timeout`; 0 is without end), `WorkerLost`, `UnknownWorkerError`, `SerializationError`,
-    `NotInitializedError`.
+    Args:
+        to: The worker that runs the function: its name, its rank or its `WorkerInfo`. May be this worker.
+        func: The function, class or other callable.
+        args: The positional arguments, a tuple or a list; None means none.
+        kwargs: The keyword arguments; None means none.
+        timeout: How many seconds to wait; 0 means no limit. The default is the `rpc_timeout` of this worker.
+
+    Returns:
+        What the function returned.
+
+    Raises:
+        NotInitializedError: This process is not a worker.
+        UnknownWorkerError: The group has no worker `to`.
+        UsageError: `to` is not a name, rank or `WorkerInfo`, `func` cannot be called, `args` is not a tuple or list, or
+            `timeout` is negative or not a number.
+        SerializationError: An argument or the result cannot be pickled.
+        RpcTimeoutError: The timeout expired. The function may still be running.
+        WorkerLost: The worker cannot be reached, or died during the call.
+        NotAllowedError: The worker does not allow others to call this function or to send these arguments.
+        Exception: Any exception of the function, with its own type and with the remote traceback.
+
+    Example:
+        >>> farcall.rpc_sync("worker1", max, args=(3, 4))
+        4
     """
     agent = _agent
     if agent is None:
@@ -142,10 +190,32 @@ def rpc_async(
     kwargs: Mapping[str, Any] | None = None,
     timeout: float = UNSET_RPC_TIMEOUT,
 ) -> Future[T]:
-    """As `rpc_sync`, but returns a `Future` at once: when the call is sent. The first call to a worker connects first.
+    """Sends a call as `rpc_sync` does, but returns a `Future` of the result without waiting for the reply.
 
-    Raises at once only what is wrong with the call itself: `UnknownWorkerError`, `SerializationError`,
-    `NotInitializedError`, or `WorkerLost` if the worker cannot be reached.
+    The first call to a worker waits until the connection to it is made.
+
+    Args:
+        to: The worker that runs the function: its name, its rank or its `WorkerInfo`.
+        func: The function, class or other callable.
+        args: The positional arguments, a tuple or a list; None means none.
+        kwargs: The keyword arguments; None means none.
+        timeout: After how many seconds the future fails; 0 means never. The default is the `rpc_timeout` of this
+            worker.
+
+    Returns:
+        The future. It fails with `RpcTimeoutError`, `WorkerLost`, or the exception of the function.
+
+    Raises:
+        NotInitializedError: This process is not a worker.
+        UnknownWorkerError: The group has no worker `to`.
+        UsageError: `to` is not a name, rank or `WorkerInfo`, `func` cannot be called, `args` is not a tuple or list, or
+            `timeout` is negative or not a number.
+        SerializationError: An argument cannot be pickled.
+        WorkerLost: The worker cannot be reached.
+
+    Example:
+        >>> farcall.rpc_async("worker1", max, args=(3, 4)).wait()
+        4
     """
     agent = _agent
     if agent is None:
@@ -164,10 +234,30 @@ def remote(
     kwargs: Mapping[str, Any] | None = None,
     timeout: float = UNSET_RPC_TIMEOUT,
 ) -> RRef[T]:
-    """Has worker `to` run `func(*args, **kwargs)` and keep the result; gives a reference to it at once.
+    """Runs `func(*args, **kwargs)` on another worker, which keeps the result.
 
-    Raises what is wrong with the call itself, as `rpc_async`. What the function raises, every use of the reference
-    raises. `timeout` is accepted for programs written for torch: nothing here waits.
+    Returns a reference to the result at once.
+
+    Args:
+        to: The worker that runs the function and owns the result: its name, its rank or its `WorkerInfo`.
+        func: The function, class or other callable.
+        args: The positional arguments, a tuple or a list; None means none.
+        kwargs: The keyword arguments; None means none.
+        timeout: Ignored, because nothing waits here. Programs written for torch pass it.
+
+    Returns:
+        The reference. If the function raises, every use of the reference raises the same exception.
+
+    Raises:
+        NotInitializedError: This process is not a worker.
+        UnknownWorkerError: The group has no worker `to`.
+        UsageError: `func` cannot be called, `args` is not a tuple or list, or the backend has no references.
+        SerializationError: An argument cannot be pickled.
+        WorkerLost: The worker cannot be reached.
+
+    Example:
+        >>> counter = farcall.remote("worker1", collections.Counter)
+        >>> counter.rpc_sync().update("hello")
     """
     agent = _agent
     if agent is None:
@@ -178,24 +268,52 @@ def remote(
 
 
 def references() -> Inventory:
-    """What this worker owns and for whom, and what it holds, with where each was made. Raises `NotInitializedError`."""
+    """Returns the references that this worker owns and holds now, with the place where each was created.
+
+    Returns:
+        The inventory. It is empty if there are no references, or if the backend has none.
+
+    Raises:
+        NotInitializedError: This process is not a worker.
+        ForkedProcessError: Only the parent of this forked process is a worker.
+    """
     return current_reference_store().inventory()
 
 
 def _rref_context_get_debug_info() -> dict[str, str]:
-    """Counters of this worker's references, by the names that torch gives them. Raises `NotInitializedError`."""
+    """Returns counters of this worker's references as text, under the names that torch uses; empty if none are kept.
+
+    Raises:
+        NotInitializedError: This process is not a worker.
+    """
     return current_reference_store().debug_info()
 
 
 def _delete_all_user_and_unforked_owner_rrefs(timeout: float = UNSET_RPC_TIMEOUT) -> None:
-    """Gives up all handles of references that others own; using one raises from now on."""
+    """Releases all handles of references that other workers own. Later uses of these handles raise `UsageError`.
+
+    Does nothing if there are none.
+
+    Args:
+        timeout: Ignored. Programs written for torch pass it.
+
+    Raises:
+        NotInitializedError: This process is not a worker.
+    """
     current_reference_store().give_up_handles("all references of this worker were deleted")
 
 
 def _destroy_rref_context(ignore_leak: bool) -> None:
-    """Gives up all references to values of others, and lets go of all values: others that use them are refused.
+    """Releases all references that this worker owns or holds. Later uses, here or on other workers, raise an error.
 
-    Raises `UsageError` if some are left, unless leaks are to be ignored. New ones can be made after it.
+    New references can be created afterwards.
+
+    Args:
+        ignore_leak: Whether to do this although references are left.
+
+    Raises:
+        UsageError: References are left and `ignore_leak` is false. Nothing was released.
+        NotInitializedError: This process is not a worker.
     """
     store = current_reference_store()
     left = store.inventory()
@@ -205,84 +323,144 @@ def _destroy_rref_context(ignore_leak: bool) -> None:
 
 
 def get_worker_info(worker_name: To | None = None) -> WorkerInfo:
-    """Name and rank of a worker; of this one by default. Raises `UnknownWorkerError`, `NotInitializedError`."""
+    """Returns the name and the id of a worker.
+
+    Args:
+        worker_name: The name, the rank or the `WorkerInfo` of the worker. None means this worker.
+
+    Raises:
+        UnknownWorkerError: The group has no such worker.
+        NotInitializedError: This process is not a worker.
+    """
     return current_agent().get_worker_info(worker_name)
 
 
 def get_worker_infos() -> list[WorkerInfo]:
-    """All workers of the group, by rank. Raises `NotInitializedError`."""
+    """Returns the names and ids of all workers of the group, this worker included, ordered by rank.
+
+    Raises:
+        NotInitializedError: This process is not a worker.
+    """
     return current_agent().get_worker_infos()
 
 
 def get_metrics() -> Mapping[str, Any]:
-    """What this worker has counted, by the names in `farcall.backends.Metrics`. Raises `NotInitializedError`."""
+    """Returns the counters of this worker under the names of `farcall.backends.Metrics`.
+
+    Returns:
+        The counters; an empty mapping if the backend counts nothing.
+
+    Raises:
+        NotInitializedError: This process is not a worker.
+    """
     return current_agent().get_metrics()
 
 
 def _get_debug_info() -> dict[str, str]:
-    """The counters of references and of the agent, as torch gives them: texts. Raises `NotInitializedError`."""
+    """Returns the counters of references and of the agent together, as text under the names that torch uses.
+
+    Raises:
+        NotInitializedError: This process is not a worker.
+    """
     agent = current_agent()
     return {**agent.reference_store.debug_info(), **agent.get_debug_info()}
 
 
 def add_membership_callback(callback: Callable[[MembershipChange], object]) -> None:
-    """Has `callback(change)` called whenever a worker joins the group, leaves it or is lost, until the shutdown.
+    """Registers a function that is called whenever a worker joins the group, leaves it or is lost, until the shutdown.
 
-    It runs in the serving pool, one change after the other, and may make calls. What it raises is logged.
-    Raises `NotInitializedError`; `UsageError` if it cannot be called.
+    Args:
+        callback: A function of one `MembershipChange`. It runs on a thread of the executor, one change after the other,
+            and may make calls. Exceptions that it raises are logged.
+
+    Raises:
+        UsageError: `callback` cannot be called.
+        NotInitializedError: This process is not a worker.
     """
     if not callable(callback):
-        raise UsageError(f"a membership callback must be something to be called with each change, not {callback!r}")
+        raise UsageError(f"a membership callback must be a function of one MembershipChange, not {callback!r}")
     current_agent().watch_members(callback)
 
 
 def remove_membership_callback(callback: Callable[[MembershipChange], object]) -> None:
-    """Takes back what `add_membership_callback` was given; nothing happens if it was not. `NotInitializedError`."""
+    """Removes a function that `add_membership_callback` has registered. Does nothing if it is not registered.
+
+    Args:
+        callback: The function.
+
+    Raises:
+        NotInitializedError: This process is not a worker.
+    """
     current_agent().unwatch_members(callback)
 
 
 def add_interceptor(interceptor: ClientInterceptor | ServerInterceptor) -> None:
     """Registers code that runs around every call of this worker, until the shutdown.
 
-    A `ClientInterceptor` runs around the calls that this worker makes, a `ServerInterceptor` around those that it runs
-    for others; an object may be both. The one that is registered first is outermost. Calls under way do not see it.
+    A `ClientInterceptor` runs around the calls that this worker makes, a `ServerInterceptor` around the calls that it
+    runs for other workers. An object may be both. The interceptor that was registered first is outermost. Calls that
+    have begun before are not affected.
 
     Args:
-        interceptor: An object of a class that derives from one of these, or from both.
+        interceptor: An instance of a subclass of `ClientInterceptor`, `ServerInterceptor`, or both.
 
     Raises:
-        NotInitializedError: This process is no worker.
-        UsageError: The object is no interceptor, or the backend of this worker has none.
+        NotInitializedError: This process is not a worker.
+        UsageError: `interceptor` is not an interceptor, or the backend of this worker does not support interceptors.
     """
     current_agent().add_interceptor(interceptor)
 
 
 def remove_interceptor(interceptor: ClientInterceptor | ServerInterceptor) -> None:
-    """Takes back what `add_interceptor` was given; does nothing if it was not. Raises `NotInitializedError`."""
+    """Removes an interceptor that `add_interceptor` has registered. Does nothing if it is not registered.
+
+    Args:
+        interceptor: The interceptor.
+
+    Raises:
+        NotInitializedError: This process is not a worker.
+    """
     current_agent().remove_interceptor(interceptor)
 
 
 def get_rpc_timeout() -> float:
-    """The default timeout of this worker's calls, in seconds; 0 is without end. Raises `NotInitializedError`."""
+    """Returns the default timeout of this worker's calls in seconds; 0 means no timeout.
+
+    Raises:
+        NotInitializedError: This process is not a worker.
+    """
     return current_agent().rpc_timeout
 
 
 def _set_rpc_timeout(timeout: float) -> None:
-    """Sets the default timeout of this worker's calls. Raises `UsageError`, `NotInitializedError`."""
+    """Sets the default timeout of the calls that this worker makes from now on.
+
+    Args:
+        timeout: Seconds; 0 means no timeout.
+
+    Raises:
+        UsageError: `timeout` is negative or not a number. The timeout has not changed.
+        NotInitializedError: This process is not a worker.
+    """
     if not isinstance(timeout, Real) or not timeout >= 0:  # nan too
-        raise UsageError(f"a timeout must be 0 (none) or more seconds, not {timeout!r}")
+        raise UsageError(f"a timeout must be 0 (no timeout) or more seconds, not {timeout!r}")
     current_agent().rpc_timeout = float(timeout)
 
 
 def is_initialized() -> bool:
-    """Whether this process is a worker."""
+    """Returns whether this process is a worker. Returns False in a forked child of a worker."""
     return _agent is not None and not _agent.is_forked
 
 
 def adopt(agent: RpcAgent) -> None:
-    """Makes an agent that was made elsewhere the one of this process, and starts it.
+    """Makes an existing agent the agent of this process, and starts it.
 
-    Raises `AlreadyInitializedError`; and what its `start` raises, then it is not the one.
+    Args:
+        agent: The agent, which was not started yet.
+
+    Raises:
+        AlreadyInitializedError: This process has an agent already.
+        Exception: What `agent.start` raises. The process then has no agent.
     """
     global _agent
     with _lock:
@@ -299,14 +477,21 @@ def adopt(agent: RpcAgent) -> None:
 
 
 def release() -> None:
-    """Forgets the agent of this process, which has been shut down by whoever knows it."""
+    """Makes this process no worker any more, without a shutdown. Does nothing if it is not a worker.
+
+    For callers that have shut down the agent themselves.
+    """
     global _agent
     with _lock:
         _agent = None
 
 
 def current_agent() -> RpcAgent:
-    """The agent of this process. Raises `NotInitializedError`."""
+    """Returns the agent of this process.
+
+    Raises:
+        NotInitializedError: This process is not a worker.
+    """
     agent = _agent
     if agent is None:
         raise _not_initialized()
@@ -314,7 +499,13 @@ def current_agent() -> RpcAgent:
 
 
 def current_reference_store() -> ReferenceStore:
-    """The references of this process. Raises `NotInitializedError`; `ForkedProcessError` if they are its parent's."""
+    """Returns the reference store of this process.
+
+    Raises:
+        NotInitializedError: This process is not a worker.
+        ForkedProcessError: Only the parent of this forked process is a worker.
+        RpcError: The agent cannot be used any more, for the reason given; for example `ExpelledError`.
+    """
     agent = current_agent()
     if agent.closed is not None:
         raise agent.closed
@@ -322,13 +513,15 @@ def current_reference_store() -> ReferenceStore:
 
 
 def _not_initialized() -> NotInitializedError:
+    """Returns the error for using farcall in a process that is not a worker."""
     return NotInitializedError(
-        "RPC has not been initialized: this process is no worker: call farcall.init_rpc(...) first (after a shutdown, "
-        "again)"
+        "RPC has not been initialized: this process is not a worker. Call farcall.init_rpc(...) first, and again after "
+        "a shutdown"
     )
 
 
 def _abandon_in_child() -> None:
+    """Called in a forked child: gives up the parent's agent, whose threads and connections the child does not have."""
     global _lock
     _lock = threading.RLock()  # another thread of the parent may have held it
     blocking_thread.before = blocking_thread.after = None  # the pool that this thread belonged to is the parent's
@@ -337,6 +530,7 @@ def _abandon_in_child() -> None:
 
 
 def _tell_before_fork() -> None:
+    """Called before this process forks: lets the agent prepare. Does nothing if this process is not a worker."""
     if _agent is not None:
         _agent.about_to_fork()
 
@@ -346,4 +540,8 @@ os.register_at_fork(before=_tell_before_fork, after_in_child=_abandon_in_child)
 
 @atexit.register
 def _shutdown_at_exit() -> None:
+    """Called when the interpreter exits: leaves the group without waiting for others.
+
+    Does nothing if already shut down.
+    """
     shutdown(graceful=False)

@@ -54,7 +54,7 @@ class ForkedProcessError(UsageError):
 
 
 class UnknownWorkerError(UsageError):
-    """A call names a worker that is not in the group."""
+    """A call names a worker that is not in the group. The message lists the workers that are."""
 
 
 class BackendError(UsageError, TypeError):

@@ -107,7 +107,10 @@ def set_default_converter(converter: FutureConverter) -> None:
     """Sets the converter for functions that have torch's mark but no converter of their own.
 
     These are functions that torch's own decorator marked before `farcall.pytorch.install()` replaced it. Until this is
-    called, they must return a `farcall.Future`.
+    called, they must return a `farcall.Future`; otherwise their caller gets a `TypeError`.
+
+    Args:
+        converter: See `FutureConverter`. Replaces an earlier one.
     """
     global _default_converter
     _default_converter = converter

@@ -64,11 +64,15 @@ _settling = threading.RLock()  # guards no user code: only the check and the two
 
 
 class UnseenFailureWarning(RuntimeWarning):
-    """A call failed, and its future was dropped before anybody looked at it."""
+    """A call failed, and its future was dropped before the program looked at the result."""
 
 
 class Followed(NamedTuple):
-    """What follows a callback: those of the future that it has settled; Ctrl-C that came in it, or an exit."""
+    """What `run_callbacks` has to do after a callback, because the callback has completed another future.
+
+    `callbacks` are the callbacks of `future` that have to run next; None if there are none. `interrupt` is a
+    `KeyboardInterrupt` or `SystemExit` that the callback raised and that the program must get; else None.
+    """
 
     future: Future[Any]
     callbacks: Callbacks | None
@@ -76,17 +80,27 @@ class Followed(NamedTuple):
 
 
 class Source(Protocol):
-    """What settles a future, and can be driven by whoever waits for it."""
+    """The object that completes a future, such as a connection. A waiting thread can drive it instead of sleeping."""
 
     def drive(self, future: Future[Any], deadline: float) -> None:
-        """Blocks until the future is settled, or until `deadline` (of `time.monotonic`)."""
+        """Blocks until the future is complete, or until `deadline` (of `time.monotonic`).
+
+        Raises nothing when the time is over.
+        """
 
     def drive_in_background(self) -> None:
-        """Somebody watches one of the futures without waiting for it: see that it is settled without delay."""
+        """Arranges that the futures of this source are completed soon although no thread waits for them.
+
+        Does not block.
+        """
 
 
 class Unloaded(Protocol):
-    """A reply as it came. `load` gives the state and value to settle with, and never raises."""
+    """A reply that is not unpickled yet.
+
+    `load` unpickles it, and returns `DONE` and the result, or `FAILED` and the exception; it never raises. `lock` is
+    held during that.
+    """
 
     lock: AbstractContextManager[Any]
 
@@ -94,7 +108,19 @@ class Unloaded(Protocol):
 
 
 class Future(Generic[T]):
-    """A result that is there later. Made by `rpc_async`, or by hand for a function under `async_execution`."""
+    """The result of a call that may not be there yet. `rpc_async` returns one.
+
+    A function marked by `async_execution` creates one itself, and completes it with `set_result` or `set_exception`. A
+    future can be awaited with `await`, but cannot be sent to another worker.
+
+    Args:
+        devices: Ignored. Programs written for torch pass it.
+
+    Example:
+        >>> future = farcall.rpc_async("worker1", max, args=(3, 4))
+        >>> future.wait()
+        4
+    """
 
     # `_place` is not set by the constructor: most futures go without.
     __slots__ = ("__weakref__", "_place", "_reply", "_report", "_source", "_state", "_value", "_watchers")
@@ -111,7 +137,12 @@ class Future(Generic[T]):
     # Waiting
 
     def wait(self) -> T:
-        """The result, as soon as it is there. Raises what the call raised."""
+        """Waits until the future is complete, and returns the result. There is no limit but the timeout of the call.
+
+        Raises:
+            Exception: The exception of the call: that of the function, `RpcTimeoutError`, `WorkerLost` or another
+                `RpcError`.
+        """
         if not self._state:
             self.block(FOREVER)
         try:
@@ -120,7 +151,15 @@ class Future(Generic[T]):
             del self  # see `value`
 
     def result(self, timeout: float | None = None) -> T:
-        """As `wait`, but `TimeoutError` after `timeout` seconds; the call itself goes on."""
+        """Waits until the future is complete, and returns the result.
+
+        Args:
+            timeout: How many seconds to wait; None means no limit. 0 does not wait.
+
+        Raises:
+            TimeoutError: The future is not complete after `timeout` seconds. The call itself continues.
+            Exception: The exception of the call.
+        """
         self._block_for(timeout)
         try:
             return self.value()
@@ -128,12 +167,24 @@ class Future(Generic[T]):
             del self  # see `value`
 
     def exception(self, timeout: float | None = None) -> BaseException | None:
-        """What the call raised, or None. `TimeoutError` if it is not done within `timeout` seconds."""
+        """Waits until the future is complete, and returns the exception of the call; None if the call succeeded.
+
+        Args:
+            timeout: How many seconds to wait; None means no limit. 0 does not wait.
+
+        Raises:
+            TimeoutError: The future is not complete after `timeout` seconds. The call itself continues.
+        """
         self._block_for(timeout)
         return cast(BaseException, self._value) if self._load() == FAILED else None
 
     def value(self) -> T:
-        """The result of a future that is done. Raises what the call raised; `RuntimeError` if it is not done."""
+        """Returns the result of a future that is complete. Does not wait.
+
+        Raises:
+            RuntimeError: The future is not complete.
+            Exception: The exception of the call.
+        """
         if self._state == DONE:
             return self._value  # type: ignore[no-any-return]  # not cast(): a call, on the path of every result
         if not self._state:
@@ -148,15 +199,22 @@ class Future(Generic[T]):
         return self._value  # type: ignore[no-any-return]
 
     def done(self) -> bool:
-        """Whether there is a result or an error."""
+        """Returns whether the future has a result or an exception."""
         return self._state != PENDING
 
     def _block_for(self, timeout: float | None) -> None:
+        """Waits until the future is complete. Raises `TimeoutError` after `timeout` seconds; None means no limit."""
         if not self._state and not self.block(FOREVER if timeout is None else monotonic() + timeout):
             raise TimeoutError(f"{self!r} was not done within {timeout} s")
 
     def block(self, deadline: float) -> bool:
-        """Waits until settled, or until the deadline; whether it is settled. Raises nothing of the call's."""
+        """Waits until the future is complete or the deadline passes. Returns whether the future is complete.
+
+        Does not raise the exception of the call.
+
+        Args:
+            deadline: Seconds of `time.monotonic`; `FOREVER` means no limit. If it has passed, nothing waits.
+        """
         if not isinstance(self._source, Future):  # as nearly always
             return self._state != PENDING or self._block_alone(deadline)
         chain = [self]
@@ -165,6 +223,10 @@ class Future(Generic[T]):
         return all(future._state or future._block_alone(deadline) for future in reversed(chain))
 
     def _block_alone(self, deadline: float) -> bool:
+        """Waits for this future as `block` does, but not for futures that this one is derived from.
+
+        Returns whether it is complete.
+        """
         source = self._source
         if source is not None and not isinstance(source, Future):
             source.drive(self, deadline)
@@ -177,10 +239,13 @@ class Future(Generic[T]):
         return self._state != PENDING
 
     def drive_in_background(self) -> None:
-        """Watched by a `then` already, and so attended."""
+        """Does nothing: as the source of a future of `then`, this future is watched already."""
 
     def hasten(self) -> None:
-        """Somebody waits for it in a way that cannot be seen here: it is to be settled without delay."""
+        """Arranges that the future is completed soon although no thread waits in `wait` or `block`. Does not block.
+
+        For waits of other libraries, which do not read replies themselves. Does nothing if the future is complete.
+        """
         if not self._state and self._source is not None:
             self._source.drive_in_background()
 
@@ -214,7 +279,13 @@ class Future(Generic[T]):
     # Callbacks
 
     def then(self, callback: Callable[[Future[T]], S]) -> Future[S]:
-        """A future for what `callback(this future)` returns. It runs as soon as this one is done."""
+        """Returns a new future for the result of `callback(self)`, which runs when this future is complete.
+
+        The callback runs at once if this future is complete already. It also runs if the call failed.
+
+        Args:
+            callback: A function of this future. If it raises, the new future fails with that exception.
+        """
         derived: Future[S] = Future()
         derived._source = self
         derived.made_by(sys._getframe(1))
@@ -222,14 +293,18 @@ class Future(Generic[T]):
         return derived
 
     def add_done_callback(self, callback: Callable[[Future[T]], object]) -> None:
-        """Runs `callback(this future)` as soon as it is done. What it raises is logged, no more.
+        """Has `callback(self)` called when the future is complete, or at once if it is complete already.
 
-        Called where an event loop runs, it has the callback run in that loop.
+        Exceptions of the callback are logged. If an event loop runs in the current thread, the callback runs in that
+        loop.
         """
         self.watch(_DoneCallback(callback, _running_loop()), waker=False)
 
     def remove_done_callback(self, callback: Callable[[Future[T]], object]) -> int:
-        """Takes back what `add_done_callback` added, unless it has run; how many times it was there."""
+        """Removes a callback that `add_done_callback` has added. Returns how many times it was removed.
+
+        Returns 0 if the callback was not added or has run already.
+        """
         removed = 0
         for entry in list(self._watchers):
             if isinstance(entry[1], _DoneCallback) and entry[1].callback == callback:
@@ -241,18 +316,26 @@ class Future(Generic[T]):
         return removed
 
     def cancelled(self) -> bool:
-        """False: a call cannot be cancelled. For `asyncio.wait`, which asks."""
+        """Returns False: a call cannot be cancelled. `asyncio.wait` asks for this."""
         return False
 
     @property
     def _condition(self) -> NoReturn:  # the first thing that concurrent.futures.wait and as_completed look for
+        """Raises `AttributeError`: `concurrent.futures.wait` and `as_completed` do not work with farcall futures."""
         raise AttributeError(
             "concurrent.futures.wait and as_completed take only futures of their own kind: use farcall.wait_all or "
             "farcall.collect_all, or asyncio.wait in an event loop"
         )
 
     def watch(self, watcher: Watcher, *, waker: bool, attended: bool = False) -> None:
-        """Has the watcher called when settled, at once if it is already. `attended`: this thread will wait itself."""
+        """Has `watcher(self)` called when the future is complete, or at once if it is complete already.
+
+        Args:
+            watcher: See `Watcher`.
+            waker: Whether the watcher only wakes a thread, so that it can run anywhere. False for code of users.
+            attended: Whether this thread will wait for the future itself. Otherwise the source is asked to complete it
+                soon.
+        """
         entry = (waker, watcher)
         self._watchers.append(entry)
         if self._state:
@@ -267,7 +350,7 @@ class Future(Generic[T]):
             self._source.drive_in_background()
 
     def forget(self, watcher: Watcher) -> None:
-        """Takes a waker back that is of no use any more."""
+        """Removes a waker that `watch` has added. Does nothing if it has run already or was never added."""
         try:
             self._watchers.remove((True, watcher))
         except ValueError:
@@ -276,12 +359,21 @@ class Future(Generic[T]):
     # Settling
 
     def set_result(self, result: T) -> None:
-        """Settles the future. `RuntimeError` if it is settled already."""
+        """Completes the future with a result, and runs its callbacks.
+
+        Raises:
+            RuntimeError: The future is complete already. It keeps its result.
+        """
         self._settle_by_hand(DONE, result, None)
         run_callbacks(self, self.wake())
 
     def set_exception(self, error: BaseException) -> None:
-        """Settles the future with an error. `RuntimeError` if it is settled already."""
+        """Completes the future with an exception, and runs its callbacks.
+
+        Raises:
+            RuntimeError: The future is complete already. It keeps its result.
+            TypeError: `error` is not an exception.
+        """
         if not isinstance(error, BaseException):
             raise TypeError(f"set_exception takes an exception, not {error!r}")
         if not hasattr(self, "_place"):
@@ -290,16 +382,32 @@ class Future(Generic[T]):
         run_callbacks(self, self.wake())
 
     def _settle_by_hand(self, state: int, value: Any, describe: Callable[[], str] | None) -> None:
+        """Completes the future without running its callbacks. Raises `RuntimeError` if it is complete already.
+
+        Args:
+            state: `DONE` or `FAILED`.
+            value: The result or the exception.
+            describe: For a failure, returns the text of the warning if nobody looks at it; None for a result.
+        """
         with _settling:
             if self._state:
-                raise RuntimeError(f"{self!r} has a result already; a future can be settled only once")
+                raise RuntimeError(f"{self!r} has a result already; a future can be completed only once")
             if describe is not None:
                 self.report_unseen(describe)
             self._value = value
             self._state = state
 
     def settle(self, state: int, value: Any) -> Callbacks | None:
-        """Settles it and wakes who waits. The callbacks, if any, are for the caller to run, holding no lock."""
+        """Completes the future and runs its wakers. The future must not be complete yet; this is not checked.
+
+        Args:
+            state: `DONE`, `FAILED` or `UNLOADED`.
+            value: The result, the exception, or the reply that is not unpickled yet.
+
+        Returns:
+            The callbacks, which the caller has to pass to `run_callbacks` when it holds no lock; None if there are
+            none.
+        """
         if state == UNLOADED:
             self._reply = value
         else:
@@ -308,7 +416,12 @@ class Future(Generic[T]):
         return self.wake() if self._watchers else None
 
     def wake(self) -> Callbacks | None:
-        """Runs the wakers of a future that is settled; its callbacks. Called again if it was interrupted."""
+        """Runs the wakers of a future that is complete.
+
+        Returns its callbacks, for `run_callbacks`; None if there are none.
+
+        If a signal handler interrupts this method by an exception, no watcher is lost, and it can be called again.
+        """
         callbacks: Callbacks = []
         watchers = self._watchers
         entry = None
@@ -336,19 +449,32 @@ class Future(Generic[T]):
         return callbacks or None
 
     def made_by(self, frame: FrameType) -> None:
-        """That frame of the program has made it: a warning about it is to point there."""
+        """Records the frame that created the future. An `UnseenFailureWarning` about the future points to that line.
+
+        Replaces an earlier frame. Only the place is kept, not the frame itself.
+        """
         self._place = frame.f_code, frame.f_lasti, frame.f_globals
         if self._report is not None:  # another thread has settled it in the meantime
             self._report.place = self._place
 
     def report_unseen(self, describe: Callable[[], str]) -> None:
-        """If nobody looks at this future's failure before it goes, warns with `describe()`."""
+        """Arranges an `UnseenFailureWarning` if the future is dropped before the program looks at its failure.
+
+        Args:
+            describe: Returns the text of the warning. Called only if there is one.
+        """
         if self._report is not None:
             self._report.seen = True  # settling was interrupted, and is done again
         report = self._report = _FailureReport(describe)
         report.place = getattr(self, "_place", None)  # after that: see `made_by`
 
     def _load(self) -> int:
+        """Unpickles the reply if that was not done yet, and marks a failure as seen.
+
+        Returns the state, `DONE` or `FAILED`.
+
+        Returns `PENDING` if the future is not complete.
+        """
         reply = self._reply
         if reply is not None:
             with reply.lock:
@@ -361,6 +487,7 @@ class Future(Generic[T]):
         return self._state
 
     def __reduce__(self) -> NoReturn:
+        """Raises `TypeError`: a future cannot be pickled."""
         raise TypeError(
             "a Future cannot be sent to another worker: return its value, or mark the function with "
             "functions.async_execution, and its caller gets what the future is settled with"
@@ -372,7 +499,7 @@ class Future(Generic[T]):
 
 
 class _DoneCallback:
-    """A user's callback, and the event loop that it is to run in, if any."""
+    """A user's callback, and the event loop in which it has to run; None for the thread that completes the future."""
 
     __slots__ = ("_loop", "callback")
 
@@ -390,6 +517,7 @@ class _DoneCallback:
         return None
 
     def _run(self, future: Future[Any]) -> Followed | None:
+        """Runs the callback and logs its exception. Returns what follows (see `Followed`), or None."""
         try:
             self.callback(future)
         except BaseException as error:  # whatever it is: the callbacks behind it must run
@@ -400,6 +528,7 @@ class _DoneCallback:
 
 
 def _running_loop() -> asyncio.AbstractEventLoop | None:
+    """Returns the event loop that runs in the current thread; None if there is none."""
     asyncio = sys.modules.get("asyncio")
     try:
         return None if asyncio is None else asyncio.get_running_loop()
@@ -409,7 +538,7 @@ def _running_loop() -> asyncio.AbstractEventLoop | None:
 
 @dataclass(slots=True, eq=False)
 class _Then:
-    """The callback of a `then`: settles the derived future with what the user's callback returns or raises."""
+    """The callback that `then` adds: completes the derived future with the outcome of the user's callback."""
 
     callback: Callable[[Any], Any]
     derived: Future[Any]
@@ -427,13 +556,19 @@ class _Then:
         return Followed(derived, callbacks) if callbacks else None
 
     def interrupted(self, error: BaseException) -> Followed:
-        """That escaped: whoever waits for the derived future must not wait for ever."""
+        """Fails the derived future with an exception that came in the midst of the callback. Returns what follows.
+
+        If the derived future is complete already, only its watchers are run. So no thread waits for it for ever.
+        """
         done = self.derived._state
         return Followed(self.derived, self.derived.wake() if done else settle_failed(self.derived, error))
 
 
 class _FailureReport:
-    """Warns when it goes unless somebody has looked. An object of its own, so that most futures need no finalizer."""
+    """Issues the warning of `report_unseen` when it is garbage-collected, unless `seen` was set to True.
+
+    It is a separate object so that futures without a failure need no finalizer.
+    """
 
     __slots__ = ("_describe", "place", "seen")
 
@@ -464,7 +599,7 @@ class _FailureReport:
 
 
 def _place_outside() -> Place | None:
-    """The innermost place of this thread that is not in farcall; None if there is none."""
+    """Returns the innermost place in the stack of this thread that is not farcall's code; None if there is none."""
     frame: FrameType | None = sys._getframe(1)
     while frame is not None and frame.f_code.co_filename.startswith(_OWN_CODE):
         frame = frame.f_back
@@ -474,7 +609,17 @@ def _place_outside() -> Place | None:
 
 
 def run_callbacks(future: Future[Any], callbacks: Callbacks | None, waiting: bool = False) -> None:
-    """Runs what `settle` handed out, taking each from the list; if `waiting`, raises what is meant for the program."""
+    """Runs callbacks that `settle` or `wake` returned, and the callbacks that follow from them.
+
+    Each callback is removed from the list before it runs. If one is interrupted by an exception of a signal handler,
+    the others still run before that exception is raised.
+
+    Args:
+        future: The future that is complete.
+        callbacks: Its callbacks; None or an empty list does nothing.
+        waiting: Whether this thread belongs to the program. Then a `KeyboardInterrupt` or `SystemExit` of a callback is
+            raised at the end.
+    """
     if not callbacks:
         return
     interrupt = callback = None
@@ -507,18 +652,25 @@ def run_callbacks(future: Future[Any], callbacks: Callbacks | None, waiting: boo
 
 
 def settle_failed(future: Future[Any], error: BaseException) -> Callbacks | None:
-    """As `settle`, with an error, and warns should nobody ever look."""
+    """Completes a future with an exception, and arranges a warning if nobody looks at it.
+
+    Returns the callbacks as `Future.settle` does.
+    """
     future.report_unseen(lambda: _unseen(error))
     return future.settle(FAILED, error)
 
 
 def _meant_for_the_program(error: BaseException, future: Future[Any]) -> BaseException | None:
-    """The error if it is Ctrl-C or an exit in the main thread, and not merely what the future has failed with."""
+    """Returns `error` if it is a `KeyboardInterrupt` or `SystemExit` in the main thread, else None.
+
+    Also returns None if the future itself has failed with this error: then the error came from the call.
+    """
     leaves = isinstance(error, (KeyboardInterrupt, SystemExit)) and error is not future._value
     return error if leaves and threading.current_thread() is threading.main_thread() else None
 
 
 def _unseen(error: BaseException) -> str:
+    """Returns the text of the warning about a failure that the program never looked at."""
     return f"nobody looked at a future that failed with {type(error).__name__}: {error}"
 
 
@@ -526,7 +678,7 @@ def _unseen(error: BaseException) -> str:
 
 
 class _All:
-    """The source of a future of `collect_all`: a thread that waits for all of them drives each in turn."""
+    """The source of a future of `collect_all`: a thread that waits for it waits for each of the futures in turn."""
 
     def __init__(self, futures: list[Future[Any]]) -> None:
         self._futures = futures
@@ -542,6 +694,7 @@ class _All:
 
 
 def _checked(futures: Iterable[Future[Any]]) -> list[Future[Any]]:
+    """Returns the futures as a list. Raises `TypeError` if one of them is not a `farcall.Future`."""
     all_futures = list(futures)
     for future in all_futures:
         if not isinstance(future, Future):
@@ -550,7 +703,17 @@ def _checked(futures: Iterable[Future[Any]]) -> list[Future[Any]]:
 
 
 def collect_all(futures: Iterable[Future[Any]]) -> Future[list[Future[Any]]]:
-    """A future that is done, with the list of all these futures, when all of them are done, failed or not."""
+    """Returns a future that is complete when all given futures are complete, whether they succeeded or failed.
+
+    Args:
+        futures: The futures.
+
+    Returns:
+        A future of the list of the given futures. For no futures it is complete at once, with an empty list.
+
+    Raises:
+        TypeError: One of `futures` is not a `farcall.Future`.
+    """
     all_futures = _checked(futures)
     collected: Future[list[Future[Any]]] = Future()
     collected._source = _All(all_futures)
@@ -574,7 +737,15 @@ def collect_all(futures: Iterable[Future[Any]]) -> Future[list[Future[Any]]]:
 
 
 def wait_all(futures: Iterable[Future[Any]]) -> list[Any]:
-    """The results of all, in their order. Raises the first error in that order, when all are done."""
+    """Waits until all futures are complete, and returns their results in order; an empty list for no futures.
+
+    Args:
+        futures: The futures.
+
+    Raises:
+        TypeError: One of `futures` is not a `farcall.Future`.
+        Exception: The exception of the first future in the list that failed. It is raised when all are complete.
+    """
     all_futures = _checked(futures)
     for future in all_futures:
         if not future._state:
@@ -586,7 +757,10 @@ def wait_all(futures: Iterable[Future[Any]]) -> list[Any]:
 
 
 class AwaitedTogether(dict[int, list[Future[Any]]]):
-    """The futures that `_wait_all` blocks have to wait for, by thread. Empty, and so false, while there is no block."""
+    """The futures that blocks of `_wait_all` will wait for, by thread.
+
+    Empty, and so false, while there is no such block.
+    """
 
     def note(self, future: Future[Any]) -> None:
         """Adds the future of a call to the block that this thread is in; does nothing outside of a block."""
@@ -600,10 +774,13 @@ awaited_together: Final = AwaitedTogether()
 
 @contextmanager
 def _wait_all() -> Iterator[None]:
-    """Around `rpc_async`: at its end, waits for all futures of calls that this thread has made in it.
+    """Context manager: at its end, waits for the futures of all calls that this thread has made by `rpc_async` inside.
 
-    Raises the first error of theirs, in the order of the calls, when all are done; what the block itself raises comes
-    first. Blocks may stand in each other, and each waits for its own.
+    Blocks can be nested; each waits for its own calls. A block without calls waits for nothing. If the block itself
+    raises an exception, that exception is raised when the calls are done.
+
+    Raises:
+        Exception: The exception of the first call that failed, in the order of the calls, when all calls are done.
     """
     thread = get_ident()
     outer = awaited_together.get(thread)

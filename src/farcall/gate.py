@@ -1,7 +1,7 @@
-"""`Gate`, where one thread sleeps until another wakes it, and `asleep`, which tells the owner of a thread first.
+"""`Gate`, where one thread sleeps until another wakes it, and `asleep`, which tells the executor about a sleep.
 
-The serving pool owns threads that run functions of users. Such a function may wait for a call of its own. The pool must
-know, because another thread takes the place of the sleeping one meanwhile.
+The executor owns threads that run functions of users. Such a function may wait for a call of its own. The executor must
+know about the wait, because another thread has to take the place of the sleeping one.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ FOREVER: Final = math.inf
 
 
 class _BlockingThread(threading.local):
-    """Lets the owner of a thread (the serving pool) know when code on it is about to sleep in a wait of ours."""
+    """Functions to call before and after a sleep of the current thread; None on threads that no executor owns."""
 
     before: Callable[[], None] | None = None
     after: Callable[[], None] | None = None
@@ -27,12 +27,15 @@ blocking_thread = _BlockingThread()
 
 
 def on_serving_thread() -> bool:
-    """Whether this thread belongs to a serving pool, and so runs a function for another worker."""
+    """Returns whether the current thread belongs to an executor, that is, runs a function for another worker."""
     return blocking_thread.before is not None
 
 
 class asleep:  # noqa: N801 (reads as a word: with asleep(): ...)
-    """Around anything in which a thread may sleep for long: tells the owner of the thread."""
+    """Context manager around code in which a thread may sleep for long: tells the executor that owns the thread.
+
+    Does nothing on threads that no executor owns.
+    """
 
     __slots__ = ()
 
@@ -48,12 +51,20 @@ class asleep:  # noqa: N801 (reads as a word: with asleep(): ...)
 
 
 def sleep_in_poll(poll: select.poll, seconds: float) -> bool:
-    """Sleeps until a descriptor is ready. Returns whether one is. Ends at once for Ctrl-C in the main thread."""
+    """Waits until a descriptor of `poll` is ready, at most `seconds`. Returns whether one is ready.
+
+    Returns False at the end of the time. A signal handler that raises (Ctrl-C in the main thread) ends the wait at
+    once.
+    """
     return bool(poll.poll(seconds * 1000))
 
 
 class Gate:
-    """Where one thread sleeps until another opens it. Opening it twice is the same as once."""
+    """One thread sleeps at a gate until another thread opens it.
+
+    A gate that was opened while nobody slept lets the next sleeper pass at once, and is closed again. Opening an open
+    gate has no effect.
+    """
 
     __slots__ = ("_lock",)
 
@@ -62,25 +73,40 @@ class Gate:
         self._lock.acquire()
 
     def open(self, _: object = None) -> None:
-        """Wakes the thread that sleeps here, or the next one to come."""
+        """Wakes the thread that sleeps here, or lets the next one pass. Does nothing if the gate is open.
+
+        Args:
+            _: Ignored, so that the method can be used as a callback of a future.
+        """
         try:
             self._lock.release()
         except RuntimeError:
             pass  # open already
 
     def sleep(self, deadline: float) -> bool:
-        """Sleeps until opened; False if the deadline passed first. Ends at once for Ctrl-C in the main thread."""
+        """Sleeps until the gate is opened. Returns True then, or False if the deadline passes first.
+
+        Tells the executor that owns the thread. Returns at once if the gate is open. Ctrl-C in the main thread ends the
+        sleep at once.
+
+        Args:
+            deadline: When to stop, in seconds of `time.monotonic`; `FOREVER` for no limit. If it has passed, nothing
+                waits.
+        """
         if self._lock.acquire(blocking=False):
             return True
         with asleep():
             return self.rest(deadline)
 
     def doze(self, milliseconds: int) -> bool:
-        """As `rest`, for so long at most."""
+        """Sleeps as `rest` does, for a number of milliseconds. Returns False if the gate was not opened by then."""
         return self._lock.acquire(timeout=milliseconds / 1000)
 
     def rest(self, deadline: float) -> bool:
-        """As `sleep`, without a word to the owner of the thread."""
+        """Sleeps as `sleep` does, but the executor that owns the thread does not learn of it.
+
+        Returns True when the gate is opened, False if the deadline passes first or has passed.
+        """
         if deadline == FOREVER:
             return self._lock.acquire()
         return self._lock.acquire(timeout=min(max(0.0, deadline - monotonic()), threading.TIMEOUT_MAX))

@@ -1,12 +1,12 @@
-"""RRef: a reference to a value that lives on some worker. A handle with a face: it counts nothing itself.
+"""`RRef`, a reference to a value that lives on one worker.
 
-Whoever holds one can fetch the value (`to_here`), call its methods where it lives (`rpc_sync().method(...)`), or pass
-it on inside the arguments and results of calls, to anybody. The value goes when the last handle anywhere has gone;
-nothing is freed by hand.
+The holder of a reference can fetch the value (`to_here`), call methods of the value on its owner
+(`rpc_sync().method(...)`), or pass the reference on in the arguments and results of calls. The owner frees the value
+when the last copy of the reference is gone. Nothing is freed by hand.
 
-What it asks of an agent is in `backends.interface`; what farcall's own handles are, and how their end is noticed, is
-in `runtime.handles`; what follows from it, in `runtime.reference_store`; what the workers tell each other about it, in
-`protocol.refcount`.
+An `RRef` is the public face of a handle. `backends.interface` says what handles must do, `runtime.handles` has
+farcall's own handles, `runtime.reference_store` acts when a handle is created or dropped, and `protocol.refcount` has
+the messages between workers.
 """
 
 from __future__ import annotations
@@ -34,7 +34,13 @@ T = TypeVar("T")
 class RRef(Generic[T]):
     """A reference to a value of type `T` on some worker.
 
-    Made by `remote`, by `RRef(value)` for a value of this worker, or received in a call.
+    References are created by `remote`, or by `RRef(value)` for a value of this worker, or received in a call. Two
+    references are equal if they refer to the same value.
+
+    Example:
+        >>> numbers = farcall.remote("worker1", list, args=((3, 1, 2),))
+        >>> numbers.to_here()
+        [3, 1, 2]
     """
 
     __slots__ = ("__weakref__", "_handle", "_proxy")
@@ -44,9 +50,16 @@ class RRef(Generic[T]):
     """What `rpc_sync()` gives, from the first time on."""
 
     def __init__(self, value: T, type_hint: Any = None) -> None:
-        """A reference to a value that is here. `type_hint` is accepted for programs written for torch.
+        """Creates a reference to a value of this worker.
 
-        Raises `NotInitializedError` if this process is no worker, `ForkedProcessError` if only its parent is one.
+        Args:
+            value: The value. It is not copied.
+            type_hint: Ignored. Programs written for torch pass it.
+
+        Raises:
+            NotInitializedError: This process is not a worker.
+            ForkedProcessError: Only the parent of this forked process is a worker.
+            UsageError: The backend of this worker has no references.
         """
         from farcall.api import current_reference_store  # not at the head: the module of the functions knows this one
 
@@ -54,43 +67,65 @@ class RRef(Generic[T]):
 
     @classmethod
     def of(cls, handle: Handle) -> RRef[Any]:
-        """The face of a handle."""
+        """Returns a reference that uses an existing handle. Counts nothing: both share the handle."""
         rref = cls.__new__(cls)
         rref._handle = handle
         return rref
 
     @property
     def _calling(self) -> ReferenceCalls:
+        """The object that sends requests about the value. Raises `UsageError` if the backend has no references."""
         return self._handle.reference_store.calling
 
     # Who and where
 
     def is_owner(self) -> bool:
-        """Whether the value lives on this worker."""
+        """Returns whether the value lives on this worker."""
         return self._handle.reference.owner == self._handle.reference_store.me
 
     def owner(self) -> WorkerInfo:
-        """The worker on which the value lives. Raises `OwnerLost` if it is gone, and so many others since, that it was
-        forgotten."""
+        """Returns the name and id of the worker that owns the value.
+
+        Raises:
+            OwnerLost: The owner left or was lost so long ago that this worker has forgotten its name.
+        """
         peer = self._calling.numbered.get(self._handle.reference.owner)
         if peer is None:
-            raise OwnerLost(f"the owner of {self._handle.reference} is gone for long, and is not known any more")
+            raise OwnerLost(
+                f"the owner of {self._handle.reference} left so long ago that its name is not known any more"
+            )
         return peer.info
 
     def owner_name(self) -> str:
-        """The name of the worker on which the value lives."""
+        """Returns the name of the worker that owns the value.
+
+        Raises:
+            OwnerLost: The owner left or was lost so long ago that this worker has forgotten its name.
+        """
         return self.owner().name
 
     def confirmed_by_owner(self) -> bool:
-        """Whether the owner has counted this handle. It can be used before."""
+        """Returns whether the owner has confirmed that it counts this copy of the reference.
+
+        The reference can be used before. Always True on the owner.
+        """
         return self._handle.confirmed
 
     # The value
 
     def to_here(self, timeout: float = UNSET_RPC_TIMEOUT) -> T:
-        """The value: itself at its owner, else a copy. Waits until it is there.
+        """Waits until the value exists and returns it: the value itself on its owner, a copy on other workers.
 
-        Raises what the function of the remote call raised; `RpcTimeoutError`, `OwnerLost`, `ReferenceRefused`.
+        Args:
+            timeout: How many seconds to wait; 0 means no limit. The default is the `rpc_timeout` of this worker.
+
+        Raises:
+            RpcTimeoutError: The timeout expired.
+            OwnerLost: The owner was lost.
+            ReferenceRefused: The owner does not have the value any more.
+            UsageError: `timeout` is not valid, or this worker has released the reference, for example by a shutdown.
+            SerializationError: The value cannot be pickled.
+            Exception: The exception of the function that was to create the value.
         """
         handle = self._handle
         if handle.fork is not None:
@@ -98,7 +133,12 @@ class RRef(Generic[T]):
         return cast(T, self._fetch(VALUE, timeout).wait())
 
     def local_value(self) -> T:
-        """The value itself, at its owner. Raises what made it fail; `UsageError` on any other worker."""
+        """Waits until the value exists and returns the value itself. Works only on the owner.
+
+        Raises:
+            UsageError: Another worker owns the value, or this worker has released the reference.
+            Exception: The exception of the function that was to create the value.
+        """
         if not self.is_owner():
             raise UsageError(
                 f"{self!r} belongs to worker {self.owner_name()!r}: local_value() works only there; "
@@ -112,13 +152,29 @@ class RRef(Generic[T]):
         return cast("Future[T]", self._fetch(VALUE, UNSET_RPC_TIMEOUT, unattended=True)).__await__()
 
     def _value_here(self) -> Future[Any]:
+        """Returns the future of a value that this worker owns.
+
+        Raises `UsageError` or another `RpcError` if the reference cannot be used any more. Must not be called on other
+        workers.
+        """
         handle = self._handle
         handle.check()
         assert handle.value is not None
         return handle.value
 
     def _fetch(self, what: bytes, timeout: float, unattended: bool = False) -> Future[Any]:
-        """Asks for something about the value. At the owner, waits for it here unless it is `unattended`."""
+        """Returns a future of the value, or of something about the value.
+
+        Args:
+            what: `VALUE` for the value, `TYPE` for its type, `PRESENCE` for None as soon as the value exists.
+            timeout: Seconds; 0 means no limit, `UNSET_RPC_TIMEOUT` the `rpc_timeout` of this worker.
+            unattended: True if the caller will not wait for the future at once. Otherwise this method waits on the
+                owner until the value exists.
+
+        Raises:
+            RpcTimeoutError: On the owner, the value did not exist within the timeout.
+            RpcError: The reference cannot be used any more, or `timeout` is not valid.
+        """
         if not self.is_owner():
             return self._calling.call_on(self._handle, what, _QUESTIONS[what], (), None, timeout, unattended)
         value = self._value_here()
@@ -126,7 +182,7 @@ class RRef(Generic[T]):
             seconds = self._calling.resolve_timeout(timeout)
             if not value.block(monotonic() + seconds if seconds else FOREVER):
                 raise RpcTimeoutError(
-                    f"RPC ran for more than set timeout: the value of {self!r} was not there within {seconds:g} s, as "
+                    f"RPC ran for more than set timeout: the value of {self!r} did not exist within {seconds:g} s: "
                     "its function is still running. Give a longer timeout, or 0 for none"
                 )
         if what == TYPE:
@@ -136,11 +192,23 @@ class RRef(Generic[T]):
         return value
 
     def _get_future(self) -> Future[None]:
-        """A future that is done when the value is there, or its function failed."""
+        """Returns a future that completes with None when the value exists, or fails with the exception of its function.
+
+        Raises:
+            RpcError: The reference cannot be used any more.
+        """
         return self._fetch(PRESENCE, 0.0, unattended=True)
 
     def _get_type(self, timeout: float = UNSET_RPC_TIMEOUT, blocking: bool = True) -> Any:
-        """The type of the value; with `blocking=False` a future of it."""
+        """Returns the type of the value, as soon as the value exists.
+
+        Args:
+            timeout: Seconds; 0 means no limit. The default is the `rpc_timeout` of this worker.
+            blocking: Whether to wait. False returns a future of the type instead.
+
+        Raises:
+            RpcError: As in `to_here`.
+        """
         if blocking:
             return self._fetch(TYPE, timeout).wait()
         return self._fetch(TYPE, timeout, unattended=True)
@@ -148,7 +216,16 @@ class RRef(Generic[T]):
     # Calling its methods
 
     def rpc_sync(self, timeout: float = UNSET_RPC_TIMEOUT) -> Any:
-        """A proxy: `rref.rpc_sync().method(args)` runs the method where the value lives, and gives its result."""
+        """Returns a proxy: `rref.rpc_sync().method(...)` runs the method on the owner and returns its result.
+
+        Args:
+            timeout: The timeout of each call through the proxy in seconds; 0 means no limit. The default is the
+                `rpc_timeout` of this worker. A wrong value is refused, with `UsageError`, when a method is called.
+
+        Returns:
+            The proxy. Its calls raise what `farcall.rpc_sync` raises, `OwnerLost`, `ReferenceRefused`, and
+            `AttributeError` if the value has no such method.
+        """
         if timeout != UNSET_RPC_TIMEOUT:
             return Proxy(_call, self._handle, timeout, "rpc_sync")
         try:
@@ -158,11 +235,21 @@ class RRef(Generic[T]):
             return proxy
 
     def rpc_async(self, timeout: float = UNSET_RPC_TIMEOUT) -> Any:
-        """As `rpc_sync`, but the method gives a `Future` at once."""
+        """Returns a proxy as `rpc_sync` does, whose methods return a `Future` of the result at once.
+
+        Args:
+            timeout: After how many seconds each future fails; as in `rpc_sync`.
+        """
         return Proxy(_call_later, self._handle, timeout, "rpc_async")
 
     def remote(self, timeout: float = UNSET_RPC_TIMEOUT) -> Any:
-        """As `rpc_sync`, but the method gives an `RRef` of its result at once, which stays where the value lives."""
+        """Returns a proxy as `rpc_sync` does, whose methods return an `RRef` to the result at once.
+
+        The owner keeps the result.
+
+        Args:
+            timeout: Ignored, because nothing waits.
+        """
         return Proxy(_call_remote, self._handle, timeout, "remote")
 
     # Travelling
@@ -171,19 +258,25 @@ class RRef(Generic[T]):
         return _receive, (collect(self._handle, self),)
 
     def _serialize(self) -> tuple[int]:
-        """What stands for it in a pickle: its place among the references of the message that is being made."""
+        """Returns what stands for this reference in a pickle: its index among the references of the message.
+
+        Raises `SerializationError` if no message is being written.
+        """
         return (collect(self._handle, self),)
 
     @staticmethod
     def _deserialize(place: tuple[int]) -> RRef[Any]:
-        """The reference at that place in the message that is being read."""
+        """Returns the reference with the index `place[0]` in the message being read.
+
+        Raises `SerializationError` if no message is being read, or the message has no reference with that index.
+        """
         return _receive(*place)
 
     def __copy__(self) -> RRef[T]:
         return RRef.of(self._handle)
 
     def __deepcopy__(self, memo: object) -> NoReturn:
-        raise UsageError(f"{self!r} cannot be copied deeply; copy its value, to_here()")
+        raise UsageError(f"{self!r} cannot be deep-copied; copy its value, to_here()")
 
     def __eq__(self, other: object) -> bool:
         return isinstance(other, RRef) and other._handle.reference == self._handle.reference
@@ -200,14 +293,22 @@ _QUESTIONS = {VALUE: "to_here", PRESENCE: "_get_future", TYPE: "_get_type"}
 
 
 def _receive(place: int) -> RRef[Any]:
+    """Returns the reference with an index in the message being read. Called by the unpickler."""
     return RRef.of(take_offered(place))
 
 
 class Proxy:
-    """What stands for the value of a reference: its methods are called where it lives.
+    """Stands for the value of a reference: calling a method of the proxy calls the method of the value on its owner.
 
-    Its own attributes are private by name: a value may have a method of any other. It holds no `RRef`, as an `RRef` may
-    hold it, and what is in a circle goes late.
+    The attributes of the proxy itself have mangled names, so the value may have methods of any other name. The proxy
+    refers to the handle, not to the `RRef`. The `RRef` may refer to its proxy, and a cycle would be freed only by the
+    garbage collector.
+
+    Args:
+        call: Makes one call: `_call`, `_call_later` or `_call_remote`.
+        handle: A handle of the reference.
+        timeout: The timeout of each call in seconds.
+        way: The name of the `RRef` method that returned the proxy, for `repr`.
     """
 
     __slots__ = ("__call", "__handle", "__timeout", "__way")
@@ -228,7 +329,7 @@ class Proxy:
         return Proxy, (self.__call, self.__handle, self.__timeout, self.__way)
 
     def __deepcopy__(self, memo: object) -> NoReturn:
-        raise UsageError(f"{self!r} cannot be copied deeply; copy the value of the reference, to_here()")
+        raise UsageError(f"{self!r} cannot be deep-copied; copy the value of the reference, to_here()")
 
     def __repr__(self) -> str:
         return f"{RRef.of(self.__handle)!r}.{self.__way}()"
@@ -238,10 +339,15 @@ class Proxy:
 
 
 def _call(handle: Handle, timeout: float, method: str, /, *args: Any, **kwargs: Any) -> Any:
+    """Calls a method of the value on the owner, waits, and returns the result. Raises what `RRef.rpc_sync` lists."""
     return handle.reference_store.calling.call_on(handle, METHOD, method, args, kwargs, timeout).wait()
 
 
 def _call_later(handle: Handle, timeout: float, method: str, /, *args: Any, **kwargs: Any) -> Future[Any]:
+    """Calls a method of the value on the owner, and returns a future of the result.
+
+    Raises what `RRef.rpc_async` lists.
+    """
     future = handle.reference_store.calling.call_on(handle, METHOD, method, args, kwargs, timeout, unattended=True)
     future.made_by(_getframe(1))
     if awaited_together:
@@ -250,4 +356,8 @@ def _call_later(handle: Handle, timeout: float, method: str, /, *args: Any, **kw
 
 
 def _call_remote(handle: Handle, timeout: float, method: str, /, *args: Any, **kwargs: Any) -> RRef[Any]:
+    """Calls a method of the value on the owner, which keeps the result, and returns a reference to it.
+
+    `timeout` is ignored. Raises `OwnerLost`, `ReferenceRefused` or `UsageError` if the reference cannot be used.
+    """
     return RRef.of(handle.reference_store.calling.remote_on(handle, method, args, kwargs))

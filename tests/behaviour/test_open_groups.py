@@ -194,7 +194,7 @@ def test_a_callback_that_raises_is_logged_and_stops_no_other(
 
 
 def test_a_callback_that_cannot_be_called_is_refused(alone: None) -> None:
-    with pytest.raises(rpc.UsageError, match="must be something to be called"):
+    with pytest.raises(rpc.UsageError, match="must be a function of one MembershipChange"):
         rpc.add_membership_callback("print")  # type: ignore[arg-type]
     rpc.remove_membership_callback(print)  # was never added: nothing happens
 

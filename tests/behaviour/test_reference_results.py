@@ -123,7 +123,7 @@ def test_a_reference_cannot_be_pickled_or_copied_deeply_outside_of_a_call(group:
         with pytest.raises(SerializationError, match=r"only as an argument or result of a remote call"):
             pickle.dumps(value)
     for value in (rref, [rref], rref.rpc_sync()):
-        with pytest.raises(UsageError, match=r"cannot be copied deeply"):
+        with pytest.raises(UsageError, match=r"cannot be deep-copied"):
             copy.deepcopy(value)
 
 

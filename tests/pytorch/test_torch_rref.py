@@ -130,7 +130,7 @@ def test_a_copy_is_the_same_reference() -> None:
     assert str(twin) == str(rref)
     assert twin == rref
     assert twin.local_value() is rref.local_value()
-    with pytest.raises(UsageError, match="cannot be copied deeply"):
+    with pytest.raises(UsageError, match="cannot be deep-copied"):
         copy.deepcopy(rref)
 
 

@@ -169,7 +169,7 @@ def test_a_copy_is_a_copy(group: LocalGroup) -> None:
 @pytest.mark.parametrize(
     ("to", "error"),
     [
-        pytest.param(0, "was not there within 0.05 s", id="at the owner"),
+        pytest.param(0, "did not exist within 0.05 s", id="at the owner"),
         pytest.param(1, "worker 'worker1' did not answer `to_here` within 0.05 s", id="elsewhere"),
     ],
 )

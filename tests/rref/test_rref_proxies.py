@@ -140,7 +140,7 @@ def test_a_proxy_is_pickled_only_in_calls(group: LocalGroup) -> None:
     for thing in (proxy, proxy.put):
         with pytest.raises(SerializationError, match=r"can be pickled only as an argument or result of a remote call"):
             pickle.dumps(thing)
-    with pytest.raises(UsageError, match=r"rpc_sync\(\) cannot be copied deeply"):
+    with pytest.raises(UsageError, match=r"rpc_sync\(\) cannot be deep-copied"):
         copy.deepcopy(proxy)
 
 

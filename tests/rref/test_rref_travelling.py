@@ -177,7 +177,7 @@ def test_pickling_outside_a_call_is_refused(group: LocalGroup) -> None:
     for dump in (lambda: pickle.dumps(rref), lambda: pickle.dumps([1, {2: rref}]), rref._serialize):
         with pytest.raises(SerializationError, match=r"RRef 0:1 .*only as an argument or result of a remote call"):
             dump()
-    with pytest.raises(UsageError, match=r"cannot be copied deeply; copy its value"):
+    with pytest.raises(UsageError, match=r"cannot be deep-copied; copy its value"):
         copy.deepcopy([rref])
     assert copy.copy(rref) == rref
 

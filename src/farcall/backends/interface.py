@@ -50,7 +50,7 @@ if TYPE_CHECKING:
 
 
 class NumberedWorker(Protocol):
-    """A value of `ReferenceCalls.numbered`."""
+    """A worker of the group, as `ReferenceCalls.numbered` has it. Only its name and id are needed."""
 
     @property
     def info(self) -> WorkerInfo:
@@ -205,12 +205,16 @@ class ReferenceStore(Protocol):
     def give_up_handles(self, reason: str) -> None:
         """Releases all handles of references that other workers own. Later uses of them raise `UsageError`.
 
+        Does nothing if there are none.
+
         Args:
             reason: Why, for the message of that error.
         """
 
     def forget(self, reason: str) -> None:
         """Releases all handles and all values that this worker owns. Later uses of them raise `UsageError`.
+
+        Does nothing if there are none.
 
         Args:
             reason: Why, for the message of that error.
@@ -536,7 +540,9 @@ class RpcAgent(ABC):
 
     def add_interceptor(self, interceptor: Any) -> None:
         """Registers an interceptor (`farcall.add_interceptor`). By default there are none: raises `UsageError`."""
-        raise UsageError(f"the backend of this worker ({type(self).__name__}) has no interceptors")
+        raise UsageError(
+            f"the backend of this worker ({type(self).__name__}) does not support interceptors; use the default backend"
+        )
 
     def remove_interceptor(self, interceptor: Any) -> None:  # noqa: B027 (there is nothing to remove)
         """Takes an interceptor back. Does nothing if it is not registered."""
@@ -597,12 +603,12 @@ def checked_function(function: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def bad_arguments(args: object) -> UsageError:
-    """Returns the error for `args` that are neither a tuple nor a list."""
+    """Returns the error for `args` that are neither a tuple nor a list. Does not check `args` and raises nothing."""
     return UsageError(f"`args` must be a tuple or list of arguments, not a {type(args).__name__}; write args=(value,)")
 
 
 def bad_callee(to: object) -> UsageError:
-    """Returns the error for a `to` of a type that cannot name a worker."""
+    """Returns the error for a `to` of a type that cannot name a worker. Does not check `to` and raises nothing."""
     return UsageError(f"`to` must be a worker's name, rank or WorkerInfo, not {to!r}")
 
 
