@@ -65,12 +65,25 @@ _BUFFER_SIZES: Final[tuple[list[int], ...]] = (
 
 
 class FakeWorker:
-    """What the links of one worker have in common, and the handling of what comes on them."""
+    """Stands for a worker: the poller, memory and options that its links share. It has no threads of its own.
+
+    Attributes:
+        problems: The warnings of the pool of shared memory; empty if there were none.
+        poller: Watches the links of this worker.
+        options: What `Link.establish` takes.
+    """
 
     def __init__(
         self, use_rings: bool = True, shared_memory: int = 1 << 28, max_frame_size: int = 1 << 40, spin_s: float = 2e-5
     ) -> None:
-        """Creates a worker without links. See `Poller` and `LinkOptions` for the arguments."""
+        """Creates a worker without links.
+
+        Args:
+            use_rings: Whether its links may have rings in shared memory.
+            shared_memory: How many bytes of shared memory it may use; 0 for none.
+            max_frame_size: The largest frame, with its buffers, that its links accept, in bytes.
+            spin_s: How many seconds a waiting thread polls before it sleeps.
+        """
         self.problems: list[str] = []
         """What the pool of shared memory has warned of."""
         segments = SegmentPool(shared_memory, 128, self.problems.append)
@@ -80,14 +93,19 @@ class FakeWorker:
         )
 
     def turn(self, seconds: float = 0.0) -> int:
-        """Waits so long for something to happen, and handles it. Returns how many handlers were called."""
+        """Waits up to `seconds` for events of its links, and calls their handlers.
+
+        Returns how many handlers were called.
+
+        Returns 0 if nothing has happened. Raises what a handler raises.
+        """
         handlers = self.poller.wait(seconds)
         for handler in handlers:
             handler()
         return len(handlers)
 
     def turn_until(self, condition: Callable[[], object]) -> None:
-        """Goes on handling what happens until the condition holds."""
+        """Calls `turn` until `condition()` is true. Raises `AssertionError` after `TIMEOUT_S` seconds."""
         deadline = monotonic() + TIMEOUT_S
         while not condition():
             assert monotonic() < deadline, "it did not come to hold"
@@ -95,7 +113,10 @@ class FakeWorker:
 
     @contextmanager
     def serving(self) -> Iterator[None]:
-        """Inside of `with`, a thread handles what happens."""
+        """Context manager: inside it, a thread calls `turn` again and again.
+
+        Raises at its end what a handler has raised.
+        """
         is_over = threading.Event()
 
         def serve() -> None:
@@ -111,14 +132,14 @@ class FakeWorker:
             join()
 
     def close(self) -> None:
-        """Gives back what it has. Its links must be closed."""
+        """Closes the poller and frees the memory. The links of this worker must be closed before."""
         self.poller.close()
         self.options.segments.close()
         self.options.received.close()
 
 
 class LinkPair(NamedTuple):
-    """The two ends of a link, and the workers that have them."""
+    """The two ends of a connection, and the workers that they belong to."""
 
     ours: Link
     """The end that connected."""
@@ -128,11 +149,11 @@ class LinkPair(NamedTuple):
     their_worker: FakeWorker
 
     def directions(self) -> tuple[tuple[Link, Link], tuple[Link, Link]]:
-        """Returns sender and receiver, for both directions."""
+        """Returns the two pairs of a sending and a receiving end: from ours to theirs, then from theirs to ours."""
         return (self.ours, self.theirs), (self.theirs, self.ours)
 
     def close(self) -> None:
-        """Closes both ends."""
+        """Closes both ends, and stops watching them. May be called again."""
         self.our_worker.poller.unwatch(self.ours)
         self.their_worker.poller.unwatch(self.theirs)
         self.ours.close()
@@ -140,7 +161,10 @@ class LinkPair(NamedTuple):
 
 
 class TransportConformance:
-    """The tests. Subclass it, and override the fixtures `transport` and `full_address`."""
+    """The tests that a transport must pass. Subclass it, and override the fixtures `transport` and `full_address`.
+
+    Each test raises `AssertionError` if the transport breaks the rule, and none takes longer than a few `TIMEOUT_S`.
+    """
 
     use_rings = True
     """Whether the links of these tests may have rings, if they are on one host and there is the C extension."""
@@ -153,26 +177,36 @@ class TransportConformance:
 
     @pytest.fixture
     def transport(self) -> Transport:
-        """The transport to test, new for each test."""
+        """Fixture: returns the transport to test, new for each test.
+
+        Must be overridden; raises `NotImplementedError` if not.
+        """
         raise NotImplementedError("override the fixture `transport`: return the transport to test")
 
     @pytest.fixture
     def full_address(self) -> Iterator[str]:
-        """An address where somebody listens, but never accepts, and no more connections can wait."""
+        """Fixture: yields an address whose listener never accepts and whose queue of waiting connections is full.
+
+        Must be overridden; raises `NotImplementedError` if not.
+        """
         raise NotImplementedError("override the fixture `full_address`: yield an address whose queue is full")
 
     @pytest.fixture
     def connect_raw(self) -> Callable[[str], Any]:
-        """Connects to a listener without a link.
+        """Fixture: returns a function that connects to an address without a link.
 
-        Given an address, it returns an object with the methods `sendall`, `recv` and `close` of a socket, which carries
-        bytes as they are on the wire. Override it for a transport that uses `StreamLink`.
+        The function returns an object with the methods `sendall`, `recv` and `close` of a socket, which carries bytes
+        as they are on the wire. Override this fixture for a transport that uses `StreamLink`. Tests that need it are
+        skipped otherwise.
         """
         pytest.skip("the bytes of this transport are its own business")
 
     @pytest.fixture
     def new_worker(self) -> Iterator[Callable[..., FakeWorker]]:
-        """Creates stand-ins for workers, and closes them after the test."""
+        """Fixture: yields a function that creates a `FakeWorker` from keyword arguments.
+
+        Closes the workers after the test.
+        """
         workers = []
 
         def new(**options: Any) -> FakeWorker:
@@ -185,6 +219,7 @@ class TransportConformance:
 
     @pytest.fixture
     def listener(self, transport: Transport) -> Iterator[Listener]:
+        """Fixture: yields a listener of the transport, and closes it after the test."""
         listener = transport.listen(None, HANDSHAKE_LIMIT)
         yield listener
         listener.close()
@@ -193,7 +228,10 @@ class TransportConformance:
     def new_pair(
         self, transport: Transport, listener: Listener, new_worker: Callable[..., FakeWorker]
     ) -> Iterator[Callable[..., LinkPair]]:
-        """Creates established links. Its arguments are those of the two workers. Closes the links after the test."""
+        """Fixture: yields a function that creates an established connection. Closes the connections after the test.
+
+        The function takes the keyword arguments of `FakeWorker`, and uses them for both ends.
+        """
         pairs = []
 
         def new(**options: Any) -> LinkPair:
@@ -208,12 +246,15 @@ class TransportConformance:
 
     @pytest.fixture
     def pair(self, new_pair: Callable[..., LinkPair]) -> LinkPair:
-        """Both ends of an established link."""
+        """Fixture: returns both ends of one established connection."""
         return new_pair()
 
     @pytest.fixture
     def handshake(self, transport: Transport, listener: Listener) -> Iterator[tuple[Link, Link]]:
-        """The connecting end and the accepted end of a link that is in its handshake."""
+        """Fixture: yields the connecting end and the accepted end of a connection that is in its handshake.
+
+        Closes both.
+        """
         ours, theirs = open_links(transport, listener)
         yield ours, theirs
         ours.close()
@@ -224,11 +265,13 @@ class TransportConformance:
     def test_addresses_begin_with_the_scheme(
         self, transport: Transport, listener: Listener, handshake: tuple[Link, Link]
     ) -> None:
+        """Checks that the addresses of listeners and links begin with the scheme of the transport and a colon."""
         for address in (listener.address, handshake[0].address, handshake[1].address):
             assert address.startswith(transport.scheme + ":")
             assert len(address) > len(transport.scheme) + 1
 
     def test_each_listener_has_an_address_of_its_own(self, transport: Transport, listener: Listener) -> None:
+        """Checks that two listeners have different addresses, and that a connection arrives at the right one."""
         other = transport.listen(None, HANDSHAKE_LIMIT)
         try:
             assert other.address != listener.address
@@ -239,10 +282,12 @@ class TransportConformance:
             other.close()
 
     def test_accept_returns_none_if_nobody_connects(self, listener: Listener) -> None:
+        """Checks that `accept` returns None, and the listener does not poll readable, if there is no connection."""
         assert listener.accept() is None
         assert not is_readable(listener, 0)
 
     def test_listener_polls_readable_until_all_are_accepted(self, transport: Transport, listener: Listener) -> None:
+        """Checks that a listener polls readable while connections wait, and not after the last was accepted."""
         ours: list[Link] = []
 
         def connect() -> None:
@@ -259,6 +304,7 @@ class TransportConformance:
             link.close()
 
     def test_connecting_to_nobody_fails_at_once(self, transport: Transport, listener: Listener) -> None:
+        """Checks that connecting where nobody listens raises an `OSError` with the address, before the timeout."""
         listener.close()
         begin = monotonic()
         error = oserror_of(transport.connect, listener.address, TIMEOUT_S, HANDSHAKE_LIMIT)
@@ -268,10 +314,12 @@ class TransportConformance:
 
     @pytest.mark.parametrize("rest", ["", ":", "nonsense", "[", "\0", "a:b:c", "/" + "x" * 300, "ü..", "/\ud800"])
     def test_connecting_to_nonsense_raises_oserror(self, transport: Transport, rest: str) -> None:
+        """Checks that connecting to an invalid address raises an `OSError` that is not a `TimeoutError`."""
         error = oserror_of(transport.connect, f"{transport.scheme}:{rest}", TIMEOUT_S, HANDSHAKE_LIMIT)
         assert not isinstance(error, TimeoutError)
 
     def test_connecting_ends_at_its_timeout(self, transport: Transport, full_address: str) -> None:
+        """Checks that connecting to a listener that never accepts raises `TimeoutError` at the timeout."""
         begin = monotonic()
         error = oserror_of(transport.connect, full_address, 0.2, HANDSHAKE_LIMIT)
         assert isinstance(error, TimeoutError)
@@ -279,6 +327,7 @@ class TransportConformance:
         assert 0.19 < monotonic() - begin < TIMEOUT_S / 4
 
     def test_many_links_are_kept_apart(self, transport: Transport, listener: Listener) -> None:
+        """Checks that frames of 32 simultaneous connections arrive at the right ends."""
         pairs = [open_links(transport, listener) for _ in range(32)]
         for number, (ours, _) in enumerate(pairs):
             ours.send(bytes([number]))
@@ -291,6 +340,7 @@ class TransportConformance:
             theirs.close()
 
     def test_links_outlive_their_listener(self, listener: Listener, pair: LinkPair) -> None:
+        """Checks that closing a listener, even twice, does not end the links that it has accepted."""
         listener.close()
         listener.close()
         for sender, receiver in pair.directions():
@@ -298,6 +348,7 @@ class TransportConformance:
             assert receive(receiver) == b"still here"
 
     def test_closed_listener_raises_oserror(self, listener: Listener) -> None:
+        """Checks that `accept` and `fileno` of a closed listener raise `OSError`."""
         listener.close()
         oserror_of(listener.accept)
         oserror_of(listener.fileno)
@@ -305,6 +356,8 @@ class TransportConformance:
     def test_link_that_was_never_accepted_ends_with_the_listener(
         self, transport: Transport, listener: Listener
     ) -> None:
+        """Checks that a connection that was never accepted ends with `ConnectionError` when the listener is closed."""
+
         def connect_and_receive() -> None:
             try:
                 ours = transport.connect(listener.address, TIMEOUT_S, HANDSHAKE_LIMIT)
@@ -321,6 +374,7 @@ class TransportConformance:
     # The handshake
 
     def test_new_link_has_nothing_to_receive(self, handshake: tuple[Link, Link]) -> None:
+        """Checks that a new link is not established, has received no frames and has nothing to send."""
         for link in handshake:
             assert not link.is_established
             assert link.receive() == []
@@ -328,12 +382,14 @@ class TransportConformance:
             assert link.unsent_bytes() == link.backlog == 0
 
     def test_both_ends_have_the_same_binding(self, handshake: tuple[Link, Link]) -> None:
+        """Checks that both ends have the same `binding`, and that no link has both a `binding` and a `network`."""
         ours, theirs = handshake
         assert ours.binding == theirs.binding
         assert isinstance(ours.network, str)
         assert not (ours.network and ours.binding)
 
     def test_frames_of_the_handshake_arrive_in_order(self, handshake: tuple[Link, Link]) -> None:
+        """Checks that frames that are sent during the handshake arrive complete and in order, in both directions."""
         for sender, receiver in (handshake, handshake[::-1]):
             for number in range(10):
                 sender.send(b"%d" % number * number)
@@ -341,12 +397,14 @@ class TransportConformance:
             assert frames == [b"%d" % number * number for number in range(10)]
 
     def test_handshake_takes_frames_up_to_its_limit(self, handshake: tuple[Link, Link]) -> None:
+        """Checks that a frame of exactly `HANDSHAKE_LIMIT` bytes is received during the handshake."""
         for sender, receiver in (handshake, handshake[::-1]):
             sender.send(b"x" * HANDSHAKE_LIMIT)
             assert receive(receiver) == b"x" * HANDSHAKE_LIMIT
 
     @pytest.mark.parametrize("size", [HANDSHAKE_LIMIT + 1, 60_000])
     def test_handshake_refuses_larger_frames(self, handshake: tuple[Link, Link], size: int) -> None:
+        """Checks that `receive` raises `ProtocolError` for a larger frame during the handshake."""
         for sender, receiver in (handshake, handshake[::-1]):
             sender.send(b"x" * size)
             with pytest.raises(ProtocolError, match="at most"):
@@ -356,7 +414,10 @@ class TransportConformance:
     def test_handshake_refuses_frames_with_buffers_and_large_ones(
         self, handshake: tuple[Link, Link], sizes: tuple[int, ...]
     ) -> None:
-        """Both need frames that are internal to the link."""
+        """Checks that `receive` raises `ProtocolError` during the handshake for frames with buffers and huge frames.
+
+        Both need internal frames of the link, which are not allowed before the link is established.
+        """
         ours, theirs = handshake
         in_thread(ignore_connection_error, ours.send, bytes(0 if sizes else 100_000), new_buffers(sizes), monotonic())()
         with pytest.raises(ProtocolError):
@@ -365,7 +426,10 @@ class TransportConformance:
     def test_establish_ends_at_its_deadline_if_the_other_end_is_silent(
         self, handshake: tuple[Link, Link], new_worker: Callable[..., FakeWorker]
     ) -> None:
-        """A link that has nothing to agree on does not wait for the other end at all."""
+        """Checks that `establish` raises `TimeoutError` at its deadline if the other end does not answer.
+
+        A link that has nothing to agree on may return at once instead.
+        """
         ours, theirs = handshake
         exchange(ours, theirs)
         begin = monotonic()
@@ -382,6 +446,7 @@ class TransportConformance:
     def test_establish_raises_nothing_but_connection_error_if_the_other_end_is_gone(
         self, handshake: tuple[Link, Link], new_worker: Callable[..., FakeWorker]
     ) -> None:
+        """Checks that `establish` returns or raises `ConnectionError`, soon, if the other end has closed the link."""
         ours, theirs = handshake
         exchange(ours, theirs)
         theirs.close()
@@ -392,7 +457,10 @@ class TransportConformance:
     def test_frames_that_are_sent_while_the_link_is_set_up_arrive_in_order(
         self, transport: Transport, listener: Listener, new_worker: Callable[..., FakeWorker]
     ) -> None:
-        """The accepted end may send as soon as it is established: a member that joins, say, is told of others."""
+        """Checks that frames from the accepted end arrive in order although the connecting end is not established yet.
+
+        Also checks that the sender may change a buffer as soon as `send` has returned.
+        """
         pair = LinkPair(*open_links(transport, listener), new_worker(), new_worker())
         exchange(pair.ours, pair.theirs)
         pair.theirs.establish(pair.their_worker.options)
@@ -414,11 +482,13 @@ class TransportConformance:
     # Frames
 
     def test_established_link_says_so(self, pair: LinkPair) -> None:
+        """Checks that `is_established` is true at both ends after `establish`."""
         assert pair.ours.is_established
         assert pair.theirs.is_established
 
     @pytest.mark.parametrize("size", _FRAME_SIZES)
     def test_frames_of_all_sizes_arrive(self, pair: LinkPair, size: int) -> None:
+        """Checks that a frame of `size` bytes, from 0 to 5 MiB, arrives unchanged in both directions."""
         for seed, (sender, receiver) in enumerate(pair.directions()):
             data = random.Random(seed).randbytes(size)
             join = in_thread(sender.send, data)
@@ -427,6 +497,7 @@ class TransportConformance:
             assert receiver.receive() == []
 
     def test_frames_of_one_thread_arrive_in_order(self, pair: LinkPair) -> None:
+        """Checks that 500 frames of various sizes from one thread arrive complete and in order."""
         sizes = [random.Random(1).choice((0, 1, 50, 3000, 20_000, 70_000)) for _ in range(500)]
         for sender, receiver in pair.directions():
 
@@ -443,11 +514,13 @@ class TransportConformance:
             assert [len(frame) - 4 for frame, _ in frames] == sizes
 
     def test_receive_returns_nothing_if_nothing_was_sent(self, pair: LinkPair) -> None:
+        """Checks that `receive` returns an empty list, again and again, if nothing was sent."""
         for link in (pair.ours, pair.theirs):
             assert link.receive() == []
             assert link.receive() == []
 
     def test_counts_grow_with_the_frames(self, pair: LinkPair) -> None:
+        """Checks that `counts` of both ends grow by at least the bytes that were sent."""
         for sender, receiver in pair.directions():
             before = sender.counts()[1], receiver.counts()[0]
             for _ in range(10):
@@ -461,6 +534,7 @@ class TransportConformance:
     @pytest.mark.parametrize("sizes", _BUFFER_SIZES, ids=lambda sizes: f"{len(sizes)}x{max(sizes)}")
     @pytest.mark.parametrize("frame_size", [0, 9000])
     def test_buffers_arrive_beside_their_frame(self, pair: LinkPair, frame_size: int, sizes: list[int]) -> None:
+        """Checks that buffers of various numbers and sizes arrive with their frame, unchanged and writable."""
         for sender, receiver in pair.directions():
             for seed in range(2):
                 frame, buffers = random.Random(seed).randbytes(frame_size), new_buffers(sizes, seed)
@@ -473,6 +547,7 @@ class TransportConformance:
                 assert not any(buffer.readonly for buffer in arrived)
 
     def test_send_empties_the_list_of_buffers(self, pair: LinkPair) -> None:
+        """Checks that the list of buffers is empty after `send`."""
         for sender, receiver in pair.directions():
             for sizes in ([5], [16_384], [1 << 20, 1]):
                 buffers = new_buffers(sizes)
@@ -483,6 +558,7 @@ class TransportConformance:
 
     @pytest.mark.parametrize("size", [100, 20_000, 1 << 20])
     def test_buffers_belong_to_the_end_that_has_them(self, pair: LinkPair, size: int) -> None:
+        """Checks that neither end sees what the other writes into a buffer after it was received."""
         for sender, receiver in pair.directions():
             mine = memoryview(bytearray(b"a" * size))
             join = in_thread(sender.send, b"", [mine])
@@ -495,6 +571,7 @@ class TransportConformance:
 
     @pytest.mark.parametrize("size", [100, 20_000, 300_000])
     def test_received_buffers_stay_as_they_are_while_others_come(self, pair: LinkPair, size: int) -> None:
+        """Checks that received buffers do not change while later buffers are received."""
         held: list[tuple[int, memoryview]] = []
         for seed in range(40):
             (sent,) = new_buffers([size], seed)
@@ -509,6 +586,7 @@ class TransportConformance:
 
     @pytest.mark.parametrize("size", [100, 20_000, 1 << 20])
     def test_received_buffers_outlive_the_link(self, pair: LinkPair, size: int) -> None:
+        """Checks that a received buffer can be read and written after both ends were closed."""
         (sent,) = new_buffers([size], 5)
         expected = bytes(sent)
         join = in_thread(pair.ours.send, b"", [sent])
@@ -522,6 +600,7 @@ class TransportConformance:
     def test_buffers_that_are_sent_back_and_forth_keep_up_with_what_is_written_to_them(
         self, pair: LinkPair, sizes: list[int]
     ) -> None:
+        """Checks that buffers that are sent back and forth and changed at each end arrive with the last contents."""
         buffers: Sequence[memoryview] = new_buffers(sizes, 3)
         expected = [bytearray(buffer) for buffer in buffers]
         for hop in range(10):
@@ -538,6 +617,7 @@ class TransportConformance:
 
     @pytest.mark.parametrize("size", [100, 20_000, 1 << 20])
     def test_send_kept_returns_copies_that_stay_as_they_are(self, pair: LinkPair, size: int) -> None:
+        """Checks that `send_kept` sends the frame, and returns copies of its buffers that never change."""
         for sender, receiver in pair.directions():
             mine = memoryview(bytearray(b"a" * size))
             kept: list[memoryview] = []
@@ -553,6 +633,7 @@ class TransportConformance:
             assert [bytes(each) for each in kept] == [bytes([seed]) * size for seed in range(5)]
 
     def test_too_large_frames_are_refused(self, new_pair: Callable[..., LinkPair]) -> None:
+        """Checks that `receive` raises `ProtocolError` for a frame and buffers larger than `max_frame_size`."""
         limit = 1 << 20
         for sizes in ([limit + 1], [0, limit], [100, limit // 2, limit // 2]):
             pair = new_pair(max_frame_size=limit)
@@ -566,6 +647,7 @@ class TransportConformance:
             join()
 
     def test_frames_of_exactly_the_limit_are_taken(self, new_pair: Callable[..., LinkPair]) -> None:
+        """Checks that a frame that, with its buffers, has exactly `max_frame_size` bytes is received."""
         for limit in (1 << 16, 1 << 20):
             pair = new_pair(max_frame_size=limit)
             for sizes in ([limit], [0, limit], [100, limit - 105, 5], [limit - 5000] + [10] * 500):
@@ -578,7 +660,7 @@ class TransportConformance:
     # Many threads
 
     def test_many_threads_send_at_once(self, pair: LinkPair) -> None:
-        """Every frame arrives whole, and those of each thread in order."""
+        """Checks that frames of 8 threads at each end arrive complete, and those of each thread in order."""
         threads, count = 8, 60
         sizes = (0, 10, 3000, 17_000, 70_000, 700_000)
 
@@ -603,7 +685,7 @@ class TransportConformance:
                 join()
 
     def test_small_frames_pass_a_large_one_that_waits(self, pair: LinkPair) -> None:
-        """A large frame may have to wait for the other end. Small frames of other threads do not wait for it."""
+        """Checks that small frames are sent without delay while a large frame of another thread is waiting."""
         large = new_buffers([self.large_bytes], 1)
         expected = zlib.crc32(large[0])
         join = in_thread(pair.ours.send, b"large", large)
@@ -627,7 +709,7 @@ class TransportConformance:
     # A receiver that does not read
 
     def test_sending_does_not_wait_for_the_receiver(self, pair: LinkPair) -> None:
-        """What the other end does not take is queued, and sent by the poller when it does."""
+        """Checks that `send` queues frames that the other end does not receive, and the poller sends them later."""
         for sender, receiver in pair.directions():
             sent = 0
             begin = monotonic()
@@ -645,6 +727,7 @@ class TransportConformance:
             assert [int.from_bytes(frame[:4], "little") for frame, _ in frames] == list(range(sent))
 
     def test_flush_sends_what_is_queued(self, pair: LinkPair) -> None:
+        """Checks that `flush` sends queued frames, and that nothing is left to send in the end."""
         sent = fill(pair.ours)
         frames = receive_frames(pair.theirs, sent, pair.ours.flush)
         assert [int.from_bytes(frame[:4], "little") for frame, _ in frames] == list(range(sent))
@@ -652,7 +735,7 @@ class TransportConformance:
         assert pair.ours.backlog == pair.ours.unsent_bytes() == 0
 
     def test_large_frame_waits_no_longer_than_its_deadline(self, pair: LinkPair) -> None:
-        """What is left then is copied: the sender may change its memory."""
+        """Checks that `send` of a large frame returns at its deadline, and that its buffer may be changed then."""
         mine = memoryview(bytearray(random.Random(4).randbytes(self.large_bytes)))
         expected = zlib.crc32(mine)
         begin = monotonic()
@@ -668,6 +751,7 @@ class TransportConformance:
     # Waiting
 
     def test_wait_returns_at_once_if_there_is_something(self, pair: LinkPair) -> None:
+        """Checks that `wait` returns True at once while a frame has arrived and was not received."""
         for sender, receiver in pair.directions():
             sender.send(b"x")
             assert receiver.wait(TIMEOUT_S)
@@ -676,6 +760,7 @@ class TransportConformance:
 
     @pytest.mark.parametrize("seconds", [0.0, 0.001, 0.15])
     def test_wait_ends_at_its_time(self, pair: LinkPair, seconds: float) -> None:
+        """Checks that `wait` returns False after `seconds` if nothing arrives."""
         for link in (pair.ours, pair.theirs):
             begin = monotonic()
             assert not link.wait(seconds)
@@ -683,6 +768,7 @@ class TransportConformance:
 
     @pytest.mark.parametrize("seconds", [None, TIMEOUT_S])
     def test_wait_ends_when_a_frame_comes(self, pair: LinkPair, seconds: float | None) -> None:
+        """Checks that a frame wakes `wait`, with and without a limit, at any moment before or during its sleep."""
         for sender, receiver in pair.directions():
 
             def receive_50(receiver: Link = receiver) -> None:
@@ -705,6 +791,7 @@ class TransportConformance:
             join()
 
     def test_wait_ends_when_the_other_end_closes(self, new_pair: Callable[..., LinkPair]) -> None:
+        """Checks that a waiting thread notices that the other end has closed, if its worker watches for hang-ups."""
         for end in (0, 1):
             pair = new_pair()
             worker, waiter = (pair.our_worker, pair.ours) if end == 0 else (pair.their_worker, pair.theirs)
@@ -718,6 +805,7 @@ class TransportConformance:
                 waiter_ended()
 
     def test_after_a_hang_up_waits_return_at_once(self, pair: LinkPair) -> None:
+        """Checks that `wait` returns at once after `note_hang_up`."""
         pair.theirs.close()
         pause_until(pair.ours.has_hung_up)
         pair.ours.note_hang_up()
@@ -727,6 +815,7 @@ class TransportConformance:
         assert monotonic() - begin < TIMEOUT_S / 4
 
     def test_hang_up_is_seen_beside_frames_that_came_before(self, pair: LinkPair) -> None:
+        """Checks that `has_hung_up` is true while frames are left, and these frames are received before the end."""
         for link in (pair.ours, pair.theirs):
             assert not link.has_hung_up()
         pair.theirs.send(b"last")
@@ -738,6 +827,8 @@ class TransportConformance:
 
     @pytest.mark.skipif(not hasattr(signal, "setitimer"), reason="this system has no timer")
     def test_exception_of_a_signal_handler_ends_the_wait(self, pair: LinkPair) -> None:
+        """Checks that an exception of a signal handler is raised by `wait`, and that the link can still be used."""
+
         class Interrupted(Exception):
             pass
 
@@ -760,6 +851,7 @@ class TransportConformance:
     # The poller
 
     def test_poller_calls_the_handler_when_frames_come(self, pair: LinkPair) -> None:
+        """Checks that the poller calls the handler of a link when frames arrive, and not otherwise."""
         for sender, receiver, worker in (
             (pair.ours, pair.theirs, pair.their_worker),
             (pair.theirs, pair.ours, pair.our_worker),
@@ -781,6 +873,7 @@ class TransportConformance:
             worker.poller.unwatch(receiver)
 
     def test_poller_calls_the_handler_when_the_other_end_closes(self, pair: LinkPair) -> None:
+        """Checks that the poller calls the handler of a link when the other end closes it."""
         ended: list[ConnectionError] = []
 
         def read() -> None:
@@ -796,6 +889,7 @@ class TransportConformance:
     # The end
 
     def test_frames_that_were_sent_before_the_end_arrive(self, pair: LinkPair) -> None:
+        """Checks that all frames that were sent before `close` arrive, and that the end comes after them."""
         sent = [b"%d" % number * (number % 50) for number in range(100)]
         for frame in sent:
             pair.ours.send(frame)
@@ -805,12 +899,14 @@ class TransportConformance:
         assert_ends(pair.theirs)
 
     def test_end_is_raised_again_and_again(self, pair: LinkPair) -> None:
+        """Checks that every `receive` after the end raises `ConnectionError`."""
         pair.ours.close()
         for _ in range(3):
             assert_ends(pair.theirs)
 
     @pytest.mark.parametrize("size", [10, 100_000])
     def test_sending_to_a_closed_end_raises_connection_error(self, pair: LinkPair, size: int) -> None:
+        """Checks that `send` raises `ConnectionError` soon after the other end has closed the link."""
         pair.theirs.close()
 
         def send_on() -> None:
@@ -824,12 +920,17 @@ class TransportConformance:
         assert_ends(pair.ours)
 
     def test_end_that_closes_without_receiving_breaks_the_link_with_connection_error_only(self, pair: LinkPair) -> None:
+        """Checks that an end that closes with unread frames ends the link with `ConnectionError` and nothing else."""
         pair.ours.send(b"unread")
         pair.theirs.close()
         for _ in range(2):
             assert_ends(pair.ours)
 
     def test_closed_link_raises_connection_error(self, pair: LinkPair) -> None:
+        """Checks that `send`, `send_kept` and `receive` of a closed link raise `ConnectionError`.
+
+        `close`, `counts`, `unsent_bytes`, `note_hang_up` and `sweep` must still work.
+        """
         for link in (pair.ours, pair.theirs):
             link.close()
             link.close()
@@ -849,6 +950,7 @@ class TransportConformance:
             link.sweep(monotonic())
 
     def test_close_ends_a_wait_of_another_thread(self, new_pair: Callable[..., LinkPair]) -> None:
+        """Checks that `close` ends a `wait` of another thread."""
         for delay in (0.0, 0.0, 0.02):
             for end in (0, 1):
                 pair = new_pair()
@@ -859,6 +961,7 @@ class TransportConformance:
                 join()
 
     def test_close_ends_a_large_send_of_another_thread(self, pair: LinkPair) -> None:
+        """Checks that `close` ends a waiting `send` of another thread with `ConnectionError`."""
         large = new_buffers([self.large_bytes])
         join = in_thread(pair.ours.send, b"", large)
         if self.large_frames_wait:
@@ -871,6 +974,7 @@ class TransportConformance:
             ignore_connection_error(join)
 
     def test_end_of_the_receiver_ends_a_large_send(self, pair: LinkPair) -> None:
+        """Checks that a waiting `send` of a large frame ends when both ends are closed."""
         large = new_buffers([self.large_bytes])
         join = in_thread(pair.ours.send, b"", large)
         with pair.our_worker.serving():
@@ -883,6 +987,8 @@ class TransportConformance:
     def test_threads_that_send_and_receive_while_another_closes_get_connection_error(
         self, new_pair: Callable[..., LinkPair]
     ) -> None:
+        """Checks that threads that send and receive get only `ConnectionError` when another thread closes the link."""
+
         def send_on(link: Link, is_going: threading.Event) -> None:
             while True:
                 link.send(b"x" * 100, None, monotonic())
@@ -910,6 +1016,7 @@ class TransportConformance:
                 join()
 
     def test_any_number_of_threads_may_close(self, new_pair: Callable[..., LinkPair]) -> None:
+        """Checks that several threads can call `close` at once."""
         for _ in range(3):
             pair = new_pair()
             for join in [in_thread(pair.ours.close) for _ in range(4)]:
@@ -920,6 +1027,7 @@ class TransportConformance:
 
     @pytest.mark.skipif(not hasattr(os, "fork"), reason="this system does not fork")
     def test_forked_child_leaves_the_links_to_its_parent(self, pair: LinkPair, listener: Listener) -> None:
+        """Checks that `abandon` in a forked child does not disturb the links, listener and buffers of the parent."""
         join = in_thread(pair.ours.send, b"", new_buffers([1 << 20], 1))
         _, (held,) = receive_with_buffers(pair.theirs)
         join()
@@ -956,6 +1064,8 @@ class TransportConformance:
 
     @pytest.mark.skipif(not os.path.isdir("/proc/self/fd"), reason="descriptors cannot be counted here")
     def test_closed_links_leave_no_descriptor_and_no_thread(self, transport: Transport) -> None:
+        """Checks that no descriptor and no thread is left after listeners, links and workers were closed."""
+
         def use() -> None:
             listener = transport.listen(None, HANDSHAKE_LIMIT)
             workers = FakeWorker(self.use_rings, self.shared_memory), FakeWorker(self.use_rings, self.shared_memory)
@@ -988,6 +1098,7 @@ class TransportConformance:
     def test_beginning_that_is_no_links_raises_protocol_error(
         self, listener: Listener, connect_raw: Callable[[str], Any], garbage: bytes
     ) -> None:
+        """Checks that `receive` raises `ProtocolError` if the other end begins with bytes that no link sends."""
         with raw_link(listener, connect_raw) as (raw, link):
             raw.sendall(garbage)
             with pytest.raises(ProtocolError):
@@ -996,6 +1107,7 @@ class TransportConformance:
     def test_internal_frames_before_the_handshake_is_over_raise_protocol_error(
         self, listener: Listener, connect_raw: Callable[[str], Any]
     ) -> None:
+        """Checks that `receive` raises `ProtocolError` for an internal frame during the handshake."""
         for word in (0x80000000, 0x80000010, 0xFFFFFFFF):
             with raw_link(listener, connect_raw) as (raw, link):
                 raw.sendall(PROLOGUE + word.to_bytes(4, "little") + bytes(16))
@@ -1005,6 +1117,7 @@ class TransportConformance:
     def test_frame_that_is_cut_off_is_never_received(
         self, listener: Listener, connect_raw: Callable[[str], Any]
     ) -> None:
+        """Checks that a frame is not received if the connection ends in the middle of it."""
         with raw_link(listener, connect_raw) as (raw, link):
             raw.sendall(PROLOGUE + (10).to_bytes(4, "little") + b"only")
             raw.close()
@@ -1014,6 +1127,7 @@ class TransportConformance:
     def test_bytes_may_come_in_any_pieces(
         self, listener: Listener, connect_raw: Callable[[str], Any], pause: int
     ) -> None:
+        """Checks that frames are received correctly if their bytes arrive in pieces of `pause` bytes."""
         data = PROLOGUE + b"".join(len(frame).to_bytes(4, "little") + frame for frame in (b"", b"one", b"x" * 50))
         with raw_link(listener, connect_raw) as (raw, link):
             received: list[bytes] = []
@@ -1030,7 +1144,10 @@ PROLOGUE: Final = pack_prologue()
 
 
 def open_links(transport: Transport, listener: Listener) -> tuple[Link, Link]:
-    """Returns the connecting end and the accepted end of a new link, which is in its handshake."""
+    """Returns the connecting end and the accepted end of a new connection, which is in its handshake.
+
+    Raises `AssertionError` if the two ends are not connected within `TIMEOUT_S` seconds.
+    """
     ours: list[Link] = []
     join = in_thread(lambda: ours.append(transport.connect(listener.address, TIMEOUT_S, HANDSHAKE_LIMIT)))
     theirs = accept(listener)
@@ -1040,7 +1157,10 @@ def open_links(transport: Transport, listener: Listener) -> tuple[Link, Link]:
 
 
 def accept(listener: Listener) -> Link:
-    """Returns the next link of a listener that is about to have one."""
+    """Waits for a connection and returns its accepted end.
+
+    Raises `AssertionError` if none comes in `TIMEOUT_S` seconds.
+    """
     assert is_readable(listener)
     link = listener.accept()
     assert link is not None
@@ -1048,7 +1168,10 @@ def accept(listener: Listener) -> Link:
 
 
 def receive_until(links: Sequence[Link], is_done: Callable[[], bool]) -> None:
-    """Receives nothing on accepted links until the other ends have connected: TLS needs both ends for that."""
+    """Reads on the given links until `is_done()` is true, because both ends of TLS must read to connect.
+
+    Raises `AssertionError` if a link receives a frame, or after `TIMEOUT_S` seconds. No links: only waits.
+    """
     deadline = monotonic() + TIMEOUT_S
     while not is_done() or any(is_readable(link, 0) for link in links):
         for link in links:
@@ -1058,7 +1181,7 @@ def receive_until(links: Sequence[Link], is_done: Callable[[], bool]) -> None:
 
 
 def exchange(ours: Link, theirs: Link) -> None:
-    """Sends a frame each way, as any handshake does."""
+    """Sends a frame each way, as a handshake does. Raises `AssertionError` if one does not arrive."""
     ours.send(b"hello")
     assert receive(theirs) == b"hello"
     theirs.send(b"welcome")
@@ -1066,14 +1189,17 @@ def exchange(ours: Link, theirs: Link) -> None:
 
 
 def establish(pair: LinkPair) -> None:
-    """Ends the handshake at both ends."""
+    """Exchanges a frame each way and then establishes both ends. Raises `AssertionError` if that fails."""
     exchange(pair.ours, pair.theirs)
     pair.theirs.establish(pair.their_worker.options)
     finish_establishing(pair)
 
 
 def finish_establishing(pair: LinkPair) -> None:
-    """Establishes the connecting end. The accepted end is established already."""
+    """Establishes the connecting end of a pair whose accepted end is established.
+
+    Raises `AssertionError` if the accepted end receives a frame, or after `TIMEOUT_S` seconds.
+    """
     join = in_thread(pair.ours.establish, pair.our_worker.options, monotonic() + TIMEOUT_S)
     deadline = monotonic() + TIMEOUT_S
     while not pair.ours.is_established or join.is_running():
@@ -1085,27 +1211,37 @@ def finish_establishing(pair: LinkPair) -> None:
 
 
 def watch_all(pair: LinkPair) -> None:
-    """Both workers watch for hang-ups, as the owner of a link does while another thread reads it."""
+    """Makes both workers watch their link for hang-ups, as an agent does while another thread reads the link."""
     pair.our_worker.poller.watch_hang_up(pair.ours, lambda: None)
     pair.their_worker.poller.watch_hang_up(pair.theirs, lambda: None)
 
 
 def close_if_hung_up(worker: FakeWorker, link: Link) -> None:
-    """What the leader of a worker does with a link that nobody reads."""
+    """Closes a link if the other end has closed it, as an agent does if no thread reads the link. Else does nothing."""
     if link.has_hung_up():
         worker.poller.unwatch(link)
         link.close()
 
 
 def note_hang_up(worker: FakeWorker, link: Link) -> None:
-    """What the leader of a worker does when the other end of a link is gone."""
+    """Wakes the thread that reads a link if the other end has closed it, as an agent does. Else does nothing."""
     if link.has_hung_up():
         worker.poller.unwatch(link)
         link.note_hang_up()
 
 
 def receive_frames(link: Link, count: int, meanwhile: Callable[[], object] = lambda: None) -> list[Frame]:
-    """Waits for so many frames. Calls `meanwhile` again and again."""
+    """Waits for exactly `count` frames and returns them; an empty list for 0.
+
+    Args:
+        link: The link to read.
+        count: How many frames.
+        meanwhile: Called again and again during the wait.
+
+    Raises:
+        AssertionError: Fewer frames came in `TIMEOUT_S` seconds, or more than `count`.
+        ConnectionError: The link has ended.
+    """
     frames: list[Frame] = []
     deadline = monotonic() + TIMEOUT_S
     while len(frames) < count:
@@ -1118,18 +1254,22 @@ def receive_frames(link: Link, count: int, meanwhile: Callable[[], object] = lam
 
 
 def receive_with_buffers(link: Link) -> tuple[bytes, Sequence[memoryview]]:
-    """Waits for one frame. Returns its bytes and its buffers."""
+    """Waits for exactly one frame, and returns its bytes and its buffers. Raises what `receive_frames` raises."""
     ((frame, buffers),) = receive_frames(link, 1)
     return bytes(frame), buffers
 
 
 def receive(link: Link) -> bytes:
-    """Waits for one frame. Returns its bytes."""
+    """Waits for exactly one frame, and returns its bytes. Raises what `receive_frames` raises."""
     return receive_with_buffers(link)[0]
 
 
 def assert_ends(link: Link) -> None:
-    """Waits until `receive` raises `ConnectionError`. No frame may come before."""
+    """Waits until `receive` raises `ConnectionError`, and returns.
+
+    Raises `AssertionError` if a frame arrives or the end does not come in `TIMEOUT_S` seconds, and `ProtocolError` if
+    the link raises it.
+    """
     deadline = monotonic() + TIMEOUT_S
     while monotonic() < deadline:
         try:
@@ -1143,7 +1283,10 @@ def assert_ends(link: Link) -> None:
 
 
 def fill(link: Link) -> int:
-    """Sends numbered frames until some are queued. Returns how many were sent."""
+    """Sends numbered frames until 256 KiB are queued. Returns how many frames were sent.
+
+    Raises `AssertionError` if the link accepts 100,000 frames.
+    """
     sent = 0
     while link.backlog < 1 << 18:
         link.send(sent.to_bytes(4, "little") + bytes(5000))
@@ -1153,13 +1296,16 @@ def fill(link: Link) -> int:
 
 
 def new_buffers(sizes: Sequence[int], seed: int = 0) -> list[memoryview]:
-    """Returns writable buffers of these sizes, with contents that depend on the seed."""
+    """Returns writable buffers of the given sizes, with contents that depend on `seed`; an empty list for no sizes."""
     rng = random.Random(seed)
     return [memoryview(bytearray(rng.randbytes(size))) for size in sizes]
 
 
 def is_readable(end: Link | Listener, seconds: float = TIMEOUT_S) -> bool:
-    """Returns whether the descriptor polls readable within that time."""
+    """Returns whether the descriptor of a link or listener polls readable within `seconds`.
+
+    Raises `OSError` if closed.
+    """
     poll = select.poll()
     poll.register(end.fileno(), select.POLLIN)
     return any(found & select.POLLIN for _, found in poll.poll(seconds * 1000))
@@ -1167,7 +1313,12 @@ def is_readable(end: Link | Listener, seconds: float = TIMEOUT_S) -> bool:
 
 @contextmanager
 def raw_link(listener: Listener, connect_raw: Callable[[str], Any]) -> Iterator[tuple[Any, Link]]:
-    """Connects without a link. Gives what carries the bytes, and the accepted end."""
+    """Context manager: connects without a link. Yields the raw connection and the accepted link, and closes both.
+
+    Args:
+        listener: Where to connect.
+        connect_raw: The fixture of that name.
+    """
     found: list[Any] = []
     join = in_thread(lambda: found.append(connect_raw(listener.address)))
     link = accept(listener)
@@ -1181,7 +1332,7 @@ def raw_link(listener: Listener, connect_raw: Callable[[str], Any]) -> Iterator[
 
 
 def pause_until(condition: Callable[[], object]) -> None:
-    """Returns when the condition holds."""
+    """Waits until `condition()` is true. Raises `AssertionError` after `TIMEOUT_S` seconds."""
     deadline = monotonic() + TIMEOUT_S
     while not condition():
         assert monotonic() < deadline, "it did not come to hold"
@@ -1189,7 +1340,7 @@ def pause_until(condition: Callable[[], object]) -> None:
 
 
 def oserror_of(call: Callable[..., object], *args: object) -> OSError:
-    """Returns the `OSError` that the call must raise."""
+    """Calls `call(*args)` and returns the `OSError` that it raises. Raises `AssertionError` if it raises none."""
     try:
         call(*args)
     except OSError as error:
@@ -1198,7 +1349,7 @@ def oserror_of(call: Callable[..., object], *args: object) -> OSError:
 
 
 def ignore_connection_error(call: Callable[..., object], *args: object) -> None:
-    """Makes a call that may raise `ConnectionError`, or not."""
+    """Calls `call(*args)`, and ignores a `ConnectionError`. Other exceptions are raised."""
     try:
         call(*args)
     except ConnectionError:
@@ -1206,7 +1357,7 @@ def ignore_connection_error(call: Callable[..., object], *args: object) -> None:
 
 
 class in_thread:  # noqa: N801 (reads as a verb: join = in_thread(work))
-    """Runs something in a thread. Call the object to wait for its end; that raises what the work raised."""
+    """Runs `work(*args)` in a new thread. Call the object to wait for the end."""
 
     def __init__(self, work: Callable[..., object], *args: object) -> None:
         self._failure: BaseException | None = None
@@ -1220,11 +1371,14 @@ class in_thread:  # noqa: N801 (reads as a verb: join = in_thread(work))
             self._failure = error
 
     def is_running(self) -> bool:
-        """Returns whether the work goes on."""
+        """Returns whether the thread is still running."""
         return self._thread.is_alive()
 
     def __call__(self) -> None:
-        """Waits for the end of the work."""
+        """Waits for the end of the thread. Raises what the work raised.
+
+        Raises `AssertionError` if the thread does not end in twice `TIMEOUT_S` seconds.
+        """
         self._thread.join(2 * TIMEOUT_S)
         assert not self._thread.is_alive(), "the work does not end"
         failure, self._failure = self._failure, None

@@ -30,7 +30,10 @@ NAME: Final = "FAULTY_TENSORPIPE"
 
 
 class FaultyAgent(Agent):
-    """An agent with faults. If its options are not `FaultyRpcBackendOptions`, nothing fails until a test says so."""
+    """An agent whose messages fail as a test says.
+
+    If the options are not `FaultyRpcBackendOptions`, nothing fails until the test changes `faults`.
+    """
 
     named: Mapping[bytes, Names] | None = None
     """For a subclass: which functions torch calls under names of their own. See `Rules`."""
@@ -43,7 +46,18 @@ class FaultyAgent(Agent):
         transports: Mapping[str, Transport],
         credentials: Credentials | None = None,
     ) -> None:
-        """Joins the group. `start` must follow. See `Agent` for the arguments and what it raises."""
+        """Joins the group. `start` must be called next.
+
+        Args:
+            name: The name of this worker.
+            rendezvous: The connection to the store of the group.
+            options: The options of the agent, with the faults if they are `FaultyRpcBackendOptions`.
+            transports: The transports by scheme. Each is wrapped in a `FaultyTransport`.
+            credentials: Secret and encryption; None for those of this user.
+
+        Raises:
+            RpcError: As `Agent` raises. Nothing is left running.
+        """
         faulty = options if isinstance(options, FaultyRpcBackendOptions) else FaultyRpcBackendOptions()
         self.faults = Faults(name, faulty, self.get_worker_info, self.named)
         """What goes wrong."""
@@ -55,7 +69,7 @@ class FaultyAgent(Agent):
             raise
 
     def submit_own_call(self, callee: bytes, job: Job) -> None:
-        """See `Agent`. It is late if remote calls are delayed."""
+        """Runs a remote call of this worker to itself: now, or later if remote calls of `callee` are delayed."""
         delay = self.faults.own_remote_call_delay(callee)
         if delay:
             submit = super().submit_own_call
@@ -64,34 +78,48 @@ class FaultyAgent(Agent):
             super().submit_own_call(callee, job)
 
     def shutdown(self, graceful: bool = False, timeout: float = 0.0) -> None:
-        """See `Agent`. Messages that are still delayed or frozen are dropped."""
+        """Leaves the group and releases all resources. Messages that are still delayed or frozen are dropped.
+
+        Args:
+            graceful: Whether to wait first until all workers are done.
+            timeout: How many seconds to wait; 0 means no limit.
+
+        Raises:
+            ShutdownError: The wait failed. All resources have been released all the same.
+        """
         try:
             super().shutdown(graceful, timeout)
         finally:
             self.faults.relay.close()
 
     def close_after_leaving(self) -> None:
-        """See `Agent`."""
+        """Releases all resources of a worker that has left its group, and drops messages that are still delayed."""
         try:
             super().close_after_leaving()
         finally:
             self.faults.relay.close()
 
     def abandon(self) -> None:
-        """See `Agent`."""
+        """Called in a forked child: closes the child's copies of descriptors.
+
+        Later calls raise `ForkedProcessError`.
+        """
         super().abandon()
         self.faults.relay.abandon()
 
 
 def faults(agent: RpcAgent | None = None) -> Faults:
-    """Returns what goes wrong at a faulty agent; by default at that of this process.
+    """Returns the faults of a faulty agent, with which a test changes what fails.
 
     Args:
-        agent: An agent of a `LocalGroup`.
+        agent: The agent, for example `group[0]` of a `LocalGroup`. None means the agent of this process.
 
     Raises:
-        UsageError: It is not a faulty agent.
+        UsageError: `agent` is not an agent, or not a faulty one.
         NotInitializedError: No agent was given, and this process has none.
+
+    Example:
+        >>> faults(group[0]).cut("worker1")
     """
     agent = agent if agent is not None else current_agent()
     if not isinstance(agent, RpcAgent):
@@ -107,12 +135,17 @@ def faults(agent: RpcAgent | None = None) -> Faults:
 
 
 def _construct_options(rpc_timeout: float, init_method: str, **chosen: Any) -> FaultyRpcBackendOptions:
+    """Returns options for the faulty agent.
+
+    Raises `UsageError` for a wrong value, `BackendError` for an unknown option.
+    """
     return FaultyRpcBackendOptions(rpc_timeout=rpc_timeout, init_method=init_method, **chosen)
 
 
 def _init_agent(
     store: None, name: str, rank: int, world_size: int | None, rpc_backend_options: FaultyRpcBackendOptions
 ) -> RpcAgent:
+    """Returns a new faulty agent that has joined its group. Raises what `join_group` raises."""
     return join_group(FaultyAgent, name, rank, world_size, rpc_backend_options)
 
 

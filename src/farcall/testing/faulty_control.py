@@ -20,7 +20,7 @@ from farcall.testing.faulty_rules import Rules
 
 
 class Conditions(NamedTuple):
-    """The state of the network between this worker and another one."""
+    """The state of the network between this worker and another one. The default is a network without faults."""
 
     is_cut: bool = False
     is_frozen: bool = False
@@ -32,7 +32,7 @@ _USUAL: Final = Conditions()
 
 
 class SentMessages:
-    """What is remembered about messages to one worker, whatever connection they were sent on."""
+    """What is remembered about the messages to one worker, whichever connection they were sent on."""
 
     def __init__(self) -> None:
         self.unacknowledged: set[int] = set()
@@ -40,21 +40,27 @@ class SentMessages:
         self._late: dict[int | str, list[Callable[[], None]]] = {}
 
     def add_late(self, key: int | str, release: Callable[[], None]) -> None:
-        """Remembers a late message, and the function that delivers it after another of that number or name."""
+        """Remembers a late message until another message with the same key is sent.
+
+        Args:
+            key: The number of a message about references, or the name of a call.
+            release: Delivers the late message.
+        """
         self._late.setdefault(key, []).append(release)
 
     def take_late(self, key: int | str) -> list[Callable[[], None]]:
-        """Returns what delivers the late messages of that number or name. To be called when another has been sent."""
+        """Returns the functions that deliver the late messages with a key, and forgets them; empty if none."""
         return self._late.pop(key, [])
 
 
 class Faults:
-    """What goes wrong at one worker. `farcall.testing.faults()` returns that of a faulty agent.
+    """What goes wrong at one worker. `farcall.testing.faults()` returns the object for a faulty agent.
 
-    Any thread may call any method at any time. A change holds when the method returns, for what is sent from then on.
+    Any thread may call any method at any time. When a method returns, its change applies to everything that is sent
+    afterwards.
 
     Example:
-        faults(group[0]).cut("worker1")
+        >>> faults(group[0]).cut("worker1")
     """
 
     def __init__(
@@ -82,22 +88,31 @@ class Faults:
     # Messages
 
     def fail(self, message: str, sends: int = 1, failure: Failure | str = Failure.ERROR) -> None:
-        """Lets messages fail.
+        """Makes messages of this worker fail from now on.
 
         Args:
-            message: The name of the message.
-            sends: How many sends of each such message fail, counted anew; 0 for none.
-            failure: How they fail.
+            message: The name of the message, one of `MESSAGES` of `faulty_options`.
+            sends: How many sends of each such message fail before it goes through; 0 for none. Earlier failures do not
+                count.
+            failure: How they fail: a `Failure` or its text.
 
         Raises:
-            UsageError: There is no such message, number of sends or way to fail.
+            UsageError: `message` or `failure` is unknown, or `sends` is not an int of at least 0. Nothing has changed.
         """
         sends, failure = check_sends(sends), check_failure(failure)
         with self.relay.lock:
             self.rules.fail(message, sends, failure)
 
     def delay(self, message: str, seconds: float) -> None:
-        """Lets messages of that name arrive so many seconds later; 0 for as usual. Raises `UsageError`."""
+        """Makes all messages of a name arrive later.
+
+        Args:
+            message: The name of the message, one of `MESSAGES` of `faulty_options`.
+            seconds: How much later; 0 ends the delay.
+
+        Raises:
+            UsageError: `message` is unknown, or `seconds` is negative, infinite or not a number. Nothing has changed.
+        """
         seconds = check_seconds(seconds)
         with self.relay.lock:
             self.rules.delay(message, seconds)
@@ -105,9 +120,13 @@ class Faults:
     # Workers
 
     def cut(self, worker: str) -> None:
-        """Breaks all connections with a worker, and lets none be made until `heal`.
+        """Breaks all connections between this worker and another one, and lets none be made until `heal`.
 
-        If that lasts longer than `heartbeat_patience`, and no third worker reaches both, one of the two is lost.
+        If the cut lasts longer than `heartbeat_patience`, and no third worker reaches both, one of the two is declared
+        lost.
+
+        Args:
+            worker: The name of the other worker.
 
         Raises:
             UnknownWorkerError: There is no such worker.
@@ -115,9 +134,13 @@ class Faults:
         self._set_conditions(worker, Conditions(is_cut=True))
 
     def freeze(self, worker: str) -> None:
-        """Lets nothing pass to and from a worker until `heal`. Connections stay open, and nothing gets lost.
+        """Holds all messages between this worker and another one until `heal`. Connections stay open; nothing is lost.
 
-        As for `cut`, one of the two is lost if that lasts too long.
+        If the freeze lasts longer than `heartbeat_patience`, and no third worker reaches both, one of the two is
+        declared lost.
+
+        Args:
+            worker: The name of the other worker.
 
         Raises:
             UnknownWorkerError: There is no such worker.
@@ -125,16 +148,23 @@ class Faults:
         self._set_conditions(worker, Conditions(is_frozen=True))
 
     def slow(self, worker: str, seconds: float) -> None:
-        """Lets every message to and from a worker take so many seconds longer.
+        """Makes every message between this worker and another one arrive later, until `heal`.
+
+        Args:
+            worker: The name of the other worker.
+            seconds: How much later.
 
         Raises:
             UnknownWorkerError: There is no such worker.
-            UsageError: The seconds cannot be a delay.
+            UsageError: `seconds` is negative, infinite or not a number.
         """
         self._set_conditions(worker, Conditions(slow_s=check_seconds(seconds)))
 
     def heal(self, worker: str | None = None) -> None:
-        """Ends `cut`, `freeze` and `slow` between this worker and that one; by default, all others.
+        """Ends `cut`, `freeze` and `slow` between this worker and another one. Does nothing if there are none.
+
+        Args:
+            worker: The name of the other worker; None for all others.
 
         Raises:
             UnknownWorkerError: There is no such worker.
@@ -144,6 +174,7 @@ class Faults:
                 self._set_conditions(each, _USUAL)
 
     def _set_conditions(self, worker: str, conditions: Conditions) -> None:
+        """Sets the state of the network to a worker, and applies it to the open links. Raises `UnknownWorkerError`."""
         if conditions is not _USUAL or worker not in self._conditions:
             self._check_worker(worker)
         with self.relay.lock:
@@ -155,16 +186,19 @@ class Faults:
                     link.apply_conditions()
 
     def own_remote_call_delay(self, callee: bytes) -> float:
-        """Returns by how many seconds a remote call of the worker to itself is late: no message is sent for it."""
+        """Returns by how many seconds a remote call of this worker to itself is delayed; 0 for none.
+
+        Such a call sends no message, so no link can delay it.
+        """
         with self.relay.lock:
             return self.rules.delay_of(self.rules.name_of_remote_call(callee))
 
     # For links, under the relay's lock
 
     def conditions(self, worker: str) -> Conditions:
-        """Returns the state of the network between this worker and that one."""
+        """Returns the state of the network between this worker and another one; without faults if none were set."""
         return self._conditions.get(worker, _USUAL)
 
     def sent_to(self, number: Worker) -> SentMessages:
-        """Returns what is remembered about messages to the worker of that number."""
+        """Returns what is remembered about messages to the worker with that number; a new record the first time."""
         return self._sent[number]

@@ -66,7 +66,7 @@ _NO_WAIT: Final = 0.0
 
 
 class _Flow:
-    """One direction of a link."""
+    """The frames of one direction of a link that are not passed on yet."""
 
     def __init__(self) -> None:
         self.waiting: deque[Callable[[], None]] = deque()  # each passes one frame on, in this order
@@ -74,18 +74,18 @@ class _Flow:
 
 
 class FaultyLink:
-    """The agent's end of a connection that fails as the faults say. See `Link`, whose methods it has."""
+    """A `Link` around another link, on which frames fail, are delayed or are held as the faults say."""
 
     def __init__(self, inner: Link, faults: Faults, is_connecting: bool) -> None:
-        """Takes over a link in its handshake.
+        """Wraps a link that is in its handshake.
 
         Args:
-            inner: The link to the other worker.
+            inner: The link to the other worker. This object owns it from now on.
             faults: What goes wrong.
-            is_connecting: Whether this end connected; else it has accepted.
+            is_connecting: Whether this end connected; False if it was accepted.
 
         Raises:
-            OSError: There are no descriptors left, or the agent has ended. The inner link is closed then.
+            OSError: There are no descriptors left, or the agent has ended. The inner link is closed.
         """
         self.address = inner.address
         self.is_established = False
@@ -128,31 +128,44 @@ class FaultyLink:
 
     @property
     def backlog(self) -> int:
-        """See `Link`. Frames that the faults hold are not counted, so that a frozen worker stops no caller."""
+        """The number of bytes that wait to be sent.
+
+        Frames that the faults hold do not count, so that callers do not stop.
+        """
         return self._inner.backlog
 
     @property
     def network(self) -> str:
-        """See `Link`."""
+        """The `network` of the inner link; empty if it is encrypted or not on loopback."""
         return self._inner.network
 
     @property
     def binding(self) -> bytes:
-        """See `Link`."""
+        """The `binding` of the inner link; empty if it is not encrypted."""
         return self._inner.binding
 
     def fileno(self) -> int:
-        """See `Link`."""
+        """Returns a descriptor that is readable when frames have arrived. Raises `ConnectionAbortedError` if closed."""
         return self._open_end().fileno()
 
     def _open_end(self) -> OwnSocket:
+        """Returns the socket of the agent. Raises `ConnectionAbortedError` if the link is closed."""
         end = self._agent_end
         if end is None:
             raise ConnectionAbortedError(f"the link to {self.address} is closed")
         return end
 
     def establish(self, options: LinkOptions, deadline: float | None = None) -> None:
-        """See `Link`."""
+        """Ends the handshake of the inner link. See `Link.establish`.
+
+        Args:
+            options: What the links of this worker share. The poller is replaced by that of the relay.
+            deadline: At the connecting end, when to stop waiting for the other end; None at the accepted end.
+
+        Raises:
+            TimeoutError: The other end did not answer before the deadline.
+            ConnectionError: The link is closed or broken.
+        """
         options = options._replace(poller=self._relay.poller, spin_s=0.0)
         with self._relay.lock:
             self.is_established = self._must_not_read = True
@@ -164,13 +177,23 @@ class FaultyLink:
         self._establish_inner(options, deadline)
 
     def _establish_inner(self, options: LinkOptions, deadline: float | None) -> None:
+        """Establishes the inner link, and reads it from then on. Raises what `establish` raises."""
         self._inner.establish(options, deadline)  # the connecting end waits, and reads the inner link itself
         with self._relay.lock:
             self._must_not_read = False
             self._watch()
 
     def send(self, frame: bytes, buffers: list[memoryview] | None = None, deadline: float = FOREVER) -> None:
-        """See `Link`. It never waits, so the deadline does not matter."""
+        """Sends one frame, unless the faults say otherwise. Never waits.
+
+        Args:
+            frame: The bytes of the frame.
+            buffers: Its buffers, which are copied; None for none. The list is emptied.
+            deadline: Ignored.
+
+        Raises:
+            ConnectionError: The link is closed or broken.
+        """
         with self._relay.lock:
             self._check_open()
             if self.is_established:
@@ -182,13 +205,21 @@ class FaultyLink:
             self._advance()
 
     def send_kept(self, frame: bytes, buffers: list[memoryview], deadline: float = FOREVER) -> list[memoryview]:
-        """See `Link`."""
+        """Sends one frame as `send` does, and returns copies of its buffers.
+
+        Raises `ConnectionError` if the link is closed.
+        """
         kept = _copies(buffers)
         self.send(frame, list(kept), deadline)
         return kept
 
     def receive(self) -> list[Frame]:
-        """See `Link`."""
+        """Returns the frames that have arrived; an empty list if there are none. Does not wait.
+
+        Raises:
+            ConnectionError: The link has ended, or the faults have broken it, and all frames were received.
+            ProtocolError: The other end has sent invalid bytes.
+        """
         with self._relay.lock:
             end = self._open_end()
             received = list(self._inbox)
@@ -202,7 +233,11 @@ class FaultyLink:
             return received
 
     def wait(self, seconds: float | None) -> bool:
-        """See `Link`."""
+        """Waits until frames have arrived or the link has ended. Returns True then, or False after `seconds`.
+
+        May return False early if a signal handler has received the frames. None means no limit. Raises
+        `ConnectionAbortedError` if this end is closed.
+        """
         end = self._open_end()  # its descriptor stays open though another thread closes the link
         poll = select.poll()
         poll.register(end, select.POLLIN)
@@ -216,19 +251,20 @@ class FaultyLink:
                 return False
 
     def _check_open(self) -> None:
+        """Raises `ConnectionAbortedError` if the link is closed or has ended."""
         self._open_end()
         if self.has_hung_up():
             raise ConnectionAbortedError(str(self._error))
 
     def has_hung_up(self) -> bool:
-        """See `Link`."""
+        """Returns whether the other end, the faults or the agent itself has ended the link."""
         return self._is_detached or self._is_disconnected
 
     def note_hang_up(self) -> None:
-        """See `Link`. A thread that waits notices by itself."""
+        """Does nothing: a waiting thread notices the end of the link by itself."""
 
     def close(self) -> None:
-        """See `Link`. Frames that are held for the other worker still arrive."""
+        """Closes this end. Frames that are held for the other worker are still sent. May be called again."""
         with self._relay.lock:
             end, self._agent_end = self._agent_end, None
             if end is not None:
@@ -238,7 +274,7 @@ class FaultyLink:
                 self._advance()
 
     def abandon(self) -> None:
-        """See `Link`."""
+        """Called in a forked child: closes the child's copies of descriptors without disturbing the parent."""
         end, self._agent_end = self._agent_end, None
         if end is not None:
             end.abandon()
@@ -248,11 +284,17 @@ class FaultyLink:
     # Passing frames on
 
     def _send_on(self, frame: bytes, buffers: Sequence[memoryview] = (), delay: float = 0.0) -> None:
-        """Sends a frame to the other worker. Raises `ConnectionError` if the inner link does not take it."""
+        """Queues a frame for the other worker, to be sent now or after `delay` seconds.
+
+        Raises `ConnectionError` if the inner link is closed or broken.
+        """
         self._deliver(self._outbound, partial(self._inner.send, frame, _copies(buffers), _NO_WAIT), delay)
 
     def _put(self, frame: bytes, buffers: Sequence[memoryview] = ()) -> None:
-        """Gives a frame to the agent."""
+        """Gives a frame to the agent: puts it into the inbox, now or when the faults allow.
+
+        Drops it if the link has ended.
+        """
 
         def put() -> None:
             if not self.has_hung_up():
@@ -263,7 +305,13 @@ class FaultyLink:
         self._deliver(self._inbound, put)
 
     def _deliver(self, flow: _Flow, pass_on: Callable[[], None], delay: float = 0.0) -> None:
-        """Passes a frame on, at once or later."""
+        """Passes a frame on in one direction: now, after a delay, or when the network is not frozen any more.
+
+        Args:
+            flow: The direction.
+            pass_on: Passes the frame on.
+            delay: Seconds, in addition to those of `Faults.slow`.
+        """
         delay += self._conditions().slow_s
         if delay and not self._relay.is_closing:
             flow.held += 1
@@ -273,18 +321,25 @@ class FaultyLink:
             self._pass_on(flow)
 
     def _release(self, flow: _Flow, pass_on: Callable[[], None]) -> None:
-        """Delivers a frame that was held, unless it was dropped meanwhile."""
+        """Passes on a frame whose delay is over. Does nothing if the frame was dropped meanwhile."""
         if flow.held:
             flow.held -= 1
             flow.waiting.append(pass_on)
             self._advance()
 
     def _pass_on(self, flow: _Flow) -> None:
+        """Passes on the waiting frames of one direction, unless the network is frozen.
+
+        Raises what the inner link raises.
+        """
         while flow.waiting and not self._conditions().is_frozen:
             flow.waiting.popleft()()
 
     def _advance(self) -> None:
-        """Passes on what can be passed on, and disconnects when nothing is left."""
+        """Passes on all frames that can be passed on now.
+
+        Disconnects if the agent has closed the link and nothing is left.
+        """
         if self._is_disconnected:
             return
         try:
@@ -300,7 +355,7 @@ class FaultyLink:
         self._watch()
 
     def _watch(self) -> None:
-        """Has the relay read the inner link, or not."""
+        """Makes the relay read the inner link, or stop reading it, as the state of the link requires."""
         must_wait = self._must_not_read or self._conditions().is_frozen or len(self._inbox) >= _MAX_UNREAD
         is_watched = not must_wait and not self._is_disconnected
         if is_watched != self._is_watched:
@@ -311,7 +366,10 @@ class FaultyLink:
                 self._relay.poller.unwatch(self._inner)
 
     def _read_inner(self) -> None:
-        """The relay: takes the frames that have come."""
+        """Called by the relay: receives the frames of the inner link and judges them.
+
+        An error ends the link for the agent.
+        """
         if not self._is_watched:
             return  # an old event
         try:
@@ -330,12 +388,18 @@ class FaultyLink:
     # The other end
 
     def _conditions(self) -> Conditions:
+        """Returns the state of the network to the other worker; without faults while that worker is not known."""
         return self._faults.conditions(self.peer)
 
     def _sent_messages(self) -> SentMessages:
+        """Returns what is remembered about messages to the other worker."""
         return self._faults.sent_to(self._number)
 
     def _send_handshake(self, frame: bytes) -> None:
+        """Sends a frame of the handshake, and learns from it which worker is at the other end.
+
+        Raises `ConnectionAbortedError` if the faults have cut that worker off.
+        """
         if self._is_connecting and not self.peer:
             hello = unpack(frame, self.address)
             if isinstance(hello, Hello):
@@ -344,6 +408,7 @@ class FaultyLink:
         self._send_on(frame)
 
     def _receive_handshake(self, frame: bytes) -> None:
+        """Gives a received frame of the handshake to the agent, and learns from it which worker is at the other end."""
         try:
             message = unpack(bytes(frame), self.address)
         except ProtocolError:
@@ -354,11 +419,12 @@ class FaultyLink:
         self._put(frame)
 
     def _identify(self, name: str, number: Worker) -> None:
+        """Sets the name and the number of the worker at the other end, and applies the faults for it."""
         self.peer, self._number = name, number
         self.apply_conditions()
 
     def apply_conditions(self) -> None:
-        """The conditions between the two workers have changed."""
+        """Applies the faults between the two workers: breaks the link if it is cut, else passes frames on."""
         if self._conditions().is_cut:
             self._break(f"the faulty agent has cut worker {self.peer!r} off; it can be reached again after heal()")
             self.disconnect()
@@ -368,6 +434,10 @@ class FaultyLink:
     # What the agent sends
 
     def _send(self, frame: bytes, buffers: Sequence[memoryview]) -> None:
+        """Judges a frame of the agent, and sends it, holds it or drops it.
+
+        Raises `ConnectionError` if it cannot be sent.
+        """
         kind, flags, callee_size, _, call_id = frames.unpack_header(frame)
         at = HEADER_SIZE + callee_size
         callee = frame[HEADER_SIZE:at]
@@ -384,6 +454,15 @@ class FaultyLink:
             self._send_on(frame, buffers)
 
     def _send_call(self, frame: bytes, buffers: Sequence[memoryview], flags: int, callee: bytes, call_id: int) -> None:
+        """Judges a call, and sends it, holds it, drops it, or answers it with an error.
+
+        Args:
+            frame: The whole frame.
+            buffers: Its buffers; may be empty.
+            flags: The flags of its header.
+            callee: The function or reference that it names.
+            call_id: The id of the call.
+        """
         references, _, payload = _sections(frame, HEADER_SIZE + len(callee), flags)
         name = self._faults.rules.name_of_call(callee)
         verdict = self._faults.rules.judge(name, hash((self._number, callee, payload, *map(bytes, buffers))))
@@ -405,7 +484,7 @@ class FaultyLink:
             release()
 
     def _refuse(self, call_id: int, callee: bytes, reason: str) -> None:
-        """Answers a call in the place of the other worker."""
+        """Answers a call with a `WorkerLost` error, as if the other worker could not be reached."""
         # A callee that names a reference begins with a small number.
         function = f"`{callee.decode().replace(chr(0), '.')}`" if callee[:1] > frames.TYPE else "a function or a value"
         error = WorkerLost(f"worker {self.peer!r} was not asked for {function}: {reason}", self.peer)
@@ -413,7 +492,7 @@ class FaultyLink:
         self._put(frames.pack_reply(frames.FAILURE, call_id, failure))
 
     def _send_control(self, frame: bytes) -> None:
-        """Sends messages about references. Each that has a name is judged, and sent in a frame of its own."""
+        """Sends messages about references. Each message that has a name is judged and sent in a frame of its own."""
         acknowledged, messages = unpack_control(frame[HEADER_SIZE:])
         unnamed = [each for each in messages if not name_of_reference_message(each[1])]
         if unnamed or acknowledged:
@@ -424,7 +503,14 @@ class FaultyLink:
                 self._send_reliably(name, number, _pack_control(0, [(number, message)]))
 
     def _send_reliably(self, name: str, number: int, frame: bytes, buffers: Sequence[memoryview] = ()) -> None:
-        """Sends what the agent sends again if its connection is lost before the number was acknowledged."""
+        """Judges a message that is sent again if the connection breaks, and sends it, holds it or breaks the link.
+
+        Args:
+            name: The name of the message.
+            number: Its number, by which the other worker acknowledges it.
+            frame: The frame.
+            buffers: Its buffers.
+        """
         sent = self._sent_messages()
         sent.unacknowledged.discard(number)
         late = sent.take_late(number)
@@ -446,7 +532,7 @@ class FaultyLink:
             release()
 
     def _hold(self, key: int | str, frame: bytes, buffers: Sequence[memoryview]) -> None:
-        """Holds a late frame until a message of that number or name is sent to the same worker."""
+        """Holds a late frame until a message with the same key is sent to the worker, at most `MAX_LATE_S` seconds."""
         self._outbound.held += 1
         send = partial(self._inner.send, frame, _copies(buffers), _NO_WAIT)
         late = [partial(self._release, self._outbound, send)]
@@ -461,6 +547,10 @@ class FaultyLink:
     # What comes from the other worker
 
     def _receive(self, frame: bytes, buffers: Sequence[memoryview]) -> None:
+        """Judges a received frame, and gives the agent what is left of it.
+
+        Frames that cannot be read are given as they are.
+        """
         received: Frame | None = frame, buffers
         try:
             received = self._judge_received(frame, buffers)
@@ -470,7 +560,10 @@ class FaultyLink:
             self._put(*received)
 
     def _judge_received(self, frame: bytes, buffers: Sequence[memoryview]) -> Frame | None:
-        """Returns what the agent gets in the place of a frame; None for nothing. Raises if it cannot be read."""
+        """Returns what the agent gets instead of a received frame; None for nothing.
+
+        Raises `ProtocolError` or `struct.error` if the frame cannot be read.
+        """
         kind, flags, _, _, call_id = frames.unpack_header(frame)
         if kind in (frames.RESULT, frames.FAILURE):
             self._last_call = monotonic()
@@ -495,7 +588,7 @@ class FaultyLink:
     # The end
 
     def _break_when_quiet(self, reason: str, deadline: float) -> None:
-        """Breaks the connection when no call is under way, or at the deadline; not while it is frozen."""
+        """Breaks the link when no call is running on it, or at the deadline; but not while the network is frozen."""
 
         def try_to_break() -> None:
             now = monotonic()
@@ -510,18 +603,22 @@ class FaultyLink:
             self._relay.call_later(QUIET_S, try_to_break)
 
     def _break(self, reason: str) -> None:
-        """Ends the link for the agent. Frames that are held for the other worker still arrive. Call `_advance` next."""
+        """Ends the link for the agent; its errors quote `reason`. Does nothing if it has ended. Call `_advance` next.
+
+        Frames that are held for the other worker are still sent.
+        """
         if not self.has_hung_up():
             self._error = ConnectionAbortedError(reason)
             self._detach()
 
     def _detach(self) -> None:
+        """Marks the link as ended for the agent, and drops the frames that were to be received."""
         self._is_detached = True
         self._inbound = _Flow()
         self._relay_end.close()  # hangs up
 
     def finish(self) -> None:
-        """The agent has ended: sends what it can, and disconnects when that is done. May be called again."""
+        """Called when the agent ends: sends what is queued, and disconnects when that is done. May be called again."""
         self._inbound.held = self._outbound.held = 0
         if self._conditions().is_frozen:
             self.disconnect()
@@ -529,7 +626,7 @@ class FaultyLink:
             self._advance()
 
     def disconnect(self) -> None:
-        """Ends the link at once, in both directions. May be called twice."""
+        """Closes the link in both directions at once. Frames that were not sent are lost. May be called again."""
         if not self._is_disconnected:
             self._is_disconnected = True
             self._watch()
@@ -539,26 +636,38 @@ class FaultyLink:
 
 
 def _sections(frame: bytes, at: int, flags: int) -> tuple[bytes, bytes, bytes]:
-    """Returns the references and annotations at that place of a frame, as they stand there, and its payload."""
+    """Returns the references, the annotations and the payload of a frame, as bytes; each may be empty.
+
+    Args:
+        frame: The frame.
+        at: The offset at which the references begin.
+        flags: The flags of its header, which say which sections it has.
+
+    Raises:
+        ProtocolError: The frame is too short for its sections.
+    """
     references_end = unpack_references(frame, at)[2] if flags & frames.HAS_REFERENCES else at
     end = unpack_annotations(frame, references_end)[1] if flags & frames.HAS_ANNOTATIONS else references_end
     return bytes(frame[at:references_end]), bytes(frame[references_end:end]), frame[end:]
 
 
 def _pack_control(acknowledged: int, messages: Sequence[tuple[int, Message]]) -> bytes:
+    """Returns the frame with an acknowledgement and messages about references."""
     return frames.pack_message(frames.CONTROL, pack_control(acknowledged, messages))
 
 
 def _explain(name: str, verdict: Verdict) -> str:
+    """Returns why a message failed, for error messages: its name, how it failed, and which attempt this was."""
     return f"the faulty agent let this {name} fail ({verdict.failure}; {verdict.attempt} of {verdict.attempts} sends)"
 
 
 def _copies(buffers: Sequence[memoryview]) -> list[memoryview]:
+    """Returns copies of the buffers; an empty list for none."""
     return [memoryview(bytes(buffer)) for buffer in buffers]
 
 
 class FaultyListener:
-    """A `Listener` that puts a `FaultyLink` around each link of the inner one."""
+    """A `Listener` that wraps each link of an inner listener in a `FaultyLink`."""
 
     def __init__(self, inner: Listener, faults: Faults) -> None:
         self.address = inner.address
@@ -567,13 +676,16 @@ class FaultyListener:
         self._faults = faults
 
     def accept(self) -> FaultyLink | None:
-        """See `Listener`."""
+        """Returns the next connection that waits, in its handshake; None if there is none. Does not wait.
+
+        Raises `OSError` if the listener is closed or there are no descriptors left.
+        """
         link = self._accept()
         return None if link is None else FaultyLink(link, self._faults, is_connecting=False)
 
 
 class FaultyTransport:
-    """A `Transport` of the same scheme as the inner one, whose links are faulty."""
+    """A `Transport` of the same scheme as the inner transport, whose links are `FaultyLink`s."""
 
     def __init__(self, inner: Transport, faults: Faults) -> None:
         self.scheme = inner.scheme
@@ -584,12 +696,30 @@ class FaultyTransport:
         """See `TcpTransport`. None if the inner transport has no such method."""
 
     def listen(self, host: str | None, handshake_limit: int) -> FaultyListener:
-        """See `Transport`."""
+        """Returns a listener at a new address.
+
+        Args:
+            host: The address to listen on, as the inner transport takes it; None for its default.
+            handshake_limit: The largest frame in bytes during a handshake.
+
+        Raises:
+            OSError: The inner transport cannot listen there.
+        """
         return FaultyListener(self._inner.listen(host, handshake_limit), self._faults)
 
     def connect(self, address: str, timeout: float, handshake_limit: int) -> FaultyLink:
-        """See `Transport`."""
+        """Returns a link to `address` that is in its handshake.
+
+        Args:
+            address: The address of the listener.
+            timeout: How many seconds connecting may take.
+            handshake_limit: The largest frame in bytes during the handshake.
+
+        Raises:
+            OSError: Nobody listens there, the timeout expired (`TimeoutError`), or the agent has ended.
+        """
         return self._connect(self._inner.connect, address, timeout, handshake_limit)
 
     def _connect(self, connect: Callable[..., Link], address: str, timeout: float, handshake_limit: int) -> FaultyLink:
+        """Connects with a method of the inner transport, and wraps the link. Raises `OSError` if that fails."""
         return FaultyLink(connect(address, timeout, handshake_limit), self._faults, is_connecting=True)

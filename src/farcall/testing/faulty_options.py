@@ -40,14 +40,14 @@ MESSAGES: Final = tuple(_MEANING)
 
 
 class Names(NamedTuple):
-    """Under which names torch would send calls of one function. Empty: under none that is known here."""
+    """The names under which torch sends calls and remote calls of one function; empty if no known name means them."""
 
     call: str = ""
     remote_call: str = ""
 
 
 class Failure(StrEnum):
-    """How a message fails."""
+    """How a message fails. The text of each member can be used instead of the member."""
 
     ERROR = "error"
     """torch's way: the sender is told at once. A call raises `WorkerLost`; what must arrive is sent again."""
@@ -61,10 +61,11 @@ class Failure(StrEnum):
 
 @dataclass(kw_only=True)
 class FaultyRpcBackendOptions(RpcBackendOptions):
-    """The options of the faulty agent: those of the default backend, and what goes wrong.
+    """The options of the faulty agent: all options of the default backend, and which messages fail or are delayed.
 
     Raises:
-        UsageError: A value is not valid. It is raised when an option is set later, too.
+        UsageError: An option is set, here or later, to a value that it cannot have. The option keeps its value.
+        BackendError: A keyword argument names no option.
     """
 
     messages_to_fail: list[str] = field(default_factory=list)
@@ -81,6 +82,7 @@ class FaultyRpcBackendOptions(RpcBackendOptions):
     """For the name of a message in `messages_to_fail`: how it fails, if not by `Failure.ERROR`."""
 
     def __setattr__(self, name: str, value: Any) -> None:
+        """Checks and sets one option. Raises `UsageError` for a wrong value."""
         check = _CHECKS.get(name)
         super().__setattr__(name, check(value) if check is not None else value)
 
@@ -90,10 +92,10 @@ FaultyTensorPipeRpcBackendOptions = FaultyRpcBackendOptions
 
 
 def meaning(message: str) -> str:
-    """Returns the name of the message of farcall that is meant; empty if farcall has no such message.
+    """Returns farcall's name for a message that torch's name means; empty if farcall sends no such message.
 
     Raises:
-        UsageError: The name is not one of `MESSAGES`.
+        UsageError: `message` is not one of `MESSAGES`.
     """
     found = _MEANING.get(message) if isinstance(message, str) else None
     if found is None:
@@ -102,14 +104,14 @@ def meaning(message: str) -> str:
 
 
 def check_seconds(seconds: float) -> float:
-    """Returns a delay as a float. Raises `UsageError` if it cannot be a delay."""
+    """Returns a delay as a float. Raises `UsageError` if it is negative, infinite or not a number."""
     if not isinstance(seconds, Real) or not 0 <= seconds < float("inf"):
         raise UsageError(f"a delay must be 0 or more seconds, not {seconds!r}")
     return float(seconds)
 
 
 def check_sends(sends: int) -> int:
-    """Returns a number of sends. Raises `UsageError` if it cannot be one."""
+    """Returns a number of sends. Raises `UsageError` if it is negative or not an int."""
     if not isinstance(sends, int) or sends < 0:
         raise UsageError(f"the number of sends that fail must be 0 or more, not {sends!r}")
     return sends
@@ -125,6 +127,10 @@ def check_failure(failure: str) -> Failure:
 
 
 def _check_list(value: Any) -> list[str]:
+    """Returns the names of messages as a list.
+
+    Raises `UsageError` for an unknown name, a single str, or no iterable.
+    """
     if isinstance(value, str) or not isinstance(value, Iterable):
         raise UsageError(f"messages_to_fail must be a list of names such as ['RREF_FORK_REQUEST'], not {value!r}")
     names = list(value)
@@ -134,6 +140,10 @@ def _check_list(value: Any) -> list[str]:
 
 
 def _check_dict(option: str, check: Callable[[Any], Any], value: Any) -> dict[str, Any]:
+    """Returns a dict by the names of messages with its values checked by `check`; empty for an empty mapping.
+
+    Raises `UsageError`, which names `option`, for anything but a mapping, and for an unknown name or a wrong value.
+    """
     if not isinstance(value, Mapping):
         raise UsageError(f"{option} must be a dict by the names of messages, not {value!r}")
     for name in value:

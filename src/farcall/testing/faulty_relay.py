@@ -30,7 +30,7 @@ _CLOSE_INTERVAL_S: Final = 0.01
 
 
 class Relay:
-    """Runs the links of one faulty agent."""
+    """The thread that reads the links of one faulty agent and delivers delayed messages."""
 
     def __init__(self) -> None:
         self.lock = threading.RLock()  # a finalizer may send in the middle of a send of its own thread
@@ -44,11 +44,14 @@ class Relay:
 
     @property
     def is_closing(self) -> bool:
-        """Whether it takes no more links."""
+        """Whether `close` or `abandon` was called, so that no more links and timers are accepted."""
         return self._deadline is not None
 
     def add(self, link: FaultyLink) -> bool:
-        """Runs a link from now on. Returns False if the relay is closing: then nothing was done. Under the lock."""
+        """Adds a link, and starts the thread if necessary. The caller must hold the lock.
+
+        Returns True; or False, and does nothing, if the relay is closing.
+        """
         if self.is_closing:
             return False
         self._start()
@@ -56,7 +59,10 @@ class Relay:
         return True
 
     def call_later(self, seconds: float, function: Callable[[], None]) -> None:
-        """Calls a function after so many seconds, under the lock; not at all if the relay closes before."""
+        """Calls a function after `seconds`, on the thread of the relay and under the lock.
+
+        Does nothing if the relay is closing, and never calls the function if the relay closes before.
+        """
         with self.lock:
             if not self.is_closing:
                 self._start()
@@ -64,12 +70,14 @@ class Relay:
                 self.poller.wake()
 
     def _start(self) -> None:
+        """Starts the thread unless it runs."""
         if self._thread is None:
             thread = threading.Thread(target=self._run, name="farcall-faults", daemon=True)
             thread.start()
             self._thread = thread
 
     def _run(self) -> None:
+        """The thread: handles events and timers until the relay has closed. Exceptions of handlers are logged."""
         while not self._has_ended():
             for handler in [*self.poller.wait(self._seconds_to_wait()), self._call_timers]:
                 try:
@@ -80,6 +88,7 @@ class Relay:
         self._disconnect_all()
 
     def _has_ended(self) -> bool:
+        """Returns whether the thread has to end: all links are finished, or the time for that is over."""
         with self.lock:
             if self._deadline is None:
                 return False
@@ -88,19 +97,21 @@ class Relay:
             return not self.links or monotonic() >= self._deadline
 
     def _seconds_to_wait(self) -> float | None:
+        """Returns how long the thread may wait for events; None if there are no timers."""
         with self.lock:
             if self._deadline is not None:
                 return _CLOSE_INTERVAL_S
             return max(0.0, self._timers[0][0] - monotonic()) if self._timers else None
 
     def _call_timers(self) -> None:
+        """Calls the functions of all timers that are due. The caller must hold the lock."""
         while self._timers and self._timers[0][0] <= monotonic():
             heapq.heappop(self._timers)[2]()
 
     def close(self) -> None:
-        """Ends the thread. Links that the agent has closed send what they have; the rest is dropped.
+        """Ends the thread. Links that the agent has closed send what is queued; everything else is dropped.
 
-        Waits for at most twice `CLOSE_TIMEOUT_S`. May be called twice.
+        Waits at most twice `CLOSE_TIMEOUT_S`. Does nothing the second time.
         """
         with self.lock:
             if self.is_closing:
@@ -115,13 +126,14 @@ class Relay:
             thread.join(2 * CLOSE_TIMEOUT_S)
 
     def _disconnect_all(self) -> None:
+        """Closes all links and the poller."""
         with self.lock:
             for link in list(self.links):
                 link.disconnect()
             self.poller.close()
 
     def abandon(self) -> None:
-        """In a forked child, which has no such thread: gives the descriptors back."""
+        """Called in a forked child, where the thread does not exist: closes the child's copies of descriptors."""
         self.lock = threading.RLock()  # the thread of the parent may have held the old one
         self._deadline = 0.0
         for link in list(self.links):

@@ -57,11 +57,14 @@ _numbers: Final = itertools.count(1)
 
 
 class LocalGroup:
-    """A group of agents in this process.
+    """A group of workers in this process, each with an agent of its own.
+
+    Leaving the `with` block shuts all of them down.
 
     Example:
-        with LocalGroup(2) as group:
-            group[0].call("worker1", max, (1, 2), None, timeout=5).wait()
+        >>> with LocalGroup(2) as group:
+        ...     group[0].call("worker1", max, (1, 2), None, timeout=5).wait()
+        2
     """
 
     def __init__(
@@ -73,14 +76,14 @@ class LocalGroup:
         is_open: bool = False,
         transport: str = "memory",
     ) -> None:
-        """Starts the agents.
+        """Starts the agents, and returns when the group is complete.
 
         Args:
-            size: How many workers there are.
-            options: For all of them. What they say about rendezvous and transports is not used. With
-                `FaultyRpcBackendOptions`, all are faulty agents.
-            names: One for each worker, in the order of their ranks; `worker0`, `worker1` ... by default.
-            is_open: Whether it is an open group. Its workers have no ranks, and are in the order in which they came.
+            size: How many workers there are, at least 1.
+            options: The options of all workers; None for the defaults. The rendezvous and the transports in them are
+                ignored. With `FaultyRpcBackendOptions`, all workers have faulty agents.
+            names: One name for each worker, in the order of their ranks; None for `worker0`, `worker1` and so on.
+            is_open: Whether it is an open group. Its workers have no ranks, and are in the order in which they joined.
             transport: What connects the workers, one of `TRANSPORTS`.
 
         Raises:
@@ -115,6 +118,10 @@ class LocalGroup:
         _groups[self._number] = self
 
     def _start(self) -> list[Agent]:
+        """Starts all agents and returns them by rank.
+
+        Raises the first error after it has shut down the agents that started.
+        """
         started: dict[int, Agent] = {}
         failures: list[BaseException] = []
 
@@ -136,6 +143,7 @@ class LocalGroup:
         return [started[rank] for rank in range(len(self.names))]
 
     def _new_agent(self, rank: int, name: str) -> Agent:
+        """Returns a new agent that has joined the group and was started. Raises what `Agent` raises."""
         store = self._store.another_end()
         rendezvous = Rendezvous(
             store, -1 if self._is_open else rank, None if self._is_open else len(self.names), "", self._run
@@ -151,16 +159,20 @@ class LocalGroup:
         return agent
 
     def _new_transport(self) -> Transport:
+        """Returns a new transport of the kind of this group."""
         if self._transport == "memory":
             return MemoryTransport(self.network)
         return new_transport(self._transport, None)
 
     def join(self, name: str) -> Agent:
-        """Starts another worker in an open group.
+        """Starts another worker in an open group, and returns its agent.
+
+        Args:
+            name: The name of the new worker.
 
         Raises:
             UsageError: The group is fixed.
-            RendezvousError: The worker could not join: its name is taken, say.
+            RendezvousError: The worker could not join, for example because its name is taken.
         """
         if not self._is_open:
             raise UsageError(f"worker {name!r} cannot join: this group is fixed; make it with is_open=True")
@@ -170,11 +182,16 @@ class LocalGroup:
         return agent
 
     def leave(self, which: int | str, graceful: bool = False, timeout: float = 10.0) -> None:
-        """Shuts one worker down, and removes it from this object.
+        """Shuts down one worker, and removes it from this object.
+
+        Args:
+            which: The rank or the name of the worker.
+            graceful: Whether it waits first until all workers are done.
+            timeout: How many seconds it waits; 0 means no limit.
 
         Raises:
             UsageError: There is no such worker.
-            ShutdownError: The shutdown was graceful, and failed.
+            ShutdownError: The graceful shutdown failed. The worker has left all the same.
         """
         agent = self[which]
         place = self._agents.index(agent)
@@ -190,26 +207,45 @@ class LocalGroup:
         args: Sequence[Any] | None = None,
         kwargs: Mapping[str, Any] | None = None,
     ) -> RRef[T]:
-        """Returns what `farcall.remote` returns at the worker `which`: `to` runs the function and keeps the result.
+        """Makes worker `which` call `farcall.remote`: worker `to` runs the function and keeps the result.
 
-        The reference belongs to `which`: uses of it are calls of that worker.
+        Args:
+            which: The rank or the name of the calling worker.
+            to: The worker that runs the function: its name, rank or `WorkerInfo`.
+            func: The function.
+            args: Its positional arguments; None for none.
+            kwargs: Its keyword arguments; None for none.
+
+        Returns:
+            A reference that belongs to `which`: using it makes calls of that worker.
 
         Raises:
-            UsageError: There is no worker `which`.
+            UsageError: There is no worker `which`, or an argument is wrong as in `farcall.remote`.
             UnknownWorkerError: There is no worker `to`.
         """
         return RRef.of(self[which].remote(to, func, args, kwargs))
 
     def rref(self, which: int | str, value: T) -> RRef[T]:
-        """Returns what `farcall.RRef(value)` is at that worker. Raises `UsageError` if there is no such worker."""
+        """Returns a reference to a value that worker `which` owns, as `farcall.RRef(value)` does there.
+
+        Raises:
+            UsageError: There is no such worker.
+        """
         return RRef.of(self[which].reference_store.own(value))
 
     def references(self, which: int | str) -> Inventory:
-        """Returns what `farcall.references()` returns at that worker. Raises `UsageError` if there is none."""
+        """Returns the references that worker `which` owns and holds, as `farcall.references()` does there.
+
+        Raises:
+            UsageError: There is no such worker.
+        """
         return self[which].reference_store.inventory()
 
     def __getitem__(self, which: int | str) -> Agent:
-        """Returns the agent of that rank or name. Raises `UsageError` if there is none."""
+        """Returns the agent with that rank or name; a negative number counts from the end.
+
+        Raises `UsageError` if none.
+        """
         try:
             return self._agents[which if isinstance(which, int) else self.names.index(which)]
         except (IndexError, ValueError):
@@ -225,7 +261,15 @@ class LocalGroup:
         return _group_of_this_process, (self._number,)
 
     def shutdown(self, graceful: bool = True, timeout: float = 10.0) -> None:
-        """Shuts all workers down at once. Raises the first of their `ShutdownError`s."""
+        """Shuts down all workers at the same time. Does nothing for workers that are shut down already.
+
+        Args:
+            graceful: Whether they wait first until all workers are done.
+            timeout: How many seconds they wait; 0 means no limit.
+
+        Raises:
+            ShutdownError: The first error of a worker. All workers are shut down all the same.
+        """
         failures: list[BaseException] = []
 
         def shut_down(agent: Agent) -> None:
@@ -248,6 +292,7 @@ class LocalGroup:
 
 
 def _in_threads(calls: Sequence[tuple[Any, tuple[Any, ...]]]) -> None:
+    """Runs the calls, each a function with its arguments, in threads of their own, and waits for all of them."""
     threads = [threading.Thread(target=function, args=args, daemon=True) for function, args in calls]
     for thread in threads:
         thread.start()
@@ -256,6 +301,10 @@ def _in_threads(calls: Sequence[tuple[Any, tuple[Any, ...]]]) -> None:
 
 
 def _group_of_this_process(number: int) -> LocalGroup:
+    """Returns the group with that number.
+
+    Raises `UsageError` if it is in another process or does not exist any more.
+    """
     group = _groups.get(number)
     if group is None:
         raise UsageError("a LocalGroup was sent to another process, or is gone; it can be used only where it lives")

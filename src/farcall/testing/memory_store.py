@@ -15,18 +15,19 @@ from farcall.rendezvous.store import Store
 
 
 class _Keys:
-    """What all ends share."""
+    """The keys and values that all ends of one store share, and the condition that guards them."""
 
     def __init__(self) -> None:
         self.changed = threading.Condition()
         self.values: dict[str, bytes] = {}
 
     def under(self, prefix: str) -> dict[str, bytes]:
+        """Returns all keys that begin with `prefix`, with their values; empty if there are none."""
         return {key: value for key, value in self.values.items() if key.startswith(prefix)}
 
 
 class MemoryStore(Store):
-    """One worker's end of a store in memory."""
+    """One worker's end of a store in memory. All methods raise `RendezvousError` once this end is closed."""
 
     def __init__(self) -> None:
         self._keys = _Keys()
@@ -39,12 +40,14 @@ class MemoryStore(Store):
         return end
 
     def set(self, key: str, value: bytes) -> None:
+        """Sets a key, replacing any earlier value, and wakes threads that wait for it."""
         with self._keys.changed:
             self._check_open()
             self._keys.values[key] = value
             self._keys.changed.notify_all()
 
     def set_new(self, key: str, value: bytes) -> bytes:
+        """Sets a key unless it exists. Returns the value that the key has now."""
         with self._keys.changed:
             self._check_open()
             there = self._keys.values.setdefault(key, value)
@@ -52,6 +55,10 @@ class MemoryStore(Store):
             return there
 
     def get(self, key: str, timeout: float) -> bytes:
+        """Waits up to `timeout` seconds for a key and returns its value.
+
+        Raises `RendezvousTimeoutError` if it does not appear.
+        """
         with self._keys.changed:
             self._check_open()
             if not self._wait(lambda: key in self._keys.values, timeout):
@@ -59,6 +66,10 @@ class MemoryStore(Store):
             return self._keys.values[key]
 
     def add(self, key: str, amount: int) -> int:
+        """Adds to a counter, which is 0 if the key does not exist, and returns the sum.
+
+        Raises `ValueError` if the key holds a value that is not a decimal number.
+        """
         with self._keys.changed:
             self._check_open()
             total = int(self._keys.values.get(key, b"0")) + amount
@@ -67,6 +78,7 @@ class MemoryStore(Store):
             return total
 
     def delete(self, key: str, expected: bytes | None = None) -> bool:
+        """Deletes a key. Returns False if it does not exist, or has another value than `expected`, if that is given."""
         with self._keys.changed:
             self._check_open()
             there = self._keys.values.get(key)
@@ -76,11 +88,16 @@ class MemoryStore(Store):
             return True
 
     def read(self, prefix: str) -> Mapping[str, bytes]:
+        """Returns all keys that begin with `prefix`, with their values; empty if there are none. Does not wait."""
         with self._keys.changed:
             self._check_open()
             return self._keys.under(prefix)
 
     def collect(self, prefix: str, count: int, timeout: float) -> Mapping[str, bytes]:
+        """Waits until at least `count` keys begin with `prefix`, and returns all of them with their values.
+
+        Raises `RendezvousTimeoutError`, with the keys that are there, after `timeout` seconds.
+        """
         with self._keys.changed:
             self._check_open()
             if not self._wait(lambda: len(self._keys.under(prefix)) >= count, timeout):
@@ -92,12 +109,19 @@ class MemoryStore(Store):
             return self._keys.under(prefix)
 
     def close(self, early: bool = False, timeout: float = 0.0) -> None:
+        """Closes this end, and ends its waits. The other ends keep the keys.
+
+        Waits for nobody; the arguments are ignored.
+        """
         with self._keys.changed:
             self._closed = True
             self._keys.changed.notify_all()
 
     def _wait(self, there: Callable[[], bool], timeout: float) -> bool:
-        """Whether it is there within the time. Raises `RendezvousError` if this end is closed meanwhile."""
+        """Waits until `there()` is true. Returns False after `timeout` seconds.
+
+        Raises `RendezvousError` if this end is closed meanwhile. The caller must hold the condition's lock.
+        """
         deadline = monotonic() + timeout
         while not there():
             left = deadline - monotonic()
@@ -108,5 +132,6 @@ class MemoryStore(Store):
         return True
 
     def _check_open(self) -> None:
+        """Raises `RendezvousError` if this end is closed."""
         if self._closed:
             raise RendezvousError("this end of the store was closed; it cannot be asked any more")
