@@ -1,8 +1,9 @@
 """`TensorPipeAgent`: farcall's agent under torch's name, with torch's constructor and methods.
 
-It finds the other workers through a store of torch's (`torch_store`). The device maps are kept here; `devices` applies
-them. `enable_gil_profiling` measures how long the threads that serve wait for the interpreter's lock: before each
-function a thread releases the lock for a moment, and takes the time until it has it again (`InterpreterWaits`).
+It finds the other workers through a store of torch's (`torch_store`). It keeps the device maps, which `devices`
+applies. `enable_gil_profiling` measures how long the threads of the executor wait for the interpreter's lock: before
+each function a thread releases the lock for a moment, and measures the time until it has the lock again
+(`InterpreterWaits`).
 """
 
 from __future__ import annotations
@@ -32,7 +33,7 @@ from farcall.transports.network import local_address_towards, local_addresses
 
 
 class InterpreterWaits(ServerInterceptor):
-    """Measures how long serving threads wait for the interpreter's lock, before each function."""
+    """Measures how long threads of the executor wait for the interpreter's lock before each function."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
@@ -40,24 +41,24 @@ class InterpreterWaits(ServerInterceptor):
         self._seconds = 0.0
 
     def measure(self) -> None:
-        """Waits once for the interpreter."""
+        """Releases the interpreter's lock once, waits to get it back, and records how long that took."""
         began = perf_counter()
         sleep(0)
         self.note(perf_counter() - began)
 
     def note(self, seconds: float) -> None:
-        """A wait has taken that long."""
+        """Adds one wait of `seconds` to the average."""
         with self._lock:
             self._count += 1
             self._seconds += seconds
 
     def intercept(self, call: ServerCall, proceed: Callable[[ServerCall], Any]) -> Any:
-        """See `ServerInterceptor`."""
+        """Measures one wait for the interpreter's lock, then runs the call. Returns and raises what the call does."""
         self.measure()
         return proceed(call)
 
     def average(self) -> float:
-        """In microseconds; 0 if nothing was measured."""
+        """Returns the average of all recorded waits in microseconds; 0 if there are none."""
         with self._lock:
             return self._seconds / self._count * 1e6 if self._count else 0.0
 
@@ -68,7 +69,7 @@ _LOOPBACK: Final = "127.0.0.1"
 
 
 class TensorPipeAgent(Agent):
-    """A worker of a group, for programs written for torch."""
+    """The agent of a worker, for programs written for torch."""
 
     function_runner = staticmethod(runner_of)
 
@@ -82,7 +83,23 @@ class TensorPipeAgent(Agent):
         reverse_device_maps: dict[str, DeviceMap],
         devices: list[torch.device],
     ) -> None:
-        """Joins the group. Raises `RendezvousError`, `RuntimeError` for a name that torch does not take."""
+        """Joins the group.
+
+        Args:
+            store: A `torch.distributed.Store`, at which the workers find each other.
+            name: The name of this worker.
+            rank: The rank of this worker.
+            world_size: The number of workers; None or 0 for an open group.
+            rpc_backend_options: The options. The agent keeps a copy.
+            reverse_device_maps: For the name of each caller, which of its devices each device of this worker stands
+                for.
+            devices: The devices that calls may use on this worker.
+
+        Raises:
+            RuntimeError: torch does not accept the name.
+            RendezvousError: The group could not be joined; `RendezvousTimeoutError` if some workers did not come in
+                time.
+        """
         WorkerInfo(name, rank)  # refuses the name
         self._torch_store = store
         self._is_static_group = bool(world_size)
@@ -107,29 +124,43 @@ class TensorPipeAgent(Agent):
 
     @property
     def store(self) -> Any:
-        """The store of torch's at which the workers met."""
+        """The store of torch's at which the workers found each other."""
         return self._torch_store
 
     @property
     def is_static_group(self) -> bool:
-        """Whether no worker can join or leave."""
+        """Whether the group is fixed, so that no worker can join or leave."""
         return self._is_static_group
 
     def _own_options(self, opts: _TensorPipeRpcBackendOptionsBase) -> RpcBackendOptions:
+        """Returns the options for farcall's own agent. A subclass may change them."""
         return opts.for_agent()
 
     def failure_to_send(self, name: str, error: BaseException) -> BaseException:
-        """As torch: what a function raises goes to stderr here, besides to its caller.
+        """Returns the exception that the caller of a function gets.
 
-        Programs for torch expect a `RuntimeError` for an exception whose type is not made of a message alone. The
-        exception itself is the cause of it.
+        Also prints the original to standard error, as torch does.
+
+        Args:
+            name: The name of the function.
+            error: What the function raised. If its type cannot be created from a message alone, a `RuntimeError` is
+                returned, with `error` as its cause.
         """
         return exception_for_caller(error, self.get_worker_info())
 
     # The end
 
     def join(self, shutdown: bool = False, timeout: float = 0.0) -> None:
-        """See `RpcAgent`. Before a shutdown: says good-bye, too, so that nobody takes those who go for lost."""
+        """Waits until all workers have called `join` and no call is running anywhere.
+
+        Args:
+            shutdown: True if this worker will leave next. Then it also tells the other workers, so that none takes it
+                for lost.
+            timeout: How many seconds to wait; 0 means no limit.
+
+        Raises:
+            ShutdownError: The timeout expired, or a worker was lost.
+        """
         if not shutdown:
             super().join(timeout=timeout)
         elif self.is_static_group:
@@ -139,7 +170,15 @@ class TensorPipeAgent(Agent):
             self.drain(timeout)
 
     def shutdown(self, graceful: bool = False, timeout: float = 0.0) -> None:
-        """See `RpcAgent`."""
+        """Leaves the group and releases all resources. Does nothing the second time.
+
+        Args:
+            graceful: Whether to wait first until all workers are done. Ignored after `join(shutdown=True)`.
+            timeout: How many seconds to wait; 0 means no limit.
+
+        Raises:
+            ShutdownError: The wait failed. All resources have been released all the same.
+        """
         if self._may_leave:
             self.close_after_leaving()
         else:
@@ -148,7 +187,14 @@ class TensorPipeAgent(Agent):
     # Who is there
 
     def get_worker_info(self, to: str | int | AnyWorkerInfo | None = None) -> WorkerInfo:
-        """See `RpcAgent`. On the path of every call."""
+        """Returns the name and id of a worker. Every call uses this, so it is cached.
+
+        Args:
+            to: The name, the rank or the `WorkerInfo` of the worker; None means this worker.
+
+        Raises:
+            UnknownWorkerError: The group has no such worker.
+        """
         peer = self._peers.by_key.get(to) if to is not None else None
         if peer is None:
             return as_torch(super().get_worker_info(to))
@@ -158,11 +204,11 @@ class TensorPipeAgent(Agent):
         return known
 
     def get_worker_infos(self) -> list[AnyWorkerInfo]:
-        """See `RpcAgent`."""
+        """Returns the names and ids of all workers of the group, this worker included, ordered by rank."""
         return [as_torch(info) for info in super().get_worker_infos()]
 
     def get_debug_info(self) -> dict[str, str]:
-        """Numbers about the agent as texts: torch's names, and farcall's own."""
+        """Returns counters of the agent as text, under torch's names and under farcall's own."""
         metrics = self.get_metrics()
         return {
             **super().get_debug_info(),
@@ -174,11 +220,15 @@ class TensorPipeAgent(Agent):
         }
 
     def _waits_for_the_interpreter(self) -> dict[str, str]:
+        """Returns the average wait for the interpreter's lock under torch's name; empty if it is not measured."""
         waits = self._interpreter_waits
         return {} if waits is None else {"agent.gil_average_wait_time_us": f"{waits.average():.3f}"}
 
     def enable_gil_profiling(self, flag: bool) -> None:
-        """Measures, or no longer, how long a thread waits for the interpreter before it runs a function for others."""
+        """Starts measuring how long threads wait for the interpreter's lock before each function; False stops it.
+
+        Earlier measurements are dropped in either case.
+        """
         if self._interpreter_waits is not None:
             self.remove_interceptor(self._interpreter_waits)
         self._interpreter_waits = InterpreterWaits() if flag else None
@@ -186,9 +236,16 @@ class TensorPipeAgent(Agent):
             self.add_interceptor(self._interpreter_waits)
 
     def exchange(self, told: bytes) -> dict[str, bytes]:
-        """What each worker of a fixed group has told so far as this, by name, when all have. Once, at the start.
+        """Gives a value to all workers of a fixed group, and returns the values of all workers by name.
 
-        Raises `RendezvousError`.
+        Call it once on every worker, at the start.
+
+        Args:
+            told: The value of this worker; may be empty.
+
+        Raises:
+            RendezvousTimeoutError: Not all workers gave a value within the option `init_timeout`.
+            RendezvousError: The store is gone.
         """
         store = self._rendezvous.store
         store.set(f"{_EXCHANGE}{self.info.id}", told)
@@ -198,10 +255,11 @@ class TensorPipeAgent(Agent):
     # Devices
 
     def _get_backend_options(self) -> _TensorPipeRpcBackendOptionsBase:
+        """Returns the agent's copy of the options that the program gave."""
         return self._opts
 
     def _get_device_map(self, dst: AnyWorkerInfo) -> DeviceMap:
-        """See `RpcAgent`."""
+        """Returns the map from devices of this worker to devices of the worker `dst`; empty if there is none."""
         return dict(self.device_maps.get(dst.name, {}))
 
     def _update_group_membership(
@@ -211,7 +269,16 @@ class TensorPipeAgent(Agent):
         reverse_device_map: dict[str, DeviceMap],
         is_join: bool,
     ) -> None:
-        """A worker has joined, with device maps for this one, or left; the group itself knows that already."""
+        """Stores the devices and device maps of a worker that has joined, or forgets those of a worker that has left.
+
+        The group itself already knows who has joined and left.
+
+        Args:
+            worker_info: The worker.
+            my_devices: The devices that calls may use on this worker; only for a worker that has joined.
+            reverse_device_map: By worker, which of its devices each device of this worker stands for; likewise.
+            is_join: True if the worker has joined, False if it has left.
+        """
         if is_join:
             self.used_devices = my_devices
             self.reverse_device_maps.update(reverse_device_map)
@@ -220,14 +287,21 @@ class TensorPipeAgent(Agent):
 
 
 def _rendezvous_of(store: Any, rank: int, world_size: int | None) -> Rendezvous:
-    """The group that has the store; the first worker to come names this run of it."""
+    """Returns the rendezvous of the group that uses a store of torch's. The first worker chooses the id of the run.
+
+    Raises `RendezvousError` if the store is gone.
+    """
     ours = TorchStore(store, rank, world_size)
     run = ours.set_new(_RUN_KEY, uuid.uuid4().hex.encode()).decode()
     return Rendezvous(ours, rank, world_size, _address_for_others(store), run)
 
 
 def _address_for_others(store: Any) -> str:
-    """Where the other workers can reach this one: as they reach the store, if it is at an address."""
+    """Returns the address at which other workers reach this one.
+
+    This is the local address of the route to the store, if the store has an address. Otherwise it is the first address
+    of this machine, or loopback if there is none.
+    """
     while hasattr(store, "underlying_store"):
         store = store.underlying_store
     host, port = getattr(store, "host", None), getattr(store, "port", None)
@@ -237,8 +311,11 @@ def _address_for_others(store: Any) -> str:
 
 
 def enable_gil_profiling(flag: bool) -> None:
-    """Whether this worker measures how long its threads wait for the interpreter; `get_debug_info` tells the average.
+    """Starts measuring how long threads of this worker wait for the interpreter's lock; False stops it.
 
-    Raises `NotInitializedError` if this process is no worker.
+    `get_debug_info` has the average.
+
+    Raises:
+        NotInitializedError: This process is not a worker.
     """
     current_agent().enable_gil_profiling(flag)  # type: ignore[attr-defined]  # one of these

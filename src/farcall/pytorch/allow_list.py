@@ -134,7 +134,7 @@ def find_operator(name: str) -> Callable[..., Any]:
 
 
 def _text_arguments(name: str) -> list[Any]:
-    """Returns the arguments of all overloads of an operator that can be texts."""
+    """Returns the arguments of all overloads of an operator that can be texts; an empty list if none can."""
     schemas = torch._C._jit_get_schemas_for_operator(name)
     return [argument for schema in schemas for argument in schema.arguments if "str" in str(argument.type)]
 

@@ -493,9 +493,9 @@ def _reset_gatherings() -> None:
 
 
 def _enter_gathering(names: Collection[str]) -> tuple[str, AllGatherStates]:
-    """Returns the next sequence ID for these workers, and its states.
+    """Returns the id of the next gathering of these workers, and its state.
 
-    The caller removes the states when it has finished.
+    Every call counts as another gathering. The caller removes the state when it has finished.
     """
     key = ",".join(sorted(names))
     with _all_gather_dict_lock:
@@ -681,7 +681,11 @@ def _send_to_followers(sequence_id: Any, followers: Sequence[str], objects: dict
 
 @_require_initialized
 def _barrier(worker_names: Collection[str]) -> None:
-    """Returns when all these workers have called it. Errors are logged and not raised, as in torch."""
+    """Waits until all given workers have called this function; an empty collection means all workers.
+
+    If that fails or a name is unknown, the error is logged and not raised, as in torch. Raises `NotInitializedError` if
+    this process is not a worker.
+    """
     try:
         _all_gather(None, set(worker_names))
     except RuntimeError:

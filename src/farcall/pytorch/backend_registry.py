@@ -268,9 +268,9 @@ def _with_meta_as_cpu(maps: DeviceMaps) -> DeviceMaps:
 
 
 def _ask(workers: Iterable[WorkerInfo], function: Callable[..., Any], args: tuple[Any, ...]) -> dict[str, Any]:
-    """Calls a function on these workers, and returns their results by name.
+    """Calls a function on these workers, and returns their results by name; an empty dict for no workers.
 
-    Workers that have left are not in the result.
+    Workers that have left are not in the result. Raises what the function raises on a worker.
     """
     answers = {}
     for worker, future in [(worker, api.rpc_async(worker, function, args)) for worker in workers]:
@@ -289,7 +289,7 @@ def _get_device_infos() -> DeviceInfos:
 
 
 def _device_infos_of(agent: Any) -> DeviceInfos:
-    """Returns the GPU count, device maps and devices of the agent's options."""
+    """Returns the GPU count of this machine, and the device maps and devices of the agent's options."""
     options = agent._get_backend_options()
     return torch.cuda.device_count(), options.device_maps, options.devices
 
@@ -323,7 +323,7 @@ def _device_checked(kind: Any, index: Any = None) -> torch.device:
 
 
 def _encode(infos: DeviceInfos) -> bytes:
-    """Returns device infos as JSON, for the store."""
+    """Returns device infos as JSON, for the store; the opposite of `_decode`."""
     count, maps, devices = infos
     as_text = {name: {str(ours): str(theirs) for ours, theirs in each.items()} for name, each in maps.items()}
     return json.dumps([count, as_text, [str(device) for device in devices]]).encode()

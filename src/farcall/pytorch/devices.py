@@ -29,7 +29,7 @@ _CPU: Final = torch.device("cpu")
 
 
 class Move(NamedTuple):
-    """What to do with one tensor on arrival."""
+    """What to do with one tensor on arrival: the device it goes to, and whether it becomes a parameter."""
 
     device: str
     is_parameter: bool = False
@@ -88,7 +88,10 @@ def place_received(tensors: Tensors, moves: Moves) -> Tensors:
 
 
 def _place_one(tensor: torch.Tensor, move: Move) -> torch.Tensor:
-    """Returns one received tensor on its device, again as a parameter if it was one."""
+    """Returns one received tensor on its device, again as a parameter if it was one.
+
+    Raises `RuntimeError` if the device does not exist.
+    """
     if tensor.grad_fn is not None:  # part of a graph of distributed autograd, so the move must be, too
         with torch.enable_grad():
             return tensor.to(move.device)
@@ -101,7 +104,12 @@ def _place_one(tensor: torch.Tensor, move: Move) -> torch.Tensor:
 
 
 class _ClientCall(Trip):
-    """The interceptor's part of one call at the caller."""
+    """The part of the device maps in one call, at the caller.
+
+    Args:
+        device_map: The map from devices of this worker to devices of the callee.
+        to: The name of the callee.
+    """
 
     def __init__(self, device_map: DeviceMap, to: str) -> None:
         self._map = device_map
@@ -116,17 +124,26 @@ class _ClientCall(Trip):
         return sent, (moves, [(str(theirs), str(ours)) for ours, theirs in self._map.items()])
 
     def unpack(self, tensors: Tensors, words: Any) -> Tensors:
-        """Returns the tensors of the reply on their devices.
+        """Returns the tensors of the reply on their devices; an empty list for none.
 
         Args:
             tensors: The tensors as they came.
             words: What `_ServerCall.pack` returned on the other worker, besides the tensors.
+
+        Raises:
+            ValueError: `words` does not have one entry per tensor.
+            RuntimeError: A device does not exist here.
         """
         return place_received(tensors, words)
 
 
 class _ServerCall(Visit):
-    """The interceptor's part of one call at the callee."""
+    """The part of the device maps in one call, at the callee.
+
+    Args:
+        words: What `_ClientCall.pack` returned on the caller, besides the tensors.
+        caller: The name of the caller.
+    """
 
     def __init__(self, words: Any, caller: str) -> None:
         self._moves, back = words
@@ -134,7 +151,11 @@ class _ServerCall(Visit):
         self._caller = caller
 
     def unpack(self, tensors: Tensors) -> Tensors:
-        """Returns the tensors of the request on their devices."""
+        """Returns the tensors of the request on their devices; an empty list for none.
+
+        Raises `ValueError` if the caller did not send one entry per tensor, and `RuntimeError` if a device does not
+        exist.
+        """
         return place_received(tensors, self._moves)
 
     def pack(self, tensors: Tensors) -> tuple[Tensors, Any]:
@@ -146,17 +167,20 @@ class _ServerCall(Visit):
 
 
 class Devices:
-    """The interceptor; its methods are those of `envelopes.Rider`."""
+    """The interceptor that moves tensors between devices; its methods are those of `envelopes.Rider`."""
 
     key = "devices"
 
     def concerns(self, agent: Agent, to: WorkerInfo) -> bool:
-        """Returns True if this worker has a device map for worker `to`."""
+        """Returns True if this worker has a device map for worker `to`, else False."""
         maps = getattr(agent, "device_maps", None)
         return maps is not None and bool(maps.get(to.name))
 
     def board(self, agent: Agent, departure: Departure) -> Trip:
-        """Returns the object that moves the tensors of one call that this worker makes."""
+        """Returns the object that moves the tensors of one call that this worker makes.
+
+        Call it only if `concerns` is True; raises `KeyError` otherwise.
+        """
         name = departure.to.name
         return _ClientCall(agent.device_maps[name], name)
 

@@ -1,18 +1,20 @@
-"""Calls in envelopes: what more than arguments has to travel with a call and its reply.
+"""Calls in envelopes: data that travels with a call and its reply, besides the arguments and the result.
 
-Most calls go as farcall's own do. Where something has to see the tensors that cross workers, or has to be around the
-function where it runs (distributed autograd, device maps, the profiler), the call is put into an *envelope*: the pickle
-of function and arguments, with the tensors in a list beside it, and for each *rider* some words for its counterpart at
-the other end. The reply comes in an envelope, too. Nothing below this package knows of it: an envelope is an argument
-of a plain call to `run`, and one is its result.
+Most calls are sent as farcall's own. Distributed autograd, device maps and the profiler must see the tensors of a call,
+or must run code around the function. For them the call is put into an *envelope*: the pickle of the function and its
+arguments, the tensors in a list beside it, and some data of each interceptor (`Rider`) for its counterpart at the other
+end. The reply comes in an envelope as well. No layer below this package knows about envelopes: one is the argument of a
+plain call of `run`, and another is the result of that call.
 
 Rules
-- What concerns no rider goes without an envelope; and mostly what concerns autograd alone (`autograd.short_calls`).
-- Riders see the tensors in the order in which they stand in `RIDERS`, and at the other end in the reverse order.
-- An envelope is packed while it is pickled, so that references inside are counted as those of any call. A request is
-  opened while it is unpickled; a reply when it is known whose it is, and keeps the references until then.
-- An error is no envelope: it travels as that of any call. Trips hear of it by `failed`, as they do of a call that could
-  not be sent.
+- A call that no interceptor handles is sent without an envelope. So are most calls that only autograd handles
+  (`autograd.short_calls`).
+- Interceptors see the tensors in the order of `RIDERS`, and at the other end in the reverse order.
+- An envelope is packed while it is pickled, so that the references in it are counted as in any call. A request is
+  opened while it is unpickled. A reply is opened when the thread that waits for it takes it, and keeps its references
+  until then.
+- An error is not put into an envelope. It travels as in any call. Interceptors get it in `failed`, as they do when
+  the call could not be sent.
 """
 
 from __future__ import annotations
@@ -40,57 +42,71 @@ Tensors = list[torch.Tensor]
 
 
 class Trip:
-    """One call at its caller, as a rider sees it. Each method may do nothing."""
+    """The part of an interceptor in one call, at the caller. The methods of this class do nothing."""
 
     def pack(self, tensors: Tensors) -> tuple[Tensors, Any]:
-        """The request is made: the tensors to send in place of these, and words for the other end."""
+        """Returns the tensors to send instead of those of the request, and data for the other end.
+
+        The default returns `tensors` and None.
+        """
         return tensors, None
 
     @contextmanager
     def handling(self) -> Iterator[None]:
-        """Around the pickling of the request, and around the reading of the reply, in the thread that does it."""
+        """Context manager around pickling the request, and around reading the reply, in the thread that does that."""
         yield
 
     def unpack(self, tensors: Tensors, words: Any) -> Tensors:
-        """The reply has come: the tensors to hand out in place of these."""
+        """Returns the tensors to use instead of those of the reply. The default returns `tensors`.
+
+        Args:
+            tensors: The tensors of the reply; may be empty.
+            words: The data from `pack` at the other end; None if there is none.
+        """
         return tensors
 
     def failed(self, error: BaseException) -> None:
-        """The call has ended with an error."""
+        """Called when the call could not be sent or has ended with an error."""
 
     def awaited(self, future: Any) -> Any:
-        """The call is sent: the future to hand out in place of this one, which has a `wait`."""
+        """Called when the call was sent. Returns the future for the program; by default `future` itself."""
         return future
 
     def referenced(self, rref: Any) -> None:
-        """The remote call is sent, and this is the reference to its result. It has no reply of its own."""
+        """Called when a remote call was sent, with the reference to its result.
+
+        A remote call has no reply of its own.
+        """
 
 
 class Visit:
-    """One call at its callee, as a rider sees it. Each method may do nothing."""
+    """The part of an interceptor in one call, at the callee. The methods of this class do nothing."""
 
     def unpack(self, tensors: Tensors) -> Tensors:
-        """The request has come: the tensors to hand to the function in place of these."""
+        """Returns the tensors for the function instead of those of the request. The default returns `tensors`."""
         return tensors
 
     @contextmanager
     def around(self) -> Iterator[None]:
-        """Around the function, in the thread that runs it."""
+        """Context manager around the function, in the thread that runs it."""
         yield
 
     def finished(self) -> None:
-        """The function has ended, or the future that it returned is settled: before the reply is made."""
+        """Called before the reply is made: when the function has returned or raised, or its future is complete."""
 
     def failed(self) -> None:
-        """The function of a remote call has raised. It has no reply that says so to the caller's trip."""
+        """Called when the function of a remote call has raised. No reply tells the caller's end about that."""
 
     def pack(self, tensors: Tensors) -> tuple[Tensors, Any]:
-        """The reply is made: the tensors to send in place of these, and words for the caller."""
+        """Returns the tensors to send instead of those of the reply, and data for the caller.
+
+        The default returns `tensors` and None.
+        """
         return tensors, None
 
 
 class Departure(NamedTuple):
-    """A call that this thread makes."""
+    """A call that the current thread makes: the callee, the function, and how it is called."""
 
     to: WorkerInfo
     function: Callable[..., Any]
@@ -98,20 +114,26 @@ class Departure(NamedTuple):
 
 
 class Rider(Protocol):
-    """What rides along with calls."""
+    """An interceptor of calls in envelopes. The objects in `RIDERS` have these methods."""
 
     @property
     def key(self) -> str:
-        """By which its words are found at the other end."""
+        """A text that is unique among `RIDERS`, under which the data of the interceptor is found at the other end."""
 
     def concerns(self, agent: Agent, to: WorkerInfo) -> bool:
-        """Whether it has to do with a call of this thread to that worker. On the path of every call."""
+        """Returns whether a call of the current thread to worker `to` needs this interceptor. Every call asks this."""
 
     def board(self, agent: Agent, departure: Departure) -> Trip:
-        """This thread makes a call that concerns it."""
+        """Returns the part of the interceptor in a call that the current thread makes."""
 
     def visit(self, agent: Agent, caller: WorkerInfo, words: Any) -> Visit:
-        """A call has come with these words."""
+        """Returns the part of the interceptor in a call that has come from another worker.
+
+        Args:
+            agent: The agent of this worker.
+            caller: The worker that calls.
+            words: The data from `pack` there. Raises any exception if it is not valid.
+        """
 
 
 RIDERS: Final[list[Rider]] = []
@@ -122,7 +144,7 @@ RESTRICTED: Final[set[str]] = {"autograd"}
 
 
 def rides_along(agent: Agent, to: WorkerInfo) -> bool:
-    """Whether a call of this thread to that worker needs an envelope; mostly not."""
+    """Returns whether a call of the current thread to worker `to` needs an envelope; False for most calls."""
     for rider in RIDERS:  # noqa: SIM110 (any() makes a generator)
         if rider.concerns(agent, to):
             return True
@@ -130,7 +152,7 @@ def rides_along(agent: Agent, to: WorkerInfo) -> bool:
 
 
 def rides_alone(rider: Rider, agent: Agent, to: WorkerInfo) -> bool:
-    """Whether no other rider has to do with a call of this thread to that worker."""
+    """Returns whether no other interceptor than `rider` is needed for a call of the current thread to worker `to`."""
     for other in RIDERS:  # noqa: SIM110 (any() makes a generator)
         if other is not rider and other.concerns(agent, to):
             return False
@@ -138,7 +160,7 @@ def rides_alone(rider: Rider, agent: Agent, to: WorkerInfo) -> bool:
 
 
 def board(agent: Agent, departure: Departure) -> dict[str, Trip]:
-    """The trips of a call of this thread."""
+    """Returns the parts of all interceptors that a call of the current thread needs, by key; empty if none."""
     return {rider.key: rider.board(agent, departure) for rider in RIDERS if rider.concerns(agent, departure.to)}
 
 
@@ -146,7 +168,15 @@ def board(agent: Agent, departure: Departure) -> dict[str, Trip]:
 
 
 class Request:
-    """A call that is put into an envelope when it is pickled."""
+    """A call that is put into an envelope when it is pickled.
+
+    Args:
+        agent: The agent of this worker.
+        function: The function.
+        args: Its positional arguments.
+        kwargs: Its keyword arguments.
+        trips: The parts of the interceptors in this call, by key.
+    """
 
     def __init__(
         self,
@@ -162,6 +192,10 @@ class Request:
         self._packed: tuple[Any, ...] | None = None
 
     def __reduce__(self) -> tuple[Any, ...]:
+        """Packs the envelope in the first call, and returns what pickle needs.
+
+        Raises what pickling the arguments raises.
+        """
         if self._packed is None:  # pickle may come twice: what it cannot name, cloudpickle sends by value
             self._packed = _pack(self._call, [(key, trip.pack) for key, trip in self._trips.items()])
         body, tensors, words = self._packed
@@ -170,7 +204,7 @@ class Request:
 
 @contextmanager
 def handling(trips: Mapping[str, Trip]) -> Iterator[None]:
-    """Around what becomes of a request before it is sent, and of a reply that has come; see `Trip`."""
+    """Context manager: enters the context manager `handling` of all interceptors of a call."""
     with ExitStack() as around:
         for trip in trips.values():
             around.enter_context(trip.handling())
@@ -179,7 +213,7 @@ def handling(trips: Mapping[str, Trip]) -> Iterator[None]:
 
 @contextmanager
 def sending(trips: Mapping[str, Trip]) -> Iterator[None]:
-    """Around the sending of a request: the trips hear of what it raises."""
+    """Context manager around sending a request: if it raises, calls `failed` of all interceptors."""
     try:
         with handling(trips):
             yield
@@ -190,7 +224,10 @@ def sending(trips: Mapping[str, Trip]) -> Iterator[None]:
 
 
 def reply_of(future: Future[Any], trips: Mapping[str, Trip]) -> Future[Any]:
-    """A future of what the function gave, for one of the envelope that comes back."""
+    """Returns a future of the result of the function, given a future of the envelope that comes back.
+
+    The returned future fails with the error of the call, or with `TypeError` if no envelope came back.
+    """
 
     def unpack(done: Future[Any]) -> Any:
         try:
@@ -211,7 +248,19 @@ def reply_of(future: Future[Any], trips: Mapping[str, Trip]) -> Future[Any]:
 
 
 class _Opened:
-    """A request that has come: opened while it is unpickled, as the references inside are there only then."""
+    """A request that has arrived. It is opened while it is unpickled, because the references in it exist only then.
+
+    Args:
+        caller: The worker that calls.
+        body: The pickle of the function and its arguments.
+        tensors: The tensors beside it.
+        words: The data of the interceptors, by key.
+
+    Raises:
+        TypeError: The pickle does not contain arguments.
+        NotAllowedError: The allow-list of this worker forbids the function or something in the arguments.
+        SerializationError: The pickle cannot be rebuilt here.
+    """
 
     def __init__(self, caller: WorkerInfo, body: bytes, tensors: Tensors, words: dict[str, Any]) -> None:
         from farcall.api import current_agent  # where it arrives
@@ -230,6 +279,10 @@ class _Opened:
             raise TypeError("what came from another worker are no arguments of a function")
 
     def run(self) -> Future[Any]:
+        """Runs the function inside `around` of all interceptors, and returns a future of its result.
+
+        The future fails with what the function raises. Raises what an interceptor raises.
+        """
         with ExitStack() as around:
             for visit in self.visits.values():
                 around.enter_context(visit.around())
@@ -237,7 +290,11 @@ class _Opened:
 
 
 class ReplyEnvelope:
-    """A result that is put into an envelope when it is pickled; or one that has come."""
+    """A result that is put into an envelope when it is pickled, or an envelope that has arrived.
+
+    The constructor takes the result, or what has arrived (pickle, tensors, data, references), and the parts of the
+    interceptors in the call, by key, which are empty for an envelope that has arrived.
+    """
 
     def __init__(self, result: Any, visits: Mapping[str, Visit]) -> None:
         self._result = result
@@ -245,12 +302,24 @@ class ReplyEnvelope:
         self._packed: tuple[Any, ...] | None = None
 
     def __reduce__(self) -> tuple[Any, ...]:
+        """Packs the envelope in the first call, and returns what pickle needs.
+
+        Raises what pickling the result raises.
+        """
         if self._packed is None:
             self._packed = _pack(self._result, [(key, visit.pack) for key, visit in self._visits.items()])
         return _received, self._packed
 
     def open(self, trips: Mapping[str, Trip]) -> Any:
-        """What the function gave."""
+        """Returns the result in an envelope that has arrived.
+
+        Args:
+            trips: The parts of the interceptors in the call, by key.
+
+        Raises:
+            SerializationError: The result cannot be rebuilt here.
+            NotAllowedError: The allow-list of this worker forbids something in it.
+        """
         body, tensors, words, handles = self._result
         for key in reversed(list(trips)):
             tensors = trips[key].unpack(tensors, words.get(key))
@@ -259,14 +328,16 @@ class ReplyEnvelope:
 
 
 def _received(body: bytes, tensors: Tensors, words: dict[str, Any]) -> ReplyEnvelope:
+    """Returns a reply that has arrived, with the references that came with it. Called by the unpickler."""
     return ReplyEnvelope((body, tensors, words, offered()), {})
 
 
 @may_be_called
 def run(request: _Opened) -> Future[Any]:
-    """What is called on the other worker: runs what is in the envelope, and answers with one.
+    """Called remotely: runs the call in an envelope. Returns a future of the envelope with its result.
 
-    Raises `TypeError` for what is no envelope.
+    Raises:
+        TypeError: `request` is not an envelope.
     """
     check_kinds((request, _Opened))
     visits = request.visits
@@ -281,7 +352,13 @@ def run(request: _Opened) -> Future[Any]:
 
 @may_be_called
 def run_remotely(request: _Opened) -> Future[Any]:
-    """The same for a remote call: the result stays here, in no envelope."""
+    """Called remotely for a remote call: runs the call in an envelope.
+
+    Returns a future of its result, which stays here.
+
+    Raises:
+        TypeError: `request` is not an envelope.
+    """
     check_kinds((request, _Opened))
     visits = request.visits
 
@@ -304,6 +381,11 @@ for _function in (run, run_remotely):
 
 
 def _open_checked(caller: Any, body: Any, tensors: Any, words: Any) -> _Opened:
+    """Opens a request on a worker with an allow-list, given untrusted parts.
+
+    Raises `TypeError` if a part has the wrong type, `NotAllowedError` for data of an interceptor that is not in
+    `RESTRICTED`, and what `_Opened` raises.
+    """
     from farcall.api import current_agent
 
     check_kinds((caller, TorchWorkerInfo), (body, bytes), (words, dict))
@@ -317,12 +399,14 @@ def _open_checked(caller: Any, body: Any, tensors: Any, words: Any) -> _Opened:
 
 
 def _receive_checked(body: Any, tensors: Any, words: Any) -> ReplyEnvelope:
+    """Returns a reply on a worker with an allow-list, given untrusted parts. Raises `TypeError` for a wrong type."""
     check_kinds((body, bytes), (words, dict))
     check_tensors(tensors)
     return _received(body, tensors, words)
 
 
 def _take_checked(place: Any) -> torch.Tensor:
+    """Returns the tensor with an untrusted index. Raises `TypeError` if the index is not an int."""
     check_kinds((place, int))
     return _InternalRPCPickler._tensor_receiver(place)
 
@@ -337,6 +421,12 @@ register_plain(TorchWorkerInfo, TorchWorkerInfo)
 
 
 def _pack(value: Any, pack: Sequence[tuple[str, Callable[[Tensors], tuple[Tensors, Any]]]]) -> tuple[Any, ...]:
+    """Returns the pickle of a value, its tensors as the interceptors changed them, and the data of the interceptors.
+
+    Args:
+        value: The value.
+        pack: The key and the method `pack` of each interceptor, in order; may be empty.
+    """
     body, tensors = dumps_apart(value)
     words = {}
     for key, pack_for in pack:
@@ -345,16 +435,21 @@ def _pack(value: Any, pack: Sequence[tuple[str, Callable[[Tensors], tuple[Tensor
 
 
 def dumps_apart(value: Any) -> tuple[bytes, Tensors]:
-    """The pickle of a value, and the tensors in it, which are not in the pickle. Raises what pickle raises."""
+    """Returns the pickle of a value without its tensors, and the list of these tensors; empty if there are none.
+
+    Raises what pickle raises if the value cannot be pickled.
+    """
     with sending_apart() as tensors:
         body = dumps_inline(value)
     return body, tensors
 
 
 def loads_apart(body: bytes, tensors: Tensors) -> Any:
-    """The value again, with these tensors. Raises `SerializationError` if it cannot be rebuilt here.
+    """Returns the value of a pickle and the tensors that belong to it.
 
-    `NotAllowedError` for what this worker does not allow.
+    Raises:
+        SerializationError: The value cannot be rebuilt here.
+        NotAllowedError: The allow-list of this worker forbids something in it.
     """
     with receiving_apart(tensors):
         return load(body)

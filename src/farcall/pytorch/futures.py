@@ -25,7 +25,7 @@ class RpcFuture(torch.futures.Future):  # type: ignore[misc]  # torch may not be
     """The future of a call as a `torch.futures.Future`."""
 
     def __init__(self, call: Future[Any]) -> None:
-        """Wraps a future of farcall; this one is done when that one is."""
+        """Creates a future that is complete when `call`, a future of farcall, is."""
         super().__init__()
         self.call: Future[Any] | None = call
         """The wrapped future; None once this one is done."""
@@ -34,13 +34,13 @@ class RpcFuture(torch.futures.Future):  # type: ignore[misc]  # torch may not be
         call.watch(self._settle, waker=False, attended=True)
 
     def _settle(self, call: Future[Any]) -> None:
-        """Completes this future with the outcome of the call, which is done."""
+        """Completes this future with the result or the error of the call, which is complete."""
         self.failed = call.exception() is not None
         copy_outcome(self, call)
         self.call = None
 
     def wait(self) -> Any:
-        """Waits until the call is done, and returns its result. Raises what the call raised, or that it timed out."""
+        """Waits until the call is complete, and returns its result. Raises the error of the call, such as a timeout."""
         call = self.call
         if call is not None:
             call.block(FOREVER)
@@ -53,17 +53,23 @@ class RpcFuture(torch.futures.Future):  # type: ignore[misc]  # torch may not be
         return super().wait()
 
     def then(self, callback: Callable[[Any], Any]) -> Any:
-        """Returns a future of what `callback(self)` returns. The callback runs as soon as this future is done."""
+        """Returns a future of the result of `callback(self)`, which runs when this future is complete.
+
+        If the callback raises, the returned future fails with that error.
+        """
         self.hasten()
         return super().then(callback)
 
     def add_done_callback(self, callback: Callable[[Any], Any]) -> None:
-        """Runs `callback(self)` as soon as this future is done."""
+        """Has `callback(self)` called when this future is complete, or at once if it is. torch logs what it raises."""
         self.hasten()
         super().add_done_callback(callback)
 
     def hasten(self) -> None:
-        """Has the reply read without delay, because a thread waits for this future inside torch's C++ code."""
+        """Makes the connection read the reply of this call soon, for a thread that waits inside torch's C++ code.
+
+        Does nothing if the call is complete.
+        """
         call = self.call
         if call is not None:
             call.hasten()
@@ -82,14 +88,14 @@ def copy_outcome(future: torch.futures.Future, call: Future[Any]) -> None:
 
 
 def completed_future(value: Any) -> torch.futures.Future:
-    """Returns a torch future that already has this result."""
+    """Returns a torch future that already has this result. Any value is accepted."""
     future = torch.futures.Future()
     future.set_result(value)
     return future
 
 
 def failed_future(error: BaseException) -> Future[Any]:
-    """Returns a future of farcall that has already failed with this error."""
+    """Returns a future of farcall that has already failed with this error. `error` must be an exception."""
     future: Future[Any] = Future()
     future.set_exception(error)
     return future
@@ -131,10 +137,9 @@ def collect_all(futures: Sequence[Any]) -> Any:
 
 
 def wait_all(futures: Sequence[Any]) -> list[Any]:
-    """Waits until all futures are done, and returns their results in order.
+    """Waits until all futures are complete, and returns their results in order; an empty list for no futures.
 
-    Raises an error of one of them as soon as it is known, without waiting for the others. An empty sequence returns an
-    empty list.
+    Raises the error of a future as soon as it is known, without waiting for the others.
     """
     together = torch._C._collect_all(futures)  # fails early as well, but only for errors that torch itself sets
     calls = [future for future in futures if isinstance(future, RpcFuture)]
@@ -151,7 +156,7 @@ def wait_all(futures: Sequence[Any]) -> list[Any]:
 
 
 def _hasten(futures: Sequence[Any]) -> None:
-    """Has the replies of those futures that belong to calls read without delay."""
+    """Calls `hasten` on all futures that belong to calls, and ignores all others."""
     for future in futures:
         if isinstance(future, RpcFuture):
             future.hasten()

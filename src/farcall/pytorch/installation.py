@@ -202,7 +202,10 @@ def replace_if_installed(name: str, module: ModuleType) -> None:
 
 
 def _replace(name: str, module: ModuleType) -> None:
-    """Replaces a module in `sys.modules`, and as an attribute of its parent."""
+    """Replaces a module in `sys.modules`, and as an attribute of its parent package.
+
+    Raises `KeyError` if the parent is not imported.
+    """
     sys.modules[name] = module
     parent, _, child = name.rpartition(".")
     setattr(torch._C if parent == "torch._C" else sys.modules[parent], child, module)
@@ -229,7 +232,10 @@ def _find_replacements(
 
 
 def _rebind_everywhere(replacements: dict[int, tuple[Any, Any]]) -> None:
-    """Replaces global variables that hold one of these objects, in every imported module except farcall's own."""
+    """Replaces global variables that hold one of these objects, in every imported module except farcall's own.
+
+    Does nothing for an empty dict.
+    """
     for module_name, module in list(sys.modules.items()):
         names = getattr(module, "__dict__", None)
         if not isinstance(names, dict) or module_name.partition(".")[0] == "farcall":

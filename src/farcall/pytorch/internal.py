@@ -54,7 +54,7 @@ def _get_current_rpc_agent() -> Any:
 
 
 class RPCExecMode(Enum):
-    """How a function is called."""
+    """The ways to call a function: by `rpc_sync`, by `rpc_async`, by `rpc_async` in TorchScript, or by `remote`."""
 
     SYNC = "sync"
     ASYNC = "async"
@@ -63,7 +63,7 @@ class RPCExecMode(Enum):
 
 
 class PythonUDF(NamedTuple):
-    """A Python function and its arguments."""
+    """A Python function and its arguments, as torch pickles a call."""
 
     func: Callable[..., Any]
     args: Any
@@ -83,7 +83,7 @@ def _references() -> Any:
 
 
 class SendTable(list[torch.Tensor]):
-    """The tensors of one value, each once.
+    """A list of the tensors of one value, each of them once.
 
     A tensor may be met twice, because pickling starts over when a function has to be sent by value.
     """
@@ -166,7 +166,10 @@ class _InternalRPCPickler:
 
     @staticmethod
     def _py_rref_receiver(rref_fork_data: tuple[Any, ...]) -> Any:
-        """Returns the reference that a result of `PyRRef._serialize` stands for in the message that is being read."""
+        """Returns the reference for a result of `PyRRef._serialize` in the message that is being read.
+
+        Raises `SerializationError` outside of a message.
+        """
         return _references().PyRRef._deserialize(rref_fork_data)
 
     def _py_rref_reducer(self, py_rref: Any) -> tuple[Callable[[tuple[Any, ...]], Any], tuple[tuple[Any, ...]]]:
@@ -179,7 +182,10 @@ class _InternalRPCPickler:
 
     @staticmethod
     def _script_module_receiver(script_module_serialized: bytes) -> Any:
-        """Returns a script module from what `torch.jit.save` has written. Its Python class is not needed."""
+        """Returns a script module from what `torch.jit.save` has written. Its Python class is not needed.
+
+        Raises `RuntimeError` if the bytes are damaged.
+        """
         return torch.jit.load(io.BytesIO(script_module_serialized))
 
     def _script_module_reducer(self, script_module: Any) -> tuple[Callable[[bytes], Any], tuple[bytes]]:
@@ -326,7 +332,7 @@ def runner_of(function: Callable[..., Any]) -> Callable[..., Any]:
 
 
 class _DescribedException(Exception):
-    """Raised for a function that has raised, if a replaced `_run_function` has described the exception."""
+    """Raised in place of a function's exception if a replaced `_run_function` has only described that exception."""
 
     def __init__(self, description: RemoteException) -> None:
         super().__init__(description)
@@ -334,7 +340,10 @@ class _DescribedException(Exception):
 
 
 def _report_exception(error: BaseException, worker: Any) -> RemoteException:
-    """Prints an exception that a function raised for another worker, and returns its description for the caller."""
+    """Prints an exception that a function raised for another worker, and returns its description for the caller.
+
+    `worker` is this worker, for the description. Raises nothing.
+    """
     text = f"On {worker}:\n{error!r}\n{''.join(traceback.format_exception(error))}"
     print(text, file=sys.stderr)
     return RemoteException(text, type(error))
@@ -399,7 +408,8 @@ def _start_record_function(
 ) -> Any:
     """Returns a profiler record of a call that starts now, for torch's script code.
 
-    Raises `AssertionError` if no profiler is active in this thread.
+    The arguments are those of `_build_rpc_profiling_key`. Raises `AssertionError` if no profiler is active in this
+    thread.
     """
     if not torch.autograd._profiler_enabled():
         raise AssertionError("Autograd profiler should be enabled.")

@@ -203,13 +203,19 @@ def _invoke_remote_python_udf(
 
 
 def _call(to: Any, call: Call, timeout: float) -> Any:
-    """Calls a function with these arguments on worker `to`, and returns a torch future of its result."""
+    """Calls a function with its arguments on worker `to`, and returns a torch future of the result.
+
+    Raises `RuntimeError` if there is no such worker, or this process is not a worker.
+    """
     function, args, kwargs = call
     future = api._invoke_rpc(to, function, RPCExecMode.ASYNC, args, kwargs, timeout)
     return RpcFuture(future) if isinstance(future, Future) else future
 
 
 def _remote(to: Any, call: Call, timeout: float) -> PyRRef[Any]:
-    """Calls a function with these arguments on worker `to`, which keeps the result, and returns a reference to it."""
+    """Calls a function with its arguments on worker `to`, which keeps the result, and returns a reference to it.
+
+    Raises `RuntimeError` if there is no such worker, or this process is not a worker.
+    """
     function, args, kwargs = call
     return api.remote(to, function, args, kwargs, timeout)

@@ -58,7 +58,7 @@ parse_records: Final = profiler_legacy._parse_legacy_records
 
 
 class Event(NamedTuple):
-    """An event on its way to the caller: plain values, so that it travels anywhere."""
+    """An event of torch's profiler as plain values, so that it can be sent to the caller."""
 
     node_id: int
     name: str
@@ -79,7 +79,10 @@ class Event(NamedTuple):
 
     @classmethod
     def of(cls, event: Any) -> Event:
-        """Of torch's event."""
+        """Returns the event that describes a `FunctionEvent` of torch's.
+
+        Raises `AttributeError` for any other object.
+        """
         return cls(
             event.node_id,
             event.name,
@@ -100,7 +103,12 @@ class Event(NamedTuple):
         )
 
     def shown(self, call: str, shift: float) -> Any:
-        """As torch's event at the caller, in the call of that name."""
+        """Returns the event as a `FunctionEvent` of torch's, for the profiler of the caller.
+
+        Args:
+            call: The name of the call in that profiler. The name of the event begins with it.
+            shift: Microseconds to add to its times.
+        """
         name = f"{call}{REMOTE_OP}{self.name}"
         shown = FunctionEvent(
             id=next(_ids),
@@ -133,7 +141,7 @@ _ids: Final = itertools.count(1 << 48)
 
 
 class Report(NamedTuple):
-    """What a callee tells of a call."""
+    """What the callee reports about a profiled call. `took` is in microseconds."""
 
     took: float
     """From the function's beginning to its end, or to that of the future that it returned."""
@@ -141,10 +149,10 @@ class Report(NamedTuple):
 
 
 class ProfiledCall:
-    """One call that a profiler saw begin in this thread."""
+    """One call that began in this thread while a profiler was active."""
 
     def __init__(self, key: str) -> None:
-        """Leaves its mark. `key`: its name in the profiler."""
+        """Leaves a mark in the records of the profiler. `key` is the name of the call there."""
         self.key = key
         self.took: float | None = None
         """Once it has ended: how long it took."""
@@ -155,12 +163,16 @@ class ProfiledCall:
             self._began = perf_counter()
 
     def ended(self, report: Report | None) -> None:
-        """The reply is there, or an error."""
+        """Records that the call has ended now. `report` is what the callee reported; None if the call failed."""
         self.report = report
         self.took = (perf_counter() - self._began) * 1e6
 
     def events(self, mark: Any) -> Iterable[Any]:
-        """torch's events of the call, for that of its mark."""
+        """Yields torch's events for the call and for what happened in it at the callee; nothing if it has not ended.
+
+        Args:
+            mark: The event of the mark that the call has left.
+        """
         if self.took is None:
             return
         start = mark.time_range.start
@@ -188,7 +200,7 @@ class ProfiledCall:
 
 
 class _Marks:
-    """The calls that have left marks, by their names."""
+    """The calls that have left marks, by the names of the marks. At most `_MOST_CALLS` are kept."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
@@ -196,6 +208,7 @@ class _Marks:
         self._calls: dict[str, ProfiledCall] = {}
 
     def new(self, call: ProfiledCall) -> str:
+        """Remembers a call, and returns a unique name for its mark. Forgets the oldest call if there are too many."""
         with self._lock:
             mark = f"{call.key}#call {next(self._numbers)}"
             self._calls[mark] = call
@@ -204,6 +217,7 @@ class _Marks:
         return mark
 
     def take(self, mark: str) -> ProfiledCall | None:
+        """Returns the call with a mark, and forgets it; None if there is none."""
         return self._calls.pop(mark, None)
 
 
@@ -211,7 +225,10 @@ _marks: Final = _Marks()
 
 
 def with_calls(events: Iterable[Any]) -> list[Any]:
-    """These events of torch's, with the calls in the place of their marks; in the order in which torch has them."""
+    """Returns torch's events with each mark replaced by the events of its call, ordered as torch orders events.
+
+    Marks of calls that have not ended are removed. Returns an empty list for no events.
+    """
     shown: list[Any] = []
     for event in events:
         call = _marks.take(event.name)
@@ -224,17 +241,20 @@ def with_calls(events: Iterable[Any]) -> list[Any]:
 
 
 def travelling(events: Iterable[Any]) -> list[Event]:
-    """These events of torch's for the caller, without those of memory that belongs to no function."""
+    """Returns torch's events in the form in which they are sent to the caller; an empty list for no events.
+
+    Memory events that belong to no function are left out.
+    """
     return [Event.of(event) for event in events if event.name != MEMORY_EVENT_NAME]
 
 
 def _parse_legacy_records(thread_records: Any) -> list[Any]:
-    """In the place of torch's: the events of these records, and those of calls."""
+    """Replaces torch's function of this name: returns the events of the records, including those of calls."""
     return with_calls(parse_records(thread_records))
 
 
 def listen() -> None:
-    """Has torch's profiler show calls. Twice is once."""
+    """Makes torch's profiler show calls from now on. Does nothing the second time."""
     profiler_legacy._parse_legacy_records = _parse_legacy_records
 
 
@@ -250,7 +270,7 @@ _MOST_KEPT: Final = 1 << 10
 
 
 class Settings(NamedTuple):
-    """What a profiler records."""
+    """What a profiler records; the names are those of `torch.autograd.profiler_legacy.profile`."""
 
     use_cuda: bool = False
     record_shapes: bool = False
@@ -260,7 +280,7 @@ class Settings(NamedTuple):
     with_modules: bool = False
 
     def config(self) -> Any:
-        """The same for torch's profiler here."""
+        """Returns the `ProfilerConfig` of torch's with these settings. CUDA is recorded only if this machine has it."""
         kind = ProfilerState.CUDA if self.use_cuda and torch.cuda.is_available() else ProfilerState.CPU
         return ProfilerConfig(kind, *self[1:], torch._C._profiler._ExperimentalConfig())
 
@@ -278,26 +298,29 @@ _thread = _Thread()
 
 
 def _set_profiler_node_id(default_node_id: int) -> None:
-    """Says which worker this process is: the `node_id` of what its profilers record from now on.
+    """Sets the `node_id` of everything that profilers of this process record from now on. `init_rpc` calls this.
 
-    `init_rpc` says it. Raises `RuntimeError` for a negative number, `TypeError` for anything else than a number.
+    Raises `RuntimeError` for a negative number, and `TypeError` for anything but a number.
     """
     _set_default_node_id(default_node_id)
 
 
 def _get_should_profile() -> bool:
-    """Whether a profiler that can show calls is on in this thread: the legacy one."""
+    """Returns whether torch's legacy profiler, the only one that can show calls, is active in this thread."""
     return bool(_profiler_enabled()) and bool(_profiler_type() == _LEGACY)
 
 
 def is_profiled() -> bool:
-    """Whether the calls of this thread are shown in a profiler."""
+    """Returns whether calls of this thread are shown in a profiler. Always False inside `shown_as`."""
     return not _thread.silent and _get_should_profile()
 
 
 @contextmanager
 def _unrecorded() -> Iterator[None]:
-    """What this thread does inside is not shown: how tensors travel is none of the program's operators."""
+    """Context manager: torch's profiler records nothing of this thread inside.
+
+    Sending tensors runs operators of torch that are not the program's.
+    """
     torch.autograd._enable_record_function(False)
     try:
         yield
@@ -307,7 +330,10 @@ def _unrecorded() -> Iterator[None]:
 
 @contextmanager
 def shown_as(name: str) -> Iterator[None]:
-    """What this thread does inside is not shown, but a record of that name is, if a profiler is on."""
+    """Context manager: if a profiler is active, this thread's operators inside are shown as one record called `name`.
+
+    Does nothing if no profiler is active.
+    """
     if not is_profiled():
         yield
         return
@@ -320,25 +346,32 @@ def shown_as(name: str) -> Iterator[None]:
 
 
 class RemoteProfilerManager:
-    """Names calls in the profiler."""
+    """Sets the names of calls in the profiler, as torch's class of this name does."""
 
     @staticmethod
     def set_current_profiling_key(key: str) -> None:
-        """The next profiled call of this thread has that name. Raises `RuntimeError` if one is set already."""
+        """Sets the name of the next profiled call of this thread.
+
+        Raises:
+            RuntimeError: A name was set before and not used yet.
+        """
         if _thread.key is not None:
             raise RuntimeError(f"the next call has a profiling key already, {_thread.key!r}: make that call first")
         _thread.key = key
 
 
 def profiled_name(function: Callable[..., Any]) -> str:
-    """The name of a function in the profiler that is no builtin operator."""
+    """Returns the name that the profiler shows for a function that is not a builtin operator. Raises nothing.
+
+    For a script function it is the qualified name, else `__qualname__` or another readable name.
+    """
     if isinstance(function, torch.jit.ScriptFunction):
         return str(torch._jit_internal._qualified_name(function))
     return getattr(function, "__qualname__", None) or callable_name(function)
 
 
 def key_of(agent: Agent, departure: Departure) -> str:
-    """The name of a call in the profiler."""
+    """Returns the name that the profiler shows for a call, such as `rpc_sync#add(worker0 -> worker1)`."""
     name = _find_builtin(departure.function) or profiled_name(departure.function)
     return _build_rpc_profiling_key(departure.mode, name, agent.info.name, departure.to.name)
 
@@ -347,7 +380,7 @@ def key_of(agent: Agent, departure: Departure) -> str:
 
 
 class _Trip(Trip):
-    """A call that is profiled."""
+    """The profiler's part in one call that this worker makes. The profiler of this thread must be active."""
 
     def __init__(self, agent: Agent, departure: Departure) -> None:
         self._agent = agent
@@ -359,6 +392,7 @@ class _Trip(Trip):
 
     @contextmanager
     def handling(self) -> Iterator[None]:
+        """Context manager: hides the operators of torch that pickling and unpickling run."""
         if not _profiler_enabled():
             yield
             return
@@ -366,16 +400,21 @@ class _Trip(Trip):
             yield
 
     def pack(self, tensors: Tensors) -> tuple[Tensors, Any]:
+        """Returns the tensors unchanged, and the settings of the profiler for the callee."""
         return tensors, (self._number, tuple(self._settings))
 
     def unpack(self, tensors: Tensors, words: Any) -> Tensors:
+        """Ends the call with the report of the callee, and returns the tensors unchanged. The report may be None."""
         self._call.ended(words)
         return tensors
 
     def failed(self, error: BaseException) -> None:
+        """Ends the call without a report. The error itself is not used."""
         self._call.ended(None)
 
     def referenced(self, rref: Any) -> None:
+        """Fetches the report of a remote call, and ends the call when the report arrives or cannot be fetched."""
+
         def told(done: Future[Any]) -> None:
             self._call.ended(None if done.exception() is not None else done.value())
 
@@ -391,7 +430,7 @@ class _Trip(Trip):
 
 
 class _Visit(Visit):
-    """A call whose caller profiles."""
+    """The profiler's part in one call that this worker runs for another. Makes a report for the caller."""
 
     def __init__(self, number: str | None, settings: Settings) -> None:
         self._number = number
@@ -402,6 +441,7 @@ class _Visit(Visit):
 
     @contextmanager
     def around(self) -> Iterator[None]:
+        """Context manager: profiles the function with the caller's settings, unless a profiler is active already."""
         if _profiler_enabled():  # somebody has switched one on in this thread, and left it: what runs is that one's
             yield
             return
@@ -415,6 +455,7 @@ class _Visit(Visit):
                 self._events = parse_records(torch.autograd._disable_profiler_legacy())
 
     def finished(self) -> None:
+        """Makes the report, and keeps it for the caller if it is a remote call."""
         took = (perf_counter() - self._began) * 1e6
         self._report = Report(took, travelling(with_calls(self._events)))
         if self._number is not None:
@@ -423,6 +464,7 @@ class _Visit(Visit):
                 _kept.pop(next(iter(_kept)), None)
 
     def pack(self, tensors: Tensors) -> tuple[Tensors, Any]:
+        """Returns the tensors unchanged, and the report."""
         return tensors, self._report
 
 
@@ -431,7 +473,10 @@ _kept: Final[dict[str, Report]] = {}
 
 
 def _report_of(rref: Any, number: str) -> Future[Report | None]:
-    """Of a remote call, when its function has run; None if it failed."""
+    """Called remotely: returns a future of the report of a remote call, when its function has run.
+
+    The result is None if there is no report with that number. The future fails if the function failed.
+    """
     value: Future[Any] = rref._value_here()
     return value.then(lambda _: _kept.pop(number, None))
 
@@ -440,26 +485,36 @@ mark_async(_report_of, _report_of, lambda name, result: result)
 
 
 class ProfilerRider:
-    """The profiler, as what rides along with calls."""
+    """The interceptor that takes the profiler's settings to the callee and its events back to the caller."""
 
     key = "profiler"
 
     def concerns(self, agent: Agent, to: WorkerInfo) -> bool:
-        """See `Rider`."""
+        """Returns whether the calls of the current thread are shown in a profiler."""
         return _profiler_enabled() and is_profiled()  # not bool(): it is on the path of every call
 
     def board(self, agent: Agent, departure: Departure) -> Trip:
-        """See `Rider`."""
+        """Returns the profiler's part in a call that the current thread makes, which begins now."""
         return _Trip(agent, departure)
 
     def visit(self, agent: Agent, caller: WorkerInfo, words: Any) -> Visit:
-        """See `Rider`."""
+        """Returns the profiler's part in a call that has come from another worker.
+
+        Args:
+            agent: The agent of this worker.
+            caller: The worker that calls.
+            words: The number of the report and the settings, as `pack` returned them. Raises `TypeError` or
+                `ValueError` if they are anything else.
+        """
         number, settings = words
         return _Visit(number, Settings(*settings))
 
 
 def _note_settings(start_trace: Callable[[Any], None]) -> Callable[[Any], None]:
-    """torch does not tell what the profiler of a thread records; so it is noted when it is started."""
+    """Returns a version of `profile._start_trace` that also records the settings of the profiler for this thread.
+
+    torch does not tell the settings of an active profiler.
+    """
 
     def _start_trace(self: Any) -> None:
         start_trace(self)

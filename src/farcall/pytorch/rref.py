@@ -74,7 +74,10 @@ class PyRRef(_OwnRRef[T]):
     # -- the owner
 
     def owner(self) -> WorkerInfo:
-        """Returns the worker on which the value lives."""
+        """Returns the worker on which the value lives.
+
+        Raises `OwnerLost` if it left so long ago that it was forgotten.
+        """
         return as_torch(super().owner())
 
     def confirmed_by_owner(self) -> bool:
@@ -149,7 +152,8 @@ class PyRRef(_OwnRRef[T]):
     def _get_type(self, timeout: float = UNSET_RPC_TIMEOUT, blocking: bool = True) -> Any:
         """Returns the type of the value; with `blocking=False`, a future of it.
 
-        The owner is asked once; the answer is kept. If asking failed, the next call asks again.
+        The owner is asked once; the answer is kept. If asking failed, the next call asks again. Raises what `to_here`
+        raises.
         """
         from farcall.pytorch import api
 
@@ -197,7 +201,7 @@ class PyRRef(_OwnRRef[T]):
         return future
 
     def _set_profiling_future(self, profiling_future: torch.futures.Future) -> None:
-        """Sets the future that `_get_profiling_future` returns."""
+        """Sets the future that `_get_profiling_future` returns, and replaces an earlier one."""
         self._profiling_future = profiling_future
 
     def backward(self, dist_autograd_ctx_id: int = -1, retain_graph: bool = False) -> None:
@@ -277,7 +281,10 @@ class PyRRef(_OwnRRef[T]):
 
     @staticmethod
     def _deserialize(place: tuple[Any, ...]) -> PyRRef[Any]:
-        """Returns the reference that a result of `_serialize` stands for in the message that is being read."""
+        """Returns the reference for a result of `_serialize` in the message that is being read.
+
+        Raises `SerializationError` if no message is being read, or the message has no such reference.
+        """
         return _receive(*place)
 
     def _check_not_deleted(self, what: str) -> None:
@@ -398,7 +405,10 @@ def _unique_id_text(creator: int, number: int) -> str:
 
 
 def _receive(place: int, label: int) -> PyRRef[Any]:
-    """Returns a reference, given its index in the references of the message that is being read, and its label."""
+    """Returns a reference, given its index in the references of the message that is being read, and its label.
+
+    Raises `SerializationError` if no message is being read, or the message has no such reference.
+    """
     rref = cast("PyRRef[Any]", PyRRef.of(take_offered(place)))
     rref._label = label
     return rref
@@ -467,5 +477,8 @@ def _ignore(creation: Future[Any]) -> None:
 
 
 def _value_of(rref: PyRRef[T]) -> T:
-    """Called remotely on the owner: returns the value of a reference."""
+    """Called remotely on the owner: waits for the value of a reference and returns it.
+
+    Raises what its function raised.
+    """
     return rref.local_value()

@@ -25,7 +25,8 @@ from farcall.pytorch.rref import PyRRef, labels
 def _local_invoke(rref: PyRRef[Any], func_name: str, args: Any, kwargs: Any) -> _OwnFuture[Any]:
     """Called remotely on the owner: runs a method of the value, and returns a future of its result.
 
-    The method may be decorated with `async_execution`.
+    The method may be decorated with `async_execution`. Raises `AttributeError` if the value has no such method, and
+    `RuntimeError` if this worker is not the owner.
     """
     return run_here(getattr(rref.local_value(), func_name), args, kwargs)
 
@@ -102,5 +103,5 @@ class RRefProxy:
         return partial(_call_method, self.rref, self.rpc_api, func_name, self.rpc_timeout)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """Calls the value itself on the owner, and returns what `rpc_api` returns."""
+        """Calls the value itself on the owner, and returns what `rpc_api` returns. Raises what `rpc_api` raises."""
         return _call_method(self.rref, self.rpc_api, "__call__", self.rpc_timeout, *args, **kwargs)

@@ -22,7 +22,7 @@ from farcall.runtime.interceptors import ServerCall, ServerInterceptor
 
 
 class _Recording:
-    """One entered profile: what it records, and the records so far."""
+    """One entered profile: the configuration of the profiler, and the records so far."""
 
     def __init__(self, config: Any) -> None:
         self.config = config
@@ -54,7 +54,7 @@ class _ProfileInterceptor(ServerInterceptor):
     """Profiles each function that this worker runs for others."""
 
     def intercept(self, call: ServerCall, proceed: Callable[[ServerCall], Any]) -> Any:
-        """See `ServerInterceptor`."""
+        """Runs the call, and profiles its function if a profile is entered. Returns and raises what the call does."""
         with _profile_function():
             return proceed(call)
 
@@ -117,7 +117,10 @@ class _server_process_global_profile(profiler_legacy.profile):  # type: ignore[m
         return self
 
     def __exit__(self, exc_type: Any, exc_val: Any, exc_tb: Any) -> bool | None:
-        """Ends the profile, and sets `function_events` and `process_global_function_events`."""
+        """Ends the innermost profile, and sets `function_events` and `process_global_function_events`.
+
+        Does nothing if the profile is disabled. Raises `RuntimeError` if no profile is entered.
+        """
         if not self.enabled:
             return None
         self.process_global_function_events = [

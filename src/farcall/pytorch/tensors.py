@@ -75,7 +75,7 @@ _ndarray: Final = None if numpy is None else numpy.ndarray
 
 
 class _ThreadState(threading.local):
-    """What a thread does just now."""
+    """Whether the current thread pickles tensors apart from the pickle; see `sending_apart`."""
 
     is_apart = False
     """True inside `sending_apart`. Faster to check than the table."""
@@ -132,7 +132,10 @@ def reduce_tensor(tensor: torch.Tensor) -> Any:
 
 
 def reduce_parameter(parameter: Parameter) -> Any:
-    """Returns what pickle needs to rebuild a parameter of a module."""
+    """Returns what pickle needs to rebuild a parameter of a module.
+
+    Raises `RuntimeError` if it is not in CPU memory.
+    """
     if _thread.is_apart:
         return _internal_rpc_pickler._tensor_reducer(parameter)
     return rebuild_parameter, (parameter.detach(), parameter.requires_grad)
@@ -314,7 +317,10 @@ def rebuild_with_gaps(dense: torch.Tensor, strides: tuple[int, ...], requires_gr
 
 
 def rebuild_parameter(tensor: torch.Tensor, requires_grad: bool) -> Parameter:
-    """Returns a parameter of a module with the contents of `tensor`."""
+    """Returns a parameter of a module with the contents of `tensor`.
+
+    Raises `RuntimeError` if `requires_grad` is True for integers, which cannot have gradients.
+    """
     return Parameter(tensor, requires_grad)
 
 
@@ -431,7 +437,10 @@ def reduce_storage(storage: torch.UntypedStorage) -> Any:
 
 
 def reduce_typed_storage(storage: torch.TypedStorage) -> Any:
-    """Returns what pickle needs to rebuild a storage with its element type."""
+    """Returns what pickle needs to rebuild a storage with its element type.
+
+    Pickling the inner storage raises `RuntimeError` if it is not in CPU memory.
+    """
     return rebuild_typed_storage, (storage._untyped_storage, storage.dtype)
 
 
@@ -447,7 +456,7 @@ def rebuild_storage(memory: Any) -> torch.UntypedStorage:
 
 
 def rebuild_typed_storage(storage: torch.UntypedStorage, kind: torch.dtype) -> torch.TypedStorage:
-    """Returns a storage that interprets the memory of another one as elements of type `kind`."""
+    """Returns a storage that interprets the memory of `storage` as elements of type `kind`. The size is not checked."""
     return torch.TypedStorage(wrap_storage=storage, dtype=kind, _internal=True)
 
 

@@ -27,7 +27,7 @@ _LONGEST_PAUSE_S: Final = 20e-3
 
 
 class TorchStore(Store):
-    """One worker's end of a store of torch's."""
+    """One worker's end of a `torch.distributed.Store`. Requests raise `RendezvousError` if that store is gone."""
 
     def __init__(self, store: Any, rank: int, world_size: int | None) -> None:
         """Wraps a store.
@@ -44,20 +44,38 @@ class TorchStore(Store):
         self._closed = False
 
     def set(self, key: str, value: bytes) -> None:
+        """Sets a key, replacing any earlier value. Raises `RendezvousError` if the store is gone."""
         self._ask(lambda: self._store.set(key, value))
 
     def set_new(self, key: str, value: bytes) -> bytes:
+        """Sets a key unless it exists, and returns the value that it has now.
+
+        Raises `RendezvousError` if the store is gone.
+        """
         return self._ask(lambda: bytes(self._store.compare_set(key, "", value.decode("latin-1"))))
 
     def get(self, key: str, timeout: float) -> bytes:
+        """Waits up to `timeout` seconds for a key, and returns its value.
+
+        Raises `RendezvousTimeoutError` if the key does not appear in time, and `RendezvousError` if the store is gone
+        or a worker was reported lost during the wait.
+        """
         if not self._wait([key], timeout):
             raise RendezvousTimeoutError(f"after {timeout:g} s the store has no key {key!r}")
         return self._ask(lambda: bytes(self._store.get(key)))
 
     def add(self, key: str, amount: int) -> int:
+        """Adds to a counter, which is 0 if the key does not exist, and returns the sum.
+
+        Raises `RendezvousError` if the store is gone.
+        """
         return self._ask(lambda: int(self._store.add(key, amount)))
 
     def delete(self, key: str, expected: bytes | None = None) -> bool:
+        """Deletes a key, if `expected` is given only if it has that value. Returns whether the key was deleted.
+
+        Raises `RendezvousError` if the store is gone.
+        """
         if self._world_size is None:
             found = self.read(key).get(key)
             if found is None or found != (expected or found):
@@ -71,10 +89,21 @@ class TorchStore(Store):
         return self._ask(lambda: bool(self._store.delete_key(key)))
 
     def read(self, prefix: str) -> Mapping[str, bytes]:
+        """Returns all keys that begin with `prefix`, with their values; empty if there are none.
+
+        Empty values are left out.
+
+        In a fixed group, finds only keys that end with a rank. Raises `RendezvousError` if the store is gone.
+        """
         entries = {key: self.get(key, 0.0) for key in self._present(prefix)}
         return {key: value for key, value in entries.items() if value}
 
     def collect(self, prefix: str, count: int, timeout: float) -> Mapping[str, bytes]:
+        """Waits until at least `count` keys begin with `prefix`, and returns them with their values.
+
+        Raises `RendezvousTimeoutError` after `timeout` seconds, with the keys that are there, and `RendezvousError` if
+        the store is gone or a worker was reported lost.
+        """
         keys = self._keys(prefix)
         # A caller that asks for fewer keys than there are ranks only checks how many there are, and does not wait.
         if count < len(keys):

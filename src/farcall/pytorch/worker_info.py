@@ -15,7 +15,7 @@ _MAX_NAME_CHARS: Final = 128
 
 
 class WorkerInfo(ids.WorkerInfo):
-    """The name and the rank of a worker."""
+    """The name and the rank of a worker, as torch's class of this name."""
 
     __slots__ = ()
 

@@ -69,7 +69,10 @@ class FaultyTensorPipeRpcBackendOptions(TensorPipeRpcBackendOptions):
     Args:
         messages_to_fail: The names of the messages that fail.
         messages_to_delay: The names of messages, and the seconds by which each is delayed.
-        num_fail_sends: How many sends of each such message fail before one succeeds.
+        num_fail_sends: How many sends of each such message fail before one succeeds; 0, the default, for none.
+
+    Raises:
+        UsageError: A name or number is not valid. Raised when an agent is created.
     """
 
     messages_to_fail: list[str] = field(default_factory=list)
@@ -77,9 +80,10 @@ class FaultyTensorPipeRpcBackendOptions(TensorPipeRpcBackendOptions):
     num_fail_sends: int = 0
 
     def for_agent(self) -> RpcBackendOptions:
-        """Returns the same options for farcall's faulty agent; see `TensorPipeRpcBackendOptions`.
+        """Returns the options for farcall's faulty agent.
 
-        Without failures of remote calls, which `FaultyTensorPipeAgent` injects itself.
+        Failures of remote calls are left out, because `FaultyTensorPipeAgent` injects them itself. Raises `UsageError`
+        if a message name or a number is not valid.
         """
         mine = super().for_agent()
         return FaultyRpcBackendOptions(
@@ -105,7 +109,13 @@ class FaultyTensorPipeAgent(TensorPipeAgent, FaultyAgent):
         reverse_device_maps: dict[str, DeviceMap],
         devices: list[torch.device],
     ) -> None:
-        """See `TensorPipeAgent`."""
+        """Joins the group, and injects the failures that `opts` describe. See `TensorPipeAgent` for the arguments.
+
+        Raises:
+            RuntimeError: torch does not accept the name.
+            UsageError: A message name or a number in `opts` is not valid.
+            RendezvousError: The group could not be joined.
+        """
         super().__init__(store, name, rank, world_size, opts, reverse_device_maps, devices)
         failing = {REMOTE_CALL, SCRIPT_REMOTE_CALL}.intersection(opts.messages_to_fail)
         if failing and opts.num_fail_sends:
@@ -113,15 +123,15 @@ class FaultyTensorPipeAgent(TensorPipeAgent, FaultyAgent):
 
 
 class _FailedRemoteCalls(ClientInterceptor):
-    """Gives a reference without a value in place of a remote call that fails."""
+    """Makes remote calls fail: the caller gets a reference that never has a value."""
 
     def __init__(self, agent: FaultyAgent, failing: Set[str]) -> None:
-        """Creates it for the remote calls of those names."""
+        """Creates the interceptor for one agent. `failing` are the names of the remote calls that fail."""
         self._agent = agent
         self._failing = failing
 
     def intercept(self, call: ClientCall, proceed: Callable[[ClientCall], Any]) -> Any:
-        """See `ClientInterceptor`."""
+        """Returns a handle without a value for a remote call that is to fail. Lets all other calls proceed."""
         if call.is_kept:
             callee = b"" if isinstance(call.function, str) else encode_function(call.function) or b""
             name = self._agent.faults.rules.name_of_remote_call(callee)

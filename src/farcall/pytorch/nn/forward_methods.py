@@ -17,7 +17,10 @@ from farcall.pytorch.rref import PyRRef
 
 
 def forward_async(self: Any, *args: Any, **kwargs: Any) -> Any:
-    """Calls the module on its owner, and returns a future of its result."""
+    """Calls the module on its owner, and returns a future of its result. The future fails with the error of the module.
+
+    Raises what `rpc_async` raises if the owner is unknown.
+    """
     rref = self.module_rref
     return api.rpc_async(rref.owner(), _remote_forward, (rref, self.device, self.is_device_map_set, *args), kwargs)
 
@@ -53,5 +56,8 @@ def _remote_forward(
 
 
 def move_tensors(value: Any, device: torch.device) -> Any:
-    """Returns the value with all its tensors, also those in lists, tuples and dicts, on a device."""
+    """Returns the value with all its tensors, also those in lists, tuples and dicts, on a device.
+
+    A value without tensors is returned as it is. Raises what torch raises if the device does not exist.
+    """
     return _pytree.tree_map_only(torch.Tensor, lambda tensor: tensor.to(device), value)

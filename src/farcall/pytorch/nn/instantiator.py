@@ -47,15 +47,18 @@ class Calls:
         self._futures: dict[int, Any] = {}
 
     def begin(self, *args: Any) -> int:
-        """Calls the module, and returns a number for `result`."""
+        """Calls the module on its owner without waiting, and returns a number for `result`.
+
+        Raises what `rpc_async` raises.
+        """
         number = next(self._numbers)
         self._futures[number] = self._remote_module.forward_async(*args)
         return number
 
     def result(self, number: int) -> Any:
-        """Waits for a call, and returns what the module returned. Raises what it raised.
+        """Waits for the call with this number, and returns what the module returned. Raises what the module raised.
 
-        Each number can be used once.
+        Each number can be used once. Raises `KeyError` for a number that was used or never returned.
         """
         return self._futures.pop(number).wait()
 
@@ -84,21 +87,21 @@ def get_arg_return_types_from_interface(module_interface: Any) -> tuple[str, str
 
 
 class _StringLoader(importlib.abc.SourceLoader):
-    """Loads a module from a text."""
+    """An import loader whose source code is a text in memory."""
 
     def __init__(self, data: str) -> None:
         self.data = data
 
     def get_source(self, fullname: str) -> str:
-        """Returns the text."""
+        """Returns the source code, whatever the name."""
         return self.data
 
     def get_data(self, path: Any) -> bytes:
-        """Returns the text as bytes."""
+        """Returns the source code as UTF-8 bytes, whatever the path."""
         return self.data.encode("utf-8")
 
     def get_filename(self, fullname: str) -> str:
-        """Returns a name that no file has."""
+        """Returns `<fullname>.py`, which is not the name of a file, for tracebacks."""
         return f"<{fullname}>.py"
 
     def path_stats(self, path: Any) -> Any:

@@ -235,7 +235,10 @@ class _LocalStep:
         self._context_id = context_id
 
     def wait(self) -> None:
-        """Makes the step. Raises what the step raises."""
+        """Makes the step, and returns None.
+
+        Raises what the step raises, such as `RuntimeError` for an unknown context.
+        """
         self._optimizer.local_value().step(self._context_id)
 
 
