@@ -163,7 +163,7 @@ ENTRY_POINTS: Final = "farcall.backends"
 
 
 class BackendValue(NamedTuple):
-    """The two functions that make up a backend."""
+    """The two functions that make up a backend: one creates its options, the other creates its agents."""
 
     construct_rpc_backend_options_handler: Callable[..., BackendOptions]
     """Returns options of the backend, an instance of a subclass of `BackendOptions`.
@@ -452,7 +452,7 @@ def _type_of_options(backend: BackendType) -> type:
 
 
 class _NoOptions:
-    """A type without instances, so that no options are of it."""
+    """A class without instances. `_type_of_options` returns it for backends whose options are not known."""
 
 
 # Names

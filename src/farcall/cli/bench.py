@@ -21,7 +21,7 @@ examples:
 
 
 def configure(parser: argparse.ArgumentParser) -> None:
-    """Adds the options of `farcall bench` to the parser."""
+    """Adds the options of `farcall bench` to the parser. Call it once for a parser."""
     parser.set_defaults(execute=execute)
     parser.formatter_class = argparse.RawDescriptionHelpFormatter
     parser.description = _DESCRIPTION

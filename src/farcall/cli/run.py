@@ -43,7 +43,7 @@ examples:
 
 
 def configure(parser: argparse.ArgumentParser) -> None:
-    """Adds the options of `farcall run` to the parser."""
+    """Adds the options of `farcall run` to the parser. Call it once for a parser."""
     parser.set_defaults(execute=execute)
     parser.formatter_class = argparse.RawDescriptionHelpFormatter
     parser.usage = "farcall run -n N [options] (SCRIPT | -m MODULE) [ARGUMENT ...]"

@@ -68,7 +68,7 @@ class _Worker:
         self.due = math.inf
 
     def plan(self, what: _NextAction, due: float) -> None:
-        """Sets the next action and the time at which it is due."""
+        """Sets the next action and the time at which it is due, and replaces the earlier plan."""
         self.next = what
         self.due = due
 
@@ -145,7 +145,7 @@ class Supervisor:
         return any(sink.pending for sink in self._sinks()) and time.monotonic() < self._flush_until
 
     def _step(self) -> None:
-        """Waits for events or the next deadline, and handles them."""
+        """Waits for events or the next deadline, and handles them. Returns after one round."""
         self._update_watches()
         for key, _ in self._selector.select(self._seconds_to_next_deadline()):
             key.data()
@@ -209,7 +209,10 @@ class Supervisor:
     # -- signals
 
     def _read_signals(self, fd: int) -> None:
-        """Forwards the signals that have arrived on the pipe."""
+        """Reads the signals that have arrived on the pipe `fd`, and forwards each to the workers.
+
+        Ignores unknown ones.
+        """
         for number in os.read(fd, 1 << 12):
             if number in FORWARDED_SIGNALS:
                 self._forward(signal.Signals(number))
@@ -243,7 +246,10 @@ class Supervisor:
     # -- ends
 
     def _handle_ended_workers(self) -> None:
-        """Finds the workers that have ended, and decides the status of the run if one of them failed."""
+        """Finds the workers that have ended, and decides the status of the run if one of them failed.
+
+        Else does nothing.
+        """
         running = [worker for worker in self._workers if worker.code is None]
         for worker in running:
             worker.code = worker.process.poll()

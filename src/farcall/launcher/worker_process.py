@@ -38,7 +38,7 @@ class WorkerPlan:
 
 
 class WorkerProcess:
-    """A worker that has been started."""
+    """The process of a worker, which has been started, in a process group of its own."""
 
     def __init__(self, plan: WorkerPlan) -> None:
         """Starts the worker. Raises `OSError` if the system cannot create a process."""
@@ -73,7 +73,7 @@ class WorkerProcess:
         return result.si_status if result.si_code == os.CLD_EXITED else -result.si_status
 
     def signal(self, number: int) -> None:
-        """Sends a signal to the worker's first process only."""
+        """Sends a signal to the worker's first process only. The process must not have been reaped."""
         os.kill(self.pid, number)
 
     def signal_group(self, number: int) -> None:
@@ -108,11 +108,17 @@ class Keeper:
         self._popen = subprocess.Popen(command, stdin=subprocess.PIPE, bufsize=0, start_new_session=True)
 
     def watch(self, process: WorkerProcess) -> None:
-        """Adds a worker's group to those that are killed if the launcher dies."""
+        """Adds the process group of a worker to those that are killed if the launcher dies.
+
+        Does nothing if the keeper is gone.
+        """
         self._send(f"+{process.pid}\n")
 
     def forget(self, process: WorkerProcess) -> None:
-        """Removes a worker's group, which has ended."""
+        """Removes the process group of a worker that has ended, so that it is not killed.
+
+        Does nothing if the keeper is gone.
+        """
         self._send(f"-{process.pid}\n")
 
     def _send(self, line: str) -> None:

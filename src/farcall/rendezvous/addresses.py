@@ -25,7 +25,7 @@ _BACKLOG: Final = 1024
 
 
 def host_port(host: str, port: int) -> str:
-    """Returns `host:port` as it is written in a URL, with brackets around an IPv6 address."""
+    """Returns `host:port` as it is written in a URL, with brackets around an IPv6 address. Nothing is checked."""
     return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
 
 

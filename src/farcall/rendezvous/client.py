@@ -347,7 +347,10 @@ class Limit(threading.local):
 
     @contextmanager
     def within(self, seconds: float) -> Iterator[None]:
-        """Lowers the deadline to at most `seconds` from now inside the `with` block; see `Store.within`."""
+        """Context manager: lowers the deadline to at most `seconds` from now inside the block.
+
+        An earlier deadline stays in effect. The old deadline is restored at the end of the block.
+        """
         before = self.deadline
         self.deadline = min(before, time.monotonic() + seconds)
         try:
@@ -421,31 +424,65 @@ class StoreClient(Store):
         return self._ended is not None
 
     def set(self, key: str, value: bytes) -> None:
+        """Sets a key, replacing any earlier value. Raises `RendezvousError` if the store is gone."""
         self._ask(Set(next(self._ids), key, value), Done)
 
     def set_new(self, key: str, value: bytes) -> bytes:
+        """Sets a key unless it exists, and returns the value that it has now.
+
+        Raises `RendezvousError` if the store is gone.
+        """
         return self._ask(SetNew(next(self._ids), key, value), Value).value
 
     def get(self, key: str, timeout: float) -> bytes:
+        """Waits up to `timeout` seconds for a key, and returns its value.
+
+        Raises `RendezvousTimeoutError` if the key does not appear in time, and `RendezvousError` if the store is gone.
+        """
         return self._ask(Get(next(self._ids), key, max(0.0, timeout)), Value, timeout + self._grace).value
 
     def add(self, key: str, amount: int) -> int:
+        """Adds to a counter, which is 0 if the key does not exist, and returns the sum.
+
+        Raises `RendezvousError` if the store is gone, or the key holds no counter.
+        """
         return self._ask(Add(next(self._ids), key, amount), Number).number
 
     def delete(self, key: str, expected: bytes | None = None) -> bool:
+        """Deletes a key, if `expected` is given only if it has that value. Returns whether the key was deleted.
+
+        Raises `RendezvousError` if the store is gone.
+        """
         return self._ask(Delete(next(self._ids), key, expected), Number).number > 0
 
     def read(self, prefix: str) -> Mapping[str, bytes]:
+        """Returns all keys that begin with `prefix`, with their values; empty if there are none.
+
+        Raises `RendezvousError` if the store is gone.
+        """
         return self._ask(Read(next(self._ids), prefix), Entries).entries
 
     def collect(self, prefix: str, count: int, timeout: float) -> Mapping[str, bytes]:
+        """Waits until at least `count` keys begin with `prefix`, and returns all of them with their values.
+
+        Raises `RendezvousTimeoutError` after `timeout` seconds, with the keys that are there, and `RendezvousError` if
+        the store is gone or a worker was lost.
+        """
         request = Collect(next(self._ids), prefix, count, max(0.0, timeout))
         return self._ask(request, Entries, timeout + self._grace).entries
 
     def within(self, seconds: float) -> AbstractContextManager[None]:
+        """Context manager: limits all requests of this thread inside the block to `seconds` in total.
+
+        A request that takes longer raises `RendezvousTimeoutError`. Of nested limits the shortest counts.
+        """
         return self._limit.within(seconds)
 
     def report_lost(self, rank: int, why: str) -> None:
+        """Makes `collect` raise `RendezvousError(why)` from now on, also where it is waiting. Raises nothing.
+
+        If the lost worker hosts the store, every request fails from now on.
+        """
         if rank == self._host:
             self._end(f"{self._where} is lost: {why}")
             return
@@ -456,6 +493,10 @@ class StoreClient(Store):
             one.arrived.set()
 
     def leave_losses_to_group(self) -> None:
+        """Turns off TCP keep-alive, so that the group and not the store decides which workers are lost.
+
+        Raises nothing.
+        """
         # Keep-alive would end the connection 30 seconds after the network fails, and the store would count this worker
         # as lost. The group may not: another worker may still reach it, or heartbeat_patience may be longer.
         stop_keep_alive(self._sock)
@@ -463,6 +504,12 @@ class StoreClient(Store):
             self._hosted.leave_losses_to_group()
 
     def close(self, early: bool = False, timeout: float = CLOSE_TIMEOUT_S) -> None:
+        """Disconnects from the store. In the worker that hosts the store, also ends the store. May be called again.
+
+        Args:
+            early: Whether this worker leaves without waiting for others, so that their waits for it fail at once.
+            timeout: How many seconds the hosting worker waits for the others to disconnect.
+        """
         with self._close_lock:
             self._closing = True
             if self._hosted is not None:
@@ -482,9 +529,13 @@ class StoreClient(Store):
                 self._after_close = lambda: None  # only now: after an interrupt, `close` is called again
 
     def refusals(self) -> str:
+        """Returns a text about the connections that the store has refused; empty if none, or if it is not in this
+        process.
+        """
         return "" if self._hosted is None else self._hosted.refusals()
 
     def abandon(self) -> None:
+        """Called in a forked child: closes the child's copies of descriptors. The parent keeps its connection."""
         # Threads of the parent may have held the locks at the fork. They do not exist here and cannot release them.
         self._lock, self._send_lock, self._close_lock = threading.RLock(), threading.Lock(), threading.Lock()
         self._ended = f"{self._where} belongs to the process that this one was forked from"
@@ -506,7 +557,10 @@ class StoreClient(Store):
             pass  # the store is already gone
 
     def _hang_up(self) -> None:
-        """Ends the connection and waits for the reading thread."""
+        """Closes the connection, and waits for the end of the reading thread.
+
+        Ignores a connection that is broken already.
+        """
         try:
             self._sock.shutdown(socket.SHUT_RDWR)  # wakes the reading thread; `close` alone would not
         except OSError:

@@ -49,7 +49,7 @@ class StoreRefused(Refused, tag="refused", frozen=True):
 
 
 class OtherGroupError(ConnectionRefusedByPeer):
-    """A store answered, but it serves another group."""
+    """A store answered, but it serves another group than the one that this worker looks for."""
 
 
 class OtherSizeError(OtherGroupError):
@@ -61,7 +61,7 @@ class OpenAndFixedError(OtherSizeError):
 
 
 class FinalRefusalError(ConnectionRefusedByPeer):
-    """The right store refused this worker, and would refuse it again."""
+    """The right store refused this worker, and would refuse it again, for example because its rank does not exist."""
 
 
 _refusals: msgspec.msgpack.Decoder[StoreRefused] = msgspec.msgpack.Decoder(StoreRefused)
@@ -134,7 +134,10 @@ def _raise_refusal(body: bytes, other: str) -> None:
 
 
 def pack_message(message: Greeting) -> bytes:
-    """Returns a handshake message, of the worker or of the store, as bytes to send."""
+    """Returns a handshake message, of the worker or of the store, as bytes to send.
+
+    Raises `ProtocolError` if the message is larger than 64 KiB.
+    """
     return pack(Purpose.STORE, message)
 
 

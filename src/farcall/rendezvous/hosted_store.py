@@ -36,7 +36,7 @@ _PROBE_TIMEOUT_S: Final = 0.75
 
 @dataclass(frozen=True)
 class HostedStore:
-    """A store that runs in this process."""
+    """A store that runs in this process, the addresses at which it can be reached, and its location file, if any."""
 
     server: StoreServer
     reached_at: list[Candidate]
@@ -146,7 +146,10 @@ def _start_server(
     values: Mapping[str, bytes] | None,
     credentials: Credentials | None,
 ) -> HostedStore:
-    """Starts the server of a tcp place on a listening socket, and returns it with its addresses."""
+    """Starts the server of a tcp place on a listening socket, and returns it with its addresses.
+
+    Raises `RuntimeError` if the system cannot create a thread.
+    """
     bound = numeric_host(listener.getsockname())
     group = _group_id(place.group, plan)
     server = StoreServer(listener, group, plan.world_size, name, values, credentials)
@@ -191,7 +194,7 @@ def _is_any_alive(candidates: Sequence[Candidate], credentials: Credentials | No
 
 
 def _candidates_at(location: Location, plan: Plan) -> list[Candidate]:
-    """Returns one candidate for each address in a location file."""
+    """Returns one candidate for each address in a location file; an empty list if it has none."""
     group = _group_id(location.run, plan)
     return [Candidate(address, location.port, group) for address in location.addresses]
 

@@ -99,7 +99,7 @@ class Done(_Numbered, tag="done", frozen=True):
 
 
 class Value(_Numbered, tag="value", frozen=True):
-    """The reply with one value."""
+    """The reply with the value of one key."""
 
     value: bytes
 

@@ -100,27 +100,57 @@ class OpenStore(Store):
     # -- the interface of every store
 
     def set(self, key: str, value: bytes) -> None:
+        """Sets a key, replacing any earlier value. Raises `RendezvousError` if the store is gone."""
         self._current().set(key, value)
 
     def set_new(self, key: str, value: bytes) -> bytes:
+        """Sets a key unless it exists, and returns the value that it has now.
+
+        Raises `RendezvousError` if the store is gone.
+        """
         return self._current().set_new(key, value)
 
     def get(self, key: str, timeout: float) -> bytes:
+        """Waits up to `timeout` seconds for a key, and returns its value.
+
+        Raises `RendezvousTimeoutError` if the key does not appear in time, and `RendezvousError` if the store is gone.
+        """
         return self._current().get(key, timeout)
 
     def add(self, key: str, amount: int) -> int:
+        """Adds to a counter, which is 0 if the key does not exist, and returns the sum.
+
+        Raises `RendezvousError` if the store is gone, or the key holds no counter.
+        """
         return self._current().add(key, amount)
 
     def delete(self, key: str, expected: bytes | None = None) -> bool:
+        """Deletes a key, if `expected` is given only if it has that value. Returns whether the key was deleted.
+
+        Raises `RendezvousError` if the store is gone.
+        """
         return self._current().delete(key, expected)
 
     def read(self, prefix: str) -> Mapping[str, bytes]:
+        """Returns all keys that begin with `prefix`, with their values; empty if there are none.
+
+        Raises `RendezvousError` if the store is gone.
+        """
         return self._current().read(prefix)
 
     def collect(self, prefix: str, count: int, timeout: float) -> Mapping[str, bytes]:
+        """Waits until at least `count` keys begin with `prefix`, and returns all of them with their values.
+
+        Raises `RendezvousTimeoutError` after `timeout` seconds, with the keys that are there, and `RendezvousError` if
+        the store is gone.
+        """
         return self._current().collect(prefix, count, timeout)
 
     def within(self, seconds: float) -> AbstractContextManager[None]:
+        """Context manager: limits all requests of this thread inside the block to `seconds` in total.
+
+        A request that takes longer raises `RendezvousTimeoutError`. Of nested limits the shortest counts.
+        """
         return self._limit.within(seconds)
 
     def close(self, early: bool = False, timeout: float = 0.0) -> None:
@@ -136,6 +166,7 @@ class OpenStore(Store):
             self._release_presence()
 
     def abandon(self) -> None:
+        """Called in a forked child: closes the child's copies of descriptors. The parent stays in the group."""
         self._lock = threading.Lock()  # a thread of the parent may have held it at the fork
         self._closed = True
         if self._client is not None:

@@ -51,7 +51,7 @@ _log = logging.getLogger(__name__)
 
 
 class _Connection:
-    """One accepted connection and its buffers."""
+    """One accepted connection: its socket, its handshake, and the bytes that were received or are to be sent."""
 
     def __init__(self, number: int, sock: socket.socket, proof_deadline: float, handshake: ServerHandshake) -> None:
         self.number = number
@@ -191,7 +191,10 @@ class StoreServer:
         return not self._state.members or time.monotonic() >= self._close_by
 
     def _step(self) -> None:
-        """Waits for the next event or deadline, and serves everything that is ready."""
+        """Waits for the next event or deadline, and serves everything that is ready.
+
+        Errors close single connections only.
+        """
         now = time.monotonic()
         if self._close_by is None and not self._accepting and now >= self._accept_from:
             self._selector.register(self._listener, selectors.EVENT_READ)
@@ -297,7 +300,12 @@ class StoreServer:
         connection.may_encrypt = False
 
     def _serve(self, connection: _Connection, events: int) -> None:
-        """Reads from and writes to one connection. An error closes this connection only."""
+        """Reads from and writes to one connection that is ready.
+
+        An error closes this connection only, and is not raised.
+
+        `events` says for what the connection is ready.
+        """
         if connection.number not in self._connections:
             return  # dropped while an earlier event of this round was served
         try:
@@ -348,7 +356,11 @@ class StoreServer:
             self._drop(connection, "said good-bye", level=logging.DEBUG)
 
     def _continue_handshake(self, connection: _Connection) -> bool:
-        """Continues the handshake with the bytes that have arrived. Returns True once the worker is let in."""
+        """Continues the handshake with the bytes that have arrived. Returns True once the worker is let in.
+
+        Returns False if more bytes are needed, and if the other end was refused: it does not know the secret, is no
+        worker, or may not join. Raises nothing for wrong bytes.
+        """
         handshake = connection.handshake
         while not handshake.is_proven:
             is_ours = connection.incoming.startswith(MAGIC)

@@ -52,7 +52,7 @@ _MAX_COUNTER = 2**63 - 1
 
 @dataclass
 class _Member:
-    """A connected worker."""
+    """A worker that is connected to the store, and whether it takes part in the group."""
 
     name: str
     rank: int
@@ -73,7 +73,7 @@ class _Wait:
 
 
 class StoreState:
-    """The state of one store. Not thread-safe: one thread drives it."""
+    """The keys, workers and waiting requests of one store. Not thread-safe: one thread drives it."""
 
     def __init__(
         self, group: str, world_size: int | None, host_name: str, values: Mapping[str, bytes] | None = None
@@ -307,7 +307,7 @@ class StoreState:
         heapq.heappush(self._deadlines, (now + max(0.0, wait.request.timeout), next(self._order), wait))
 
     def _settle(self, wait: _Wait, reply: Reply) -> None:
-        """Removes a wait and sends its reply."""
+        """Removes a wait that is not answered yet, and queues its reply."""
         self._remove(wait)
         self._reply(wait.connection, reply)
 

@@ -50,7 +50,7 @@ class TcpPlace:
 
 @dataclass(frozen=True)
 class FilePlace:
-    """The address of the store is in this file."""
+    """The store is at an address that is written in this file."""
 
     path: str
 

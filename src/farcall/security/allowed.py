@@ -180,7 +180,7 @@ class AllowList:
             raise NotAllowedError(self._refusal(f"uses of `{home}` under the name `{full}`"))
 
     def _refusal(self, what: str) -> str:
-        """Returns the error message for something that is not allowed; `what` is its subject, in the plural."""
+        """Returns the error message for something that is not allowed. `what` names it, as a plural: "lambdas"."""
         return (
             f"{quoted(what)} are not allowed on {self._worker}; add the name to the option allow there, or mark the "
             "function or class with farcall.exposed if it is your own"

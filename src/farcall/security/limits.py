@@ -21,7 +21,7 @@ _MAX_LOG_ENTRIES: Final = 1024
 
 @dataclass(frozen=True)
 class Limits:
-    """What strangers may do at a worker or a store."""
+    """The limits for strangers, which have not proved that they know the secret, at a worker or a store."""
 
     max_strangers: int = _MAX_STRANGERS
     """How many strangers may be connected at once. When one more connects, the oldest is disconnected."""
@@ -40,7 +40,7 @@ class LimitOptions(Protocol):
 
 
 def limits_from_options(options: LimitOptions) -> Limits:
-    """Returns the limits that the options set."""
+    """Returns the limits that the options set. The options have checked their values already."""
     return Limits(options.max_strangers, options.proof_timeout, options.max_greeting_size)
 
 

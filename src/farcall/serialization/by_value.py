@@ -82,7 +82,10 @@ class _Pickler(cloudpickle.Pickler):  # type: ignore[misc]  # cloudpickle has no
     """See `dumps_by_value`."""
 
     def reducer_override(self, obj: Any) -> Any:
-        """Returns how to pickle `obj`, as `__reduce__` does, or `NotImplemented` to leave it to pickle."""
+        """Returns how to pickle `obj`, as `__reduce__` does, or `NotImplemented` to leave it to pickle.
+
+        Raises what a registered reducer raises.
+        """
         in_main = isinstance(obj, (FunctionType, type)) and getattr(obj, "__module__", None) == "__main__"
         if in_main and not is_interactive() and leads_to("__main__", obj.__qualname__, obj):
             return NotImplemented

@@ -797,6 +797,9 @@ def _format(trace: TracebackType | None) -> str:
 
 
 def _lines(levels: list[TracebackType]) -> str:
-    """Returns the file, line and source of each of some levels of a traceback, as text without a final line break."""
+    """Returns the file, line and source of each of some levels of a traceback, as text without a final line break.
+
+    Returns an empty text for no levels.
+    """
     frames = [frame for level in levels for frame in traceback.extract_tb(level, limit=1)]
     return "".join(traceback.format_list(frames)).rstrip("\n")

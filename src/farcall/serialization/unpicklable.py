@@ -95,7 +95,10 @@ def _parts(value: Any) -> Iterator[tuple[str, Any]]:
 
 
 def _parts_of_function(function: FunctionType) -> Iterator[tuple[str, Any]]:
-    """Yields the closure variables, the used globals and the defaults of a function, each with a text for the path."""
+    """Yields the closure variables, the used globals and the defaults of a function, each with a text for the path.
+
+    Yields nothing if the function has none.
+    """
     code = function.__code__
     for name, cell in zip(code.co_freevars, function.__closure__ or (), strict=False):
         yield f" → variable {name!r}", cell.cell_contents
