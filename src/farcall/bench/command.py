@@ -47,7 +47,10 @@ class Outputs:
 
 
 def plan(chosen: Sequence[System], effort: Effort, measurer: Measurer) -> list[Turn]:
-    """Returns all turns in order: in each round, each part of every system. The order of systems rotates by round."""
+    """Returns all turns in order: in each round, each part of every system. The order of systems rotates by round.
+
+    Returns an empty list if no systems were chosen.
+    """
     return [
         (f"round {number + 1}: {part}, {system.label}", lambda part=part, system=system: measurer.turn(part, system))  # type: ignore[misc]
         for number in range(effort.rounds)
@@ -89,7 +92,7 @@ def run(effort: Effort, peers: Sequence[System], outputs: Outputs) -> int:
 
 
 def _show(findings: Findings, effort: Effort, where: dict[str, str], screen: Screen) -> None:
-    """Prints the tables, the machine, reasons for missing values, and warnings."""
+    """Prints the tables, the machine, reasons for missing values, and warnings. Without values, prints no tables."""
     for shown in report.tables(findings, effort).values():
         for table in shown:
             screen.table(table)
@@ -106,9 +109,9 @@ def _show(findings: Findings, effort: Effort, where: dict[str, str], screen: Scr
 
 
 def _write(findings: Findings, effort: Effort, where: dict[str, str], outputs: Outputs, screen: Screen) -> None:
-    """Writes the files that were asked for, and prints their names.
+    """Writes the files that were asked for, and prints their names. Does nothing if none were.
 
-    Without matplotlib, prints why there are no plots.
+    Without matplotlib, prints why there are no plots. Raises `OSError` if a file cannot be written.
     """
     if outputs.json is not None:
         found = findings.as_json(effort, where)

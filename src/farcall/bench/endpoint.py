@@ -77,7 +77,7 @@ def start(role: dict[str, Any]) -> dict[str, Command]:
 def caller_commands(caller: Caller) -> dict[str, Command]:
     """Returns the commands that a caller understands, by name.
 
-    Which those are depends on the protocols it implements.
+    Every caller has `noops`, `pipelined` and `stop`. The others depend on the protocols that it implements.
     """
     commands: dict[str, Command] = {
         "noops": functools.partial(timing.time_each, caller.noop),
@@ -141,7 +141,7 @@ def exchanges(caller: ExchangingCaller, size: int, calls: int, warmup: int, seco
 
 
 class MixedCaller(ReferenceCaller, EchoCaller, Protocol):
-    """A caller that knows all of `MIXED_KINDS`."""
+    """A caller that can make the calls of all `MIXED_KINDS`."""
 
 
 def mixed(caller: MixedCaller, kinds: Iterable[str], calls: int, warmup: int, seed: int) -> dict[str, dict[str, float]]:
@@ -170,13 +170,19 @@ def in_flight(caller: EchoCaller, window: int, calls: int, seconds: float) -> fl
 
 
 def streaming(caller: StreamingCaller, size: int, seconds: float) -> dict[str, float]:
-    """Times no-op calls while another thread sends payloads of `size` bytes all the time; see `timing.time_beside`."""
+    """Times no-op calls while another thread sends payloads of `size` bytes all the time; see `timing.time_beside`.
+
+    Raises what the system raises if a call fails.
+    """
     payload = caller.payload(size)
     return timing.time_beside(caller.noop, functools.partial(caller.send, payload), seconds)
 
 
 def attempt(act: Command, *args: object, **options: object) -> tuple[str, Any]:
-    """Calls `act`, and returns ("done", its result), or ("failed", traceback) if it raised an `Exception`."""
+    """Calls `act`, and returns ("done", its result), or ("failed", traceback) if it raised an `Exception`.
+
+    Other exceptions, such as `KeyboardInterrupt`, are raised.
+    """
     try:
         return "done", act(*args, **options)
     except Exception:
@@ -205,7 +211,10 @@ def run(control: Connection) -> int:
 
 
 def main(descriptor: int) -> None:
-    """Carries out the role that comes over the pipe with this descriptor, then ends the process."""
+    """Carries out the role that comes over the pipe with this descriptor, then ends the process.
+
+    The exit status is that of `run`, or 1 if the benchmark is gone; then also what the system has started is killed.
+    """
     with Connection(descriptor) as pipe:
         try:
             sys.exit(run(pipe))

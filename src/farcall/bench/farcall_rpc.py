@@ -40,12 +40,12 @@ def noop() -> None:
 
 
 def echo(payload: Any) -> Any:
-    """Called remotely: returns what it gets."""
+    """Called remotely: returns the payload that it gets."""
     return payload
 
 
 def take(payload: Any) -> None:
-    """Called remotely: takes the payload and returns None."""
+    """Called remotely: receives the payload and returns None."""
 
 
 _others: Final[dict[int, Any]] = {}
@@ -94,41 +94,63 @@ class _FarcallEnd(ReferenceUses, FutureCalls):
         rpc.init_rpc(name, rank=rank, world_size=address.ends, rpc_backend_options=options)
 
     def noop(self) -> None:
+        """Calls the no-op on the server and waits for its reply. Raises the `RpcError` of a call that fails."""
         self._rpc.rpc_sync(OWNER, noop)
 
     def payload(self, size: int) -> Any:
+        """Returns a numpy array of `size` bytes, which may be 0; plain bytes without numpy."""
         return payloads.array(size)
 
     def echo(self, payload: Any) -> Any:
+        """Sends the payload to the server, and returns what the server sends back: the same bytes.
+
+        Raises the `RpcError` of a call that fails.
+        """
         return self._rpc.rpc_sync(OWNER, echo, args=(payload,))
 
     def exchange(self, payload: Any) -> Any:
+        """Sends the payload to the server, and returns another payload of the same size, which the server keeps.
+
+        Raises the `RpcError` of a call that fails.
+        """
         return self._rpc.rpc_sync(OWNER, exchange, args=(payload,))
 
     def send(self, payload: Any) -> None:
+        """Sends the payload to the server, and returns when the server has received it.
+
+        Raises `RpcError` if that fails.
+        """
         self._rpc.rpc_sync(OWNER, take, args=(payload,))
 
     def start(self) -> Any:
+        """Starts a no-op call to the server, and returns its future."""
         return self._rpc.rpc_async(OWNER, noop)
 
     def finish(self, future: Any) -> None:
+        """Waits for the reply of a call. Raises the error of a call that failed."""
         future.wait()
 
     def pipelined(self, calls: int) -> None:
+        """Starts `calls` no-op calls without waiting in between, then waits for all of them. 0 does nothing."""
         rpc_async = self._rpc.rpc_async
         self._rpc.wait_all([rpc_async(OWNER, noop) for _ in range(calls)])
 
     def call_all(self) -> None:
+        """Calls a no-op on each of the other workers at the same time, and waits for all replies."""
         rpc_async = self._rpc.rpc_async
         self._rpc.wait_all([rpc_async(other, noop) for other in self._others])
 
     def close(self) -> None:
+        """Drops the reference that is held, and leaves the group in bounded time.
+
+        Raises `ShutdownError` if that fails.
+        """
         self.drop()
         self._rpc.shutdown(timeout=self._leave_limit)
 
 
 class Farcall(System):
-    """farcall between processes of one host."""
+    """farcall between processes of one host, as a system to measure."""
 
     package = "farcall"
     refers = True
@@ -154,18 +176,26 @@ class Farcall(System):
             self.environment = {"FARCALL_NATIVE": "0"}
 
     def serve(self, address: Address) -> Server:
+        """Starts the server in this process as worker 0. Raises what `init_rpc` raises if the others do not come."""
         return _FarcallEnd(OWNER, 0, address, self._kind, self._native)
 
     def connect(self, address: Address) -> ReferenceCaller:
+        """Starts the caller in this process as worker 1, and returns it. Raises what `init_rpc` raises."""
         return _FarcallEnd(CALLER, 1, address, self._kind, self._native)
 
     def join(self, address: Address) -> Server:
+        """Starts the third end in this process as worker 2, and returns it. Raises what `init_rpc` raises."""
         return _FarcallEnd(THIRD, 2, address, self._kind, self._native)
 
     def member(self, rank: int, address: Address) -> Workers:
+        """Joins a group of `address.ends` workers as worker `rank`, and returns this worker.
+
+        Raises what `init_rpc` raises.
+        """
         return _FarcallEnd(f"worker{rank}", rank, address, self._kind, self._native, many=True)
 
     def load(self) -> None:
+        """Imports farcall. Raises `ImportError` if it is not installed."""
         import_farcall()
 
 
@@ -197,7 +227,10 @@ class BusyWorker:
             rpc.rpc_sync(other, noop)  # makes the connection now rather than while calls are counted
 
     def call_all(self, seconds: float) -> int:
-        """Calls the other workers in turn for `seconds`, and returns the number of calls."""
+        """Calls the other workers in turn for `seconds`, and returns the number of calls.
+
+        Raises the `RpcError` of a call that fails.
+        """
         rpc_sync = self._rpc.rpc_sync
         calls = 0
         end = time.perf_counter() + seconds
@@ -208,5 +241,8 @@ class BusyWorker:
         return calls
 
     def close(self) -> None:
-        """Leaves the group, within `LEAVE_LIMIT_S` seconds."""
+        """Leaves the group, within `LEAVE_LIMIT_S` seconds.
+
+        Raises `ShutdownError` if other workers are not done by then.
+        """
         self._rpc.shutdown(timeout=LEAVE_LIMIT_S)

@@ -58,7 +58,10 @@ MIN_BANDWIDTH_BYTES: Final = 64 * KIB
 
 
 def points(measure: Measure, effort: Effort) -> Sequence[int]:
-    """Returns the points at which a measure is taken with this effort."""
+    """Returns the points at which a measure is taken with this effort; a single point for a measure without several.
+
+    Returns an empty list if the effort has no points for the measure.
+    """
     if measure in (LATENCY, LATENCY_P99):
         return effort.sizes
     if measure in (BANDWIDTH, EXCHANGED):
@@ -69,7 +72,7 @@ def points(measure: Measure, effort: Effort) -> Sequence[int]:
 
 @dataclass
 class Findings:
-    """The results of all rounds. Filled during a run."""
+    """The results of all rounds of a run, and the reasons why results are missing. Empty at first."""
 
     systems: list[System] = field(default_factory=list)
     """The measured systems in the order of the tables, farcall first."""
@@ -83,16 +86,16 @@ class Findings:
     """For each turn, the percentage of one core that other programs used meanwhile."""
 
     def record(self, measure: Measure, system: System, point: int, value: float) -> None:
-        """Adds the value that one round measured for a system at a point."""
+        """Adds the value that one round measured for a system at a point. Nothing is checked."""
         self.values.setdefault((measure, system.name, point), []).append(value)
 
     def explain(self, measures: Iterable[Measure], system: System, point: int, reason: str) -> None:
-        """Records why a value is missing. If there is a reason already, that one is kept."""
+        """Records why a value is missing, for each of the measures. A reason that was recorded earlier is kept."""
         for measure in measures:
             self.reasons.setdefault((measure, system.name, point), reason)
 
     def leave_out(self, system: System, reason: str) -> None:
-        """Records why a system cannot be measured, and removes it from `systems`."""
+        """Records why a system cannot be measured, and removes it from `systems` if it is there."""
         self.left_out[system.label] = reason
         if system in self.systems:
             self.systems.remove(system)
@@ -124,6 +127,8 @@ class Findings:
 
     def as_json(self, effort: Effort, where: dict[str, str]) -> dict[str, Any]:
         """Returns everything, with the values of each round, as data for `json.dumps`. Times are in seconds.
+
+        Values that are missing have their reason instead.
 
         Args:
             effort: What was measured.

@@ -27,7 +27,7 @@ There are two processes, each with what it sends, what it gets, and copies of bo
 
 
 class MeasuredEnd(Protocol):
-    """The process that is asked for measurements."""
+    """The process that makes the calls, and answers commands with measurements."""
 
     def ask(self, command: str, **options: object) -> Any:
         """Sends a command and returns its answer.
@@ -60,7 +60,7 @@ def open_ends(system: System, part: str) -> Iterator[MeasuredEnd]:
 
 
 class Measurer:
-    """Takes turns, and records their results."""
+    """Measures the parts of systems, and records values or reasons in `Findings`."""
 
     def __init__(
         self,

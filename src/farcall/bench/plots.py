@@ -166,7 +166,7 @@ def _logarithmic(axes: Any, values: Sequence[float], tick: Callable[[float], str
 
 
 def _finish(axes: Any, title: str) -> None:
-    """Sets the title, the grid and the legend."""
+    """Sets the title, the grid and the legend of a picture."""
     axes.set_title(title, loc="left", fontweight="bold")
     axes.grid(True, which="major", color="#DDDDDD", zorder=0)
     axes.spines[["top", "right"]].set_visible(False)
@@ -174,12 +174,12 @@ def _finish(axes: Any, title: str) -> None:
 
 
 def _tick_of_number(value: float) -> str:
-    """Returns the label of a number on an axis."""
+    """Returns the label of a number on an axis, with commas between thousands: `1,000`."""
     return f"{value:,.10g}"
 
 
 def _tick_of_time(seconds: float) -> str:
-    """Returns the label of a time on an axis, with its unit."""
+    """Returns the label of a time on an axis, with its unit: `1 s`, `10 ms`, `100 µs`; below 1 µs in `ns`."""
     for unit, size in (("s", 1.0), ("ms", 1e-3), ("µs", 1e-6)):
         if seconds >= size * 0.999:
             return f"{seconds / size:,.4g} {unit}"

@@ -46,7 +46,7 @@ class EndpointFailed(Exception):
     """A process of the benchmark failed, died or did not answer. `reason` says so in one line."""
 
     def __init__(self, message: str, reason: str | None = None) -> None:
-        """Takes the full message; `reason` is by default its first line."""
+        """Creates the error. `reason` is one line for the report; None takes the first line of the message."""
         super().__init__(message)
         self.reason = reason or message.partition("\n")[0]
 
@@ -124,7 +124,7 @@ class Endpoint:
         return self.receive()
 
     def wait(self, limit: float) -> None:
-        """Waits up to `limit` seconds for the process to end. Returns in either case."""
+        """Waits up to `limit` seconds for the process to end. Returns also if it still runs; raises nothing."""
         try:
             self._process.wait(limit)
         except subprocess.TimeoutExpired:
@@ -201,7 +201,7 @@ class Endpoints:
         self._told = True
 
     def address(self, ends: int) -> Address:
-        """Returns a new address at which `ends` processes can meet."""
+        """Returns a new address at which `ends` processes can meet: a free port and a path that does not exist."""
         self._places += 1
         return Address(free_port(), str(Path(self._directory.name, f"{self._places}.sock")), ends)
 
@@ -316,7 +316,10 @@ def _is_tracker(pid: int) -> bool:
 
 
 def find_marked(mark: str) -> list[int]:
-    """Returns the ids of all processes with the mark, and of all that those have started, except this one; sorted."""
+    """Returns the ids of all processes with the mark, and of all that those have started, except this one; sorted.
+
+    Returns an empty list if there are none.
+    """
     parents = {int(entry): _parent_of(int(entry)) for entry in os.listdir("/proc") if entry.isdigit()}
     found = {pid for pid in parents if pid != os.getpid() and _has_mark(pid, mark)}
     while more := {pid for pid, parent in parents.items() if parent in found} - found:

@@ -31,7 +31,7 @@ def fetch(reference: Any) -> int:
 
 
 class Thing:
-    """The class whose object a proxy stands for."""
+    """A class without data, whose instance the benchmark calls through a proxy."""
 
     def f(self) -> None:
         """Called through the proxy: does nothing."""
@@ -58,20 +58,31 @@ class ReferenceUses:
         self._thing: Any = None
 
     def remote_to_here(self) -> None:
+        """Creates a small value on the server by `remote`, and fetches it by `to_here`. Raises what these raise."""
         self._remote(OWNER, number).to_here()
 
     def proxy_call(self) -> None:
+        """Calls a no-op method of an object on the server through a reference, which is created in the first call."""
         if self._thing is None:
             self._thing = self._remote(OWNER, Thing)
         self._thing.rpc_sync().f()
 
     def pass_back(self) -> None:
+        """Creates a reference on the server and passes it back to the server, which fetches the value.
+
+        Raises `RuntimeError` if the server got a wrong value.
+        """
         check(self._rpc_sync(OWNER, fetch, args=(self._remote(OWNER, number),)))
 
     def share(self, references: int) -> None:
+        """Creates `references` references on the server; the third end fetches the value of each. 0 does nothing.
+
+        Raises `RuntimeError` if the third end got a wrong value.
+        """
         keep_in_flight(references, MAX_SHARED_IN_FLIGHT, self._share_one, lambda future: check(future.wait()))
 
     def _share_one(self) -> Any:
+        """Creates a reference on the server and passes it to the third end. Returns the future of that call."""
         # The caller's own reference is dropped when this function returns, while the call is still in flight.
         return self._rpc_async(THIRD, fetch, args=(self._remote(OWNER, number),))
 

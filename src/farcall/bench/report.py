@@ -38,7 +38,7 @@ _EXPLAINED: Final[dict[Measure, str]] = {
 
 
 def show_point(measure: Measure, point: int) -> str:
-    """Returns how a point is shown in the header of a table, for example `4 KiB` or `16`."""
+    """Returns how a point is shown in the header of a table: `4 KiB` for a payload, a plain number for others."""
     return in_bytes(point) if measure.point == "payload" else str(point)
 
 
@@ -57,7 +57,7 @@ def show_ratio(value: float | None) -> str:
 
 
 def tables(findings: Findings, effort: Effort) -> dict[Measure, list[TextTable]]:
-    """Returns the tables of each measure that has values.
+    """Returns the tables of each measure that has values; an empty dict if none has.
 
     If there are peers, a table of ratios follows, except for bandwidth. Both measures of references share one table,
     under `FETCHED`.
@@ -116,7 +116,10 @@ def _add_references(every: dict[Measure, list[TextTable]], findings: Findings, m
 
 
 def reasons(findings: Findings) -> list[str]:
-    """Returns a line for each reason why values are missing, and for each system that was left out, then the notes."""
+    """Returns a line for each reason why values are missing, and for each system that was left out, then the notes.
+
+    Returns an empty list if nothing is missing.
+    """
     lines = [f"{label} was left out: {reason}" for label, reason in findings.left_out.items()]
     for system in findings.systems:
         seen: dict[str, list[str]] = {}

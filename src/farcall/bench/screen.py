@@ -14,7 +14,7 @@ from farcall.bench.tables import TextTable
 
 
 class Screen:
-    """Where a run shows its progress and its results."""
+    """Prints the progress and the results of a run, with rich if it is installed."""
 
     def __init__(self) -> None:
         """Uses rich if it is installed."""
@@ -27,7 +27,7 @@ class Screen:
         self._out, self._notes = Console(), Console(stderr=True)
 
     def table(self, table: TextTable) -> None:
-        """Prints a table to standard output."""
+        """Prints a table to standard output. A table without rows has only its header."""
         if self._out is None:
             print(table.plain(), end="\n\n")
             return
@@ -43,7 +43,7 @@ class Screen:
         self._out.print(shown)
 
     def line(self, text: str) -> None:
-        """Prints a line of the results to standard output."""
+        """Prints a line of the results to standard output; an empty line for an empty text."""
         if self._out is None:
             print(text)
         else:

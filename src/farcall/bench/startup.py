@@ -22,7 +22,7 @@ from farcall.bench.system import Address, Caller, System, Workers
 
 
 class Starter:
-    """Starts workers, once."""
+    """Starts the workers of a system once, and measures how long that takes."""
 
     def __init__(self, system: System) -> None:
         """Imports the system's package. Raises `ImportError` if it is not installed."""
@@ -64,7 +64,10 @@ class Starter:
         return time.perf_counter() - began
 
     def _start_servers(self, workers: int) -> None:
-        """Starts servers, connects to each and calls a no-op on each."""
+        """Starts `workers` servers, connects to each and calls a no-op on each. 0 does nothing.
+
+        Raises `EndpointFailed` if a server cannot be started, and what the system raises.
+        """
         addresses = [self._endpoints.address(2) for _ in range(workers)]
         servers = [
             self._endpoints.start(
@@ -93,7 +96,7 @@ class Starter:
 
 
 class Joiner:
-    """A process that will join a group."""
+    """A process that joins a group when it is told, and measures how long that takes."""
 
     def __init__(self, system: System) -> None:
         """Imports the system's package. Raises `ImportError` if it is not installed."""

@@ -95,7 +95,7 @@ class Caller(Protocol):
 
 @runtime_checkable
 class ReferenceCaller(Caller, Protocol):
-    """The caller of a system whose `refers` is True."""
+    """The caller of a system that has remote references (`refers` is True)."""
 
     def remote_to_here(self) -> None:
         """Has the server create a small value, gets a reference to it, and fetches the value."""
@@ -124,7 +124,7 @@ class EchoCaller(Caller, Protocol):
     """The caller of a system that `farcall bench` can measure."""
 
     def payload(self, size: int) -> Any:
-        """Returns `size` bytes in the type that users of the system would send."""
+        """Returns `size` bytes, which may be 0, in the type that users of the system would send."""
 
     def echo(self, payload: Any) -> Any:
         """Sends the payload to the server, and returns what the server sends back: the same bytes."""
@@ -138,7 +138,7 @@ class EchoCaller(Caller, Protocol):
 
 @runtime_checkable
 class StreamingCaller(EchoCaller, Protocol):
-    """The caller of a system whose `threads` is True."""
+    """The caller of a system that several threads can call (`threads` is True)."""
 
     def send(self, payload: Any) -> None:
         """Sends the payload to the server, and returns when the server has received it. The reply is empty."""
@@ -163,7 +163,7 @@ class AwaitingCaller(Protocol):
         """Sends the payload to the server and returns what comes back, as a coroutine."""
 
     def run(self, coroutine: Coroutine[Any, Any, T]) -> T:
-        """Runs a coroutine in the caller's event loop, and returns its result."""
+        """Runs a coroutine in the caller's event loop, and returns its result. Raises what the coroutine raises."""
 
 
 class Workers(Protocol):
@@ -195,20 +195,25 @@ def keep_in_flight(count: int, window: int, start: Callable[[], Any], finish: Ca
 
 
 class FutureCalls(ABC):
-    """`in_flight` and `pipelined` for a caller whose system returns a future for each call."""
+    """Implements `in_flight` and `pipelined` for callers whose system returns a future for each call."""
 
     @abstractmethod
     def start(self) -> Any:
-        """Starts a no-op call, and returns its future."""
+        """Starts a no-op call, and returns its future for `finish`.
+
+        Raises what the system raises if it cannot be sent.
+        """
 
     @abstractmethod
     def finish(self, future: Any) -> None:
-        """Waits for the reply of a call."""
+        """Waits for the reply of a call. Raises what the system raises if the call failed."""
 
     def in_flight(self, calls: int, window: int) -> None:
+        """Makes `calls` no-op calls with `window` of them always in flight, and waits for all. 0 calls does nothing."""
         keep_in_flight(calls, window, self.start, self.finish)
 
     def pipelined(self, calls: int) -> None:
+        """Starts `calls` no-op calls without waiting in between, then waits for all of them. 0 does nothing."""
         self.in_flight(calls, calls)
 
 
@@ -282,7 +287,10 @@ class System(ABC):
 
     @abstractmethod
     def connect(self, address: Address) -> Caller:
-        """Starts the caller in this process, connects it to the server, and returns it."""
+        """Starts the caller in this process, connects it to the server, and returns it.
+
+        Raises what the system raises if it cannot connect.
+        """
 
     def join(self, address: Address) -> Server:
         """Starts the third end in this process. Raises `NotImplementedError` for a system whose `refers` is False."""

@@ -60,7 +60,7 @@ def in_time(seconds: float) -> str:
 
 
 def in_bytes(size: int) -> str:
-    """Returns a number of bytes in a suitable unit: `64 B`, `4 KiB`, `1.5 MiB`."""
+    """Returns a number of bytes in a suitable unit: `0 B`, `64 B`, `4 KiB`, `1.5 MiB`."""
     for unit, worth in _BYTES:
         if size >= worth:
             return f"{size / worth:g} {unit}"
