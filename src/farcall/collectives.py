@@ -79,6 +79,8 @@ class Gatherings:
     def enter(self, members: tuple[str, ...], ids: tuple[int, ...]) -> Key:
         """Counts this worker as taking part in the next gathering of these members. Returns the key of that gathering.
 
+        Every call counts, and starts the next one. Raises nothing.
+
         Args:
             members: The names of the members, sorted.
             ids: Their ids, in the same order.

@@ -293,7 +293,7 @@ class Future(Generic[T]):
         return derived
 
     def add_done_callback(self, callback: Callable[[Future[T]], object]) -> None:
-        """Has `callback(self)` called when the future is complete, or at once if it is complete already.
+        """Registers `callback(self)` to be called when the future is complete, or at once if it is already.
 
         Exceptions of the callback are logged. If an event loop runs in the current thread, the callback runs in that
         loop.
@@ -328,10 +328,11 @@ class Future(Generic[T]):
         )
 
     def watch(self, watcher: Watcher, *, waker: bool, attended: bool = False) -> None:
-        """Has `watcher(self)` called when the future is complete, or at once if it is complete already.
+        """Registers `watcher(self)` to be called when the future is complete, or at once if it is already.
 
         Args:
-            watcher: See `Watcher`.
+            watcher: A function of the future. A waker returns callbacks to run next, or None; other watchers what
+                `Followed` describes, or None.
             waker: Whether the watcher only wakes a thread, so that it can run anywhere. False for code of users.
             attended: Whether this thread will wait for the future itself. Otherwise the source is asked to complete it
                 soon.
@@ -654,7 +655,8 @@ def run_callbacks(future: Future[Any], callbacks: Callbacks | None, waiting: boo
 def settle_failed(future: Future[Any], error: BaseException) -> Callbacks | None:
     """Completes a future with an exception, and arranges a warning if nobody looks at it.
 
-    Returns the callbacks as `Future.settle` does.
+    Returns the callbacks for `run_callbacks`; None if there are none. The future must not be complete; this is not
+    checked.
     """
     future.report_unseen(lambda: _unseen(error))
     return future.settle(FAILED, error)

@@ -211,7 +211,7 @@ class RpcBackendOptions(BackendOptions):
         return mine
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Self:
-        """Returns a deep copy with the secret, which `__getstate__` would refuse to copy."""
+        """Returns a deep copy with the secret, which `__getstate__` would refuse to copy. Raises nothing of its own."""
         mine = object.__new__(type(self))
         memo[id(self)] = mine
         mine.__dict__.update(copy.deepcopy(self.__dict__, memo))
@@ -267,7 +267,10 @@ TensorPipeRpcBackendOptions = RpcBackendOptions
 
 
 def _unknown_option_error(cls: type, name: str, known: Sequence[str]) -> BackendError:
-    """Returns the error for an unknown option, with up to three similar names, or all known ones if none is similar."""
+    """Returns the error for the unknown option `name`, with up to three similar names of `known`.
+
+    If none is similar, the message lists all of `known`.
+    """
     import difflib  # late: only for this message
 
     near = difflib.get_close_matches(name, known, n=3)

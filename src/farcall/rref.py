@@ -293,7 +293,10 @@ _QUESTIONS = {VALUE: "to_here", PRESENCE: "_get_future", TYPE: "_get_type"}
 
 
 def _receive(place: int) -> RRef[Any]:
-    """Returns the reference with an index in the message being read. Called by the unpickler."""
+    """Returns the reference with an index in the message being read. Called by the unpickler.
+
+    Raises `SerializationError` if no message is being read, or it has no reference with that index.
+    """
     return RRef.of(take_offered(place))
 
 

@@ -697,6 +697,8 @@ class Expiry:
     def limit(self, future: Future[Any], deadline: float, new_error: Callable[[], Exception]) -> Future[Any]:
         """Returns a future with the outcome of `future`, or with `new_error()` if the deadline passes first.
 
+        A deadline in the past fails the returned future soon. `future` itself is not changed.
+
         Args:
             future: The future of the call.
             deadline: The moment of the deadline, in seconds of `time.monotonic`.

@@ -483,7 +483,7 @@ def _names() -> str:
 
 
 def _entry_points() -> list[EntryPoint]:
-    """Returns the entry points of installed packages that provide backends."""
+    """Returns the entry points of installed packages that provide backends; an empty list if there are none."""
     from importlib.metadata import entry_points  # imported here: it takes longer than `import farcall` itself
 
     return list(entry_points(group=ENTRY_POINTS))

@@ -60,7 +60,7 @@ def exchange(payload: Any) -> Any:
 
 
 class _FarcallEnd(ReferenceUses, FutureCalls):
-    """One worker of a group: the server, the caller, the third end or a member."""
+    """One worker of a group of farcall that is measured: the server, the caller, the third end or a member."""
 
     def __init__(
         self, name: str, rank: int, address: Address, transport: str | None, native: bool = True, many: bool = False
@@ -207,7 +207,7 @@ class BusyWorker:
     """One of `BUSY_WORKERS` workers that call each other all the time."""
 
     def __init__(self, rank: int, port: int, spins: bool) -> None:
-        """Joins the group, and connects to all others.
+        """Joins the group, and connects to all others. Raises what `init_rpc` raises if they do not come.
 
         Args:
             rank: The rank of this worker.

@@ -69,7 +69,7 @@ class Measurer:
         opener: Opener = open_ends,
         memory: Callable[[], int] = available_memory,
     ) -> None:
-        """Prepares for `turn`.
+        """Stores the arguments; nothing is started until `turn`.
 
         Args:
             effort: How much to measure.

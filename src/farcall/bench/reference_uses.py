@@ -44,7 +44,7 @@ def check(fetched: object) -> None:
 
 
 class ReferenceUses:
-    """The reference methods of a caller; see `ReferenceCaller`."""
+    """Implements the methods of `ReferenceCaller` for a module with torch's functions."""
 
     def __init__(self, rpc: Any) -> None:
         """Takes the functions to use from a module.

@@ -121,7 +121,7 @@ class ReferenceCaller(Caller, Protocol):
 
 @runtime_checkable
 class EchoCaller(Caller, Protocol):
-    """The caller of a system that `farcall bench` can measure."""
+    """The caller of a system that can send payloads to the server and back, which `farcall bench` needs."""
 
     def payload(self, size: int) -> Any:
         """Returns `size` bytes, which may be 0, in the type that users of the system would send."""

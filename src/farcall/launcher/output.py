@@ -130,7 +130,7 @@ class WorkerStream:
     """Standard output or standard error of one worker, on its way to a sink."""
 
     def __init__(self, file: IO[bytes], prefix: bytes, sink: Sink) -> None:
-        """Makes the file non-blocking.
+        """Prepares to copy a worker's output, and makes the file non-blocking. Raises `OSError` if the file is closed.
 
         Args:
             file: The read end of the worker's pipe.

@@ -203,7 +203,7 @@ class Supervisor:
         worker.streams.remove(stream)
 
     def _report(self, text: str) -> None:
-        """Writes a line of the launcher's own, after `farcall run: `, to standard error."""
+        """Writes a line of the launcher's own, after `farcall run: `, to standard error. Never waits."""
         self._err.put(f"farcall run: {text}\n".encode(errors="surrogateescape"))
 
     # -- signals
@@ -269,7 +269,11 @@ class Supervisor:
         self._reported |= self._reports.read()
 
     def _record_failure(self, worker: _Worker, status: int, reason: str) -> None:
-        """Ends the run because of a failed worker, unless that worker reported that another one is the cause."""
+        """Ends the run with `status` because of a failed worker, and logs `reason`.
+
+        If that worker reported that another one is the cause, the failure is only remembered, and counts if no other
+        comes.
+        """
         if worker.process.pid not in self._reported:
             self._fail(status, reason)
         elif self._first_consequence is None:

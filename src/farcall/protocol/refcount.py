@@ -743,7 +743,10 @@ class ReferenceCounts:
         del self.parents[child]
 
     def _release_if_unused(self, reference: RRefId, owned: OwnedEntry) -> list[Effect]:
-        """Removes an entry without handles and forks. Returns `ReleaseValue` if there is something to release."""
+        """Removes an entry without handles and forks, and returns `ReleaseValue` if there is something to release.
+
+        Returns an empty list, and keeps the entry, if it is still used.
+        """
         if owned.handles or owned.forks:
             return []
         del self.owned[reference]

@@ -57,7 +57,9 @@ def main() -> None:
 
 
 def _run_as_main(module: str, alter_argv: bool = True) -> None:
-    """Runs a module as `__main__`, like `python -m`.
+    """Runs a module as `__main__`, like `python -m`. Raises what the module raises.
+
+    Raises `SystemExit` with a message if there is no such module.
 
     Args:
         module: The name of the module; `__main__` for the directory or zip file at the head of `sys.path`.

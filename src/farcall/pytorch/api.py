@@ -420,11 +420,11 @@ def _enable_rpc_profiler(
 
 
 def method_factory(method_name: str, docstring: str | None) -> Callable[..., Any]:
-    """Returns a method for `RRef` that calls a method of `PyRRef`.
+    """Returns a method for `RRef` that calls a method of `PyRRef`. The method raises what the other raises.
 
     Args:
-        method_name: The name of the method of `PyRRef`.
-        docstring: The docstring of the new method.
+        method_name: The name of the method of `PyRRef`. Raises `AttributeError` when called if there is none.
+        docstring: The docstring of the new method; None for none.
     """
 
     def method(self: RRef[Any], *args: Any, **kwargs: Any) -> Any:

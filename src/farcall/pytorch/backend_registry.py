@@ -123,8 +123,8 @@ def construct_rpc_backend_options(
     """Returns options for a backend.
 
     Args:
-        backend: A member of `BackendType`.
-        rpc_timeout: The default timeout of calls in seconds.
+        backend: A member of `BackendType`. Anything else raises `AttributeError`.
+        rpc_timeout: The default timeout of calls in seconds; 0 for no timeout.
         init_method: The rendezvous URL.
         **kwargs: Further options of the backend. Its handler raises if it does not know one.
     """

@@ -76,9 +76,10 @@ class RpcFuture(torch.futures.Future):  # type: ignore[misc]  # torch may not be
 
 
 def copy_outcome(future: torch.futures.Future, call: Future[Any]) -> None:
-    """Completes a torch future with the result or the error of a call that is done.
+    """Completes a torch future with the result or the error of a call that is complete.
 
     An error that is not an `Exception`, such as `KeyboardInterrupt`, becomes a `RuntimeError`, as torch requires.
+    Raises torch's `RuntimeError` if the torch future is complete already.
     """
     error = call.exception()
     if error is None:

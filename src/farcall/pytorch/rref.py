@@ -246,7 +246,7 @@ class PyRRef(_OwnRRef[T]):
     def remote(self, timeout: float = UNSET_RPC_TIMEOUT) -> Any:
         """Returns a proxy: `rref.remote().method(args)` runs the method on the owner, and returns a reference at once.
 
-        The result of the method stays on the owner.
+        The result of the method stays on the owner. A method that does not exist raises when the reference is used.
 
         Args:
             timeout: Seconds after which fetching a result fails if the method has not returned. By default there is
@@ -463,7 +463,7 @@ class _Labels:
         self._lock = threading.Lock()
 
     def next(self, count: int) -> int:
-        """Reserves `count` numbers, and returns the first of them."""
+        """Reserves `count` numbers, and returns the first of them. Safe for several threads."""
         with self._lock:
             first, self._next = self._next, self._next + count
         return first

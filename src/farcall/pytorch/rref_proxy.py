@@ -38,12 +38,12 @@ _local_invoke_async_execution = _local_invoke  # torch has a function of its own
 def _invoke_rpc(
     rref: PyRRef[Any], rpc_api: Callable[..., Any], func_name: str, timeout: float, *args: Any, **kwargs: Any
 ) -> Any:
-    """Calls a method of the value of a reference on its owner.
+    """Calls a method of the value of a reference on its owner. Returns and raises what `rpc_api` does.
 
     Args:
         rref: The reference.
         rpc_api: `rpc_sync`, `rpc_async` or `remote` of `api`, which decides what is returned.
-        func_name: The name of the method.
+        func_name: The name of the method. One that does not exist raises `AttributeError` on the owner.
         timeout: The timeout in seconds; see `rpc_api`.
         *args: The positional arguments of the method.
         **kwargs: Its keyword arguments.

@@ -104,7 +104,10 @@ def sending_apart() -> Iterator[SendTable]:
 
 @contextmanager
 def receiving_apart(tensors: Sequence[torch.Tensor]) -> Iterator[None]:
-    """Context manager: whatever is unpickled inside takes its tensors from this list, by index."""
+    """Context manager: whatever is unpickled inside takes its tensors from this list, by index.
+
+    An index that the list does not have makes unpickling fail. The list may be empty.
+    """
     mine = _tables.__dict__
     before = mine.get("recv_tables")
     mine["recv_tables"] = tensors
@@ -157,7 +160,10 @@ def _bytes_of(size: int) -> Any:
 
 
 def _tensor_memory(tensor: torch.Tensor) -> Any:
-    """Returns the memory of a tensor without gaps: a copy as `bytes` if it is small, otherwise a buffer over it."""
+    """Returns the memory of a contiguous CPU tensor: a copy as `bytes` if it is small, else a buffer over it.
+
+    Returns empty `bytes` for an empty tensor. Other tensors are not checked for.
+    """
     size = tensor.nbytes
     if size < OUT_OF_BAND_MIN_BYTES:
         return (_bytes_at.get(size) or _bytes_of(size))(tensor.data_ptr()).raw if size else b""

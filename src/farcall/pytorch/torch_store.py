@@ -148,11 +148,14 @@ class TorchStore(Store):
     # -- waiting
 
     def _keys(self, prefix: str) -> list[str]:
-        """Returns the keys of all ranks with this prefix; none in an open group."""
+        """Returns the keys of all ranks with this prefix, whether they exist or not; an empty list in an open group."""
         return [f"{prefix}{rank}" for rank in range(self._world_size or 0)]
 
     def _present(self, prefix: str) -> list[str]:
-        """Returns the keys with this prefix that exist now; in an open group also those that were deleted."""
+        """Returns the keys with this prefix that exist now; an empty list if there are none.
+
+        In an open group, deleted keys are included. Raises `RendezvousError` if the store is gone.
+        """
         if self._world_size is None:
             return [key for key in self._ask(self._store.list_keys) if key.startswith(prefix)]
         return [key for key in self._keys(prefix) if self._ask(lambda key=key: self._store.check([key]))]  # type: ignore[misc]

@@ -216,7 +216,10 @@ class StoreServer:
                 self._drop(connection, why, level, "silent")
 
     def _next_wakeup(self, now: float) -> float:
-        """Returns the time at which `_step` has to wake up even if no socket is ready."""
+        """Returns the time at which `_step` has to wake up even if no socket is ready.
+
+        That is the earliest deadline, and at most `_LONGEST_SLEEP_S` after `now`.
+        """
         times = [now + _LONGEST_SLEEP_S]
         times += [
             connection.proof_deadline

@@ -225,7 +225,7 @@ class StoreState:
             )
 
     def expire(self, now: float) -> None:
-        """Answers every wait whose deadline is at or before `now` with `TimedOut`."""
+        """Answers every wait whose deadline is at or before `now` with `TimedOut`. Does nothing if there are none."""
         while self._deadlines and self._deadlines[0][0] <= now:
             wait = heapq.heappop(self._deadlines)[2]
             if wait.settled:
@@ -248,7 +248,7 @@ class StoreState:
                 self._settle(wait, Failed(wait.request.id, reason))
 
     def _put(self, key: str, value: bytes) -> None:
-        """Sets a value. If the key is new, answers the waits that it completes."""
+        """Sets a value, and replaces an earlier one. If the key is new, answers the waits that it completes."""
         appeared = key not in self._values
         self._values[key] = value
         if not appeared:

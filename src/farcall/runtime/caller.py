@@ -295,7 +295,10 @@ class Caller:
     def remote(
         self, to: To, function: Callable[..., Any], args: Sequence[Any] | None, kwargs: Mapping[str, Any] | None
     ) -> Handle:
-        """Has a worker run the function and keep the result. Returns a handle at once. Raises what `call` raises."""
+        """Makes a worker run a function and keep the result. Returns a handle of the result at once.
+
+        Raises the same errors as `call`: `UsageError` for wrong arguments, `SerializationError`, `WorkerLost`.
+        """
         try:
             peer = self._peers.by_key.get(to)
         except TypeError:  # not even hashable

@@ -738,7 +738,10 @@ class ClientConnection:
             self.lose(reason, advice="")
 
     def close(self, reason: str, kind: type[RpcError] = RpcError) -> None:
-        """Ends the connection. All pending calls fail with an error of type `kind` and this reason."""
+        """Ends the connection. All pending calls fail with an error of type `kind` and this reason.
+
+        May be called twice.
+        """
         self._end(kind(reason), "")
 
     def _end(self, error: RpcError, advice: str) -> None:

@@ -274,7 +274,10 @@ class Cluster:
         return self._peers.closed is not None
 
     def _refused_as_dead(self) -> None:
-        """Called when another worker has refused a connection because the group has expelled this worker."""
+        """Called when another worker says that the group has expelled this worker: ends the work of this worker.
+
+        Does nothing the second time.
+        """
         if not self._membership.is_out:
             self._membership.is_out = True
             self._owner.expelled()

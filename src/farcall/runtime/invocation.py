@@ -153,12 +153,12 @@ class Invocation:
         value: Value | None = None,
         keeps: object = None,
     ) -> None:
-        """Adds the parts that only some requests have.
+        """Adds the parts that only some requests have. Must be called before `run`, if at all.
 
         Args:
-            handles: The handles of the references in the arguments.
-            annotations: The annotations of the request.
-            value: For a remote call, the value that receives the result.
+            handles: The handles of the references in the arguments; may be empty.
+            annotations: The annotations of the request; None for none.
+            value: For a remote call, the value that receives the result; else None.
             keeps: An object to keep alive until the function has run.
         """
         self._handles = handles

@@ -352,7 +352,7 @@ class ServerConnection:
     # The end
 
     def refuse(self, error: BaseException) -> None:
-        """Closes the connection because a frame is wrong, and logs the error."""
+        """Closes the connection because a frame is wrong, and logs the error. Raises nothing."""
         why = quoted(str(error) or type(error).__name__)
         logger.warning("worker %r: connection from %s closed: %s", self._me(), self, why)
         self.close()

@@ -135,7 +135,8 @@ def _name_function(function: Any) -> bytes | None:
 def _find_function(blob: bytes, worker: str) -> Any:
     """Returns the function with an encoded name that is not cached, and caches the name.
 
-    Parameters and errors are those of `resolve_function`.
+    Imports the module of the function if necessary. Raises `SerializationError` if the name is not valid, the module
+    cannot be imported, or it has no such function. `worker` is the name of this worker, for the message.
     """
     worker = f"worker {worker!r}" if worker else "this worker"
     try:

@@ -441,7 +441,10 @@ class _Encoder:
         return "group", class_payload, tuple(self._state(error, [])), _text(_MESSAGE.__get__(error)), indexes
 
     def _state(self, error: BaseException, args: list[Value]) -> _State:
-        """Returns the state of an exception, with its attributes in the form of a `Value`, and the given args."""
+        """Returns the state of an exception: `args` as given, and its other attributes in the form of a `Value`.
+
+        An attribute that cannot be pickled is replaced by its repr.
+        """
         slots = {name: self._value(value) for name, value in _slots(error)}
         attributes = {
             name: self._value(value)
@@ -706,7 +709,7 @@ def _own_notes(error: BaseException) -> list[str]:
 
 
 def _text_node(error: BaseException) -> _Node:
-    """Returns a node with only the type and the text of an exception."""
+    """Returns a node with only the type and the text of an exception. Never raises."""
     return _Node(class_name(type(error)), _text(error), [], None, None, None, False)
 
 

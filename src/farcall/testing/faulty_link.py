@@ -652,7 +652,7 @@ def _sections(frame: bytes, at: int, flags: int) -> tuple[bytes, bytes, bytes]:
 
 
 def _pack_control(acknowledged: int, messages: Sequence[tuple[int, Message]]) -> bytes:
-    """Returns the frame with an acknowledgement and messages about references."""
+    """Returns the CONTROL frame with an acknowledgement (0 for none) and messages about references, perhaps none."""
     return frames.pack_message(frames.CONTROL, pack_control(acknowledged, messages))
 
 

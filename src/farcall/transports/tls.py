@@ -281,7 +281,10 @@ class TlsSocket(OwnSocket):
         return super().recv(min(size, _CHUNK))
 
     def _below_looking(self, size: int) -> bytes:
-        """Returns the bytes that have arrived. Leaves the last one in the kernel, until `_drop_held`."""
+        """Returns the bytes that have arrived, empty at the end.
+
+        Leaves the last one in the kernel, until `_drop_held`.
+        """
         data = super().recv(size, socket.MSG_PEEK)
         if data:
             self._held = True

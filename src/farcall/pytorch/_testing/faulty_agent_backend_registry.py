@@ -21,7 +21,17 @@ def _faulty_tensorpipe_construct_rpc_backend_options_handler(
     num_fail_sends: int = 0,
     **kwargs: Any,
 ) -> FaultyTensorPipeRpcBackendOptions:
-    """Returns the options of the faulty backend; further arguments are those of `TensorPipeRpcBackendOptions`."""
+    """Returns the options of the faulty backend. Called by `construct_rpc_backend_options`.
+
+    Args:
+        rpc_timeout: The default timeout of calls in seconds; 0 for no timeout.
+        init_method: The rendezvous URL.
+        num_worker_threads: The number of threads that run requests.
+        messages_to_fail: The names of messages that fail; none by default.
+        messages_to_delay: The names of messages, and the seconds by which each is delayed; none by default.
+        num_fail_sends: How many sends of each such message fail.
+        **kwargs: Further options of `TensorPipeRpcBackendOptions`, which raises if it does not know one.
+    """
     return FaultyTensorPipeRpcBackendOptions(
         rpc_timeout=rpc_timeout,
         init_method=init_method,

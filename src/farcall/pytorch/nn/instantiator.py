@@ -120,9 +120,11 @@ def _do_instantiate_remote_module_template(
 ) -> ModuleType:
     """Returns the generated module of this name, and generates it the first time.
 
+    Raises what the generated code raises.
+
     Args:
         generated_module_name: The name.
-        str_dict: What the fields of the template are filled with.
+        str_dict: What the fields of the template are filled with. Raises `KeyError` if one is missing.
         enable_moving_cpu_tensors_to_cuda: Which template is used; both are the same.
     """
     with _generating:

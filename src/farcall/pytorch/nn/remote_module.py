@@ -197,17 +197,20 @@ class _RemoteModule(nn.Module):  # type: ignore[misc]  # torch may not be there 
         return remote_module
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """Calls `forward`, with the hooks of `torch.nn.Module`.
+        """Calls `forward` with these arguments and the hooks of `torch.nn.Module`. Raises what `forward` raises.
 
         A remote module that was received in a call has no hooks.
         """
         return super().__call__(*args, **kwargs) if "_forward_hooks" in self.__dict__ else self.forward(*args, **kwargs)
 
     def remote_parameters(self, recurse: bool = True) -> list[RRef[Any]]:
-        """Returns references to the parameters of the module, for a `DistributedOptimizer`.
+        """Returns references to the parameters of the module, for a `DistributedOptimizer`; empty if it has none.
 
         Args:
-            recurse: Includes the parameters of submodules.
+            recurse: Whether to include the parameters of submodules.
+
+        Raises:
+            Exception: What `rpc_sync` raises if the owner cannot be asked, and what the module's constructor raised.
         """
         parameters: list[RRef[Any]] = api.rpc_sync(self.on, _param_rrefs, (self.module_rref, recurse))
         return parameters

@@ -60,7 +60,12 @@ A length beyond the end of the pickle is noticed when the next opcode is read.""
 
 
 def _declare(kind: int, opcodes: dict[bytes, int]) -> None:
-    """Enters opcodes into `_KINDS` and `_SIZES`: all with the same kind, each with the size that it is mapped to."""
+    """Enters opcodes into the tables `_KINDS` and `_SIZES`. An empty dict changes nothing.
+
+    Args:
+        kind: The kind of all these opcodes.
+        opcodes: The opcodes, each with the size of its argument in bytes.
+    """
     for opcode, size in opcodes.items():
         _KINDS[opcode[0]], _SIZES[opcode[0]] = kind, size
 

@@ -100,12 +100,18 @@ def _is_fraction_args(args: Sequence[Any]) -> bool:
 
 
 def _numbers_of_date(state: bytes) -> tuple[int, int, int]:
-    """Returns the year, month and day in the first four bytes of a pickled date."""
+    """Returns the year, month and day in the first four bytes of a pickled date.
+
+    Raises `IndexError` for fewer bytes.
+    """
     return state[0] << 8 | state[1], state[2] & 0x7F, state[3]  # the highest bit of the month may be the fold
 
 
 def _numbers_of_time(state: bytes) -> tuple[int, int, int, int]:
-    """Returns the hour, minute, second and microsecond in the six bytes of a pickled time."""
+    """Returns the hour, minute, second and microsecond in the six bytes of a pickled time.
+
+    Raises `IndexError` for fewer bytes.
+    """
     return state[0] & 0x7F, state[1], state[2], int.from_bytes(state[3:6], "big")
 
 

@@ -250,19 +250,28 @@ class _CheckingUnpickler(pickle._Unpickler):
     # Calls
 
     def load_reduce(self) -> None:
-        """REDUCE: calls the object below the arguments on the stack, and pushes the result."""
+        """REDUCE: calls the object below the arguments on the stack, and pushes the result.
+
+        Raises `NotAllowedError` if the pickle may not call it with these arguments.
+        """
         args = self.stack.pop()
         called = self.stack.pop()
         self._check_call(called, args, {})
         self._push_result(called, called, args, {})
 
     def load_newobj(self) -> None:
-        """NEWOBJ: creates an instance with `__new__`, without `__init__`, and pushes it."""
+        """NEWOBJ: creates an instance with `__new__`, without `__init__`, and pushes it.
+
+        Raises `NotAllowedError` if the pickle may not create it with these arguments.
+        """
         args = self.stack.pop()
         self._new(self.stack.pop(), args, {})
 
     def load_newobj_ex(self) -> None:
-        """NEWOBJ_EX: the same as NEWOBJ, with keyword arguments."""
+        """NEWOBJ_EX: does the same as NEWOBJ, with keyword arguments.
+
+        Raises `NotAllowedError` if the pickle may not create the instance with these arguments.
+        """
         kwargs, args = self.stack.pop(), self.stack.pop()
         self._new(self.stack.pop(), args, kwargs)
 
@@ -372,15 +381,24 @@ class _CheckingUnpickler(pickle._Unpickler):
             raise NotAllowedError(f"a pickle tries to set a state of a {type(target).__name__} that is not allowed")
 
     def load_append(self) -> None:
-        """APPEND: adds one item to a list or similar object."""
+        """APPEND: adds one item to a list or similar object.
+
+        Raises `NotAllowedError` if the pickle must not change it.
+        """
         self._extend([self.stack.pop()])
 
     def load_appends(self) -> None:
-        """APPENDS: adds all items above the mark to a list or similar object."""
+        """APPENDS: adds all items above the mark to a list or similar object; none if there are none.
+
+        Raises `NotAllowedError` if the pickle must not change that object.
+        """
         self._extend(self.pop_mark())
 
     def load_additems(self) -> None:
-        """ADDITEMS: adds all items above the mark to a set or similar object."""
+        """ADDITEMS: adds all items above the mark to a set or similar object; none if there are none.
+
+        Raises `NotAllowedError` if the pickle must not change that object.
+        """
         items = self.pop_mark()
         target = self.stack[-1]
         self._check_change(target)
@@ -392,13 +410,19 @@ class _CheckingUnpickler(pickle._Unpickler):
                 add(target, item)
 
     def load_setitem(self) -> None:
-        """SETITEM: sets one item of a dict or similar object."""
+        """SETITEM: sets one item of a dict or similar object.
+
+        Raises `NotAllowedError` if the pickle must not change it.
+        """
         value, key = self.stack.pop(), self.stack.pop()
         self._check_change(self.stack[-1])
         self.stack[-1][key] = value
 
     def load_setitems(self) -> None:
-        """SETITEMS: sets all items above the mark in a dict or similar object."""
+        """SETITEMS: sets all items above the mark in a dict or similar object; none if there are none.
+
+        Raises `NotAllowedError` if the pickle must not change that object.
+        """
         items = self.pop_mark()
         target = self.stack[-1]
         self._check_change(target)
