@@ -156,7 +156,10 @@ def _draw_references(findings: Findings) -> Any:
 
 
 def _logarithmic(axes: Any, values: Sequence[float], tick: Callable[[float], str]) -> None:
-    """Makes the y axis logarithmic, from a power of ten below the values to one above, so that it has two labels."""
+    """Makes the y axis logarithmic, from a power of ten below the values to one above, so that it has two labels.
+
+    `values` must not be empty. `tick` returns the label of a value.
+    """
     from matplotlib.ticker import FuncFormatter, NullFormatter
 
     axes.set_yscale("log")

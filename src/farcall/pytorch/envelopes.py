@@ -73,7 +73,7 @@ class Trip:
         return future
 
     def referenced(self, rref: Any) -> None:
-        """Called when a remote call was sent, with the reference to its result.
+        """Called when a remote call was sent, with the reference to its result. The default does nothing.
 
         A remote call has no reply of its own.
         """

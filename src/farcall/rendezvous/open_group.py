@@ -289,7 +289,10 @@ def _claim_name(store: Store, name: str, number: int, deadline: float, is_dead: 
 
 
 def _read_members(store: Store) -> dict[int, bytes]:
-    """Returns the payloads of all members by number, and deletes names whose worker has no entry any more."""
+    """Returns the payloads of all members by number, and deletes names whose worker has no entry any more.
+
+    Returns an empty dict if there are no members. Raises `RendezvousError` if the store is gone.
+    """
     entries = store.read("open/")
     there: dict[int, bytes] = {}
     for key, holder in entries.items():

@@ -117,7 +117,10 @@ class StoreServer:
         self._thread.start()
 
     def leave_losses_to_group(self) -> None:
-        """Turns TCP keep-alive off on all connections; see `Store.leave_losses_to_group`."""
+        """Turns TCP keep-alive off on all connections: the group, not the store, decides which workers are lost.
+
+        Raises nothing. Closed connections are skipped.
+        """
         for connection in list(self._connections.values()):
             stop_keep_alive(connection.sock)
 

@@ -99,9 +99,22 @@ class Caller:
         timeout: float,
         unattended: bool = False,
     ) -> Future[Any]:
-        """Sends a call. Returns its future. See `api.rpc_async` for the errors it raises.
+        """Sends a call to a worker without waiting for the reply. Returns the future of its result.
 
-        `unattended` says that the calling thread will not wait for the reply at once, so that the executor reads it.
+        Args:
+            to: The worker: its name, rank or `WorkerInfo`.
+            function: The function to run there.
+            args: Its positional arguments, a tuple or list; None for none.
+            kwargs: Its keyword arguments; None for none.
+            timeout: Seconds; 0 for no timeout, `UNSET_RPC_TIMEOUT` for the default.
+            unattended: Whether the calling thread will not wait for the reply at once, so that the executor reads it.
+
+        Raises:
+            UnknownWorkerError: The group has no such worker.
+            UsageError: Another argument is not valid, or the call is too large for the other worker.
+            SerializationError: An argument cannot be pickled.
+            WorkerLost: The worker cannot be reached.
+            RpcError: This worker was shut down or expelled.
         """
         peers = self._peers
         try:
@@ -239,8 +252,24 @@ class Caller:
     ) -> Future[Any]:
         """Calls a method of the value of a reference, or asks for the value, its presence or its type.
 
-        Returns the future of the answer. `what` is METHOD, VALUE, PRESENCE or TYPE (`protocol.frames`). Raises what
-        `call` and `Handle.check` raise.
+        Args:
+            handle: A handle of the reference.
+            what: METHOD, VALUE, PRESENCE or TYPE (`protocol.frames`).
+            method: The name of the method; for other requests a name for messages.
+            args: The positional arguments of the method; empty for none.
+            kwargs: Its keyword arguments; None for none.
+            timeout: Seconds; 0 for no timeout, `UNSET_RPC_TIMEOUT` for the default.
+            unattended: Whether the calling thread will not wait for the reply at once.
+
+        Returns:
+            The future of the answer. It fails if the value has no such method.
+
+        Raises:
+            OwnerLost: The owner was lost.
+            ReferenceRefused: The owner does not have the value any more.
+            SerializationError: An argument cannot be pickled.
+            UsageError: The handle was released, or an argument is not valid.
+            WorkerLost: The owner cannot be reached now.
         """
         handle.check()
         if self._peers.closed is not None:
@@ -261,9 +290,12 @@ class Caller:
         return future
 
     def fetch(self, handle: Handle, timeout: float) -> Any:
-        """Returns a copy of the value of a reference that another worker owns.
+        """Waits for the value of a reference that another worker owns, and returns a copy.
 
-        Raises what `call_on` raises, `RpcTimeoutError`, and the error of the function that should have made the value.
+        Raises:
+            RpcTimeoutError: The value did not come in time; see `resolve_timeout` for `timeout`.
+            RpcError: The reference cannot be used any more, or the owner cannot be reached; as in `call_on`.
+            Exception: The error of the function that should have made the value.
         """
         creation = handle.creation
         if creation is not None:
@@ -313,9 +345,9 @@ class Caller:
         return self._remote(peer, function, callee, args, kwargs, None)
 
     def remote_on(self, handle: Handle, method: str, args: Sequence[Any], kwargs: Mapping[str, Any] | None) -> Handle:
-        """Has the owner of a reference call a method of the value and keep the result. Returns a handle at once.
+        """Makes the owner of a reference call a method of the value and keep the result. Returns a handle at once.
 
-        Raises what `call_on` raises.
+        Raises the errors that `call_on` lists. An error of the method is raised when the handle is used.
         """
         handle.check()
         if self._peers.closed is not None:

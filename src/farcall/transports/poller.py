@@ -266,7 +266,12 @@ class Poller:
             self._arm_standby(True)
 
     def block(self, has_more: bool) -> None:
-        """Called by the leader when its function waits for a call of its own, and gives up the lead. See `run`."""
+        """Called by the leader when its function waits for a call of its own, and gives up the lead.
+
+        Args:
+            has_more: Whether more requests are queued. Then the standby thread is woken at once, else by the next
+                frame.
+        """
         self._is_running = True
         self._waiter.run(has_more, True)
         if self._stream_count and not self._is_armed:

@@ -615,7 +615,10 @@ class StreamLink:
 
 
 def _next_pieces(queue: deque[Buffer]) -> tuple[list[Buffer], int]:
-    """Returns the first pieces of a queue, as many as one system call should send, and their size in bytes."""
+    """Returns the first pieces of a queue, as many as one system call should send, and their size in bytes.
+
+    Returns an empty list and 0 for an empty queue. The queue is not changed.
+    """
     pieces: list[Buffer] = []
     size = 0
     for piece in queue:

@@ -56,7 +56,7 @@ def _compiling() -> Iterator[None]:
 
 
 class _CompiledStep(nn.Module):  # type: ignore[misc]  # torch may not be there when types are checked
-    """A functional optimizer in TorchScript, which compiles objects only as attributes of a module."""
+    """Wraps a functional optimizer in a module, because TorchScript compiles objects only as attributes of a module."""
 
     def __init__(self, optim: Any) -> None:
         super().__init__()
@@ -204,6 +204,7 @@ def _script_local_optimizer_step(local_optim_rref: PyRRef[Any], autograd_ctx_id:
     """Called remotely: makes a step of a functional optimizer of this worker.
 
     Not compiled, as in torch, because compiled code does not accept references. The step that it calls is compiled.
+    Raises `RuntimeError` if the autograd context does not exist on this worker.
     """
     local_optim_rref.local_value().step(autograd_ctx_id)
 
