@@ -16,7 +16,7 @@ FAST_TESTS := $(addprefix tests/,architecture backends bench cli launcher protoc
   tests/test_*.py --ignore tests/test_docs.py
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-long test-transports test-native test-aarch64 test-fast test-pythons test-pythons-short check baselines conformance clients bench bench-peers simulate simulate-group chaos many bench-startup bench-workloads bench-training bench-encryption floors coverage explore fuzz format clean
+.PHONY: help demo test test-long test-transports test-native test-aarch64 model test-fast test-pythons test-pythons-short check baselines conformance clients bench bench-peers simulate simulate-group chaos many bench-startup bench-workloads bench-training bench-encryption floors coverage explore fuzz format clean
 
 help:  ## say what there is (this)
 	@echo "make TARGET, where TARGET is one of"
@@ -50,6 +50,11 @@ test-native: $(VENV)/.installed  ## the tests of the C extension with more round
 
 test-aarch64: $(VENV)/.installed  ## the tests of the rings in C, compiled for aarch64 and run under qemu
 	FARCALL_RING_AARCH64=1 $(VENV)/bin/python -m pytest tests/native/test_ring_c.py -k aarch64 $(ARGS)
+
+model: $(VENV)/.installed  ## check the models of the rings and of the lead with SPIN: some 2 minutes
+	@missing=; for tool in spin gcc; do command -v $$tool >/dev/null || missing="$$missing $$tool"; done; \
+	if [ -n "$$missing" ]; then echo "Not installed:$$missing. The Debian packages have the same names." >&2; exit 1; fi
+	FARCALL_MODEL_LARGE=1 $(VENV)/bin/python -m pytest -q tests/native/test_models.py $(ARGS)
 
 check: $(VENV)/.installed  ## formatting, lint, types, and who imports whom
 	$(VENV)/bin/ruff format --check $(SOURCES)

@@ -18,7 +18,7 @@
  *
  * No wake-up is lost. A writer stores `head`, fences, and looks who sleeps. A sleeper says that it sleeps, fences, and
  * looks at `head` once more. Whatever the order, one of the two sees the other. The same holds for a writer that waits for
- * room and the reader that makes it.
+ * room and the reader that makes it. `make model` checks this with store buffers (tests/native/ring.pml).
  *
  * The peer is not trusted. It can write anything into the mapping at any moment. So the positions that this side advances
  * live in private memory and are only copied out; a position of the peer is read once, checked, and then used; a frame's

@@ -17,6 +17,8 @@ Rules
   wake the wrong thread.
 - The standby thread clears its alert before it checks for work, so frames that arrive after the check wake it again.
 - User code never runs under the lock.
+
+`tests/native/lead.pml` is a model of this machine, the poller and the senders, which `make model` checks with SPIN.
 """
 
 from __future__ import annotations
@@ -264,8 +266,11 @@ class Executor:
         """Reads and runs jobs until another thread has taken the lead, or the executor closes."""
         me, ready, poller, lock = get_ident(), self.ready, self._poller, self._lock
         while not self.is_closing:
-            while ready and self._running < self._max_running:
+            while ready:
                 with lock:
+                    # Under the lock: a follower may start a job at this moment.
+                    if self._running >= self._max_running:
+                        break
                     self._run = next(self._runs)
                     self._running += 1
                     poller.run(len(ready) > 1)
