@@ -16,7 +16,7 @@ FAST_TESTS := $(addprefix tests/,architecture backends bench cli launcher protoc
   tests/test_*.py --ignore tests/test_docs.py
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-long test-transports test-native test-aarch64 model test-fast test-pythons test-pythons-short check baselines conformance clients bench bench-peers simulate simulate-group chaos many bench-startup bench-workloads bench-training bench-encryption floors coverage explore fuzz format clean
+.PHONY: help demo test test-long test-transports test-native test-aarch64 model test-fast test-pythons test-pythons-short check baselines conformance clients bench bench-peers simulate simulate-group chaos many bench-startup bench-workloads bench-training bench-hosts floors coverage explore fuzz format clean
 
 help:  ## say what there is (this)
 	@echo "make TARGET, where TARGET is one of"
@@ -74,7 +74,6 @@ clients: $(CLIENTS_VENV)/.clients  ## run packages that use torch's RPC on torch
 
 bench: $(BENCH_VENV)/.installed  ## measure against torch, RPyC and raw sockets (large download, once)
 	$(BENCH_VENV)/bin/python benchmarks/run.py $(ARGS)
-	$(BENCH_VENV)/bin/python benchmarks/encryption.py
 	PYTHONPATH=benchmarks $(BENCH_VENV)/bin/python -m training.run $(filter --quick --write-readme --strict,$(ARGS))
 
 bench-peers: $(PEERS_VENV)/.peers  ## farcall beside eight others (large download, once): ARGS="--quick", ARGS="--write-docs"
@@ -111,8 +110,8 @@ coverage: $(VENV)/.installed  ## which lines and branches the tests reach (witho
 	$(VENV)/bin/python -m coverage html -q
 	$(VENV)/bin/python -m coverage report --sort cover --skip-covered
 
-bench-encryption: $(VENV)/.installed  ## measure what encryption between hosts costs
-	$(VENV)/bin/python benchmarks/encryption.py $(ARGS)
+bench-hosts: $(BENCH_VENV)/.installed  ## between two hosts, in clear text and encrypted: ARGS="--quick", ARGS="--write-docs"
+	PYTHONPATH=benchmarks $(BENCH_VENV)/bin/python -m hosts.run $(ARGS)
 
 explore: $(VENV)/.installed  ## visit every state of reference counting in a small group
 	PYTHONPATH=tests $(VENV)/bin/python -m simulation.explore $(ARGS)

@@ -53,18 +53,20 @@ class TorchEnd(ReferenceUses, FutureCalls):
 
     package = "torch.distributed.rpc"
 
-    def __init__(self, name: str, rank: int, address: Address, many: bool = False) -> None:
+    def __init__(self, name: str, rank: int, address: Address, many: bool = False, **options: Any) -> None:
+        """Joins the group. `options` are further ones of torch's."""
         rpc: Any = importlib.import_module(self.package)
         super().__init__(rpc)
         self._rpc = rpc
         self._others = [other for other in range(address.ends) if other != rank]
         self._leave_limit = GROUP_LIMIT_S if many else LEAVE_LIMIT_S
-        options = rpc.TensorPipeRpcBackendOptions(
-            init_method=f"tcp://127.0.0.1:{address.port}",
+        given = rpc.TensorPipeRpcBackendOptions(
+            init_method=f"tcp://{address.host}:{address.port}",
             num_worker_threads=16,
             rpc_timeout=GROUP_LIMIT_S if many else START_LIMIT_S,
+            **options,
         )
-        self._rpc.init_rpc(name, rank=rank, world_size=address.ends, rpc_backend_options=options)
+        self._rpc.init_rpc(name, rank=rank, world_size=address.ends, rpc_backend_options=given)
 
     def noop(self) -> None:
         self._rpc.rpc_sync(OWNER, noop)

@@ -9,7 +9,7 @@ import pytest
 import compare
 from bench.bench_stage import FakeEnds
 from compare import choose_peers
-from farcall.bench import command, plots
+from farcall.bench import command, plots, report
 from farcall.bench.command import Outputs, plan, run
 from farcall.bench.effort import QUICK, Effort
 from farcall.bench.farcall_rpc import OWN
@@ -115,7 +115,21 @@ def test_the_page_is_written_with_the_plots_that_it_shows(
     assert run(QUICK, [], Outputs(docs=tmp_path)) == 0
     page = (tmp_path / "benchmarks.md").read_text()
     assert "](benchmarks/latency.svg)" in page
+    assert page.endswith(f"\n\n{report.HOSTS_BEGIN}\n{report.HOSTS_END}\n")
     assert (tmp_path / "benchmarks" / "latency.svg").is_file()
+
+
+def test_a_new_page_keeps_what_bench_hosts_has_recorded_on_the_old_one(
+    ends: FakeEnds, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setattr(plots, "can_draw", lambda: True)
+    monkeypatch.setattr(plots, "draw", lambda *_: [])
+    recorded = f"{report.HOSTS_BEGIN}\n\n## Between hosts\n\n| a table |\n\n{report.HOSTS_END}\n"
+    (tmp_path / "benchmarks.md").write_text(f"# Old figures\n\n{recorded}")
+    assert run(QUICK, [], Outputs(docs=tmp_path)) == 0
+    page = (tmp_path / "benchmarks.md").read_text()
+    assert page.endswith(f"\n\n{recorded}")
+    assert "Old figures" not in page
 
 
 @pytest.mark.parametrize(

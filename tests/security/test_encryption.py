@@ -17,7 +17,7 @@ from certificate_stage import make, own
 from farcall.errors import UsageError
 from farcall.options import RpcBackendOptions
 from farcall.security import credentials_from_options
-from farcall.security.encryption import LIFETIME, Encryption, _self_signed
+from farcall.security.encryption import LIFETIME, Encryption, self_signed
 from farcall.transports.base import Link
 from farcall.transports.tcp import TcpTransport
 
@@ -61,7 +61,7 @@ def connect(ours: Encryption, theirs: Encryption) -> None:
 
 
 def test_a_worker_makes_one_for_itself_that_lives_shortly() -> None:
-    pem, der = _self_signed()
+    pem, der = self_signed()
     certificate = x509.load_der_x509_certificate(der)
     assert certificate.not_valid_after_utc - certificate.not_valid_before_utc <= LIFETIME + datetime.timedelta(hours=1)
     assert pem.count(b"BEGIN") == 2

@@ -81,6 +81,7 @@ typedef struct {
     Watched *watched;
     End *last;                           /* the end that was active last; may be gone, so it is only compared */
     uint64_t spin_ns, hold_ns, looked_ns;
+    int spins_on_epoll; /* the last wait ended soon, by an event of a descriptor */
 } Waiter;
 
 static PyObject *damaged(void)
@@ -449,6 +450,17 @@ static int sleep_in_epoll(const Waiter *self, const Watched *watched, struct epo
     return found;
 }
 
+/* Looks for events of descriptors for a while. There is no peer's core to look at here, as there is in a ring: whether it
+ * pays is judged by the last wait. Returns what `look_into_epoll` does. */
+static int spin_in_epoll(const Waiter *self, const Watched *watched, struct epoll_event *events, uint64_t ns)
+{
+    uint64_t stop = now_ns() + ns;
+    int found;
+    do found = look_into_epoll(self, events, 0);
+    while (!found && !any_readable(watched->ends, watched->count) && now_ns() < stop);
+    return found;
+}
+
 static PyObject *ready_list(Waiter *self, const Watched *watched, const struct epoll_event *events, int found)
 {
     PyObject *ready = PyList_New(0);
@@ -490,7 +502,8 @@ static PyObject *Waiter_wait(Waiter *self, PyObject *seconds)
     for (uint64_t spin_ns = spins ? self->spin_ns : 0; !is_ready; spin_ns = 0) {
         Py_BEGIN_ALLOW_THREADS
         if (!spin_on_rings(ends, count, last, spin_ns)) {
-            found = sleep_in_epoll(self, watched, events, until);
+            if (self->spins_on_epoll && spin_ns) found = spin_in_epoll(self, watched, events, spin_ns);
+            if (!found && !any_readable(ends, count)) found = sleep_in_epoll(self, watched, events, until);
             has_looked = 1;
         }
         Py_END_ALLOW_THREADS
@@ -506,6 +519,7 @@ static PyObject *Waiter_wait(Waiter *self, PyObject *seconds)
         has_looked = 1;
     }
     if (has_looked) self->looked_ns = start;
+    self->spins_on_epoll = found > 0 && now_ns() - start < 2 * self->spin_ns;
     PyObject *ready = NULL;
     if (found >= 0) {
         ready = ready_list(self, watched, events, found);

@@ -128,5 +128,7 @@ def _write(findings: Findings, effort: Effort, where: dict[str, str], outputs: O
         directory.mkdir(exist_ok=True)
         names = [file.name for file in plots.draw(findings, effort, directory)]
         page = outputs.docs / "benchmarks.md"
-        page.write_text(report.page(findings, effort, where, names), encoding="utf-8")
+        before = page.read_text(encoding="utf-8") if page.exists() else ""
+        text = report.page(findings, effort, where, names) + report.hosts_section(before)
+        page.write_text(text, encoding="utf-8")
         screen.note(f"wrote {page} and its plots")

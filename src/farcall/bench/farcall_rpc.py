@@ -59,11 +59,18 @@ def exchange(payload: Any) -> Any:
     return _others[len(payload)]
 
 
-class _FarcallEnd(ReferenceUses, FutureCalls):
+class FarcallEnd(ReferenceUses, FutureCalls):
     """One worker of a group of farcall that is measured: the server, the caller, the third end or a member."""
 
     def __init__(
-        self, name: str, rank: int, address: Address, transport: str | None, native: bool = True, many: bool = False
+        self,
+        name: str,
+        rank: int,
+        address: Address,
+        transport: str | None,
+        native: bool = True,
+        many: bool = False,
+        encrypts: bool = True,
     ) -> None:
         """Joins the group.
 
@@ -74,6 +81,7 @@ class _FarcallEnd(ReferenceUses, FutureCalls):
             transport: The only transport to use; None lets farcall choose.
             native: False if the C extension must be turned off.
             many: True for a group of many workers, which gets longer timeouts.
+            encrypts: False to encrypt nothing between hosts.
 
         Raises:
             RuntimeError: The C extension must be turned off, and is not.
@@ -85,7 +93,11 @@ class _FarcallEnd(ReferenceUses, FutureCalls):
         self._rpc = rpc
         self._others = [other for other in range(address.ends) if other != rank]
         self._leave_limit = GROUP_LIMIT_S if many else LEAVE_LIMIT_S
-        options = rpc.RpcBackendOptions(init_method=f"tcp://127.0.0.1:{address.port}", init_timeout=START_LIMIT_S)
+        options = rpc.RpcBackendOptions(
+            init_method=f"tcp://{address.host}:{address.port}",
+            init_timeout=START_LIMIT_S,
+            encrypt_between_hosts=encrypts,
+        )
         if many:
             options.init_timeout = options.rpc_timeout = GROUP_LIMIT_S
         if transport is not None:
@@ -177,22 +189,22 @@ class Farcall(System):
 
     def serve(self, address: Address) -> Server:
         """Starts the server in this process as worker 0. Raises what `init_rpc` raises if the others do not come."""
-        return _FarcallEnd(OWNER, 0, address, self._kind, self._native)
+        return FarcallEnd(OWNER, 0, address, self._kind, self._native)
 
     def connect(self, address: Address) -> ReferenceCaller:
         """Starts the caller in this process as worker 1, and returns it. Raises what `init_rpc` raises."""
-        return _FarcallEnd(CALLER, 1, address, self._kind, self._native)
+        return FarcallEnd(CALLER, 1, address, self._kind, self._native)
 
     def join(self, address: Address) -> Server:
         """Starts the third end in this process as worker 2, and returns it. Raises what `init_rpc` raises."""
-        return _FarcallEnd(THIRD, 2, address, self._kind, self._native)
+        return FarcallEnd(THIRD, 2, address, self._kind, self._native)
 
     def member(self, rank: int, address: Address) -> Workers:
         """Joins a group of `address.ends` workers as worker `rank`, and returns this worker.
 
         Raises what `init_rpc` raises.
         """
-        return _FarcallEnd(f"worker{rank}", rank, address, self._kind, self._native, many=True)
+        return FarcallEnd(f"worker{rank}", rank, address, self._kind, self._native, many=True)
 
     def load(self) -> None:
         """Imports farcall. Raises `ImportError` if it is not installed."""

@@ -11,6 +11,9 @@ from farcall.bench.findings import Findings, Measure, points
 from farcall.bench.system import System
 from farcall.bench.tables import ABSENT, TextTable, in_bytes, in_time, three_digits
 
+HOSTS_BEGIN: Final = "<!-- hosts: written by `make bench-hosts`; do not edit -->"
+HOSTS_END: Final = "<!-- end of hosts -->"
+"""Between these lines of docs/benchmarks.md another program records its own run."""
 _REFERENCES: Final = ((found.FETCHED, "fetched, one by one"), (found.SHARED, "shared with a third worker"))
 _SHOWN: Final = (
     *(found.LATENCY, found.BANDWIDTH, found.EXCHANGED, found.IN_FLIGHT, found.THREADS, found.STREAMING, found.STARTUP),
@@ -154,6 +157,12 @@ def page(findings: Findings, effort: Effort, where: dict[str, str], plots: Seque
     parts += ["## How each system is used", _bullet_list(usages)]
     parts += ["## The run", _bullet_list([f"{name}: {value}" for name, value in where.items()])]
     return "\n\n".join(parts) + "\n"
+
+
+def hosts_section(page: str) -> str:
+    """Returns what another program has recorded on a page, with its marks, to be put below a new page."""
+    recorded = page.partition(HOSTS_BEGIN)[2].partition(HOSTS_END)[0]
+    return f"\n{HOSTS_BEGIN}{recorded or chr(10)}{HOSTS_END}\n"
 
 
 def _introduction(findings: Findings, effort: Effort) -> str:

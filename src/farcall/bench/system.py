@@ -58,11 +58,13 @@ class Address:
     """Where the processes of one measurement meet. A system uses the part that suits it."""
 
     port: int
-    """A port of the loopback interface that was free a moment ago."""
+    """A port that was free a moment ago."""
     socket_path: str
     """A path for a Unix socket, where no file exists yet."""
     ends: int = 2
     """How many processes there are: 3 with a third end."""
+    host: str = "127.0.0.1"
+    """The address at which the server listens."""
 
     @property
     def directory(self) -> str:

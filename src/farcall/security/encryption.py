@@ -91,7 +91,7 @@ class Encryption:
         contexts[0].num_tickets = 0  # no session resumption: a client would receive bytes that it did not ask for
         certificate, key, authority = self._files
         if certificate is None or key is None or authority is None:
-            pem, der = _self_signed()
+            pem, der = self_signed()
             for context in contexts:
                 _load_pem(context, pem)
             return *contexts, hashlib.sha256(der).digest()
@@ -173,7 +173,7 @@ def _load_pem(context: ssl.SSLContext, pem: bytes) -> None:
         os.close(descriptor)
 
 
-def _self_signed() -> tuple[bytes, bytes]:
+def self_signed() -> tuple[bytes, bytes]:
     """Returns a new key with its certificate as PEM, and the certificate alone as DER."""
     from cryptography import x509
     from cryptography.hazmat.primitives.asymmetric import ec

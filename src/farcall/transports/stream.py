@@ -91,6 +91,8 @@ class StreamLink:
         self._chunk_header = b""  # of the chunk that is being received
         self._chunk_size = 0
         self._space: memoryview | None = None  # the memory for the next bytes of that chunk
+        self._poll: select.poll | None = None  # of `wait`, while no thread is in it
+        self._spins = False  # the last wait was short
         # Sending, by the thread that holds the lock
         self._lock = threading.Lock()
         self._sender = 0  # the ident of the thread that holds the lock; 0 for none
@@ -297,15 +299,26 @@ class StreamLink:
         `ConnectionAbortedError` if this end is closed, and what a signal handler raises.
         """
         sock = self._open_socket()  # keep a reference, so that `close` by another thread does not free the descriptor
-        poll = select.poll()
-        poll.register(sock, select.POLLIN)
-        stop = monotonic() + (self._options.spin_s if self._options is not None else 0.0)
-        while True:
-            if poll.poll(0):
-                return True
-            if monotonic() >= stop:
-                break
-        before, until = self._bytes_in, FOREVER if seconds is None else monotonic() + seconds
+        poll, self._poll = self._poll, None  # a signal handler that waits has to use another one
+        if poll is None:
+            poll = select.poll()
+            poll.register(sock, select.POLLIN)
+        start = monotonic()
+        spin_s = self._options.spin_s if self._options is not None else 0.0
+        try:
+            # Nothing tells what the other host does. So a thread spins if the last wait was short, as the leader does.
+            stop = start + spin_s if self._spins else start
+            while not poll.poll(0):
+                if monotonic() >= stop:
+                    return self._sleep(poll, FOREVER if seconds is None else start + seconds)
+            return True
+        finally:
+            self._spins = monotonic() - start < 2 * spin_s
+            self._poll = poll
+
+    def _sleep(self, poll: select.poll, until: float) -> bool:
+        """Sleeps until the socket is readable, and returns True. Returns False after `until`."""
+        before = self._bytes_in
         while True:
             left = min(max(0.0, until - monotonic()), _MAX_SLEEP_S)
             if sleep_in_poll(poll, left):

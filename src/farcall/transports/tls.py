@@ -8,20 +8,24 @@ The numbers of encrypted and decrypted bytes differ, so two properties of socket
 
 - *The socket is readable in poll while there is data to receive.* Bytes that were read from the kernel but not returned
   by `recv` are not seen by poll. So at most as many bytes are read as can be returned: `size` encrypted bytes have less
-  than `size` decrypted ones. If that is too little for a whole record, the bytes are read with MSG_PEEK first, and the
-  last byte is left in the kernel until the whole record is returned.
+  than `size` decrypted ones (`_receive_much`). If that is too little for a whole record, the bytes are read with
+  MSG_PEEK first, and the last byte is left in the kernel until the whole record is returned (`_receive_little`).
 - *The socket is writable in poll when it accepts data.* If the kernel has accepted a part of a record, the rest must be
   sent before anything else, and only `send` can do that. So the data in such a record is not reported as sent. The
   caller calls `send` again with the same data, and `send` does not encrypt it again.
+
+Large data moves in blocks of many records: one system call and one call of OpenSSL encrypt and send a block, and one
+system call receives one. OpenSSL returns one record for each call, directly into the memory of the caller.
 
 The other end may be a stranger, and `recv` runs in the thread that reads all links of a worker. So the work that the
 other end can cause is limited:
 
 - One call reads from the kernel `_READS_PER_CALL` times at most, and decrypts at most as many records as the number of
   bytes it must return. The next poll reports what is left, after other connections were read.
-- OpenSSL gets one record at a time. Otherwise it would process any number of records without data (key updates, session
-  tickets, empty records) in one call. A farcall worker sends no such records, so a connection with more than
-  `MAX_EMPTY_RECORDS` of them is closed.
+- OpenSSL gets at most `_RECORDS_PER_CALL` records at a time. Otherwise it would process any number of records without
+  data (key updates, session tickets, empty records) in one call. A farcall worker sends no such records, so a
+  connection with more than `MAX_EMPTY_RECORDS` of them is closed. They are counted by what is missing: each record
+  that was passed on and gave no data is one of them.
 - The TLS handshake may have `MAX_HANDSHAKE_RECORDS` records and `MAX_HANDSHAKE_BYTES` bytes, and one call processes at
   most `_RECORDS_PER_CALL` of the records.
 - A deadline is checked in every iteration of a loop, also if there is data to read.
@@ -38,6 +42,7 @@ import select
 import socket
 import threading
 import time
+from collections import deque
 from collections.abc import Sequence
 from contextlib import suppress
 from typing import TYPE_CHECKING, Any, Final, Protocol, cast
@@ -53,7 +58,11 @@ if TYPE_CHECKING:
 _RECORD: Final = 16 * 1024
 _OVERHEAD: Final = 5 + 256
 """The most bytes of a record in addition to its data (RFC 8446, 5.2)."""
-_CHUNK: Final = 256 * 1024
+_BLOCK: Final = 256 * 1024
+"""The most bytes to encrypt, or to receive, at once."""
+_SEALED_EXTRA: Final = 5 + 1 + 16
+"""The bytes of a record of ours in addition to its data: header, type and the tag of AES-GCM or ChaCha20-Poly1305."""
+_NOTHING: Final = memoryview(b"")
 _FIRST_BYTES: Final = (b"\x16", b"\x15")
 """The possible first bytes of a TLS connection: a handshake record or an alert (RFC 8446, 5.1)."""
 _HEADER: Final = 5
@@ -83,6 +92,21 @@ class Encryption(Protocol):
         """Returns the SHA-256 fingerprint of the certificate of this worker."""
 
 
+_free_buffers: Final[deque[memoryview]] = deque(maxlen=8)
+"""Memory of `_BLOCK` bytes that is not in use. New memory of that size would come from the kernel, page by page.
+
+A finalizer may interrupt a thread that uses a buffer, and receive data itself. So a buffer belongs to a call, not to a
+thread."""
+
+
+def _take_buffer() -> memoryview:
+    """Returns memory of `_BLOCK` bytes with undefined contents. To be appended to `_free_buffers` after use."""
+    try:
+        return _free_buffers.pop()
+    except IndexError:
+        return memoryview(bytearray(_BLOCK))
+
+
 class TlsSocket(OwnSocket):
     """An encrypted socket over a connected TCP socket, which it takes over. All its errors are `OSError`s."""
 
@@ -99,6 +123,7 @@ class TlsSocket(OwnSocket):
         "_owed",
         "_ready",
         "_record_left",
+        "_records_fed",
         "_records_without_data",
         "_timeout",
         "_tls",
@@ -123,12 +148,13 @@ class TlsSocket(OwnSocket):
         self._handshake_records = 0
         self._header = bytearray()  # the header of the next record, while it is not complete
         self._record_left = 0  # the number of bytes of that record that are missing
-        self._undecrypted = memoryview(b"")  # bytes that were read, and not passed to OpenSSL yet
+        self._undecrypted = _NOTHING  # bytes that were read, and not passed to OpenSSL yet
+        self._records_fed = 0  # whole records that OpenSSL has got, and not returned
         self._records_without_data = 0
         self._ended = False  # the other end has sent close_notify
         self._has_begun = False  # encrypted data was received
         self._held = False  # a byte that was peeked and used is still in the kernel
-        self._unsent = memoryview(b"")  # encrypted bytes that the kernel has not accepted
+        self._unsent = _NOTHING  # encrypted bytes that the kernel has not accepted
         self._owed = 0  # the number of data bytes in `_unsent` that were not reported as sent
         self.binding = encryption.fingerprint() if listens else b""
         """The fingerprint of the certificate of the accepting end. Empty at the connecting end before the handshake."""
@@ -165,13 +191,15 @@ class TlsSocket(OwnSocket):
     # Receiving
 
     def recv(self, size: int, flags: int = 0) -> bytes:
-        """Returns up to `size` decrypted bytes; empty at the end of the stream. `flags` is ignored.
+        """Returns up to `size` decrypted bytes, at most 256 KiB; empty at the end of the stream. `flags` is ignored.
 
         Raises `BlockingIOError` or `TimeoutError` if no data comes in time, and `OSError` if the connection is broken.
         """
-        buffer = bytearray(size)
-        count = self.recv_into(memoryview(buffer))
-        return bytes(memoryview(buffer)[:count])
+        buffer = _take_buffer()
+        try:
+            return bytes(buffer[: self.recv_into(buffer[:size])])
+        finally:
+            _free_buffers.append(buffer)
 
     def recv_into(self, buffer: Any, nbytes: int = 0, flags: int = 0) -> int:
         """Receives decrypted bytes into `buffer`, and returns how many; 0 at the end of the stream.
@@ -197,22 +225,60 @@ class TlsSocket(OwnSocket):
         """
         if not self._ready:
             self._advance()
-        count = self._decrypt(view)
+        count = 0
+        if self._undecrypted or self._records_fed:
+            count = self._decrypt(view)
         for _ in range(_READS_PER_CALL):
             if count or self._ended:
                 break
-            self._drop_held()
-            sure = len(view) - _RECORD - _OVERHEAD  # fits even with the bytes of an incomplete record
-            data = self._below(sure) if sure > 0 else self._below_looking(_RECORD + _OVERHEAD)
-            if not data:
+            if self._held:
+                self._drop_held()
+            # What fits even with the bytes of an incomplete record, which were received before.
+            sure = len(view) - _RECORD - _OVERHEAD
+            received = self._receive_much(view, sure) if sure > 0 else self._receive_little(view)
+            if received is None:
                 return 0
-            self._undecrypted = memoryview(data)
-            count = self._decrypt(view)
-        if not self._tls.pending() and not self._undecrypted:
+            count = received
+        if self._held and not self._records_fed and not self._undecrypted:
             self._drop_held()
         if not count and not self._ended:
             raise BlockingIOError(errno.EAGAIN, "no whole record with data has come yet")
         return count
+
+    def _receive_much(self, view: memoryview, size: int) -> int | None:
+        """Receives at most `size` encrypted bytes, and decrypts all of them into `view`.
+
+        Returns the number of decrypted bytes, None at the end of the stream.
+        """
+        buffer = _take_buffer()
+        try:
+            received = super().recv_into(buffer[: min(size, _BLOCK)])
+            if not received:
+                return None
+            self._undecrypted = buffer[:received]
+            return self._decrypt(view)
+        finally:
+            self._undecrypted = _NOTHING  # all of it is in `view` or in OpenSSL now, because `view` is larger
+            _free_buffers.append(buffer)
+
+    def _receive_little(self, view: memoryview) -> int | None:
+        """Receives about one record and decrypts it. What does not fit stays here, and a byte of it in the kernel.
+
+        Returns the number of decrypted bytes, None at the end of the stream.
+        """
+        data = super().recv(_RECORD + _OVERHEAD, socket.MSG_PEEK)
+        if not data:
+            return None
+        self._held = True
+        if len(data) > 1:
+            super().recv(len(data) - 1)
+        self._undecrypted = memoryview(data)
+        return self._decrypt(view)
+
+    def _drop_held(self) -> None:
+        if self._held:
+            self._held = False
+            super().recv(1)
 
     def _decrypt(self, view: memoryview) -> int:
         """Decrypts what was read into `view`. Returns the number of bytes, 0 if there is no whole record with data.
@@ -221,34 +287,42 @@ class TlsSocket(OwnSocket):
         """
         import ssl
 
-        total = 0
+        tls = self._tls
+        total, size = 0, len(view)
+        # A small `view` may be full before OpenSSL has got to the end of the records that were passed to it.
+        limit = _RECORDS_PER_CALL if size > _RECORD else 1
         try:
-            while total < len(view) and (self._tls.pending() or self._feed()):
+            while total < size and (self._records_fed or self._feed(limit)):
                 try:
-                    count = cast(int, self._tls.read(len(view) - total, view[total:]))  # a number
+                    count = cast(int, tls.read(size - total, view[total:] if total else view))  # a number
                 except ssl.SSLWantReadError:
-                    if not self._header and not self._record_left:
-                        self._count_record_without_data()
+                    self._count_records_without_data(self._records_fed)
+                    self._records_fed = 0
                     continue
                 if not count:  # close_notify: OpenSSL ignores everything after it
-                    self._ended, self._undecrypted = True, memoryview(b"")
+                    self._ended, self._undecrypted, self._records_fed = True, _NOTHING, 0
                     break
                 total += count
+                if total < size or not tls.pending():  # OpenSSL returns the rest of a record in further calls
+                    self._records_fed -= 1
         except ssl.SSLError as error:
             # The accepting end checks our certificate when the handshake is done already at this end.
             raise explained(error, self._has_begun) from error
         self._has_begun = self._has_begun or total > 0
         return total
 
-    def _feed(self) -> bool:
-        """Passes the available bytes of the next record to OpenSSL. Returns False if there are none."""
+    def _feed(self, limit: int) -> bool:
+        """Passes the next records to OpenSSL, at most `limit` of them. Returns whether one of them is whole."""
         data = self._undecrypted
-        if not data:
-            return False
-        size = self._record_part(data)
-        self._incoming.write(data[:size])
-        self._undecrypted = data[size:]
-        return True
+        end = records = 0
+        while end < len(data) and records < limit:
+            end += self._record_part(data[end:] if end else data)
+            records += not self._record_left and not self._header
+        if end:
+            self._incoming.write(data[:end])
+            self._undecrypted = data[end:]
+        self._records_fed = records
+        return records > 0
 
     def _record_part(self, data: memoryview | bytes) -> int:
         """Returns how many of the next bytes belong to the current record, and counts them as read."""
@@ -270,32 +344,12 @@ class TlsSocket(OwnSocket):
         self._record_left -= rest
         return size + rest
 
-    def _count_record_without_data(self) -> None:
-        self._records_without_data += 1
+    def _count_records_without_data(self, count: int) -> None:
+        self._records_without_data += count
         if self._records_without_data > MAX_EMPTY_RECORDS:
             raise ProtocolError(
                 f"it sent more than {MAX_EMPTY_RECORDS} TLS records without data, which no farcall worker does"
             )
-
-    def _below(self, size: int) -> bytes:
-        return super().recv(min(size, _CHUNK))
-
-    def _below_looking(self, size: int) -> bytes:
-        """Returns the bytes that have arrived, empty at the end.
-
-        Leaves the last one in the kernel, until `_drop_held`.
-        """
-        data = super().recv(size, socket.MSG_PEEK)
-        if data:
-            self._held = True
-            if len(data) > 1:
-                super().recv(len(data) - 1)
-        return data
-
-    def _drop_held(self) -> None:
-        if self._held:
-            self._held = False
-            super().recv(1)
 
     # Sending
 
@@ -354,15 +408,12 @@ class TlsSocket(OwnSocket):
         total = min(self._owed, len(data))
         self._owed -= total
         while total < len(data):
-            part = data[total : total + _CHUNK]
-            ends: list[tuple[int, int]] = []  # for each record, the end of its data and of its encrypted bytes
+            part = data[total : total + _BLOCK]
             try:
-                for begin in range(0, len(part), _RECORD):
-                    self._tls.write(part[begin : begin + _RECORD])
-                    ends.append((min(begin + _RECORD, len(part)), self._outgoing.pending))
+                self._tls.write(part)
             except ssl.SSLError as error:
                 raise explained(error, self._has_begun) from error
-            encrypted = memoryview(self._outgoing.read())
+            encrypted = self._outgoing.read()
             try:
                 count = super().send(encrypted)
             except BlockingIOError:
@@ -372,11 +423,14 @@ class TlsSocket(OwnSocket):
                 if refusal is None:
                     raise
                 raise refusal from error
-            total += max((end for end, below in ends if below <= count), default=0)
             if count < len(encrypted):
-                self._unsent = encrypted[count:]
-                self._owed = len(part) - max((end for end, below in ends if below <= count), default=0)
+                # Only whole records are reported. All but the last have the same size.
+                sent = min(count // (_RECORD + _SEALED_EXTRA) * _RECORD, len(part))
+                total += sent
+                self._unsent = memoryview(encrypted)[count:]
+                self._owed = len(part) - sent
                 break
+            total += len(part)
         if not total and data:
             raise BlockingIOError(errno.EAGAIN, "the kernel takes nothing more now")
         return total
@@ -418,7 +472,7 @@ class TlsSocket(OwnSocket):
             except ssl.SSLError as error:
                 with suppress(OSError):  # it may be gone
                     self._say_below()  # tells the other end what is wrong
-                    super().recv(_CHUNK)  # closing a socket with unread bytes could discard that message
+                    super().recv(_BLOCK)  # closing a socket with unread bytes could discard that message
                 raise explained(error, has_begun=False) from error
             self._say_below()
             if self._ready:

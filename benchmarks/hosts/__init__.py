@@ -1,0 +1,1 @@
+"""farcall, torch's RPC and plain TLS sockets between two hosts: `make bench-hosts`."""
