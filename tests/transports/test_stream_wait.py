@@ -12,7 +12,8 @@ import pytest
 from farcall.protocol.handshake import pack_prologue
 from farcall.transports import stream
 from farcall.transports.base import LinkOptions
-from farcall.transports.stream import WORD, StreamLink
+from farcall.transports.large_frames import CHUNK_HEADER_SIZE, pack_announcement, pack_chunk_header
+from farcall.transports.stream import INTERNAL, WORD, StreamLink
 
 LONG_S = 30.0
 
@@ -65,6 +66,25 @@ def test_a_thread_spins_after_a_short_wait(
     monkeypatch.setattr(stream, "monotonic", send_after_some_looks)
     assert link.wait(LONG_S)
     assert sleeps == []
+
+
+def test_a_thread_sleeps_in_the_middle_of_a_large_frame(
+    ends: tuple[StreamLink, socket.socket], sleeps: list[float]
+) -> None:
+    link, theirs = ends
+    announcement = pack_announcement(1, bytes(200), ())
+    chunk = WORD.pack((CHUNK_HEADER_SIZE + 200) | INTERNAL) + pack_chunk_header(1) + bytes(100)
+    theirs.send(pack_prologue() + WORD.pack(len(announcement) | INTERNAL) + announcement + chunk)
+    assert link.wait(LONG_S)
+    assert link.receive() == []
+    theirs.send(bytes(50))
+    assert link.wait(LONG_S)
+    assert link.receive() == []
+    assert link.wait(0.0) is False
+    assert len(sleeps) == 1
+    theirs.send(bytes(50))
+    assert link.wait(LONG_S)
+    assert [bytes(frame) for frame, _ in link.receive()] == [bytes(200)]
 
 
 def test_a_signal_handler_may_wait_while_its_thread_waits(

@@ -28,6 +28,7 @@
  *     .run(more, blocked)              the leader is about to run user code (blocked: waits for a call of its own): from now
  *                                      on, writers wake the standby thread. more: requests are queued here already.
  *     .clear_alert()                   the standby thread looks now, and may be alerted again
+ *     .skip_spin()                     the next wait does not spin on descriptors
  *   mapping_size(capacity) -> int
  *
  * Threads. `send` and `receive` keep the interpreter's lock while they touch a ring, so two threads never write or read
@@ -54,6 +55,7 @@
 #define DEFAULT_SPIN_NS 50000ull         /* ... and so long without it, if the option `spin` is not smaller */
 #define LOOK_FOR_SIGNALS_NS 20000000ull  /* a thread that waits for room sleeps too shortly to be interrupted by one */
 #define LOOK_AT_DESCRIPTORS_NS 1000000ull /* busy rings do not keep the leader from looking at descriptors */
+#define BUSY_MACHINE_NS 20000000ull /* how long the leader does not spin on descriptors after it was preempted */
 
 _Static_assert(2 * sizeof(Ring) <= HEADERS_SIZE, "both headers fit");
 
@@ -82,6 +84,8 @@ typedef struct {
     End *last;                           /* the end that was active last; may be gone, so it is only compared */
     uint64_t spin_ns, hold_ns, looked_ns;
     int spins_on_epoll; /* the last wait ended soon, by an event of a descriptor */
+    long preempted;     /* how often the leader had lost its core to another thread, when it last looked */
+    uint64_t sleeps_until;
 } Waiter;
 
 static PyObject *damaged(void)
@@ -450,8 +454,19 @@ static int sleep_in_epoll(const Waiter *self, const Watched *watched, struct epo
     return found;
 }
 
-/* Looks for events of descriptors for a while. There is no peer's core to look at here, as there is in a ring: whether it
- * pays is judged by the last wait. Returns what `look_into_epoll` does. */
+/* Whether the leader should spin on descriptors. There is no peer's core to look at here, as there is in a ring: the last
+ * wait tells whether a frame is likely to come soon, and losing the core tells that other threads need it. A thread that
+ * spins on a busy machine uses up its time, and then waits for its next turn when the frame comes. */
+static int spin_pays_in_epoll(Waiter *self, uint64_t time)
+{
+    if (!self->spins_on_epoll) return 0;
+    long preempted = times_preempted();
+    if (preempted != self->preempted) self->sleeps_until = time + BUSY_MACHINE_NS;
+    self->preempted = preempted;
+    return time >= self->sleeps_until;
+}
+
+/* Looks for events of descriptors for a while. Returns what `look_into_epoll` does. */
 static int spin_in_epoll(const Waiter *self, const Watched *watched, struct epoll_event *events, uint64_t ns)
 {
     uint64_t stop = now_ns() + ns;
@@ -502,7 +517,7 @@ static PyObject *Waiter_wait(Waiter *self, PyObject *seconds)
     for (uint64_t spin_ns = spins ? self->spin_ns : 0; !is_ready; spin_ns = 0) {
         Py_BEGIN_ALLOW_THREADS
         if (!spin_on_rings(ends, count, last, spin_ns)) {
-            if (self->spins_on_epoll && spin_ns) found = spin_in_epoll(self, watched, events, spin_ns);
+            if (spin_ns && spin_pays_in_epoll(self, start)) found = spin_in_epoll(self, watched, events, spin_ns);
             if (!found && !any_readable(ends, count)) found = sleep_in_epoll(self, watched, events, until);
             has_looked = 1;
         }
@@ -547,6 +562,12 @@ static PyObject *Waiter_run(Waiter *self, PyObject *const *args, Py_ssize_t coun
     Py_RETURN_NONE;
 }
 
+static PyObject *Waiter_skip_spin(Waiter *self, PyObject *unused)
+{
+    self->spins_on_epoll = 0;
+    Py_RETURN_NONE;
+}
+
 static PyObject *Waiter_clear_alert(Waiter *self, PyObject *unused)
 {
     self->is_alerted = 0;
@@ -577,7 +598,7 @@ static PyMethodDef pair_methods[] = {
 static PyGetSetDef pair_getters[] = {GETTER(frames_in), GETTER(frames_out), GETTER(bytes_in), GETTER(bytes_out), {0}};
 static PyMethodDef waiter_methods[] = {
     METHOD(Waiter, watch, METH_O), METHOD(Waiter, wait, METH_O), METHOD(Waiter, run, METH_FASTCALL),
-    METHOD(Waiter, clear_alert, METH_NOARGS), {0}};
+    METHOD(Waiter, clear_alert, METH_NOARGS), METHOD(Waiter, skip_spin, METH_NOARGS), {0}};
 static PyMethodDef functions[] = {{"mapping_size", module_mapping_size, METH_O, NULL}, {0}};
 
 static PyType_Slot pair_slots[] = {

@@ -17,7 +17,10 @@ Which thread is woken
 The other ends of links with rings have our events as descriptors. A faulty one could read an event, and so remove a
 wake-up for another link. So no sleep is longer than a second (`MAX_SLEEP_S`; `_native` does the same for the leader).
 
-Without the C extension there are no rings. Then `_PlainWaiter` is used, which spins for a short, fixed time on epoll.
+Before it sleeps, the leader spins on its rings as long as a peer runs on another core (`_native/ring.h`). Nothing tells
+what a peer behind a socket does. So the leader spins on its epoll only if the last wait was over within twice the time
+of a spin, if it was not preempted lately, and not in the middle of a large frame (`skip_spin`). Without the C extension
+there are no rings, and `_PlainWaiter` is used, which does not look at preemptions.
 
 Any thread may call any method, but only the leader calls `wait`, and only the standby thread `stand_by`.
 """
@@ -250,6 +253,10 @@ class Poller:
             handlers += [_flusher(link) for link in list(self._unsent)]
         return handlers
 
+    def skip_spin(self) -> None:
+        """Called by links in the middle of a large frame: lets the next `wait` sleep, so that larger pieces arrive."""
+        self._waiter.skip_spin()
+
     def wake(self) -> None:
         """Makes the leader return from `wait`, or from its next one."""
         os.eventfd_write(self.leader_event, 1)
@@ -351,6 +358,7 @@ class _PlainWaiter:
         self._standby_event = standby_event
         self._spin_s = min(spin_s, _MAX_SPIN_S)
         self._is_alerted = False
+        self._spins = False
         self._epoll.register(leader_event, select.EPOLLIN | select.EPOLLET)
 
     def watch(self, pairs: tuple[Any, ...]) -> None:
@@ -359,12 +367,17 @@ class _PlainWaiter:
 
     def wait(self, seconds: float | None) -> list[tuple[int, int]]:
         poll = self._epoll.poll
-        stop = monotonic() + self._spin_s
+        start = monotonic()
+        stop = start + self._spin_s if self._spins else start
         while not (events := poll(0)) and monotonic() < stop:
             pass
         if not events:
             events = poll(seconds)
+        self._spins = monotonic() - start < 2 * self._spin_s
         return [event for event in events if event[0] != self._leader_event]
+
+    def skip_spin(self) -> None:
+        self._spins = False
 
     def run(self, has_more: bool, is_blocked: bool) -> None:
         if has_more and not self._is_alerted:

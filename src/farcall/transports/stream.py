@@ -267,7 +267,12 @@ class StreamLink:
             self._space = space[count:]
             self._finish_chunk(frames)
             if count < space.nbytes:
-                return  # most likely nothing is left, and another system call costs more than the poller
+                # Most likely nothing is left, and another system call costs more than the poller. A thread that spins
+                # would get the rest in many small pieces; while it sleeps they add up.
+                self._spins = False
+                if self._options is not None:
+                    self._options.poller.skip_spin()
+                return
 
     def _finish_chunk(self, frames: list[Frame]) -> None:
         assert self._assembler is not None
