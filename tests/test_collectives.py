@@ -12,7 +12,7 @@ import pytest
 import farcall as rpc
 from farcall import collectives
 from farcall.collectives import Gathering, Gatherings, Key
-from farcall.errors import NotAllowedError, RpcTimeoutError, UsageError, WorkerLost
+from farcall.errors import NotAllowedError, RpcTimeoutError, UsageError, WorkerLostError
 from farcall.futures import Future
 
 ABC = ("a", "b", "c")
@@ -71,11 +71,11 @@ def test_numbers_count_the_gatherings_of_the_same_members() -> None:
 def test_one_that_is_lost_ends_it_for_all_and_late_ones_hear_it() -> None:
     table = Gatherings()
     outcome = table.bring(first(), "a", 1)
-    table.fail(first(), WorkerLost("worker 'b' was lost", "b"), lost="b")
-    with pytest.raises(WorkerLost, match="'b'"):
+    table.fail(first(), WorkerLostError("worker 'b' was lost", "b"), lost="b")
+    with pytest.raises(WorkerLostError, match="'b'"):
         outcome.value()
     assert table.missing(first()) == ["c"]
-    with pytest.raises(WorkerLost, match="'b'"):
+    with pytest.raises(WorkerLostError, match="'b'"):
         table.bring(first(), "c", 3).value()
     assert table._led == {}
 
@@ -84,7 +84,7 @@ def test_it_ends_once() -> None:
     table = Gatherings()
     outcome = table.bring(first(), "a", 1)
     table.fail(first(), RpcTimeoutError("late"))
-    table.fail(first(), WorkerLost("gone", "b"), lost="b")
+    table.fail(first(), WorkerLostError("gone", "b"), lost="b")
     assert isinstance(outcome.exception(), RpcTimeoutError)
     table.fail(first(("x",)), RpcTimeoutError("late"))  # of which nobody knows
     complete = table.bring(Key(("a",), IDS, 0), "a", 1)
@@ -205,13 +205,13 @@ def test_a_look_is_repeated_while_the_worker_is_waited_for(agent: Any) -> None:
 def test_a_look_that_finds_a_worker_lost(agent: Any, at_once: bool) -> None:
     table = Gatherings()
     outcome = table.bring(first(), "b", 1)
-    lost = WorkerLost("it cannot be reached", "c")
+    lost = WorkerLostError("it cannot be reached", "c")
     agent.refuse_with = lost if at_once else None
     collectives._look_for(agent, table, first(), "c")
     if not at_once:
         agent.futures[0].set_exception(lost)
     error = outcome.exception(0)
-    assert isinstance(error, WorkerLost)
+    assert isinstance(error, WorkerLostError)
     assert error.worker == "c"
     assert "worker 'c' was lost before it called _all_gather with 'a', 'b', 'c': it cannot" in str(error)
 

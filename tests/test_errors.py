@@ -11,6 +11,7 @@ from typing import NamedTuple
 
 import pytest
 
+import farcall
 from farcall import errors
 
 
@@ -40,7 +41,9 @@ def drawing() -> list[Drawn]:
     return drawn
 
 
-CLASSES: dict[str, type[Exception]] = {name: value for name, value in vars(errors).items() if inspect.isclass(value)}
+CLASSES: dict[str, type[Exception]] = {
+    name: value for name, value in vars(errors).items() if inspect.isclass(value) and value.__name__ == name
+}
 
 
 def test_every_class_is_drawn_and_every_drawn_class_is_there() -> None:
@@ -60,6 +63,19 @@ def test_the_root_is_what_programs_for_torch_catch() -> None:
     assert all(issubclass(error, RuntimeError) for error in CLASSES.values())
 
 
+def test_every_name_ends_in_error_and_the_earlier_names_mean_the_same() -> None:
+    assert [name for name in CLASSES if not name.endswith("Error")] == []
+    aliases = {name: value.__name__ for name, value in vars(errors).items() if inspect.isclass(value)}
+    assert {old: new for old, new in aliases.items() if old not in CLASSES} == {
+        "WorkerLost": "WorkerLostError",
+        "OwnerLost": "OwnerLostError",
+        "ReferenceRefused": "ReferenceRefusedError",
+        "ConnectionRefusedByPeer": "PeerRefusedError",
+    }
+    assert farcall.WorkerLost is farcall.WorkerLostError
+    assert farcall.ConnectionRefusedByPeer is farcall.PeerRefusedError
+
+
 @pytest.mark.parametrize("error", CLASSES.values(), ids=CLASSES)
 def test_every_class_is_documented(error: type[errors.RpcError]) -> None:
     assert error.__doc__
@@ -72,8 +88,8 @@ def test_the_message_is_the_text(error: type[errors.RpcError]) -> None:
 
 
 def test_what_an_error_knows_beside_its_message() -> None:
-    assert errors.WorkerLost("gone", "b").worker == "b"
-    assert errors.WorkerLost("gone").worker is None
+    assert errors.WorkerLostError("gone", "b").worker == "b"
+    assert errors.WorkerLostError("gone").worker is None
     assert errors.RendezvousTimeoutError("late", ("join/0",)).present == ("join/0",)
     assert errors.RendezvousTimeoutError("late").present == ()
     remote = errors.RemoteError("text", "pkg.Odd", "odd", "Traceback ...")
@@ -87,7 +103,7 @@ def test_what_an_error_knows_beside_its_message() -> None:
     "error",
     [
         *(cls("text") for cls in CLASSES.values()),
-        errors.WorkerLost("gone", "b"),
+        errors.WorkerLostError("gone", "b"),
         errors.RendezvousTimeoutError("late", ("join/0", "join/1")),
         errors.RemoteError("text", "pkg.Odd", "odd", "Traceback ..."),
     ],

@@ -169,7 +169,7 @@ def rpc_sync(
             `timeout` is negative or not a number.
         SerializationError: An argument or the result cannot be pickled.
         RpcTimeoutError: The timeout expired. The function may still be running.
-        WorkerLost: The worker cannot be reached, or died during the call.
+        WorkerLostError: The worker cannot be reached, or died during the call.
         NotAllowedError: The worker does not allow others to call this function or to send these arguments.
         Exception: Any exception of the function, with its own type and with the remote traceback.
 
@@ -203,7 +203,7 @@ def rpc_async(
             worker.
 
     Returns:
-        The future. It fails with `RpcTimeoutError`, `WorkerLost`, or the exception of the function.
+        The future. It fails with `RpcTimeoutError`, `WorkerLostError`, or the exception of the function.
 
     Raises:
         NotInitializedError: This process is not a worker.
@@ -211,7 +211,7 @@ def rpc_async(
         UsageError: `to` is not a name, rank or `WorkerInfo`, `func` cannot be called, `args` is not a tuple or list, or
             `timeout` is negative or not a number.
         SerializationError: An argument cannot be pickled.
-        WorkerLost: The worker cannot be reached.
+        WorkerLostError: The worker cannot be reached.
 
     Example:
         >>> farcall.rpc_async("worker1", max, args=(3, 4)).wait()
@@ -253,7 +253,7 @@ def remote(
         UnknownWorkerError: The group has no worker `to`.
         UsageError: `func` cannot be called, `args` is not a tuple or list, or the backend has no references.
         SerializationError: An argument cannot be pickled.
-        WorkerLost: The worker cannot be reached.
+        WorkerLostError: The worker cannot be reached.
 
     Example:
         >>> counter = farcall.remote("worker1", collections.Counter)

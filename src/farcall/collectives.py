@@ -10,9 +10,10 @@ gathering fails at once. This costs at most two calls for each worker.
 Rules
 - A gathering is identified by its members and by the number of earlier gatherings of the same members. So gatherings in
   a row, in several threads, or of different members do not mix.
-- A gathering succeeds for all workers that wait for it, or fails for all of them: with `WorkerLost` if a member was
-  lost before it took part, with `RpcTimeoutError` when the timeout of one waiting worker expires. A worker that is late
-  for a failed gathering gets the same error. So all workers have counted the same gatherings, and can try again.
+- A gathering succeeds for all workers that wait for it, or fails for all of them: with `WorkerLostError` if a member
+  was lost before it took part, with `RpcTimeoutError` when the timeout of one waiting worker expires. A worker that
+  is late for a failed gathering gets the same error. So all workers have counted the same gatherings, and can try
+  again.
 - A waiting worker checks now and then whether its own agent is closed. The leader waits for calls of other workers,
   which do not end with its agent, and would otherwise wait for ever after the group has declared it lost.
 - A worker that has given its value is not needed any more. If it dies, the others still get the value.
@@ -28,7 +29,7 @@ from typing import Any, Final, NamedTuple
 
 from farcall.api import current_agent
 from farcall.backends.interface import RpcAgent
-from farcall.errors import NotAllowedError, RpcError, RpcTimeoutError, UsageError, WorkerLost
+from farcall.errors import NotAllowedError, RpcError, RpcTimeoutError, UsageError, WorkerLostError
 from farcall.functions import async_execution
 from farcall.futures import Future
 from farcall.options import DEFAULT_SHUTDOWN_TIMEOUT, UNSET_RPC_TIMEOUT
@@ -296,23 +297,23 @@ def _check_key(key: Any) -> None:
 def _look_for(agent: RpcAgent, gatherings: Gatherings, key: Key, name: str) -> None:
     """Calls a missing member again and again, until it takes part, is lost, or the gathering is over.
 
-    If the member is lost, the gathering fails with `WorkerLost`.
+    If the member is lost, the gathering fails with `WorkerLostError`.
     """
 
     def looked(future: Future[None]) -> None:
         error = future.exception()
         if isinstance(error, RpcTimeoutError) and gatherings.is_awaited(key, name):
             _look_for(agent, gatherings, key, name)
-        elif isinstance(error, WorkerLost):
+        elif isinstance(error, WorkerLostError):
             _lost(error)
 
-    def _lost(error: WorkerLost) -> None:
+    def _lost(error: WorkerLostError) -> None:
         text = f"worker {name!r} was lost before it called _all_gather with {_listed(key.members)}: {error}"
-        gatherings.fail(key, WorkerLost(text, name), lost=name)
+        gatherings.fail(key, WorkerLostError(text, name), lost=name)
 
     try:
         agent.call(name, coming_to_the_others, (key,), None, _LOOK, unattended=True).then(looked)
-    except WorkerLost as error:
+    except WorkerLostError as error:
         _lost(error)
     except RpcError:
         pass  # this worker shuts down: its own calls end, too
@@ -337,7 +338,7 @@ def _all_gather(
 
     Raises:
         RpcTimeoutError: The timeout expired. The message says which workers did not call, or called with other names.
-        WorkerLost: A worker was lost before it called.
+        WorkerLostError: A worker was lost before it called.
         UsageError: This worker is not one of `worker_names`, or `worker_names` is a single str.
         UnknownWorkerError: A name belongs to no worker.
         NotAllowedError: The option `allow` of this worker, or of the first worker by name, refuses a value.

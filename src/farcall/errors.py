@@ -11,9 +11,9 @@
     │   └── SerializationError           (TypeError) an argument or result cannot be pickled
     ├── ExpelledError                    the group has declared this worker lost; it can join again
     ├── RpcTimeoutError                  (TimeoutError) the timeout of a call has expired
-    ├── WorkerLost                       (ConnectionError) the other worker died or cannot be reached
-    │   └── OwnerLost                    ... and it owned the value of the reference that was used
-    ├── ReferenceRefused                 the owner does not have the value of a reference any more
+    ├── WorkerLostError                  (ConnectionError) the other worker died or cannot be reached
+    │   └── OwnerLostError               ... and it owned the value of the reference that was used
+    ├── ReferenceRefusedError            the owner does not have the value of a reference any more
     ├── NotAllowedError                  the callee does not allow others to call or send this
     ├── RemoteError                      the callee raised an exception that cannot be rebuilt here
     ├── RendezvousError                  the workers did not find each other
@@ -21,13 +21,14 @@
     ├── ShutdownError                    a graceful shutdown ended before all workers were done
     └── ProtocolError                    (ConnectionError) the other end of a connection broke farcall's protocol
         ├── VersionMismatchError         ... or speaks another version of it
-        └── ConnectionRefusedByPeer      ... or refused the connection, and said why
+        └── PeerRefusedError             ... or refused the connection, and said why
             └── AuthenticationError      ... because the two ends do not have the same secret
                 └── EncryptionError      ... or because they do not agree on TLS
 
 Rules
 - A message names the worker, says what went wrong with which function or argument, and says what to do next.
 - An exception raised by a user's function is none of these: it arrives at the caller with its own type.
+- All names end in `Error`. The earlier names of four of them (`WorkerLost` ...) are aliases.
 """
 
 from __future__ import annotations
@@ -80,7 +81,7 @@ class RpcTimeoutError(RpcError, TimeoutError):
     """The timeout of a call has expired. The function may still run on the callee; a late reply is discarded."""
 
 
-class WorkerLost(RpcError, ConnectionError):
+class WorkerLostError(RpcError, ConnectionError):
     """The other worker died or cannot be reached.
 
     Args:
@@ -99,11 +100,11 @@ class WorkerLost(RpcError, ConnectionError):
         self.is_gone = False
 
 
-class OwnerLost(WorkerLost):
+class OwnerLostError(WorkerLostError):
     """The worker that owns the value of a reference was lost, and the value with it."""
 
 
-class ReferenceRefused(RpcError):
+class ReferenceRefusedError(RpcError):
     """The owner of a reference does not have its value any more, or never counted this copy of the reference.
 
     The usual cause: the worker that passed the reference on died before the owner had counted the copy.
@@ -172,11 +173,11 @@ class VersionMismatchError(ProtocolError):
     """The other end of a connection speaks another version of farcall's protocol. Install one version everywhere."""
 
 
-class ConnectionRefusedByPeer(ProtocolError):
+class PeerRefusedError(ProtocolError):
     """The other end refused the connection during the handshake. The message quotes its reason."""
 
 
-class AuthenticationError(ConnectionRefusedByPeer):
+class AuthenticationError(PeerRefusedError):
     """The two ends of a connection do not have the same secret, so they belong to different groups."""
 
 
@@ -185,3 +186,10 @@ class EncryptionError(AuthenticationError):
 
     One end does not accept the certificate of the other, or one end encrypts and the other does not.
     """
+
+
+# The names that these had before all of them ended in `Error`. Programs may use them.
+WorkerLost = WorkerLostError
+OwnerLost = OwnerLostError
+ReferenceRefused = ReferenceRefusedError
+ConnectionRefusedByPeer = PeerRefusedError

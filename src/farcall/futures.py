@@ -140,7 +140,7 @@ class Future(Generic[T]):
         """Waits until the future is complete, and returns the result. There is no limit but the timeout of the call.
 
         Raises:
-            Exception: The exception of the call: that of the function, `RpcTimeoutError`, `WorkerLost` or another
+            Exception: The exception of the call: that of the function, `RpcTimeoutError`, `WorkerLostError` or another
                 `RpcError`.
         """
         if not self._state:

@@ -17,7 +17,7 @@ from sys import _getframe
 from time import monotonic
 from typing import TYPE_CHECKING, Any, Generic, NoReturn, TypeVar, cast
 
-from farcall.errors import OwnerLost, RpcTimeoutError, UsageError
+from farcall.errors import OwnerLostError, RpcTimeoutError, UsageError
 from farcall.futures import DONE, Future, awaited_together
 from farcall.gate import FOREVER
 from farcall.options import UNSET_RPC_TIMEOUT
@@ -87,11 +87,11 @@ class RRef(Generic[T]):
         """Returns the name and id of the worker that owns the value.
 
         Raises:
-            OwnerLost: The owner left or was lost so long ago that this worker has forgotten its name.
+            OwnerLostError: The owner left or was lost so long ago that this worker has forgotten its name.
         """
         peer = self._calling.numbered.get(self._handle.reference.owner)
         if peer is None:
-            raise OwnerLost(
+            raise OwnerLostError(
                 f"the owner of {self._handle.reference} left so long ago that its name is not known any more"
             )
         return peer.info
@@ -100,7 +100,7 @@ class RRef(Generic[T]):
         """Returns the name of the worker that owns the value.
 
         Raises:
-            OwnerLost: The owner left or was lost so long ago that this worker has forgotten its name.
+            OwnerLostError: The owner left or was lost so long ago that this worker has forgotten its name.
         """
         return self.owner().name
 
@@ -121,8 +121,8 @@ class RRef(Generic[T]):
 
         Raises:
             RpcTimeoutError: The timeout expired.
-            OwnerLost: The owner was lost.
-            ReferenceRefused: The owner does not have the value any more.
+            OwnerLostError: The owner was lost.
+            ReferenceRefusedError: The owner does not have the value any more.
             UsageError: `timeout` is not valid, or this worker has released the reference, for example by a shutdown.
             SerializationError: The value cannot be pickled.
             Exception: The exception of the function that was to create the value.
@@ -223,7 +223,7 @@ class RRef(Generic[T]):
                 `rpc_timeout` of this worker. A wrong value is refused, with `UsageError`, when a method is called.
 
         Returns:
-            The proxy. Its calls raise what `farcall.rpc_sync` raises, `OwnerLost`, `ReferenceRefused`, and
+            The proxy. Its calls raise what `farcall.rpc_sync` raises, `OwnerLostError`, `ReferenceRefusedError`, and
             `AttributeError` if the value has no such method.
         """
         if timeout != UNSET_RPC_TIMEOUT:
@@ -361,6 +361,7 @@ def _call_later(handle: Handle, timeout: float, method: str, /, *args: Any, **kw
 def _call_remote(handle: Handle, timeout: float, method: str, /, *args: Any, **kwargs: Any) -> RRef[Any]:
     """Calls a method of the value on the owner, which keeps the result, and returns a reference to it.
 
-    `timeout` is ignored. Raises `OwnerLost`, `ReferenceRefused` or `UsageError` if the reference cannot be used.
+    `timeout` is ignored. Raises `OwnerLostError`, `ReferenceRefusedError` or `UsageError` if the reference cannot be
+    used.
     """
     return RRef.of(handle.reference_store.calling.remote_on(handle, method, args, kwargs))

@@ -10,7 +10,7 @@ import pytest
 from reference_values import Shelf, expect_no_references, fetch
 
 from eventually import eventually
-from farcall import RpcTimeoutError, RRef, WorkerLost
+from farcall import RpcTimeoutError, RRef, WorkerLostError
 from farcall.testing import Failure, LocalGroup, faults
 from gates import SOON, arrived, new_gate, wait_at
 from group_stage import NewGroup, call, echo, run, runs, start
@@ -34,10 +34,10 @@ def test_a_connection_that_breaks_fails_its_calls_and_no_others(make_faulty_grou
     eventually(lambda: group[1].get_metrics()["threads_running"] == group[2].get_metrics()["threads_running"] == 1)
     faults(group[0]).cut("worker1")
     error = cut.exception(SOON)
-    assert isinstance(error, WorkerLost)
+    assert isinstance(error, WorkerLostError)
     assert error.worker == "worker1"
     for caller, to in ((group[0], 1), (group[1], 0)):
-        with pytest.raises(WorkerLost):
+        with pytest.raises(WorkerLostError):
             call(caller, to, echo, 1, timeout=1.0)
     assert call(group[2], 1, echo, 3) == 3
     gate.set()
@@ -60,7 +60,7 @@ def can_call(agent: Any, to: int) -> bool:
     """A call made in the moment after a cut may still go to the broken connection."""
     try:
         return bool(call(agent, to, echo, True))
-    except WorkerLost:
+    except WorkerLostError:
         return False
 
 
@@ -95,7 +95,7 @@ def test_a_call_that_was_under_way_when_the_connection_broke_runs_once(make_faul
     future = start(group[0], 1, wait_and_run, "under way")
     assert arrived["under way"].wait(SOON)
     faults(group[0]).cut("worker1")
-    assert isinstance(future.exception(SOON), WorkerLost)
+    assert isinstance(future.exception(SOON), WorkerLostError)
     faults(group[0]).heal()
     gate.set()
     eventually(lambda: can_call(group[0], 1))
@@ -143,7 +143,7 @@ def test_references_of_a_call_that_fails_are_given_back(make_faulty_group: NewGr
     del value
     eventually(theirs.confirmed_by_owner)
     faults(group[0]).fail("PYTHON_CALL", 1, failure)
-    with pytest.raises((RpcTimeoutError, WorkerLost)):
+    with pytest.raises((RpcTimeoutError, WorkerLostError)):
         call(group[0], 1, echo, [mine, theirs], timeout=SHORT)
     faults(group[0]).fail("PYTHON_CALL", 0)
     assert call(group[0], 1, fetch, mine).items == ["tea"]
@@ -168,12 +168,12 @@ def test_references_are_used_and_dropped_while_connections_break(make_faulty_gro
 def value_of(rref: RRef[int]) -> int | None:
     try:
         return rref.to_here(timeout=SOON)
-    except WorkerLost:
+    except WorkerLostError:
         return None
 
 
 def passed(group: LocalGroup, rref: RRef[int]) -> Any:
     try:
         return call(group[0], 2, fetch, rref)
-    except WorkerLost:
+    except WorkerLostError:
         return None

@@ -7,7 +7,7 @@ import threading
 import pytest
 
 from eventually import eventually
-from farcall import RpcError, RpcTimeoutError, UnknownWorkerError, UsageError, WorkerLost
+from farcall import RpcError, RpcTimeoutError, UnknownWorkerError, UsageError, WorkerLostError
 from farcall.testing import Failure, FaultyRpcBackendOptions, LocalGroup, faults
 from gates import SOON, arrived, new_gate, wait_at
 from group_stage import NewGroup, call, echo, run, runs, start
@@ -25,11 +25,13 @@ def test_so_many_sends_of_each_message_fail_and_no_other_call_does(make_faulty_g
     assert arrived["other"].wait(SOON)
     faults(group[0]).fail("PYTHON_CALL", sends=2)
     for attempt in (1, 2):
-        with pytest.raises(WorkerLost, match=rf"let this PYTHON_CALL fail \(error; {attempt} of 2 sends\)") as caught:
+        with pytest.raises(
+            WorkerLostError, match=rf"let this PYTHON_CALL fail \(error; {attempt} of 2 sends\)"
+        ) as caught:
             call(group[0], 1, run, "a", timeout=0)
         assert caught.value.worker == "worker1"
     assert call(group[0], 1, run, "a") == "a"
-    with pytest.raises(WorkerLost, match="1 of 2 sends"):
+    with pytest.raises(WorkerLostError, match="1 of 2 sends"):
         call(group[0], 1, run, "b")  # other arguments: another message
     assert call(group[1], 0, run, "c") == "c"  # another sender
     assert runs == ["a", "c"]

@@ -11,7 +11,7 @@ from tampering import Tampering, ids_of_fork, ids_of_reference
 
 import farcall
 from eventually import eventually
-from farcall import ReferenceRefused, RpcBackendOptions
+from farcall import ReferenceRefusedError, RpcBackendOptions
 from farcall.testing import LocalGroup
 
 OWNER, HOLDER, THIEF = 0, 1, 2
@@ -92,9 +92,11 @@ def theft(group: LocalGroup, tampering: Tampering) -> Theft:
 def test_a_value_cannot_be_fetched_by_its_ids(theft: Theft) -> None:
     with theft.tampering.replacing(theft.to_wanted):
         for _ in range(3):
-            with pytest.raises(ReferenceRefused, match=r"'worker0' has no reference 1:1 .* does not have its token"):
+            with pytest.raises(
+                ReferenceRefusedError, match=r"'worker0' has no reference 1:1 .* does not have its token"
+            ):
                 theft.own.to_here()
-        with pytest.raises(ReferenceRefused):
+        with pytest.raises(ReferenceRefusedError):
             theft.own._get_type()
     assert theft.refused() == 4
     theft.check()
@@ -103,7 +105,7 @@ def test_a_value_cannot_be_fetched_by_its_ids(theft: Theft) -> None:
 @pytest.mark.parametrize("way", ["rpc_sync", "remote"])
 def test_a_method_cannot_be_called_by_the_ids_of_its_value(theft: Theft, way: str) -> None:
     clear = theft.own.rpc_sync().clear if way == "rpc_sync" else lambda: theft.own.remote().clear().to_here()
-    with theft.tampering.replacing(theft.to_wanted), pytest.raises(ReferenceRefused):
+    with theft.tampering.replacing(theft.to_wanted), pytest.raises(ReferenceRefusedError):
         clear()
     assert theft.refused() >= 1
     assert theft.tampering.times
@@ -114,7 +116,7 @@ def test_a_reference_that_is_passed_on_by_its_ids_leads_nowhere(theft: Theft) ->
     """At the owner, and at a third worker."""
     thief = theft.group[THIEF]
     for to in ("worker0", "worker1"):
-        with theft.tampering.replacing(theft.to_wanted), pytest.raises(ReferenceRefused):
+        with theft.tampering.replacing(theft.to_wanted), pytest.raises(ReferenceRefusedError):
             thief.call(to, fetch, (theft.own,), None, 0).wait()
     assert theft.refused() >= 1
     eventually(lambda: len(theft.group.references(OWNER).owned) == 2)
@@ -125,7 +127,7 @@ def test_who_keeps_what_was_passed_on_by_its_ids_is_refused_by_its_owner(theft: 
     with theft.tampering.replacing(theft.to_wanted):
         theft.group[THIEF].call("worker1", keep, (theft.own,), None, 0).wait()
         eventually(lambda: theft.group[OWNER].get_metrics()["references_refused"])
-    with pytest.raises(ReferenceRefused):
+    with pytest.raises(ReferenceRefusedError):
         kept[0].to_here()
     assert "worker1" in str(theft.group[OWNER].get_metrics()["peers"])
     theft.check()
@@ -167,7 +169,7 @@ def test_the_fork_of_another_cannot_be_settled(tampering: Tampering) -> None:
 def test_what_is_refused_is_logged_once_for_each_worker(theft: Theft, caplog: pytest.LogCaptureFixture) -> None:
     with theft.tampering.replacing(theft.to_wanted):
         for _ in range(20):
-            with pytest.raises(ReferenceRefused):
+            with pytest.raises(ReferenceRefusedError):
                 theft.own.to_here()
     told = [record for record in caplog.records if record.levelno >= logging.WARNING]
     assert len(told) == 1, caplog.text
@@ -184,7 +186,7 @@ def test_what_is_claimed_before_it_is_created_is_refused_when_it_is(theft: Theft
         eventually(lambda: theft.tampering.times)
         assert not waiting.done()
     created = theft.group.remote(HOLDER, "worker0", make)
-    with pytest.raises(ReferenceRefused):
+    with pytest.raises(ReferenceRefusedError):
         waiting.wait()
     assert created.to_here() == [SECRET]
     del created
@@ -195,7 +197,7 @@ def test_what_is_claimed_before_it_is_created_is_refused_when_it_is(theft: Theft
 def test_no_token_is_shown_anywhere(theft: Theft, caplog: pytest.LogCaptureFixture) -> None:
     texts = [str(theft.wanted), repr(theft.wanted), repr(theft.wanted.rpc_sync()), str(theft.group.references(OWNER))]
     assert repr(theft.wanted) == "<RRef 1:1 owned by 'worker0'>"
-    with theft.tampering.replacing(theft.to_wanted), pytest.raises(ReferenceRefused) as refused:
+    with theft.tampering.replacing(theft.to_wanted), pytest.raises(ReferenceRefusedError) as refused:
         theft.own.to_here()
     for text in [*texts, caplog.text, str(refused.value), str(theft.group[OWNER].get_metrics())]:
         assert "\\x" not in text

@@ -59,4 +59,4 @@ def test_a_worker_that_does_not_come_is_named_to_all_others(workers: StartWorker
     reports = group.finish({2: -signal.SIGKILL}, quiet=False)
     for facts in reports[:2]:
         assert facts["late"] == ["RpcTimeoutError", True]
-        assert facts["lost"] == ["WorkerLost", True]
+        assert facts["lost"] == ["WorkerLostError", True]

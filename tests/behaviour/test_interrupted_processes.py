@@ -122,7 +122,7 @@ def test_ctrl_c_in_a_graceful_shutdown_frees_the_worker(workers: StartWorkers) -
     assert caller["threads"] == []
     assert caller["sockets"] == []
     assert caller["again"] == 5
-    assert other["other"] == "WorkerLost"
+    assert other["other"] == "WorkerLostError"
 
 
 def test_ctrl_c_at_any_moment_of_many_calls_leaves_a_worker_that_can_call_and_no_reference(
@@ -183,7 +183,7 @@ def test_handlers_that_raise_at_any_moment_of_many_calls_leave_a_worker_that_can
                     signal.setitimer(signal.ITIMER_REAL, 0)
             except Interrupt:
                 interrupted += 1
-            except rpc.WorkerLost:
+            except rpc.WorkerLostError:
                 pass  # the connection was closed in the middle of a reply
             signal.setitimer(signal.ITIMER_REAL, 0)
             after = outcome(rpc.rpc_sync, "w1", int, args=(n,), timeout=20)

@@ -12,7 +12,7 @@ import pytest
 from worker_processes_with_orders import WorkerProcesses
 
 from eventually import eventually
-from farcall import WorkerLost
+from farcall import WorkerLostError
 from farcall.testing import FaultyRpcBackendOptions, LocalGroup, faults
 from ports import free_port
 
@@ -45,7 +45,7 @@ def test_workers_that_are_lost_together_are_noticed_together() -> None:
         eventually(lambda: len(workers.ask(0, "ended")) == 11)
         ended = workers.ask(0, "ended")
         for name, at in lost.items():
-            assert ended[name][1] == "WorkerLost"
+            assert ended[name][1] == "WorkerLostError"
             assert abs(ended[name][0] - at) < interval  # a call that waits fails when its worker is declared lost
 
 
@@ -115,7 +115,7 @@ def test_a_partial_cut_loses_nobody_whom_others_hear() -> None:
         for rank in (0, 1, 4):
             faults(group[rank]).freeze("worker5")
         waiting = group[0].call("worker5", echo, (7,), None, 0)
-        with pytest.raises(WorkerLost, match="worker 'worker5' was lost"):
+        with pytest.raises(WorkerLostError, match="worker 'worker5' was lost"):
             waiting.wait()
         eventually(lambda: views(group)[:5] == [[f"worker{rank}" for rank in range(5)]] * 5)
 

@@ -12,7 +12,7 @@ import pytest
 
 import farcall as rpc
 from eventually import eventually
-from farcall import OwnerLost, RendezvousError, RpcAgent, UnknownWorkerError, WorkerInfo, WorkerLost
+from farcall import OwnerLostError, RendezvousError, RpcAgent, UnknownWorkerError, WorkerInfo, WorkerLostError
 from farcall.testing import LocalGroup, faults
 from gates import SOON, arrived, new_gate, wait_at
 from group_stage import NewGroup, call, echo, start
@@ -84,9 +84,9 @@ def test_a_worker_that_comes_again_under_its_name_is_another_one(opened: LocalGr
     assert (old.name, new.name) == ("again", "again")
     assert old.id != new.id
     assert call(opened[0], new, echo, 1) == 1
-    with pytest.raises(WorkerLost):
+    with pytest.raises(WorkerLostError):
         call(opened[0], old, echo, 1)
-    with pytest.raises(OwnerLost):
+    with pytest.raises(OwnerLostError):
         rref.to_here()
     assert first is not second
 
@@ -104,7 +104,7 @@ def test_all_know_at_once_that_a_worker_has_left(opened: LocalGroup, graceful: b
     eventually(lambda: all(each == [("left", "worker2")] for each in seen))
     for agent in opened:
         assert names(agent) == ["worker0", "worker1"]
-        with pytest.raises(WorkerLost, match="worker 'worker2' has left the group") as caught:
+        with pytest.raises(WorkerLostError, match="worker 'worker2' has left the group") as caught:
             call(agent, "worker2", echo, 1)
         assert caught.value.worker == "worker2"
     assert call(opened[0], "worker1", echo, 1) == 1
@@ -211,10 +211,10 @@ def test_a_worker_that_nobody_hears_is_lost_for_all(make_faulty_group: NewGroup)
     assert arrived["lost"].wait(SOON)
     for other in ("worker0", "worker1"):
         faults(group[2]).freeze(other)
-    assert isinstance(pending.exception(SOON), WorkerLost)
+    assert isinstance(pending.exception(SOON), WorkerLostError)
     gate.set()
     eventually(lambda: all(each == [("lost", "worker2")] for each in seen))
-    with pytest.raises(WorkerLost, match="worker 'worker2' was lost"):
+    with pytest.raises(WorkerLostError, match="worker 'worker2' was lost"):
         call(group[0], "worker2", echo, 1)
     assert call(group[0], "worker1", echo, 1) == 1
 

@@ -12,7 +12,7 @@ import pytest
 from reference_values import USES, Shelf, ShelfError, expect_no_references, fail, fetch, keep, kept
 
 from eventually import eventually
-from farcall import OwnerLost, RpcError, RRef, SerializationError, UsageError
+from farcall import OwnerLostError, RpcError, RRef, SerializationError, UsageError
 from farcall.testing import LocalGroup
 from group_stage import NewGroup, call, echo
 from worker_processes import StartWorkers
@@ -78,13 +78,13 @@ def test_every_use_of_a_reference_whose_owner_has_left_raises_owner_lost(group: 
         eventually(each.confirmed_by_owner)
     call(group[0], 2, keep, passed)
     group[1].shutdown(graceful=False)
-    eventually(lambda: isinstance(error_of(rref), OwnerLost) and isinstance(error_of(kept[0]), OwnerLost))
+    eventually(lambda: isinstance(error_of(rref), OwnerLostError) and isinstance(error_of(kept[0]), OwnerLostError))
     for use in USES.values():
-        with pytest.raises(OwnerLost, match="worker 'worker1', who owned reference 0:1") as caught:
+        with pytest.raises(OwnerLostError, match="worker 'worker1', who owned reference 0:1") as caught:
             use(rref)
         assert caught.value.worker == "worker1"
     for send in (lambda: call(group[0], 2, echo, passed), lambda: group.remote(0, 2, echo, (passed,))):
-        with pytest.raises(OwnerLost, match="who owned reference 0:2"):
+        with pytest.raises(OwnerLostError, match="who owned reference 0:2"):
             send()
     assert "worker1" in repr(rref)
 
@@ -158,7 +158,7 @@ def test_references_of_killed_processes_are_lost_or_released(workers: StartWorke
         report(ready=alive())
         assert wait_for(lambda: holders() == ["w2"] and alive() == 5, 20)
         report(after=[holders(), alive()])
-        assert wait_for(lambda: outcome(theirs.to_here).get("error") == "OwnerLost", 20)
+        assert wait_for(lambda: outcome(theirs.to_here).get("error") == "OwnerLostError", 20)
         ways = dict(to_here=theirs.to_here, rpc_sync=theirs.rpc_sync().upper,
                     rpc_async=lambda: theirs.rpc_async().upper().wait(),
                     remote=lambda: theirs.remote().upper().to_here(),
@@ -169,7 +169,7 @@ def test_references_of_killed_processes_are_lost_or_released(workers: StartWorke
     elif RANK == 2:
         assert wait_for(lambda: len(kept) == 6, 20)
         value = kept[0]
-        assert wait_for(lambda: outcome(value.to_here).get("error") == "OwnerLost", 20)
+        assert wait_for(lambda: outcome(value.to_here).get("error") == "OwnerLostError", 20)
         report(passed_on=outcome(value.to_here)["text"])
         wait_for(lambda: os.path.exists("end"), 30)
     else:
@@ -184,4 +184,4 @@ def test_references_of_killed_processes_are_lost_or_released(workers: StartWorke
     assert "'w1'" in group.wait_for(2, "passed_on")
     (group.directory / "end").touch()
     facts = group.finish({1: KILLED}, quiet=False)[0]
-    assert facts["uses"] == dict.fromkeys(("to_here", "rpc_sync", "rpc_async", "remote", "passed"), "OwnerLost")
+    assert facts["uses"] == dict.fromkeys(("to_here", "rpc_sync", "rpc_async", "remote", "passed"), "OwnerLostError")

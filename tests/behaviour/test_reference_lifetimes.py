@@ -15,7 +15,7 @@ from reference_values import Shelf, ShelfError, expect_no_references, fail, fetc
 
 import farcall as rpc
 from eventually import eventually
-from farcall import ReferenceRefused, RRef, UsageError
+from farcall import ReferenceRefusedError, RRef, UsageError
 from farcall.api import _delete_all_user_and_unforked_owner_rrefs, _destroy_rref_context, _rref_context_get_debug_info
 from farcall.testing import LocalGroup
 from gates import SOON, arrived, new_gate, wait_at
@@ -353,7 +353,7 @@ def test_references_can_be_destroyed_and_new_ones_made(group_of_this_worker: Loc
     del own
     _destroy_rref_context(ignore_leak=True)
     eventually(lambda: alive() == 0)
-    with pytest.raises(ReferenceRefused):
+    with pytest.raises(ReferenceRefusedError):
         kept[0].to_here()
     assert RRef(5).to_here() == 5
     assert rpc.remote("worker1", echo, args=(6,)).to_here() == 6

@@ -12,7 +12,7 @@ import pytest
 
 import farcall as rpc
 from eventually import eventually
-from farcall import NotInitializedError, RpcError, RpcTimeoutError, ShutdownError, WorkerLost
+from farcall import NotInitializedError, RpcError, RpcTimeoutError, ShutdownError, WorkerLostError
 from farcall.testing import LocalGroup
 from gates import SOON, arrived, await_at, new_gate, wait_at
 from group_stage import NewGroup, call, echo, run, runs, start
@@ -165,7 +165,7 @@ def test_calls_under_way_fail_when_their_caller_shuts_down(group: LocalGroup, ba
     group[0].shutdown(graceful=False)
     for error in (waiting.exception(SOON), future.exception(SOON), derived.exception(SOON)):
         assert isinstance(error, RpcError)
-        assert not isinstance(error, WorkerLost)
+        assert not isinstance(error, WorkerLostError)
         assert "'worker0' (this one) shut down" in str(error)
     gate.set()
 
@@ -178,7 +178,7 @@ def test_calls_under_way_fail_when_their_callee_shuts_down(group: LocalGroup) ->
     ending.start()
     for future in futures:
         error = future.exception(SOON)
-        assert isinstance(error, WorkerLost)
+        assert isinstance(error, WorkerLostError)
         assert error.worker == "worker1"
     gate.set()
     ending.join()
@@ -189,7 +189,7 @@ def test_a_worker_that_has_shut_down_cannot_be_called_and_the_others_go_on(group
     group[1].shutdown(graceful=False)
     for caller in (0, 2):
         for _ in range(2):
-            with pytest.raises(WorkerLost, match="'worker1'") as caught:
+            with pytest.raises(WorkerLostError, match="'worker1'") as caught:
                 call(group[caller], 1, echo, 1)
             assert caught.value.worker == "worker1"
     assert call(group[0], 2, echo, 1) == 1
@@ -215,7 +215,7 @@ def test_a_shutdown_with_a_function_running_says_so_in_the_log(
         group[1].shutdown(graceful=False)
     assert "1 function(s) still run" in caplog.text
     gate.set()
-    assert isinstance(future.exception(SOON), WorkerLost)
+    assert isinstance(future.exception(SOON), WorkerLostError)
 
 
 # -- The worker of this process
@@ -278,7 +278,7 @@ def test_a_served_function_may_shut_its_worker_down_ungracefully(workers: StartW
     rpc.shutdown(graceful=False)
     """
     caller, callee = workers(script).finish(quiet=False)
-    assert (caller["call"], caller["later"]) == ("WorkerLost", "WorkerLost")
+    assert (caller["call"], caller["later"]) == ("WorkerLostError", "WorkerLostError")
     assert callee["after"] == "NotInitializedError"
 
 
@@ -335,7 +335,7 @@ def test_a_process_that_ends_without_shutdown_ends_at_once_and_quietly(workers: 
     """
     group = workers(script)
     group.finish(quiet=False)
-    assert group.reports(1)["other"] == "WorkerLost"
+    assert group.reports(1)["other"] == "WorkerLostError"
     for rank in range(2):
         assert "Traceback" not in group.errors(rank)
         assert "Fatal" not in group.errors(rank)

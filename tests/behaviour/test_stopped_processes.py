@@ -108,7 +108,7 @@ def test_everything_that_waits_for_a_killed_process_fails_with_worker_lost(worke
     def hear(how, wait):
         try:
             heard[how] = repr(wait())
-        except rpc.WorkerLost as error:
+        except rpc.WorkerLostError as error:
             heard[how] = [type(error).__name__, error.worker]
         except BaseException as error:
             heard[how] = repr(error)
@@ -140,7 +140,7 @@ def test_everything_that_waits_for_a_killed_process_fails_with_worker_lost(worke
         hear("unread", unread.value)
         report(heard=heard)
         hear("later call", lambda: rpc.rpc_sync("w1", int))
-        assert wait_for(lambda: outcome(value.to_here).get("error") == "OwnerLost")
+        assert wait_for(lambda: outcome(value.to_here).get("error") == "OwnerLostError")
         hear("value", value.to_here)
         report(later=[heard["later call"], heard["value"]], others=rpc.rpc_sync("w2", int, args=(5,)))
     else:
@@ -155,10 +155,10 @@ def test_everything_that_waits_for_a_killed_process_fails_with_worker_lost(worke
     tell(group, "end")
     facts = group.finish({1: KILLED}, quiet=False)[0]
     ways = ("rpc_sync", "wait", "result", "then", "collect_all", "await", "nested", "callback", "unread")
-    assert {way: heard[way] for way in ways if heard[way] != ["WorkerLost", "w1"]} == {}
+    assert {way: heard[way] for way in ways if heard[way] != ["WorkerLostError", "w1"]} == {}
     for way in ("to_here", "method"):
-        assert heard[way] in (["WorkerLost", "w1"], ["OwnerLost", "w1"])
-    assert later == [["WorkerLost", "w1"], ["OwnerLost", "w1"]]
+        assert heard[way] in (["WorkerLostError", "w1"], ["OwnerLostError", "w1"])
+    assert later == [["WorkerLostError", "w1"], ["OwnerLostError", "w1"]]
     assert facts["others"] == 5
 
 
@@ -192,7 +192,7 @@ def test_a_process_that_is_killed_while_large_data_goes_both_ways_fails_the_call
     group.wait_for(0, "ready")
     group.send_signal(1, signal.SIGKILL)
     facts = group.finish({1: KILLED}, quiet=False)[0]
-    assert facts["errors"] == ["WorkerLost"] * 4
+    assert facts["errors"] == ["WorkerLostError"] * 4
     assert facts["alive"] == 5
 
 

@@ -70,10 +70,10 @@ def test_everybody_who_waits_hears_of_a_killed_worker_within_a_second(
     facts = group.finish({1: KILLED})[0]
     assert set(heard) == {"unread", "waited for", "by another", "derived", "by callback", "sync", "nested"}
     for how, one in heard.items():
-        assert one["error"] == "WorkerLost", how
+        assert one["error"] == "WorkerLostError", how
         assert "worker 'w1' was lost" in one["text"], how
         assert one["at"] - killed < 1, how
-    assert later["error"] == "WorkerLost"
+    assert later["error"] == "WorkerLostError"
     assert "'w1'" in later["text"]
     assert later["seconds"] < 1
     assert facts["alive"] == 0
@@ -140,9 +140,9 @@ def test_a_worker_killed_while_it_receives_and_while_it_sends_much(workers: Star
     group.wait_for(0, "ready")
     group.send_signal(1, signal.SIGKILL)
     facts = group.finish({1: KILLED})[0]
-    assert facts["one"]["error"] == "WorkerLost"
+    assert facts["one"]["error"] == "WorkerLostError"
     for which in ("giving", "taking"):  # they may have ended before
-        assert facts[which].startswith(("None", "WorkerLost"))
+        assert facts[which].startswith(("None", "WorkerLostError"))
 
 
 # -- a worker leaves without a word to the others
@@ -365,7 +365,7 @@ if RANK == 0:
             pass  # other calls may fail with the one that was interrupted, the next one may not
         signal.setitimer(signal.ITIMER_REAL, 0)
         after = outcome(rpc.rpc_sync, "w1", int, args=(n,), timeout=2)
-        if after.get("error") == "WorkerLost":
+        if after.get("error") == "WorkerLostError":
             lost += 1
         elif after.get("result") != n:
             wrong += 1

@@ -62,7 +62,7 @@ def test_a_worker_that_dies_before_it_comes_is_named_at_once(workers: StartWorke
     reports = group.finish({2: -signal.SIGKILL}, quiet=False)
     for rank in (0, 1):
         found = reports[rank]["outcome"]
-        assert found["error"] == "WorkerLost"
+        assert found["error"] == "WorkerLostError"
         assert "worker 'w2' was lost before it called _all_gather with 'w0', 'w1', 'w2'" in found["text"]
         assert found["seconds"] < 5
 
@@ -83,7 +83,7 @@ def test_a_leader_that_dies_is_named_at_once(workers: StartWorkers) -> None:
     group.wait_for(1, "waits")
     group.send_signal(0, signal.SIGKILL)
     found = group.finish({0: -signal.SIGKILL}, quiet=False)[1]["outcome"]
-    assert found["error"] == "WorkerLost"
+    assert found["error"] == "WorkerLostError"
     assert "'w0'" in found["text"]
     assert found["seconds"] < 10
 

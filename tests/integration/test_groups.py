@@ -59,7 +59,7 @@ def test_a_frozen_worker_is_lost_within_ten_seconds_and_hears_of_it(workers: Sta
             except rpc.errors.ExpelledError as error:
                 report(told=str(error))
                 return True
-            except rpc.WorkerLost:
+            except rpc.WorkerLostError:
                 return False
         before = rpc.get_worker_info().id
         wait_for(is_told, 30)
@@ -79,7 +79,7 @@ def test_a_frozen_worker_is_lost_within_ten_seconds_and_hears_of_it(workers: Sta
         assert group.wait_for(rank, "back") == 0
     finish(group)
     facts, _, frozen = group.finish(quiet=False)
-    assert facts["call"]["error"] == facts["later"]["error"] == "WorkerLost"
+    assert facts["call"]["error"] == facts["later"]["error"] == "WorkerLostError"
     assert "'w2'" in facts["call"]["text"]
     assert facts["later"]["seconds"] < 1
     assert frozen["told"].startswith("worker 'w2' (this one) was declared lost by its group")
@@ -154,11 +154,11 @@ def test_a_killed_worker_is_gone_for_all_at_once_and_its_name_is_taken_again(wor
     reports = group.finish({2: KILLED})
     assert reports[3]["number"] > reports[2]["number"]
     for facts in reports[:2]:
-        assert facts["hanging"]["error"] == "WorkerLost"
+        assert facts["hanging"]["error"] == "WorkerLostError"
         assert "'w2'" in facts["hanging"]["text"]
         assert facts["old"] == group.processes[2].pid
         assert facts["back"] == group.processes[3].pid
-        assert facts["reference"]["error"] == "OwnerLost"
+        assert facts["reference"]["error"] == "OwnerLostError"
         assert "'w2'" in facts["reference"]["text"]
 
 
@@ -374,7 +374,7 @@ def test_a_shutdown_after_a_member_was_lost_ends_at_once_and_names_it(workers: S
         wait_for(lambda: os.path.exists("back"), 20)
         report(shutdown=outcome(rpc.shutdown))
     else:
-        wait_for(lambda: outcome(rpc.rpc_sync, "w{frozen}", int, timeout=1).get("error") == "WorkerLost", 20)
+        wait_for(lambda: outcome(rpc.rpc_sync, "w{frozen}", int, timeout=1).get("error") == "WorkerLostError", 20)
         report(lost=True)
         wait_for(lambda: os.path.exists("back"), 20)
         report(shutdown=outcome(rpc.shutdown))
@@ -425,7 +425,7 @@ def test_one_leaves_in_good_order_while_others_call_it(workers: StartWorkers) ->
     reports = group.finish()
     assert reports[0]["shutdown"].get("error") is None
     for facts in reports[1:]:
-        assert facts["error"].startswith("WorkerLost: worker 'w0'")
+        assert facts["error"].startswith("WorkerLostError: worker 'w0'")
         assert facts["names"] == ["w1", "w2"]
 
 
@@ -450,7 +450,7 @@ def test_who_forgets_to_shut_down_still_ends(workers: StartWorkers, tmp_path: Pa
     reports = group.finish({0: 1} if way == "raise" else None)
     assert reports[0]["answer"] == 0
     assert reports[1]["gone"] is True
-    assert reports[1]["lost"]["error"] == "WorkerLost"
+    assert reports[1]["lost"]["error"] == "WorkerLostError"
 
 
 def test_no_socket_is_left_by_workers_that_left(workers: StartWorkers, tmp_path: Path) -> None:

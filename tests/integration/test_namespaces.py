@@ -227,10 +227,13 @@ def test_a_long_partition_makes_two_groups_and_who_comes_again_is_welcome(hosts:
         group.kill_all()
     assert views == apart == [["w0"], ["w1", "w2"], ["w1", "w2"]]
     for rank, facts in enumerate(reports):
-        assert facts["later"]["error"] == "WorkerLost"
+        assert facts["later"]["error"] == "WorkerLostError"
         assert facts["later"]["seconds"] < 1
         first = failures[rank][0]
-        assert first[0] in ("WorkerLost", "OwnerLost")  # of the call, or of the reference, whichever was under way
+        assert first[0] in (
+            "WorkerLostError",
+            "OwnerLostError",
+        )  # of the call, or of the reference
         assert first[2] - cut < 10
         assert len(set(facts["ran"])) == len(facts["ran"]) or rank == 0  # two call worker 0, with the same numbers
     assert whole == [True] * 3

@@ -66,7 +66,7 @@ import random
 
 SEED, SECONDS, THREADS = int(os.environ["REFERENCES_SEED"]), 2.5, 3
 MEGABYTES = 2
-HONEST = (rpc.OwnerLost, rpc.ReferenceRefused, rpc.WorkerLost)
+HONEST = (rpc.OwnerLostError, rpc.ReferenceRefusedError, rpc.WorkerLostError)
 alive = set(range(SIZE))
 outcomes = collections.Counter()
 wrong = []
@@ -232,7 +232,7 @@ OWNER = """
 start()
 def uses(rref):
     "What every use of a reference gives, once the loss of its owner is known."
-    wait_for(lambda: outcome(rref.to_here).get("error") == "OwnerLost")
+    wait_for(lambda: outcome(rref.to_here).get("error") == "OwnerLostError")
     ways = dict(to_here=rref.to_here, rpc_sync=rref.rpc_sync().upper, rpc_async=lambda: rref.rpc_async().upper().wait(),
                 remote=lambda: rref.remote().upper().to_here(), type=rref._get_type,
                 future=lambda: rref._get_future().wait(), passed=lambda: rpc.rpc_sync(2 - RANK, keep, args=(rref,)))
@@ -240,8 +240,8 @@ def uses(rref):
     for way, use in ways.items():
         try:
             found[way] = repr(use())
-        except rpc.OwnerLost as error:
-            found[way] = f"OwnerLost: {error.worker}"
+        except rpc.OwnerLostError as error:
+            found[way] = f"OwnerLostError: {error.worker}"
         except BaseException as error:
             found[way] = repr(error)
     return found
@@ -266,7 +266,7 @@ def test_every_use_of_a_reference_whose_owner_was_killed_raises_owner_lost(worke
     assert group.wait_for(0, "ready") == "tea"
     kill(group, 1)
     for rank in (0, 2):
-        assert set(group.wait_for(rank, "uses").values()) == {"OwnerLost: w1"}, group.reports(rank)
+        assert set(group.wait_for(rank, "uses").values()) == {"OwnerLostError: w1"}, group.reports(rank)
         assert group.reports(rank)["shown"] == "<RRef 0:1 owned by 'w1'>"
         assert group.reports(rank)["left"] == {}
     tell(group, "end")
@@ -385,7 +385,7 @@ def test_a_reference_whose_parent_was_killed_works_or_is_refused(workers: StartW
     group.wait_for(2, "left")
     first, second = group.reports(2)["first"], group.reports(2)["second"]
     worked = (first.get("result"), second.get("result")) == ("tea", "TEA")
-    refused = (first.get("error"), second.get("error")) == ("ReferenceRefused", "ReferenceRefused")
+    refused = (first.get("error"), second.get("error")) == ("ReferenceRefusedError", "ReferenceRefusedError")
     assert worked if when == "counted" else refused if when == "never" else worked or refused, (first, second)
     group.wait_for(1, "left")
     tell(group, "end")

@@ -90,7 +90,7 @@ def test_a_peer_that_is_killed_is_noticed(workers: StartWorkers) -> None:
         report(ring=through_ring())
         try:
             while True: rpc.rpc_sync("w1", abs, args=(1,))
-        except rpc.WorkerLost as error:
+        except rpc.WorkerLostError as error:
             report(lost=str(error))
         rpc.shutdown(graceful=False)
     else:
@@ -122,7 +122,7 @@ def test_a_peer_that_dies_with_calls_in_the_ring_is_noticed(workers: StartWorker
         for future in burst:
             try:
                 ends.append(future.wait())
-            except rpc.WorkerLost:
+            except rpc.WorkerLostError:
                 ends.append("lost")
         report(ends=sorted(set(map(str, ends[:51]))), later=sorted(set(map(str, ends[51:]))), ring=through_ring())
         rpc.shutdown(graceful=False)

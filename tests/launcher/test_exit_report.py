@@ -8,7 +8,7 @@ from types import TracebackType
 
 import pytest
 
-from farcall.errors import RendezvousError, RendezvousTimeoutError, ShutdownError, WorkerLost
+from farcall.errors import RendezvousError, RendezvousTimeoutError, ShutdownError, WorkerLostError
 from farcall.launcher.exit_report import LAUNCHER_VARIABLE, ExitReports, install_exit_report
 
 
@@ -49,7 +49,7 @@ def line_of_raise() -> int:
 
 
 @pytest.mark.parametrize(
-    "error", [WorkerLost("bob was lost"), ShutdownError("bob has left"), RendezvousError("bob is gone")]
+    "error", [WorkerLostError("bob was lost"), ShutdownError("bob has left"), RendezvousError("bob is gone")]
 )
 def test_an_end_by_another_is_told_and_takes_one_line(
     error: Exception, reports: ExitReports, before: Before, capsys: pytest.CaptureFixture[str]
@@ -91,8 +91,8 @@ def test_a_launcher_that_is_gone_is_no_matter(before: Before, capsys: pytest.Cap
     name = gone.name
     gone.close()
     install_exit_report({LAUNCHER_VARIABLE: name})
-    end_by(WorkerLost("bob was lost"))
-    assert capsys.readouterr().err.endswith("WorkerLost: bob was lost\n")
+    end_by(WorkerLostError("bob was lost"))
+    assert capsys.readouterr().err.endswith("WorkerLostError: bob was lost\n")
 
 
 def test_two_launchers_have_two_names(reports: ExitReports) -> None:
@@ -105,7 +105,7 @@ SCRIPT = """
 import sys, farcall as rpc
 url = f"file://{sys.argv[1]}/meeting"
 rpc.init_rpc("alone", rank=0, world_size=1, rpc_backend_options=rpc.RpcBackendOptions(init_method=url))
-raise rpc.WorkerLost("bob was lost")
+raise rpc.WorkerLostError("bob was lost")
 """
 
 
@@ -119,4 +119,4 @@ def test_init_rpc_prepares_it_and_the_status_stays(reports: ExitReports, tmp_pat
     _, errors = worker.communicate(timeout=20)
     assert reports.read() == {worker.pid}
     assert worker.returncode == 1
-    assert errors == "<string>:5: WorkerLost: bob was lost\n"
+    assert errors == "<string>:5: WorkerLostError: bob was lost\n"

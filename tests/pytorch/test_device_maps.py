@@ -14,7 +14,7 @@ import pytest
 import torch
 
 import farcall.pytorch as rpc
-from farcall.errors import WorkerLost
+from farcall.errors import WorkerLostError
 from farcall.pytorch import api, backend_registry
 from farcall.pytorch.worker_info import WorkerInfo
 
@@ -66,7 +66,7 @@ def test_who_has_gone_meanwhile_is_not_waited_for(monkeypatch: pytest.MonkeyPatc
 
         def wait(self) -> str:
             if self._name == "gone":
-                raise WorkerLost("gone was lost", "gone")
+                raise WorkerLostError("gone was lost", "gone")
             return f"{self._name}'s"
 
     monkeypatch.setattr(api, "rpc_async", lambda to, function, args: Call(to.name))

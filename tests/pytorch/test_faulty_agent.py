@@ -14,7 +14,7 @@ from script_stage import script
 from worker_stage import one_worker
 
 import farcall.pytorch as rpc
-from farcall.errors import RpcTimeoutError, WorkerLost
+from farcall.errors import RpcTimeoutError, WorkerLostError
 from farcall.pytorch._testing import FaultyTensorPipeAgent, FaultyTensorPipeRpcBackendOptions, is_available
 
 pytestmark = pytest.mark.timeout(60)
@@ -83,7 +83,7 @@ def test_operators_and_script_functions_are_told_apart_from_python_functions(tmp
     with worker(tmp_path, fail=[rule]):
         for function, family in ((torch.neg, "SCRIPT_CALL"), (tripled, "SCRIPT_CALL"), (doubled, "PYTHON_CALL")):
             if family == rule:
-                with pytest.raises(WorkerLost, match=rule):
+                with pytest.raises(WorkerLostError, match=rule):
                     rpc.rpc_sync(0, function, (ONE,))
             else:
                 rpc.rpc_sync(0, function, (ONE,))

@@ -12,7 +12,7 @@ import pytest
 import torch
 
 import farcall.pytorch as rpc
-from farcall.errors import RpcError, WorkerLost
+from farcall.errors import RpcError, WorkerLostError
 from farcall.pytorch import envelopes
 from farcall.pytorch.envelopes import Departure, Tensors, Trip, Visit, dumps_apart, loads_apart
 from farcall.pytorch.functions import async_execution
@@ -253,17 +253,17 @@ def test_trips_hear_of_a_call_that_could_not_be_sent(call: Any) -> None:
 @pytest.mark.usefixtures("me")
 def test_trips_hear_of_a_worker_that_cannot_be_reached(monkeypatch: pytest.MonkeyPatch) -> None:
     def out_of_reach(*_: Any) -> Any:
-        raise WorkerLost("out of reach", ME)
+        raise WorkerLostError("out of reach", ME)
 
     agent = rpc.api._get_current_rpc_agent()
     monkeypatch.setattr(agent, "call", out_of_reach)
     monkeypatch.setattr(agent, "remote", out_of_reach)
     with pytest.raises(RuntimeError, match="out of reach"):
         rpc.rpc_async(ME, echo).wait()
-    assert [entry[2] for entry in log if entry[1] == "failed"] == ["WorkerLost"] * 2
+    assert [entry[2] for entry in log if entry[1] == "failed"] == ["WorkerLostError"] * 2
     with pytest.raises(RuntimeError, match="out of reach"):
         rpc.remote(ME, echo)
-    assert [entry[2] for entry in log if entry[1] == "failed"] == ["WorkerLost"] * 4
+    assert [entry[2] for entry in log if entry[1] == "failed"] == ["WorkerLostError"] * 4
 
 
 @pytest.mark.usefixtures("me")

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 import farcall.pytorch as rpc
-from farcall.errors import RpcTimeoutError, UsageError, WorkerLost
+from farcall.errors import RpcTimeoutError, UsageError, WorkerLostError
 from farcall.pytorch import api
 from torch_stage import DIED, FORK, SOON, die, one_worker, run_group
 
@@ -125,7 +125,7 @@ def test_a_worker_that_dies_while_others_wait(tmp_path: Path) -> None:
     def body(rank: int) -> Any:
         if rank == 1:
             die()
-        with pytest.raises(WorkerLost, match="worker1"):
+        with pytest.raises(WorkerLostError, match="worker1"):
             api._all_gather(rank)
         with pytest.raises(RuntimeError):
             api._wait_all_workers()
@@ -139,7 +139,7 @@ def test_a_leader_that_dies(tmp_path: Path) -> None:
     def body(rank: int) -> Any:
         if rank == 0:
             die()
-        with pytest.raises(WorkerLost, match="worker0"):
+        with pytest.raises(WorkerLostError, match="worker0"):
             api._all_gather(rank)
         rpc.shutdown(graceful=False)
         return left_over()
@@ -164,7 +164,7 @@ def test_a_worker_that_is_none_of_those() -> None:
 
 @pytest.mark.usefixtures("me")
 def test_names_of_nobody() -> None:
-    with pytest.raises(WorkerLost, match="other"):
+    with pytest.raises(WorkerLostError, match="other"):
         api._all_gather(1, {"alone", "other"})  # we lead
     with pytest.raises(RuntimeError, match="a_leader"):
         api._all_gather(1, {"a_leader", "alone"})

@@ -14,7 +14,7 @@ import torch
 
 import farcall.pytorch as rpc
 from eventually import eventually
-from farcall.errors import NotInitializedError, OwnerLost, UsageError, WorkerLost
+from farcall.errors import NotInitializedError, OwnerLostError, UsageError, WorkerLostError
 from farcall.pytorch import api
 from farcall.pytorch.functions import async_execution
 from farcall.pytorch.rref import PyRRef, RRef, labels
@@ -326,13 +326,13 @@ def test_an_owner_that_dies(tmp_path: Path) -> None:
         assert confirmed.confirmed_by_owner()
         api._all_gather(None)
         lost = rpc.remote("worker1", die)
-        with pytest.raises(WorkerLost):
+        with pytest.raises(WorkerLostError):
             lost.to_here()
         eventually(lambda: cast(Handle, confirmed._handle).new_error)
-        with pytest.raises(OwnerLost):
+        with pytest.raises(OwnerLostError):
             confirmed.to_here()
         for args in ((confirmed,), ([{"a": confirmed}],)):
-            with pytest.raises(OwnerLost, match="'worker1'"):
+            with pytest.raises(OwnerLostError, match="'worker1'"):
                 rpc.rpc_sync("worker0", echo, args)
         assert confirmed.confirmed_by_owner()
         for use in (lost._get_type, lost.rpc_sync().up, lost.remote().up, lambda: lost._get_future().wait()):
@@ -353,8 +353,8 @@ def test_confirmation_of_a_reference_that_leads_nowhere(monkeypatch: pytest.Monk
     api._set_rpc_timeout(0.02)
     with pytest.raises(RuntimeError, match="has not confirmed it in time"):
         rref.confirmed_by_owner()
-    monkeypatch.setattr(rref._handle, "new_error", lambda: OwnerLost("gone", "worker9"))
-    with pytest.raises(OwnerLost, match="gone"):
+    monkeypatch.setattr(rref._handle, "new_error", lambda: OwnerLostError("gone", "worker9"))
+    with pytest.raises(OwnerLostError, match="gone"):
         rref.confirmed_by_owner()
 
 

@@ -13,7 +13,7 @@ import pytest
 
 import farcall.pytorch as rpc
 from eventually import eventually
-from farcall.errors import NotInitializedError, UsageError, WorkerLost
+from farcall.errors import NotInitializedError, UsageError, WorkerLostError
 from farcall.pytorch import api
 from gates import wait_at
 from torch_stage import DIED, FORK, SOON, die, echo, fail, make_gate, one_worker, open_gate, run_group
@@ -94,7 +94,7 @@ def test_a_dead_worker_does_not_keep_others_from_their_end(tmp_path: Path) -> No
     def body(rank: int) -> Any:
         if rank == 1:
             die()
-        with pytest.raises(WorkerLost, match="worker1"):
+        with pytest.raises(WorkerLostError, match="worker1"):
             rpc.shutdown()
         assert_is_down()
         return rank
@@ -114,7 +114,7 @@ def test_what_others_have_called_ends_though_a_worker_dies_and_only_that_one_is_
         future = rpc.rpc_async("worker1", wait_at, ("late", "through")) if rank == 0 else None
         if rank == 1:
             Timer(2.0, lambda: open_gate("late")).start()  # by then it has heard of the loss
-        with pytest.raises(WorkerLost) as lost:
+        with pytest.raises(WorkerLostError) as lost:
             rpc.shutdown()
         assert "'worker2'" in str(lost.value)
         assert "worker1" not in str(lost.value)

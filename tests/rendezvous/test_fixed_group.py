@@ -9,7 +9,7 @@ import pytest
 from rendezvous_stage import GROUP, Stage
 
 from eventually import eventually
-from farcall.errors import AuthenticationError, ConnectionRefusedByPeer, RendezvousError, RendezvousTimeoutError
+from farcall.errors import AuthenticationError, PeerRefusedError, RendezvousError, RendezvousTimeoutError
 from farcall.rendezvous import Rendezvous, join
 from farcall.rendezvous import server as server_module
 from farcall.rendezvous.client import Candidate, StoreClient, try_candidate
@@ -62,7 +62,7 @@ def test_refusals_are_counted_in_bounds(stage: Stage, monkeypatch: pytest.Monkey
     assert stage.server.refusals() == ""
     monkeypatch.setattr(server_module, "_MAX_REFUSAL_KINDS", 1)
     stage.client(1)
-    with pytest.raises(ConnectionRefusedByPeer, match="rank 1 is taken"):
+    with pytest.raises(PeerRefusedError, match="rank 1 is taken"):
         stage.hello(1, "other")
     with pytest.raises(AuthenticationError):
         try_candidate(Candidate("127.0.0.1", stage.server.port, GROUP), "w", 2, 10, Credentials(Secret("x" * 20)))

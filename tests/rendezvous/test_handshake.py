@@ -9,7 +9,7 @@ from collections.abc import Iterator
 import msgspec
 import pytest
 
-from farcall.errors import AuthenticationError, ConnectionRefusedByPeer, ProtocolError
+from farcall.errors import AuthenticationError, PeerRefusedError, ProtocolError
 from farcall.protocol.handshake import Hello, Purpose, Refused, Welcome, take
 from farcall.rendezvous.handshake import (
     FinalRefusalError,
@@ -74,23 +74,23 @@ def test_a_welcome_lets_in(pair: tuple[socket.socket, socket.socket]) -> None:
         (StoreRefused("so", other_group=True), OtherGroupError),
         (StoreRefused("so", other_group=True, open_and_fixed=True), OpenAndFixedError),
         (StoreRefused("so", final=True), FinalRefusalError),
-        (StoreRefused("so"), ConnectionRefusedByPeer),
-        (Refused("so"), ConnectionRefusedByPeer),
+        (StoreRefused("so"), PeerRefusedError),
+        (Refused("so"), PeerRefusedError),
     ],
 )
 def test_a_refusal_says_why_and_of_what_kind(
     pair: tuple[socket.socket, socket.socket], refusal: Refused, error: type[Exception]
 ) -> None:
-    with pytest.raises(ConnectionRefusedByPeer, match="the store refused the connection: so") as caught:
+    with pytest.raises(PeerRefusedError, match="the store refused the connection: so") as caught:
         greet(pair, refusal)
     assert type(caught.value) is error
 
 
 def test_a_refusal_without_a_proof_is_a_text_and_nothing_more(pair: tuple[socket.socket, socket.socket]) -> None:
     pair[1].sendall(pack_message(StoreRefused("so", other_group=True, final=True)))
-    with pytest.raises(ConnectionRefusedByPeer, match="the store refused the connection: so") as caught:
+    with pytest.raises(PeerRefusedError, match="the store refused the connection: so") as caught:
         introduce_worker(pair[0], HELLO, "the store", 10, OURS)
-    assert type(caught.value) is ConnectionRefusedByPeer
+    assert type(caught.value) is PeerRefusedError
 
 
 def test_a_welcome_without_a_proof_is_not_believed(pair: tuple[socket.socket, socket.socket]) -> None:

@@ -16,7 +16,7 @@ from types import SimpleNamespace
 import pytest
 from rendezvous_stage import GROUP, Stage, wait_for_end
 
-from farcall.errors import AuthenticationError, ConnectionRefusedByPeer, VersionMismatchError
+from farcall.errors import AuthenticationError, PeerRefusedError, VersionMismatchError
 from farcall.protocol.handshake import Hello, Purpose, Welcome, body_length, pack
 from farcall.rendezvous import client as client_module
 from farcall.rendezvous import server as server_module
@@ -168,16 +168,16 @@ def test_another_group_is_refused(stage: Stage) -> None:
 
 def test_a_rank_or_name_that_is_there_is_refused(stage: Stage) -> None:
     stage.client(1)
-    with pytest.raises(ConnectionRefusedByPeer, match="'worker1' \\(rank 1\\); start 'b' with a rank of its own"):
+    with pytest.raises(PeerRefusedError, match="'worker1' \\(rank 1\\); start 'b' with a rank of its own"):
         stage.hello(1, "b")
-    with pytest.raises(ConnectionRefusedByPeer, match="name 'worker1' is not unique: rank 1 and rank 2"):
+    with pytest.raises(PeerRefusedError, match="name 'worker1' is not unique: rank 1 and rank 2"):
         stage.hello(2, "worker1")
 
 
 def test_refusals_of_one_kind_are_logged_once(stage: Stage, caplog: pytest.LogCaptureFixture) -> None:
     stage.client(1)
     for _ in range(3):
-        with pytest.raises(ConnectionRefusedByPeer):
+        with pytest.raises(PeerRefusedError):
             stage.hello(1, "b")
     assert caplog.text.count("rank 1 is taken by worker") == 1
 

@@ -13,7 +13,7 @@ from typing import Any, cast
 import pytest
 
 from eventually import eventually
-from farcall import OwnerLost, RpcError, UsageError
+from farcall import OwnerLostError, RpcError, UsageError
 from farcall.runtime.handles import Handle
 from farcall.testing import LocalGroup
 from gates import SOON, arrived, await_at, new_gate, wait_at
@@ -133,12 +133,12 @@ def test_a_lost_owner_is_named_by_every_use(group: LocalGroup) -> None:
     group[1].shutdown(graceful=False, timeout=0)
     eventually(lambda: cast(Handle, rref._handle).new_error is not None)
     for use in USES.values():
-        with pytest.raises(OwnerLost, match="worker 'worker1', who owned reference 0:1") as caught:
+        with pytest.raises(OwnerLostError, match="worker 'worker1', who owned reference 0:1") as caught:
             use(rref)
         assert caught.value.worker == "worker1"
-    with pytest.raises(OwnerLost, match="worker 'worker1', who owned reference 0:2"):
+    with pytest.raises(OwnerLostError, match="worker 'worker1', who owned reference 0:2"):
         call(group[0], 2, echo, passed)
-    with pytest.raises(OwnerLost, match="worker 'worker1', who owned reference 0:2"):
+    with pytest.raises(OwnerLostError, match="worker 'worker1', who owned reference 0:2"):
         remote(group[0], 2, echo, passed)
     assert "worker1" in repr(rref)
     expect_nothing_left([group[0], group[2]])

@@ -10,7 +10,7 @@ import pytest
 
 import farcall
 from eventually import eventually
-from farcall import ReferenceRefused, RpcBackendOptions, RRef, UsageError, api
+from farcall import ReferenceRefusedError, RpcBackendOptions, RRef, UsageError, api
 from farcall.testing import LocalGroup
 from gates import new_gate, wait_at
 from group_stage import call, echo
@@ -142,7 +142,7 @@ def test_a_worker_whose_context_was_destroyed_goes_on(this_worker: LocalGroup) -
     eventually(lambda: held() is None)  # the serving pool may be letting go of it just now
     with pytest.raises(UsageError, match="the references of this worker were destroyed"):
         other.to_here()
-    with pytest.raises(ReferenceRefused, match=r"'worker0' does not own .* any more: its value was released"):
+    with pytest.raises(ReferenceRefusedError, match=r"'worker0' does not own .* any more: its value was released"):
         fetch(kept[0])
     assert RRef(5).to_here() == 5
     assert farcall.remote("worker1", echo, args=(6,)).to_here() == 6

@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from farcall.errors import ProtocolError, WorkerLost
+from farcall.errors import ProtocolError, WorkerLostError
 from farcall.protocol.frames import CONTROL, HEADER_SIZE, REFERENCES, pack_request, unpack_header
 from farcall.protocol.ids import TOKEN_SIZE, ForkId, RRefId
 from farcall.protocol.reference_messages import (
@@ -221,7 +221,7 @@ class Stage:
         self.connection: Connection | None = None
         self.server: Connection | None = None
         self.tasks: list[Callable[[], None]] = []
-        self.attempts: list[Connection | WorkerLost] = []
+        self.attempts: list[Connection | WorkerLostError] = []
         self.unreachable = 0
         place: Any = self
         self.sender = OutboxSender(place, place, place, lambda: place.server, self.note_unreachable)
@@ -243,7 +243,7 @@ class Stage:
 
     def connect(self, deadline: float) -> Connection:
         attempt = self.attempts.pop(0)
-        if isinstance(attempt, WorkerLost):
+        if isinstance(attempt, WorkerLostError):
             raise attempt
         self.connection = attempt
         return attempt
@@ -362,7 +362,7 @@ def test_a_connection_that_breaks_while_everything_is_sent_again_is_followed_by_
 
 def test_a_sender_that_could_not_connect_waits_for_the_next_heartbeat(stage: Stage) -> None:
     stage.outboxes.add(PEER, DELETED)
-    stage.attempts = [WorkerLost("not now"), WorkerLost("not now")]
+    stage.attempts = [WorkerLostError("not now"), WorkerLostError("not now")]
     stage.sender.send()
     stage.run_tasks()
     assert stage.sender.is_stuck
@@ -378,7 +378,7 @@ def test_a_sender_that_could_not_connect_waits_for_the_next_heartbeat(stage: Sta
 
 
 def test_the_group_is_told_if_nobody_listens_any_more(stage: Stage) -> None:
-    gone = WorkerLost("nobody listens")
+    gone = WorkerLostError("nobody listens")
     gone.is_gone = True
     stage.attempts = [gone]
     stage.sender.connect_and_send()
@@ -415,7 +415,7 @@ def test_what_is_said_while_it_connects_is_sent_too(stage: Stage) -> None:
 def test_gossip_goes_on_our_connection_or_is_sent_when_there_is_one_or_dropped(stage: Stage) -> None:
     frame = struct.pack("<B", 0)
     stage.sender.send_gossip(frame)
-    stage.attempts = [WorkerLost("not now"), WorkerLost("not now")]
+    stage.attempts = [WorkerLostError("not now"), WorkerLostError("not now")]
     stage.run_tasks()
     stage.sender.send_gossip(frame * 2)
     stage.attempts = [Connection()]

@@ -13,7 +13,14 @@ from typing import Any
 
 import pytest
 
-from farcall.errors import ExpelledError, OwnerLost, ProtocolError, ReferenceRefused, UsageError, WorkerLost
+from farcall.errors import (
+    ExpelledError,
+    OwnerLostError,
+    ProtocolError,
+    ReferenceRefusedError,
+    UsageError,
+    WorkerLostError,
+)
 from farcall.protocol.frames import HANDLE_SIZE, unpack_references
 from farcall.protocol.ids import ForkId, RRefId
 from farcall.protocol.reference_messages import Carried, UserDeleted
@@ -110,7 +117,7 @@ def test_values_that_held_handles_let_them_go_in_the_same_round() -> None:
 
 def test_the_owner_makes_no_handle_of_what_is_not_there() -> None:
     mine = store()
-    with pytest.raises(ReferenceRefused, match="has no reference 0:9 owned by 0"):
+    with pytest.raises(ReferenceRefusedError, match="has no reference 0:9 owned by 0"):
         mine.share_own(RRefId(0, 0, 9), "here")
     assert sum(mine.refusals.counts().values()) == 1
 
@@ -120,7 +127,7 @@ def test_a_use_of_what_is_not_there_is_refused_and_counted() -> None:
     handle = mine.own("here")
     assert mine.find_value(handle.reference, lambda: 1).value() == "here"
     wrong = handle.reference._replace(token=b"guessed".ljust(16))
-    with pytest.raises(ReferenceRefused, match="or the request does not have its token"):
+    with pytest.raises(ReferenceRefusedError, match="or the request does not have its token"):
         mine.find_value(wrong, lambda: 1).value()
     assert mine.refusals.counts() == {1: 1}
 
@@ -139,9 +146,9 @@ def test_nothing_is_passed_if_one_handle_leads_nowhere() -> None:
     network.step("remove", 1, 0)
     mine = store_of(network, 1)
     own, orphan = network.workers[1].handles.values()
-    with pytest.raises(OwnerLost):
+    with pytest.raises(OwnerLostError):
         mine.pass_on([own, orphan], 2, FakeConnection())
-    with pytest.raises(OwnerLost):
+    with pytest.raises(OwnerLostError):
         mine.create_remote(2, [own, orphan], UnackedKeep(FakeConnection(), None), 1, b"callee", b"", b"")
     assert sizes(mine) == {"owned": 1, "values": 1, "origins": 1}
     assert mine.messages_sent() == 0
@@ -152,9 +159,9 @@ def test_nothing_is_passed_to_a_worker_that_is_lost() -> None:
     mine = store_of(network, 0)
     before = mine.table_sizes()
     (handle,) = network.workers[0].handles.values()
-    with pytest.raises(WorkerLost, match="worker '1' was lost: nothing can be asked of it"):
+    with pytest.raises(WorkerLostError, match="worker '1' was lost: nothing can be asked of it"):
         mine.pass_on([handle], 1, FakeConnection())
-    with pytest.raises(WorkerLost, match="use another one"):
+    with pytest.raises(WorkerLostError, match="use another one"):
         mine.create_remote(1, [handle], UnackedKeep(FakeConnection(), None), 1, b"callee", b"", b"")
     assert mine.table_sizes() == before
 
@@ -245,7 +252,7 @@ def test_a_value_that_never_comes_is_refused_when_its_creator_is_lost() -> None:
     awaited = mine.find_value(RRefId(0, 1, 1), lambda: 1)
     network.step("crash", 1)
     network.step("remove", 0, 1)
-    with pytest.raises(ReferenceRefused):
+    with pytest.raises(ReferenceRefusedError):
         awaited.value()
     assert sizes(mine) == {}
 
@@ -328,7 +335,7 @@ def test_a_worker_that_is_cut_off_keeps_its_values_and_forgets_the_others() -> N
     own.check()
     assert sizes(mine) == {"owned": 1, "values": 1, "origins": 1}
     mine.add_worker(9)
-    with pytest.raises(WorkerLost):
+    with pytest.raises(WorkerLostError):
         mine.pass_on([own], 9, FakeConnection())
 
 
@@ -353,7 +360,7 @@ def test_values_that_are_forgotten_are_refused_to_others_and_counted_to_their_en
     reference = next(iter(network.workers[0].handles.values())).reference
     mine.forget("the references were destroyed")
     with pytest.raises(
-        ReferenceRefused, match="does not own reference 0:1 owned by 0 any more: its value was released"
+        ReferenceRefusedError, match="does not own reference 0:1 owned by 0 any more: its value was released"
     ):
         mine.find_value(reference, lambda: 1).value()
     assert mine.table_sizes()["owned"] == 1

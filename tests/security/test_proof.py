@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from farcall.errors import AuthenticationError, ConnectionRefusedByPeer, ProtocolError
+from farcall.errors import AuthenticationError, PeerRefusedError, ProtocolError
 from farcall.protocol.handshake import Challenge, Greeting, Hello, Proof, Purpose, Refused, Welcome, encode
 from farcall.security import ClientHandshake, Credentials, EncryptionRequired, Secret, ServerHandshake, refusal_for
 
@@ -145,7 +145,7 @@ def test_a_refusal_before_the_proof_is_a_text_only() -> None:
     us = client_handshake()
     us.take(Refused("no", gone=True))
     assert not us.is_proven
-    with pytest.raises(ConnectionRefusedByPeer, match="worker 'b' refused the connection: no"):
+    with pytest.raises(PeerRefusedError, match="worker 'b' refused the connection: no"):
         us.welcome()
 
 
@@ -193,7 +193,7 @@ def test_a_stranger_is_not_told_where_the_secret_is_from_nor_fills_the_log() -> 
 def test_a_refusal_before_the_proof_is_quoted() -> None:
     us = client_handshake()
     us.take(Refused("no\nTraceback: \x1b[2J"))
-    with pytest.raises(ConnectionRefusedByPeer) as refused:
+    with pytest.raises(PeerRefusedError) as refused:
         us.welcome()
     assert str(refused.value).isprintable()
 
@@ -231,5 +231,5 @@ def test_the_same_network_namespace_is_let_in() -> None:
 def test_who_encrypts_already_is_not_led_in_circles() -> None:
     us = client_handshake(binding=b"certificate")
     us.take(Refused("encrypt", encrypt=True))
-    with pytest.raises(ConnectionRefusedByPeer):
+    with pytest.raises(PeerRefusedError):
         us.welcome()

@@ -16,7 +16,7 @@ from exception_stage import KeywordOnly, OtherArguments, raised, travel
 from hypothesis import given
 from hypothesis import strategies as st
 
-from farcall.errors import RemoteError, RpcTimeoutError, WorkerLost
+from farcall.errors import RemoteError, RpcTimeoutError, WorkerLostError
 from farcall.serialization import encode_failure
 
 
@@ -150,7 +150,7 @@ class Base(BaseException):
         (WrongReduce("x"), []),
         (Mixed(worker="worker3"), ["worker", "errno"]),
         (RpcTimeoutError("late"), []),
-        (WorkerLost("lost", "worker3"), ["worker", "errno"]),
+        (WorkerLostError("lost", "worker3"), ["worker", "errno"]),
         (RemoteError("m", "T", "r", "t"), ["type_name", "message", "traceback"]),
     ],
     ids=lambda value: type(value).__name__ if isinstance(value, BaseException) else "",

@@ -8,7 +8,7 @@ import exception_stage
 import pytest
 from exception_stage import KeywordOnly, OtherArguments, raised, shown, travel
 
-from farcall.errors import WorkerLost
+from farcall.errors import WorkerLostError
 
 
 class OwnGroup(ExceptionGroup[Exception]):
@@ -90,7 +90,7 @@ def test_a_long_chain_is_bounded() -> None:
 
 
 def test_groups_arrive_with_their_members() -> None:
-    lost = WorkerLost("gone", "worker2")
+    lost = WorkerLostError("gone", "worker2")
     lost.__cause__ = KeyError("inner")
     nested: Any = ExceptionGroup("nested", [raised(lost)])  # type: ignore[type-var]
     group = ExceptionGroup("several", [KeywordOnly(code=1), nested])

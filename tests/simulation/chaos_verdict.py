@@ -9,7 +9,7 @@ from typing import Final, NamedTuple
 
 from simulation.chaos_child import Child
 
-FAIR: Final = frozenset({"WorkerLost", "OwnerLost", "ReferenceRefused", "UnknownWorkerError"})
+FAIR: Final = frozenset({"WorkerLostError", "OwnerLostError", "ReferenceRefusedError", "UnknownWorkerError"})
 """Errors that any call may end with. The last one if it led through a worker that had not heard of the next one yet."""
 FAREWELL: Final = frozenset({"NotInitializedError", "RpcError"})
 """... and one that a worker makes which is about to be gone: it left while a function still ran there for others."""

@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, NamedTuple
 
-from farcall.errors import OwnerLost, ProtocolError, ReferenceRefused, WorkerLost
+from farcall.errors import OwnerLostError, ProtocolError, ReferenceRefusedError, WorkerLostError
 from farcall.protocol.delivery import Delivery
 from farcall.protocol.frames import (
     CONTROL,
@@ -213,7 +213,7 @@ class SimulatedWorker:
 
         Args:
             me: Its number.
-            open_link: Returns the client end of a new link between two workers. Raises `WorkerLost`.
+            open_link: Returns the client end of a new link between two workers. Raises `WorkerLostError`.
         """
         self.me = me
         self.alive = True
@@ -308,7 +308,7 @@ class SimulatedWorker:
     def _client_end(self, to: Worker) -> End | None:
         try:
             return self.peers[to].connect()
-        except WorkerLost:
+        except WorkerLostError:
             return None
 
     # The program
@@ -409,7 +409,7 @@ class SimulatedWorker:
         if subject is not None and (kept is not None or (end is not None and call_id in end.twin.pending)):
             # Else its caller has got the reply to another copy, or has given the call up with the link: it need not
             # hold the reference any more.
-            self.has_refused |= isinstance(subject.exception(), ReferenceRefused)
+            self.has_refused |= isinstance(subject.exception(), ReferenceRefusedError)
         if function == _HOLD:
             for handle in handles:
                 self._hold(handle)
@@ -488,7 +488,7 @@ class SimulatedWorker:
                 self.store.receive_control(event[1], pack_control(0, [(number, event[2])]))
             else:
                 value = self.store.find_value(event[1], lambda: event[2])
-                if value.done() and not isinstance(value.exception(), ReferenceRefused):
+                if value.done() and not isinstance(value.exception(), ReferenceRefusedError):
                     raise BrokenInvariant("FORGED", f"worker {self.me} found the value of {event}")
         finally:
             self.store.refusals.is_strict = True
@@ -525,7 +525,7 @@ class SimulatedWorker:
 
     def _status(self, handle: Handle) -> str:
         if handle.new_error is not None:
-            return ORPHANED if isinstance(handle.new_error(), OwnerLost) else REFUSED
+            return ORPHANED if isinstance(handle.new_error(), OwnerLostError) else REFUSED
         if handle.fork is None:
             return REFUSED if self.counts.owned[handle.reference].refused else CONFIRMED
         return CONFIRMED if handle.confirmed else PENDING

@@ -47,7 +47,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Protocol, TypeVar
 
-from farcall.errors import WorkerLost
+from farcall.errors import WorkerLostError
 from farcall.protocol.ids import Worker
 from simulation.forgeries import check_forgeries, claim, guessed_reference
 from simulation.illegal_events import check_unchanged
@@ -448,8 +448,8 @@ class SimulatedNetwork:
         raise broken
 
 
-def _dead_error(worker: Worker) -> WorkerLost:
-    error = WorkerLost(f"worker {worker} is dead")
+def _dead_error(worker: Worker) -> WorkerLostError:
+    error = WorkerLostError(f"worker {worker} is dead")
     error.is_gone = True
     return error
 

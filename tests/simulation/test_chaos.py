@@ -67,7 +67,7 @@ call 1.1
 ran 1.1
 end 1.1 right
 call 1.2
-end 1.2 WorkerLost worker 'b' was lost: it closed the connection
+end 1.2 WorkerLostError worker 'b' was lost: it closed the connection
 lost b 2
 """
 
@@ -82,7 +82,7 @@ def test_what_is_in_order(tmp_path: Path) -> None:
         "functions run": 2,
         "of workers that were killed": 1,
     }
-    assert verdict.errors == {"WorkerLost": 1}
+    assert verdict.errors == {"WorkerLostError": 1}
 
 
 @pytest.mark.parametrize(
@@ -96,8 +96,8 @@ def test_what_is_in_order(tmp_path: Path) -> None:
             "call 1.1 of a ended with RpcTimeoutError: worker 'a' did not answer",
         ),
         (
-            "call 1.1\nend 1.1 WorkerLost somebody was lost\n",
-            "call 1.1 of a ended with an error that names nobody: WorkerLost: somebody was lost",
+            "call 1.1\nend 1.1 WorkerLostError somebody was lost\n",
+            "call 1.1 of a ended with an error that names nobody: WorkerLostError: somebody was lost",
         ),
         (
             "call 1.1\nend 1.1 ExpelledError worker 'a' (this one)\n",

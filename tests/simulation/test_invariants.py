@@ -6,7 +6,7 @@ from collections.abc import Callable
 
 import pytest
 
-from farcall.errors import OwnerLost
+from farcall.errors import OwnerLostError
 from farcall.protocol import refcount
 from farcall.protocol.ids import ForkId, RRefId
 from farcall.protocol.reference_messages import ForkRequest
@@ -199,7 +199,7 @@ def test_empty_does_not_look_at_the_dead() -> None:
     [
         (lambda w: setattr(w.counts.owned[genuine(1, 1, 1)], "handles", 0), "HANDLES: .*which is not counted"),
         (lambda w: w.counts.held.clear(), "HANDLES: .*the counts do not know"),
-        (lambda w: setattr(w.handles[2], "new_error", OwnerLost), "HANDLES: .*which raises"),
+        (lambda w: setattr(w.handles[2], "new_error", OwnerLostError), "HANDLES: .*which raises"),
         (lambda w: setattr(w.counts.held[ForkId(1, 1)], "dropped", True), "HANDLES: .*dropped"),
         (
             lambda w: setattr(w.handles[2], "confirmed", True),

@@ -13,7 +13,7 @@ import pytest
 
 import farcall as rpc
 from farcall.backends.registry import BackendType
-from farcall.errors import BackendError, NotInitializedError, RendezvousError, UsageError, WorkerLost
+from farcall.errors import BackendError, NotInitializedError, RendezvousError, UsageError, WorkerLostError
 from farcall.rendezvous import Rendezvous
 from farcall.testing import FaultyAgent, FaultyRpcBackendOptions, LocalGroup, MemoryStore, faults
 from farcall.transports.memory import MemoryNetwork, MemoryTransport
@@ -42,7 +42,7 @@ if rank == 0:
     faults().cut("worker1")
     try:
         rref.to_here(timeout=5)
-    except rpc.WorkerLost as error:
+    except rpc.WorkerLostError as error:
         print(error.worker)
     faults().heal()
     print(rref.to_here())
@@ -66,7 +66,7 @@ def alone(meeting: str) -> Iterator[None]:
 
 
 def test_it_is_a_backend(alone: None) -> None:
-    with pytest.raises(WorkerLost, match=r"worker 'alone' was not asked for `builtins\.max`"):
+    with pytest.raises(WorkerLostError, match=r"worker 'alone' was not asked for `builtins\.max`"):
         rpc.rpc_sync("alone", max, args=(1, 2))
     assert rpc.rpc_sync("alone", max, args=(1, 2)) == 2
     faults().fail("PYTHON_CALL", 0)
@@ -102,7 +102,7 @@ def test_with_usual_options_nothing_fails_until_it_is_told() -> None:
     agent.start()
     assert agent.call("a", max, (1, 2), None, 5).wait() == 2
     agent.faults.fail("PYTHON_CALL")
-    with pytest.raises(WorkerLost):
+    with pytest.raises(WorkerLostError):
         agent.call("a", max, (1, 2), None, 5).wait()
     agent.shutdown()
     agent.shutdown()

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from eventually import eventually
-from farcall import RpcTimeoutError, UnknownWorkerError, UsageError, WorkerLost
+from farcall import RpcTimeoutError, UnknownWorkerError, UsageError, WorkerLostError
 from farcall.testing import LocalGroup, faults, faulty_relay
 from gates import SOON, arrived, new_gate, wait_at
 from group_stage import NewGroup, call, connect_all, echo, start
@@ -36,11 +36,11 @@ def test_a_worker_that_is_cut_off_cannot_be_reached_until_it_is_healed(group: Lo
     future = start(group[0], 1, wait_at, "cut")
     assert arrived["cut"].wait(SOON)
     faults(group[0]).cut("worker1")
-    with pytest.raises(WorkerLost, match="the faulty agent has cut worker 'worker1' off; it can be reached"):
+    with pytest.raises(WorkerLostError, match="the faulty agent has cut worker 'worker1' off; it can be reached"):
         future.wait()
     gate.set()
     for caller, to in ((group[0], 1), (group[1], 0)):
-        with pytest.raises(WorkerLost):
+        with pytest.raises(WorkerLostError):
             call(caller, to, echo, 1, timeout=1.0)
     assert call(group[0], 2, echo, 2) == 2
     assert call(group[2], 1, echo, 3) == 3
@@ -67,7 +67,7 @@ def test_a_worker_that_is_cut_off_for_too_long_is_lost(new_group: NewGroup) -> N
     assert call(group[0], 1, echo, 1) == 1
     faults(group[0]).cut("worker1")
     eventually(lambda: len(group[0].get_worker_infos()) == 1)
-    with pytest.raises(WorkerLost, match="worker 'worker1' was lost"):
+    with pytest.raises(WorkerLostError, match="worker 'worker1' was lost"):
         call(group[0], 1, echo, 1)
 
 
@@ -104,7 +104,7 @@ def test_a_frozen_worker_is_found_by_its_heartbeat(new_group: NewGroup) -> None:
     future = start(group[0], 1, wait_at, "waiting", timeout=0)
     assert arrived["waiting"].wait(SOON)
     faults(group[0]).freeze("worker1")
-    with pytest.raises(WorkerLost, match="worker 'worker1' was lost"):
+    with pytest.raises(WorkerLostError, match="worker 'worker1' was lost"):
         future.wait()
     gate.set()
 
@@ -165,7 +165,7 @@ def test_every_message_to_and_from_a_slow_worker_takes_longer(group: LocalGroup)
 def test_healing_all_is_one_call(group: LocalGroup) -> None:
     faults(group[0]).cut("worker1")
     faults(group[0]).freeze("worker2")
-    with pytest.raises(WorkerLost):
+    with pytest.raises(WorkerLostError):
         call(group[0], 1, echo, 1)
     faults(group[0]).heal()
     assert call(group[0], 1, echo, 1) == call(group[0], 2, echo, 1) == 1

@@ -12,7 +12,7 @@ import pytest
 from link_ends import LinkEnds, receive
 
 from eventually import eventually
-from farcall import RpcTimeoutError, RRef, WorkerLost
+from farcall import RpcTimeoutError, RRef, WorkerLostError
 from farcall.protocol.frames import CONTROL, pack_message
 from farcall.protocol.ids import ForkId, RRefId
 from farcall.protocol.reference_messages import UserDeleted
@@ -54,13 +54,13 @@ def test_a_call_that_fails_raises_at_once_and_alone(new_group: NewGroup) -> None
     assert arrived["alone"].wait(SOON)
     faults(group[0]).fail("PYTHON_CALL", sends=2)
     for attempt in (1, 2):
-        with pytest.raises(WorkerLost) as caught:
+        with pytest.raises(WorkerLostError) as caught:
             call(group[0], 1, run, "a", timeout=0)
         assert caught.value.worker == "worker1"
         assert "worker 'worker1' was not asked for `group_stage.run`: " in str(caught.value)
         assert f"the faulty agent let this PYTHON_CALL fail (error; {attempt} of 2 sends)" in str(caught.value)
     assert call(group[0], 1, run, "a") == "a"
-    with pytest.raises(WorkerLost, match="1 of 2 sends"):
+    with pytest.raises(WorkerLostError, match="1 of 2 sends"):
         call(group[0], 1, run, "b")
     assert call(group[1], 0, run, "c") == "c"  # another sender
     assert runs == ["a", "c"]
@@ -70,13 +70,13 @@ def test_a_call_that_fails_raises_at_once_and_alone(new_group: NewGroup) -> None
 
 def test_a_function_by_value_fails_too(new_group: NewGroup) -> None:
     group = new_group(2, messages_to_fail=["SCRIPT_CALL"])
-    with pytest.raises(WorkerLost, match="was not asked for a function or a value"):
+    with pytest.raises(WorkerLostError, match="was not asked for a function or a value"):
         call(group[0], 1, lambda: 1)
 
 
 def test_a_worker_may_fail_to_call_itself(new_group: NewGroup) -> None:
     group = new_group(1, messages_to_fail=["PYTHON_CALL"])
-    with pytest.raises(WorkerLost, match="worker 'worker0' was not asked"):
+    with pytest.raises(WorkerLostError, match="worker 'worker0' was not asked"):
         call(group[0], 0, run, 1)
     assert call(group[0], 0, run, 1) == 1
 
@@ -131,7 +131,7 @@ def test_references_of_a_call_that_fails_do_not_leak(new_group: NewGroup, failur
         expect_confirmed(rref)
     faults(group[0]).fail("PYTHON_CALL", 1, failure)
     future = start(group[0], 1, take_and_give, rref, timeout=MOMENT)
-    with pytest.raises((RpcTimeoutError, WorkerLost)):
+    with pytest.raises((RpcTimeoutError, WorkerLostError)):
         future.wait()
     faults(group[0]).fail("PYTHON_CALL", 0)
     assert call(group[0], 1, fetch, rref) == ["x"]
@@ -308,7 +308,7 @@ def test_all_tables_are_empty_after_everything_failed_under_load(
         rref = remote(caller, owner.info.name, list, "ab")
         try:
             return call(caller, third.info.name, pass_around, rref)
-        except WorkerLost:  # a connection broke that was busy for too long
+        except WorkerLostError:  # a connection broke that was busy for too long
             return "lost"
 
     results = list(background.map(work, range(24)))
@@ -344,7 +344,9 @@ def test_the_error_of_a_broken_connection_says_who_broke_it(new_group: NewGroup)
     future = start(group[0], 1, wait_at, "broken")
     assert arrived["broken"].wait(SOON)
     rref = remote(group[0], 1, echo, "tea")
-    with pytest.raises(WorkerLost, match=r"the faulty agent let this PYTHON_REMOTE_CALL fail \(request lost; 1 of 1"):
+    with pytest.raises(
+        WorkerLostError, match=r"the faulty agent let this PYTHON_REMOTE_CALL fail \(request lost; 1 of 1"
+    ):
         future.wait()
     gate.set()
     expect_confirmed(rref)

@@ -11,7 +11,7 @@ import pytest
 
 import farcall as rpc
 from eventually import eventually
-from farcall.errors import NotInitializedError, OwnerLost, UsageError, WorkerLost
+from farcall.errors import NotInitializedError, OwnerLostError, UsageError, WorkerLostError
 from farcall.testing import FaultyRpcBackendOptions, LocalGroup, faults
 from gates import SOON
 from group_stage import NewGroup
@@ -109,7 +109,7 @@ def test_each_message_about_references_may_get_lost(new_group: NewGroup, message
 def test_a_fetch_that_fails_can_be_tried_again(new_group: NewGroup) -> None:
     group = new_group(2, messages_to_fail=["PYTHON_RREF_FETCH_CALL"])
     numbers: rpc.RRef[list[int]] = group.remote(0, "worker1", list, ((3, 1, 2),))
-    with pytest.raises(WorkerLost, match="the faulty agent let this PYTHON_RREF_FETCH_CALL fail"):
+    with pytest.raises(WorkerLostError, match="the faulty agent let this PYTHON_RREF_FETCH_CALL fail"):
         numbers.to_here(timeout=SOON)
     assert numbers.to_here(timeout=SOON) == [3, 1, 2]
 
@@ -124,8 +124,8 @@ def test_a_reference_whose_owner_has_gone() -> None:
         def is_lost() -> bool:
             try:
                 there.to_here(timeout=SOON)
-            except WorkerLost as error:
-                return isinstance(error, OwnerLost)
+            except WorkerLostError as error:
+                return isinstance(error, OwnerLostError)
             return False
 
         eventually(is_lost)

@@ -84,8 +84,8 @@ class Handle(Protocol):
         """Returns if the handle can be used.
 
         Raises:
-            OwnerLost: The owner was lost.
-            ReferenceRefused: The owner does not have the value any more.
+            OwnerLostError: The owner was lost.
+            ReferenceRefusedError: The owner does not have the value any more.
             UsageError: This worker has released the handle, for example by a shutdown.
         """
 
@@ -127,8 +127,8 @@ class ReferenceCalls(Protocol):
             The future of the reply.
 
         Raises:
-            OwnerLost: The owner was lost.
-            ReferenceRefused: The owner does not have the value any more.
+            OwnerLostError: The owner was lost.
+            ReferenceRefusedError: The owner does not have the value any more.
             SerializationError: An argument cannot be pickled.
             UsageError: This worker has released the handle, or an argument is wrong as in `RpcAgent.call`.
         """
@@ -142,8 +142,8 @@ class ReferenceCalls(Protocol):
 
         Raises:
             RpcTimeoutError: The timeout expired.
-            OwnerLost: The owner was lost.
-            ReferenceRefused: The owner does not have the value any more.
+            OwnerLostError: The owner was lost.
+            ReferenceRefusedError: The owner does not have the value any more.
             UsageError: This worker has released the handle, or `timeout` is not valid.
             Exception: The exception with which creating the value failed.
         """
@@ -161,8 +161,8 @@ class ReferenceCalls(Protocol):
             A handle of the result, without waiting for it.
 
         Raises:
-            OwnerLost: The owner was lost.
-            ReferenceRefused: The owner does not have the value any more.
+            OwnerLostError: The owner was lost.
+            ReferenceRefusedError: The owner does not have the value any more.
             SerializationError: An argument cannot be pickled.
             UsageError: This worker has released the handle, or an argument is wrong as in `RpcAgent.call`.
         """
@@ -368,7 +368,7 @@ class RpcAgent(ABC):
             timeout: How many seconds the caller will wait, in case the callee wants to know; 0 means no timeout.
 
         Returns:
-            A future of the result. It fails with the exception of the function, or with `WorkerLost`.
+            A future of the result. It fails with the exception of the function, or with `WorkerLostError`.
 
         Raises:
             SerializationError: An argument cannot be pickled.
@@ -443,7 +443,7 @@ class RpcAgent(ABC):
                 waiting threads then let another thread read the reply.
 
         Returns:
-            A future of the result. It fails with the exception of the function, `RpcTimeoutError` or `WorkerLost`.
+            A future of the result. It fails with the exception of the function, `RpcTimeoutError` or `WorkerLostError`.
 
         Raises:
             UnknownWorkerError: The group has no such worker.

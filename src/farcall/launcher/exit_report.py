@@ -1,6 +1,6 @@
 """Lets a worker tell the launcher that it failed because of another worker.
 
-When a worker dies, the others fail because of it (`WorkerLost`, `ShutdownError`, `RendezvousError`), and often end
+When a worker dies, the others fail because of it (`WorkerLostError`, `ShutdownError`, `RendezvousError`), and often end
 first, because the worker that died is still running its own exit handlers. To tell the cause from its consequences, a
 worker that ends with one of these errors first sends the launcher a *report*: an empty datagram to a Unix socket, whose
 name is in the environment variable `FARCALL_LAUNCHER`. Some of these errors have another cause, such as a port that is
@@ -25,7 +25,7 @@ from collections.abc import Mapping
 from types import TracebackType
 from typing import Final
 
-from farcall.errors import RendezvousError, RendezvousTimeoutError, ShutdownError, WorkerLost
+from farcall.errors import RendezvousError, RendezvousTimeoutError, ShutdownError, WorkerLostError
 
 LAUNCHER_VARIABLE: Final = "FARCALL_LAUNCHER"
 """The environment variable with the name of the launcher's socket."""
@@ -109,10 +109,10 @@ def install_exit_report(environ: Mapping[str, str]) -> None:
 def _is_consequence(error: BaseException) -> bool:
     """Returns True for an error that means that another worker has failed.
 
-    Those are `ShutdownError`, `WorkerLost` and `RendezvousError`, but not `RendezvousTimeoutError`.
+    Those are `ShutdownError`, `WorkerLostError` and `RendezvousError`, but not `RendezvousTimeoutError`.
     """
     # A rendezvous timeout means that a worker has not started. That worker has not failed, so it is not the cause.
-    return isinstance(error, (ShutdownError, WorkerLost, RendezvousError)) and not isinstance(
+    return isinstance(error, (ShutdownError, WorkerLostError, RendezvousError)) and not isinstance(
         error, RendezvousTimeoutError
     )
 

@@ -24,7 +24,7 @@ import torch
 from torch.futures import Future as Future
 
 from farcall import api as _farcall
-from farcall.errors import NotInitializedError, RpcTimeoutError, UsageError, WorkerLost
+from farcall.errors import NotInitializedError, RpcTimeoutError, UsageError, WorkerLostError
 from farcall.futures import Future as _OwnFuture
 from farcall.gate import FOREVER, asleep, on_serving_thread
 from farcall.pytorch import autograd
@@ -315,7 +315,7 @@ def _invoke_rpc(
         return future
     except (
         RpcTimeoutError,
-        WorkerLost,
+        WorkerLostError,
     ) as error:  # the worker cannot be reached; torch's futures report that in wait()
         return failed_future(error)
 
@@ -590,8 +590,8 @@ def _all_gather(
             waiting has none.
 
     Raises:
-        RuntimeError: A worker was lost or did not come in time (`WorkerLost`, `RpcTimeoutError`), or this worker is not
-            one of `worker_names` (`UsageError`).
+        RuntimeError: A worker was lost or did not come in time (`WorkerLostError`, `RpcTimeoutError`), or this worker
+            is not one of `worker_names` (`UsageError`).
     """
     agent = _get_current_rpc_agent()
     names = set(worker_names or (_ALL_WORKER_NAMES if _is_static(agent) else _all_names(agent)))
@@ -634,7 +634,7 @@ def _all_names(agent: Any) -> set[str]:
 def _wait_for_workers(agent: Any, states: AllGatherStates, names: set[str], limit: float) -> None:
     """Waits until a gathering is complete, for `limit` seconds (0: without limit).
 
-    Raises `RpcTimeoutError` at the limit, `WorkerLost` if a worker was lost, and the agent's error if it was closed.
+    Raises `RpcTimeoutError` at the limit, `WorkerLostError` if a worker was lost, and the agent's error if it closed.
     """
     deadline = monotonic() + limit if limit else FOREVER
     while not states.proceed_signal.wait(max(0.0, min(deadline - monotonic(), _CHECK_INTERVAL_S))):
@@ -648,13 +648,13 @@ def _wait_for_workers(agent: Any, states: AllGatherStates, names: set[str], limi
         there = {info.name for info in agent.get_worker_infos()}
         if gone := sorted(names - there):  # blame the lost ones: others may have left because of them
             lost = [name for name in gone if name in getattr(agent, "lost", list)()] or gone
-            raise WorkerLost(f"workers {lost} were lost before all workers had called _all_gather", lost[0])
+            raise WorkerLostError(f"workers {lost} were lost before all workers had called _all_gather", lost[0])
 
 
 def _send_to_followers(sequence_id: Any, followers: Sequence[str], objects: dict[str, Any], rpc_timeout: float) -> None:
     """Sends the gathered objects to all other workers, and waits for their replies.
 
-    Raises `WorkerLost` if the only failures are lost workers, and `RpcTimeoutError` for any other failure.
+    Raises `WorkerLostError` if the only failures are lost workers, and `RpcTimeoutError` for any other failure.
     """
     told, errors = {}, {}
     for name in followers:
@@ -667,11 +667,13 @@ def _send_to_followers(sequence_id: Any, followers: Sequence[str], objects: dict
             future.wait()
         except RuntimeError as error:
             errors[name] = error
-    lost = [name for name, error in errors.items() if isinstance(error, WorkerLost)]
+    lost = [name for name, error in errors.items() if isinstance(error, WorkerLostError)]
     if errors and len(lost) == len(errors):
         reason = next(iter(errors.values()))
         # Contains torch's "timed out in _all_gather", for programs that look for these words.
-        raise WorkerLost(f"Followers {lost} were lost, which is as if they timed out in _all_gather: {reason}", lost[0])
+        raise WorkerLostError(
+            f"Followers {lost} were lost, which is as if they timed out in _all_gather: {reason}", lost[0]
+        )
     if errors:
         raise RpcTimeoutError(
             f"Followers {list(errors)} timed out in _all_gather after {rpc_timeout:.2f} seconds. "
@@ -704,7 +706,9 @@ def _wait_all_workers(timeout: float = DEFAULT_SHUTDOWN_TIMEOUT) -> None:
     """
     try:
         _all_gather(None, timeout=timeout)
-    except WorkerLost:  # no worker was late. Let the calls of the remaining workers end before this one shuts down.
+    except (
+        WorkerLostError
+    ):  # no worker was late. Let the calls of the remaining workers end before this one shuts down.
         if isinstance(agent := _get_current_rpc_agent(), Agent):
             finish_what_has_begun(agent, deadline_of(timeout))
         raise

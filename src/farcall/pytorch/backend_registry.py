@@ -27,7 +27,7 @@ from typing import Any, Final, NamedTuple, TypeAlias
 import torch
 import torch.distributed as dist
 
-from farcall.errors import UnknownWorkerError, WorkerLost
+from farcall.errors import UnknownWorkerError, WorkerLostError
 from farcall.pytorch import api, devices, restricted_tensors
 from farcall.pytorch import constants as rpc_constants
 from farcall.pytorch._utils import _group_membership_management, _update_group_membership
@@ -274,7 +274,7 @@ def _ask(workers: Iterable[WorkerInfo], function: Callable[..., Any], args: tupl
     """
     answers = {}
     for worker, future in [(worker, api.rpc_async(worker, function, args)) for worker in workers]:
-        with suppress(WorkerLost, UnknownWorkerError):
+        with suppress(WorkerLostError, UnknownWorkerError):
             answers[worker.name] = future.wait()
     return answers
 

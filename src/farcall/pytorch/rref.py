@@ -15,7 +15,14 @@ from typing import Any, Final, Generic, TypeVar, cast
 import torch
 
 from farcall.api import current_agent, current_reference_store
-from farcall.errors import NotInitializedError, OwnerLost, RpcError, RpcTimeoutError, SerializationError, UsageError
+from farcall.errors import (
+    NotInitializedError,
+    OwnerLostError,
+    RpcError,
+    RpcTimeoutError,
+    SerializationError,
+    UsageError,
+)
 from farcall.futures import DONE, Future
 from farcall.gate import FOREVER
 from farcall.protocol.frames import PRESENCE, TYPE
@@ -76,7 +83,7 @@ class PyRRef(_OwnRRef[T]):
     def owner(self) -> WorkerInfo:
         """Returns the worker on which the value lives.
 
-        Raises `OwnerLost` if it left so long ago that it was forgotten.
+        Raises `OwnerLostError` if it left so long ago that it was forgotten.
         """
         return as_torch(super().owner())
 
@@ -272,7 +279,7 @@ class PyRRef(_OwnRRef[T]):
         Raises `SerializationError` if no message of a call is being made, and `UsageError` if the reference was
         deleted.
         """
-        with suppress(OwnerLost):  # the call itself raises it
+        with suppress(OwnerLostError):  # the call itself raises it
             self._check_not_deleted("fork an UserRRef")
         try:
             return collect(self._handle, self), self._label
@@ -369,7 +376,7 @@ def _is_known_at(handle: Any, to: AnyWorkerInfo) -> bool:
 def _receive_here(reference: tuple[int, int, int, bytes], label: int) -> PyRRef[Any]:
     """Returns a reference to a value of this worker, given its id and its label.
 
-    Raises `ReferenceRefused` if this worker has no value with that id and token.
+    Raises `ReferenceRefusedError` if this worker has no value with that id and token.
     """
     return _from_numbers(*reference, label)
 
@@ -377,7 +384,7 @@ def _receive_here(reference: tuple[int, int, int, bytes], label: int) -> PyRRef[
 def _from_numbers(owner: int, creator: int, number: int, token: bytes, label: int) -> PyRRef[Any]:
     """Returns a reference to a value of this worker, given the parts of its id, and its label.
 
-    Raises `ReferenceRefused` if this worker has no value with that id and token.
+    Raises `ReferenceRefusedError` if this worker has no value with that id and token.
     """
     store: Any = current_reference_store()
     rref: PyRRef[Any] = _new_rref(PyRRef)
@@ -417,7 +424,7 @@ def _receive(place: int, label: int) -> PyRRef[Any]:
 def _receive_here_checked(reference: Any, label: Any) -> PyRRef[Any]:
     """Returns a reference to a value of this worker, given an untrusted id and label.
 
-    Raises `TypeError` if they have the wrong types, and `ReferenceRefused` if there is no such value.
+    Raises `TypeError` if they have the wrong types, and `ReferenceRefusedError` if there is no such value.
     """
     check_kinds((reference, tuple), (label, int))
     *numbers, token = reference or (None,)

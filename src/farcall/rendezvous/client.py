@@ -35,8 +35,8 @@ from typing import Final, NamedTuple, TypeVar
 
 from farcall.errors import (
     AuthenticationError,
-    ConnectionRefusedByPeer,
     EncryptionError,
+    PeerRefusedError,
     ProtocolError,
     RendezvousError,
     RendezvousTimeoutError,
@@ -283,7 +283,7 @@ def _is_our_store(refusal: ProtocolError, found: Sequence[Candidate]) -> bool:
         return len({candidate.port for candidate in found}) == 1
     if isinstance(refusal, OtherSizeError):
         return True
-    return isinstance(refusal, ConnectionRefusedByPeer) and not isinstance(refusal, OtherGroupError)
+    return isinstance(refusal, PeerRefusedError) and not isinstance(refusal, OtherGroupError)
 
 
 def _worker_text(name: str, rank: int) -> str:

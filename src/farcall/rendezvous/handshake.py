@@ -18,7 +18,7 @@ from collections.abc import Callable
 
 import msgspec
 
-from farcall.errors import ConnectionRefusedByPeer, ProtocolError
+from farcall.errors import PeerRefusedError, ProtocolError
 from farcall.protocol.fields import quoted
 from farcall.protocol.handshake import (
     PREAMBLE_SIZE,
@@ -48,7 +48,7 @@ class StoreRefused(Refused, tag="refused", frozen=True):
     """True if the store would refuse a retry as well."""
 
 
-class OtherGroupError(ConnectionRefusedByPeer):
+class OtherGroupError(PeerRefusedError):
     """A store answered, but it serves another group than the one that this worker looks for."""
 
 
@@ -60,7 +60,7 @@ class OpenAndFixedError(OtherSizeError):
     """A store answered at the right place, but one of the two groups is open and the other has a world size."""
 
 
-class FinalRefusalError(ConnectionRefusedByPeer):
+class FinalRefusalError(PeerRefusedError):
     """The right store refused this worker, and would refuse it again, for example because its rank does not exist."""
 
 
@@ -90,7 +90,7 @@ def introduce_worker(
         EncryptionError: Only one end encrypts.
         OtherGroupError: The store serves another group; see also `OtherSizeError` and `OpenAndFixedError`.
         FinalRefusalError: The store refused this worker for good.
-        ConnectionRefusedByPeer: The store refused this worker for now.
+        PeerRefusedError: The store refused this worker for now.
         ProtocolError: The other end does not speak this protocol.
         TimeoutError: No answer came in time.
         OSError: The connection broke.

@@ -16,7 +16,7 @@ from time import monotonic
 from typing import Any, Final
 
 from farcall.backends.interface import bad_arguments, bad_callee, check_timeout, checked_function
-from farcall.errors import OwnerLost, RpcError, RpcTimeoutError, UnknownWorkerError, UsageError, WorkerLost
+from farcall.errors import OwnerLostError, RpcError, RpcTimeoutError, UnknownWorkerError, UsageError, WorkerLostError
 from farcall.futures import DONE, FAILED, Future
 from farcall.options import UNSET_RPC_TIMEOUT
 from farcall.protocol.frames import (
@@ -113,7 +113,7 @@ class Caller:
             UnknownWorkerError: The group has no such worker.
             UsageError: Another argument is not valid, or the call is too large for the other worker.
             SerializationError: An argument cannot be pickled.
-            WorkerLost: The worker cannot be reached.
+            WorkerLostError: The worker cannot be reached.
             RpcError: This worker was shut down or expelled.
         """
         peers = self._peers
@@ -265,11 +265,11 @@ class Caller:
             The future of the answer. It fails if the value has no such method.
 
         Raises:
-            OwnerLost: The owner was lost.
-            ReferenceRefused: The owner does not have the value any more.
+            OwnerLostError: The owner was lost.
+            ReferenceRefusedError: The owner does not have the value any more.
             SerializationError: An argument cannot be pickled.
             UsageError: The handle was released, or an argument is not valid.
-            WorkerLost: The owner cannot be reached now.
+            WorkerLostError: The owner cannot be reached now.
         """
         handle.check()
         if self._peers.closed is not None:
@@ -319,7 +319,7 @@ class Caller:
     def _owner_of(self, handle: Handle) -> Peer:
         peer = self._peers.by_number.get(handle.reference.owner)
         if peer is None:  # lost long ago, and not remembered any more
-            raise OwnerLost(f"the owner of {handle.reference} is gone, and the value with it")
+            raise OwnerLostError(f"the owner of {handle.reference} is gone, and the value with it")
         return peer
 
     # Remote calls
@@ -329,7 +329,7 @@ class Caller:
     ) -> Handle:
         """Makes a worker run a function and keep the result. Returns a handle of the result at once.
 
-        Raises the same errors as `call`: `UsageError` for wrong arguments, `SerializationError`, `WorkerLost`.
+        Raises the same errors as `call`: `UsageError` for wrong arguments, `SerializationError`, `WorkerLostError`.
         """
         try:
             peer = self._peers.by_key.get(to)
@@ -485,7 +485,7 @@ class Caller:
         began = monotonic()
         try:
             return peer.connect(began + timeout if timeout else FOREVER)
-        except WorkerLost as error:
+        except WorkerLostError as error:
             if self._peers.closed is not None:  # this worker was shut down or expelled meanwhile
                 raise self._peers.closed from None
             if error.is_gone:

@@ -9,7 +9,7 @@ import threading
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any, Final
 
-from farcall.errors import NotAllowedError, RpcError, RpcTimeoutError, SerializationError, WorkerLost
+from farcall.errors import NotAllowedError, RpcError, RpcTimeoutError, SerializationError, WorkerLostError
 from farcall.futures import DONE, FAILED, PENDING, Callbacks, Future
 from farcall.protocol.frames import Bytes
 from farcall.serialization import (
@@ -102,7 +102,7 @@ class PendingCall(Future[Any]):
             advice: Text that is added to the end of the message.
         """
         text = f"{reason} (while `{callable_name(self.function)}` was running there, or on its way){advice}"
-        return WorkerLost(text, reason.worker) if isinstance(reason, WorkerLost) else type(reason)(text)
+        return WorkerLostError(text, reason.worker) if isinstance(reason, WorkerLostError) else type(reason)(text)
 
     def __repr__(self) -> str:
         return f"{super().__repr__()[:-1]} of `{callable_name(self.function)}`>"

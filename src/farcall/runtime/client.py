@@ -33,7 +33,7 @@ from threading import get_ident
 from time import monotonic, sleep
 from typing import TYPE_CHECKING, Any, Final
 
-from farcall.errors import ProtocolError, RpcError, UsageError, WorkerLost
+from farcall.errors import ProtocolError, RpcError, UsageError, WorkerLostError
 from farcall.futures import DONE, FAILED, UNLOADED, Callbacks, Future, run_callbacks
 from farcall.gate import Gate, asleep, blocking_thread
 from farcall.protocol.frames import (
@@ -144,7 +144,7 @@ class ClientConnection:
     ) -> PendingCall:
         """Sends a call without references and annotations. Returns its future.
 
-        If sending fails, the future fails with `WorkerLost`.
+        If sending fails, the future fails with `WorkerLostError`.
 
         Args:
             function: The function or the name of the method, for error messages.
@@ -195,7 +195,7 @@ class ClientConnection:
         return sum(not isinstance(call, KeptCall) for call in list(self.pending.values()))
 
     def send_call(self, future: PendingCall, frame: bytes, buffers: list[memoryview]) -> None:
-        """Sends the frame of a pending call. If that fails, the call fails with `WorkerLost`."""
+        """Sends the frame of a pending call. If that fails, the call fails with `WorkerLostError`."""
         try:
             self.link.send(frame, buffers, future.deadline)
         except ConnectionError as error:
@@ -719,13 +719,13 @@ class ClientConnection:
         self.lose(self._leaving or reason, "" if self._leaving else LOST_ADVICE)
 
     def lose(self, reason: str, advice: str = LOST_ADVICE) -> None:
-        """Ends the connection. All pending calls fail with `WorkerLost`. Does nothing if it has ended.
+        """Ends the connection. All pending calls fail with `WorkerLostError`. Does nothing if it has ended.
 
         Args:
             reason: Why, for the error message.
             advice: What the user can do, for the error message; may be empty.
         """
-        error = WorkerLost(f"worker {self.peer.name!r} was lost: {reason}", self.peer.name)
+        error = WorkerLostError(f"worker {self.peer.name!r} was lost: {reason}", self.peer.name)
         self._end(error, f"; {advice}" if advice else "")
 
     def leave(self, reason: str) -> None:

@@ -14,7 +14,14 @@ from functools import partial
 from types import CodeType, FrameType
 from typing import TYPE_CHECKING, Any
 
-from farcall.errors import ExpelledError, OwnerLost, ReferenceRefused, RpcError, SerializationError, UsageError
+from farcall.errors import (
+    ExpelledError,
+    OwnerLostError,
+    ReferenceRefusedError,
+    RpcError,
+    SerializationError,
+    UsageError,
+)
 from farcall.futures import DONE, FAILED, PENDING, Future, run_callbacks
 from farcall.protocol.frames import MAX_REFERENCES
 from farcall.protocol.ids import ForkId, RRefId
@@ -143,7 +150,10 @@ class Handle:
         return describe_place(self.made)
 
     def check(self) -> None:
-        """Raises `OwnerLost`, `ReferenceRefused`, `ExpelledError` or `UsageError` if the handle cannot be used."""
+        """Does nothing if the handle can be used.
+
+        Raises `OwnerLostError`, `ReferenceRefusedError`, `ExpelledError` or `UsageError` if it cannot.
+        """
         if self.new_error is not None:
             raise self.new_error()
 
@@ -285,9 +295,9 @@ def failed_handle(store: ReferenceStore, owner: int, new_error: Callable[[], Rpc
     return handle
 
 
-def owner_lost(reference: RRefId, owner: str) -> OwnerLost:
+def owner_lost(reference: RRefId, owner: str) -> OwnerLostError:
     """Returns the error for uses of a handle whose owner, with that name, was lost."""
-    return OwnerLost(f"worker {owner!r}, who owned {reference}, was lost, and the value with it", owner)
+    return OwnerLostError(f"worker {owner!r}, who owned {reference}, was lost, and the value with it", owner)
 
 
 def expelled(reference: RRefId, worker: str) -> ExpelledError:
@@ -298,22 +308,22 @@ def expelled(reference: RRefId, worker: str) -> ExpelledError:
     )
 
 
-def refused(reference: RRefId) -> ReferenceRefused:
+def refused(reference: RRefId) -> ReferenceRefusedError:
     """Returns the error for uses of a handle whose fork the owner could not count."""
-    return ReferenceRefused(
+    return ReferenceRefusedError(
         f"{reference} was passed on by a worker that died before its owner could count it; "
         "its value is gone. Create it anew"
     )
 
 
-def released(reference: RRefId, owner: str) -> ReferenceRefused:
+def released(reference: RRefId, owner: str) -> ReferenceRefusedError:
     """Returns the error for using a value that its owner, with that name, has released."""
-    return ReferenceRefused(f"worker {owner!r} does not own {reference} any more: its value was released")
+    return ReferenceRefusedError(f"worker {owner!r} does not own {reference} any more: its value was released")
 
 
-def unknown(reference: RRefId, owner: str) -> ReferenceRefused:
+def unknown(reference: RRefId, owner: str) -> ReferenceRefusedError:
     """Returns the error for using a value that does not exist. It must not reveal whether the value ever existed."""
-    return ReferenceRefused(
+    return ReferenceRefusedError(
         f"worker {owner!r} has no {reference} for this request: its value was released, or the request does not have "
         "its token. Create it anew"
     )

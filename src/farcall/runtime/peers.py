@@ -16,7 +16,7 @@ from collections.abc import Callable
 from time import monotonic
 from typing import Any, Final
 
-from farcall.errors import AuthenticationError, ConnectionRefusedByPeer, ProtocolError, WorkerLost
+from farcall.errors import AuthenticationError, PeerRefusedError, ProtocolError, WorkerLostError
 from farcall.gate import asleep
 from farcall.protocol.fields import quoted
 from farcall.protocol.handshake import Hello, Purpose, Refused, encode, unpack
@@ -85,7 +85,7 @@ class Peer:
         """Returns the connection. Opens it if necessary, which waits until the deadline at most.
 
         Raises:
-            WorkerLost: The worker has left, was lost, or cannot be reached in time. The attribute `is_gone` says
+            WorkerLostError: The worker has left, was lost, or cannot be reached in time. The attribute `is_gone` says
                 whether its process has certainly ended.
         """
         if self.is_lost:
@@ -94,7 +94,7 @@ class Peer:
         with asleep():
             # Under a lock, so that several threads open one connection.
             if not self._lock.acquire(timeout=max(0.0, deadline - monotonic())):
-                raise WorkerLost(f"worker {self.info.name!r} could not be connected to in time", self.info.name)
+                raise WorkerLostError(f"worker {self.info.name!r} could not be connected to in time", self.info.name)
             try:
                 if self.connection is None:
                     connection = self._new_connection(self, *self._open(deadline))
@@ -118,10 +118,10 @@ class Peer:
         self.is_lost = True
         self._last_connection, self.connection = self.connection, None
 
-    def lost_error(self) -> WorkerLost:
+    def lost_error(self) -> WorkerLostError:
         """Returns the error of a call to this worker after it has left or was lost."""
         fate = "has left the group" if self._has_left else "was lost"
-        return WorkerLost(f"worker {self.info.name!r} {fate}", self.info.name)
+        return WorkerLostError(f"worker {self.info.name!r} {fate}", self.info.name)
 
     def leave(self) -> None:
         """Ends the connection of a worker that has left the group, after its last replies are read."""
@@ -142,7 +142,7 @@ class Peer:
     # Connecting
 
     def _open(self, deadline: float) -> tuple[Link, tuple[int, int]]:
-        """Returns an established link, and the limits of the other end. Raises `WorkerLost` if no address works."""
+        """Returns an established link and the limits of the other end. Raises `WorkerLostError` if no address works."""
         reasons = []
         somebody_answers = False
         refusal: AuthenticationError | None = None
@@ -183,7 +183,7 @@ class Peer:
                 link.close()
         detail = "; ".join(reasons) or f"no transport of {', '.join(self._transports)} leads to it"
         advice = f"; {LOST_ADVICE}" if refusal is None else ""  # a refusal has advice of its own
-        lost = WorkerLost(f"worker {self.info.name!r} cannot be reached ({detail}){advice}", self.info.name)
+        lost = WorkerLostError(f"worker {self.info.name!r} cannot be reached ({detail}){advice}", self.info.name)
         lost.is_gone = bool(reasons) and not somebody_answers
         try:
             raise lost from refusal
@@ -272,7 +272,7 @@ class Peer:
                 return frames
 
 
-class _AnotherWorkerError(ConnectionRefusedByPeer):
+class _AnotherWorkerError(PeerRefusedError):
     """Another worker listens at that address now, or an authenticated worker has refused the connection."""
 
 

@@ -21,7 +21,7 @@ from collections.abc import Callable, Sequence
 from time import monotonic, sleep
 from typing import TYPE_CHECKING, Final, NamedTuple, Protocol, TypeAlias
 
-from farcall.errors import ProtocolError, WorkerLost
+from farcall.errors import ProtocolError, WorkerLostError
 from farcall.protocol.delivery import Delivery
 from farcall.protocol.frames import CONTROL, REFERENCES, pack_message, pack_references, with_call_id
 from farcall.protocol.ids import ForkId, RRefId, Worker, new_tuple
@@ -334,7 +334,7 @@ class OutboxSender:
                 break
             try:
                 connection = self._peer.connect(monotonic() + _CONNECT_TIMEOUT_S)
-            except WorkerLost as error:
+            except WorkerLostError as error:
                 if error.is_gone:
                     logger.info("%s", error)
                     self._on_unreachable()

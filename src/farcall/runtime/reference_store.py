@@ -23,7 +23,7 @@ from functools import partial
 from time import monotonic, sleep
 from typing import TYPE_CHECKING, Any, Final
 
-from farcall.errors import ProtocolError, UsageError, WorkerLost
+from farcall.errors import ProtocolError, UsageError, WorkerLostError
 from farcall.protocol.frames import HANDLE_SIZE, pack_handle, pack_references, pack_request, unpack_handle
 from farcall.protocol.ids import TOKEN_SIZE, ForkId, RRefId, Worker, new_tuple
 from farcall.protocol.refcount import NO_CLAIMANT, ReferenceCounts
@@ -151,7 +151,7 @@ class ReferenceStore:
     def remove_worker(self, worker: Worker) -> None:
         """Removes a worker that has left or was lost. Does nothing if it is not there.
 
-        Handles of values that it owned raise `OwnerLost`, and its own handles are not counted any more.
+        Handles of values that it owned raise `OwnerLostError`, and its own handles are not counted any more.
         """
         with self._lock:
             if worker not in self._counts.workers:
@@ -209,7 +209,7 @@ class ReferenceStore:
         The caller must make sure that the reference is held by a handle or a fork until this returns.
 
         Raises:
-            ReferenceRefused: This worker owns no value with that reference.
+            ReferenceRefusedError: This worker owns no value with that reference.
         """
         with self._lock:
             value = self._values.get(reference)
@@ -246,7 +246,7 @@ class ReferenceStore:
             The handle of the value, and the number of the frame.
 
         Raises:
-            WorkerLost: The owner has left the group or was lost.
+            WorkerLostError: The owner has left the group or was lost.
             RpcError: A handle cannot be used any more. Then no fork was made.
             UsageError: A finalizer called this while its thread was changing the tables.
         """
@@ -283,7 +283,7 @@ class ReferenceStore:
         The caller must send that frame on `via` at once.
 
         Raises:
-            WorkerLost: The receiver has left the group or was lost.
+            WorkerLostError: The receiver has left the group or was lost.
             RpcError: A handle cannot be used any more. Then no fork was made.
             UsageError: A finalizer called this while its thread was changing the tables.
         """
@@ -303,9 +303,9 @@ class ReferenceStore:
             self.resend(to)
         return pack_references(number, carried)
 
-    def _lost_error(self, worker: Worker) -> WorkerLost:
+    def _lost_error(self, worker: Worker) -> WorkerLostError:
         name = self._name_of(worker)
-        return WorkerLost(f"worker {name!r} was lost: nothing can be asked of it any more; use another one", name)
+        return WorkerLostError(f"worker {name!r} was lost: nothing can be asked of it any more; use another one", name)
 
     def _fork_all(self, handles: Sequence[Handle], to: Worker, carried: list[Carried]) -> None:
         """Makes a fork of each handle for a worker.
@@ -489,7 +489,7 @@ class ReferenceStore:
     def find_value(self, reference: RRefId, claimant: Callable[[], Worker] | None = None) -> Value:
         """Returns a value that this worker owns, or will own.
 
-        If there is no such value, returns one that raises `ReferenceRefused` at each use.
+        If there is no such value, returns one that raises `ReferenceRefusedError` at each use.
 
         Args:
             reference: The reference of the value.
@@ -736,8 +736,8 @@ class ReferenceStore:
     def forget(self, reason: str) -> None:
         """Gives up all handles as `give_up_handles` does, and releases all values.
 
-        Other workers that use these values get `ReferenceRefused`. References are still counted, and new references
-        can be created.
+        Other workers that use these values get `ReferenceRefusedError`. References are still counted, and new ones can
+        be created.
         """
         self.give_up_handles(reason)
         with self._lock:

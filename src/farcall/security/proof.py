@@ -37,7 +37,7 @@ import hmac
 import struct
 from typing import Final
 
-from farcall.errors import AuthenticationError, ConnectionRefusedByPeer, EncryptionError, ProtocolError
+from farcall.errors import AuthenticationError, EncryptionError, PeerRefusedError, ProtocolError
 from farcall.protocol.fields import quoted
 from farcall.protocol.handshake import Challenge, Greeting, Hello, Proof, Purpose, Refused, Welcome, encode
 from farcall.security.secret import Secret
@@ -74,7 +74,7 @@ def compute_proof(
     return hmac.digest(secret.key, b"".join(struct.pack("<Q", len(part)) + part for part in parts), "sha256")
 
 
-class EncryptionRequired(ConnectionRefusedByPeer):
+class EncryptionRequired(PeerRefusedError):
     """The two ends of an unencrypted connection over loopback are in different network namespaces; it must use TLS."""
 
 
@@ -164,12 +164,12 @@ class ClientHandshake:
         """Returns the other end's welcome. Call it only when `outcome` is set.
 
         Raises:
-            ConnectionRefusedByPeer: The other end refused the connection; the message quotes its reason.
+            PeerRefusedError: The other end refused the connection; the message quotes its reason.
         """
         if isinstance(self.outcome, Welcome):
             return self.outcome
         assert self.outcome is not None
-        raise ConnectionRefusedByPeer(f"{self._other} refused the connection: {quoted(self.outcome.reason)}")
+        raise PeerRefusedError(f"{self._other} refused the connection: {quoted(self.outcome.reason)}")
 
     def _proof(self, side: bytes, challenge: bytes) -> bytes:
         """Returns the proof of one end, `_CLIENT` or `_SERVER`, for this connection and the server's nonce."""

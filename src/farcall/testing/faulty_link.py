@@ -34,7 +34,7 @@ from functools import partial
 from time import monotonic
 from typing import Final
 
-from farcall.errors import ProtocolError, WorkerLost
+from farcall.errors import ProtocolError, WorkerLostError
 from farcall.protocol import frames
 from farcall.protocol.frames import HEADER_SIZE, unpack_annotations, unpack_references
 from farcall.protocol.handshake import Hello, Proof, Welcome, unpack
@@ -484,10 +484,10 @@ class FaultyLink:
             release()
 
     def _refuse(self, call_id: int, callee: bytes, reason: str) -> None:
-        """Answers a call with a `WorkerLost` error, as if the other worker could not be reached."""
+        """Answers a call with a `WorkerLostError` error, as if the other worker could not be reached."""
         # A callee that names a reference begins with a small number.
         function = f"`{callee.decode().replace(chr(0), '.')}`" if callee[:1] > frames.TYPE else "a function or a value"
-        error = WorkerLost(f"worker {self.peer!r} was not asked for {function}: {reason}", self.peer)
+        error = WorkerLostError(f"worker {self.peer!r} was not asked for {function}: {reason}", self.peer)
         failure = encode_failure(error, self._faults.name, "the faulty agent")
         self._put(frames.pack_reply(frames.FAILURE, call_id, failure))
 

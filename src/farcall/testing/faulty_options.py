@@ -50,7 +50,7 @@ class Failure(StrEnum):
     """How a message fails. The text of each member can be used instead of the member."""
 
     ERROR = "error"
-    """torch's way: the sender is told at once. A call raises `WorkerLost`; what must arrive is sent again."""
+    """torch's way: the sender is told at once. A call raises `WorkerLostError`; what must arrive is sent again."""
     REQUEST_LOST = "request lost"
     """The message does not arrive, and the sender is not told. A call ends by its timeout."""
     REPLY_LOST = "reply lost"

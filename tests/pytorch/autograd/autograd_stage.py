@@ -17,7 +17,7 @@ from typing import Any
 
 import torch
 
-from farcall.errors import WorkerLost
+from farcall.errors import WorkerLostError
 from farcall.futures import Future
 from farcall.protocol.ids import WorkerInfo
 from farcall.pytorch.autograd.contexts import Contexts, DistAutogradContext
@@ -47,7 +47,7 @@ class StagePost:
         takes_back: bool = False,
     ) -> Future[Any]:
         if to.id in self.workers.lost:
-            raise WorkerLost(f"worker {to.name!r} is gone", to.name)
+            raise WorkerLostError(f"worker {to.name!r} is gone", to.name)
         copies = [gradient.clone() for gradient in gradients]
         self.workers.propagated.append((to.id, message_id, copies))
         return self.workers.in_thread(

@@ -101,14 +101,18 @@ def what_is_left() -> dict[str, str]:
 
 
 def test_a_worker_that_dies_ends_the_pass_and_its_contexts_go(tmp_path: Path) -> None:
-    assert seen_by(lead, tmp_path) == ["1", ("WorkerLost", True), NOTHING, NOTHING]
+    assert seen_by(lead, tmp_path) == ["1", ("WorkerLostError", True), NOTHING, NOTHING]
 
 
 @pytest.mark.parametrize("chain", [dying_forwards, dying_backwards])
 def test_nor_is_anything_left_at_those_who_were_called_by_it_alone(
     tmp_path: Path, chain: Callable[[torch.Tensor], torch.Tensor]
 ) -> None:
-    assert seen_by(partial(lead_through_one_that_dies, chain), tmp_path) == [("WorkerLost", True), NOTHING, NOTHING]
+    assert seen_by(partial(lead_through_one_that_dies, chain), tmp_path) == [
+        ("WorkerLostError", True),
+        NOTHING,
+        NOTHING,
+    ]
 
 
 @pytest.mark.parametrize(("error", "attempts"), [(NotAllowedError("no"), 1), (RpcTimeoutError("late"), 20)])

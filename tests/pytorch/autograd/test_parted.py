@@ -13,7 +13,7 @@ import torch
 from autograd_stage import Workers, info
 
 from eventually import eventually
-from farcall.errors import WorkerLost
+from farcall.errors import WorkerLostError
 from farcall.futures import Future
 from farcall.pytorch.autograd import parted, parts, passes, trouble
 from farcall.pytorch.autograd.engine import await_end, take_part
@@ -150,7 +150,7 @@ def test_a_parent_that_asks_hears_what_went_wrong_meanwhile(workers: Workers) ->
     context_id, pass_id, (first, _), _ = begun(workers)
     take_part(workers[1], context_id, pass_id, first, [torch.ones(1)], False, True)
     workers[1].lost(info(2))
-    with pytest.raises(WorkerLost, match="worker 'worker2', to which tensors were sent in it, is gone"):
+    with pytest.raises(WorkerLostError, match="worker 'worker2', to which tensors were sent in it, is gone"):
         await_end(workers[1], context_id, pass_id)
     assert workers.context(context_id, 1).passes == {}
 
@@ -161,7 +161,7 @@ def test_and_one_whose_call_is_open_at_once(workers: Workers) -> None:
     asked = await_end(workers[1], context_id, pass_id)
     assert isinstance(asked, Future)
     workers[1].lost(info(2))
-    assert isinstance(asked.exception(), WorkerLost)
+    assert isinstance(asked.exception(), WorkerLostError)
     assert workers.context(context_id, 1).passes == {}
 
 

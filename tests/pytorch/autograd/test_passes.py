@@ -13,7 +13,7 @@ import torch
 from autograd_stage import Workers, info
 from torch.autograd import Function
 
-from farcall.errors import WorkerLost
+from farcall.errors import WorkerLostError
 from farcall.pytorch.autograd import passes, trouble
 from farcall.pytorch.autograd.engine import take_part
 from farcall.pytorch.autograd.nodes import record_received, running
@@ -337,7 +337,7 @@ def test_a_worker_that_is_lost_ends_the_pass(workers: Workers) -> None:
     (three,) = workers.move(context_id, 2, 1, [two * 2])
     (home,) = workers.move(context_id, 1, 0, [three])
     workers.lost.add(2)
-    with pytest.raises(WorkerLost, match="worker2"):
+    with pytest.raises(WorkerLostError, match="worker2"):
         workers.backward(context_id, 0, [home.sum()])
 
 
@@ -354,7 +354,7 @@ def test_who_waits_for_gradients_of_a_worker_that_is_lost_is_told(workers: Worke
         root.register_hook(lambda gradient: workers[0].lost(info(1)))
     done = workers.in_thread(lambda: workers.backward(context_id, 0, [root]))
     assert done.block(monotonic() + 10)
-    with pytest.raises(WorkerLost, match="worker 'worker1', to which tensors were sent in it, is gone"):
+    with pytest.raises(WorkerLostError, match="worker 'worker1', to which tensors were sent in it, is gone"):
         done.value()
 
 

@@ -374,7 +374,7 @@ class PartedPass:
         )
 
     def _check_missing(self) -> None:
-        """Raises `WorkerLost` if gradients should come from a worker that is gone. Under the lock."""
+        """Raises `WorkerLostError` if gradients should come from a worker that is gone. Under the lock."""
         for sent, _ in self._missing.values():
             if sent.is_lost or self._contexts.is_gone(sent.to):
                 raise trouble.loss_of(sent.to, self.context)

@@ -15,7 +15,7 @@ import torch
 
 from farcall.api import current_agent, is_initialized
 from farcall.backends.interface import MembershipChange
-from farcall.errors import RpcError, RpcTimeoutError, WorkerLost
+from farcall.errors import RpcError, RpcTimeoutError, WorkerLostError
 from farcall.functions import mark_async
 from farcall.futures import DONE, Future
 from farcall.protocol.ids import WorkerInfo
@@ -136,7 +136,7 @@ def _tell(to: WorkerInfo, function: Any, args: tuple[Any, ...], attempts: int) -
         error = done.exception()
         if error is None or not _is_there(to):
             return
-        if attempts > 1 and isinstance(error, (WorkerLost, RpcTimeoutError)):  # the connection broke
+        if attempts > 1 and isinstance(error, (WorkerLostError, RpcTimeoutError)):  # the connection broke
             _tell(to, function, args, attempts - 1)
         else:
             logger.error("worker %r could not be told %s%r: %s", to.name, function.__name__, args, error)

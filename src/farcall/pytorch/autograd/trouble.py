@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 from typing import Final
 
-from farcall.errors import WorkerLost
+from farcall.errors import WorkerLostError
 from farcall.protocol.ids import WorkerInfo
 from farcall.pytorch.autograd.contexts import Contexts, DistAutogradContext
 
@@ -15,9 +15,9 @@ PATIENCE: Final = 10.0
 """Seconds after which whoever waits for gradients says so."""
 
 
-def loss_of(worker: WorkerInfo, context: DistAutogradContext) -> WorkerLost:
+def loss_of(worker: WorkerInfo, context: DistAutogradContext) -> WorkerLostError:
     """The error of a pass in which that worker should have sent gradients."""
-    return WorkerLost(
+    return WorkerLostError(
         f"the backward pass in autograd context {context.context_id} cannot go on: worker {worker.name!r}, to "
         "which tensors were sent in it, is gone, and so are their gradients. Begin again, in a new context",
         worker.name,
