@@ -63,6 +63,6 @@ def run(value: Any) -> Any:
 
 def connect_all(group: LocalGroup) -> None:
     """Every worker calls every worker, so that all connections are there."""
-    for caller in group:
-        for to in group:
+    for caller in group.agents:
+        for to in group.agents:
             call(caller, to.info.name, echo, 0)

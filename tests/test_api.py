@@ -36,7 +36,7 @@ _gates: dict[str, threading.Event] = {}
 @pytest.mark.parametrize(
     ("function", "signature"),
     [
-        ("init_rpc", "(name, backend=None, rank=-1, world_size=None, rpc_backend_options=None)"),
+        ("init_rpc", "(name=None, backend=None, rank=-1, world_size=None, rpc_backend_options=None)"),
         ("rpc_sync", "(to, func, args=None, kwargs=None, timeout=-1.0)"),
         ("rpc_async", "(to, func, args=None, kwargs=None, timeout=-1.0)"),
         ("get_worker_info", "(worker_name=None)"),

@@ -267,7 +267,16 @@ def test_the_readme_says_the_version() -> None:
 
 
 def test_every_public_name_is_documented() -> None:
-    names = ("calls.md", "starting.md", "backends.md", "groups.md", "security.md", "performance.md", "interceptors.md")
+    names = (
+        "calls.md",
+        "starting.md",
+        "backends.md",
+        "groups.md",
+        "security.md",
+        "performance.md",
+        "interceptors.md",
+        "verbs.md",
+    )
     text = "".join((ROOT / "docs" / name).read_text(encoding="utf-8") for name in names)
     assert [name for name in farcall.__all__ if not re.search(rf"\b{name}\b", text)] == []
 

@@ -9,7 +9,7 @@ rpc.shutdown()
 
 from typing import TYPE_CHECKING
 
-from farcall import backend_registry, errors, functions
+from farcall import backend_registry, engines, errors, functions
 from farcall._native import native_available
 from farcall.api import (
     _delete_all_user_and_unforked_owner_rrefs,
@@ -74,10 +74,12 @@ from farcall.errors import (
 )
 from farcall.functions import exposed
 from farcall.futures import Future, UnseenFailureWarning, _wait_all, collect_all, wait_all
-from farcall.options import BackendOptions, RpcBackendOptions, TensorPipeRpcBackendOptions
+from farcall.groups import Group, group
+from farcall.options import BackendOptions, CallOptions, RpcBackendOptions, TensorPipeRpcBackendOptions
 from farcall.protocol import WorkerInfo
-from farcall.rref import RRef
+from farcall.rref import RRef, Target
 from farcall.runtime.interceptors import ClientCall, ClientInterceptor, ServerCall, ServerInterceptor
+from farcall.workers import Worker, worker
 
 __version__ = "0.1.0"
 
@@ -87,6 +89,7 @@ __all__ = [
     "BackendError",
     "BackendOptions",
     "BackendType",
+    "CallOptions",
     "ClientCall",
     "ClientInterceptor",
     "ConnectionRefusedByPeer",
@@ -95,6 +98,7 @@ __all__ = [
     "ExpelledError",
     "ForkedProcessError",
     "Future",
+    "Group",
     "MembershipChange",
     "NotAllowedError",
     "NotInitializedError",
@@ -116,11 +120,13 @@ __all__ = [
     "ServerCall",
     "ServerInterceptor",
     "ShutdownError",
+    "Target",
     "TensorPipeRpcBackendOptions",
     "UnknownWorkerError",
     "UnseenFailureWarning",
     "UsageError",
     "VersionMismatchError",
+    "Worker",
     "WorkerInfo",
     "WorkerLost",
     "WorkerLostError",
@@ -139,6 +145,7 @@ __all__ = [
     "backend_registry",
     "collect_all",
     "construct_rpc_backend_options",
+    "engines",
     "errors",
     "exposed",
     "functions",
@@ -146,6 +153,7 @@ __all__ = [
     "get_rpc_timeout",
     "get_worker_info",
     "get_worker_infos",
+    "group",
     "init_backend",
     "init_rpc",
     "is_available",
@@ -159,6 +167,7 @@ __all__ = [
     "rpc_sync",
     "shutdown",
     "wait_all",
+    "worker",
 ]
 
 _NOT_HERE = {

@@ -1,7 +1,6 @@
-"""The public functions of the package. Each passes its arguments to the agent of this process.
+"""The functions of the package with torch's names: they hand everything to the current agent (`farcall.current`).
 
-This is the only module with global state: the agent of the process. Names, parameters and defaults are those of
-`torch.distributed.rpc`.
+Names, parameters and defaults are those of `torch.distributed.rpc`.
 """
 
 from __future__ import annotations
@@ -9,29 +8,29 @@ from __future__ import annotations
 import atexit
 import os
 import threading
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Coroutine, Mapping, Sequence
 from numbers import Real
 from sys import _getframe
-from typing import Any, TypeVar
+from typing import Any, TypeVar, overload
 
-from farcall.backends.interface import MembershipChange, ReferenceStore, RpcAgent
+from farcall import current
+from farcall.backends.interface import MembershipChange, RpcAgent, To, worker_key
 from farcall.backends.registry import BackendType, choose_backend, init_backend
-from farcall.errors import AlreadyInitializedError, NotInitializedError, UsageError
+from farcall.current import current_agent as current_agent
+from farcall.current import current_reference_store as current_reference_store
+from farcall.errors import AlreadyInitializedError, UsageError
 from farcall.futures import Future, awaited_together
-from farcall.gate import blocking_thread, on_serving_thread
-from farcall.launcher.exit_report import install_exit_report
+from farcall.gate import blocking_thread
+from farcall.launcher.exit_report import NAME_VARIABLE, install_exit_report
 from farcall.options import DEFAULT_SHUTDOWN_TIMEOUT, UNSET_RPC_TIMEOUT, BackendOptions
 from farcall.protocol.ids import WorkerInfo
 from farcall.rref import RRef
 from farcall.runtime.interceptors import ClientInterceptor, ServerInterceptor
 from farcall.runtime.leaks import Inventory
 
-T = TypeVar("T")
-
-To = str | int | WorkerInfo
+R = TypeVar("R")
 
 _new_rref = RRef.__new__  # as `RRef.of` does, without its frame
-_agent: RpcAgent | None = None
 _lock = threading.RLock()  # held while an agent is made, in the midst of which a signal handler may shut down
 
 
@@ -41,7 +40,7 @@ def is_available() -> bool:
 
 
 def init_rpc(
-    name: str,
+    name: str | None = None,
     backend: BackendType | None = None,
     rank: int = -1,
     world_size: int | None = None,
@@ -52,7 +51,8 @@ def init_rpc(
     Returns when the group is complete, or, for an open group, when this worker has joined it.
 
     Args:
-        name: The name of this worker, 1 to 255 printable characters, different for each worker of the group.
+        name: The name of this worker, 1 to 255 printable characters, different for each worker of the group. None
+            means the name that the launcher gives, else `worker` and the rank.
         backend: The kind of agent. None means the backend that the options belong to, or `BackendType.FARCALL` without
             options.
         rank: The number of this worker, from 0. -1 means: take the rank from the rendezvous URL or the environment.
@@ -61,7 +61,7 @@ def init_rpc(
 
     Raises:
         AlreadyInitializedError: This process is a worker already.
-        UsageError: The name is empty or not printable, or another argument or an option is not valid.
+        UsageError: The name is missing, empty or not printable, or another argument or an option is not valid.
         BackendError: `backend` or `rpc_backend_options` has a wrong type, or the two do not belong together.
         RendezvousTimeoutError: Not all workers arrived in time. The message says which ones did.
         RendezvousError: The group could not be joined for another reason. After an error nothing is left running.
@@ -69,25 +69,47 @@ def init_rpc(
     Example:
         >>> farcall.init_rpc("worker0", rank=0, world_size=2)
     """
-    if not isinstance(name, str) or not name:
-        raise UsageError(f"a worker's name must be a str that is not empty, not {name!r}")
-    if not name.isprintable() or len(name) > 255:
-        raise UsageError(f"a worker's name must be printable and at most 255 characters long, not {name!r}")
-    backend, options = choose_backend(backend, rpc_backend_options)
-    install_exit_report(os.environ)
-    with _lock:
-        if _agent is not None and not _agent.is_forked:
-            raise AlreadyInitializedError(
-                f"this process is worker {_agent.info.name!r} already; call shutdown() before init_rpc again"
-            )
-        agent = init_backend(
-            backend, store=None, name=name, rank=rank, world_size=world_size, rpc_backend_options=options
+    name = check_name(name) if name is not None else launched_name(rank)
+    if name is None:
+        raise UsageError(
+            "this worker has no name: give init_rpc one, or start the workers with a launcher (`farcall run`, mpirun, "
+            "torchrun, Slurm), which gives each of them a number"
         )
+    backend, rpc_backend_options = choose_backend(backend, rpc_backend_options)
+    with _lock:
+        _refuse_a_second_agent()
+        agent = make_agent(name, backend, rank, world_size, rpc_backend_options)
         try:
             adopt(agent)
         except BaseException:  # no thread to be had: nothing is left behind
             agent.shutdown(graceful=False, timeout=0.0)
             raise
+
+
+def check_name(name: str) -> str:
+    """Returns the name of a worker. Raises `UsageError` if it cannot be one."""
+    if not isinstance(name, str) or not name:
+        raise UsageError(f"a worker's name must be a text that is not empty, not {name!r}")
+    if not name.isprintable() or len(name) > 255:
+        raise UsageError(f"a worker's name must be printable and at most 255 characters long, not {name!r}")
+    return name
+
+
+def launched_name(rank: int) -> str | None:
+    """Returns the name that the launcher has given to this worker, or `worker` and its rank; None if it has neither."""
+    name = os.environ.get(NAME_VARIABLE)
+    if name:
+        return check_name(name)
+    from farcall.rendezvous.urls import rank_in_environment  # imported here: it takes as long as `import farcall`
+
+    number = rank if rank >= 0 else rank_in_environment(os.environ)
+    return None if number is None else f"worker{number}"
+
+
+def make_agent(name: str, backend: BackendType, rank: int, world_size: int | None, options: BackendOptions) -> RpcAgent:
+    """Returns a new agent that has joined its group. See `init_rpc` for the errors that it raises."""
+    install_exit_report(os.environ)
+    return init_backend(backend, store=None, name=name, rank=rank, world_size=world_size, rpc_backend_options=options)
 
 
 def shutdown(graceful: bool = True, timeout: float = DEFAULT_SHUTDOWN_TIMEOUT) -> None:
@@ -107,49 +129,65 @@ def shutdown(graceful: bool = True, timeout: float = DEFAULT_SHUTDOWN_TIMEOUT) -
         UsageError: `timeout` is negative or not a number, or a function that runs here for another worker asks for a
             graceful shutdown, which would wait for that function itself. Nothing has changed.
     """
-    global _agent
     if not isinstance(timeout, Real) or timeout < 0:
         raise UsageError(f"the timeout of shutdown must be 0 (no limit) or more seconds, not {timeout!r}")
-    if graceful and on_serving_thread():
+    with _lock:  # another thread may be about to make one
+        agent = current.find_current_agent()
+    if agent is not None:
+        shut_down(agent, graceful, timeout)
+
+
+def shut_down(agent: RpcAgent, graceful: bool, timeout: float) -> None:
+    """Takes an agent of this process down; see `shutdown`."""
+    if graceful and current.serving.agent is agent:
         raise UsageError(
             "a graceful shutdown waits for all functions that run here for other workers, so such a function cannot "
             "call it; call it where init_rpc was called, or use shutdown(graceful=False)"
         )
-    with _lock:
-        agent = _agent
-        if agent is None:
-            return
-        if agent.is_forked:  # the parent's: it has been let go already
-            _agent = None
-            return
+    if agent.is_forked:  # the parent's: it has been let go already
+        current.remove(agent)
+        return
     try:
-        agent.shutdown(graceful, timeout)  # not under the lock: a signal handler may shut down meanwhile
+        agent.shutdown(graceful, timeout)  # under no lock: a signal handler may shut down meanwhile
     except BaseException as error:
         if not isinstance(error, Exception):  # Ctrl-C: whatever it has left is freed now, and else by the next shutdown
             agent.shutdown(graceful=False, timeout=0.0)
-        _forget(agent)
+        current.remove(agent)
         raise
-    _forget(agent)
+    current.remove(agent)
 
 
-def _forget(agent: RpcAgent) -> None:
-    """Makes this process no worker any more, if `agent` is its agent.
-
-    Does nothing if the process has another agent or none.
-    """
-    global _agent
-    with _lock:
-        if _agent is agent:
-            _agent = None
-
-
+@overload
 def rpc_sync(
     to: To,
-    func: Callable[..., T],
+    func: Callable[..., Coroutine[Any, Any, R]],
     args: Sequence[Any] | None = None,
     kwargs: Mapping[str, Any] | None = None,
     timeout: float = UNSET_RPC_TIMEOUT,
-) -> T:
+) -> R: ...
+@overload
+def rpc_sync(
+    to: To,
+    func: Callable[..., Future[R]],
+    args: Sequence[Any] | None = None,
+    kwargs: Mapping[str, Any] | None = None,
+    timeout: float = UNSET_RPC_TIMEOUT,
+) -> R: ...
+@overload
+def rpc_sync(
+    to: To,
+    func: Callable[..., R],
+    args: Sequence[Any] | None = None,
+    kwargs: Mapping[str, Any] | None = None,
+    timeout: float = UNSET_RPC_TIMEOUT,
+) -> R: ...
+def rpc_sync(
+    to: To,
+    func: Callable[..., Any],
+    args: Sequence[Any] | None = None,
+    kwargs: Mapping[str, Any] | None = None,
+    timeout: float = UNSET_RPC_TIMEOUT,
+) -> Any:
     """Runs `func(*args, **kwargs)` on another worker, waits for the result and returns it.
 
     Args:
@@ -177,19 +215,43 @@ def rpc_sync(
         >>> farcall.rpc_sync("worker1", max, args=(3, 4))
         4
     """
-    agent = _agent
+    agent = current.sole
     if agent is None:
-        raise _not_initialized()
-    return agent.call(to, func, args, kwargs, timeout).wait()  # type: ignore[no-any-return]
+        agent = current_agent()
+    return agent.call(to, func, args, kwargs, timeout).wait()
 
 
+@overload
 def rpc_async(
     to: To,
-    func: Callable[..., T],
+    func: Callable[..., Coroutine[Any, Any, R]],
     args: Sequence[Any] | None = None,
     kwargs: Mapping[str, Any] | None = None,
     timeout: float = UNSET_RPC_TIMEOUT,
-) -> Future[T]:
+) -> Future[R]: ...
+@overload
+def rpc_async(
+    to: To,
+    func: Callable[..., Future[R]],
+    args: Sequence[Any] | None = None,
+    kwargs: Mapping[str, Any] | None = None,
+    timeout: float = UNSET_RPC_TIMEOUT,
+) -> Future[R]: ...
+@overload
+def rpc_async(
+    to: To,
+    func: Callable[..., R],
+    args: Sequence[Any] | None = None,
+    kwargs: Mapping[str, Any] | None = None,
+    timeout: float = UNSET_RPC_TIMEOUT,
+) -> Future[R]: ...
+def rpc_async(
+    to: To,
+    func: Callable[..., Any],
+    args: Sequence[Any] | None = None,
+    kwargs: Mapping[str, Any] | None = None,
+    timeout: float = UNSET_RPC_TIMEOUT,
+) -> Future[Any]:
     """Sends a call as `rpc_sync` does, but returns a `Future` of the result without waiting for the reply.
 
     The first call to a worker waits until the connection to it is made.
@@ -217,9 +279,9 @@ def rpc_async(
         >>> farcall.rpc_async("worker1", max, args=(3, 4)).wait()
         4
     """
-    agent = _agent
+    agent = current.sole
     if agent is None:
-        raise _not_initialized()
+        agent = current_agent()
     future = agent.call(to, func, args, kwargs, timeout, unattended=True)
     future.made_by(_getframe(1))
     if awaited_together:
@@ -227,13 +289,37 @@ def rpc_async(
     return future
 
 
+@overload
 def remote(
     to: To,
-    func: Callable[..., T],
+    func: Callable[..., Coroutine[Any, Any, R]],
     args: Sequence[Any] | None = None,
     kwargs: Mapping[str, Any] | None = None,
     timeout: float = UNSET_RPC_TIMEOUT,
-) -> RRef[T]:
+) -> RRef[R]: ...
+@overload
+def remote(
+    to: To,
+    func: Callable[..., Future[R]],
+    args: Sequence[Any] | None = None,
+    kwargs: Mapping[str, Any] | None = None,
+    timeout: float = UNSET_RPC_TIMEOUT,
+) -> RRef[R]: ...
+@overload
+def remote(
+    to: To,
+    func: Callable[..., R],
+    args: Sequence[Any] | None = None,
+    kwargs: Mapping[str, Any] | None = None,
+    timeout: float = UNSET_RPC_TIMEOUT,
+) -> RRef[R]: ...
+def remote(
+    to: To,
+    func: Callable[..., Any],
+    args: Sequence[Any] | None = None,
+    kwargs: Mapping[str, Any] | None = None,
+    timeout: float = UNSET_RPC_TIMEOUT,
+) -> RRef[Any]:
     """Runs `func(*args, **kwargs)` on another worker, which keeps the result.
 
     Returns a reference to the result at once.
@@ -259,10 +345,10 @@ def remote(
         >>> counter = farcall.remote("worker1", collections.Counter)
         >>> counter.rpc_sync().update("hello")
     """
-    agent = _agent
+    agent = current.sole
     if agent is None:
-        raise _not_initialized()
-    rref: RRef[T] = _new_rref(RRef)
+        agent = current_agent()
+    rref: RRef[Any] = _new_rref(RRef)
     rref._handle = agent.remote(to, func, args, kwargs)
     return rref
 
@@ -326,13 +412,13 @@ def get_worker_info(worker_name: To | None = None) -> WorkerInfo:
     """Returns the name and the id of a worker.
 
     Args:
-        worker_name: The name, the rank or the `WorkerInfo` of the worker. None means this worker.
+        worker_name: The name, the rank, the `WorkerInfo` or a handle of the worker. None means this worker.
 
     Raises:
         UnknownWorkerError: The group has no such worker.
         NotInitializedError: This process is not a worker.
     """
-    return current_agent().get_worker_info(worker_name)
+    return current_agent().get_worker_info(None if worker_name is None else worker_key(worker_name))
 
 
 def get_worker_infos() -> list[WorkerInfo]:
@@ -449,11 +535,12 @@ def _set_rpc_timeout(timeout: float) -> None:
 
 def is_initialized() -> bool:
     """Returns whether this process is a worker. Returns False in a forked child of a worker."""
-    return _agent is not None and not _agent.is_forked
+    agent = current.find_current_agent()
+    return agent is not None and not agent.is_forked
 
 
 def adopt(agent: RpcAgent) -> None:
-    """Makes an existing agent the agent of this process, and starts it.
+    """Makes an existing agent the agent of `init_rpc`, and starts it.
 
     Args:
         agent: The agent, which was not started yet.
@@ -462,86 +549,46 @@ def adopt(agent: RpcAgent) -> None:
         AlreadyInitializedError: This process has an agent already.
         Exception: What `agent.start` raises. The process then has no agent.
     """
-    global _agent
     with _lock:
-        if _agent is not None and not _agent.is_forked:
-            raise AlreadyInitializedError(
-                f"this process is worker {_agent.info.name!r} already; call shutdown() before init_rpc again"
-            )
-        _agent = agent
+        _refuse_a_second_agent()
+        current.add(agent, agent, is_of_init_rpc=True)
         try:
             agent.start()
         except BaseException:
-            _agent = None
+            current.remove(agent)
             raise
 
 
 def release() -> None:
-    """Makes this process no worker any more, without a shutdown. Does nothing if it is not a worker.
+    """Forgets the agent of `init_rpc`, without a shutdown. Does nothing if there is none.
 
     For callers that have shut down the agent themselves.
     """
-    global _agent
-    with _lock:
-        _agent = None
+    agent = current.agent_of_init_rpc()
+    if agent is not None:
+        current.remove(agent)
 
 
-def current_agent() -> RpcAgent:
-    """Returns the agent of this process.
-
-    Raises:
-        NotInitializedError: This process is not a worker.
-    """
-    agent = _agent
-    if agent is None:
-        raise _not_initialized()
-    return agent
+def _refuse_a_second_agent() -> None:
+    """Raises `AlreadyInitializedError` if `init_rpc` has made this process a worker, and no fork has undone that."""
+    agent = current.agent_of_init_rpc()
+    if agent is not None and not agent.is_forked:
+        raise AlreadyInitializedError(
+            f"this process is worker {agent.info.name!r} already; call shutdown() before init_rpc again"
+        )
 
 
-def current_reference_store() -> ReferenceStore:
-    """Returns the reference store of this process.
-
-    Raises:
-        NotInitializedError: This process is not a worker.
-        ForkedProcessError: Only the parent of this forked process is a worker.
-        RpcError: The agent cannot be used any more, for the reason given; for example `ExpelledError`.
-    """
-    agent = current_agent()
-    if agent.closed is not None:
-        raise agent.closed
-    return agent.reference_store
-
-
-def _not_initialized() -> NotInitializedError:
-    """Returns the error for using farcall in a process that is not a worker."""
-    return NotInitializedError(
-        "RPC has not been initialized: this process is not a worker. Call farcall.init_rpc(...) first, and again after "
-        "a shutdown"
-    )
-
-
-def _abandon_in_child() -> None:
-    """Called in a forked child: gives up the parent's agent, whose threads and connections the child does not have."""
+def _forget_lock_in_child() -> None:
     global _lock
     _lock = threading.RLock()  # another thread of the parent may have held it
     blocking_thread.before = blocking_thread.after = None  # the pool that this thread belonged to is the parent's
-    if _agent is not None:
-        _agent.abandon()
 
 
-def _tell_before_fork() -> None:
-    """Called before this process forks: lets the agent prepare. Does nothing if this process is not a worker."""
-    if _agent is not None:
-        _agent.about_to_fork()
-
-
-os.register_at_fork(before=_tell_before_fork, after_in_child=_abandon_in_child)
+os.register_at_fork(after_in_child=_forget_lock_in_child)
 
 
 @atexit.register
-def _shutdown_at_exit() -> None:
-    """Called when the interpreter exits: leaves the group without waiting for others.
-
-    Does nothing if already shut down.
-    """
-    shutdown(graceful=False)
+def _shut_down_at_exit() -> None:
+    """Called when the interpreter exits: leaves all groups without waiting for others."""
+    for agent in current.agents():
+        shut_down(agent, graceful=False, timeout=0.0)

@@ -21,9 +21,9 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from numbers import Real
 from types import ModuleType
-from typing import Any, Final, Self, TypeAlias
+from typing import Any, Final, Self, TypeAlias, TypedDict
 
-from farcall.errors import BackendError, DeviceError, UsageError
+from farcall.errors import BackendError, DeviceError, RpcTimeoutError, UsageError
 
 DEFAULT_RPC_TIMEOUT: Final = 60.0
 """The default timeout of calls, in seconds."""
@@ -447,3 +447,39 @@ _CHECKS: Final[Mapping[str, Callable[[str, Any], Any]]] = {
     "devices": _check_devices,
 }
 """The check of each option that has one, by the option's name; applied by `BackendOptions.__setattr__`."""
+
+
+# The options of a call
+
+
+class CallOptions(TypedDict, total=False):
+    """What `.options(...)` of a worker or a reference takes. What is left out stays as it was."""
+
+    timeout: float | None
+    """The most seconds to wait for the reply, more than 0; None for no limit. By default the worker's `rpc_timeout`."""
+
+
+def call_timeout(options: CallOptions, before: float) -> float:
+    """Returns the timeout that calls with these options have, in the form that agents use: 0 for no limit.
+
+    Args:
+        options: What `.options(...)` was given.
+        before: The timeout before, if the options have none.
+
+    Raises:
+        UsageError: There is no such option, or the timeout is negative or no number.
+        RpcTimeoutError: The timeout is 0, so it is over before a call is made.
+    """
+    for name in options:
+        if name not in CallOptions.__annotations__:
+            raise UsageError(f"calls have no option {name!r}; there is {', '.join(CallOptions.__annotations__)}")
+    if "timeout" not in options:
+        return before
+    seconds = options["timeout"]
+    if seconds is None:
+        return 0.0
+    if isinstance(seconds, bool) or not isinstance(seconds, int | float) or not seconds >= 0:
+        raise UsageError(f"the timeout of a call must be more than 0 seconds, or None for no limit, not {seconds!r}")
+    if seconds == 0:
+        raise RpcTimeoutError("a timeout of 0 s is over before the call is made; for no limit, give timeout=None")
+    return float(seconds)

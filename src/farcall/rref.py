@@ -11,31 +11,195 @@ the messages between workers.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Generator
+import sys
+from collections.abc import Callable, Coroutine, Generator
 from functools import partial
 from sys import _getframe
 from time import monotonic
-from typing import TYPE_CHECKING, Any, Generic, NoReturn, TypeVar, cast
+from typing import TYPE_CHECKING, Any, Concatenate, Generic, NoReturn, ParamSpec, TypeVar, Unpack, cast, overload
 
-from farcall.errors import OwnerLostError, RpcTimeoutError, UsageError
+from farcall.current import current_reference_store
+from farcall.errors import OwnerLostError, ReferenceRefusedError, RpcTimeoutError, UsageError, WorkerLostError
 from farcall.futures import DONE, Future, awaited_together
 from farcall.gate import FOREVER
-from farcall.options import UNSET_RPC_TIMEOUT
+from farcall.options import UNSET_RPC_TIMEOUT, CallOptions, call_timeout
 from farcall.protocol.frames import METHOD, PRESENCE, TYPE, VALUE
 from farcall.protocol.ids import WorkerInfo
-from farcall.serialization import collect, take_offered
+from farcall.serialization import callable_name, collect, encode_function, take_offered
 
 if TYPE_CHECKING:
     from farcall.backends.interface import Handle, ReferenceCalls
 
-T = TypeVar("T")
+T_co = TypeVar("T_co", covariant=True)
+R = TypeVar("R")
+P = ParamSpec("P")
 
 
-class RRef(Generic[T]):
-    """A reference to a value of type `T` on some worker.
+class Target(Generic[T_co]):
+    """Something that stands for a value elsewhere: an `RRef`, or one with options.
 
-    References are created by `remote`, or by `RRef(value)` for a value of this worker, or received in a call. Two
-    references are equal if they refer to the same value.
+    Its verbs run a function where the value lives, with the value as its first argument: a method (`Shelf.put`), or any
+    other function (`len`, a lambda). A function of a class body is looked up on the value by its name, so overrides,
+    abstract classes and protocols work. A text is the name of a method, without types.
+    """
+
+    __slots__ = ()
+
+    _handle: Handle
+    _timeout: float = UNSET_RPC_TIMEOUT
+
+    def options(self, **options: Unpack[CallOptions]) -> Target[T_co]:
+        """Returns an object for the same value whose calls have these options; see `CallOptions`.
+
+        Raises:
+            UsageError: There is no such option, or it cannot have that value.
+            RpcTimeoutError: `timeout` is 0, so it is over already.
+        """
+        return _TargetWithOptions(self._handle, call_timeout(options, self._timeout))
+
+    # In each group of overloads: a text, an `async def` function, one marked `async_execution`, any other callable.
+
+    @overload
+    def call(self, func: str, /, *args: Any, **kwargs: Any) -> Any: ...
+    @overload
+    def call(
+        self, func: Callable[Concatenate[T_co, P], Coroutine[Any, Any, R]], /, *args: P.args, **kwargs: P.kwargs
+    ) -> R: ...
+    @overload
+    def call(self, func: Callable[Concatenate[T_co, P], Future[R]], /, *args: P.args, **kwargs: P.kwargs) -> R: ...
+    @overload
+    def call(self, func: Callable[Concatenate[T_co, P], R], /, *args: P.args, **kwargs: P.kwargs) -> R: ...
+    def call(self, func: Callable[..., Any] | str, /, *args: Any, **kwargs: Any) -> Any:
+        """Runs `func(value, *args, **kwargs)` where the value lives, and returns what it returns.
+
+        Raises:
+            Exception: What the function raises, or what the function raised that was to make the value.
+            RpcTimeoutError: The timeout expired.
+            OwnerLostError: The worker on which the value lives is gone. `ReferenceRefusedError`: the value is.
+            UsageError: Something is wrong with the call itself.
+        """
+        name, args = _callee(func, args)
+        handle = self._handle
+        return handle.reference_store.calling.call_on(handle, METHOD, name, args, kwargs, self._timeout).wait()
+
+    @overload
+    def submit(self, func: str, /, *args: Any, **kwargs: Any) -> Future[Any]: ...
+    @overload
+    def submit(
+        self, func: Callable[Concatenate[T_co, P], Coroutine[Any, Any, R]], /, *args: P.args, **kwargs: P.kwargs
+    ) -> Future[R]: ...
+    @overload
+    def submit(
+        self, func: Callable[Concatenate[T_co, P], Future[R]], /, *args: P.args, **kwargs: P.kwargs
+    ) -> Future[R]: ...
+    @overload
+    def submit(self, func: Callable[Concatenate[T_co, P], R], /, *args: P.args, **kwargs: P.kwargs) -> Future[R]: ...
+    def submit(self, func: Callable[..., Any] | str, /, *args: Any, **kwargs: Any) -> Future[Any]:
+        """As `call`, but returns a future of the result.
+
+        Raises:
+            UsageError: Something is wrong with the call itself. All other failures are the future's.
+        """
+        name, args = _callee(func, args)
+        handle, future = self._handle, None
+        try:
+            future = handle.reference_store.calling.call_on(
+                handle, METHOD, name, args, kwargs, self._timeout, unattended=True
+            )
+        except (WorkerLostError, ReferenceRefusedError, RpcTimeoutError) as error:
+            future = Future()
+            future.set_exception(error)
+        future.made_by(_getframe(1))
+        if awaited_together:
+            awaited_together.note(future)
+        return future
+
+    @overload
+    def keep(self, func: str, /, *args: Any, **kwargs: Any) -> RRef[Any]: ...
+    @overload
+    def keep(
+        self, func: Callable[Concatenate[T_co, P], Coroutine[Any, Any, R]], /, *args: P.args, **kwargs: P.kwargs
+    ) -> RRef[R]: ...
+    @overload
+    def keep(
+        self, func: Callable[Concatenate[T_co, P], Future[R]], /, *args: P.args, **kwargs: P.kwargs
+    ) -> RRef[R]: ...
+    @overload
+    def keep(self, func: Callable[Concatenate[T_co, P], R], /, *args: P.args, **kwargs: P.kwargs) -> RRef[R]: ...
+    def keep(self, func: Callable[..., Any] | str, /, *args: Any, **kwargs: Any) -> RRef[Any]:
+        """As `call`, but returns a reference to the result at once. The result stays where the value lives.
+
+        Raises:
+            OwnerLostError: The worker on which the value lives is gone. `ReferenceRefusedError`: the value is.
+            UsageError: Something is wrong with the call itself.
+        """
+        name, args = _callee(func, args)
+        handle = self._handle
+        return RRef.of(handle.reference_store.calling.remote_on(handle, name, args, kwargs))
+
+
+class _TargetWithOptions(Target[T_co]):
+    """What `Target.options` returns."""
+
+    __slots__ = ("_handle", "_timeout")
+
+    def __init__(self, handle: Handle, timeout: float) -> None:
+        self._handle = handle
+        self._timeout = timeout
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return _TargetWithOptions, (self._handle, self._timeout)
+
+    def __repr__(self) -> str:
+        return f"{RRef.of(self._handle)!r}.options(timeout={self._timeout or None})"
+
+
+class _FunctionOfValue(str):
+    """The encoded name of a function that is called with the value. `__qualname__` is for messages."""
+
+    __slots__ = ("__qualname__",)
+
+
+def _callee(func: Callable[..., Any] | str, args: tuple[Any, ...]) -> tuple[str, tuple[Any, ...]]:
+    """Returns what a request on a value names (`protocol.frames`), and its arguments."""
+    if isinstance(func, str):
+        if not func.isidentifier():
+            raise UsageError(f"{func!r} is not the name of a method")
+        return func, args
+    if not callable(func):
+        raise UsageError(f"{func!r} cannot be called: give a method, another function of the value, or a name")
+    method = _name_of_method(func)
+    if method is not None:
+        return method, args
+    encoded = encode_function(func)
+    name = _FunctionOfValue(encoded.decode() if encoded is not None else "")
+    name.__qualname__ = callable_name(func)  # type: ignore[attr-defined]
+    return name, args if encoded is not None else (func, *args)
+
+
+def _name_of_method(func: Callable[..., Any]) -> str | None:
+    """Returns the name by which a function of a class body is found on an instance; None for any other callable."""
+    qualname = getattr(func, "__qualname__", None)
+    if not isinstance(qualname, str) or getattr(func, "__self__", None) is not None:  # bound to something else
+        return None
+    outer, dot, name = qualname.rpartition(".")
+    if not dot or outer.endswith("<locals>") or isinstance(func, type) or not name.isidentifier():
+        return None
+    cls: Any = sys.modules.get(getattr(func, "__module__", None) or "")
+    for part in outer.split("."):
+        cls = getattr(cls, part, None)
+    if isinstance(cls, type) and isinstance(vars(cls).get(name), staticmethod):
+        return None  # it gets the value as an argument, which a look-up on the value would leave out
+    if name.startswith("__") and not name.endswith("__"):  # Python changes such names in class bodies
+        return f"_{outer.rpartition('.')[2].lstrip('_')}{name}"
+    return name
+
+
+class RRef(Target[T_co]):
+    """A reference to a value on some worker.
+
+    References are created by `keep` or `remote`, or by `RRef(value)` for a value of this worker, or received in a call.
+    Two references are equal if they refer to the same value.
 
     Example:
         >>> numbers = farcall.remote("worker1", list, args=((3, 1, 2),))
@@ -49,7 +213,7 @@ class RRef(Generic[T]):
     _proxy: Proxy
     """What `rpc_sync()` gives, from the first time on."""
 
-    def __init__(self, value: T, type_hint: Any = None) -> None:
+    def __init__(self, value: T_co, type_hint: Any = None) -> None:
         """Creates a reference to a value of this worker.
 
         Args:
@@ -61,8 +225,6 @@ class RRef(Generic[T]):
             ForkedProcessError: Only the parent of this forked process is a worker.
             UsageError: The backend of this worker has no references.
         """
-        from farcall.api import current_reference_store  # not at the head: the module of the functions knows this one
-
         self._handle = current_reference_store().own(value)
 
     @classmethod
@@ -113,7 +275,7 @@ class RRef(Generic[T]):
 
     # The value
 
-    def to_here(self, timeout: float = UNSET_RPC_TIMEOUT) -> T:
+    def to_here(self, timeout: float = UNSET_RPC_TIMEOUT) -> T_co:
         """Waits until the value exists and returns it: the value itself on its owner, a copy on other workers.
 
         Args:
@@ -130,9 +292,9 @@ class RRef(Generic[T]):
         handle = self._handle
         if handle.fork is not None:
             return handle.reference_store.calling.fetch(handle, timeout)  # type: ignore[no-any-return]
-        return cast(T, self._fetch(VALUE, timeout).wait())
+        return cast(T_co, self._fetch(VALUE, timeout).wait())
 
-    def local_value(self) -> T:
+    def local_value(self) -> T_co:
         """Waits until the value exists and returns the value itself. Works only on the owner.
 
         Raises:
@@ -148,8 +310,8 @@ class RRef(Generic[T]):
         # Not cast() and not only wait(): it is on the path of nearly every call that is given a reference.
         return value._value if value._state == DONE else value.wait()  # type: ignore[no-any-return]
 
-    def __await__(self) -> Generator[Any, None, T]:
-        return cast("Future[T]", self._fetch(VALUE, UNSET_RPC_TIMEOUT, unattended=True)).__await__()
+    def __await__(self) -> Generator[Any, None, T_co]:
+        return cast("Future[T_co]", self._fetch(VALUE, UNSET_RPC_TIMEOUT, unattended=True)).__await__()
 
     def _value_here(self) -> Future[Any]:
         """Returns the future of a value that this worker owns.
@@ -272,7 +434,7 @@ class RRef(Generic[T]):
         """
         return _receive(*place)
 
-    def __copy__(self) -> RRef[T]:
+    def __copy__(self) -> RRef[T_co]:
         return RRef.of(self._handle)
 
     def __deepcopy__(self, memo: object) -> NoReturn:

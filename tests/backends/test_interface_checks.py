@@ -4,10 +4,13 @@ from __future__ import annotations
 
 from typing import Any
 
+import numpy
 import pytest
 
-from farcall.backends.interface import bad_arguments, bad_callee, check_timeout, checked_function
+import farcall
+from farcall.backends.interface import bad_arguments, check_timeout, checked_function, worker_key
 from farcall.errors import UsageError
+from farcall.protocol import WorkerInfo
 
 
 def test_what_can_be_called() -> None:
@@ -19,7 +22,29 @@ def test_what_can_be_called() -> None:
 
 def test_the_refusals_say_what_was_given() -> None:
     assert str(bad_arguments("abc")) == ("`args` must be a tuple or list of arguments, not a str; write args=(value,)")
-    assert str(bad_callee(None)) == "`to` must be a worker's name, rank or WorkerInfo, not None"
+
+
+@pytest.mark.parametrize("to", [None, True, 1.0, b"worker1", ["worker1"]])
+def test_what_names_no_worker(to: Any) -> None:
+    with pytest.raises(
+        UsageError, match=r"`to` must be a worker's name, rank or WorkerInfo, or a farcall\.Worker, not "
+    ):
+        worker_key(to)
+
+
+@pytest.mark.parametrize(
+    ("to", "key"),
+    [
+        ("worker1", "worker1"),
+        (1, 1),
+        (numpy.int64(1), 1),
+        (WorkerInfo("worker1", 1), WorkerInfo("worker1", 1)),
+        (farcall.worker("worker1"), "worker1"),
+        (farcall.worker(1), 1),
+    ],
+)
+def test_what_names_a_worker(to: Any, key: Any) -> None:
+    assert worker_key(to) == key
 
 
 @pytest.mark.parametrize("timeout", [-0.5, float("nan"), float("-inf")])

@@ -56,11 +56,9 @@ def group(make_group: NewGroup) -> LocalGroup:
 
 
 @pytest.fixture
-def group_of_this_worker(make_group: NewGroup, monkeypatch: pytest.MonkeyPatch) -> LocalGroup:
+def group_of_this_worker(make_group: NewGroup) -> LocalGroup:
     """Returns a group of three. Its worker0 is the worker of this process: `farcall.remote` and the like use it."""
-    group = make_group(3)
-    monkeypatch.setattr("farcall.api._agent", group[0])
-    return group
+    return make_group(3)
 
 
 @pytest.fixture

@@ -73,12 +73,12 @@ def recurse() -> int:
 
 
 def call_on(group: LocalGroup, here: str, there: str) -> None:
-    call(group[here], there, raise_odd)
+    call(group.agents[here], there, raise_odd)
 
 
 def test_an_exception_arrives_with_its_type_arguments_cause_notes_and_remote_traceback(group: LocalGroup) -> None:
     with pytest.raises(ValueError, match="outer") as caught:
-        call(group[0], 1, raise_with_cause)
+        call(group.agents[0], 1, raise_with_cause)
     error = caught.value
     assert type(error) is ValueError
     assert error.args == ("outer", 3)
@@ -92,7 +92,7 @@ def test_an_exception_arrives_with_its_type_arguments_cause_notes_and_remote_tra
 
 def test_an_exception_arrives_whatever_its_constructor_takes(group: LocalGroup) -> None:
     with pytest.raises(Odd) as caught:
-        call(group[0], 1, raise_odd)
+        call(group.agents[0], 1, raise_odd)
     assert (caught.value.code, caught.value.reason, caught.value.args) == (7, "odd", ("odd (7)",))
 
 
@@ -109,7 +109,7 @@ def test_an_exception_arrives_whatever_its_constructor_takes(group: LocalGroup) 
 )
 def test_unusual_exceptions_arrive_as_they_are(group: LocalGroup, error: BaseException) -> None:
     with pytest.raises(type(error)) as caught:
-        call(group[0], 1, fail, error)
+        call(group.agents[0], 1, fail, error)
     assert caught.value.args == error.args
 
 
@@ -122,9 +122,9 @@ def test_a_base_exception_is_raised_at_the_caller_and_ends_no_thread(
 ) -> None:
     for _ in range(20):  # more than there are threads
         with pytest.raises(type(error)) as caught:
-            call(group[0], 1, function, error)  # type: ignore[arg-type]
+            call(group.agents[0], 1, function, error)  # type: ignore[arg-type]
         assert caught.value.args == error.args
-    assert call(group[0], 1, echo, "alive") == "alive"
+    assert call(group.agents[0], 1, echo, "alive") == "alive"
 
 
 @pytest.mark.parametrize(
@@ -132,41 +132,41 @@ def test_a_base_exception_is_raised_at_the_caller_and_ends_no_thread(
 )
 def test_an_exception_that_cannot_be_rebuilt_arrives_as_text(group: LocalGroup, function: object, text: str) -> None:
     with pytest.raises(Exception, match=text) as caught:
-        call(group[0], 1, function)  # type: ignore[arg-type]
+        call(group.agents[0], 1, function)  # type: ignore[arg-type]
     error = caught.value
     assert isinstance(error, RemoteError) or type(error).__name__ in ("Local", "ValueError")
     assert "Remote traceback (worker 'worker1'" in "".join(traceback.format_exception(error))
-    assert call(group[0], 1, echo, "alive") == "alive"
+    assert call(group.agents[0], 1, echo, "alive") == "alive"
 
 
 def test_a_group_of_exceptions_arrives_with_its_members(group: LocalGroup) -> None:
     with pytest.raises(ExceptionGroup) as caught:
-        call(group[0], 1, raise_group)
+        call(group.agents[0], 1, raise_group)
     one, two = caught.value.exceptions
     assert (type(one), type(two)) == (ValueError, Odd)
 
 
 def test_an_exception_that_is_returned_is_a_result(group: LocalGroup) -> None:
-    returned = call(group[0], 1, echo, ValueError("returned, not raised"))
+    returned = call(group.agents[0], 1, echo, ValueError("returned, not raised"))
     assert type(returned) is ValueError
 
 
 def test_endless_recursion_fails_the_call_only(group: LocalGroup) -> None:
     with pytest.raises(RecursionError):
-        call(group[0], 1, recurse)
-    assert call(group[0], 1, echo, "alive") == "alive"
+        call(group.agents[0], 1, recurse)
+    assert call(group.agents[0], 1, echo, "alive") == "alive"
 
 
 def test_an_error_of_a_nested_call_has_the_tracebacks_of_both_workers(group: LocalGroup) -> None:
     with pytest.raises(Odd) as caught:
-        call(group[0], 1, call_on, group, "worker1", "worker2")
+        call(group.agents[0], 1, call_on, group, "worker1", "worker2")
     shown = "".join(traceback.format_exception(caught.value))
     assert "worker 'worker1'" in shown
     assert "worker 'worker2'" in shown
 
 
 def test_every_way_to_the_result_raises_the_same_exception(group: LocalGroup) -> None:
-    future = start(group[0], 1, raise_odd)
+    future = start(group.agents[0], 1, raise_odd)
     error = future.exception()
     assert isinstance(error, Odd)
     for read in (future.wait, future.value, future.result):

@@ -30,7 +30,7 @@ SHORT = 0.05
 def test_a_call_that_is_waited_for_ends_at_its_timeout(group: LocalGroup) -> None:
     gate = new_gate("late")
     began = monotonic()
-    future = start(group[0], 1, wait_at, "late", timeout=0.2)
+    future = start(group.agents[0], 1, wait_at, "late", timeout=0.2)
     with pytest.raises(RpcTimeoutError) as caught:
         future.wait()
     assert monotonic() - began >= 0.2
@@ -42,7 +42,7 @@ def test_a_call_that_is_waited_for_ends_at_its_timeout(group: LocalGroup) -> Non
 
 def test_a_future_that_nobody_waits_for_ends_at_its_timeout(group: LocalGroup) -> None:
     gate = new_gate("late")
-    future = start(group[0], 1, wait_at, "late", timeout=SHORT)
+    future = start(group.agents[0], 1, wait_at, "late", timeout=SHORT)
     eventually(future.done)
     assert isinstance(future.exception(), RpcTimeoutError)
     gate.set()
@@ -51,9 +51,9 @@ def test_a_future_that_nobody_waits_for_ends_at_its_timeout(group: LocalGroup) -
 def test_the_callbacks_of_a_call_run_when_its_timeout_is_over(group: LocalGroup) -> None:
     gate = new_gate("late")
     over = threading.Event()
-    future = start(group[0], 1, wait_at, "late", timeout=SHORT)
+    future = start(group.agents[0], 1, wait_at, "late", timeout=SHORT)
     future.add_done_callback(lambda _: over.set())
-    derived = start(group[0], 1, wait_at, "late", timeout=SHORT).then(lambda done: type(done.exception()))
+    derived = start(group.agents[0], 1, wait_at, "late", timeout=SHORT).then(lambda done: type(done.exception()))
     assert over.wait(SOON)
     assert isinstance(future.exception(), RpcTimeoutError)
     eventually(derived.done)
@@ -63,7 +63,7 @@ def test_the_callbacks_of_a_call_run_when_its_timeout_is_over(group: LocalGroup)
 
 def test_an_awaited_call_ends_at_its_timeout(group: LocalGroup) -> None:
     async def ask() -> Any:
-        return await start(group[0], 1, wait_at, "late", timeout=SHORT)
+        return await start(group.agents[0], 1, wait_at, "late", timeout=SHORT)
 
     gate = new_gate("late")
     with pytest.raises(RpcTimeoutError):
@@ -75,9 +75,9 @@ def test_each_of_many_calls_ends_at_its_own_timeout_and_not_before(group: LocalG
     gate = new_gate("late")
     began = monotonic()
     ended: dict[float, float] = {}
-    unlimited = start(group[0], 1, wait_at, "late", "came", timeout=0)
+    unlimited = start(group.agents[0], 1, wait_at, "late", "came", timeout=0)
     for timeout in (0.2, 0.05, 0.1, 0.15, 1000.0):
-        future = start(group[0], 1, wait_at, "late", timeout=timeout)
+        future = start(group.agents[0], 1, wait_at, "late", timeout=timeout)
         future.add_done_callback(
             lambda done, timeout=timeout: (done.exception(), ended.setdefault(timeout, monotonic() - began))
         )
@@ -94,10 +94,10 @@ def test_zero_is_no_timeout_and_the_option_is_the_default(make_group: NewGroup) 
     group = make_group(2, rpc_timeout=SHORT)
     gate = new_gate("late")
     with pytest.raises(RpcTimeoutError, match=r"within 0\.05 s"):
-        group[0].call(1, wait_at, ("late",), None, -1).wait()
-    future = start(group[0], 1, wait_at, "late", "came", timeout=0)
+        group.agents[0].call(1, wait_at, ("late",), None, -1).wait()
+    future = start(group.agents[0], 1, wait_at, "late", "came", timeout=0)
     with pytest.raises(RpcTimeoutError):
-        call(group[0], 1, wait_at, "late", timeout=2 * SHORT)
+        call(group.agents[0], 1, wait_at, "late", timeout=2 * SHORT)
     assert not future.done()
     gate.set()
     assert future.wait() == "came"
@@ -124,12 +124,12 @@ def test_the_default_timeout_can_be_read_and_set(alone: None) -> None:
 def test_a_late_reply_is_discarded_and_harms_no_other_call(group: LocalGroup, caplog: pytest.LogCaptureFixture) -> None:
     gate = new_gate("late")
     with pytest.raises(RpcTimeoutError):
-        call(group[0], 1, wait_at, "late", "the late reply", timeout=SHORT)
-    others = [start(group[0], 1, echo, number) for number in range(50)]
+        call(group.agents[0], 1, wait_at, "late", "the late reply", timeout=SHORT)
+    others = [start(group.agents[0], 1, echo, number) for number in range(50)]
     gate.set()
     assert wait_all(others) == list(range(50))
-    assert call(group[0], 1, echo, "after") == "after"
-    assert group[0].get_metrics()["calls_pending"] == 0
+    assert call(group.agents[0], 1, echo, "after") == "after"
+    assert group.agents[0].get_metrics()["calls_pending"] == 0
     assert caplog.records == []
 
 
@@ -152,7 +152,7 @@ made: list[weakref.ref[Any]] = []
 def test_references_in_a_late_reply_are_freed(group: LocalGroup, is_waited_for: bool) -> None:
     made.clear()
     gate = new_gate("late")
-    future = start(group[0], 1, make_reference_at, group, "late", timeout=SHORT)
+    future = start(group.agents[0], 1, make_reference_at, group, "late", timeout=SHORT)
     if is_waited_for:
         with pytest.raises(RpcTimeoutError):
             future.wait()
@@ -176,7 +176,7 @@ def test_references_in_the_arguments_of_a_call_that_timed_out_are_freed_when_its
     value = Value()
     is_alive = weakref.ref(value)
     with pytest.raises(RpcTimeoutError):
-        call(group[0], 1, take_reference_at, group.rref(0, value), "late", timeout=SHORT)
+        call(group.agents[0], 1, take_reference_at, group.rref(0, value), "late", timeout=SHORT)
     del value
     assert arrived["late"].wait(SOON)
     gc.collect()
@@ -187,7 +187,7 @@ def test_references_in_the_arguments_of_a_call_that_timed_out_are_freed_when_its
 
 def test_a_limit_of_the_wait_leaves_the_call_alone(group: LocalGroup) -> None:
     gate = new_gate("later")
-    future = start(group[0], 1, wait_at, "later", 7)
+    future = start(group.agents[0], 1, wait_at, "later", 7)
     with pytest.raises(TimeoutError, match=r"not done within 0\.02 s"):
         future.result(0.02)
     with pytest.raises(TimeoutError):
@@ -210,21 +210,21 @@ def test_functions_that_answer_later_time_out_like_any_other(group: LocalGroup) 
     by_hand = Future()
     gate = new_gate("coroutine")
     with pytest.raises(RpcTimeoutError, match="`return_future`"):
-        call(group[0], 1, return_future, timeout=SHORT)
+        call(group.agents[0], 1, return_future, timeout=SHORT)
     with pytest.raises(RpcTimeoutError, match="`await_at`"):
-        call(group[0], 1, await_at, "coroutine", timeout=SHORT)
+        call(group.agents[0], 1, await_at, "coroutine", timeout=SHORT)
     by_hand.set_result("too late")
     gate.set()
-    assert call(group[0], 1, echo, "alive") == "alive"
+    assert call(group.agents[0], 1, echo, "alive") == "alive"
 
 
 def test_a_worker_that_does_not_answer_at_all_is_a_timeout_and_not_a_loss(make_faulty_group: NewGroup) -> None:
     """Neither a first call, which connects, nor a call on a connection takes longer than its timeout."""
     group = make_faulty_group(3, heartbeat_patience=600)
-    assert call(group[0], 1, echo, 1) == 1
+    assert call(group.agents[0], 1, echo, 1) == 1
     for name in ("worker1", "worker2"):
-        faults(group[0]).freeze(name)
+        faults(group.agents[0]).freeze(name)
         with pytest.raises(RpcTimeoutError):
-            call(group[0], name, echo, 1, timeout=4 * SHORT)
-    faults(group[0]).heal()
-    assert [call(group[0], to, echo, to) for to in (1, 2)] == [1, 2]
+            call(group.agents[0], name, echo, 1, timeout=4 * SHORT)
+    faults(group.agents[0]).heal()
+    assert [call(group.agents[0], to, echo, to) for to in (1, 2)] == [1, 2]

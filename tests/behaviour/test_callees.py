@@ -92,7 +92,7 @@ CALLEES: dict[str, tuple[Callable[..., Any], tuple[Any, ...], Any]] = {
 def test_every_kind_of_callee_runs_on_another_worker_and_on_this_one(group: LocalGroup, kind: str) -> None:
     function, args, result = CALLEES[kind]
     for to in (1, 0, 1):
-        assert call(group[0], to, function, *args) == result
+        assert call(group.agents[0], to, function, *args) == result
     assert group.remote(0, 1, function, args).to_here() == result
 
 
@@ -100,25 +100,25 @@ def test_parameters_of_every_kind_are_passed_on(group: LocalGroup) -> None:
     def parameters(a: int, /, b: int = 2, *rest: int, c: int, **more: int) -> tuple[Any, ...]:
         return a, b, rest, c, more
 
-    assert call(group[0], 1, parameters, 1, c=3) == (1, 2, (), 3, {})
-    assert call(group[0], 1, parameters, 1, 4, 5, 6, c=3, d=9) == (1, 4, (5, 6), 3, {"d": 9})
+    assert call(group.agents[0], 1, parameters, 1, c=3) == (1, 2, (), 3, {})
+    assert call(group.agents[0], 1, parameters, 1, 4, 5, 6, c=3, d=9) == (1, 4, (5, 6), 3, {"d": 9})
 
 
 def test_a_lambda_keeps_the_values_that_it_had_when_it_was_sent(group: LocalGroup) -> None:
     functions = [lambda number=number: number for number in range(3)]
-    assert [call(group[0], 1, function) for function in functions] == [0, 1, 2]
+    assert [call(group.agents[0], 1, function) for function in functions] == [0, 1, 2]
 
 
 def test_a_bound_method_changes_a_copy_of_its_object(group: LocalGroup) -> None:
     counter = Counter(1)
-    assert call(group[0], 1, counter.plus, 2) == 3
+    assert call(group.agents[0], 1, counter.plus, 2) == 3
     assert counter.total == 1
 
 
 def test_functions_are_arguments_and_results_too(group: LocalGroup) -> None:
-    assert call(group[0], 1, sorted, ["a", "bb"], key=lambda text: -len(text)) == ["bb", "a"]
-    assert call(group[0], 1, adder, 5)(2) == 7
-    assert call(group[0], 1, echo, add) is add
+    assert call(group.agents[0], 1, sorted, ["a", "bb"], key=lambda text: -len(text)) == ["bb", "a"]
+    assert call(group.agents[0], 1, adder, 5)(2) == 7
+    assert call(group.agents[0], 1, echo, add) is add
 
 
 def test_a_function_by_name_sees_the_globals_of_the_worker_that_runs_it_and_a_lambda_takes_its_own_along(

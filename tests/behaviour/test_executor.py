@@ -49,15 +49,15 @@ def stop_at_turnstile() -> None:
 
 def busy(group: LocalGroup) -> tuple[int, int]:
     """How many functions run on worker1, and how many wait for a thread."""
-    metrics = group[1].get_metrics()
+    metrics = group.agents[1].get_metrics()
     return metrics["threads_running"], metrics["queue_length"]
 
 
 def test_functions_that_block_do_not_hold_up_others(group: LocalGroup) -> None:
     gate = new_gate("slow")
-    slow = [start(group[0], 1, wait_at, "slow", n) for n in range(8)]
+    slow = [start(group.agents[0], 1, wait_at, "slow", n) for n in range(8)]
     assert arrived["slow"].wait(SOON)
-    for caller in group:
+    for caller in group.agents:
         assert call(caller, 1, echo, "quick") == "quick"
         assert group.remote(caller.info.id, 1, echo, ("quick",)).to_here() == "quick"
     assert not any(future.done() for future in slow)
@@ -68,7 +68,7 @@ def test_functions_that_block_do_not_hold_up_others(group: LocalGroup) -> None:
 @pytest.mark.parametrize("threads", [1, 3])
 def test_no_more_functions_run_at_once_than_there_are_worker_threads(make_group: NewGroup, threads: int) -> None:
     group = make_group(2, num_worker_threads=threads)
-    futures = [start(group[0], 1, stop_at_turnstile) for _ in range(10)]
+    futures = [start(group.agents[0], 1, stop_at_turnstile) for _ in range(10)]
     for ended in range(10):
         running = min(threads, 10 - ended)
         eventually(lambda running=running, ended=ended: busy(group) == (running, 10 - ended - running))
@@ -111,13 +111,13 @@ def wait_for_it(group: LocalGroup, way: str) -> Any:
 
 
 WAYS: dict[str, Callable[[LocalGroup], Any]] = {
-    "rpc_sync": lambda group: call(group[1], 1, give_back, "done"),
-    "wait": lambda group: start(group[1], 1, give_back, "done").wait(),
-    "result": lambda group: start(group[1], 1, give_back, "done").result(SOON),
-    "exception": lambda group: (future := start(group[1], 1, give_back, "done")).exception() or future.value(),
-    "then": lambda group: start(group[1], 1, give_back, "do").then(lambda done: done.value() + "ne").wait(),
-    "collect_all": lambda group: collect_all([start(group[1], 1, give_back, "done")]).wait()[0].value(),
-    "wait_all": lambda group: wait_all([start(group[1], 1, give_back, "done")])[0],
+    "rpc_sync": lambda group: call(group.agents[1], 1, give_back, "done"),
+    "wait": lambda group: start(group.agents[1], 1, give_back, "done").wait(),
+    "result": lambda group: start(group.agents[1], 1, give_back, "done").result(SOON),
+    "exception": lambda group: (future := start(group.agents[1], 1, give_back, "done")).exception() or future.value(),
+    "then": lambda group: start(group.agents[1], 1, give_back, "do").then(lambda done: done.value() + "ne").wait(),
+    "collect_all": lambda group: collect_all([start(group.agents[1], 1, give_back, "done")]).wait()[0].value(),
+    "wait_all": lambda group: wait_all([start(group.agents[1], 1, give_back, "done")])[0],
     "to_here": lambda group: group.remote(1, 1, give_back, ("done",)).to_here(timeout=SOON),
     "to_here elsewhere": lambda group: group.remote(1, 0, ask_back, (group,)).to_here(timeout=SOON),
     "method": lambda group: group.rref(1, "done").rpc_sync(timeout=SOON).lower(),
@@ -126,7 +126,7 @@ WAYS: dict[str, Callable[[LocalGroup], Any]] = {
 
 
 def ask_back(group: LocalGroup) -> Any:
-    return call(group[0], 1, give_back, "done")
+    return call(group.agents[0], 1, give_back, "done")
 
 
 @pytest.mark.parametrize("way", WAYS)
@@ -134,10 +134,10 @@ def test_a_function_that_waits_for_a_future_leaves_its_place_to_another(make_gro
     global by_hand
     by_hand = Future()
     group = make_group(2, num_worker_threads=1)
-    future = start(group[0], 1, wait_for_it, group, way)
+    future = start(group.agents[0], 1, wait_for_it, group, way)
     eventually(lambda: runs == ["waits"])
     if way == "future made by hand":
-        call(group[0], 1, settle_by_hand, "done")
+        call(group.agents[0], 1, settle_by_hand, "done")
     assert future.wait() == "done"
 
 
@@ -146,12 +146,12 @@ def test_functions_that_wait_for_a_value_that_is_not_there_yet_leave_their_place
     group = make_group(3, num_worker_threads=1)
     gate = new_gate("value")
     rref = group.remote(0, 2, wait_for_worker0, (group,))
-    fetching = [start(group[0], 1, fetch, rref) for _ in range(5)]
+    fetching = [start(group.agents[0], 1, fetch, rref) for _ in range(5)]
     measuring = [rref.rpc_async(timeout=SOON).bit_length() for _ in range(5)]
-    there = [start(group[0], 2, fetch, rref) for _ in range(5)]
+    there = [start(group.agents[0], 2, fetch, rref) for _ in range(5)]
     assert arrived["value"].wait(SOON)
-    assert call(group[0], 1, echo, "quick") == "quick"
-    assert call(group[0], 2, echo, "quick") == "quick"
+    assert call(group.agents[0], 1, echo, "quick") == "quick"
+    assert call(group.agents[0], 2, echo, "quick") == "quick"
     assert not any(future.done() for future in [*fetching, *measuring, *there])
     gate.set()
     assert [future.wait() for future in [*fetching, *there]] == [7] * 10
@@ -160,7 +160,7 @@ def test_functions_that_wait_for_a_value_that_is_not_there_yet_leave_their_place
 
 def wait_for_worker0(group: LocalGroup) -> Any:
     """Runs on worker2, and leaves its place while it waits."""
-    return call(group[2], 0, wait_at, "value", 7)
+    return call(group.agents[2], 0, wait_at, "value", 7)
 
 
 def fetch(rref: RRef[Any]) -> Any:
@@ -171,9 +171,9 @@ def test_a_function_that_has_waited_goes_on_though_all_places_are_taken(make_gro
     """It had its place before the others: it is not made to wait for one, which might never be free."""
     group = make_group(2, num_worker_threads=1)
     gate, blocked = new_gate("nested"), new_gate("blocked")
-    waits = start(group[0], 1, call_and_run, group)
+    waits = start(group.agents[0], 1, call_and_run, group)
     assert arrived["nested"].wait(SOON)
-    blocks = start(group[0], 1, wait_at, "blocked")
+    blocks = start(group.agents[0], 1, wait_at, "blocked")
     assert arrived["blocked"].wait(SOON)
     gate.set()
     assert waits.wait() == "went on"
@@ -182,7 +182,7 @@ def test_a_function_that_has_waited_goes_on_though_all_places_are_taken(make_gro
 
 
 def call_and_run(group: LocalGroup) -> str:
-    call(group[1], 0, wait_at, "nested")
+    call(group.agents[1], 0, wait_at, "nested")
     return "went on"
 
 
@@ -191,15 +191,15 @@ def call_and_run(group: LocalGroup) -> str:
 
 def test_calls_of_one_caller_start_in_the_order_in_which_they_were_made(make_group: NewGroup) -> None:
     group = make_group(2, num_worker_threads=1)
-    wait_all([start(group[0], 1, run, number) for number in range(300)])
+    wait_all([start(group.agents[0], 1, run, number) for number in range(300)])
     assert runs == list(range(300))
 
 
 def test_calls_after_a_slow_one_keep_their_order(make_group: NewGroup) -> None:
     group = make_group(2, num_worker_threads=1)
     gate = new_gate("first")
-    first = start(group[0], 1, wait_at, "first")
-    futures = [start(group[0], 1, run, number) for number in range(100)]
+    first = start(group.agents[0], 1, wait_at, "first")
+    futures = [start(group.agents[0], 1, run, number) for number in range(100)]
     eventually(lambda: busy(group) == (1, 100))
     gate.set()
     wait_all([first, *futures])
@@ -207,5 +207,5 @@ def test_calls_after_a_slow_one_keep_their_order(make_group: NewGroup) -> None:
 
 
 def test_no_call_runs_twice(group: LocalGroup) -> None:
-    wait_all([start(group[0], to, run, (to, number)) for number in range(200) for to in range(3)])
+    wait_all([start(group.agents[0], to, run, (to, number)) for number in range(200) for to in range(3)])
     assert sorted(runs) == [(to, number) for to in range(3) for number in range(200)]

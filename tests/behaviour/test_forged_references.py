@@ -71,7 +71,7 @@ class Theft:
         self.to_wanted = ids_of_reference(OWNER, THIEF, 1), ids_of_reference(OWNER, HOLDER, 1)
 
     def refused(self) -> int:
-        metrics: Any = self.group[OWNER].get_metrics()
+        metrics: Any = self.group.agents[OWNER].get_metrics()
         assert metrics["references_refused"] == sum(peer["references_refused"] for peer in metrics["peers"].values())
         refused: int = metrics["peers"]["worker2"]["references_refused"]
         return refused
@@ -114,7 +114,7 @@ def test_a_method_cannot_be_called_by_the_ids_of_its_value(theft: Theft, way: st
 
 def test_a_reference_that_is_passed_on_by_its_ids_leads_nowhere(theft: Theft) -> None:
     """At the owner, and at a third worker."""
-    thief = theft.group[THIEF]
+    thief = theft.group.agents[THIEF]
     for to in ("worker0", "worker1"):
         with theft.tampering.replacing(theft.to_wanted), pytest.raises(ReferenceRefusedError):
             thief.call(to, fetch, (theft.own,), None, 0).wait()
@@ -125,11 +125,11 @@ def test_a_reference_that_is_passed_on_by_its_ids_leads_nowhere(theft: Theft) ->
 
 def test_who_keeps_what_was_passed_on_by_its_ids_is_refused_by_its_owner(theft: Theft) -> None:
     with theft.tampering.replacing(theft.to_wanted):
-        theft.group[THIEF].call("worker1", keep, (theft.own,), None, 0).wait()
-        eventually(lambda: theft.group[OWNER].get_metrics()["references_refused"])
+        theft.group.agents[THIEF].call("worker1", keep, (theft.own,), None, 0).wait()
+        eventually(lambda: theft.group.agents[OWNER].get_metrics()["references_refused"])
     with pytest.raises(ReferenceRefusedError):
         kept[0].to_here()
-    assert "worker1" in str(theft.group[OWNER].get_metrics()["peers"])
+    assert "worker1" in str(theft.group.agents[OWNER].get_metrics()["peers"])
     theft.check()
 
 
@@ -143,7 +143,7 @@ def test_the_reference_of_another_cannot_be_given_up(theft: Theft) -> None:
         del second
         eventually(lambda: theft.refused())
     assert theft.tampering.times >= 2
-    assert theft.group[THIEF].call("worker0", nothing, None, None, 0).wait() is None
+    assert theft.group.agents[THIEF].call("worker0", nothing, None, None, 0).wait() is None
     assert theft.wanted.to_here() == [SECRET]
     owned = theft.group.references(OWNER).owned
     assert sorted(each.holders for each in owned) == [("worker1",), ("worker2",), ("worker2",)], "one of them for ever"
@@ -154,8 +154,8 @@ def test_the_fork_of_another_cannot_be_settled(tampering: Tampering) -> None:
     with LocalGroup(4, RpcBackendOptions(shared_memory=0)) as group:
         wanted, other = group.remote(HOLDER, "worker0", make), group.remote(HOLDER, "worker0", make)
         assert wanted.to_here() == other.to_here()
-        group[HOLDER].call("worker3", keep, (wanted,), None, 0).wait()
-        group[HOLDER].call("worker2", keep, (other,), None, 0).wait()
+        group.agents[HOLDER].call("worker3", keep, (wanted,), None, 0).wait()
+        group.agents[HOLDER].call("worker2", keep, (other,), None, 0).wait()
         friends, _ = kept
         kept.clear()
         with tampering.replacing((ids_of_fork(HOLDER, 4), ids_of_fork(HOLDER, 3))):
@@ -199,7 +199,7 @@ def test_no_token_is_shown_anywhere(theft: Theft, caplog: pytest.LogCaptureFixtu
     assert repr(theft.wanted) == "<RRef 1:1 owned by 'worker0'>"
     with theft.tampering.replacing(theft.to_wanted), pytest.raises(ReferenceRefusedError) as refused:
         theft.own.to_here()
-    for text in [*texts, caplog.text, str(refused.value), str(theft.group[OWNER].get_metrics())]:
+    for text in [*texts, caplog.text, str(refused.value), str(theft.group.agents[OWNER].get_metrics())]:
         assert "\\x" not in text
         assert "b'" not in text
 
@@ -207,7 +207,7 @@ def test_no_token_is_shown_anywhere(theft: Theft, caplog: pytest.LogCaptureFixtu
 def test_honest_workers_use_what_they_were_given_before_the_owner_has_heard_of_it(group: LocalGroup) -> None:
     for _ in range(50):
         reference = group.remote(HOLDER, "worker0", make)
-        assert group[HOLDER].call("worker2", fetch, (reference,), None, 0).wait() == [SECRET]
+        assert group.agents[HOLDER].call("worker2", fetch, (reference,), None, 0).wait() == [SECRET]
         mine = group.rref(HOLDER, [SECRET])
-        assert group[HOLDER].call("worker2", fetch, (mine,), None, 0).wait() == [SECRET]
-    assert all(agent.get_metrics()["references_refused"] == 0 for agent in group)
+        assert group.agents[HOLDER].call("worker2", fetch, (mine,), None, 0).wait() == [SECRET]
+    assert all(agent.get_metrics()["references_refused"] == 0 for agent in group.agents)

@@ -28,14 +28,14 @@ def fail(error: BaseException) -> None:
 
 
 def test_a_future_is_done_though_nobody_waits_for_it(group: LocalGroup) -> None:
-    futures = [start(group[0], to, echo, to) for to in range(3)]
+    futures = [start(group.agents[0], to, echo, to) for to in range(3)]
     eventually(lambda: all(future.done() for future in futures))
     assert [future.value() for future in futures] == [0, 1, 2]
 
 
 def test_a_future_that_is_not_done_has_no_value_and_says_so(group: LocalGroup) -> None:
     gate = new_gate("pending")
-    future = start(group[0], 1, wait_at, "pending", 7)
+    future = start(group.agents[0], 1, wait_at, "pending", 7)
     assert arrived["pending"].wait(SOON)
     assert not future.done()
     with pytest.raises(RuntimeError):
@@ -47,7 +47,7 @@ def test_a_future_that_is_not_done_has_no_value_and_says_so(group: LocalGroup) -
 
 def test_callbacks_run_though_nobody_waits(group: LocalGroup) -> None:
     gate = new_gate("pending")
-    future = start(group[0], 1, wait_at, "pending", 7)
+    future = start(group.agents[0], 1, wait_at, "pending", 7)
     seen: list[Any] = []
     for number in range(3):
         future.add_done_callback(lambda done, number=number: seen.append((number, done.value())))
@@ -61,7 +61,7 @@ def test_callbacks_run_though_nobody_waits(group: LocalGroup) -> None:
 
 def test_a_callback_can_be_removed_until_it_has_run(group: LocalGroup) -> None:
     gate = new_gate("pending")
-    future = start(group[0], 1, wait_at, "pending", 7)
+    future = start(group.agents[0], 1, wait_at, "pending", 7)
     seen: list[Any] = []
     future.add_done_callback(seen.append)
     future.add_done_callback(seen.append)
@@ -74,13 +74,16 @@ def test_a_callback_can_be_removed_until_it_has_run(group: LocalGroup) -> None:
 
 def test_then_gives_the_result_or_the_error_of_its_callback(group: LocalGroup) -> None:
     assert (
-        start(group[0], 1, echo, 3).then(lambda done: done.value() + 1).then(lambda done: done.value() * 10).wait()
+        start(group.agents[0], 1, echo, 3)
+        .then(lambda done: done.value() + 1)
+        .then(lambda done: done.value() * 10)
+        .wait()
         == 40
     )
-    failed = start(group[0], 1, fail, LookupError("no")).then(lambda done: done.value())
+    failed = start(group.agents[0], 1, fail, LookupError("no")).then(lambda done: done.value())
     with pytest.raises(LookupError, match="no"):
         failed.wait()
-    broken = start(group[0], 1, echo, 0).then(lambda done: 1 // done.value())
+    broken = start(group.agents[0], 1, echo, 0).then(lambda done: 1 // done.value())
     eventually(broken.done)
     assert isinstance(broken.exception(), ZeroDivisionError)
 
@@ -89,7 +92,7 @@ def test_an_error_of_a_callback_is_logged_and_stops_no_other(
     group: LocalGroup, caplog: pytest.LogCaptureFixture
 ) -> None:
     gate = new_gate("pending")
-    future = start(group[0], 1, wait_at, "pending", 7)
+    future = start(group.agents[0], 1, wait_at, "pending", 7)
     seen: list[Any] = []
     future.add_done_callback(lambda _: fail(ValueError("in the callback")))
     future.add_done_callback(lambda done: seen.append(done.value()))
@@ -102,10 +105,10 @@ def test_a_callback_that_exits_ends_no_thread_of_the_worker(group: LocalGroup, m
     monkeypatch.setattr(threading, "excepthook", lambda _: None)
     for _ in range(20):  # more than there are threads
         done = threading.Event()
-        future = start(group[0], 1, echo, 1)
+        future = start(group.agents[0], 1, echo, 1)
         future.add_done_callback(lambda _, done=done: (done.set(), fail(SystemExit(3))))
         assert done.wait(SOON)
-    assert call(group[1], 0, echo, "alive") == "alive"
+    assert call(group.agents[1], 0, echo, "alive") == "alive"
     group.shutdown(graceful=True, timeout=SOON)
 
 
@@ -115,9 +118,9 @@ def test_a_callback_that_exits_ends_no_thread_of_the_worker(group: LocalGroup, m
 def test_collect_all_is_done_when_all_are_and_fails_with_none(group: LocalGroup) -> None:
     gate = new_gate("last")
     futures = [
-        start(group[0], 1, echo, 1),
-        start(group[0], 2, fail, LookupError()),
-        start(group[0], 1, wait_at, "last", 3),
+        start(group.agents[0], 1, echo, 1),
+        start(group.agents[0], 2, fail, LookupError()),
+        start(group.agents[0], 1, wait_at, "last", 3),
     ]
     together = collect_all(futures)
     eventually(lambda: futures[0].done() and futures[1].done())
@@ -130,12 +133,12 @@ def test_collect_all_is_done_when_all_are_and_fails_with_none(group: LocalGroup)
 
 
 def test_wait_all_gives_the_results_in_order_or_the_first_error_when_all_are_done(group: LocalGroup) -> None:
-    assert wait_all([start(group[0], n % 3, echo, n) for n in range(30)]) == list(range(30))
+    assert wait_all([start(group.agents[0], n % 3, echo, n) for n in range(30)]) == list(range(30))
     gate = new_gate("last")
     futures = [
-        start(group[0], 1, wait_at, "last"),
-        start(group[0], 1, fail, LookupError("first")),
-        start(group[0], 1, fail, ValueError("second")),
+        start(group.agents[0], 1, wait_at, "last"),
+        start(group.agents[0], 1, fail, LookupError("first")),
+        start(group.agents[0], 1, fail, ValueError("second")),
     ]
     eventually(lambda: futures[1].done() and futures[2].done())
     gate.set()
@@ -163,7 +166,7 @@ def test_many_threads_that_wait_for_one_future_get_the_same_object(
     group: LocalGroup, background: ThreadPoolExecutor
 ) -> None:
     gate = new_gate("shared")
-    future = start(group[0], 1, wait_at, "shared", [1, 2])
+    future = start(group.agents[0], 1, wait_at, "shared", [1, 2])
     waiting = [background.submit(future.wait) for _ in range(16)]
     gate.set()
     results = [one.result(SOON) for one in waiting]
@@ -175,16 +178,16 @@ def test_a_future_can_be_waited_for_by_another_thread_than_the_caller(
     group: LocalGroup, background: ThreadPoolExecutor
 ) -> None:
     gate = new_gate("crossed")
-    futures = [start(group[0], 1, wait_at, "crossed", n) for n in range(8)]
+    futures = [start(group.agents[0], 1, wait_at, "crossed", n) for n in range(8)]
     waiting = [background.submit(future.wait) for future in reversed(futures)]
-    assert call(group[0], 1, echo, "meanwhile") == "meanwhile"
+    assert call(group.agents[0], 1, echo, "meanwhile") == "meanwhile"
     gate.set()
     assert [one.result(SOON) for one in waiting] == list(reversed(range(8)))
 
 
 def test_a_future_of_a_call_cannot_be_settled_by_hand(group: LocalGroup) -> None:
     gate = new_gate("pending")
-    future = start(group[0], 1, wait_at, "pending", 7)
+    future = start(group.agents[0], 1, wait_at, "pending", 7)
     for settle in (lambda: future.set_result(1), lambda: future.set_exception(ValueError())):
         with pytest.raises(RuntimeError):
             settle()
@@ -207,13 +210,13 @@ def test_a_future_made_by_hand_is_settled_once_and_wakes_all_who_wait(background
 
 def test_futures_are_awaited_in_an_event_loop(group: LocalGroup) -> None:
     async def ask() -> list[Any]:
-        results = await asyncio.gather(*(start(group[0], n % 3, echo, n) for n in range(20)))
+        results = await asyncio.gather(*(start(group.agents[0], n % 3, echo, n) for n in range(20)))
         with pytest.raises(LookupError):
-            await start(group[0], 1, fail, LookupError())
-        futures: list[Any] = [start(group[0], 1, echo, 1), start(group[0], 2, echo, 2)]
+            await start(group.agents[0], 1, fail, LookupError())
+        futures: list[Any] = [start(group.agents[0], 1, echo, 1), start(group.agents[0], 2, echo, 2)]
         done, pending = await asyncio.wait(futures)
         assert not pending
-        in_order = [await each for each in asyncio.as_completed([start(group[0], 1, echo, 3)])]
+        in_order = [await each for each in asyncio.as_completed([start(group.agents[0], 1, echo, 3)])]
         return [*results, sorted([future.value() for future in done]), in_order]
 
     assert asyncio.run(ask()) == [*range(20), [1, 2], [3]]
@@ -221,7 +224,7 @@ def test_futures_are_awaited_in_an_event_loop(group: LocalGroup) -> None:
 
 def test_event_loops_of_many_threads_await_at_once(group: LocalGroup, background: ThreadPoolExecutor) -> None:
     async def ask(thread: int) -> list[Any]:
-        return await asyncio.gather(*(start(group[thread % 3], n % 3, echo, (thread, n)) for n in range(30)))
+        return await asyncio.gather(*(start(group.agents[thread % 3], n % 3, echo, (thread, n)) for n in range(30)))
 
     results = list(background.map(lambda thread: asyncio.run(ask(thread)), range(8)))
     assert results == [[(thread, n) for n in range(30)] for thread in range(8)]
@@ -229,7 +232,7 @@ def test_event_loops_of_many_threads_await_at_once(group: LocalGroup, background
 
 def test_an_await_that_is_cancelled_leaves_the_call_alone(group: LocalGroup) -> None:
     async def ask() -> Any:
-        future = start(group[0], 1, wait_at, "awaited", 7)
+        future = start(group.agents[0], 1, wait_at, "awaited", 7)
         with pytest.raises(asyncio.TimeoutError):
             await asyncio.wait_for(asyncio.shield(awaited(future)), 0.01)
         with pytest.raises(asyncio.TimeoutError):
@@ -247,7 +250,7 @@ def test_an_await_that_is_cancelled_leaves_the_call_alone(group: LocalGroup) -> 
 def test_a_callback_that_is_added_in_an_event_loop_runs_in_that_loop(group: LocalGroup) -> None:
     async def ask() -> tuple[Any, int]:
         seen: asyncio.Future[tuple[Any, int]] = asyncio.get_running_loop().create_future()
-        future = start(group[0], 1, wait_at, "loop", 7)
+        future = start(group.agents[0], 1, wait_at, "loop", 7)
         future.add_done_callback(lambda done: seen.set_result((done.value(), threading.get_ident())))
         gate.set()
         return await asyncio.wait_for(seen, SOON)

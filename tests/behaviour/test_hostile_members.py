@@ -288,7 +288,7 @@ def test_a_refused_name_forges_no_line_of_the_log(caplog: pytest.LogCaptureFixtu
             caplog.at_level(logging.DEBUG, "farcall"),
             pytest.raises(rpc.NotAllowedError) as caught,
         ):
-            group[0].call("worker1", module.function, (), None, 20).wait()
+            group.agents[0].call("worker1", module.function, (), None, 20).wait()
         assert "harmless\\nERROR" in str(caught.value).splitlines()[0]
     finally:
         del sys.modules[module.__name__]

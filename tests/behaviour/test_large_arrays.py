@@ -74,7 +74,7 @@ def equal(left: Any, right: Any) -> bool:
 @pytest.mark.parametrize("kind", ARRAYS)
 def test_any_array_arrives_as_it_was(group: LocalGroup, kind: str) -> None:
     sent = ARRAYS[kind]
-    back = call(group[0], 1, echo, sent)
+    back = call(group.agents[0], 1, echo, sent)
     assert equal(back, sent)
     assert equal(group.remote(0, 1, echo, (sent,)).to_here(), sent)
 
@@ -90,20 +90,20 @@ BYTES: dict[str, Any] = {
 def test_large_bytes_arrive_as_they_were(group: LocalGroup, kind: str) -> None:
     sent = BYTES[kind]
     for value in (sent, [sent], {"in": (sent, sent)}):
-        back = call(group[0], 1, echo, value)
+        back = call(group.agents[0], 1, echo, value)
         assert back == value
         assert type(back) is type(value)
 
 
 def test_a_memoryview_arrives(group: LocalGroup) -> None:
-    assert call(group[0], 1, bytes, memoryview(b"abc" * 100_000)) == b"abc" * 100_000
-    assert bytes(call(group[0], 1, memoryview, b"abc" * 100_000)) == b"abc" * 100_000
-    assert call(group[0], 1, len, [memoryview(b"abc")]) == 1
+    assert call(group.agents[0], 1, bytes, memoryview(b"abc" * 100_000)) == b"abc" * 100_000
+    assert bytes(call(group.agents[0], 1, memoryview, b"abc" * 100_000)) == b"abc" * 100_000
+    assert call(group.agents[0], 1, len, [memoryview(b"abc")]) == 1
 
 
 def test_arrays_arrive_inside_of_anything(group: LocalGroup) -> None:
     sent = np.arange(LARGE)
-    back = call(group[0], 1, echo, {"a": [sent, Box(sent)], "b": (sent[:10], sent.reshape(2, -1))})
+    back = call(group.agents[0], 1, echo, {"a": [sent, Box(sent)], "b": (sent[:10], sent.reshape(2, -1))})
     assert equal(back["a"][0], sent)
     assert equal(back["a"][1].content, sent)
     assert equal(back["b"][1], sent.reshape(2, -1))
@@ -117,20 +117,20 @@ def add_in_place(values: Any, number: int) -> Any:
 @pytest.mark.parametrize("to", [0, 1], ids=["itself", "another worker"])
 def test_a_received_array_is_writable_and_belongs_to_its_receiver(group: LocalGroup, to: int) -> None:
     sent = np.zeros(LARGE)
-    back = call(group[0], to, add_in_place, sent, 1)
+    back = call(group.agents[0], to, add_in_place, sent, 1)
     assert sent.sum() == 0
     assert back.sum() == LARGE
     back += 1
     assert back.sum() == 2 * LARGE
-    again = call(group[0], to, add_in_place, sent, 5)
+    again = call(group.agents[0], to, add_in_place, sent, 5)
     assert (back.sum(), again.sum(), sent.sum()) == (2 * LARGE, 5 * LARGE, 0)
 
 
 def test_an_array_that_cannot_be_written_to_arrives_so(group: LocalGroup) -> None:
     sent = np.zeros(LARGE)
     sent.flags.writeable = False
-    assert call(group[0], 1, is_writable, sent) is False
-    assert not call(group[0], 1, echo, sent).flags.writeable
+    assert call(group.agents[0], 1, is_writable, sent) is False
+    assert not call(group.agents[0], 1, echo, sent).flags.writeable
 
 
 def is_writable(values: Any) -> bool:
@@ -148,7 +148,7 @@ def test_the_sender_may_change_an_array_as_soon_as_the_call_was_made(group: Loca
     futures, references = [], []
     for number in range(4):
         sent[:] = number
-        futures.append(start(group[0], 1, sum_at, sent, "sum"))
+        futures.append(start(group.agents[0], 1, sum_at, sent, "sum"))
         references.append(group.remote(0, 1, sum_at, (sent, "sum")))
     sent[:] = -1
     gate.set()
@@ -169,13 +169,13 @@ def keep_all(values: Any) -> Any:
 @pytest.mark.parametrize("keep", [keep_view, keep_all])
 def test_an_echoed_array_of_which_the_callee_keeps_a_view_is_not_shared(group: LocalGroup, keep: Any) -> None:
     sent = np.full(LARGE, 1.0)
-    back = call(group[0], 1, keep, sent)
+    back = call(group.agents[0], 1, keep, sent)
     back[:] = 2.0
     assert kept[0].min() == kept[0].max() == 1.0
     kept[0][:] = 3.0
     assert back.min() == back.max() == 2.0
     for number in range(10, 15):  # what is kept and what came back stay as they are, whatever is sent next
-        call(group[0], 1, echo, np.full(LARGE, float(number)))
+        call(group.agents[0], 1, echo, np.full(LARGE, float(number)))
     assert kept[0].min() == kept[0].max() == 3.0
     assert back.min() == back.max() == 2.0
     assert sent.min() == sent.max() == 1.0
@@ -187,11 +187,11 @@ def return_kept() -> Any:
 
 def test_a_result_is_a_copy_of_what_the_callee_keeps(group: LocalGroup) -> None:
     kept.append(np.zeros(LARGE))
-    back = call(group[0], 1, return_kept)
+    back = call(group.agents[0], 1, return_kept)
     kept[0][:] = 1
     assert back.sum() == 0
     rref = group.rref(1, kept[0])
-    assert call(group[1], 2, fetch_and_add, rref) == 2 * LARGE
+    assert call(group.agents[1], 2, fetch_and_add, rref) == 2 * LARGE
     assert kept[0].sum() == LARGE
 
 
@@ -203,8 +203,8 @@ def fetch_and_add(rref: Any) -> float:
 
 def test_received_arrays_stay_when_the_group_has_gone(make_group: NewGroup) -> None:
     group = make_group(2)
-    back = call(group[0], 1, echo, np.arange(LARGE))
-    call(group[0], 1, keep_all, np.arange(LARGE))
+    back = call(group.agents[0], 1, echo, np.arange(LARGE))
+    call(group.agents[0], 1, keep_all, np.arange(LARGE))
     group.shutdown()
     assert equal(back, np.arange(LARGE))
     assert equal(kept[0], np.arange(LARGE))
@@ -216,7 +216,7 @@ def test_many_threads_send_large_arrays_at_once(group: LocalGroup, background: T
     def work(thread: int) -> bool:
         barrier.wait(SOON)
         for n in range(5):
-            back = call(group[thread % 3], (thread + n) % 3, echo, np.full(LARGE, thread * 100 + n), timeout=60)
+            back = call(group.agents[thread % 3], (thread + n) % 3, echo, np.full(LARGE, thread * 100 + n), timeout=60)
             if not equal(back, np.full(LARGE, thread * 100 + n)):
                 return False
         return True
@@ -243,11 +243,11 @@ def test_the_callee_lets_go_of_arguments_and_results_when_the_call_is_over(group
     for _ in range(3):
         if fails:
             with pytest.raises(ZeroDivisionError):
-                call(group[0], 1, watch_and_fail, sent)
+                call(group.agents[0], 1, watch_and_fail, sent)
         else:
-            call(group[0], 1, watch, sent)
+            call(group.agents[0], 1, watch, sent)
     assert len(watched) == 3
-    call(group[0], 1, echo, 0)  # a thread may keep what it did last until it does the next thing
+    call(group.agents[0], 1, echo, 0)  # a thread may keep what it did last until it does the next thing
     gc.collect()
     eventually(lambda: all(ref() is None for ref in watched))
 
@@ -261,7 +261,7 @@ def test_the_caller_lets_go_of_what_it_sent_though_the_call_is_still_running(gro
     gate = new_gate("sum")
     sent = np.zeros(LARGE).view(Watched)
     is_alive = weakref.ref(sent)
-    future = start(group[0], 1, sum_at, sent, "sum")
+    future = start(group.agents[0], 1, sum_at, sent, "sum")
     assert arrived["sum"].wait(SOON)
     del sent
     eventually(lambda: is_alive() is None)

@@ -85,7 +85,7 @@ def test_a_worker_that_stays_silent_is_lost_for_all_once_the_patience_is_over() 
 
 
 def views(group: LocalGroup) -> list[list[str]]:
-    return [[info.name for info in agent.get_worker_infos()] for agent in group]
+    return [[info.name for info in agent.get_worker_infos()] for agent in group.agents]
 
 
 def echo(value: int) -> int:
@@ -103,18 +103,18 @@ def test_a_partial_cut_loses_nobody_whom_others_hear() -> None:
     with LocalGroup(6, options) as group:
         for one in (2, 3):
             for other in ("worker4", "worker5"):
-                faults(group[one]).freeze(other)
+                faults(group.agents[one]).freeze(other)
         until = time.monotonic() + 14.0
         while time.monotonic() < until:
             for caller in (0, 1):
                 for to in range(2, 6):
-                    assert call(group[caller], f"worker{to}") == 7
+                    assert call(group.agents[caller], f"worker{to}") == 7
             time.sleep(0.05)
         assert views(group) == [[f"worker{rank}" for rank in range(6)]] * 6
         # Who falls silent to all is lost meanwhile, as ever, and what waits for it fails.
         for rank in (0, 1, 4):
-            faults(group[rank]).freeze("worker5")
-        waiting = group[0].call("worker5", echo, (7,), None, 0)
+            faults(group.agents[rank]).freeze("worker5")
+        waiting = group.agents[0].call("worker5", echo, (7,), None, 0)
         with pytest.raises(WorkerLostError, match="worker 'worker5' was lost"):
             waiting.wait()
         eventually(lambda: views(group)[:5] == [[f"worker{rank}" for rank in range(5)]] * 5)
@@ -124,10 +124,10 @@ def test_a_worker_that_a_single_member_hears_stays() -> None:
     options = FaultyRpcBackendOptions(heartbeat_interval=0.25, heartbeat_patience=1.5)
     with LocalGroup(5, options) as group:
         for rank in (0, 1, 2):
-            faults(group[rank]).freeze("worker4")
+            faults(group.agents[rank]).freeze("worker4")
         until = time.monotonic() + 7.0
         while time.monotonic() < until:
-            assert call(group[3], "worker4") == 7
+            assert call(group.agents[3], "worker4") == 7
             time.sleep(0.05)
         assert views(group) == [[f"worker{rank}" for rank in range(5)]] * 5
 
@@ -137,14 +137,14 @@ def test_a_worker_that_is_cut_off_for_a_while_takes_nobody_with_it() -> None:
     options = FaultyRpcBackendOptions(heartbeat_interval=0.5, heartbeat_patience=1.5)
     with LocalGroup(4, options) as group:
         for other in ("worker1", "worker2", "worker3"):
-            faults(group[0]).freeze(other)
+            faults(group.agents[0]).freeze(other)
         eventually(lambda: all("worker0" not in view for view in views(group)[1:]))
-        faults(group[0]).heal()
+        faults(group.agents[0]).heal()
         time.sleep(2.0)
         assert views(group)[1:] == [["worker1", "worker2", "worker3"]] * 3
         for caller in (1, 2, 3):
             for to in (1, 2, 3):
-                assert call(group[caller], f"worker{to}") == 7
+                assert call(group.agents[caller], f"worker{to}") == 7
 
 
 def test_a_shutdown_names_all_workers_that_were_lost() -> None:

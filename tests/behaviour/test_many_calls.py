@@ -25,7 +25,7 @@ def test_sixteen_threads_call_at_once_and_no_reply_is_mixed_up(
 
     def work(thread: int) -> bool:
         barrier.wait(SOON)
-        caller = group[thread % 3]
+        caller = group.agents[thread % 3]
         return all(call(caller, (thread + n) % 3, echo, (thread, n)) == (thread, n) for n in range(60))
 
     assert all(background.map(work, range(16)))
@@ -41,10 +41,10 @@ def test_sixteen_threads_mix_calls_futures_references_and_callbacks(
         found = []
         for n in range(10):
             mark = (thread, n)
-            future = start(group[0], 1, echo, mark)
+            future = start(group.agents[0], 1, echo, mark)
             rref = group.remote(0, 2, echo, (mark,))
-            chained = start(group[0], 2, echo, mark).then(lambda done: done.value())
-            found += [call(group[0], 1, echo, mark), future.wait(), rref.to_here(timeout=SOON), chained.wait()]
+            chained = start(group.agents[0], 2, echo, mark).then(lambda done: done.value())
+            found += [call(group.agents[0], 1, echo, mark), future.wait(), rref.to_here(timeout=SOON), chained.wait()]
         return found
 
     assert list(background.map(work, range(16))) == [
@@ -53,14 +53,14 @@ def test_sixteen_threads_mix_calls_futures_references_and_callbacks(
 
 
 def test_a_burst_of_ten_thousand_calls_arrives_complete(group: LocalGroup) -> None:
-    futures = [start(group[0], 1, echo, number, timeout=60) for number in range(10_000)]
+    futures = [start(group.agents[0], 1, echo, number, timeout=60) for number in range(10_000)]
     assert wait_all(futures) == list(range(10_000))
-    assert group[0].get_metrics()["calls_pending"] == 0
+    assert group.agents[0].get_metrics()["calls_pending"] == 0
 
 
 def test_a_burst_that_nobody_waits_for_is_done_by_itself(make_group: NewGroup) -> None:
     group = make_group(2, num_worker_threads=1)
-    futures = [start(group[0], 1, run, number, timeout=60) for number in range(2_000)]
+    futures = [start(group.agents[0], 1, run, number, timeout=60) for number in range(2_000)]
     eventually(lambda: all(future.done() for future in futures))
     assert runs == list(range(2_000))
 

@@ -29,14 +29,14 @@ def test_a_call_with_very_many_references_leaves_the_threads_that_serve_to_other
     many = 30_000
     with LocalGroup(3) as group:
         own = [group.rref(0, number) for number in range(many)]
-        assert group[0].call("worker1", count, (own,), None, 0).wait() == many
+        assert group.agents[0].call("worker1", count, (own,), None, 0).wait() == many
         eventually(lambda: not group.references(1).held)
         theirs: list[RRef[Any]] = [group.remote(0, "worker1", list) for _ in range(many // 3)]
-        assert group[0].call("worker2", count, (theirs,), None, 0).wait() == many // 3
+        assert group.agents[0].call("worker2", count, (theirs,), None, 0).wait() == many // 3
         own.clear()
         theirs.clear()
         eventually(lambda: not any(group.references(rank).held or group.references(rank).owned for rank in range(3)))
-        assert max(agent.get_metrics()["threads"] for agent in group) <= 10
+        assert max(agent.get_metrics()["threads"] for agent in group.agents) <= 10
 
 
 def test_the_memory_of_very_many_references_is_given_back_when_they_are_gone() -> None:
@@ -115,7 +115,7 @@ def test_a_call_with_too_many_references_is_refused_with_advice_that_helps() -> 
         with pytest.raises(
             SerializationError, match=r"96000 references cannot be sent; at most 65535.*in parts"
         ) as found:
-            group[0].call("worker1", count, (references,), None, 0).wait()
+            group.agents[0].call("worker1", count, (references,), None, 0).wait()
         assert "limit" not in str(found.value)
         half = references[:48_000]
-        assert group[0].call("worker1", count, (half,), None, 0).wait() == 48_000
+        assert group.agents[0].call("worker1", count, (half,), None, 0).wait() == 48_000

@@ -30,7 +30,7 @@ def count(references: list[Any]) -> int:
 
 
 CALLS: dict[str, Callable[[LocalGroup, Any], Any]] = {
-    "call": lambda group, value: start(group[0], 1, run, value),
+    "call": lambda group, value: start(group.agents[0], 1, run, value),
     "remote": lambda group, value: group.remote(0, 1, run, (value,)),
 }
 
@@ -39,21 +39,21 @@ CALLS: dict[str, Callable[[LocalGroup, Any], Any]] = {
 @pytest.mark.parametrize("value", [bytes(2_000_000), ["x" * 2_000_000]], ids=["buffer", "in the pickle"])
 def test_a_call_that_is_too_large_is_not_sent_and_harms_no_other(limited: LocalGroup, way: str, value: Any) -> None:
     gate = new_gate("other")
-    other = start(limited[0], 1, wait_at, "other", "unharmed")
+    other = start(limited.agents[0], 1, wait_at, "other", "unharmed")
     assert arrived["other"].wait(SOON)
     with pytest.raises(UsageError, match=r"was not sent to worker 'worker1': it has about 2,000,\d+ bytes"):
         CALLS[way](limited, value)
     gate.set()
     assert other.wait() == "unharmed"
-    assert call(limited[0], 1, echo, bytes(900_000)) == bytes(900_000)
+    assert call(limited.agents[0], 1, echo, bytes(900_000)) == bytes(900_000)
     assert runs == []
     assert limited.references(0).held == ()
 
 
 def test_a_result_that_is_too_large_fails_its_call_only(limited: LocalGroup) -> None:
     with pytest.raises(SerializationError, match=r"from worker 'worker1' to worker 'worker0': it has about 2,000,\d+"):
-        call(limited[0], 1, make, 2_000_000)
-    assert call(limited[0], 1, make, 900_000) == bytes(900_000)
+        call(limited.agents[0], 1, make, 2_000_000)
+    assert call(limited.agents[0], 1, make, 900_000) == bytes(900_000)
     rref = limited.remote(0, 1, make, (2_000_000,))
     with pytest.raises(SerializationError):
         rref.to_here()
@@ -63,8 +63,8 @@ def test_a_result_that_is_too_large_fails_its_call_only(limited: LocalGroup) -> 
 def test_more_references_than_the_head_of_a_message_takes_are_refused(limited: LocalGroup) -> None:
     references = [limited.rref(0, number) for number in range(100)]
     with pytest.raises((UsageError, SerializationError)):
-        start(limited[0], 1, count, references)
-    assert call(limited[0], 1, count, references[:5]) == 5
+        start(limited.agents[0], 1, count, references)
+    assert call(limited.agents[0], 1, count, references[:5]) == 5
 
 
 def test_each_worker_has_a_limit_of_its_own_for_what_is_sent_to_it(workers: StartWorkers) -> None:

@@ -25,7 +25,7 @@ def bounce(group: LocalGroup, here: str, there: str, depth: int) -> int:
     """Calls itself on the other worker and back; returns how many times."""
     if depth == 0:
         return 0
-    return 1 + int(call(group[here], there, bounce, group, there, here, depth - 1, timeout=LONG))
+    return 1 + int(call(group.agents[here], there, bounce, group, there, here, depth - 1, timeout=LONG))
 
 
 def bounce_by_reference(group: LocalGroup, here: str, there: str, depth: int) -> int:
@@ -40,7 +40,7 @@ async def bounce_async(group: LocalGroup, here: str, there: str, depth: int) -> 
     """As `bounce`, in coroutines."""
     if depth == 0:
         return 0
-    return 1 + int(await start(group[here], there, bounce_async, group, there, here, depth - 1, timeout=LONG))
+    return 1 + int(await start(group.agents[here], there, bounce_async, group, there, here, depth - 1, timeout=LONG))
 
 
 class Node:
@@ -57,13 +57,13 @@ class Node:
 @pytest.mark.parametrize("function", [bounce, bounce_by_reference, bounce_async])
 def test_two_workers_call_each_other_a_hundred_deep(make_group: NewGroup, threads: int, function: Any) -> None:
     group = make_group(2, num_worker_threads=threads)
-    assert call(group[0], "worker1", function, group, "worker1", "worker0", 100, timeout=LONG) == 100
+    assert call(group.agents[0], "worker1", function, group, "worker1", "worker0", 100, timeout=LONG) == 100
 
 
 @any_number_of_threads
 def test_a_worker_calls_itself_a_hundred_deep(make_group: NewGroup, threads: int) -> None:
     group = make_group(1, num_worker_threads=threads)
-    assert call(group[0], "worker0", bounce, group, "worker0", "worker0", 100, timeout=LONG) == 100
+    assert call(group.agents[0], "worker0", bounce, group, "worker0", "worker0", 100, timeout=LONG) == 100
 
 
 @any_number_of_threads
@@ -83,7 +83,15 @@ def test_many_nested_calls_at_once_between_three_workers(
     group = make_group(3, num_worker_threads=threads)
     jobs = [
         background.submit(
-            call, group[n % 3], (n + 1) % 3, bounce, group, f"worker{(n + 1) % 3}", f"worker{n % 3}", 10, timeout=LONG
+            call,
+            group.agents[n % 3],
+            (n + 1) % 3,
+            bounce,
+            group,
+            f"worker{(n + 1) % 3}",
+            f"worker{n % 3}",
+            10,
+            timeout=LONG,
         )
         for n in range(24)
     ]
@@ -94,7 +102,7 @@ def fan_out(group: LocalGroup, here: str, depth: int) -> int:
     """Calls all workers at once, and each of them all workers again."""
     if depth == 0:
         return 1
-    futures = [start(group[here], to, fan_out, group, to, depth - 1, timeout=LONG) for to in group.names]
+    futures = [start(group.agents[here], to, fan_out, group, to, depth - 1, timeout=LONG) for to in group.names]
     return sum(future.value() for future in collect_all(futures).wait())
 
 
@@ -105,19 +113,19 @@ def test_calls_that_fan_out_at_each_level_end_with_one_thread_each(make_group: N
 
 def test_callbacks_may_call_and_wait_with_one_thread(make_group: NewGroup) -> None:
     group = make_group(2, num_worker_threads=1)
-    chained = start(group[0], 1, echo, 1)
+    chained = start(group.agents[0], 1, echo, 1)
     for _ in range(10):
-        chained = chained.then(lambda future: call(group[0], 1, echo, future.value() + 1))
+        chained = chained.then(lambda future: call(group.agents[0], 1, echo, future.value() + 1))
     assert chained.wait() == 11
 
 
 def call_back_in_a_loop(group: LocalGroup, here: str, there: str) -> list[int]:
     async def ask() -> list[int]:
-        return list(await asyncio.gather(*(start(group[here], there, echo, n) for n in range(10))))
+        return list(await asyncio.gather(*(start(group.agents[here], there, echo, n) for n in range(10))))
 
     return asyncio.run(ask())
 
 
 def test_a_function_may_run_an_event_loop_of_its_own(make_group: NewGroup) -> None:
     group = make_group(2, num_worker_threads=1)
-    assert call(group[0], 1, call_back_in_a_loop, group, "worker1", "worker0") == list(range(10))
+    assert call(group.agents[0], 1, call_back_in_a_loop, group, "worker1", "worker0") == list(range(10))

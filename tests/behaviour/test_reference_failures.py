@@ -42,7 +42,7 @@ def test_every_use_raises_what_the_function_raised(group: LocalGroup, use: str, 
 
 def test_a_third_worker_meets_the_error_of_the_function_too(group: LocalGroup) -> None:
     with pytest.raises(ShelfError, match="empty"):
-        call(group[0], 2, fetch, group.remote(0, 1, fail, ("empty",)))
+        call(group.agents[0], 2, fetch, group.remote(0, 1, fail, ("empty",)))
     with pytest.raises(ShelfError, match="empty"):
         group.remote(0, 0, fail, ("empty",)).local_value()
 
@@ -65,7 +65,7 @@ def test_a_failure_that_nobody_asks_for_is_no_trouble(group: LocalGroup, recwarn
     for _ in range(10):
         group.remote(0, 1, fail, ("empty",))
     expect_no_references(group)
-    assert call(group[0], 1, echo, "alive") == "alive"
+    assert call(group.agents[0], 1, echo, "alive") == "alive"
     assert list(recwarn) == []
 
 
@@ -76,14 +76,14 @@ def test_every_use_of_a_reference_whose_owner_has_left_raises_owner_lost(group: 
     rref, passed = group.remote(0, 1, Shelf), group.remote(0, 1, Shelf)
     for each in (rref, passed):
         eventually(each.confirmed_by_owner)
-    call(group[0], 2, keep, passed)
-    group[1].shutdown(graceful=False)
+    call(group.agents[0], 2, keep, passed)
+    group.agents[1].shutdown(graceful=False)
     eventually(lambda: isinstance(error_of(rref), OwnerLostError) and isinstance(error_of(kept[0]), OwnerLostError))
     for use in USES.values():
         with pytest.raises(OwnerLostError, match="worker 'worker1', who owned reference 0:1") as caught:
             use(rref)
         assert caught.value.worker == "worker1"
-    for send in (lambda: call(group[0], 2, echo, passed), lambda: group.remote(0, 2, echo, (passed,))):
+    for send in (lambda: call(group.agents[0], 2, echo, passed), lambda: group.remote(0, 2, echo, (passed,))):
         with pytest.raises(OwnerLostError, match="who owned reference 0:2"):
             send()
     assert "worker1" in repr(rref)
@@ -99,12 +99,12 @@ def error_of(rref: RRef[Any]) -> BaseException | None:
 
 def test_what_a_worker_held_is_released_when_it_leaves(group: LocalGroup) -> None:
     rref = group.rref(1, Shelf())
-    call(group[1], 0, keep, rref)
-    call(group[1], 2, keep, rref)
+    call(group.agents[1], 0, keep, rref)
+    call(group.agents[1], 2, keep, rref)
     del rref
     gc.collect()
     eventually(lambda: group.references(1).owned[0].holders == ("worker0", "worker2"))
-    group[0].shutdown(graceful=False)
+    group.agents[0].shutdown(graceful=False)
     eventually(lambda: group.references(1).owned[0].holders == ("worker2",))
     assert kept[1].rpc_sync().put("tea") == 1
     kept.clear()

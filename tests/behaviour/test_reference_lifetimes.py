@@ -55,7 +55,7 @@ def test_a_value_goes_when_its_only_reference_is_dropped(group: LocalGroup, to: 
     rref = group.remote(0, to, make_shelf)
     assert rref.to_here(timeout=SOON).items == []
     for n in range(3):
-        call(group[0], to, echo, n)
+        call(group.agents[0], to, echo, n)
     assert values[0]() is not None
     del rref
     eventually(lambda: values[0]() is None)
@@ -72,8 +72,8 @@ def test_a_value_made_here_goes_when_its_only_reference_is_dropped(group: LocalG
 
 def test_a_value_lives_as_long_as_any_worker_holds_a_reference(group: LocalGroup) -> None:
     first = group.rref(1, make_shelf())
-    call(group[1], 0, keep, first)
-    call(group[1], 2, keep, first)
+    call(group.agents[1], 0, keep, first)
+    call(group.agents[1], 2, keep, first)
     del first
     gc.collect()
     for worker in (0, 2):
@@ -82,7 +82,7 @@ def test_a_value_lives_as_long_as_any_worker_holds_a_reference(group: LocalGroup
     kept.pop(0)
     eventually(lambda: not group.references(0).held)
     for _ in range(3):
-        call(group[2], 1, echo, 0)
+        call(group.agents[2], 1, echo, 0)
     assert alive() == 1
     assert kept[0].to_here(timeout=SOON).items == []
     kept.clear()
@@ -93,12 +93,12 @@ def test_a_value_lives_as_long_as_any_worker_holds_a_reference(group: LocalGroup
 def test_a_value_lives_while_a_function_runs_that_was_given_a_reference(group: LocalGroup) -> None:
     gate = new_gate("function")
     rref = group.remote(0, 1, make_shelf)
-    future = start(group[0], 2, use_after, rref, "function")
+    future = start(group.agents[0], 2, use_after, rref, "function")
     del rref
     assert arrived["function"].wait(SOON)
     gc.collect()
     for _ in range(3):
-        call(group[0], 1, echo, 0)
+        call(group.agents[0], 1, echo, 0)
     assert alive() == 1
     gate.set()
     assert future.wait() == 1
@@ -119,7 +119,7 @@ def test_a_call_holds_its_reference_until_it_is_answered(group: LocalGroup) -> N
     assert arrived["held"].wait(SOON)
     for _ in range(50):
         group.references(0)  # which tells the owner what was dropped
-        call(group[0], 1, echo, 0)
+        call(group.agents[0], 1, echo, 0)
     gate.set()
     assert future.wait() == 2
     assert chained.to_here(timeout=SOON) == 2
@@ -146,11 +146,11 @@ def make_shelf_at(gate: str) -> Shelf:
 def test_the_finalizer_of_a_value_may_make_calls_and_holds_up_nobody(group: LocalGroup) -> None:
     gate = new_gate("finalizer")
     rref = group.rref(1, Finalized(group))
-    call(group[1], 0, keep, rref)
+    call(group.agents[1], 0, keep, rref)
     del rref
     kept.clear()
     assert arrived["finalizer"].wait(SOON)
-    assert call(group[0], 1, echo, "served") == "served"
+    assert call(group.agents[0], 1, echo, "served") == "served"
     gate.set()
     eventually(lambda: finalized == ["asked"])
     expect_no_references(group)
@@ -165,8 +165,8 @@ class Finalized:
         self.group = group
 
     def __del__(self) -> None:
-        call(self.group[1], 2, wait_at, "finalizer")
-        finalized.append(call(self.group[1], 0, echo, "asked"))
+        call(self.group.agents[1], 2, wait_at, "finalizer")
+        finalized.append(call(self.group.agents[1], 0, echo, "asked"))
 
 
 # -- Many values
@@ -176,11 +176,11 @@ def test_a_thousand_references_made_and_dropped_leave_nothing(group: LocalGroup)
     for number in range(1000):
         rref = group.remote(0, 1, make_shelf)
         if number % 2:
-            call(group[0], 2, len, [rref])
+            call(group.agents[0], 2, len, [rref])
         if number % 3 == 0:
-            call(group[0], 1, len, [rref])
+            call(group.agents[0], 1, len, [rref])
         if number % 5 == 0:
-            call(group[0], 2, keep, rref)
+            call(group.agents[0], 2, keep, rref)
         if number % 7 == 0:
             rref.rpc_sync().put("tea")
     del rref
@@ -211,7 +211,7 @@ def test_references_dropped_by_many_threads_at_once_leave_nothing(
 
 
 def test_references_in_a_result_that_nobody_reads_are_given_back(group: LocalGroup) -> None:
-    future = start(group[0], 1, make_references, group)
+    future = start(group.agents[0], 1, make_references, group)
     eventually(future.done)
     del future
     expect_no_references(group)
@@ -249,7 +249,7 @@ def use_in_vain(group: LocalGroup, to: int) -> None:
 
 def test_the_inventory_names_owners_holders_and_the_line_that_made_a_reference(group: LocalGroup) -> None:
     own, other = group.rref(0, Shelf()), group.remote(0, 1, Shelf)
-    call(group[0], 2, keep, own)
+    call(group.agents[0], 2, keep, own)
     eventually(other.confirmed_by_owner)
     ((owned,), (held,)) = group.references(0).owned, group.references(0).held
     assert (owned.type, owned.handles, owned.holders) == ("Shelf", 1, ("worker2",))
@@ -284,7 +284,7 @@ def test_a_graceful_shutdown_logs_the_references_that_are_left_and_nothing_else(
 ) -> None:
     group = make_group(3)
     own, other = group.rref(0, Shelf()), group.remote(0, 1, Shelf)
-    call(group[0], 2, keep, own)
+    call(group.agents[0], 2, keep, own)
     with caplog.at_level(logging.WARNING, "farcall"):
         group.shutdown()
     lines = sorted(record.getMessage() for record in caplog.records)
@@ -302,7 +302,7 @@ def test_a_graceful_shutdown_with_no_shared_references_is_silent(
     group = make_group(3)
     own = group.rref(0, Shelf())
     references = [group.remote(0, 1, Shelf) for _ in range(10)]
-    assert call(group[0], 2, fetch, references[0]).items == []
+    assert call(group.agents[0], 2, fetch, references[0]).items == []
     del references
     with caplog.at_level(logging.WARNING, "farcall"):
         group.shutdown()
@@ -318,7 +318,7 @@ def test_the_counters_that_torch_has(group_of_this_worker: LocalGroup) -> None:
     assert _rref_context_get_debug_info() == zero
     gate = new_gate("counted")
     own, pending = RRef(5), rpc.remote("worker0", wait_at, args=("counted",))
-    call(group_of_this_worker[0], 2, keep, own)
+    call(group_of_this_worker.agents[0], 2, keep, own)
     assert _rref_context_get_debug_info() == {
         **zero,
         "num_owner_rrefs": "2",
@@ -339,14 +339,14 @@ def test_all_references_to_values_of_others_can_be_given_up(group_of_this_worker
     with pytest.raises(UsageError, match="all references of this worker were deleted"):
         other.to_here()
     with pytest.raises(UsageError, match="were deleted"):
-        call(group_of_this_worker[0], 2, fetch, other)
+        call(group_of_this_worker.agents[0], 2, fetch, other)
     assert own.to_here() == 5
     eventually(lambda: alive() == 0)
 
 
 def test_references_can_be_destroyed_and_new_ones_made(group_of_this_worker: LocalGroup) -> None:
     own = RRef(make_shelf())
-    call(group_of_this_worker[0], 2, keep, own)
+    call(group_of_this_worker.agents[0], 2, keep, own)
     with pytest.raises(UsageError, match=r"references are left on worker 'worker0': it owns 1, holds 0"):
         _destroy_rref_context(ignore_leak=False)
     assert own.to_here().items == []

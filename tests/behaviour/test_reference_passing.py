@@ -46,8 +46,8 @@ def test_a_reference_goes_to_any_worker_and_back_in_anything(group: LocalGroup, 
         for to in range(3):
             rref = group.remote(0, owner, echo, ("tea",))
             sent = wrap(rref)
-            assert call(group[0], to, fetch_all, sent) == ["tea"] * len(references_in(sent))
-            back = call(group[0], to, echo, wrap(rref))
+            assert call(group.agents[0], to, fetch_all, sent) == ["tea"] * len(references_in(sent))
+            back = call(group.agents[0], to, echo, wrap(rref))
             assert references_in(back) == references_in(sent)
             assert fetch_all(back) == ["tea"] * len(references_in(sent))
             del rref, sent, back
@@ -62,8 +62,8 @@ def test_a_closure_takes_the_references_along_that_it_uses(group: LocalGroup, to
 
 def send_in_closures(group: LocalGroup, to: int) -> None:
     rref = group.remote(0, 1, echo, ("tea",))
-    assert call(group[0], to, lambda: rref.to_here(timeout=SOON)) == "tea"
-    assert call(group[0], to, lambda found=rref: found) == rref
+    assert call(group.agents[0], to, lambda: rref.to_here(timeout=SOON)) == "tea"
+    assert call(group.agents[0], to, lambda found=rref: found) == rref
 
 
 @pytest.mark.parametrize("to", [0, 1, 2])
@@ -81,7 +81,7 @@ def test_a_value_may_hold_a_reference(group: LocalGroup, to: int) -> None:
 def test_a_reference_is_passed_from_worker_to_worker_many_times(group: LocalGroup) -> None:
     rref = group.remote(0, 1, Shelf)
     for _ in range(3):
-        assert call(group[0], 1, pass_on, group, 1, [2, 0, 1, 2, 0], rref) == "at the end"
+        assert call(group.agents[0], 1, pass_on, group, 1, [2, 0, 1, 2, 0], rref) == "at the end"
     assert rref.to_here().items == ["passed"] * 18
     del rref
     expect_no_references(group)
@@ -91,13 +91,13 @@ def pass_on(group: LocalGroup, here: int, path: list[int], rref: RRef[Shelf]) ->
     rref.rpc_sync(timeout=SOON).put("passed")
     if not path:
         return "at the end"
-    return str(call(group[here], path[0], pass_on, group, path[0], path[1:], rref))
+    return str(call(group.agents[here], path[0], pass_on, group, path[0], path[1:], rref))
 
 
 def test_a_reference_can_be_passed_and_used_before_its_value_exists(group: LocalGroup) -> None:
     gate = new_gate("value")
     rref = group.remote(0, 1, wait_at, ("value", "tea"))
-    futures = [start(group[0], to, fetch, rref) for to in range(3)]
+    futures = [start(group.agents[0], to, fetch, rref) for to in range(3)]
     both = group.remote(0, 2, fetch_all, ([rref, rref],))
     assert arrived["value"].wait(SOON)
     assert not any(future.done() for future in futures)
@@ -112,7 +112,7 @@ def test_a_reference_that_was_passed_on_works_after_its_sender_has_dropped_it(gr
     """The first holder may go before the owner has counted the second one."""
     for _ in range(50):
         rref = group.remote(0, 1, echo, ("tea",))
-        call(group[0], 2, keep, rref)
+        call(group.agents[0], 2, keep, rref)
         del rref
     gc.collect()
     assert [each.to_here(timeout=SOON) for each in kept] == ["tea"] * 50
@@ -121,10 +121,10 @@ def test_a_reference_that_was_passed_on_works_after_its_sender_has_dropped_it(gr
 
 
 def test_a_reference_returned_by_a_function_is_the_callers(group: LocalGroup) -> None:
-    rref = call(group[0], 1, make_reference, group)
+    rref = call(group.agents[0], 1, make_reference, group)
     assert rref.owner_name() == "worker1"
     assert rref.rpc_sync().put("tea") == 1
-    theirs = call(group[0], 1, make_reference_elsewhere, group)
+    theirs = call(group.agents[0], 1, make_reference_elsewhere, group)
     assert theirs.owner_name() == "worker2"
     assert theirs.rpc_sync().put("tea") == 1
     del rref, theirs
@@ -144,10 +144,10 @@ def test_a_reference_of_another_group_is_refused(make_group: NewGroup) -> None:
     old, new = before.rref(0, "old"), group.rref(0, "new")
     for to in (0, 1):
         with pytest.raises(UsageError):
-            call(group[0], to, fetch, old)
+            call(group.agents[0], to, fetch, old)
         with pytest.raises(UsageError):
             group.remote(0, to, fetch, (old,))
-    assert call(group[0], 1, fetch, new) == "new"
+    assert call(group.agents[0], 1, fetch, new) == "new"
 
 
 def test_proxies_and_their_methods_go_where_references_go(group: LocalGroup) -> None:
@@ -155,9 +155,9 @@ def test_proxies_and_their_methods_go_where_references_go(group: LocalGroup) -> 
     proxy = rref.rpc_sync(timeout=SOON)
     for to in range(3):
         before = len(rref.to_here().items)
-        assert call(group[0], to, proxy.put, "milk") == before + 1
-        assert call(group[0], to, put_by, proxy, "rice") == before + 2
-        assert call(group[0], to, echo, proxy).size() == before + 2
+        assert call(group.agents[0], to, proxy.put, "milk") == before + 1
+        assert call(group.agents[0], to, put_by, proxy, "rice") == before + 2
+        assert call(group.agents[0], to, echo, proxy).size() == before + 2
     del rref, proxy
     expect_no_references(group)
 
@@ -175,8 +175,8 @@ def test_many_threads_make_pass_and_drop_references(group: LocalGroup, backgroun
         for n in range(20):
             maker = (thread + n) % 3
             rref = group.remote(maker, (thread + 2 * n) % 3, echo, ((thread, n),))
-            assert call(group[maker], n % 3, fetch_all, [rref, {1: rref}]) == [(thread, n)] * 2
-            back = call(group[maker], (n + 1) % 3, echo, rref)
+            assert call(group.agents[maker], n % 3, fetch_all, [rref, {1: rref}]) == [(thread, n)] * 2
+            back = call(group.agents[maker], (n + 1) % 3, echo, rref)
             assert back.to_here(timeout=SOON) == (thread, n)
             held.append(back)
             if len(held) > 5:

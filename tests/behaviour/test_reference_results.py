@@ -52,7 +52,7 @@ def test_the_owner_gets_the_value_itself_and_others_get_copies(group: LocalGroup
     assert rref.is_owner()
     assert rref.confirmed_by_owner()
     assert rref.local_value() is rref.to_here() is shelf
-    assert call(group[0], 1, change_a_copy, rref) == ["tea", "mine"]
+    assert call(group.agents[0], 1, change_a_copy, rref) == ["tea", "mine"]
     assert shelf.items == ["tea"]
 
 
@@ -87,7 +87,7 @@ def test_to_here_ends_at_its_timeout_and_can_be_tried_again(group: LocalGroup, t
 @owners
 def test_the_default_timeout_of_a_reference_is_that_of_the_worker(group: LocalGroup, to: int) -> None:
     gate = new_gate("slow")
-    group[0].rpc_timeout = SHORT
+    group.agents[0].rpc_timeout = SHORT
     rref = group.remote(0, to, wait_at, ("slow", 5))
     with pytest.raises(RpcTimeoutError):
         rref.to_here()
@@ -110,11 +110,11 @@ def test_a_reference_can_be_awaited(group: LocalGroup, to: int) -> None:
 def test_references_are_equal_if_they_came_from_the_same_call(group: LocalGroup) -> None:
     first, second = group.remote(0, 1, echo, (5,)), group.remote(0, 1, echo, (5,))
     assert first == copy.copy(first)
-    assert first == call(group[0], 2, echo, first)
+    assert first == call(group.agents[0], 2, echo, first)
     assert first != second
     assert {first: 1}[copy.copy(first)] == 1
     assert group.rref(0, "same") != group.rref(0, "same")
-    assert repr(first) == call(group[0], 2, repr, first) == "<RRef 0:1 owned by 'worker1'>"
+    assert repr(first) == call(group.agents[0], 2, repr, first) == "<RRef 0:1 owned by 'worker1'>"
 
 
 def test_a_reference_cannot_be_pickled_or_copied_deeply_outside_of_a_call(group: LocalGroup) -> None:
@@ -130,7 +130,7 @@ def test_a_reference_cannot_be_pickled_or_copied_deeply_outside_of_a_call(group:
 def test_a_reference_in_an_exception_arrives_as_text(group: LocalGroup) -> None:
     rref = group.remote(0, 1, Shelf)
     with pytest.raises(Exception, match="RRef 0:1") as caught:
-        call(group[0], 2, raise_with, rref)
+        call(group.agents[0], 2, raise_with, rref)
     del rref, caught
     expect_no_references(group)
 

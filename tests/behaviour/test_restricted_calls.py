@@ -26,8 +26,8 @@ def restricted(make_group: NewGroup) -> LocalGroup:
 
 
 def test_functions_on_the_list_and_exposed_functions_can_be_called(restricted: LocalGroup) -> None:
-    assert call(restricted[0], 1, service_stage.predict, {"x": [1]}) == {"x": [1]}
-    assert call(restricted[0], 1, service_stage.marked, value=3) == 3
+    assert call(restricted.agents[0], 1, service_stage.predict, {"x": [1]}) == {"x": [1]}
+    assert call(restricted.agents[0], 1, service_stage.marked, value=3) == 3
     assert restricted.remote(0, 1, service_stage.predict, (5,)).to_here() == 5
 
 
@@ -53,14 +53,14 @@ def test_everything_else_is_refused_before_anything_runs_and_both_sides_are_told
 ) -> None:
     function, args, what = REFUSED[kind]
     with caplog.at_level(logging.WARNING, "farcall"), pytest.raises(NotAllowedError, match="not allowed") as refused:
-        call(restricted[0], 1, function, *args)
+        call(restricted.agents[0], 1, function, *args)
     assert what in str(refused.value)
     assert "worker 'worker1'" in str(refused.value)
     assert "worker 'worker1' refused a call" in caplog.text
     with pytest.raises(NotAllowedError):
         restricted.remote(0, 1, function, args).to_here()
     assert service_stage.ran == []
-    assert call(restricted[0], 1, service_stage.predict, "alive") == "alive"
+    assert call(restricted.agents[0], 1, service_stage.predict, "alive") == "alive"
 
 
 def test_methods_of_references_are_allowed_by_their_class(restricted: LocalGroup) -> None:
@@ -76,10 +76,10 @@ def test_methods_of_references_are_allowed_by_their_class(restricted: LocalGroup
 def test_an_empty_list_allows_exposed_names_only(make_group: NewGroup) -> None:
     service_stage.ran.clear()
     group = make_group(2, allow=[])
-    assert call(group[0], 1, service_stage.marked, 3) == 3
+    assert call(group.agents[0], 1, service_stage.marked, 3) == 3
     assert group.remote(0, 1, service_stage.Marked).rpc_sync().step() == "stepped"
     with pytest.raises(NotAllowedError):
-        call(group[0], 1, service_stage.predict, 1)
+        call(group.agents[0], 1, service_stage.predict, 1)
     assert service_stage.ran == []
 
 
@@ -90,7 +90,7 @@ def test_results_are_checked_by_the_list_of_the_caller(restricted: LocalGroup, m
     marked.__module__, marked.__qualname__ = "service_stage", "marked"
     monkeypatch.setattr(service_stage, "marked", farcall.exposed(marked))
     with pytest.raises(NotAllowedError, match="the result of `marked` from worker 'worker1' was refused here"):
-        call(restricted[0], 1, service_stage.marked, 1)
+        call(restricted.agents[0], 1, service_stage.marked, 1)
     assert service_stage.ran == []
 
 
@@ -114,7 +114,7 @@ def test_no_module_is_imported_for_a_name_that_is_not_allowed(workers: StartWork
 
 def test_errors_of_allowed_functions_arrive_as_themselves(restricted: LocalGroup) -> None:
     with pytest.raises(TypeError, match="predict"):
-        call(restricted[0], 1, service_stage.predict)
+        call(restricted.agents[0], 1, service_stage.predict)
 
 
 @pytest.mark.parametrize("entry", ["service.", "service.[a", "", 5])

@@ -48,7 +48,7 @@ def group() -> Iterator[LocalGroup]:
 
 
 def call(group: LocalGroup, function: Any, *args: Any) -> Any:
-    return group[0].call("worker1", function, args, None, SOON).wait()
+    return group.agents[0].call("worker1", function, args, None, SOON).wait()
 
 
 def in_arrays(value: Any) -> Any:

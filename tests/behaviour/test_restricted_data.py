@@ -115,7 +115,7 @@ def group() -> Iterator[LocalGroup]:
 
 
 def call(group: LocalGroup, function: Any, *args: Any) -> Any:
-    return group[0].call("worker1", function, args, None, SOON).wait()
+    return group.agents[0].call("worker1", function, args, None, SOON).wait()
 
 
 @pytest.fixture
@@ -352,7 +352,7 @@ def test_what_is_no_key_is_refused(function: Any, rest: tuple[Any, ...]) -> None
         keys: list[Any] = [5, ("a",), [[]], (("a",), (0,), 0)]
         for key in keys:
             with pytest.raises(RpcError, match="gathering of no workers"):
-                group[0].call("worker1", function, (key, *rest), None, SOON).wait()
+                group.agents[0].call("worker1", function, (key, *rest), None, SOON).wait()
 
 
 # From a process that pickles by hand

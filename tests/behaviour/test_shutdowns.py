@@ -25,7 +25,7 @@ SHORT = 0.05
 
 
 def forward(group: LocalGroup, here: str, to: str, function: Any, *args: Any) -> Any:
-    return call(group[here], to, function, *args)
+    return call(group.agents[here], to, function, *args)
 
 
 # -- Graceful
@@ -35,11 +35,11 @@ def test_a_graceful_shutdown_waits_for_calls_under_way_anywhere_and_serves_meanw
     group: LocalGroup, background: ThreadPoolExecutor
 ) -> None:
     gate = new_gate("work")
-    future = start(group[0], 1, forward, group, "worker1", "worker2", wait_at, "work", "done")
+    future = start(group.agents[0], 1, forward, group, "worker1", "worker2", wait_at, "work", "done")
     assert arrived["work"].wait(SOON)
-    leaving = [background.submit(agent.shutdown, True, SOON) for agent in group]
-    assert call(group[2], 0, echo, "still served") == "still served"
-    assert call(group[0], 1, echo, "still served") == "still served"
+    leaving = [background.submit(agent.shutdown, True, SOON) for agent in group.agents]
+    assert call(group.agents[2], 0, echo, "still served") == "still served"
+    assert call(group.agents[0], 1, echo, "still served") == "still served"
     assert not any(one.done() for one in leaving)
     gate.set()
     for one in leaving:
@@ -48,13 +48,13 @@ def test_a_graceful_shutdown_waits_for_calls_under_way_anywhere_and_serves_meanw
 
 
 def call_from_a_callback(group: LocalGroup) -> Any:
-    future = start(group[0], 1, echo, 1)
-    future.add_done_callback(lambda _: runs.append(call(group[0], 1, wait_at, "work", "in a callback")))
+    future = start(group.agents[0], 1, echo, 1)
+    future.add_done_callback(lambda _: runs.append(call(group.agents[0], 1, wait_at, "work", "in a callback")))
     return future
 
 
 UNDER_WAY: dict[str, Any] = {
-    "coroutine": lambda group: start(group[0], 1, await_at, "work"),
+    "coroutine": lambda group: start(group.agents[0], 1, await_at, "work"),
     "remote call": lambda group: group.remote(0, 1, wait_at, ("work",)),
     "callback": call_from_a_callback,
     "method": lambda group: group.remote(0, 1, wait_at, ("work", 5)).rpc_async().bit_length(),
@@ -69,7 +69,7 @@ def test_a_graceful_shutdown_waits_for_work_of_every_kind(
     work = UNDER_WAY[kind](group)
     assert arrived["work"].wait(SOON)
     with pytest.raises(ShutdownError):
-        group[0].join(timeout=SHORT)
+        group.agents[0].join(timeout=SHORT)
     leaving = background.submit(group.shutdown, True, SOON)
     gate.set()
     leaving.result(SOON)
@@ -82,10 +82,10 @@ def test_a_graceful_shutdown_waits_for_a_function_whose_caller_has_given_up(
 ) -> None:
     gate = new_gate("work")
     with pytest.raises(RpcTimeoutError):
-        call(group[0], 1, wait_and_run, "work", timeout=SHORT)
+        call(group.agents[0], 1, wait_and_run, "work", timeout=SHORT)
     assert arrived["work"].wait(SOON)
     leaving = background.submit(group.shutdown, True, SOON)
-    assert call(group[0], 1, echo, "still served") == "still served"
+    assert call(group.agents[0], 1, echo, "still served") == "still served"
     assert not leaving.done()
     gate.set()
     leaving.result(SOON)
@@ -103,11 +103,11 @@ def test_a_graceful_shutdown_runs_all_calls_that_were_made_before_it(
     """Nobody has kept their futures, and they wait for the only thread of their worker."""
     group = make_group(3, num_worker_threads=1)
     gate = new_gate("first")
-    first = [start(group[0], to, wait_at, "first") for to in (1, 2)]
+    first = [start(group.agents[0], to, wait_at, "first") for to in (1, 2)]
     for number in range(1000):
-        start(group[0], 1 + number % 2, run, number)
+        start(group.agents[0], 1 + number % 2, run, number)
     leaving = background.submit(group.shutdown, True, 2 * SOON)
-    assert call(group[1], 0, echo, "still served") == "still served"
+    assert call(group.agents[1], 0, echo, "still served") == "still served"
     gate.set()
     leaving.result(2 * SOON)
     assert sorted(runs) == list(range(1000))
@@ -116,17 +116,17 @@ def test_a_graceful_shutdown_runs_all_calls_that_were_made_before_it(
 
 def test_a_graceful_shutdown_that_takes_too_long_says_who_has_not_come(group: LocalGroup) -> None:
     with pytest.raises(ShutdownError, match="'worker1', 'worker2'"):
-        group[0].shutdown(graceful=True, timeout=SHORT)
+        group.agents[0].shutdown(graceful=True, timeout=SHORT)
     with pytest.raises(NotInitializedError, match="'worker0' has shut down"):
-        start(group[0], 1, echo, 1)
+        start(group.agents[0], 1, echo, 1)
 
 
 def test_a_graceful_shutdown_that_takes_too_long_says_what_still_runs(group: LocalGroup) -> None:
     gate = new_gate("stuck")
-    future = start(group[0], 1, wait_at, "stuck")
+    future = start(group.agents[0], 1, wait_at, "stuck")
     assert arrived["stuck"].wait(SOON)
     with pytest.raises(ShutdownError, match=r"still under way here: .*`wait_at`.*'worker0'"):
-        group[1].shutdown(graceful=True, timeout=SHORT)
+        group.agents[1].shutdown(graceful=True, timeout=SHORT)
     gate.set()
     assert isinstance(future.exception(SOON), RpcError)
 
@@ -135,22 +135,22 @@ def test_join_and_sync_return_when_all_workers_have_called_them_and_the_workers_
     group: LocalGroup, background: ThreadPoolExecutor
 ) -> None:
     gate = new_gate("work")
-    future = start(group[0], 1, wait_at, "work")
+    future = start(group.agents[0], 1, wait_at, "work")
     assert arrived["work"].wait(SOON)
-    syncing = [background.submit(group[rank].sync, 2 * SOON) for rank in (0, 1)]
-    assert call(group[2], 0, echo, "still served") == "still served"
+    syncing = [background.submit(group.agents[rank].sync, 2 * SOON) for rank in (0, 1)]
+    assert call(group.agents[2], 0, echo, "still served") == "still served"
     assert not any(one.done() for one in syncing)
-    group[2].sync(2 * SOON)  # whatever is under way
+    group.agents[2].sync(2 * SOON)  # whatever is under way
     for one in syncing:
         one.result(2 * SOON)
-    joining = [background.submit(agent.join, timeout=2 * SOON) for agent in group]
-    assert call(group[2], 0, echo, "still served") == "still served"
+    joining = [background.submit(agent.join, timeout=2 * SOON) for agent in group.agents]
+    assert call(group.agents[2], 0, echo, "still served") == "still served"
     assert not any(one.done() for one in joining)
     gate.set()
     for one in joining:
         one.result(2 * SOON)
     assert future.wait() is None
-    assert call(group[0], 1, echo, 1) == 1
+    assert call(group.agents[0], 1, echo, 1) == 1
 
 
 # -- Not graceful
@@ -158,11 +158,11 @@ def test_join_and_sync_return_when_all_workers_have_called_them_and_the_workers_
 
 def test_calls_under_way_fail_when_their_caller_shuts_down(group: LocalGroup, background: ThreadPoolExecutor) -> None:
     gate = new_gate("end")
-    waiting = background.submit(call, group[0], 1, wait_at, "end")
-    future = start(group[0], 1, wait_at, "end")
-    derived = start(group[0], 1, wait_at, "end").then(lambda done: done.value())
-    eventually(lambda: group[1].get_metrics()["threads_running"] == 3)
-    group[0].shutdown(graceful=False)
+    waiting = background.submit(call, group.agents[0], 1, wait_at, "end")
+    future = start(group.agents[0], 1, wait_at, "end")
+    derived = start(group.agents[0], 1, wait_at, "end").then(lambda done: done.value())
+    eventually(lambda: group.agents[1].get_metrics()["threads_running"] == 3)
+    group.agents[0].shutdown(graceful=False)
     for error in (waiting.exception(SOON), future.exception(SOON), derived.exception(SOON)):
         assert isinstance(error, RpcError)
         assert not isinstance(error, WorkerLostError)
@@ -172,9 +172,9 @@ def test_calls_under_way_fail_when_their_caller_shuts_down(group: LocalGroup, ba
 
 def test_calls_under_way_fail_when_their_callee_shuts_down(group: LocalGroup) -> None:
     gate = new_gate("end")
-    futures = [start(group[caller], 1, wait_at, "end", timeout=0) for caller in (0, 2)]
-    eventually(lambda: group[1].get_metrics()["threads_running"] == 2)
-    ending = threading.Thread(target=group[1].shutdown, args=(False,))
+    futures = [start(group.agents[caller], 1, wait_at, "end", timeout=0) for caller in (0, 2)]
+    eventually(lambda: group.agents[1].get_metrics()["threads_running"] == 2)
+    ending = threading.Thread(target=group.agents[1].shutdown, args=(False,))
     ending.start()
     for future in futures:
         error = future.exception(SOON)
@@ -185,19 +185,19 @@ def test_calls_under_way_fail_when_their_callee_shuts_down(group: LocalGroup) ->
 
 
 def test_a_worker_that_has_shut_down_cannot_be_called_and_the_others_go_on(group: LocalGroup) -> None:
-    assert call(group[0], 1, echo, 1) == 1
-    group[1].shutdown(graceful=False)
+    assert call(group.agents[0], 1, echo, 1) == 1
+    group.agents[1].shutdown(graceful=False)
     for caller in (0, 2):
         for _ in range(2):
             with pytest.raises(WorkerLostError, match="'worker1'") as caught:
-                call(group[caller], 1, echo, 1)
+                call(group.agents[caller], 1, echo, 1)
             assert caught.value.worker == "worker1"
-    assert call(group[0], 2, echo, 1) == 1
-    assert call(group[2], 0, echo, 1) == 1
+    assert call(group.agents[0], 2, echo, 1) == 1
+    assert call(group.agents[2], 0, echo, 1) == 1
 
 
 def test_after_the_shutdown_every_call_is_refused_and_a_second_shutdown_does_nothing(group: LocalGroup) -> None:
-    agent = group[0]
+    agent = group.agents[0]
     agent.shutdown(graceful=False)
     for to in ("worker0", "worker1", "nobody"):
         with pytest.raises(NotInitializedError, match="'worker0' has shut down"):
@@ -209,10 +209,10 @@ def test_a_shutdown_with_a_function_running_says_so_in_the_log(
     group: LocalGroup, caplog: pytest.LogCaptureFixture
 ) -> None:
     gate = new_gate("stuck")
-    future = start(group[0], 1, wait_at, "stuck")
+    future = start(group.agents[0], 1, wait_at, "stuck")
     assert arrived["stuck"].wait(SOON)
     with caplog.at_level(logging.WARNING, "farcall"):
-        group[1].shutdown(graceful=False)
+        group.agents[1].shutdown(graceful=False)
     assert "1 function(s) still run" in caplog.text
     gate.set()
     assert isinstance(future.exception(SOON), WorkerLostError)

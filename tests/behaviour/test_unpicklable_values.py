@@ -91,20 +91,23 @@ def return_future() -> Future[int]:
 def test_an_argument_that_cannot_be_pickled_is_refused_where_it_is_sent_and_named(
     group: LocalGroup, args: Any, kwargs: Any, name: str
 ) -> None:
-    for send in (lambda: start(group[0], 1, add, *args, **kwargs), lambda: group.remote(0, 1, add, args, kwargs)):
+    for send in (
+        lambda: start(group.agents[0], 1, add, *args, **kwargs),
+        lambda: group.remote(0, 1, add, args, kwargs),
+    ):
         with pytest.raises(SerializationError) as caught:
             send()
         assert isinstance(caught.value, TypeError)
         for part in (name, "`add`", "worker1", "_thread.lock"):
             assert part in str(caught.value)
-    assert group[0].get_metrics()["calls_made"] == 0
+    assert group.agents[0].get_metrics()["calls_made"] == 0
     assert group.references(0).held == ()
 
 
 def test_a_function_that_cannot_be_pickled_is_refused_where_it_is_sent(group: LocalGroup) -> None:
     lock = threading.Lock()
     with pytest.raises(SerializationError, match=r"the function `<lambda>`.*'lock'"):
-        start(group[0], 1, lambda: lock)
+        start(group.agents[0], 1, lambda: lock)
 
 
 @pytest.mark.parametrize("function", [return_lock, return_lock_async, return_lock_later])
@@ -112,46 +115,46 @@ def test_a_result_that_cannot_be_pickled_names_the_function_and_the_type(
     group: LocalGroup, function: Callable[[], Any]
 ) -> None:
     with pytest.raises(SerializationError) as caught:
-        call(group[0], 1, function)
+        call(group.agents[0], 1, function)
     for part in (f"`{function.__name__}`", "worker1", "_thread.lock"):
         assert part in str(caught.value)
-    assert call(group[0], 1, echo, "alive") == "alive"
+    assert call(group.agents[0], 1, echo, "alive") == "alive"
 
 
 def test_arguments_that_cannot_be_unpickled_fail_the_call_and_the_function_does_not_run(group: LocalGroup) -> None:
     with pytest.raises(SerializationError, match=r"cannot be rebuilt on worker 'worker1' \(ValueError"):
-        call(group[0], 1, run, Unloadable())
+        call(group.agents[0], 1, run, Unloadable())
     with pytest.raises(SerializationError, match="on worker 'worker1'"):
-        call(group[0], 1, lambda _: run(1), Unloadable())
+        call(group.agents[0], 1, lambda _: run(1), Unloadable())
     assert runs == []
-    assert call(group[0], 1, echo, "alive") == "alive"
+    assert call(group.agents[0], 1, echo, "alive") == "alive"
 
 
 def test_a_result_that_cannot_be_unpickled_fails_the_call_at_the_caller(group: LocalGroup) -> None:
     with pytest.raises(SerializationError, match="the result of `return_unloadable` from worker 'worker1' cannot be"):
-        call(group[0], 1, return_unloadable)
-    future = start(group[0], 1, return_unloadable)
+        call(group.agents[0], 1, return_unloadable)
+    future = start(group.agents[0], 1, return_unloadable)
     assert isinstance(future.exception(SOON), SerializationError)
-    assert call(group[0], 1, echo, "alive") == "alive"
+    assert call(group.agents[0], 1, echo, "alive") == "alive"
 
 
 def test_too_many_buffers_are_refused_and_harm_no_other_call(group: LocalGroup) -> None:
     gate = new_gate("other")
-    other = start(group[0], 1, wait_at, "other", "unharmed")
+    other = start(group.agents[0], 1, wait_at, "other", "unharmed")
     assert arrived["other"].wait(SOON)
     with pytest.raises(SerializationError, match=r"argument 1.*of worker1's `len`.*65535"):
-        start(group[0], 1, len, ManyBuffers())
+        start(group.agents[0], 1, len, ManyBuffers())
     with pytest.raises(SerializationError, match=r"the result of worker1's `ManyBuffers`.*65535"):
-        call(group[0], 1, ManyBuffers)
+        call(group.agents[0], 1, ManyBuffers)
     gate.set()
     assert other.wait() == "unharmed"
 
 
 def test_a_future_cannot_be_sent(group: LocalGroup) -> None:
     with pytest.raises(SerializationError):
-        start(group[0], 1, echo, Future())
+        start(group.agents[0], 1, echo, Future())
     with pytest.raises(SerializationError, match="async_execution"):
-        call(group[0], 1, return_future)
+        call(group.agents[0], 1, return_future)
 
 
 @pytest.mark.parametrize("function", [return_dead_proxy, Lazy])
@@ -159,5 +162,5 @@ def test_a_result_whose_class_cannot_be_read_fails_the_call_only(
     group: LocalGroup, function: Callable[[], Any]
 ) -> None:
     with pytest.raises(SerializationError):
-        call(group[0], 1, function)
-    assert call(group[0], 1, echo, 1) == 1
+        call(group.agents[0], 1, function)
+    assert call(group.agents[0], 1, echo, 1) == 1

@@ -69,7 +69,7 @@ def test_the_library_shows_few_lines_and_none_that_suspects_the_network(alone: N
 def test_a_remote_error_of_another_worker_is_shown_the_same_way() -> None:
     with LocalGroup(2) as group:
         try:
-            group[0].call("worker1", fail, ("there",), None, timeout=30).wait()
+            group.agents[0].call("worker1", fail, ("there",), None, timeout=30).wait()
         except ValueError as error:
             lines = library_lines(error)
             shown = "".join(traceback.format_exception(error))

@@ -30,7 +30,7 @@ import farcall.api
 
 def left():
     "How much is in each table that should be empty; only those that are not."
-    sizes = farcall.api._agent.reference_store.table_sizes()
+    sizes = farcall.api.current_agent().reference_store.table_sizes()
     return {name: size for name, size in sizes.items() if size}
 
 def settled():
@@ -143,7 +143,7 @@ again = [rpc.remote(rank, make, args=(2,)).rpc_sync().count(2) for rank in sorte
 report(again=again == [MEGABYTES << 20] * len(alive), alive=sorted(alive))
 wait_for_file("measure", 60)  # when all others have done that too
 settled()
-for link in farcall.api._agent._links():  # as after some seconds: shared memory that is not in use is kept for a while
+for link in farcall.api.current_agent()._links():  # as after some seconds: shared memory that is not in use is kept
     link.sweep(time.monotonic() + 1000)
 more = {}
 def grown():  # not by what is made for a moment, for a heartbeat, say
@@ -331,7 +331,7 @@ def take(rref):
     report(taken=True)
 
 def owned_there():
-    return farcall.api._agent.reference_store.table_sizes()["owned"]
+    return farcall.api.current_agent().reference_store.table_sizes()["owned"]
 
 def settle_there():
     report(settled=settled(), left=left())
@@ -342,7 +342,7 @@ if RANK == 0:
     for rank in range(SIZE):
         rpc.rpc_sync(rank, max, args=(1, 2))
     if when == "never":  # the request for the value is lost with its sender
-        connection = farcall.api._agent.calling.numbered[1].connection
+        connection = farcall.api.current_agent().calling.numbered[1].connection
         connection.send_call = lambda *_: None
     rref = rpc.remote(1, str, args=("tea",))
     rpc.rpc_async(2, take, args=(rref,))

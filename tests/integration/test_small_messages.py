@@ -18,7 +18,7 @@ COUNTING = """
     from farcall import api
 
     def through_ring():
-        return sum(link.ring.frames_out for link in api._agent._links() if link.ring is not None)
+        return sum(link.ring.frames_out for link in api.current_agent()._links() if link.ring is not None)
 """
 
 

@@ -9,7 +9,6 @@ import pytest
 import torch
 from script_stage import script
 
-import farcall.api
 from farcall.pytorch import api, functions, native
 from farcall.pytorch.futures import completed_future
 from farcall.pytorch.internal import PythonUDF, serialize
@@ -31,9 +30,8 @@ def given(x: Any) -> Any:
 
 
 @pytest.fixture
-def group(monkeypatch: pytest.MonkeyPatch) -> Iterator[LocalGroup]:
+def group() -> Iterator[LocalGroup]:
     with LocalGroup(2) as group:
-        monkeypatch.setattr(farcall.api, "_agent", group[0])
         yield group
 
 

@@ -10,7 +10,6 @@ import pytest
 import torch
 from torch.distributed.optim.utils import functional_optim_map
 
-import farcall.api
 from farcall.pytorch import autograd
 from farcall.pytorch.optim import DistributedOptimizer, optimizer
 from farcall.pytorch.rref import RRef
@@ -19,10 +18,9 @@ from farcall.testing.local import LocalGroup
 
 
 @pytest.fixture(autouse=True)
-def alone(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+def alone() -> Iterator[None]:
     """The only worker there is."""
-    with LocalGroup(1) as group:
-        monkeypatch.setattr(farcall.api, "_agent", group[0])
+    with LocalGroup(1):
         autograd._init(0)
         yield
         autograd.close()

@@ -12,7 +12,6 @@ import torch
 from script_stage import script
 from torch.autograd.profiler_legacy import profile
 
-import farcall.api
 from farcall.pytorch import api, envelopes, functions, profiler
 from farcall.pytorch.autograd import post
 from farcall.pytorch.internal import RPCExecMode
@@ -49,9 +48,8 @@ class Counter:
 
 
 @pytest.fixture
-def group(monkeypatch: pytest.MonkeyPatch) -> Iterator[LocalGroup]:
+def group() -> Iterator[LocalGroup]:
     with LocalGroup(2) as group:
-        monkeypatch.setattr(farcall.api, "_agent", group[0])
         post.begin(0)
         yield group
         post.end()
@@ -118,7 +116,7 @@ def test_calls_of_calls_come_back_with_all_their_names() -> None:
     for function, mode in ((passed_on, RPCExecMode.SYNC), (later, RPCExecMode.ASYNC)):
         shown = events_of(lambda called=function: api.rpc_sync(1, called, ("worker1", ONE)))
         outer = f"rpc_sync#{function.__name__}(worker0 -> worker1)"
-        inner = f"{outer}#remote_op: rpc_{mode.value}#doubled(worker0 -> worker1)"  # one process, so one agent calls
+        inner = f"{outer}#remote_op: rpc_{mode.value}#doubled(worker1 -> worker1)"
         assert names(shown).count(inner) == 1
         assert names(shown).count(f"{inner}#remote_op: aten::mul") == 1
 

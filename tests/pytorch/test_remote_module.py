@@ -11,7 +11,6 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-import farcall.api
 from farcall.pytorch import api, autograd
 from farcall.pytorch.nn import RemoteModule, forward_methods, instantiator
 from farcall.pytorch.nn.remote_module import _REFUSED_METHODS, _REMOTE_MODULE_PICKLED_ATTRIBUTES, _RemoteModule
@@ -46,9 +45,8 @@ class Both:
 
 
 @pytest.fixture
-def group(monkeypatch: pytest.MonkeyPatch) -> Iterator[LocalGroup]:
+def group() -> Iterator[LocalGroup]:
     with LocalGroup(2) as group:
-        monkeypatch.setattr(farcall.api, "_agent", group[0])
         autograd._init(0)
         yield group
         autograd.close()

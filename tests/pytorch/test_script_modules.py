@@ -8,7 +8,6 @@ import pytest
 import torch
 from script_stage import quietly, script
 
-import farcall.api
 from farcall.pytorch import api
 from farcall.pytorch.rref import RRef
 from farcall.pytorch.script_modules import check_type_hint
@@ -60,9 +59,8 @@ def applied(modules: list[torch.nn.Module], x: torch.Tensor) -> list[torch.Tenso
 
 
 @pytest.fixture
-def group(monkeypatch: pytest.MonkeyPatch) -> Iterator[LocalGroup]:
+def group() -> Iterator[LocalGroup]:
     with LocalGroup(2) as group:
-        monkeypatch.setattr(farcall.api, "_agent", group[0])
         yield group
 
 

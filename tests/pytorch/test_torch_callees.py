@@ -10,7 +10,6 @@ import pytest
 import torch
 from script_stage import script
 
-import farcall.api
 from farcall.pytorch import api, functions
 from farcall.pytorch.callees import make_call, run_builtin, run_script
 from farcall.pytorch.internal import PythonUDF, _InternalRPCPickler
@@ -46,9 +45,8 @@ def described(x: Any, *, y: int = 0) -> str:
 
 
 @pytest.fixture
-def group(monkeypatch: pytest.MonkeyPatch) -> Iterator[LocalGroup]:
+def group() -> Iterator[LocalGroup]:
     with LocalGroup(2) as group:
-        monkeypatch.setattr(farcall.api, "_agent", group[0])
         yield group
 
 

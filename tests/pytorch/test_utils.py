@@ -11,7 +11,6 @@ import pytest
 import torch
 import torch.distributed as dist
 
-import farcall.api
 from farcall.pytorch import _utils
 from farcall.pytorch.worker_info import WorkerInfo
 
@@ -79,7 +78,7 @@ class Hearing:
 
 def test_the_agent_hears_of_it(monkeypatch: pytest.MonkeyPatch) -> None:
     agent = Hearing()
-    monkeypatch.setattr(farcall.api, "_agent", agent)
+    monkeypatch.setattr("farcall.current.sole", agent)
     info, devices = WorkerInfo("worker7", 7), [torch.device("cpu")]
     _utils._update_group_membership(info, devices, {}, True)
     assert agent.heard == [(info, devices, {}, True)]

@@ -6,7 +6,6 @@ from collections.abc import Iterator
 
 import pytest
 
-from farcall import api
 from farcall.testing import LocalGroup
 
 
@@ -18,7 +17,6 @@ def group() -> Iterator[LocalGroup]:
 
 
 @pytest.fixture
-def this_worker(group: LocalGroup, monkeypatch: pytest.MonkeyPatch) -> LocalGroup:
+def this_worker(group: LocalGroup) -> LocalGroup:
     """Worker 0 is the one of this process, for `farcall.remote` and `RRef(value)`."""
-    monkeypatch.setattr(api, "_agent", group[0])
     return group

@@ -36,8 +36,8 @@ pytestmark = pytest.mark.timeout(30)
 
 def test_a_graceful_shutdown_names_what_is_left_and_who_holds_it(caplog: pytest.LogCaptureFixture) -> None:
     with LocalGroup(3) as group:
-        own, other = here(group[0], Shelf()), remote(group[0], 1, Shelf)
-        call(group[0], 2, keep_there, own)
+        own, other = here(group.agents[0], Shelf()), remote(group.agents[0], 1, Shelf)
+        call(group.agents[0], 2, keep_there, own)
         with caplog.at_level(logging.WARNING, "farcall"):
             group.shutdown(graceful=True)
         lines = sorted(record.getMessage() for record in caplog.records)
@@ -53,8 +53,8 @@ def test_a_graceful_shutdown_names_what_is_left_and_who_holds_it(caplog: pytest.
 
 def test_what_only_its_owner_has_is_not_left(caplog: pytest.LogCaptureFixture) -> None:
     with LocalGroup(2) as group:
-        own = here(group[0], Shelf())
-        assert call(group[0], 1, fetch, own).items == []
+        own = here(group.agents[0], Shelf())
+        assert call(group.agents[0], 1, fetch, own).items == []
         with caplog.at_level(logging.WARNING, "farcall"):
             group.shutdown(graceful=True)
         assert caplog.text == ""
@@ -63,27 +63,27 @@ def test_what_only_its_owner_has_is_not_left(caplog: pytest.LogCaptureFixture) -
 
 def test_a_shutdown_with_nothing_left_is_silent(caplog: pytest.LogCaptureFixture) -> None:
     with LocalGroup(3) as group:
-        rrefs = [remote(group[0], 1, Shelf) for _ in range(10)]
-        assert call(group[0], 2, fetch, rrefs[0]).items == []
+        rrefs = [remote(group.agents[0], 1, Shelf) for _ in range(10)]
+        assert call(group.agents[0], 2, fetch, rrefs[0]).items == []
         del rrefs
         with caplog.at_level(logging.WARNING, "farcall"):
             group.shutdown(graceful=True)
         assert caplog.text == ""
-        assert [tables(agent) for agent in group] == [{}] * 3
+        assert [tables(agent) for agent in group.agents] == [{}] * 3
 
 
 def test_a_reference_of_before_is_not_taken_for_one_of_now() -> None:
     with LocalGroup(2) as before:
-        old = here(before[0], "old")
+        old = here(before.agents[0], "old")
         with LocalGroup(2) as group:
-            new = here(group[0], "new")
+            new = here(group.agents[0], "new")
             assert (old._handle.reference[:3], old._handle.fork) == (new._handle.reference[:3], new._handle.fork)
             for to in (0, 1):
                 with pytest.raises(UsageError, match=r"before it was shut down.*Create it anew"):
-                    call(group[0], to, fetch, old)
+                    call(group.agents[0], to, fetch, old)
                 with pytest.raises(UsageError, match="of another group"):
-                    remote(group[0], to, fetch, old)
-            assert call(group[0], 1, fetch, new) == "new"
+                    remote(group.agents[0], to, fetch, old)
+            assert call(group.agents[0], 1, fetch, new) == "new"
             del new
         del old
 
@@ -91,7 +91,7 @@ def test_a_reference_of_before_is_not_taken_for_one_of_now() -> None:
 @pytest.mark.parametrize("graceful", [True, False])
 def test_a_use_after_the_shutdown_says_so(graceful: bool) -> None:
     with LocalGroup(2) as group:
-        own, other = here(group[0], 5), remote(group[0], 1, echo, 6)
+        own, other = here(group.agents[0], 5), remote(group.agents[0], 1, echo, 6)
         expect_confirmed(other)
         group.shutdown(graceful=graceful)
         for use in (USES["to_here"], USES["rpc_sync"], USES["_get_type"], USES["remote"], USES["_get_future"]):
@@ -109,7 +109,7 @@ def test_a_use_after_the_shutdown_says_so(graceful: bool) -> None:
 def test_a_shutdown_waits_for_remote_calls_under_way(function: Callable[[str], Any]) -> None:
     with LocalGroup(2) as group, ThreadPoolExecutor(1) as pool:
         gate = new_gate("under way")
-        rref = remote(group[0], 1, function, "under way")
+        rref = remote(group.agents[0], 1, function, "under way")
         assert arrived["under way"].wait(SOON)
         ending = pool.submit(group.shutdown, True, SOON)
         try:
@@ -127,39 +127,39 @@ def ended_soon(future: Any) -> bool:
 
 
 def test_a_lost_owner_is_named_by_every_use(group: LocalGroup) -> None:
-    rref, passed = remote(group[0], 1, echo, 5), remote(group[0], 1, echo, 6)
+    rref, passed = remote(group.agents[0], 1, echo, 5), remote(group.agents[0], 1, echo, 6)
     expect_confirmed(rref)
     expect_confirmed(passed)
-    group[1].shutdown(graceful=False, timeout=0)
+    group.agents[1].shutdown(graceful=False, timeout=0)
     eventually(lambda: cast(Handle, rref._handle).new_error is not None)
     for use in USES.values():
         with pytest.raises(OwnerLostError, match="worker 'worker1', who owned reference 0:1") as caught:
             use(rref)
         assert caught.value.worker == "worker1"
     with pytest.raises(OwnerLostError, match="worker 'worker1', who owned reference 0:2"):
-        call(group[0], 2, echo, passed)
+        call(group.agents[0], 2, echo, passed)
     with pytest.raises(OwnerLostError, match="worker 'worker1', who owned reference 0:2"):
-        remote(group[0], 2, echo, passed)
+        remote(group.agents[0], 2, echo, passed)
     assert "worker1" in repr(rref)
-    expect_nothing_left([group[0], group[2]])
+    expect_nothing_left([group.agents[0], group.agents[2]])
 
 
 def test_a_remote_call_to_a_lost_worker(group: LocalGroup) -> None:
-    call(group[0], 1, echo, 0)
-    group[1].shutdown(graceful=False, timeout=0)
-    eventually(lambda: len(group[0].get_worker_infos()) == 2)
+    call(group.agents[0], 1, echo, 0)
+    group.agents[1].shutdown(graceful=False, timeout=0)
+    eventually(lambda: len(group.agents[0].get_worker_infos()) == 2)
     with pytest.raises(RpcError, match="worker1"):
-        remote(group[0], 1, echo, 5).to_here()
+        remote(group.agents[0], 1, echo, 5).to_here()
 
 
 def test_what_a_lost_worker_held_is_released(group: LocalGroup) -> None:
     value = Shelf()
     released = weakref.ref(value)
-    call(group[0], 2, keep_there, here(group[0], value))
+    call(group.agents[0], 2, keep_there, here(group.agents[0], value))
     del value
-    assert group[0].reference_store.inventory().owned[0].holders == ("worker2",)
-    group[2].shutdown(graceful=False, timeout=0)
-    expect_nothing_left([group[0], group[1]])
+    assert group.agents[0].reference_store.inventory().owned[0].holders == ("worker2",)
+    group.agents[2].shutdown(graceful=False, timeout=0)
+    expect_nothing_left([group.agents[0], group.agents[1]])
     eventually(lambda: released() is None)
     kept.clear()
 
@@ -179,7 +179,7 @@ def new_farewell(group: LocalGroup, name: str) -> Farewell:
         farewells[name] = "began"
         if name == "waits":
             wait_at(name)
-        farewells[name] = call(group[1], 2, echo, "called")
+        farewells[name] = call(group.agents[1], 2, echo, "called")
 
     return Farewell(act)
 
@@ -191,24 +191,24 @@ farewells: dict[str, str] = {}
 def test_the_finalizer_of_a_value_may_call_and_holds_up_nobody(group: LocalGroup, name: str) -> None:
     farewells.clear()
     gate = new_gate(name)
-    rref = remote(group[0], 1, new_farewell, group, name)
+    rref = remote(group.agents[0], 1, new_farewell, group, name)
     rref._get_future().wait()
     del rref
     if name == "waits":
         assert arrived[name].wait(SOON)
-        assert call(group[0], 1, echo, "meanwhile") == "meanwhile"
-        assert call(group[2], 1, echo, "meanwhile") == "meanwhile"
+        assert call(group.agents[0], 1, echo, "meanwhile") == "meanwhile"
+        assert call(group.agents[2], 1, echo, "meanwhile") == "meanwhile"
         gate.set()
     eventually(lambda: farewells.get(name) == "called")
-    expect_nothing_left(group)
+    expect_nothing_left(group.agents)
 
 
 def test_a_shutdown_waits_for_releases_that_lead_to_others(caplog: pytest.LogCaptureFixture) -> None:
     """Each worker is idle most of the time, while a chain of references goes from the one to the other."""
     with LocalGroup(3) as group:
-        rref = remote(group[0], 1, Shelf)
+        rref = remote(group.agents[0], 1, Shelf)
         for number in range(90):
-            rref = remote(group[0], number % 3, echo, rref)
+            rref = remote(group.agents[0], number % 3, echo, rref)
         assert rref.to_here(timeout=SOON) is not None
         del rref
         with caplog.at_level(logging.WARNING, "farcall"):

@@ -27,7 +27,7 @@ pytestmark = pytest.mark.timeout(30)
     [pytest.param(use, to, id=use + (", another's" if to else ", own")) for use in USES for to in (0, 1)],
 )
 def test_every_use_raises_what_the_function_raised(group: LocalGroup, use: str, to: int) -> None:
-    rref = remote(group[0], to, fail, "empty")
+    rref = remote(group.agents[0], to, fail, "empty")
     for _ in range(2):
         with pytest.raises(ShelfError) as caught:
             USES[use](rref)
@@ -37,21 +37,21 @@ def test_every_use_raises_what_the_function_raised(group: LocalGroup, use: str, 
 
 def test_a_third_worker_meets_the_error_too(group: LocalGroup) -> None:
     with pytest.raises(ShelfError, match="empty"):
-        call(group[0], 2, fetch, remote(group[0], 1, fail, "empty"))
+        call(group.agents[0], 2, fetch, remote(group.agents[0], 1, fail, "empty"))
 
 
 def test_the_owner_meets_the_error_by_local_value(group: LocalGroup) -> None:
     with pytest.raises(ShelfError, match="empty"):
-        remote(group[0], 0, fail, "empty").local_value()
+        remote(group.agents[0], 0, fail, "empty").local_value()
 
 
 @pytest.mark.parametrize("use", ["to_here", "local value", "_get_type"])
 def test_an_error_that_the_owner_has_met_does_not_keep_the_reference(group: LocalGroup, use: str) -> None:
-    rref = remote(group[0], 0, fail, "empty")
+    rref = remote(group.agents[0], 0, fail, "empty")
     with pytest.raises(ShelfError):
         rref.local_value() if use == "local value" else USES[use](rref)
     del rref
-    expect_nothing_left(group)
+    expect_nothing_left(group.agents)
 
 
 @pytest.mark.parametrize("to", [0, 1], ids=["at the owner", "elsewhere"])
@@ -67,7 +67,7 @@ def test_an_error_that_the_owner_has_met_does_not_keep_the_reference(group: Loca
 )
 def test_an_error_that_was_handled_keeps_nothing(group: LocalGroup, use: Callable[[RRef[Any]], Any], to: int) -> None:
     """Not even until the garbage collector comes by: the references would be reported as leaks."""
-    rref = remote(group[0], to, fail, "early")
+    rref = remote(group.agents[0], to, fail, "early")
     gc.collect()
     gc.disable()
     try:
@@ -82,7 +82,7 @@ def test_an_error_that_was_handled_keeps_nothing(group: LocalGroup, use: Callabl
 
 def test_arguments_that_cannot_be_unpickled_there_fail_the_value(group: LocalGroup) -> None:
     with pytest.raises(SerializationError, match="cannot be rebuilt on worker 'worker1'"):
-        remote(group[0], 1, echo, Unreadable()).to_here()
+        remote(group.agents[0], 1, echo, Unreadable()).to_here()
 
 
 class Unreadable:
@@ -95,7 +95,7 @@ def raise_on_load() -> None:
 
 
 def test_a_value_that_cannot_be_pickled_stays_usable_there(group: LocalGroup) -> None:
-    rref = remote(group[0], 1, threading.Lock)
+    rref = remote(group.agents[0], 1, threading.Lock)
     with pytest.raises(SerializationError, match="cannot be pickled"):
         rref.to_here()
     assert rref.rpc_sync().locked() is False

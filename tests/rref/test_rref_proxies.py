@@ -21,7 +21,7 @@ pytestmark = pytest.mark.timeout(30)
 
 @pytest.mark.parametrize("to", [0, 1], ids=["own", "another's"])
 def test_methods_run_where_the_value_is(group: LocalGroup, to: int) -> None:
-    rref = remote(group[0], to, Shelf, "tea")
+    rref = remote(group.agents[0], to, Shelf, "tea")
     assert rref.rpc_sync().put("milk") == 2
     assert rref.rpc_sync().put("salt", times=2) == 4
     assert rref.rpc_async().put("rice").wait() == 5
@@ -38,7 +38,7 @@ def test_methods_run_where_the_value_is(group: LocalGroup, to: int) -> None:
 
 @pytest.mark.parametrize("to", [0, 1], ids=["own", "another's"])
 def test_the_result_of_a_method_may_stay_there(group: LocalGroup, to: int) -> None:
-    rref = remote(group[0], to, Shelf, "tea")
+    rref = remote(group.agents[0], to, Shelf, "tea")
     count = rref.remote().put("milk")
     assert isinstance(count, RRef)
     assert count.owner() == rref.owner()
@@ -51,7 +51,7 @@ def test_the_result_of_a_method_may_stay_there(group: LocalGroup, to: int) -> No
 
 def test_a_method_is_called_before_the_value_is_there(group: LocalGroup) -> None:
     gate = new_gate("early")
-    rref = remote(group[0], 1, wait_at, "early", Shelf("tea"))
+    rref = remote(group.agents[0], 1, wait_at, "early", Shelf("tea"))
     futures = [rref.rpc_async().put("milk") for _ in range(3)]
     later = rref.remote().put("rice")
     assert arrived["early"].wait(SOON)
@@ -62,28 +62,28 @@ def test_a_method_is_called_before_the_value_is_there(group: LocalGroup) -> None
 
 def test_a_chain_of_references_whose_links_are_dropped_at_once(group: LocalGroup) -> None:
     gate = new_gate("chain")
-    count = remote(group[0], 1, wait_at, "chain", Shelf("tea")).remote().put("milk").remote().bit_length()
+    count = remote(group.agents[0], 1, wait_at, "chain", Shelf("tea")).remote().put("milk").remote().bit_length()
     gc.collect()
     assert arrived["chain"].wait(SOON)
     for _ in range(20):  # whatever is given back is given back before the first value is there
-        call(group[0], 1, echo, 0)
-        group[0].reference_store.process()
+        call(group.agents[0], 1, echo, 0)
+        group.agents[0].reference_store.process()
     gate.set()
     assert count.to_here() == 2
 
 
 def test_a_call_holds_its_reference_until_it_is_answered(group: LocalGroup) -> None:
     gate = new_gate("held")
-    future = remote(group[0], 1, wait_at, "held", Shelf("tea")).rpc_async().put("milk")
+    future = remote(group.agents[0], 1, wait_at, "held", Shelf("tea")).rpc_async().put("milk")
     gc.collect()
     assert arrived["held"].wait(SOON)
-    call(group[0], 1, echo, 1)
+    call(group.agents[0], 1, echo, 1)
     gate.set()
     assert future.wait() == 2
 
 
 def test_a_method_that_is_not_there(group: LocalGroup) -> None:
-    rref = remote(group[0], 1, Shelf)
+    rref = remote(group.agents[0], 1, Shelf)
     with pytest.raises(AttributeError, match="'Shelf' object has no attribute 'nothing'"):
         rref.rpc_sync().nothing()
 
@@ -99,7 +99,7 @@ class Named:
 
 @pytest.mark.parametrize("way", ["rpc_sync", "rpc_async", "remote"])
 def test_a_method_may_have_any_name(group: LocalGroup, way: str) -> None:
-    rref = remote(group[0], 1, Named)
+    rref = remote(group.agents[0], 1, Named)
     for name in ("_call", "_handle", "_rref", "_timeout", "_way", "call", "handle", "timeout", "method", "rpc_sync"):
         outcome = getattr(getattr(rref, way)(), name)(1, handle=2, timeout=3, method=4, self=5)
         if way == "remote":
@@ -110,7 +110,7 @@ def test_a_method_may_have_any_name(group: LocalGroup, way: str) -> None:
 
 
 def test_an_attribute_takes_no_arguments(group: LocalGroup) -> None:
-    rref = remote(group[0], 1, Shelf)
+    rref = remote(group.agents[0], 1, Shelf)
     with pytest.raises(TypeError, match=r"'size' of a Shelf is a int, which cannot be called: it is read without arg"):
         rref.rpc_sync().size(1)
     with pytest.raises(TypeError, match="'items' of a Shelf is a list"):
@@ -119,16 +119,16 @@ def test_an_attribute_takes_no_arguments(group: LocalGroup) -> None:
 
 @pytest.mark.parametrize("to", [0, 1, 2])
 def test_a_proxy_and_its_methods_go_where_references_go(group: LocalGroup, to: int) -> None:
-    rref = remote(group[0], 1, Shelf, "tea")
+    rref = remote(group.agents[0], 1, Shelf, "tea")
     proxy = rref.rpc_sync(timeout=SOON)
-    assert call(group[0], to, proxy.put, "milk") == 2
-    assert call(group[0], to, put_by, proxy, "rice") == 3
-    assert call(group[0], to, repr, proxy) == repr(proxy)
-    back = call(group[0], to, echo, proxy)
+    assert call(group.agents[0], to, proxy.put, "milk") == 2
+    assert call(group.agents[0], to, put_by, proxy, "rice") == 3
+    assert call(group.agents[0], to, repr, proxy) == repr(proxy)
+    back = call(group.agents[0], to, echo, proxy)
     assert back.items() == ["tea", "milk", "rice"]
     assert copy.copy(proxy).items() == ["tea", "milk", "rice"]
     del rref, proxy, back
-    expect_nothing_left(group)
+    expect_nothing_left(group.agents)
 
 
 def put_by(proxy: Any, item: str) -> Any:
@@ -136,7 +136,7 @@ def put_by(proxy: Any, item: str) -> Any:
 
 
 def test_a_proxy_is_pickled_only_in_calls(group: LocalGroup) -> None:
-    proxy = remote(group[0], 1, Shelf).rpc_sync()
+    proxy = remote(group.agents[0], 1, Shelf).rpc_sync()
     for thing in (proxy, proxy.put):
         with pytest.raises(SerializationError, match=r"can be pickled only as an argument or result of a remote call"):
             pickle.dumps(thing)
@@ -146,11 +146,11 @@ def test_a_proxy_is_pickled_only_in_calls(group: LocalGroup) -> None:
 
 def test_a_value_that_cannot_be_called(group: LocalGroup) -> None:
     with pytest.raises(TypeError, match="'int' object is not callable"):
-        remote(group[0], 1, echo, 5).rpc_sync()()
+        remote(group.agents[0], 1, echo, 5).rpc_sync()()
 
 
 def test_what_a_method_raises_arrives_with_its_own_type(group: LocalGroup) -> None:
-    rref = remote(group[0], 1, Shelf)
+    rref = remote(group.agents[0], 1, Shelf)
     for fail_at in (rref.rpc_sync().fail, lambda text: rref.rpc_async().fail(text).wait()):
         with pytest.raises(ShelfError) as caught:
             fail_at("empty")
@@ -159,15 +159,15 @@ def test_what_a_method_raises_arrives_with_its_own_type(group: LocalGroup) -> No
 
 
 def test_methods_take_references(group: LocalGroup) -> None:
-    shelf = remote(group[0], 1, Shelf)
-    assert shelf.rpc_sync().fetch(remote(group[0], 2, echo, 5)) == 5
-    assert shelf.rpc_sync().fetch(here(group[0], 6)) == 6
-    assert shelf.remote().fetch(remote(group[0], 2, echo, 7)).to_here() == 7
+    shelf = remote(group.agents[0], 1, Shelf)
+    assert shelf.rpc_sync().fetch(remote(group.agents[0], 2, echo, 5)) == 5
+    assert shelf.rpc_sync().fetch(here(group.agents[0], 6)) == 6
+    assert shelf.remote().fetch(remote(group.agents[0], 2, echo, 7)).to_here() == 7
 
 
 def test_a_proxys_method_has_a_timeout(group: LocalGroup) -> None:
     gate = new_gate("proxy")
-    rref = remote(group[0], 1, wait_at, "proxy", Shelf())
+    rref = remote(group.agents[0], 1, wait_at, "proxy", Shelf())
     with pytest.raises(RpcTimeoutError, match=r"did not answer `put` within 0.05 s"):
         rref.rpc_sync(timeout=0.05).put("tea")
     future = rref.rpc_async(timeout=0.05).put("tea")

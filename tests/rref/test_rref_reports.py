@@ -10,7 +10,7 @@ import pytest
 
 import farcall
 from eventually import eventually
-from farcall import ReferenceRefusedError, RpcBackendOptions, RRef, UsageError, api
+from farcall import ReferenceRefusedError, RpcBackendOptions, RRef, UsageError
 from farcall.testing import LocalGroup
 from gates import new_gate, wait_at
 from group_stage import call, echo
@@ -37,7 +37,7 @@ def line_of(text: str) -> bool:
 def test_references_lists_what_is_owned_and_held(this_worker: LocalGroup) -> None:
     own = RRef(Shelf())
     other = farcall.remote("worker1", Shelf)
-    call(this_worker[0], 2, keep_there, own)
+    call(this_worker.agents[0], 2, keep_there, own)
     expect_confirmed(other)
     inventory = farcall.references()
     ((owned,), (held,)) = inventory.owned, inventory.held
@@ -49,12 +49,12 @@ def test_references_lists_what_is_owned_and_held(this_worker: LocalGroup) -> Non
     assert "owns 1, holds 1" in shown
     assert "(Shelf), held 1 here, 1 by 'worker2'; made at " in shown
     assert "owned by 'worker1', confirmed; made at " in shown
-    there = this_worker[1].reference_store.inventory()
+    there = this_worker.agents[1].reference_store.inventory()
     assert there.owned[0].created_at == "the request of 'worker0'"
     assert there.owned[0].holders == ("worker0",)
     kept.clear()
     del own, other
-    expect_nothing_left(this_worker)
+    expect_nothing_left(this_worker.agents)
     assert farcall.references().owned == farcall.references().held == ()
 
 
@@ -73,9 +73,8 @@ def test_a_value_that_is_not_there_or_failed_is_listed_so(this_worker: LocalGrou
     pending.to_here()
 
 
-def test_a_stack_is_recorded_on_request(monkeypatch: pytest.MonkeyPatch) -> None:
-    with LocalGroup(2, RpcBackendOptions(record_stacks=True)) as group:
-        monkeypatch.setattr(api, "_agent", group[0])
+def test_a_stack_is_recorded_on_request() -> None:
+    with LocalGroup(2, RpcBackendOptions(record_stacks=True)):
         own = make_in_a_function()
         (owned,) = farcall.references().owned
         assert "in make_in_a_function" in owned.created_at
@@ -92,7 +91,7 @@ def test_the_counters_that_torch_has(this_worker: LocalGroup) -> None:
     assert farcall._rref_context_get_debug_info() == zero
     gate = new_gate("counted")
     own, pending = RRef(5), farcall.remote("worker0", wait_at, args=("counted",))
-    call(this_worker[0], 2, keep_there, own)
+    call(this_worker.agents[0], 2, keep_there, own)
     assert farcall._rref_context_get_debug_info() == {
         "num_owner_rrefs": "2", "num_pending_users": "0", "num_pending_futures": "1", "num_forks": "1"
     }  # fmt: skip
@@ -100,7 +99,7 @@ def test_the_counters_that_torch_has(this_worker: LocalGroup) -> None:
     kept.clear()
     pending.to_here()
     del own, pending
-    expect_nothing_left(this_worker)
+    expect_nothing_left(this_worker.agents)
     assert farcall._rref_context_get_debug_info() == zero
 
 
@@ -111,11 +110,11 @@ def test_all_handles_of_others_can_be_given_up(this_worker: LocalGroup) -> None:
     with pytest.raises(UsageError, match="all references of this worker were deleted"):
         other.to_here()
     with pytest.raises(UsageError, match="were deleted"):
-        call(this_worker[0], 2, fetch, other)
+        call(this_worker.agents[0], 2, fetch, other)
     with pytest.raises(UsageError, match="were deleted"):
         other.remote().bit_length()
     assert own.to_here() == 5
-    expect_nothing_left([this_worker[1]])
+    expect_nothing_left([this_worker.agents[1]])
 
 
 def test_the_context_is_not_destroyed_while_references_are_left(this_worker: LocalGroup) -> None:
@@ -130,13 +129,13 @@ def test_the_context_is_not_destroyed_while_references_are_left(this_worker: Loc
 
 
 def own_shelf(group: LocalGroup) -> RRef[Any]:
-    return here(group[1], Shelf())
+    return here(group.agents[1], Shelf())
 
 
 def test_a_worker_whose_context_was_destroyed_goes_on(this_worker: LocalGroup) -> None:
     own, other = RRef(Shelf()), farcall.remote("worker1", Shelf)
     held = weakref.ref(own.local_value())
-    call(this_worker[0], 2, keep_there, own)
+    call(this_worker.agents[0], 2, keep_there, own)
     del own
     farcall._destroy_rref_context(ignore_leak=True)
     eventually(lambda: held() is None)  # the serving pool may be letting go of it just now
@@ -146,9 +145,9 @@ def test_a_worker_whose_context_was_destroyed_goes_on(this_worker: LocalGroup) -
         fetch(kept[0])
     assert RRef(5).to_here() == 5
     assert farcall.remote("worker1", echo, args=(6,)).to_here() == 6
-    assert remote(this_worker[1], 0, echo, 7).to_here() == 7
-    returned = call(this_worker[0], 1, own_shelf, this_worker)
+    assert remote(this_worker.agents[1], 0, echo, 7).to_here() == 7
+    returned = call(this_worker.agents[0], 1, own_shelf, this_worker)
     assert returned.rpc_sync().put("tea") == 1
     del returned
     kept.clear()
-    expect_nothing_left(this_worker)
+    expect_nothing_left(this_worker.agents)

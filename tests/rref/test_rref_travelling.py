@@ -55,34 +55,34 @@ WAYS = ["itself", "list", "nested", "object", "key", "set", "twice"]
 )
 @pytest.mark.parametrize("way", WAYS)
 def test_a_reference_goes_anywhere_in_anything(group: LocalGroup, way: str, to: int, owner: int) -> None:
-    rref = remote(group[0], owner, echo, "tea")
-    values = call(group[0], to, fetch_all, carry(rref, way))
+    rref = remote(group.agents[0], owner, echo, "tea")
+    values = call(group.agents[0], to, fetch_all, carry(rref, way))
     assert values == ["tea"] * (3 if way == "twice" else 1)
-    back = call(group[0], to, echo, carry(rref, way))
+    back = call(group.agents[0], to, echo, carry(rref, way))
     assert references_in(back) == references_in(carry(rref, way))
     assert fetch_all(back) == values
     assert rref.to_here() == "tea"
     del rref, back
-    expect_nothing_left(group)
+    expect_nothing_left(group.agents)
 
 
 @pytest.mark.parametrize("to", [0, 1, 2])
 def test_a_reference_in_a_remote_call_and_in_its_value(group: LocalGroup, to: int) -> None:
-    inner = remote(group[0], 1, echo, "tea")
-    outer = remote(group[0], to, Box, inner)
+    inner = remote(group.agents[0], 1, echo, "tea")
+    outer = remote(group.agents[0], to, Box, inner)
     assert outer.to_here().content == inner
     assert outer.to_here().content.to_here() == "tea"
     del inner
     gc.collect()
     assert outer.to_here().content.to_here() == "tea", "the box at its owner holds it"
     del outer
-    expect_nothing_left(group)
+    expect_nothing_left(group.agents)
 
 
 def test_twice_in_one_message_is_one_handle(group: LocalGroup) -> None:
-    rref = remote(group[0], 1, echo, "tea")
-    assert call(group[0], 2, are_one_handle, [rref, rref]) is True
-    assert call(group[0], 1, are_one_handle, [rref, copy.copy(rref)]) is True
+    rref = remote(group.agents[0], 1, echo, "tea")
+    assert call(group.agents[0], 2, are_one_handle, [rref, rref]) is True
+    assert call(group.agents[0], 1, are_one_handle, [rref, copy.copy(rref)]) is True
 
 
 def are_one_handle(rrefs: list[RRef[Any]]) -> bool:
@@ -91,9 +91,9 @@ def are_one_handle(rrefs: list[RRef[Any]]) -> bool:
 
 def test_an_argument_before_its_value_exists(group: LocalGroup) -> None:
     gate = new_gate("argument")
-    rref = remote(group[0], 1, wait_at, "argument", "tea")
-    futures = [start(group[0], to, fetch, rref) for to in (0, 1, 2)]
-    sums = remote(group[0], 2, fetch_all, [rref, rref])
+    rref = remote(group.agents[0], 1, wait_at, "argument", "tea")
+    futures = [start(group.agents[0], to, fetch, rref) for to in (0, 1, 2)]
+    sums = remote(group.agents[0], 2, fetch_all, [rref, rref])
     assert arrived["argument"].wait(SOON)
     assert not any(future.done() for future in futures)
     gate.set()
@@ -103,67 +103,67 @@ def test_an_argument_before_its_value_exists(group: LocalGroup) -> None:
 
 def test_an_argument_before_the_owner_has_heard_of_it(group: LocalGroup) -> None:
     """The creator's message is still on its way, a large one, say; a third worker is faster."""
-    call(group[0], 1, echo, 0)
-    connection = group[0].calling.numbered[1].connection
+    call(group.agents[0], 1, echo, 0)
+    connection = group.agents[0].calling.numbered[1].connection
     assert connection is not None
     held_back: list[Any] = []
     send_call = connection.send_call
     connection.send_call = lambda *call: held_back.append(call)  # type: ignore[method-assign]
-    rref = remote(group[0], 1, echo, "tea")
+    rref = remote(group.agents[0], 1, echo, "tea")
     connection.send_call = send_call  # type: ignore[method-assign]
-    fetched = start(group[0], 2, fetch, rref)
-    eventually(lambda: group[1].reference_store.table_sizes()["values"])
-    call(group[2], 1, echo, 0)
+    fetched = start(group.agents[0], 2, fetch, rref)
+    eventually(lambda: group.agents[1].reference_store.table_sizes()["values"])
+    call(group.agents[2], 1, echo, 0)
     assert not fetched.done(), fetched
     for held in held_back:
         send_call(*held)
     assert fetched.wait() == "tea"
     del rref
-    expect_nothing_left(group)
+    expect_nothing_left(group.agents)
 
 
 def test_a_result_that_nobody_takes_is_given_back(group: LocalGroup) -> None:
     gate = new_gate("late")
-    future = start(group[0], 1, reference_at, group, "late", timeout=0.05)
+    future = start(group.agents[0], 1, reference_at, group, "late", timeout=0.05)
     assert isinstance(future.exception(), RpcTimeoutError)
     gate.set()
-    call(group[0], 1, echo, 0)
-    expect_nothing_left(group)
+    call(group.agents[0], 1, echo, 0)
+    expect_nothing_left(group.agents)
 
 
 def reference_at(group: LocalGroup, gate: str) -> Any:
     """Runs on worker 1: a reference to a value of its own, after a while."""
     wait_at(gate)
-    return here(group[1], "tea")
+    return here(group.agents[1], "tea")
 
 
 def test_a_result_that_nobody_reads_is_given_back(group: LocalGroup) -> None:
     gate = new_gate("unread")
     gate.set()
-    future = start(group[0], 1, reference_at, group, "unread")
+    future = start(group.agents[0], 1, reference_at, group, "unread")
     eventually(future.done)
-    assert group[1].reference_store.table_sizes()["owned"]
+    assert group.agents[1].reference_store.table_sizes()["owned"]
     del future
-    expect_nothing_left(group)
+    expect_nothing_left(group.agents)
 
 
 def test_a_value_lives_as_long_as_anybody_holds_it(group: LocalGroup) -> None:
     shelf = Shelf()
     value = weakref.ref(shelf)
-    first = here(group[1], shelf)
+    first = here(group.agents[1], shelf)
     del shelf
-    second = call(group[1], 0, echo, first)  # to worker 0 and back
+    second = call(group.agents[1], 0, echo, first)  # to worker 0 and back
     del first
     gc.collect()
-    third = keep(group[1], 2, second)
+    third = keep(group.agents[1], 2, second)
     del second
     gc.collect()
-    call(group[2], 1, echo, 0)
+    call(group.agents[2], 1, echo, 0)
     assert value() is not None
     assert third.to_here().items == []
     del third
     kept.clear()
-    expect_nothing_left(group)
+    expect_nothing_left(group.agents)
     eventually(lambda: value() is None)
 
 
@@ -173,7 +173,7 @@ def keep(caller: Any, to: int, rref: RRef[Any]) -> RRef[Any]:
 
 
 def test_pickling_outside_a_call_is_refused(group: LocalGroup) -> None:
-    rref = remote(group[0], 1, echo, 5)
+    rref = remote(group.agents[0], 1, echo, 5)
     for dump in (lambda: pickle.dumps(rref), lambda: pickle.dumps([1, {2: rref}]), rref._serialize):
         with pytest.raises(SerializationError, match=r"RRef 0:1 .*only as an argument or result of a remote call"):
             dump()
@@ -183,8 +183,8 @@ def test_pickling_outside_a_call_is_refused(group: LocalGroup) -> None:
 
 
 def test_what_stands_for_it_in_a_pickle(group: LocalGroup) -> None:
-    rref = here(group[0], "tea")
-    assert call(group[0], 1, deserialized_value, Serialized(rref)) == "tea"
+    rref = here(group.agents[0], "tea")
+    assert call(group.agents[0], 1, deserialized_value, Serialized(rref)) == "tea"
     with pytest.raises(SerializationError, match="outside the call that it belongs to"):
         RRef._deserialize((0,))
 
@@ -208,7 +208,7 @@ def deserialized_value(serialized: Serialized) -> Any:
 
 
 def test_a_pickle_of_a_call_read_after_it_is_refused(group: LocalGroup) -> None:
-    assert call(group[0], 1, load_later, Stored(here(group[0], 1))) == "SerializationError"
+    assert call(group.agents[0], 1, load_later, Stored(here(group.agents[0], 1))) == "SerializationError"
 
 
 class Stored:
@@ -241,7 +241,7 @@ def test_many_threads_make_share_and_drop_references(group: LocalGroup) -> None:
         counts = list(pool.map(lambda number: make_and_share(group, number, stop), range(8)))
     timer.join()
     assert min(counts) > 20, counts
-    expect_nothing_left(group)
+    expect_nothing_left(group.agents)
 
 
 def make_and_share(group: LocalGroup, number: int, stop: threading.Event) -> int:
@@ -250,7 +250,7 @@ def make_and_share(group: LocalGroup, number: int, stop: threading.Event) -> int
     count = 0
     while not stop.is_set():
         count += 1
-        maker = group[(number + count) % 3]
+        maker = group.agents[(number + count) % 3]
         rref = remote(maker, (number + 2 * count) % 3, echo, (number, count))
         mine.append(rref)
         assert call(maker, count % 3, fetch_all, [rref, {1: rref}]) == [(number, count)] * 2

@@ -21,7 +21,7 @@ def name_owner(rref: RRef[str]) -> str:
 
 
 def call(group: LocalGroup, rref: RRef[str]) -> Any:
-    return group[0].calling.call("worker1", name_owner, (rref,), None, SOON).wait
+    return group.agents[0].calling.call("worker1", name_owner, (rref,), None, SOON).wait
 
 
 def call_remote(group: LocalGroup, rref: RRef[str]) -> Any:
@@ -47,4 +47,4 @@ def test_an_interrupted_call_with_a_reference_leaves_nothing(act: Callable[[Loca
             assert wait is None
             assert act(group, rref)() == "worker0"  # it works again
         del rref, wait
-        expect_nothing_left(group)
+        expect_nothing_left(group.agents)

@@ -89,7 +89,7 @@ def test_only_a_faulty_agent_has_faults() -> None:
     with pytest.raises(NotInitializedError):
         faults()
     with LocalGroup(1) as group, pytest.raises(UsageError, match="worker 'worker0' has no faulty agent: start it with"):
-        faults(group[0])
+        faults(group.agents[0])
 
 
 def test_with_usual_options_nothing_fails_until_it_is_told() -> None:

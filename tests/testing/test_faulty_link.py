@@ -50,19 +50,19 @@ def all_fail(names: list[str], failure: Failure, sends: int = 1) -> dict[str, An
 def test_a_call_that_fails_raises_at_once_and_alone(new_group: NewGroup) -> None:
     group = new_group(2)
     gate = new_gate("alone")
-    other = start(group[0], 1, wait_at, "alone", "unharmed")
+    other = start(group.agents[0], 1, wait_at, "alone", "unharmed")
     assert arrived["alone"].wait(SOON)
-    faults(group[0]).fail("PYTHON_CALL", sends=2)
+    faults(group.agents[0]).fail("PYTHON_CALL", sends=2)
     for attempt in (1, 2):
         with pytest.raises(WorkerLostError) as caught:
-            call(group[0], 1, run, "a", timeout=0)
+            call(group.agents[0], 1, run, "a", timeout=0)
         assert caught.value.worker == "worker1"
         assert "worker 'worker1' was not asked for `group_stage.run`: " in str(caught.value)
         assert f"the faulty agent let this PYTHON_CALL fail (error; {attempt} of 2 sends)" in str(caught.value)
-    assert call(group[0], 1, run, "a") == "a"
+    assert call(group.agents[0], 1, run, "a") == "a"
     with pytest.raises(WorkerLostError, match="1 of 2 sends"):
-        call(group[0], 1, run, "b")
-    assert call(group[1], 0, run, "c") == "c"  # another sender
+        call(group.agents[0], 1, run, "b")
+    assert call(group.agents[1], 0, run, "c") == "c"  # another sender
     assert runs == ["a", "c"]
     gate.set()
     assert other.wait() == "unharmed"
@@ -71,14 +71,14 @@ def test_a_call_that_fails_raises_at_once_and_alone(new_group: NewGroup) -> None
 def test_a_function_by_value_fails_too(new_group: NewGroup) -> None:
     group = new_group(2, messages_to_fail=["SCRIPT_CALL"])
     with pytest.raises(WorkerLostError, match="was not asked for a function or a value"):
-        call(group[0], 1, lambda: 1)
+        call(group.agents[0], 1, lambda: 1)
 
 
 def test_a_worker_may_fail_to_call_itself(new_group: NewGroup) -> None:
     group = new_group(1, messages_to_fail=["PYTHON_CALL"])
     with pytest.raises(WorkerLostError, match="worker 'worker0' was not asked"):
-        call(group[0], 0, run, 1)
-    assert call(group[0], 0, run, 1) == 1
+        call(group.agents[0], 0, run, 1)
+    assert call(group.agents[0], 0, run, 1) == 1
 
 
 @pytest.mark.parametrize(("failure", "ran"), [(Failure.REQUEST_LOST, []), (Failure.REPLY_LOST, ["a"])])
@@ -88,55 +88,55 @@ def test_a_call_that_is_lost_ends_by_its_timeout_and_runs_once_at_most(
     group = new_group(2, **all_fail(["PYTHON_CALL"], failure))
     began = monotonic()
     with pytest.raises(RpcTimeoutError, match="worker 'worker1' did not answer"):
-        call(group[0], 1, run, "a", timeout=MOMENT)
+        call(group.agents[0], 1, run, "a", timeout=MOMENT)
     assert monotonic() - began >= MOMENT
     assert runs == ran
-    assert call(group[0], 1, run, "a") == "a"  # the same again: it goes through
+    assert call(group.agents[0], 1, run, "a") == "a"  # the same again: it goes through
     assert runs == [*ran, "a"]
     group.shutdown()
 
 
 def test_a_late_call_arrives_behind_the_next_one_and_its_answer_is_for_nobody(new_group: NewGroup) -> None:
     group = new_group(2, **all_fail(["PYTHON_CALL"], Failure.LATE))
-    first = start(group[0], 1, run, "first", timeout=MOMENT)
+    first = start(group.agents[0], 1, run, "first", timeout=MOMENT)
     with pytest.raises(RpcTimeoutError):
         first.wait()
     assert runs == []
-    faults(group[0]).fail("PYTHON_CALL", sends=0)
-    assert call(group[0], 1, run, "second") == "second"
+    faults(group.agents[0]).fail("PYTHON_CALL", sends=0)
+    assert call(group.agents[0], 1, run, "second") == "second"
     eventually(lambda: len(runs) == 2)
     assert runs == ["second", "first"]
-    assert call(group[0], 1, run, "third") == "third"
+    assert call(group.agents[0], 1, run, "third") == "third"
     group.shutdown()
     assert runs == ["second", "first", "third"]
 
 
 def test_a_fetch_fails_by_its_own_name(new_group: NewGroup) -> None:
     group = new_group(2, **all_fail(["PYTHON_RREF_FETCH_CALL"], Failure.REQUEST_LOST))
-    shelf = remote(group[0], 1, Shelf, "tea")
+    shelf = remote(group.agents[0], 1, Shelf, "tea")
     assert shelf.rpc_sync().size() == 1
     with pytest.raises(RpcTimeoutError):
         shelf.to_here(timeout=MOMENT)
     assert shelf.to_here().items == ["tea"]
     del shelf
-    expect_nothing_left(group)
+    expect_nothing_left(group.agents)
 
 
 @pytest.mark.parametrize("failure", Failure)
 @pytest.mark.parametrize("owner", [0, 1, 2])
 def test_references_of_a_call_that_fails_do_not_leak(new_group: NewGroup, failure: Failure, owner: int) -> None:
     group = new_group(3)
-    rref = remote(group[0], owner, list, "x")
+    rref = remote(group.agents[0], owner, list, "x")
     if owner:
         expect_confirmed(rref)
-    faults(group[0]).fail("PYTHON_CALL", 1, failure)
-    future = start(group[0], 1, take_and_give, rref, timeout=MOMENT)
+    faults(group.agents[0]).fail("PYTHON_CALL", 1, failure)
+    future = start(group.agents[0], 1, take_and_give, rref, timeout=MOMENT)
     with pytest.raises((RpcTimeoutError, WorkerLostError)):
         future.wait()
-    faults(group[0]).fail("PYTHON_CALL", 0)
-    assert call(group[0], 1, fetch, rref) == ["x"]
+    faults(group.agents[0]).fail("PYTHON_CALL", 0)
+    assert call(group.agents[0], 1, fetch, rref) == ["x"]
     del rref, future
-    expect_nothing_left(group)
+    expect_nothing_left(group.agents)
     group.shutdown()
     assert len(runs) == (failure in (Failure.REPLY_LOST, Failure.LATE))
 
@@ -149,24 +149,26 @@ def take_and_give(rref: RRef[Any]) -> RRef[Any]:
 def test_large_arguments_and_results_pass(new_group: NewGroup) -> None:
     group = new_group(2, messages_to_delay={"PYTHON_CALL": 0.01})
     value = [b"x" * 3_000_000, bytearray(b"y" * 500_000)]
-    assert call(group[0], 1, echo, value) == value
+    assert call(group.agents[0], 1, echo, value) == value
 
 
 def test_a_delayed_call_is_overtaken(new_group: NewGroup) -> None:
     group = new_group(2, messages_to_delay={"PYTHON_RREF_FETCH_CALL": MOMENT})
-    rref = remote(group[0], 1, echo, "tea")
+    rref = remote(group.agents[0], 1, echo, "tea")
     with pytest.raises(RpcTimeoutError):
         rref.to_here(timeout=MOMENT / 3)
     began = monotonic()
-    future = group[0].calling.call_on(cast(Handle, rref._handle), b"\2", "to_here", (), None, SOON, unattended=True)
-    assert call(group[0], 1, run, 1) == 1
+    future = group.agents[0].calling.call_on(
+        cast(Handle, rref._handle), b"\2", "to_here", (), None, SOON, unattended=True
+    )
+    assert call(group.agents[0], 1, run, 1) == 1
     assert not future.done()
     assert future.wait() == "tea"
     assert monotonic() - began >= MOMENT
-    faults(group[0]).delay("PYTHON_RREF_FETCH_CALL", 0)
+    faults(group.agents[0]).delay("PYTHON_RREF_FETCH_CALL", 0)
     assert rref.to_here(timeout=SOON) == "tea"
     del rref, future
-    expect_nothing_left(group)
+    expect_nothing_left(group.agents)
 
 
 def test_what_is_late_arrives_in_the_end_though_nothing_is_sent_again(
@@ -174,7 +176,7 @@ def test_what_is_late_arrives_in_the_end_though_nothing_is_sent_again(
 ) -> None:
     monkeypatch.setattr(faulty_link, "MAX_LATE_S", 0.05)
     group = new_group(2, **all_fail(["PYTHON_CALL"], Failure.LATE))
-    assert call(group[0], 1, run, "late") == "late"
+    assert call(group.agents[0], 1, run, "late") == "late"
     group.shutdown()
     assert runs == ["late"]
 
@@ -274,13 +276,13 @@ def test_what_is_about_references_arrives_though_it_failed_three_times(
     new_group: NewGroup, name: str, failure: Failure
 ) -> None:
     group = new_group(3, **all_fail([name], failure, sends=3))
-    shelf = remote(group[0], 1, make_once, "tea")
+    shelf = remote(group.agents[0], 1, make_once, "tea")
     expect_confirmed(shelf)
-    assert call(group[0], 2, keep_and_fetch, shelf) == ["tea"]
+    assert call(group.agents[0], 2, keep_and_fetch, shelf) == ["tea"]
     del shelf
-    expect_nothing_left(group)
+    expect_nothing_left(group.agents)
     assert runs == ["tea"]
-    assert sum(agent.get_metrics()["resends"] for agent in group) >= (1 if failure is Failure.LATE else 3)
+    assert sum(agent.get_metrics()["resends"] for agent in group.agents) >= (1 if failure is Failure.LATE else 3)
     group.shutdown()
 
 
@@ -304,7 +306,7 @@ def test_all_tables_are_empty_after_everything_failed_under_load(
     )
 
     def work(number: int) -> Any:
-        caller, owner, third = (group[(number + step) % 3] for step in range(3))
+        caller, owner, third = (group.agents[(number + step) % 3] for step in range(3))
         rref = remote(caller, owner.info.name, list, "ab")
         try:
             return call(caller, third.info.name, pass_around, rref)
@@ -314,7 +316,7 @@ def test_all_tables_are_empty_after_everything_failed_under_load(
     results = list(background.map(work, range(24)))
     assert {str(result) for result in results} <= {"['a', 'b']", "lost"}
     assert results.count("lost") < len(results) / 2
-    expect_nothing_left(group)
+    expect_nothing_left(group.agents)
     group.shutdown()
 
 
@@ -325,25 +327,25 @@ def pass_around(rref: RRef[Any]) -> Any:
 def test_calls_that_are_under_way_are_spared(new_group: NewGroup) -> None:
     """What was lost is sent again when they have ended."""
     group = new_group(2, **all_fail(["RREF_USER_DELETE"], Failure.REQUEST_LOST))
-    rref = remote(group[0], 1, list, "x")
+    rref = remote(group.agents[0], 1, list, "x")
     expect_confirmed(rref)
     gate = new_gate("spared")
-    future = start(group[0], 1, wait_at, "spared", "done")
+    future = start(group.agents[0], 1, wait_at, "spared", "done")
     assert arrived["spared"].wait(SOON)
     del rref
     threading.Event().wait(0.2)
-    assert tables(group[1])["owned"] == 1
+    assert tables(group.agents[1])["owned"] == 1
     gate.set()
     assert future.wait() == "done"
-    expect_nothing_left(group)
+    expect_nothing_left(group.agents)
 
 
 def test_the_error_of_a_broken_connection_says_who_broke_it(new_group: NewGroup) -> None:
     group = new_group(2, **all_fail(["PYTHON_REMOTE_CALL"], Failure.REQUEST_LOST))
     gate = new_gate("broken")
-    future = start(group[0], 1, wait_at, "broken")
+    future = start(group.agents[0], 1, wait_at, "broken")
     assert arrived["broken"].wait(SOON)
-    rref = remote(group[0], 1, echo, "tea")
+    rref = remote(group.agents[0], 1, echo, "tea")
     with pytest.raises(
         WorkerLostError, match=r"the faulty agent let this PYTHON_REMOTE_CALL fail \(request lost; 1 of 1"
     ):
@@ -352,19 +354,19 @@ def test_the_error_of_a_broken_connection_says_who_broke_it(new_group: NewGroup)
     expect_confirmed(rref)
     assert rref.to_here() == "tea"
     del rref, future
-    expect_nothing_left(group)
+    expect_nothing_left(group.agents)
 
 
 def test_a_reference_in_a_lost_reply_does_not_leak(new_group: NewGroup) -> None:
     group = new_group(2, **all_fail(["PYTHON_CALL"], Failure.REPLY_LOST))
     with pytest.raises(RpcTimeoutError):
-        call(group[0], 1, new_reference, group, timeout=MOMENT)
-    expect_nothing_left(group)
-    rref = call(group[0], 1, new_reference, group)
+        call(group.agents[0], 1, new_reference, group, timeout=MOMENT)
+    expect_nothing_left(group.agents)
+    rref = call(group.agents[0], 1, new_reference, group)
     assert rref.to_here() == "new"
     del rref
-    expect_nothing_left(group)
+    expect_nothing_left(group.agents)
 
 
 def new_reference(group: LocalGroup) -> RRef[Any]:
-    return here(group[1], "new")
+    return here(group.agents[1], "new")

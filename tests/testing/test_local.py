@@ -11,7 +11,7 @@ import pytest
 
 import farcall as rpc
 from eventually import eventually
-from farcall.errors import NotInitializedError, OwnerLostError, UsageError, WorkerLostError
+from farcall.errors import OwnerLostError, UsageError, WorkerLostError
 from farcall.testing import FaultyRpcBackendOptions, LocalGroup, faults
 from gates import SOON
 from group_stage import NewGroup
@@ -55,20 +55,18 @@ def test_what_cannot_be_names(names: Any, reason: str) -> None:
 
 def test_a_reference_that_one_worker_makes_at_another(new_group: NewGroup) -> None:
     group = new_group(3)
-    with pytest.raises(NotInitializedError):  # it needs no worker of this process
-        rpc.get_worker_info()
     numbers: rpc.RRef[list[int]] = group.remote(0, "worker1", list, ((3, 1, 2),))
     assert numbers.owner_name() == "worker1"
     numbers.rpc_sync(timeout=SOON).append(4)
     assert numbers.to_here(timeout=SOON) == [3, 1, 2, 4]
-    assert group[0].call("worker2", total, (numbers,), None, timeout=SOON).wait() == 10
+    assert group.agents[0].call("worker2", total, (numbers,), None, timeout=SOON).wait() == 10
     assert group.remote("worker0", 1, int, ["7"], {"base": 8}).to_here() == 7
     (owned,) = [each for each in group.references("worker1").owned if each.type == "list"]
     assert "worker0" in owned.holders  # and perhaps worker2 still
     (held,) = [each for each in group.references(0).held if each.reference == owned.reference]
     assert Path(__file__).name in held.created_at
     del numbers
-    expect_nothing_left(group)
+    expect_nothing_left(group.agents)
 
 
 def test_a_reference_to_a_value_of_a_worker(new_group: NewGroup) -> None:
@@ -76,10 +74,10 @@ def test_a_reference_to_a_value_of_a_worker(new_group: NewGroup) -> None:
     numbers = group.rref("worker0", [1, 2])
     assert numbers.is_owner()
     assert numbers.local_value() == [1, 2]
-    assert group[0].call(1, total, (numbers,), None, timeout=SOON).wait() == 3
+    assert group.agents[0].call(1, total, (numbers,), None, timeout=SOON).wait() == 3
     assert [owned.handles for owned in group.references(0).owned] == [1]
     del numbers
-    expect_nothing_left(group)
+    expect_nothing_left(group.agents)
 
 
 def test_there_is_no_such_worker(new_group: NewGroup) -> None:
@@ -100,7 +98,7 @@ def test_there_is_no_such_worker(new_group: NewGroup) -> None:
 def test_each_message_about_references_may_get_lost(new_group: NewGroup, message: str) -> None:
     group = new_group(3, messages_to_fail=[message], num_fail_sends=2)
     numbers: rpc.RRef[list[int]] = group.remote(0, "worker1", list, ((3, 1, 2),))
-    assert group[0].call("worker2", total, (numbers,), None, timeout=SOON).wait() == 6
+    assert group.agents[0].call("worker2", total, (numbers,), None, timeout=SOON).wait() == 6
     assert numbers.to_here(timeout=SOON) == [3, 1, 2]
     del numbers
     eventually(lambda: not group.references("worker1").owned)

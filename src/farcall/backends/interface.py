@@ -32,6 +32,7 @@ import threading
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from functools import cached_property
+from operator import index
 from time import monotonic
 from types import CoroutineType
 from typing import TYPE_CHECKING, Any, Final, NamedTuple, NoReturn, Protocol, TypedDict
@@ -260,8 +261,24 @@ class NoReferences:
 
 # The agent
 
-To = str | int | WorkerInfo
+
+Key = str | int | WorkerInfo
 """Names a worker: its name, its rank, or its `WorkerInfo`."""
+
+
+class WorkerHandle:
+    """The base of `farcall.Worker`: an object that can be given in place of the name of a worker."""
+
+    __slots__ = ()
+
+    @property
+    def key(self) -> Key:
+        """The name, the rank or the `WorkerInfo` of the worker."""
+        raise NotImplementedError
+
+
+To = Key | WorkerHandle
+"""Names a worker: its name, its rank, its `WorkerInfo`, or a `farcall.Worker`."""
 
 
 class PeerMetrics(TypedDict):
@@ -340,6 +357,9 @@ class RpcAgent(ABC):
     reference_store: ReferenceStore = NoReferences()
     """The references of this worker. The default is for backends without references: every use raises `UsageError`."""
 
+    is_open: bool = False
+    """Whether workers may join the group after its start."""
+
     closed: RpcError | None = None
     """The error that every call raises from now on; None while the agent can be used."""
 
@@ -376,7 +396,7 @@ class RpcAgent(ABC):
         """
 
     @abstractmethod
-    def get_worker_info(self, to: To | None = None) -> WorkerInfo:
+    def get_worker_info(self, to: Key | None = None) -> WorkerInfo:
         """Returns the `WorkerInfo` of a worker of the group.
 
         Args:
@@ -455,9 +475,7 @@ class RpcAgent(ABC):
         """
         if self.closed is not None:
             raise self.closed
-        if not isinstance(to, str | int | WorkerInfo):
-            raise bad_callee(to)
-        worker = self.get_worker_info(to)
+        worker = self.get_worker_info(worker_key(to))
         checked_function(function)
         if args is not None and not isinstance(args, tuple | list):
             raise bad_arguments(args)
@@ -607,9 +625,21 @@ def bad_arguments(args: object) -> UsageError:
     return UsageError(f"`args` must be a tuple or list of arguments, not a {type(args).__name__}; write args=(value,)")
 
 
-def bad_callee(to: object) -> UsageError:
-    """Returns the error for a `to` of a type that cannot name a worker. Does not check `to` and raises nothing."""
-    return UsageError(f"`to` must be a worker's name, rank or WorkerInfo, not {to!r}")
+def worker_key(to: object) -> Key:
+    """Returns the name, the rank or the `WorkerInfo` that `to` stands for.
+
+    Raises `UsageError` for anything else. True and 1.0 are no ranks, though they equal one.
+    """
+    if isinstance(to, WorkerHandle):
+        to = to.key
+    if isinstance(to, str | WorkerInfo):
+        return to
+    if not isinstance(to, bool):
+        try:
+            return index(to)  # type: ignore[arg-type]
+        except TypeError:
+            pass
+    raise UsageError(f"`to` must be a worker's name, rank or WorkerInfo, or a farcall.Worker, not {to!r}")
 
 
 def check_timeout(timeout: float) -> None:

@@ -29,6 +29,8 @@ from farcall.errors import RendezvousError, RendezvousTimeoutError, ShutdownErro
 
 LAUNCHER_VARIABLE: Final = "FARCALL_LAUNCHER"
 """The environment variable with the name of the launcher's socket."""
+NAME_VARIABLE: Final = "FARCALL_WORKER_NAME"
+"""The environment variable with the name that the launcher has given to a worker."""
 
 
 _OWN_CODE: Final = os.path.join(os.path.dirname(os.path.dirname(os.path.abspath(__file__))), "")

@@ -195,7 +195,10 @@ class TensorPipeAgent(Agent):
         Raises:
             UnknownWorkerError: The group has no such worker.
         """
-        peer = self._peers.by_key.get(to) if to is not None else None
+        if type(to) is int:
+            peer = self._peers.by_rank.get(to)
+        else:
+            peer = self._peers.by_key.get(to) if to is not None else None  # type: ignore[arg-type]
         if peer is None:
             return as_torch(super().get_worker_info(to))
         known = self._infos.get(peer.number)

@@ -108,6 +108,14 @@ def read_plan(init_method: str, rank: int, world_size: int | None, environ: Mapp
     return Plan(own_rank, size, _parse_place(init_method, url, environ))
 
 
+def rank_in_environment(environ: Mapping[str, str]) -> int | None:
+    """Returns the rank that a launcher has given to this process; None if there is none.
+
+    Raises `UsageError` if it is not a whole number.
+    """
+    return _choose_number("rank", None, {}, environ, _RANK_VARIABLES)
+
+
 def candidate_ports(master_port: int, run_id: str, restart_count: str) -> tuple[int, ...]:
     """Returns ports for the store when MASTER_PORT itself belongs to another program's store, such as torchrun's.
 

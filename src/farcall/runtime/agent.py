@@ -13,7 +13,7 @@ from functools import partial
 from time import monotonic
 from typing import TYPE_CHECKING, Any, Final
 
-from farcall.backends.interface import MembershipChange, Metrics, RpcAgent
+from farcall.backends.interface import Key, MembershipChange, Metrics, RpcAgent, To
 from farcall.errors import ExpelledError, ForkedProcessError, NotInitializedError, RpcError, ShutdownError, UsageError
 from farcall.futures import Future
 from farcall.options import RpcBackendOptions
@@ -22,7 +22,7 @@ from farcall.protocol.refcount import ReferenceCounts
 from farcall.rendezvous.store import CLOSE_TIMEOUT_S as STORE_TIMEOUT_S
 from farcall.runtime import interrupts
 from farcall.runtime.busy_report import describe_busy_work
-from farcall.runtime.caller import Caller, To
+from farcall.runtime.caller import Caller
 from farcall.runtime.client import ClientConnection
 from farcall.runtime.cluster import Cluster, PeerTable
 from farcall.runtime.coroutines import EventLoop
@@ -125,8 +125,8 @@ class Agent(RpcAgent):
             max_frame_size=options.max_message_size,
         )
         self._timers = Timers(name)
-        self._loop = EventLoop(name)
-        self._executor = Executor(name, self._poller, options.num_worker_threads)
+        self._loop = EventLoop(name, self)
+        self._executor = Executor(name, self._poller, options.num_worker_threads, self)
         try:
             self._listeners = self._listen(name, transports, rendezvous.host)
         except BaseException:
@@ -195,6 +195,11 @@ class Agent(RpcAgent):
     def closed(self) -> RpcError | None:  # type: ignore[override]
         """The error that every call raises from now on; None while the agent can be used."""
         return self._peers.closed
+
+    @property
+    def is_open(self) -> bool:  # type: ignore[override]
+        """See `RpcAgent`."""
+        return self._entry.is_open
 
     # Start
 
@@ -313,7 +318,7 @@ class Agent(RpcAgent):
 
     # The group
 
-    def get_worker_info(self, to: To | None = None) -> WorkerInfo:
+    def get_worker_info(self, to: Key | None = None) -> WorkerInfo:
         """Returns the name and id of a worker of the group.
 
         Args:
@@ -326,7 +331,7 @@ class Agent(RpcAgent):
         """
         if to is None:
             return self.info
-        peer = self._peers.by_key.get(to)
+        peer = self._peers.find(to)
         if peer is None:
             raise self.calling.refusal(to)
         return peer.info

@@ -15,7 +15,7 @@ from collections.abc import Callable, Mapping, Sequence
 from time import monotonic
 from typing import Any, Final
 
-from farcall.backends.interface import bad_arguments, bad_callee, check_timeout, checked_function
+from farcall.backends.interface import To, bad_arguments, check_timeout, checked_function, worker_key
 from farcall.errors import OwnerLostError, RpcError, RpcTimeoutError, UnknownWorkerError, UsageError, WorkerLostError
 from farcall.futures import DONE, FAILED, Future
 from farcall.options import UNSET_RPC_TIMEOUT
@@ -49,7 +49,6 @@ from farcall.serialization import (
 )
 from farcall.transports.base import FOREVER
 
-To = str | int | WorkerInfo
 Callee = Callable[..., Any] | str
 """A function, or the name of a method. Used in error messages."""
 _SMALL_CALLEE_BYTES: Final = 400
@@ -118,11 +117,11 @@ class Caller:
         """
         peers = self._peers
         try:
-            peer = peers.by_key.get(to)
+            peer = peers.by_key.get(to)  # type: ignore[arg-type]
         except TypeError:  # not even hashable
             peer = None
         if peer is None or peers.closed is not None:
-            raise self.refusal(to)
+            peer = self._find(to)
         if timeout == UNSET_RPC_TIMEOUT:
             timeout = self.rpc_timeout
         else:
@@ -332,11 +331,11 @@ class Caller:
         Raises the same errors as `call`: `UsageError` for wrong arguments, `SerializationError`, `WorkerLostError`.
         """
         try:
-            peer = self._peers.by_key.get(to)
+            peer = self._peers.by_key.get(to)  # type: ignore[arg-type]
         except TypeError:  # not even hashable
             peer = None
         if peer is None or self._peers.closed is not None:
-            raise self.refusal(to)
+            peer = self._find(to)
         if args is not None and not isinstance(args, tuple | list):
             raise bad_arguments(args)
         callee = encode_function(function)
@@ -497,15 +496,22 @@ class Caller:
                 ) from None
             raise
 
+    def _find(self, to: To) -> Peer:
+        """Returns the worker that `to` names. Raises the error of a call to it, if it cannot be called."""
+        if self._peers.closed is not None:
+            raise self._peers.closed
+        peer = self._peers.find(to)
+        if peer is None:
+            raise self.refusal(to)
+        return peer
+
     def refusal(self, to: object) -> RpcError:
         """Returns the error of a call to `to`, which is not a worker of the group, or cannot be called any more."""
         if self._peers.closed is not None:
             return self._peers.closed
-        if not isinstance(to, str | int | WorkerInfo):
-            return bad_callee(to)
         known = ", ".join(f"{info.name!r} (rank {info.id})" for info in self._peers.present())
         return UnknownWorkerError(
-            f"could not find destination: there is no worker {to!r} in this group; there are {known}"
+            f"could not find destination: there is no worker {worker_key(to)!r} in this group; there are {known}"
         )
 
 

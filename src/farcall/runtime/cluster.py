@@ -25,7 +25,7 @@ from collections.abc import Callable, Iterable
 from time import monotonic
 from typing import TYPE_CHECKING, Final, Protocol
 
-from farcall.backends.interface import MembershipChange
+from farcall.backends.interface import MembershipChange, worker_key
 from farcall.errors import RpcError
 from farcall.protocol.frames import GOSSIP, pack_message
 from farcall.protocol.handshake import Hello, Refused
@@ -64,8 +64,10 @@ class PeerTable:
     """The members of the group, and some workers that are gone. Every call looks its callee up here."""
 
     def __init__(self) -> None:
-        self.by_key: dict[str | int | WorkerInfo, Peer] = {}
-        """The workers by name, by rank and by `WorkerInfo`."""
+        self.by_key: dict[str | WorkerInfo, Peer] = {}
+        """The workers by name and by `WorkerInfo`."""
+        self.by_rank: dict[int, Peer] = {}
+        """The workers by rank. Not in `by_key`, where True and 1.0 would be found as the rank 1."""
         self.by_number: dict[Worker, Peer] = {}
         """The workers by number, which references contain."""
         self.closed: RpcError | None = None
@@ -74,14 +76,21 @@ class PeerTable:
     def add(self, peer: Peer) -> None:
         """Adds a worker. It replaces an earlier one with the same name or rank in `by_key`; `by_number` keeps both."""
         self.by_number[peer.number] = peer
-        self.by_key[peer.info.name] = self.by_key[peer.info.id] = self.by_key[peer.info] = peer
+        self.by_key[peer.info.name] = self.by_key[peer.info] = self.by_rank[peer.info.id] = peer
 
     def forget(self, peer: Peer) -> None:
         """Removes a worker that is gone. Keys that a newer worker has taken stay. Does nothing if it is not there."""
         self.by_number.pop(peer.number, None)
-        for key in (peer.info.name, peer.info.id, peer.info):
+        for key in (peer.info.name, peer.info):
             if self.by_key.get(key) is peer:
                 del self.by_key[key]
+        if self.by_rank.get(peer.info.id) is peer:
+            del self.by_rank[peer.info.id]
+
+    def find(self, to: object) -> Peer | None:
+        """Returns the worker that `to` names; None if there is none. Raises `UsageError` if it is no name."""
+        key = worker_key(to)
+        return self.by_rank.get(key) if isinstance(key, int) else self.by_key.get(key)
 
     def present(self) -> list[WorkerInfo]:
         """Returns the members of the group, sorted by rank."""

@@ -12,8 +12,12 @@ from collections.abc import Callable, Coroutine
 from contextlib import suppress
 from typing import TYPE_CHECKING, Any
 
+from farcall.current import enter_block
+
 if TYPE_CHECKING:
     import asyncio
+
+    from farcall.backends.interface import RpcAgent
 
 logger = logging.getLogger("farcall")
 
@@ -21,8 +25,9 @@ logger = logging.getLogger("farcall")
 class EventLoop:
     """Runs coroutines in one thread until it is closed."""
 
-    def __init__(self, name: str) -> None:
+    def __init__(self, name: str, agent: RpcAgent) -> None:
         self._name = name
+        self._agent = agent
         self._lock = threading.Lock()
         self._loop: asyncio.AbstractEventLoop | None = None
         self._thread: threading.Thread | None = None
@@ -44,6 +49,7 @@ class EventLoop:
             done(result, error)
 
         async def run() -> None:
+            enter_block(self._agent)  # in the context of the task, which ends with it
             try:
                 result = await coroutine
             except BaseException as error:

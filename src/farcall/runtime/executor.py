@@ -30,11 +30,15 @@ from collections import deque
 from collections.abc import Callable
 from threading import get_ident
 from time import monotonic, sleep
-from typing import Final, Protocol
+from typing import TYPE_CHECKING, Final, Protocol
 
+from farcall.current import serving
 from farcall.errors import UsageError
 from farcall.gate import blocking_thread
 from farcall.transports.poller import Poller
+
+if TYPE_CHECKING:
+    from farcall.backends.interface import RpcAgent
 
 logger = logging.getLogger("farcall")
 
@@ -80,8 +84,9 @@ class _ThreadState(threading.local):
 class Executor:
     """The threads that read and run the requests of one worker: a leader, a standby thread and followers."""
 
-    def __init__(self, name: str, poller: Poller, max_running: int) -> None:
+    def __init__(self, name: str, poller: Poller, max_running: int, agent: RpcAgent) -> None:
         self._name = name
+        self._agent = agent
         self._poller = poller
         self._max_running = max_running
         self._lock = threading.Lock()
@@ -126,6 +131,7 @@ class Executor:
         """
 
         def run() -> None:
+            serving.agent = self._agent
             try:
                 function()
             except BaseException:
@@ -185,6 +191,7 @@ class Executor:
         """The function of a thread: becomes the standby thread, then the leader, then a follower, and so on."""
         blocking_thread.before = self._before_wait
         blocking_thread.after = self._after_wait
+        serving.agent = self._agent
         try:
             while not self.is_closing:
                 if not self._standing_by.acquire(timeout=_IDLE_LIFE_S):

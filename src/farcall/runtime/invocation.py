@@ -264,6 +264,8 @@ class Invocation:
             if kind != METHOD:
                 return None, _answer(kind, value), {}
             name = callee[1 + HANDLE_SIZE :].decode()
+            if not name or "\0" in name:
+                return self._load_function_of(value, name)
             function = getattr(value, name) if name != "__call__" else value
             if not callable(function) and name != "__call__":  # else calling it raises Python's own TypeError
                 function = _reader_of(value, name, function)
@@ -271,6 +273,19 @@ class Invocation:
             return function, (), {}
         args, kwargs = self._arguments()
         return function, args, kwargs
+
+    def _load_function_of(self, value: Any, name: str) -> tuple[Any, Sequence[Any], dict[str, Any]]:
+        """Returns what `_load` returns, for a request that calls a function with the value as its first argument.
+
+        `name` is the encoded name of the function; empty if the function itself is the first argument of the request.
+        """
+        function = resolve_function(name.encode(), self._parts.name) if name else None
+        args, kwargs = self._arguments() if self._payload else ((), {})
+        if function is None:
+            if not args:
+                raise ProtocolError("a call on a reference came that names no function and brings none")
+            function, *args = args
+        return partial(function, value), args, kwargs
 
     def _arguments(self) -> tuple[Sequence[Any], dict[str, Any]]:
         payload, buffers, handles = self._payload, self._buffers, self._handles
@@ -318,15 +333,21 @@ class Invocation:
             if not callee:
                 guard.check_by_value()
             elif subject is None:
-                module, _, name = callee.decode(errors="replace").partition("\0")
-                self._check_function(guard, module, name)
+                self._check_function(guard, callee)
             elif callee[:1] == METHOD:
-                guard.check_method(subject.value(), callee[1 + HANDLE_SIZE :].decode(errors="replace"))
+                name = callee[1 + HANDLE_SIZE :]
+                if not name:
+                    guard.check_by_value()
+                elif b"\0" in name:
+                    self._check_function(guard, name)
+                else:
+                    guard.check_method(subject.value(), name.decode(errors="replace"))
         except NotAllowedError as error:
             self._log_refusal(error)
             raise
 
-    def _check_function(self, guard: AllowList, module: str, name: str) -> None:
+    def _check_function(self, guard: AllowList, encoded: bytes) -> None:
+        module, _, name = encoded.decode(errors="replace").partition("\0")
         guard.check_function(module, name)
         outer, _, _ = name.rpartition(".")
         while outer:
@@ -334,7 +355,7 @@ class Invocation:
                 full = quoted(f"{module}.{name}")
                 raise NotAllowedError(f"`{full}` is not allowed: it leads through something that is no class")
             outer, _, _ = outer.rpartition(".")
-        guard.check_found(module, name, resolve_function(self._callee, self._parts.name))
+        guard.check_found(module, name, resolve_function(encoded, self._parts.name))
 
     def _log_refusal(self, error: NotAllowedError) -> None:
         who = f"{self._connection}" if self._connection is not None else "another worker"

@@ -1,24 +1,20 @@
 """A group of workers in one process, for tests that need no other process.
 
     with LocalGroup(3) as group:
-        group[0].call("worker1", max, (1, 2), None, timeout=5).wait()
+        group.worker("worker1").call(max, 1, 2)
 
-A function that makes calls needs the agent of the worker that runs it. Pass it the group as an argument: the group is
-not copied when it is sent, and `group["worker1"]` is the agent.
-
-References are made by the group for one of its workers. A worker that gets a reference in a call holds one of its own:
-
-    rref = group.remote(0, "worker1", list, ((3, 1, 2),))
-    rref.to_here()
+The group acts for its first worker; `group["worker1"]` is the group as that worker sees it. A function that runs on a
+worker finds the group of that worker by itself: `farcall.worker(...)`, `rpc_sync` and the others work as they do in a
+process of its own. So a program that calls them need not be changed for a test.
 
 An open group begins with that many workers, and others come and go:
 
     with LocalGroup(1, is_open=True) as group:
-        group.join("worker1").call("worker0", max, (1, 2), None, timeout=5).wait()
+        with group.join("worker1"):
+            farcall.rpc_sync("worker0", max, (1, 2))
         group.leave("worker1")
 
-The functions of `farcall` itself (`rpc_sync` ...) do not work on these agents, as they use the one agent of the
-process. All agents share the interpreter, so their speed says nothing.
+`group.agents` has the agents behind the workers. All agents share the interpreter, so their speed says nothing.
 """
 
 from __future__ import annotations
@@ -29,11 +25,12 @@ import threading
 import uuid
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from types import TracebackType
-from typing import Any, Final, TypeVar
+from typing import Any, Final, TypeVar, overload
 
+from farcall import current
 from farcall.backends.interface import To
 from farcall.errors import UsageError
+from farcall.groups import Group
 from farcall.options import RpcBackendOptions
 from farcall.rendezvous import Rendezvous
 from farcall.rref import RRef
@@ -56,15 +53,39 @@ _groups: Final[weakref.WeakValueDictionary[int, LocalGroup]] = weakref.WeakValue
 _numbers: Final = itertools.count(1)
 
 
-class LocalGroup:
-    """A group of workers in this process, each with an agent of its own.
+class Agents(Sequence[Agent]):
+    """The agents of a `LocalGroup`, by place or by name."""
 
-    Leaving the `with` block shuts all of them down.
+    def __init__(self, agents: list[Agent], names: Callable[[], tuple[str, ...]]) -> None:
+        self._agents = agents
+        self._names = names
+
+    @overload
+    def __getitem__(self, which: int | str) -> Agent: ...
+    @overload
+    def __getitem__(self, which: slice) -> list[Agent]: ...
+    def __getitem__(self, which: int | str | slice) -> Agent | list[Agent]:
+        """Returns the agent of that place or name. Raises `UsageError` if there is none."""
+        if isinstance(which, slice):
+            return self._agents[which]
+        try:
+            return self._agents[which if isinstance(which, int) else self._names().index(which)]
+        except (IndexError, ValueError):
+            raise UsageError(f"there is no worker {which!r} in this group; there are {self._names()!r}") from None
+
+    def __len__(self) -> int:
+        return len(self._agents)
+
+    def __iter__(self) -> Iterator[Agent]:
+        return iter(self._agents)
+
+
+class LocalGroup(Group):
+    """A group of workers in this process. As a `Group` it is its first worker.
 
     Example:
-        >>> with LocalGroup(2) as group:
-        ...     group[0].call("worker1", max, (1, 2), None, timeout=5).wait()
-        2
+        with LocalGroup(2) as group:
+            group.worker("worker1").call(max, 1, 2)
     """
 
     def __init__(
@@ -76,7 +97,7 @@ class LocalGroup:
         is_open: bool = False,
         transport: str = "memory",
     ) -> None:
-        """Starts the agents, and returns when the group is complete.
+        """Starts the workers, and returns when the group is complete.
 
         Args:
             size: How many workers there are, at least 1.
@@ -104,17 +125,23 @@ class LocalGroup:
             raise UsageError(f"a group of {size} workers cannot have the names {self.names!r}: give one for each")
         if transport not in TRANSPORTS:
             raise UsageError(f"the transport of a LocalGroup is one of {', '.join(TRANSPORTS)}, not {transport!r}")
+        super().__init__()
         self._transport = transport
         self.network = MemoryNetwork()
         """Where the agents listen; a test may connect to them by itself."""
         self._number = next(_numbers)
-        self._options = options or RpcBackendOptions()
+        self._worker_options = options or RpcBackendOptions()
         self._is_open = is_open
         self._store = MemoryStore()
         self._run = uuid.uuid4().hex
         # A secret of their own: the secret file of the user who runs the tests is neither needed nor created.
-        self._credentials = Credentials(Secret(secrets.token_hex(32)), limits=limits_from_options(self._options))
+        self._credentials = Credentials(Secret(secrets.token_hex(32)), limits=limits_from_options(self._worker_options))
         self._agents: list[Agent] = self._start()
+        self.agents = Agents(self._agents, lambda: self.names)
+        """The agents of the workers, by place or by name."""
+        for agent in self._agents:
+            current.add(agent, self)
+        self._agent = self._agents[0]
         _groups[self._number] = self
 
     def _start(self) -> list[Agent]:
@@ -127,7 +154,7 @@ class LocalGroup:
 
         def start(rank: int) -> None:
             try:
-                started[rank] = self._new_agent(rank, self.names[rank])
+                started[rank] = self._new_agent_of(rank, self.names[rank])
             except BaseException as error:
                 failures.append(error)
 
@@ -142,16 +169,16 @@ class LocalGroup:
             raise failures[0]
         return [started[rank] for rank in range(len(self.names))]
 
-    def _new_agent(self, rank: int, name: str) -> Agent:
+    def _new_agent_of(self, rank: int, name: str) -> Agent:
         """Returns a new agent that has joined the group and was started. Raises what `Agent` raises."""
         store = self._store.another_end()
         rendezvous = Rendezvous(
             store, -1 if self._is_open else rank, None if self._is_open else len(self.names), "", self._run
         )
         try:
-            make_agent = FaultyAgent if isinstance(self._options, FaultyRpcBackendOptions) else Agent
+            make_agent = FaultyAgent if isinstance(self._worker_options, FaultyRpcBackendOptions) else Agent
             transports = {self._transport: self._new_transport()}
-            agent = make_agent(name, rendezvous, self._options, transports, self._credentials)
+            agent = make_agent(name, rendezvous, self._worker_options, transports, self._credentials)
             agent.start()
         except BaseException:
             store.close()
@@ -164,8 +191,8 @@ class LocalGroup:
             return MemoryTransport(self.network)
         return new_transport(self._transport, None)
 
-    def join(self, name: str) -> Agent:
-        """Starts another worker in an open group, and returns its agent.
+    def join(self, name: str) -> Group:
+        """Starts another worker in an open group, and returns the group as that worker sees it.
 
         Args:
             name: The name of the new worker.
@@ -176,10 +203,11 @@ class LocalGroup:
         """
         if not self._is_open:
             raise UsageError(f"worker {name!r} cannot join: this group is fixed; make it with is_open=True")
-        agent = self._new_agent(-1, name)
+        agent = self._new_agent_of(-1, name)
         self.names = (*self.names, name)
         self._agents.append(agent)
-        return agent
+        current.add(agent, self)
+        return Group.of(agent)
 
     def leave(self, which: int | str, graceful: bool = False, timeout: float = 10.0) -> None:
         """Shuts down one worker, and removes it from this object.
@@ -193,10 +221,12 @@ class LocalGroup:
             UsageError: There is no such worker.
             ShutdownError: The graceful shutdown failed. The worker has left all the same.
         """
-        agent = self[which]
+        agent = self.agents[which]
         place = self._agents.index(agent)
         self._agents.remove(agent)
         self.names = self.names[:place] + self.names[place + 1 :]
+        self._agent = next(iter(self._agents), None)
+        current.remove(agent)
         agent.shutdown(graceful, timeout)
 
     def remote(
@@ -223,7 +253,7 @@ class LocalGroup:
             UsageError: There is no worker `which`, or an argument is wrong as in `farcall.remote`.
             UnknownWorkerError: There is no worker `to`.
         """
-        return RRef.of(self[which].remote(to, func, args, kwargs))
+        return RRef.of(self.agents[which].remote(to, func, args, kwargs))
 
     def rref(self, which: int | str, value: T) -> RRef[T]:
         """Returns a reference to a value that worker `which` owns, as `farcall.RRef(value)` does there.
@@ -231,7 +261,7 @@ class LocalGroup:
         Raises:
             UsageError: There is no such worker.
         """
-        return RRef.of(self[which].reference_store.own(value))
+        return RRef.of(self.agents[which].reference_store.own(value))
 
     def references(self, which: int | str) -> Inventory:
         """Returns the references that worker `which` owns and holds, as `farcall.references()` does there.
@@ -239,33 +269,21 @@ class LocalGroup:
         Raises:
             UsageError: There is no such worker.
         """
-        return self[which].reference_store.inventory()
+        return self.agents[which].reference_store.inventory()
 
-    def __getitem__(self, which: int | str) -> Agent:
-        """Returns the agent with that rank or name; a negative number counts from the end.
+    def __getitem__(self, which: int | str) -> Group:
+        """Returns the group as the worker with that rank or name sees it. Raises `UsageError` if there is none."""
+        return Group.of(self.agents[which])
 
-        Raises `UsageError` if none.
-        """
-        try:
-            return self._agents[which if isinstance(which, int) else self.names.index(which)]
-        except (IndexError, ValueError):
-            raise UsageError(f"there is no worker {which!r} in this group; there are {self.names!r}") from None
-
-    def __len__(self) -> int:
-        return len(self._agents)
-
-    def __iter__(self) -> Iterator[Agent]:
-        return iter(self._agents)
-
-    def __reduce__(self) -> tuple[Any, ...]:
+    def __reduce__(self) -> tuple[Any, ...]:  # type: ignore[override]
         return _group_of_this_process, (self._number,)
 
-    def shutdown(self, graceful: bool = True, timeout: float = 10.0) -> None:
+    def shutdown(self, graceful: bool = True, timeout: float | None = 10.0) -> None:
         """Shuts down all workers at the same time. Does nothing for workers that are shut down already.
 
         Args:
             graceful: Whether they wait first until all workers are done.
-            timeout: How many seconds they wait; 0 means no limit.
+            timeout: How many seconds they wait; 0 or None means no limit.
 
         Raises:
             ShutdownError: The first error of a worker. All workers are shut down all the same.
@@ -274,20 +292,20 @@ class LocalGroup:
 
         def shut_down(agent: Agent) -> None:
             try:
-                agent.shutdown(graceful, timeout)
+                agent.shutdown(graceful, timeout or 0.0)
             except BaseException as error:
                 failures.append(error)
+            finally:
+                current.remove(agent)
 
         _in_threads([(shut_down, (agent,)) for agent in self._agents])
         if failures:
             raise failures[0]
 
-    def __enter__(self) -> LocalGroup:
-        return self
+    def _join(self) -> None:
+        """The workers run since this object was made."""
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def _leave(self, graceful: bool) -> None:
         self.shutdown(graceful=False)
 
 

@@ -1,0 +1,179 @@
+"""The agents of this process, and which of them a piece of code acts for: the *current* agent.
+
+A process may be a member of several groups, with an agent for each. The functions of the package (`rpc_sync`, `worker`
+...) take no group; they act for the current agent. That is the first of these that there is:
+
+1. The agent of the innermost enclosing block. A `with` block of a group encloses the code in it, and the tasks that
+   this code creates. A call that an agent serves encloses the function that it runs, synchronous or `async def`.
+2. The agent of `init_rpc`.
+3. The agent of the only group that this process is in. So threads and event loops that were started outside of the
+   block of a group find the group, as do the endpoints of a web application whose start-up code has entered it.
+
+With several groups and none of these, the current agent is not known, and asking for it raises `NotInitializedError`.
+
+Theory of operation: nearly every process has one agent. Then all three rules lead to it, and `sole` is that agent. The
+call path reads this variable and nothing else. Where `sole` is None, `current_agent` applies the rules: blocks are kept
+in a context variable, and the threads that serve calls know their agent (`serving`), which costs a call nothing.
+
+This module holds the only global state of the package. User code never runs under its lock.
+"""
+
+from __future__ import annotations
+
+import os
+import threading
+from contextvars import ContextVar, Token
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from farcall.errors import NotInitializedError
+
+if TYPE_CHECKING:
+    from farcall.backends.interface import ReferenceStore, RpcAgent
+
+sole: RpcAgent | None = None
+"""The agent of this process, if it has exactly one; else None. Read by every call, written by this module only."""
+
+_groups: dict[RpcAgent, object] = {}
+"""All agents of this process in the order in which they came, with the object that stands for their group."""
+_of_init_rpc: RpcAgent | None = None
+_lock = threading.RLock()  # reentrant, because a signal handler may shut down in the midst of a change
+
+
+class _ServingThread(threading.local):
+    """What is known about the current thread."""
+
+    agent: RpcAgent | None = None
+    """The agent whose functions and callbacks the thread runs; None for a thread of the program."""
+
+
+serving = _ServingThread()
+
+
+class _Block(NamedTuple):
+    """An enclosing block: its agent, and the agent that serves on the thread on which it was entered."""
+
+    agent: RpcAgent
+    serving: RpcAgent | None
+
+
+_block: ContextVar[_Block | None] = ContextVar("farcall_block", default=None)
+
+
+# The agents of this process
+
+
+def add(agent: RpcAgent, group: object, *, is_of_init_rpc: bool = False) -> None:
+    """Adds an agent. `group` is the same object for all agents of this process that are in one group."""
+    global _of_init_rpc
+    with _lock:
+        for each in [each for each in _groups if each.is_forked]:  # the parent's, which a forked child has let go
+            remove(each)
+        _groups[agent] = group
+        if is_of_init_rpc:
+            _of_init_rpc = agent
+        _note_sole()
+
+
+def remove(agent: RpcAgent) -> None:
+    """Removes an agent that was shut down. Does nothing if it is not there."""
+    global _of_init_rpc
+    with _lock:
+        _groups.pop(agent, None)
+        if _of_init_rpc is agent:
+            _of_init_rpc = None
+        _note_sole()
+
+
+def _note_sole() -> None:
+    global sole
+    sole = next(iter(_groups)) if len(_groups) == 1 else None
+
+
+def agents() -> list[RpcAgent]:
+    """Returns all agents of this process."""
+    return list(_groups)
+
+
+def agent_of_init_rpc() -> RpcAgent | None:
+    """Returns the agent that `init_rpc` has made; None if there is none."""
+    return _of_init_rpc
+
+
+# The current agent
+
+
+def current_agent() -> RpcAgent:
+    """Returns the current agent. Raises `NotInitializedError` if there is none, or it is not known which one it is."""
+    agent = find_current_agent()
+    if agent is not None:
+        return agent
+    if _groups:
+        names = ", ".join(repr(agent.info.name) for agent in list(_groups))
+        raise NotInitializedError(
+            f"this process is in several groups (as worker {names}), and this code runs in the `with` block of none of "
+            "them: use group.worker(...) of one of them, or enter its block here"
+        )
+    raise NotInitializedError(
+        "RPC has not been initialized: this process is no worker: call farcall.init_rpc(...) first, or enter a "
+        "farcall.Group() (after a shutdown, again)"
+    )
+
+
+def find_current_agent() -> RpcAgent | None:
+    """Returns the current agent; None if there is none, or it cannot be told which one it is."""
+    if sole is not None:
+        return sole
+    block, agent = _block.get(), serving.agent
+    # A block that was entered elsewhere does not enclose what an agent serves here, though its context may have been
+    # inherited: since Python 3.14 threads can start with a copy of the context that starts them.
+    if block is not None and (agent is None or block.serving is agent):
+        return block.agent
+    if agent is not None:
+        return agent
+    if _of_init_rpc is not None:
+        return _of_init_rpc
+    groups = list(_groups.values())
+    return next(iter(list(_groups)), None) if groups and all(group is groups[0] for group in groups) else None
+
+
+def current_reference_store() -> ReferenceStore:
+    """Returns the references of the current agent.
+
+    Raises `NotInitializedError`; `ForkedProcessError` if the references are those of the parent of this process.
+    """
+    agent = current_agent()
+    if agent.closed is not None:
+        raise agent.closed
+    return agent.reference_store
+
+
+def enter_block(agent: RpcAgent) -> Token[Any]:
+    """Makes an agent the current one of this context. Returns what `leave_block` needs."""
+    return _block.set(_Block(agent, serving.agent))
+
+
+def leave_block(token: Token[Any]) -> None:
+    """Undoes `enter_block`. Does nothing in another context, such as that of another task: there it had no effect."""
+    try:
+        _block.reset(token)
+    except ValueError:
+        pass
+
+
+# Forks of the process
+
+
+def _abandon_in_child() -> None:
+    global _lock
+    _lock = threading.RLock()  # another thread of the parent may have held it
+    serving.agent = None
+    for agent in list(_groups):
+        agent.abandon()
+
+
+def _tell_before_fork() -> None:
+    for agent in list(_groups):
+        agent.about_to_fork()
+
+
+os.register_at_fork(before=_tell_before_fork, after_in_child=_abandon_in_child)

@@ -1,0 +1,195 @@
+"""Engines: groups whose workers are started for the length of a `with` block.
+
+    with farcall.engines.local(4) as group:
+        group.worker("worker0").call(max, 1, 2)
+
+`local` starts processes on this host, by multiprocessing's spawn method. As with every use of that method, the script
+that enters the block must be importable: what starts the program goes below `if __name__ == "__main__":`.
+
+Rules
+- This process is a member of the group, too: `main`, with rank 0. The workers have the ranks from 1 on.
+- A worker lives as long as its pipe from this process. At the end of the block all members leave together, gracefully.
+  If an exception leaves the block, or this process dies, the pipes close and the workers end.
+- A worker that cannot start (its script fails, say) is noticed before the group is joined.
+- Every wait ends: a worker that does not end within `GRACE_S` is terminated, and then killed.
+"""
+
+from __future__ import annotations
+
+import atexit
+import logging
+import os
+import secrets
+import shutil
+import signal
+import tempfile
+from copy import copy
+from time import monotonic
+from typing import TYPE_CHECKING, Any, Final
+
+from farcall.errors import RendezvousError, ShutdownError, UsageError
+from farcall.groups import Group
+from farcall.options import DEFAULT_INIT_METHOD, RpcBackendOptions
+
+if TYPE_CHECKING:
+    from multiprocessing.connection import Connection
+    from multiprocessing.context import SpawnProcess
+
+logger = logging.getLogger("farcall")
+
+GRACE_S: Final = 5.0
+"""How many seconds a worker has to end by itself."""
+_KILL_WAIT_S: Final = 1.0
+_LEAVE: Final = "leave"
+
+
+def local(workers: int, *, name: str = "worker", options: RpcBackendOptions | None = None) -> Group:
+    """Returns a group of new processes on this host, which start and end with its `with` block.
+
+    Args:
+        workers: The number of processes. This process is a member besides, named `main`.
+        name: The workers are named `worker0`, `worker1` ... with this text in place of `worker`.
+        options: The options of all members. Where the members find each other is up to the engine.
+
+    Raises:
+        UsageError: An argument is not valid.
+
+    Example:
+        with farcall.engines.local(2) as group:
+            group.worker("worker1").call(max, 1, 2)
+    """
+    if isinstance(workers, bool) or not isinstance(workers, int) or workers < 1:
+        raise UsageError(f"the number of workers must be at least 1, not {workers!r}")
+    if not isinstance(name, str) or not name:
+        raise UsageError(f"the name of the workers must be a text that is not empty, not {name!r}")
+    if options is not None and options.init_method != DEFAULT_INIT_METHOD:
+        raise UsageError("the engine says where its workers find each other: leave init_method out of the options")
+    return _LocalProcesses([f"{name}{number}" for number in range(workers)], options or RpcBackendOptions())
+
+
+class _LocalProcesses(Group):
+    """A group of processes on this host."""
+
+    def __init__(self, names: list[str], options: RpcBackendOptions) -> None:
+        secret = options.secret or os.environ.get("FARCALL_SECRET") or secrets.token_hex(32)
+        self._plain_options = copy(options)
+        self._plain_options.secret = None  # options with a secret cannot be pickled
+        own = copy(options)
+        own.secret = secret
+        super().__init__("main", rank=0, world_size=len(names) + 1, options=own)
+        self._own_options = own
+        self._names = names
+        self._processes: list[SpawnProcess] = []
+        self._pipes: list[Connection] = []
+        self._directory = ""
+
+    def _join(self) -> None:
+        if self._directory:
+            raise UsageError("the workers of this group were started already; make another one")
+        self._directory = tempfile.mkdtemp(prefix="farcall-")
+        self._own_options.init_method = f"file://{self._directory}/store"
+        try:
+            self._start()
+            super()._join()
+        except BaseException:
+            self._end()
+            raise
+
+    def _start(self) -> None:
+        """Starts the processes, and waits until each has imported the script. Raises `RendezvousError` if one fails."""
+        import multiprocessing
+        from multiprocessing import connection
+
+        spawn = multiprocessing.get_context("spawn")
+        atexit.register(self._close_pipes)  # before multiprocessing waits for the processes
+        options = copy(self._plain_options)
+        options.init_method = self._own_options.init_method
+        for rank, name in enumerate(self._names, 1):
+            ours, theirs = spawn.Pipe()
+            self._pipes.append(ours)
+            process = spawn.Process(
+                target=_run_worker,
+                args=(theirs, name, rank, len(self._names) + 1, options, self._own_options.secret),
+                name=f"farcall-{name}",
+            )
+            try:
+                process.start()
+            finally:
+                theirs.close()
+            self._processes.append(process)
+        deadline = monotonic() + self._own_options.init_timeout
+        waited_for: dict[Any, str] = dict(zip(self._pipes, self._names, strict=True))
+        while waited_for:
+            ready: list[Any] = connection.wait(list(waited_for), max(0.0, deadline - monotonic()))
+            if not ready:
+                missing = ", ".join(map(repr, waited_for.values()))
+                raise RendezvousError(f"worker {missing} did not start within {self._own_options.init_timeout:g} s")
+            for pipe in ready:
+                who = waited_for.pop(pipe)
+                try:
+                    pipe.recv()
+                except EOFError:
+                    raise RendezvousError(
+                        f"worker {who!r} ended before it joined: it has printed why. The script that starts the "
+                        'workers must be importable: put what starts it below `if __name__ == "__main__":`'
+                    ) from None
+
+    def _leave(self, graceful: bool) -> None:
+        died = [process.name for process in self._processes if process.exitcode is not None]
+        try:
+            for pipe in self._pipes if graceful else ():
+                try:
+                    pipe.send(_LEAVE)
+                except OSError:
+                    pass  # that worker is gone
+            if not graceful:
+                self._close_pipes()
+            super()._leave(graceful)
+        except ShutdownError as error:
+            if not died:
+                raise
+            # The calls to that worker have failed, so the program knows.
+            logger.warning("the workers of the block could not leave together: %s", error)
+        finally:
+            self._end()
+
+    def _end(self) -> None:
+        """Ends all processes, by force if they do not end by themselves, and removes what is left of the group."""
+        self._close_pipes()
+        atexit.unregister(self._close_pipes)
+        deadline = monotonic() + GRACE_S
+        for end in (lambda process: None, lambda process: process.terminate(), lambda process: process.kill()):
+            left = [process for process in self._processes if process.exitcode is None]
+            for process in left:
+                end(process)
+            for process in left:
+                process.join(max(0.0, deadline - monotonic()))
+            deadline = monotonic() + _KILL_WAIT_S
+        for process in self._processes:
+            if process.exitcode is not None:
+                process.close()
+        self._processes.clear()
+        shutil.rmtree(self._directory, ignore_errors=True)
+        self._directory = ""
+
+    def _close_pipes(self) -> None:
+        for pipe in self._pipes:
+            pipe.close()
+        self._pipes.clear()
+
+
+def _run_worker(pipe: Any, name: str, rank: int, world_size: int, options: RpcBackendOptions, secret: str) -> None:
+    """The program of a worker: joins the group, serves, and leaves when the pipe says so or ends."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the process that has started this one
+    pipe.send(name)
+    options.secret = secret
+    group = Group(name, rank=rank, world_size=world_size, options=options)
+    group.__enter__()
+    try:
+        graceful = pipe.recv() == _LEAVE
+    except (EOFError, OSError):
+        graceful = False
+    try:
+        group.shutdown(graceful)
+    except ShutdownError as error:  # the process that has started this one says it
+        logger.info("%s", error)

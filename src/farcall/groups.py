@@ -1,0 +1,235 @@
+"""`Group`: this process as a member of a group, for the length of a `with` block.
+
+Rules
+- Entering the block joins the group, leaving it shuts down: gracefully at its end, at once if an exception leaves it.
+- In the block the group is the current one: the functions of the package act on it (`farcall.current`).
+- `async with` does the same without blocking the event loop.
+- A group that this object has not joined itself (that of `init_rpc`, the view of one worker of a `LocalGroup`) is made
+  the current one by `with`, and is not left at the end.
+"""
+
+from __future__ import annotations
+
+import os
+import secrets
+import socket
+from contextvars import Token
+from copy import copy
+from types import TracebackType
+from typing import Any, NoReturn, Self
+
+from farcall import current
+from farcall.api import check_name, launched_name, make_agent, shut_down
+from farcall.backends.interface import RpcAgent, To, worker_key
+from farcall.backends.registry import choose_backend
+from farcall.errors import AlreadyInitializedError, NotInitializedError, UsageError
+from farcall.options import DEFAULT_INIT_METHOD, RpcBackendOptions
+from farcall.protocol.ids import WorkerInfo
+from farcall.workers import Worker
+
+
+class Group:
+    """This process as a member of a group. A process may be in several.
+
+    Example:
+        with farcall.Group("trainer", url="tcp://10.0.0.1:4000", rank=0, world_size=2) as group:
+            print(group.info)
+    """
+
+    def __init__(
+        self,
+        name: str | None = None,
+        *,
+        url: str | None = None,
+        rank: int | None = None,
+        world_size: int | None = None,
+        options: RpcBackendOptions | None = None,
+    ) -> None:
+        """Describes the group. Nothing is joined before the block is entered.
+
+        Args:
+            name: The name of this worker. None: the one that the launcher gives, else `worker` and the rank, else one
+                that is made up.
+            url: Where the workers find each other, `tcp://host:port` or `file:///path`. None: what the options and the
+                launcher say.
+            rank: The rank of this worker. None: what the URL or the launcher says.
+            world_size: The number of workers. None: what the URL or the launcher says, else the group is open.
+            options: The options of this worker.
+
+        Raises:
+            UsageError: An argument is not valid, or `url` contradicts the options.
+        """
+        self._name = check_name(name) if name is not None else None
+        self._rank = -1 if rank is None else rank
+        self._world_size = world_size
+        self._options = _with_url(options, url)
+        self._agent: RpcAgent | None = None
+        self._is_owned = True
+        self._blocks: list[Token[Any]] = []
+
+    @classmethod
+    def of(cls, agent: RpcAgent) -> Group:
+        """Returns the group of an agent that was made elsewhere. Its `with` block does not leave the group."""
+        known = vars(agent).get("_farcall_group")
+        if isinstance(known, Group):
+            return known
+        group = Group()
+        group._agent, group._is_owned = agent, False
+        vars(agent)["_farcall_group"] = group
+        return group
+
+    # Joining and leaving
+
+    def __enter__(self) -> Self:
+        self._join()
+        self._enter_block()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._leave_block()
+        self._leave(graceful=kind is None)
+
+    async def __aenter__(self) -> Self:
+        import asyncio
+
+        joining = asyncio.ensure_future(asyncio.to_thread(self._join))
+        try:
+            await asyncio.shield(joining)
+        except asyncio.CancelledError:
+            # The thread goes on, and what it joins is left as soon as it has joined it.
+            joining.add_done_callback(self._leave_after_cancel)
+            raise
+        self._enter_block()
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        import asyncio
+
+        self._leave_block()
+        await asyncio.shield(asyncio.to_thread(self._leave, kind is None))
+
+    def _leave_after_cancel(self, joining: Any) -> None:
+        if joining.cancelled() or joining.exception() is None:
+            self._leave(graceful=False)
+
+    def _join(self) -> None:
+        """Joins the group, unless this is a view of a group that was joined elsewhere. Raises as `init_rpc` does."""
+        if not self._is_owned:
+            return
+        if self._agent is not None:
+            raise AlreadyInitializedError(
+                f"this group was entered already, as worker {self._agent.info.name!r}: make another Group() for "
+                "another membership"
+            )
+        agent = self._new_agent()
+        current.add(agent, self)
+        try:
+            agent.start()
+            vars(agent)["_farcall_group"] = self
+            self._agent = agent
+        except BaseException:
+            current.remove(agent)
+            agent.shutdown(graceful=False, timeout=0.0)
+            raise
+
+    def _new_agent(self) -> RpcAgent:
+        name = self._name or launched_name(self._rank)
+        if name is None:  # an open group without a launcher: any name that nobody else has
+            name = f"{socket.gethostname()}-{os.getpid()}-{secrets.token_hex(2)}"
+        backend, options = choose_backend(None, self._options)
+        return make_agent(name, backend, self._rank, self._world_size, options)
+
+    def _leave(self, graceful: bool) -> None:
+        """Leaves the group, if this object has joined it."""
+        if self._is_owned:
+            self.shutdown(graceful)
+
+    def _enter_block(self) -> None:
+        self._blocks.append(current.enter_block(self.agent))
+
+    def _leave_block(self) -> None:
+        current.leave_block(self._blocks.pop())
+
+    def shutdown(self, graceful: bool = True, timeout: float | None = None) -> None:
+        """Leaves the group. Does nothing if this process has left it already, or has not joined it.
+
+        Args:
+            graceful: Whether to wait first until the work of all workers is done; in an open group, of this one.
+            timeout: How many seconds to wait at most; None for no limit.
+
+        Raises:
+            ShutdownError: The waiting failed. All resources have been released all the same.
+            UsageError: `timeout` is not valid, or a function that runs here for others calls it gracefully.
+        """
+        if timeout is not None and not timeout > 0:
+            raise UsageError(
+                f"the timeout of a shutdown must be more than 0 seconds, or None for no limit: {timeout!r}"
+            )
+        agent = self._agent
+        if agent is not None:
+            try:
+                shut_down(agent, graceful, timeout or 0.0)
+            finally:
+                if agent.closed is not None:
+                    self._agent = None
+
+    # What a member can do
+
+    @property
+    def agent(self) -> RpcAgent:
+        """The agent that does the work. Raises `NotInitializedError` outside of the block."""
+        if self._agent is None:
+            raise NotInitializedError("this process is not in the group: enter it first, `with group:`")
+        return self._agent
+
+    @property
+    def info(self) -> WorkerInfo:
+        """The name and the id of this process in the group. Raises `NotInitializedError` outside of the block."""
+        return self.agent.info
+
+    def worker(self, to: To | None = None) -> Worker:
+        """Returns a handle of a worker of this group: of its name, rank or `WorkerInfo`. None: this worker.
+
+        Raises `UsageError` if `to` cannot name a worker, and `NotInitializedError` outside of the block.
+        """
+        agent = self.agent
+        return Worker(agent.info if to is None else worker_key(to), agent)
+
+    def __reduce__(self) -> NoReturn:
+        raise UsageError(
+            "a Group cannot be sent to another worker: a function that runs there finds its own, by farcall.group()"
+        )
+
+    def __repr__(self) -> str:
+        agent = self._agent
+        return (
+            f"<{type(self).__name__}, not joined>"
+            if agent is None
+            else f"<{type(self).__name__} as {agent.info.name!r}>"
+        )
+
+
+def group() -> Group:
+    """Returns the current group. Raises `NotInitializedError` if there is none, or it is not known which one it is."""
+    return Group.of(current.current_agent())
+
+
+def _with_url(options: RpcBackendOptions | None, url: str | None) -> RpcBackendOptions | None:
+    if options is not None and not isinstance(options, RpcBackendOptions):
+        raise UsageError(f"the options of a group must be RpcBackendOptions, not {options!r}")
+    if url is None:
+        return options
+    if options is None:
+        return RpcBackendOptions(init_method=url)
+    if options.init_method not in (DEFAULT_INIT_METHOD, url):
+        raise UsageError(
+            f"the group is to be found at two places: {url!r} by its url, {options.init_method!r} by its options; "
+            "leave one out"
+        )
+    options = copy(options)
+    options.init_method = url
+    return options

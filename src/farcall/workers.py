@@ -1,0 +1,233 @@
+"""`Worker`: a handle of one worker, with the verbs that run functions there.
+
+    farcall.worker("w1").call(max, 1, 2)
+
+Rules
+- The three verbs are the same on workers and on references (`farcall.rref.Target`): `call` returns the result, `submit`
+  a future of it, `keep` a reference to it, which stays there.
+- All arguments behind the function are the function's. What concerns the call is said by `.options(...)`, which returns
+  another handle.
+- A handle made by `farcall.worker` acts for the group that is current when a verb is used, so a handle may be a
+  constant of a module, or be sent to another worker. A handle of `group.worker` acts for that group.
+- Nothing is looked up before the first use.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Coroutine
+from sys import _getframe
+from time import monotonic
+from typing import Any, ParamSpec, TypeVar, Unpack, overload
+
+from farcall import current
+from farcall.backends.interface import Key, RpcAgent, To, WorkerHandle, worker_key
+from farcall.errors import RpcTimeoutError, UnknownWorkerError, UsageError, WorkerLostError
+from farcall.futures import Future, awaited_together
+from farcall.gate import FOREVER, Gate
+from farcall.options import UNSET_RPC_TIMEOUT, CallOptions, call_timeout
+from farcall.protocol.ids import WorkerInfo
+from farcall.rref import RRef
+
+P = ParamSpec("P")
+R = TypeVar("R")
+
+_LOOK_AGAIN_S = 1.0
+"""How often `wait_joined` checks whether this worker is still in its group."""
+
+
+class Worker(WorkerHandle):
+    """A handle of one worker. Immutable, and may be sent to others.
+
+    By name it means the worker that has the name when a call is made, by `WorkerInfo` that very worker.
+    """
+
+    __slots__ = ("_agent", "_key", "_timeout")
+
+    def __init__(self, key: Key, agent: RpcAgent | None = None, timeout: float = UNSET_RPC_TIMEOUT):
+        """Makes a handle; programs use `farcall.worker` or `group.worker`.
+
+        Args:
+            key: The name, the rank or the `WorkerInfo` of the worker.
+            agent: The agent that makes the calls; None for the current one of each use.
+            timeout: The timeout of the calls, as agents have it: 0 for no limit.
+        """
+        self._key = key
+        self._agent = agent
+        self._timeout = timeout
+
+    @property
+    def key(self) -> Key:
+        """See `WorkerHandle`."""
+        return self._key
+
+    @property
+    def name(self) -> str:
+        """The name of the worker. Raises `UnknownWorkerError` if the handle has a rank that no worker has."""
+        key = self._key
+        return key if isinstance(key, str) else key.name if isinstance(key, WorkerInfo) else self.info().name
+
+    def info(self) -> WorkerInfo:
+        """Returns the name and id of the worker. Raises `UnknownWorkerError` if the group has no such worker."""
+        return (self._agent or current.current_agent()).get_worker_info(self._key)
+
+    def options(self, **options: Unpack[CallOptions]) -> Worker:
+        """Returns a handle of the same worker whose calls have these options; see `CallOptions`.
+
+        Raises:
+            UsageError: There is no such option, or it cannot have that value.
+            RpcTimeoutError: `timeout` is 0, so it is over already.
+        """
+        return Worker(self._key, self._agent, call_timeout(options, self._timeout))
+
+    # In each group of overloads: an `async def` function, one marked `async_execution`, any other callable.
+
+    @overload
+    def call(self, func: Callable[P, Coroutine[Any, Any, R]], /, *args: P.args, **kwargs: P.kwargs) -> R: ...
+    @overload
+    def call(self, func: Callable[P, Future[R]], /, *args: P.args, **kwargs: P.kwargs) -> R: ...
+    @overload
+    def call(self, func: Callable[P, R], /, *args: P.args, **kwargs: P.kwargs) -> R: ...
+    def call(self, func: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
+        """Runs `func(*args, **kwargs)` on the worker and returns what it returns.
+
+        Raises:
+            Exception: What the function raises, with its own type and the remote traceback below.
+            RpcTimeoutError: The timeout expired.
+            WorkerLostError: The worker died or cannot be reached.
+            UsageError: There is no such worker (`UnknownWorkerError`), an argument cannot be pickled
+                (`SerializationError`), or there is no group (`NotInitializedError`).
+        """
+        agent = self._agent or current.sole
+        if agent is None:
+            agent = current.current_agent()
+        return agent.call(self._key, func, args or None, kwargs or None, self._timeout).wait()
+
+    @overload
+    def submit(self, func: Callable[P, Coroutine[Any, Any, R]], /, *args: P.args, **kwargs: P.kwargs) -> Future[R]: ...
+    @overload
+    def submit(self, func: Callable[P, Future[R]], /, *args: P.args, **kwargs: P.kwargs) -> Future[R]: ...
+    @overload
+    def submit(self, func: Callable[P, R], /, *args: P.args, **kwargs: P.kwargs) -> Future[R]: ...
+    def submit(self, func: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Future[Any]:
+        """Has the worker run `func(*args, **kwargs)`, and returns a future of what it returns.
+
+        Raises:
+            UsageError: Something is wrong with the call itself, as for `call`. All other failures are the future's.
+        """
+        agent = self._agent or current.current_agent()
+        try:
+            future = agent.call(self._key, func, args or None, kwargs or None, self._timeout, unattended=True)
+        except (WorkerLostError, RpcTimeoutError) as error:
+            future = failed_future(error)
+        future.made_by(_getframe(1))
+        if awaited_together:
+            awaited_together.note(future)
+        return future
+
+    @overload
+    def keep(self, func: Callable[P, Coroutine[Any, Any, R]], /, *args: P.args, **kwargs: P.kwargs) -> RRef[R]: ...
+    @overload
+    def keep(self, func: Callable[P, Future[R]], /, *args: P.args, **kwargs: P.kwargs) -> RRef[R]: ...
+    @overload
+    def keep(self, func: Callable[P, R], /, *args: P.args, **kwargs: P.kwargs) -> RRef[R]: ...
+    def keep(self, func: Callable[..., Any], /, *args: Any, **kwargs: Any) -> RRef[Any]:
+        """Has the worker run `func(*args, **kwargs)` and keep the result. Returns a reference to it at once.
+
+        What the function raises, every use of the reference raises. Nothing here waits, so there is no timeout.
+
+        Raises:
+            UsageError: Something is wrong with the call itself, as for `call`.
+            WorkerLostError: The worker cannot be reached.
+        """
+        agent = self._agent or current.current_agent()
+        return RRef.of(agent.remote(self._key, func, args or None, kwargs or None))
+
+    def wait_joined(self, timeout: float | None = None) -> Worker:
+        """Waits until there is such a worker in the group, and returns this handle.
+
+        Args:
+            timeout: How many seconds to wait at most; None for no limit.
+
+        Raises:
+            RpcTimeoutError: No such worker has joined in time.
+            UnknownWorkerError: The group is fixed and has no such worker, so none will join.
+            RpcError: This worker has left the group, or was expelled.
+        """
+        agent = self._agent or current.current_agent()
+        wait_until_joined(agent, lambda: _is_there(agent, self._key), f"worker {self._key!r}", timeout)
+        return self
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Worker) and self._identity() == other._identity()
+
+    def __hash__(self) -> int:
+        return hash(self._identity())
+
+    def _identity(self) -> tuple[Any, ...]:
+        return self._key, id(self._agent), self._timeout
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return Worker, (self._key, None, self._timeout)  # it acts for the group of the worker that gets it
+
+    def __repr__(self) -> str:
+        return f"<Worker {self._key!r}>"
+
+
+def worker(to: To | None = None) -> Worker:
+    """Returns a handle of a worker: of its name, its rank or its `WorkerInfo`. None: this worker.
+
+    Raises `UsageError` if `to` cannot name a worker; `NotInitializedError` for None, if this process is in no group.
+
+    Example:
+        >>> farcall.worker("w1").call(max, 1, 2)
+        2
+    """
+    return Worker(current.current_agent().info) if to is None else Worker(worker_key(to))
+
+
+def failed_future(error: BaseException) -> Future[Any]:
+    """Returns a future that has failed."""
+    future: Future[Any] = Future()
+    future.made_by(_getframe(2))
+    future.set_exception(error)
+    return future
+
+
+def wait_until_joined(agent: RpcAgent, is_there: Callable[[], bool], what: str, timeout: float | None) -> None:
+    """Waits until the members of a group are as wanted.
+
+    Args:
+        agent: The agent that knows the members.
+        is_there: Returns whether the members are as wanted.
+        what: What is waited for, for messages.
+        timeout: How many seconds to wait at most; None for no limit.
+
+    Raises:
+        RpcTimeoutError: The timeout expired.
+        UnknownWorkerError: The group is fixed, so nobody will join.
+        RpcError: This worker has left the group, or was expelled.
+    """
+    if timeout is not None and (isinstance(timeout, bool) or not isinstance(timeout, int | float) or timeout < 0):
+        raise UsageError(f"the timeout must be 0 or more seconds, or None for no limit, not {timeout!r}")
+    deadline = FOREVER if timeout is None else monotonic() + timeout
+    gate = Gate()
+    agent.watch_members(gate.open)  # before the first look, so that no worker joins in between
+    try:
+        while not is_there():
+            if agent.closed is not None:
+                raise agent.closed
+            if not agent.is_open:
+                known = ", ".join(repr(info.name) for info in agent.get_worker_infos())
+                raise UnknownWorkerError(f"{what} will not join: the group is fixed, and has {known}")
+            if monotonic() >= deadline:
+                raise RpcTimeoutError(f"{what} did not join within {timeout:g} s")
+            gate.sleep(min(deadline, monotonic() + _LOOK_AGAIN_S))
+    finally:
+        agent.unwatch_members(gate.open)
+
+
+def _is_there(agent: RpcAgent, key: Key) -> bool:
+    infos = agent.get_worker_infos()
+    if isinstance(key, WorkerInfo):
+        return key in infos
+    return any(key in (info.name, info.id) for info in infos)
