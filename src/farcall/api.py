@@ -21,7 +21,7 @@ from farcall.current import current_reference_store as current_reference_store
 from farcall.errors import AlreadyInitializedError, UsageError
 from farcall.futures import Future, awaited_together
 from farcall.gate import blocking_thread
-from farcall.launcher.exit_report import NAME_VARIABLE, install_exit_report
+from farcall.launcher.exit_report import NAME_VARIABLE, install_exit_report, report_name
 from farcall.options import DEFAULT_SHUTDOWN_TIMEOUT, UNSET_RPC_TIMEOUT, BackendOptions
 from farcall.protocol.ids import WorkerInfo
 from farcall.rref import RRef
@@ -109,6 +109,7 @@ def launched_name(rank: int) -> str | None:
 def make_agent(name: str, backend: BackendType, rank: int, world_size: int | None, options: BackendOptions) -> RpcAgent:
     """Returns a new agent that has joined its group. See `init_rpc` for the errors that it raises."""
     install_exit_report(os.environ)
+    report_name(os.environ, name)
     return init_backend(backend, store=None, name=name, rank=rank, world_size=world_size, rpc_backend_options=options)
 
 

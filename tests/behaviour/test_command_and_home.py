@@ -43,6 +43,25 @@ def test_options_may_stand_before_and_behind_the_program(tmp_path: Path) -> None
     assert "['-n', '7', '--', '-m', 'x']" in done.stdout
 
 
+NAMED = """
+import os, sys
+import farcall as rpc
+rank = int(os.environ["RANK"])
+rpc.init_rpc("parameters" if rank == 0 else None)
+print("as", rpc.get_worker_info().name, flush=True)
+rpc.shutdown()
+sys.exit(3 if rank == 0 else 0)
+"""
+
+
+def test_output_has_the_names_that_the_workers_give_themselves(tmp_path: Path) -> None:
+    script = tmp_path / "script.py"
+    script.write_text(NAMED)
+    done = farcall("run", "-n", "2", "--name", "w", str(script))
+    assert sorted(done.stdout.splitlines()) == ["parameters | as parameters", "w1 | as w1"]
+    assert "farcall run: parameters (rank 0, pid " in done.stderr
+
+
 def start_alone(directory: Path, **environment: str) -> subprocess.CompletedProcess[str]:
     kept = {name: value for name, value in os.environ.items() if name not in ("FARCALL_SECRET", "XDG_STATE_HOME")}
     return subprocess.run(

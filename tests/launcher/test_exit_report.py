@@ -9,7 +9,7 @@ from types import TracebackType
 import pytest
 
 from farcall.errors import RendezvousError, RendezvousTimeoutError, ShutdownError, WorkerLostError
-from farcall.launcher.exit_report import LAUNCHER_VARIABLE, ExitReports, install_exit_report
+from farcall.launcher.exit_report import LAUNCHER_VARIABLE, ExitReports, install_exit_report, report_name
 
 
 @pytest.fixture
@@ -120,3 +120,20 @@ def test_init_rpc_prepares_it_and_the_status_stays(reports: ExitReports, tmp_pat
     assert reports.read() == {worker.pid}
     assert worker.returncode == 1
     assert errors == "<string>:5: WorkerLostError: bob was lost\n"
+
+
+def test_a_name_is_told_and_is_no_failure(reports: ExitReports) -> None:
+    report_name({LAUNCHER_VARIABLE: reports.name}, "trainer")
+    assert reports.read() == set()
+    assert reports.take_names() == {os.getpid(): "trainer"}
+    assert reports.take_names() == {}
+
+
+def test_a_name_that_would_spoil_the_output_is_not_used(reports: ExitReports) -> None:
+    report_name({LAUNCHER_VARIABLE: reports.name}, "line\nbreak")
+    reports.read()
+    assert reports.take_names() == {}
+
+
+def test_without_a_launcher_no_name_is_told() -> None:
+    report_name({}, "trainer")

@@ -13,7 +13,7 @@ from farcall.launcher.output import (
     LinePrefixer,
     Sink,
     WorkerStream,
-    make_prefixes,
+    make_prefix,
     open_sinks,
     wants_colour,
 )
@@ -82,17 +82,18 @@ def test_undecodable_bytes_pass_through() -> None:
 
 
 def test_prefixes_make_one_column() -> None:
-    assert make_prefixes(["w9", "w10"], coloured=False) == [b"w9  | ", b"w10 | "]
+    assert [make_prefix(name, 3, 0, coloured=False) for name in ("w9", "w10")] == [b"w9  | ", b"w10 | "]
+    assert make_prefix("parameters", 3, 0, coloured=False) == b"parameters | "
 
 
 def test_coloured_prefixes_end_their_colour_and_differ() -> None:
-    one, two = make_prefixes(["w", "w"], coloured=True)
+    one, two = (make_prefix("w", 1, index, coloured=True) for index in range(2))
     assert one == b"\x1b[36mw | \x1b[0m"
     assert one != two
 
 
 def test_there_are_colours_for_any_number_of_workers() -> None:
-    assert len(make_prefixes([f"w{rank}" for rank in range(100)], coloured=True)) == 100
+    assert make_prefix("w", 1, 100, coloured=True).endswith(b"mw | \x1b[0m")
 
 
 @pytest.mark.parametrize(

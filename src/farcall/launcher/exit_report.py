@@ -1,10 +1,13 @@
-"""Lets a worker tell the launcher that it failed because of another worker.
+"""Lets a worker tell the launcher its name, and that it failed because of another worker.
 
 When a worker dies, the others fail because of it (`WorkerLostError`, `ShutdownError`, `RendezvousError`), and often end
 first, because the worker that died is still running its own exit handlers. To tell the cause from its consequences, a
 worker that ends with one of these errors first sends the launcher a *report*: an empty datagram to a Unix socket, whose
 name is in the environment variable `FARCALL_LAUNCHER`. Some of these errors have another cause, such as a port that is
 taken. The report does no harm then: if every worker that fails has sent one, the launcher blames the first.
+
+A datagram that is not empty is the name of the worker, which it sends before it joins its group. From then on the
+launcher calls it by that name.
 
 Rules
 - The kernel adds the sender's pid to a report, so no process can report for another.
@@ -37,6 +40,8 @@ _OWN_CODE: Final = os.path.join(os.path.dirname(os.path.dirname(os.path.abspath(
 """The directory of the package, with a slash at its end."""
 _CREDENTIALS: Final = struct.Struct("iii")  # struct ucred: pid, uid, gid; see unix(7)
 _SEND_TIMEOUT_S: Final = 1.0
+_MAX_NAME_BYTES: Final = 1024
+"""A name has at most 255 characters, of at most four bytes each."""
 
 
 class ExitReports:
@@ -47,6 +52,7 @@ class ExitReports:
         self._socket = socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM | socket.SOCK_NONBLOCK)
         self._socket.setsockopt(socket.SOL_SOCKET, socket.SO_PASSCRED, 1)
         self._socket.bind("")  # the system chooses an abstract name that is free
+        self._names: dict[int, str] = {}
 
     @property
     def name(self) -> str:
@@ -65,12 +71,21 @@ class ExitReports:
         pids: set[int] = set()
         while True:
             try:
-                _, ancillary, _, _ = self._socket.recvmsg(1, socket.CMSG_SPACE(_CREDENTIALS.size))
+                body, ancillary, _, _ = self._socket.recvmsg(_MAX_NAME_BYTES, socket.CMSG_SPACE(_CREDENTIALS.size))
             except BlockingIOError:
                 return pids
             for _, kind, data in ancillary:
                 if kind == socket.SCM_CREDENTIALS:
-                    pids.add(_CREDENTIALS.unpack(data)[0])
+                    pid = _CREDENTIALS.unpack(data)[0]
+                    if not body:
+                        pids.add(pid)
+                    elif (name := body.decode(errors="replace")).isprintable():
+                        self._names[pid] = name
+
+    def take_names(self) -> dict[int, str]:
+        """Returns the names that workers have told, by pid, as far as `read` has read them; each once."""
+        names, self._names = self._names, {}
+        return names
 
     def close(self) -> None:
         """Closes the socket. Later reports are lost."""
@@ -108,6 +123,13 @@ def install_exit_report(environ: Mapping[str, str]) -> None:
         sys.excepthook = _Hook(launcher)
 
 
+def report_name(environ: Mapping[str, str], name: str) -> None:
+    """Tells the launcher the name of this worker. Does nothing without a launcher, or if it cannot be reached."""
+    launcher = environ.get(LAUNCHER_VARIABLE)
+    if launcher:
+        _send_report(launcher, name.encode())
+
+
 def _is_consequence(error: BaseException) -> bool:
     """Returns True for an error that means that another worker has failed.
 
@@ -119,12 +141,12 @@ def _is_consequence(error: BaseException) -> bool:
     )
 
 
-def _send_report(launcher: str) -> None:
-    """Sends the report to the socket `launcher`, waiting a second at most. Does nothing if it cannot be reached."""
+def _send_report(launcher: str, body: bytes = b"") -> None:
+    """Sends a report to the socket `launcher`, waiting a second at most. Does nothing if it cannot be reached."""
     try:
         with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as sock:
             sock.settimeout(_SEND_TIMEOUT_S)
-            sock.sendto(b"", "\0" + launcher[1:])
+            sock.sendto(body, "\0" + launcher[1:])
     except OSError:
         pass  # the launcher has ended, or runs in another network namespace
 

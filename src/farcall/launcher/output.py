@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import os
 import select
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping
 from typing import IO, Final
 
 MAX_LINE_BYTES: Final = 1 << 20
@@ -37,28 +37,27 @@ def wants_colour(fd: int, environ: Mapping[str, str]) -> bool:
     return environ.get("TERM") != "dumb" and os.isatty(fd)
 
 
-def make_prefixes(names: Sequence[str], coloured: bool) -> list[bytes]:
-    """Returns what to write before each line of each worker: its name, padded to a common width, and a bar.
+def make_prefix(name: str, width: int, index: int, coloured: bool) -> bytes:
+    """Returns what to write before each line of a worker: its name, padded to a width, and a bar.
 
     Args:
-        names: The names of the workers; at least one.
-        coloured: Whether each name gets a colour.
+        name: The name of the worker.
+        width: The least number of characters for the name.
+        index: The number of the worker, which decides its colour.
+        coloured: Whether the name gets a colour.
     """
-    width = max(map(len, names))
-    prefixes = []
-    for index, name in enumerate(names):
-        text = f"{name:<{width}} | "
-        if coloured:
-            text = f"\x1b[{_COLOURS[index % len(_COLOURS)]}m{text}\x1b[0m"
-        prefixes.append(text.encode(errors="surrogateescape"))
-    return prefixes
+    text = f"{name:<{width}} | "
+    if coloured:
+        text = f"\x1b[{_COLOURS[index % len(_COLOURS)]}m{text}\x1b[0m"
+    return text.encode(errors="surrogateescape")
 
 
 class LinePrefixer:
     """Splits the output of one worker into lines, and puts a prefix before each."""
 
     def __init__(self, prefix: bytes) -> None:
-        self._prefix = prefix
+        self.prefix = prefix
+        """What is put before each line; may be changed."""
         self._unfinished = bytearray()
 
     def feed(self, data: bytes) -> bytes:
@@ -70,7 +69,7 @@ class LinePrefixer:
         if newline:
             lines = (self._unfinished + whole).split(b"\n")
             self._unfinished = bytearray(rest)
-            return b"".join(self._prefix + line + b"\n" for line in lines)
+            return b"".join(self.prefix + line + b"\n" for line in lines)
         self._unfinished += data
         return self.finish() if len(self._unfinished) > MAX_LINE_BYTES else b""
 
@@ -78,7 +77,7 @@ class LinePrefixer:
         """Returns the unfinished line with prefix and newline, and forgets it; empty if there is none."""
         if not self._unfinished:
             return b""
-        line = self._prefix + self._unfinished + b"\n"
+        line = self.prefix + self._unfinished + b"\n"
         self._unfinished.clear()
         return line
 
@@ -129,18 +128,22 @@ def open_sinks(stdout: int = 1, stderr: int = 2) -> tuple[Sink, Sink]:
 class WorkerStream:
     """Standard output or standard error of one worker, on its way to a sink."""
 
-    def __init__(self, file: IO[bytes], prefix: bytes, sink: Sink) -> None:
+    def __init__(
+        self, file: IO[bytes], prefix: bytes, sink: Sink, before_copy: Callable[[], None] = lambda: None
+    ) -> None:
         """Prepares to copy a worker's output, and makes the file non-blocking. Raises `OSError` if the file is closed.
 
         Args:
             file: The read end of the worker's pipe.
             prefix: What to put before each line.
             sink: Where the lines go.
+            before_copy: Called when bytes were read and before they are copied. It may call `set_prefix`.
         """
         self.file = file
         self.sink = sink
         self.watched = False
         """True while the event loop polls the file."""
+        self._before_copy = before_copy
         self._lines = LinePrefixer(prefix)
         os.set_blocking(file.fileno(), False)
 
@@ -153,8 +156,13 @@ class WorkerStream:
             data = os.read(self.file.fileno(), 1 << 16)
         except BlockingIOError:
             return False
+        self._before_copy()
         self.sink.put(self._lines.feed(data))
         return bool(data)
+
+    def set_prefix(self, prefix: bytes) -> None:
+        """Changes what is put before each line from now on."""
+        self._lines.prefix = prefix
 
     def drain(self) -> None:
         """Copies all available bytes to the sink, and ends an unfinished line."""

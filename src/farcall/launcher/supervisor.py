@@ -31,7 +31,7 @@ from functools import partial
 from typing import Final
 
 from farcall.launcher.exit_report import LAUNCHER_VARIABLE, ExitReports
-from farcall.launcher.output import SINK_FULL_BYTES, Sink, WorkerStream, make_prefixes, open_sinks, wants_colour
+from farcall.launcher.output import SINK_FULL_BYTES, Sink, WorkerStream, make_prefix, open_sinks, wants_colour
 from farcall.launcher.signals import END_SIGNALS, FORWARDED_SIGNALS, KEYBOARD_SIGNALS, signals_as_bytes
 from farcall.launcher.worker_process import Keeper, WorkerPlan, WorkerProcess, describe_end, exit_status, live_groups
 
@@ -87,9 +87,9 @@ class Supervisor:
         self._plans = plans
         self._grace = grace
         self._out, self._err = open_sinks()
-        names = [plan.name for plan in plans]
-        self._out_prefixes = make_prefixes(names, wants_colour(self._out.fd, environ))
-        self._err_prefixes = make_prefixes(names, wants_colour(self._err.fd, environ))
+        # The width is not changed when a worker tells a longer name: the lines of the others would move.
+        self._name_width = max(len(plan.name) for plan in plans)
+        self._is_coloured = {sink: wants_colour(sink.fd, environ) for sink in (self._out, self._err)}
         self._workers: list[_Worker] = []
         self._selector = selectors.PollSelector()  # not epoll, which rejects regular files: stdout may be one
         self._status: int | None = None
@@ -133,10 +133,13 @@ class Supervisor:
             self._keeper.watch(process)
             output, errors = process.outputs
             streams = [
-                WorkerStream(output, self._out_prefixes[index], self._out),
-                WorkerStream(errors, self._err_prefixes[index], self._err),
+                WorkerStream(file, self._prefix(plan.name, index, sink), sink, self._read_reports)
+                for file, sink in ((output, self._out), (errors, self._err))
             ]
             self._workers.append(_Worker(process, streams))
+
+    def _prefix(self, name: str, index: int, sink: Sink) -> bytes:
+        return make_prefix(name, self._name_width, index, self._is_coloured[sink])
 
     def _is_busy(self) -> bool:
         """Returns True while there are workers, or output to write and time left for it."""
@@ -265,8 +268,19 @@ class Supervisor:
                 self._fail(*self._first_consequence)
 
     def _read_reports(self) -> None:
-        """Reads the exit reports that have arrived."""
+        """Reads the exit reports and names that have arrived.
+
+        Called when output was read and before it is copied: what a worker prints after it has told its name, is printed
+        with that name.
+        """
         self._reported |= self._reports.read()
+        for pid, name in self._reports.take_names().items():
+            for worker in self._workers:
+                if worker.process.pid == pid:
+                    worker.process.name = name
+                    index = next(i for i, plan in enumerate(self._plans) if plan.rank == worker.process.plan.rank)
+                    for stream in worker.streams:
+                        stream.set_prefix(self._prefix(name, index, stream.sink))
 
     def _record_failure(self, worker: _Worker, status: int, reason: str) -> None:
         """Ends the run with `status` because of a failed worker, and logs `reason`.

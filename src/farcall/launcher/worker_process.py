@@ -53,6 +53,8 @@ class WorkerProcess:
             start_new_session=True,
         )
         self.plan = plan
+        self.name = plan.name
+        """The name of the worker: the planned one, until it tells another."""
         self.pid = self._popen.pid
 
     @property
@@ -96,7 +98,7 @@ class WorkerProcess:
 
     def __str__(self) -> str:
         """Returns name, rank and pid, for messages."""
-        return f"{self.plan.name} (rank {self.plan.rank}, pid {self.pid})"
+        return f"{self.name} (rank {self.plan.rank}, pid {self.pid})"
 
 
 class Keeper:
