@@ -33,6 +33,20 @@ def test_the_first_program_greets() -> None:
     assert (result.returncode, result.stdout, result.stderr) == (0, "worker0 | hello worker0, this is worker1\n", "")
 
 
+def test_an_object_on_another_worker_answers_in_asyncio() -> None:
+    result = run_example("actor.py", workers=2)
+    said = [f"worker0 | hello {name}, says worker1\n" for name in ("tea", "salt", "tea")]
+    assert (result.returncode, result.stderr) == (0, "")
+    assert result.stdout == "".join(said) + "worker0 | 2 of 3 for tea\n"
+
+
+def test_nested_calls_in_processes_and_in_a_test() -> None:
+    result = subprocess.run(
+        [sys.executable, "examples/sharded_total.py"], cwd=ROOT, capture_output=True, encoding="utf-8", timeout=LIMIT
+    )
+    assert (result.returncode, result.stdout, result.stderr) == (0, "the shards hold 36\n", "")
+
+
 def test_the_demo_tells_its_whole_story_in_order() -> None:
     result = run_example("demo.py", workers=4)
     assert (result.returncode, result.stderr) == (0, "")

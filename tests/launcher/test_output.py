@@ -181,6 +181,15 @@ def test_two_streams_to_two_places_are_two_sinks(pipe: Pipe) -> None:
 # -- a worker's stream
 
 
+def test_a_name_that_was_told_before_a_line_stands_before_it(pipe: Pipe) -> None:
+    sink = Sink(-1)
+    with os.fdopen(os.dup(pipe.read_end), "rb", buffering=0) as file:
+        stream = WorkerStream(file, b"w0 | ", sink, lambda: stream.set_prefix(b"trainer | "))
+        os.write(pipe.write_end, b"joined\n")
+        assert stream.read()
+    assert sink.pending == b"trainer | joined\n"
+
+
 def test_a_stream_brings_what_is_there_and_says_when_there_is_no_more(pipe: Pipe) -> None:
     sink = Sink(-1)
     with os.fdopen(os.dup(pipe.read_end), "rb", buffering=0) as file:
