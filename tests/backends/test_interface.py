@@ -105,7 +105,10 @@ def test_what_is_wrong_with_a_call_never_reaches_the_agent(agent: InProcessAgent
     wrong: Any = None
     number: Any = 3
     for call, reason in (
-        (lambda: rpc.rpc_sync(wrong, int), "`to` must be a worker's name, rank or WorkerInfo, not None"),
+        (
+            lambda: rpc.rpc_sync(wrong, int),
+            "`to` must be a worker's name, rank or WorkerInfo, or a farcall.Worker, not None",
+        ),
         (lambda: rpc.rpc_sync("you", int), "there is no worker 'you'"),
         (lambda: rpc.rpc_sync("me", wrong), "None cannot be called"),
         (lambda: rpc.rpc_sync("me", int, args=number), "`args` must be a tuple or list of arguments, not a int"),
