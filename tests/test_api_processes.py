@@ -46,13 +46,19 @@ def test_a_signal_handler_may_shut_down_while_a_shutdown_waits(free_port: int) -
 def test_a_signal_handler_may_shut_down_while_init_rpc_waits(free_port: int) -> None:
     """There is nothing to shut down yet; it must not wait for the one that it interrupts."""
     script = """
-    import signal, sys, farcall as rpc
+    import os, signal, socket, sys, threading, time, farcall as rpc
+    import farcall.runtime.agent  # Python changes the type of what a handler raises in some places of an import
     def leave(*_):
         rpc.shutdown()
         print("left", flush=True)
         sys.exit(0)
+    def interrupt_wait():
+        while socket.socket().connect_ex(("127.0.0.1", int(sys.argv[1]))):  # until rank 0 hosts the store
+            time.sleep(0.01)
+        time.sleep(0.2)
+        os.kill(os.getpid(), signal.SIGALRM)
     signal.signal(signal.SIGALRM, leave)
-    signal.setitimer(signal.ITIMER_REAL, 0.3)
+    threading.Thread(target=interrupt_wait, daemon=True).start()
     options = rpc.RpcBackendOptions(init_method=f"tcp://127.0.0.1:{sys.argv[1]}")
     rpc.init_rpc("early", rank=0, world_size=2, rpc_backend_options=options)
     """

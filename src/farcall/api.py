@@ -89,7 +89,7 @@ def init_rpc(
 def check_name(name: str) -> str:
     """Returns the name of a worker. Raises `UsageError` if it cannot be one."""
     if not isinstance(name, str) or not name:
-        raise UsageError(f"a worker's name must be a text that is not empty, not {name!r}")
+        raise UsageError(f"a worker's name must be a str that is not empty, not {name!r}")
     if not name.isprintable() or len(name) > 255:
         raise UsageError(f"a worker's name must be printable and at most 255 characters long, not {name!r}")
     return name

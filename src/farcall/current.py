@@ -114,8 +114,8 @@ def current_agent() -> RpcAgent:
             "them: use group.worker(...) of one of them, or enter its block here"
         )
     raise NotInitializedError(
-        "RPC has not been initialized: this process is no worker: call farcall.init_rpc(...) first, or enter a "
-        "farcall.Group() (after a shutdown, again)"
+        "RPC has not been initialized: this process is not a worker. Call farcall.init_rpc(...) or enter a "
+        "farcall.Group() first, and again after a shutdown"
     )
 
 

@@ -61,7 +61,7 @@ def local(workers: int, *, name: str = "worker", options: RpcBackendOptions | No
     if isinstance(workers, bool) or not isinstance(workers, int) or workers < 1:
         raise UsageError(f"the number of workers must be at least 1, not {workers!r}")
     if not isinstance(name, str) or not name:
-        raise UsageError(f"the name of the workers must be a text that is not empty, not {name!r}")
+        raise UsageError(f"the name of the workers must be a str that is not empty, not {name!r}")
     if options is not None and options.init_method != DEFAULT_INIT_METHOD:
         raise UsageError("the engine says where its workers find each other: leave init_method out of the options")
     return _LocalProcesses([f"{name}{number}" for number in range(workers)], options or RpcBackendOptions())

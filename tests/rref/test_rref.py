@@ -184,6 +184,7 @@ def test_to_here_has_a_timeout(group: LocalGroup, to: int, error: str) -> None:
 
 def test_the_default_timeout_is_the_workers(group: LocalGroup) -> None:
     gate = new_gate("default")
+    remote(group.agents[0], 1, int).to_here()  # connecting may take longer than the timeout
     group.agents[0].calling.rpc_timeout = 0.05
     rrefs = [remote(group.agents[0], to, wait_at, "default", 5) for to in (0, 1)]
     for rref in rrefs:

@@ -5,7 +5,9 @@ from __future__ import annotations
 import threading
 from time import monotonic
 from types import TracebackType
+from typing import cast
 
+from farcall.backends import RpcAgent
 from farcall.runtime.executor import Executor, Task
 from farcall.transports.poller import Poller
 
@@ -42,7 +44,7 @@ class LockThatAnotherThreadTakesFirst:
 
 def test_the_leader_respects_the_limit_although_a_follower_starts_a_job_at_the_same_moment() -> None:
     poller = Poller(0.0)
-    executor = Executor("alone", poller, max_running=1)
+    executor = Executor("alone", poller, 1, cast("RpcAgent", None))
     lock = LockThatAnotherThreadTakesFirst(executor)
     ran = threading.Event()
     executor.start()
