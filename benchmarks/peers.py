@@ -59,7 +59,7 @@ def excerpt(page: str) -> str:
             rows.setdefault(system, []).append(cells[column] + (f" ({ratio})" if ratio not in (None, "–") else ""))
     lines = [["system", *(name for _, _, name in SHOWN)], [":---", *["---:"] * len(SHOWN)]]
     lines += [[system, *cells] for system, cells in rows.items()]
-    date = page.rpartition("- date: ")[2].strip()
+    date = page.partition("- date: ")[2].partition("\n")[0].strip()
     return "\n".join(f"| {' | '.join(line)} |" for line in lines) + f"\n\n{date}."
 
 

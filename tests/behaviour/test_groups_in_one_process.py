@@ -62,7 +62,7 @@ def test_several_groups_in_one_process(tmp_path: Path) -> None:
             assert a.worker("a").call(my_name) == "a"
             assert a.worker().name == "a"
         assert my_name() == "a"
-    with pytest.raises(NotInitializedError, match=r"call farcall\.init_rpc"):
+    with pytest.raises(NotInitializedError, match=r"Call farcall\.init_rpc"):
         my_name()
     with pytest.raises(NotInitializedError, match="not in the group"):
         print(a.info)
@@ -170,7 +170,7 @@ def test_leaving_by_an_exception_waits_for_nobody(tmp_path: Path) -> None:
 def test_what_a_group_refuses(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     for variable in ("RANK", "FARCALL_WORKER_NAME"):
         monkeypatch.delenv(variable, raising=False)
-    with pytest.raises(UsageError, match="a worker's name must be a text"):
+    with pytest.raises(UsageError, match="a worker's name must be a str"):
         Group("")
     with pytest.raises(UsageError, match="two places: 'tcp://b:1' by its url, 'tcp://a:1' by its options"):
         Group(url="tcp://b:1", options=RpcBackendOptions(init_method="tcp://a:1"))
