@@ -359,7 +359,10 @@ class UnixLink(StreamLink):
         ring = self.ring
         if ring is None:
             return self._receive_setup() if self._due_kind else super().receive()
-        frames: list[Frame] = ring.receive()
+        try:
+            frames: list[Frame] = ring.receive()
+        except rings.DamagedError as error:
+            raise ProtocolError(f"{self.address} has damaged the ring of this link") from error
         if not frames:
             self._check_hang_up()
         return frames
