@@ -53,6 +53,29 @@ def test_keys_and_values(make: Make) -> None:
         here.get("missing", 0.0)
 
 
+@pytest.mark.parametrize("world_size", [2, None])
+def test_values_may_have_any_bytes(make: Make, world_size: int | None, request: pytest.FixtureRequest) -> None:
+    if world_size is None and "file" in request.node.name:
+        pytest.skip("a FileStore does not list its keys")
+    here, there = TorchStore(make(), 0, world_size), TorchStore(make(), 1, world_size)
+    value = bytes(range(256))
+    assert here.set_new("run/0", value) == value
+    assert there.set_new("run/0", b"theirs\xff") == value
+    assert there.get("run/0", 1.0) == value
+    assert not there.delete("run/0", b"theirs\xff")
+    assert there.delete("run/0", value)
+    assert here.read("run/") == {}
+
+
+def test_a_counter_that_holds_no_number_is_an_error(tmp_path: Path) -> None:
+    for kind in (dist.FileStore(str(tmp_path / "store"), 2), dist.HashStore()):
+        store = TorchStore(kind, 0, 2)
+        store.set("count", b"text")
+        with pytest.raises(RendezvousError, match="'count' is not a number"):
+            store.add("count", 1)
+        assert store.get("count", 1.0) == b"text"
+
+
 def test_keys_of_all_workers_are_waited_for(make: Make) -> None:
     here, there = TorchStore(make(), 0, 2), TorchStore(make(), 1, 2)
     here.set("join/0", b"0")

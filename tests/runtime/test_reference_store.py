@@ -322,6 +322,17 @@ def test_an_acknowledgement_of_what_was_not_sent_is_refused() -> None:
         store().receive_control(1, pack_control(5, []))
 
 
+def test_a_worker_that_leaves_out_too_many_numbers_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("farcall.protocol.watermark.MAX_RANGES", 20)
+    mine = store()
+    for number in range(2, 42, 2):
+        assert mine.receive_references(1, number, ()) == []
+    with pytest.raises(ProtocolError, match="left out too many numbers"):
+        mine.receive_references(1, 42, ())
+    with pytest.raises(ProtocolError, match="left out too many numbers"):
+        mine.receive_control(1, pack_control(0, [(44, UserDeleted(RRefId(0, 1, 1), ForkId(1, 1)))]))
+
+
 # -- Being cut off, giving up, the end
 
 
@@ -459,7 +470,7 @@ def test_an_interrupted_remote_call_was_made_or_not_and_leaves_no_gap() -> None:
             network.step("close", 0)
         assert network.step("call", 1, 0), places
         network.finish()
-        assert network.workers[0].counts.workers[1].beyond == set(), places
+        assert network.workers[0].counts.workers[1].beyond == [], places
     assert outcomes == {False, True}
 
 

@@ -233,5 +233,5 @@ def _copy_delivery(old: Delivery[Any]) -> Delivery[Any]:
 
 def _copy_watermark(old: Watermark) -> Watermark:
     new = Watermark()
-    new.mark, new.beyond = old.mark, set(old.beyond)
+    new.mark, new.beyond = old.mark, list(old.beyond)
     return new

@@ -67,7 +67,7 @@ def guessed_reference(counts: ReferenceCounts, forger: Worker, creator: Worker, 
     the group, or that reference was created out of turn.
     """
     created = counts.workers.get(creator)
-    if created is None or forger not in counts.workers or created.mark + ahead in created.beyond:
+    if created is None or forger not in counts.workers or created.mark + ahead in created:
         return None
     return forged(RRefId(counts.me, creator, created.mark + ahead))
 

@@ -208,7 +208,7 @@ COUNTING += _bugs(
     ),
     AcknowledgedTooEarly=(
         "return link.received.mark if link is not None else 0",
-        "return max(link.received.beyond, default=link.received.mark) if link is not None else 0",
+        "return max(link.received.beyond, default=(0, link.received.mark))[1] if link is not None else 0",
     ),
     ForgottenOnceSent=(
         "link.unacknowledged[link.last] = message\n",

@@ -416,7 +416,7 @@ def test_garbage_in_the_ring_breaks_the_link(listener: UnixListener, new_worker:
         else:
             os.pwrite(memory, Random(1).randbytes(rings.mapping_size(RING_BYTES)), 0)
         assert link.wait(TIMEOUT_S)
-        with pytest.raises(ConnectionError):
+        with pytest.raises(ProtocolError):
             link.receive()
 
 

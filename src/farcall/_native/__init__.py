@@ -23,7 +23,7 @@ def _load() -> Any:
 
 
 rings: Any = _load()
-"""The extension module, with `RingPair`, `Waiter` and `mapping_size`. None if it is not available."""
+"""The extension module, with `RingPair`, `Waiter`, `mapping_size` and `DamagedError`. None if it is not available."""
 
 
 def native_available() -> bool:

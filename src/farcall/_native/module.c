@@ -39,8 +39,8 @@
  * Signals. Handlers run during waits, and what they raise is raised. If they raise nothing, the wait goes on; but that
  * of a `RingPair` ends, as the handler may have received what its thread waits for, or deferred an exception to here.
  *
- * Errors: ConnectionAbortedError if the peer has damaged the shared memory; ValueError, TypeError, OverflowError for wrong
- * arguments. */
+ * Errors: DamagedError, a ConnectionAbortedError, if the peer has damaged the shared memory; ValueError, TypeError,
+ * OverflowError for wrong arguments. */
 #define PY_SSIZE_T_CLEAN
 #define Py_LIMITED_API 0x030b0000
 #include <Python.h>
@@ -88,9 +88,11 @@ typedef struct {
     uint64_t sleeps_until;
 } Waiter;
 
+static PyObject *damaged_error;
+
 static PyObject *damaged(void)
 {
-    PyErr_SetString(PyExc_ConnectionAbortedError, "the peer has damaged the shared memory of this link");
+    PyErr_SetString(damaged_error, "the peer has damaged the shared memory of this link");
     return NULL;
 }
 
@@ -622,7 +624,9 @@ PyMODINIT_FUNC PyInit__rings(void)
     if (self == NULL) return NULL;
     ring_pair_type = (PyTypeObject *)PyType_FromSpec(&pair_spec);
     PyTypeObject *waiter_type = (PyTypeObject *)PyType_FromSpec(&waiter_spec);
-    if (!ring_pair_type || !waiter_type || PyModule_AddType(self, ring_pair_type) || PyModule_AddType(self, waiter_type)) {
+    damaged_error = PyErr_NewException("farcall._native._rings.DamagedError", PyExc_ConnectionAbortedError, NULL);
+    if (!ring_pair_type || !waiter_type || !damaged_error || PyModule_AddType(self, ring_pair_type)
+        || PyModule_AddType(self, waiter_type) || PyModule_AddObjectRef(self, "DamagedError", damaged_error)) {
         Py_DECREF(self);
         return NULL;
     }

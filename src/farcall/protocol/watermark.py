@@ -1,9 +1,25 @@
-"""A set of the numbers of a sequence that were seen, which needs little memory in whatever order they come.
+"""A set of the numbers of a sequence that were seen, which needs memory only for its gaps.
 
 Numbers begin at 1, and each comes at least once in the end. So nearly all seen numbers are below one mark.
 """
 
 from __future__ import annotations
+
+from bisect import bisect_left
+from typing import Final
+
+from farcall.errors import ProtocolError
+
+MAX_RANGES: Final = 1 << 19
+"""The most ranges of numbers beyond the mark, which take some 70 MB.
+
+Each needs a gap below it: a number that was assigned, and that this worker has not read although it has read a later
+one. A correct sender cannot have that many. Each of its threads can have one, between assigning and sending. All others
+are in frames that were sent, on the other of its two connections to this worker. A frame with a number has at least 80
+bytes: of requests, less than 32 MiB can be on the way (`MAX_BACKLOG_BYTES` and the buffers of a socket), and replies
+are no more than this worker has asked for. While one large frame is being sent, any number of later ones may arrive:
+together they are one range.
+"""
 
 
 class Watermark:
@@ -13,23 +29,42 @@ class Watermark:
 
     def __init__(self) -> None:
         self.mark = 0
-        self.beyond: set[int] = set()
+        self.beyond: list[tuple[int, int]] = []
+        """Ranges, each with its first and last number. They are sorted, and no two of them touch."""
 
     def add(self, number: int) -> bool:
-        """Marks a number as seen. Returns False if it was seen before; numbers below 1 count as seen."""
-        if number <= self.mark or number in self.beyond:
+        """Marks a number as seen. Returns False if it was seen before; numbers below 1 count as seen.
+
+        Raises:
+            ProtocolError: There are `MAX_RANGES` ranges beyond the mark, and this would be another. Nothing is changed.
+        """
+        if number <= self.mark:
             return False
-        if number != self.mark + 1:
-            self.beyond.add(number)
+        beyond = self.beyond
+        first = last = number
+        begin = end = bisect_left(beyond, (number + 1,))  # the first range that begins after the number
+        if begin and beyond[begin - 1][1] >= number - 1:
+            begin -= 1
+            first = beyond[begin][0]
+            if beyond[begin][1] >= number:
+                return False
+        if end < len(beyond) and beyond[end][0] == number + 1:
+            last = beyond[end][1]
+            end += 1
+        if first <= self.mark + 1:  # less if a signal handler has raised an error between the next two lines
+            self.mark = last
+            del beyond[:end]
             return True
-        self.mark = number
-        while self.mark + 1 in self.beyond:
-            self.mark += 1
-            self.beyond.remove(self.mark)
+        if begin == end and len(beyond) >= MAX_RANGES:
+            raise ProtocolError(
+                f"the other end left out too many numbers: {number} is the beginning of range {len(beyond) + 1:,}"
+            )
+        beyond[begin:end] = [(first, last)]
         return True
 
     def __contains__(self, number: int) -> bool:
-        return number <= self.mark or number in self.beyond
+        place = bisect_left(self.beyond, (number + 1,))
+        return number <= self.mark or (place > 0 and self.beyond[place - 1][1] >= number)
 
     def __repr__(self) -> str:
-        return f"Watermark({self.mark}{', ' + repr(sorted(self.beyond)) if self.beyond else ''})"
+        return f"Watermark({self.mark}{', ' + repr(self.beyond) if self.beyond else ''})"

@@ -52,7 +52,7 @@ class TorchStore(Store):
 
         Raises `RendezvousError` if the store is gone.
         """
-        return self._ask(lambda: bytes(self._store.compare_set(key, "", value.decode("latin-1"))))
+        return self._ask(lambda: bytes(self._store.compare_set(key, "", value)))
 
     def get(self, key: str, timeout: float) -> bytes:
         """Waits up to `timeout` seconds for a key, and returns its value.
@@ -67,25 +67,28 @@ class TorchStore(Store):
     def add(self, key: str, amount: int) -> int:
         """Adds to a counter, which is 0 if the key does not exist, and returns the sum.
 
-        Raises `RendezvousError` if the store is gone.
+        Raises `RendezvousError` if the store is gone, or the key holds a value that is not a number.
         """
-        return self._ask(lambda: int(self._store.add(key, amount)))
+        try:
+            return self._ask(lambda: int(self._store.add(key, amount)))
+        except ValueError:  # a `TCPStore` closes the connection instead
+            raise RendezvousError(f"the value of the key {key!r} is not a number; nothing was added") from None
 
     def delete(self, key: str, expected: bytes | None = None) -> bool:
         """Deletes a key, if `expected` is given only if it has that value. Returns whether the key was deleted.
 
         Raises `RendezvousError` if the store is gone.
         """
+        found = self.get(key, 0.0) if self._ask(lambda: self._store.check([key])) else None
+        if found is None or expected not in (None, found):
+            return False
         if self._world_size is None:
-            found = self.read(key).get(key)
-            if found is None or found != (expected or found):
-                return False
+            if not found:
+                return False  # it was deleted before
             if expected is None:
                 self.set(key, b"")
                 return True
-            return self._ask(lambda: bytes(self._store.compare_set(key, expected.decode("latin-1"), ""))) == b""
-        if expected is not None and self.read(key).get(key) != expected:
-            return False
+            return self._ask(lambda: bytes(self._store.compare_set(key, expected, ""))) == b""
         return self._ask(lambda: bool(self._store.delete_key(key)))
 
     def read(self, prefix: str) -> Mapping[str, bytes]:

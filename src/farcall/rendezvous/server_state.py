@@ -47,7 +47,7 @@ from farcall.rendezvous.messages import (
 OPEN_GROUP_SUFFIX = "open"
 """The last part of the id of an open group, where a fixed group has its number of workers."""
 
-_MAX_COUNTER = 2**63 - 1
+MAX_COUNTER = 2**63 - 1
 
 
 @dataclass
@@ -267,7 +267,7 @@ class StoreState:
             total = int(self._values.get(request.key, b"0")) + request.amount
         except ValueError:
             return Failed(request.id, f"the value of the key {request.key!r} is not a number; nothing was added")
-        if abs(total) > _MAX_COUNTER:
+        if abs(total) > MAX_COUNTER:
             return Failed(request.id, f"the counter {request.key!r} would exceed 64 bits; nothing was added")
         self._put(request.key, b"%d" % total)
         return Number(request.id, total)

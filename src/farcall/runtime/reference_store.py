@@ -645,8 +645,7 @@ class ReferenceStore:
             counts.owned, counts.held, counts.unreported, counts.parents, self._handles, self._own_handles,
             self._values, self._origins,
         ]  # fmt: skip
-        for link in list(self._outboxes.delivery.links.values()):
-            tables += [link.unacknowledged, link.received.beyond]
+        tables += [link.unacknowledged for link in list(self._outboxes.delivery.links.values())]
         return [table for table in tables if not table and table.__sizeof__() > _MIN_SHRUNK_BYTES]
 
     def _has_work(self) -> bool:

@@ -11,6 +11,7 @@ from collections.abc import Callable, Mapping
 from time import monotonic
 
 from farcall.errors import RendezvousError, RendezvousTimeoutError
+from farcall.rendezvous.server_state import MAX_COUNTER
 from farcall.rendezvous.store import Store
 
 
@@ -68,11 +69,16 @@ class MemoryStore(Store):
     def add(self, key: str, amount: int) -> int:
         """Adds to a counter, which is 0 if the key does not exist, and returns the sum.
 
-        Raises `ValueError` if the key holds a value that is not a decimal number.
+        Raises `RendezvousError` if the key holds a value that is not a decimal number, or the sum would exceed 64 bits.
         """
         with self._keys.changed:
             self._check_open()
-            total = int(self._keys.values.get(key, b"0")) + amount
+            try:
+                total = int(self._keys.values.get(key, b"0")) + amount
+            except ValueError:
+                raise RendezvousError(f"the value of the key {key!r} is not a number; nothing was added") from None
+            if abs(total) > MAX_COUNTER:
+                raise RendezvousError(f"the counter {key!r} would exceed 64 bits; nothing was added")
             self._keys.values[key] = b"%d" % total
             self._keys.changed.notify_all()
             return total

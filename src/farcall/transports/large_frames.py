@@ -12,6 +12,10 @@ internal frames for large frames. All numbers are little-endian.
 
 An announced frame is sent in chunks, so that other frames can be sent in between. Each direction of a link has its own
 ids, which are increasing numbers.
+
+The receiver takes memory for each frame that is announced and not complete, so there is a limit. A sender keeps it: at
+most `MAX_INTERLEAVED` frames have chunks of other announced frames between theirs. All others are *contiguous*: they
+are queued in one step, so that only one of them at a time is sent in part.
 """
 
 from __future__ import annotations
@@ -28,8 +32,10 @@ ANNOUNCE: Final = 2
 CHUNK: Final = 3
 
 MAX_BUFFERS: Final = 0xFFFF
-_MAX_UNFINISHED: Final = 4096
-"""The most frames that the other end may have announced and not completed."""
+MAX_INTERLEAVED: Final = 64
+"""The most frames of a link that are sent in chunks with others between them. Each has a thread that sends it."""
+_MAX_UNFINISHED: Final = MAX_INTERLEAVED + 1
+"""The most frames that the other end may have announced and not completed: the interleaved, and one contiguous one."""
 
 _HEADER: Final = struct.Struct("<BBHI")
 _CHUNK_HEADER: Final = struct.Struct("<BxxxI")
@@ -143,7 +149,8 @@ class Assembler:
         """Starts to assemble an announced frame. Returns the frame if it is empty, so that no chunk follows; else None.
 
         Raises:
-            ProtocolError: The frame is too large, its id is in use, or the announcement cannot be read.
+            ProtocolError: The frame is too large, its id is in use, too many frames are not complete, or the
+                announcement cannot be read.
         """
         _, is_supply, count, number = _unpack(_HEADER, data)
         frame_size, *sizes = unpack_sizes(data, _HEADER.size, count + 1)
@@ -151,8 +158,10 @@ class Assembler:
         if is_supply:
             frame_size, segment = 0, frame_size
         check_size(frame_size + sum(sizes), self._max_frame_size)
-        if number in self._unfinished or len(self._unfinished) >= _MAX_UNFINISHED:
-            raise ProtocolError(f"the other end announced frame {number} twice, or too many frames at once")
+        if number in self._unfinished:
+            raise ProtocolError(f"the other end announced frame {number} twice")
+        if len(self._unfinished) >= _MAX_UNFINISHED:
+            raise ProtocolError(f"the other end announced too many frames at once; {_MAX_UNFINISHED} are allowed")
         large = _LargeFrame((frame_size, *sizes), segment, self._new_buffer)
         if large.space is None:
             return self._finish(large)

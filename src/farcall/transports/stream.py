@@ -23,7 +23,7 @@ import socket
 import struct
 import threading
 from collections import deque
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from threading import get_ident
 from time import monotonic
 from typing import Final
@@ -37,6 +37,7 @@ from farcall.transports.large_frames import (
     CHUNK,
     CHUNK_HEADER_SIZE,
     INLINE,
+    MAX_INTERLEAVED,
     Assembler,
     check_size,
     chunks_of,
@@ -104,6 +105,9 @@ class StreamLink:
         self._broken = ""  # why nothing can be sent any more (text, as an error object would be a cycle)
         self._is_awaiting_room = False  # the poller calls `flush` when the socket has room
         self._numbers = itertools.count(1)
+        # A thread takes one out while it sends chunks. Not a semaphore: a signal handler may send at any moment, and
+        # an interrupted `pop` or `append` of a deque leaves no lock behind.
+        self._chunk_permits = deque([True] * MAX_INTERLEAVED)
 
     @property
     def binding(self) -> bytes:
@@ -524,13 +528,35 @@ class StreamLink:
         announcement = pack_announcement(number, frame, buffers)
         header = pack_chunk_header(number)
         try:
+            self._chunk_permits.pop()
+        except IndexError:
+            self._send_contiguous(announcement, header, frame, buffers)
+            return
+        try:
             self._send_internal(announcement)
-            for chunk in chunks_of(frame, buffers, CHUNK_BYTES):
-                word = WORD.pack((CHUNK_HEADER_SIZE + chunk.nbytes) | INTERNAL)
-                self._send_chunk(word + header, chunk, deadline)
+            for chunk in chunks_of(frame, buffers, self._max_chunk_bytes()):
+                self._send_chunk(header, chunk, deadline)
         except BaseException as error:
             self._close_after_interrupt(error)
             raise
+        finally:
+            self._chunk_permits.append(True)
+
+    def _max_chunk_bytes(self) -> int:
+        return CHUNK_BYTES
+
+    def _send_contiguous(
+        self, announcement: bytes, header: bytes, frame: Buffer, buffers: Sequence[memoryview]
+    ) -> None:
+        """Queues a large frame in one step, so that no other contiguous frame is between its chunks. Does not wait.
+
+        This costs a copy, and is only for frames beyond `MAX_INTERLEAVED`. Raises `ConnectionError` if the link is
+        closed or broken.
+        """
+        parts: list[Buffer] = [WORD.pack(len(announcement) | INTERNAL), announcement]
+        for chunk in chunks_of(frame, buffers, CHUNK_BYTES):
+            parts += [WORD.pack((CHUNK_HEADER_SIZE + chunk.nbytes) | INTERNAL), header, chunk]
+        self._send_bytes(b"".join(parts))
 
     def _close_after_interrupt(self, error: BaseException) -> None:
         """Closes the link after an exception of a signal handler, because a large frame was sent only in part.
@@ -547,6 +573,7 @@ class StreamLink:
 
         Raises `ConnectionError` if the link is closed or broken.
         """
+        header = WORD.pack((CHUNK_HEADER_SIZE + chunk.nbytes) | INTERNAL) + header
         self._wait_until_sent(deadline)
         if self.backlog or not self._try_lock():  # the deadline has passed, or another thread is sending
             self._send_bytes(header + chunk)

@@ -42,7 +42,7 @@ import tempfile
 import threading
 import time
 from collections import deque
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from time import monotonic
 from typing import Any, Final
 
@@ -52,9 +52,9 @@ from farcall.gate import asleep
 from farcall.transports.base import FOREVER, Buffer, Frame, LinkCounts, LinkOptions
 from farcall.transports.large_frames import (
     CHUNK,
+    CHUNK_HEADER_SIZE,
     Assembler,
     chunks_of,
-    pack_announcement,
     pack_chunk_header,
     pack_inline,
     pack_supply,
@@ -62,7 +62,7 @@ from farcall.transports.large_frames import (
 from farcall.transports.shm_buffers import OPENED, SharedBuffers, is_shared_kind
 from farcall.transports.shm_segments import TOKEN_SIZE
 from farcall.transports.sockets import BACKLOG, OwnSocket
-from farcall.transports.stream import INTERNAL, WHOLE_MAX_BYTES, WORD, StreamLink
+from farcall.transports.stream import INTERNAL, WORD, StreamLink
 
 SETUP: Final = 9
 SETUP_DONE: Final = 10
@@ -359,7 +359,10 @@ class UnixLink(StreamLink):
         ring = self.ring
         if ring is None:
             return self._receive_setup() if self._due_kind else super().receive()
-        frames: list[Frame] = ring.receive()
+        try:
+            frames: list[Frame] = ring.receive()
+        except rings.DamagedError as error:
+            raise ProtocolError(f"{self.address} has damaged the ring of this link") from error
         if not frames:
             self._check_hang_up()
         return frames
@@ -479,7 +482,7 @@ class UnixLink(StreamLink):
         if total + 8 * len(buffers) <= _RING_WHOLE_MAX_BYTES - 64:
             self._send_internal(pack_inline(frame, buffers), b"".join((frame, *buffers)))
         else:
-            self._send_ring_chunks(frame, buffers, deadline)
+            self._send_chunks(frame, buffers, deadline)
         buffers.clear()
 
     def _send_internal(self, *parts: Buffer) -> None:
@@ -491,29 +494,30 @@ class UnixLink(StreamLink):
         if ring is None:
             super()._send_internal(*parts)
         elif sum([len(part) for part in parts]) > _RING_WHOLE_MAX_BYTES:  # a table of very many buffers
-            self._send_long(b"".join(parts))
+            # In one step: frames of other threads may not come in between, as the other end has a limit for them.
+            self._queue_for_ring(*[(None, piece) for piece in self._long_pieces(b"".join(parts))])
         elif self._ring_queue or not ring.send_internal(*parts):
             self._queue_for_ring((None, b"".join(parts)))
 
-    def _send_long(self, data: bytes) -> None:
-        """Sends an internal frame that is too large for the ring, in pieces.
-
-        Raises `ConnectionError` if the link is closed.
-        """
+    def _long_pieces(self, data: bytes) -> list[bytes]:
+        """Returns an internal frame in pieces that fit into the ring; the frame itself if it fits."""
+        if len(data) <= _RING_WHOLE_MAX_BYTES:
+            return [data]
         number, step = next(self._numbers), _RING_WHOLE_MAX_BYTES - _LONG.size
-        for at in range(0, len(data), step):
-            self._send_internal(_LONG.pack(LONG, at + step >= len(data), number) + data[at : at + step])
+        return [
+            _LONG.pack(LONG, at + step >= len(data), number) + data[at : at + step] for at in range(0, len(data), step)
+        ]
 
-    def _queue_for_ring(self, entry: tuple[Any, ...]) -> None:
-        """Queues a frame until the ring has room. Raises `ConnectionAbortedError` if the link is closed.
+    def _queue_for_ring(self, *entries: tuple[Any, ...]) -> None:
+        """Queues frames in one step until the ring has room. Raises `ConnectionAbortedError` if the link is closed.
 
-        `entry` is a tuple of the frame, or of None and an internal frame.
+        Each entry is a tuple of a frame, or of None and an internal frame.
         """
         if self._socket is None:
             raise ConnectionAbortedError(f"the link to {self.address} is closed")
         with self._count_lock:
-            self._ring_queue.append(entry)
-            self.backlog += len(entry[-1])
+            self._ring_queue.extend(entries)
+            self.backlog += sum([len(entry[-1]) for entry in entries])
         self.flush()
 
     def flush(self) -> None:
@@ -555,30 +559,34 @@ class UnixLink(StreamLink):
             self._options.poller.await_room(self, False)
         return True
 
-    def _send_ring_chunks(self, frame: Buffer, buffers: Iterable[memoryview], deadline: float) -> None:
-        """Sends a large frame through the ring in chunks. Waits while the ring is full, until the deadline at most.
+    def _max_chunk_bytes(self) -> int:
+        return super()._max_chunk_bytes() if self.ring is None else _RING_WHOLE_MAX_BYTES - CHUNK_HEADER_SIZE
 
-        At the deadline, the rest is copied and queued. Raises `ConnectionError` if the link is closed.
+    def _send_chunk(self, header: bytes, chunk: memoryview, deadline: float) -> None:
+        """Sends a chunk. Waits while the ring is full. At the deadline, the chunk is copied and queued.
+
+        Raises `ConnectionError` if the link is closed or broken.
         """
-        buffers = tuple(buffers)
-        number = next(self._numbers)
-        announcement = pack_announcement(number, frame, buffers)
-        header = pack_chunk_header(number)
-        try:
-            self._send_internal(announcement)
-            for chunk in chunks_of(frame, buffers, _RING_WHOLE_MAX_BYTES - len(header)):
-                self._send_ring_chunk(header, chunk, deadline)
-        except BaseException as error:
-            self._close_after_interrupt(error)
-            raise
-
-    def _send_ring_chunk(self, header: bytes, chunk: memoryview, deadline: float) -> None:
         ring = self.ring
-        if not self._ring_queue and ring is not None and ring.send_internal(header, chunk):
+        if ring is None:
+            super()._send_chunk(header, chunk, deadline)
+            return
+        if not self._ring_queue and ring.send_internal(header, chunk):
             return
         if not self._is_sending() and self._wait_and_send_chunk(header, chunk, deadline):
             return
         self._queue_for_ring((None, header + bytes(chunk)))
+
+    def _send_contiguous(
+        self, announcement: bytes, header: bytes, frame: Buffer, buffers: Sequence[memoryview]
+    ) -> None:
+        """Queues a large frame in one step; see `StreamLink`. Raises `ConnectionError` if the link is closed."""
+        if self.ring is None:
+            super()._send_contiguous(announcement, header, frame, buffers)
+            return
+        pieces = self._long_pieces(announcement)
+        pieces += [header + chunk for chunk in chunks_of(frame, buffers, self._max_chunk_bytes())]
+        self._queue_for_ring(*[(None, piece) for piece in pieces])
 
     def _wait_and_send_chunk(self, header: bytes, chunk: memoryview, deadline: float) -> bool:
         """Waits for room in the ring, sends a chunk, and returns True.
@@ -608,11 +616,7 @@ class UnixLink(StreamLink):
         Raises `ConnectionError` if the link is closed or broken.
         """
         number = next(self._numbers)
-        self._send_internal(pack_supply(number, segment, buffers))
-        header = pack_chunk_header(number)
-        size = WHOLE_MAX_BYTES if self.ring is None else _RING_WHOLE_MAX_BYTES - len(header)
-        for chunk in chunks_of(b"", buffers, size):
-            self._send_internal(header + chunk)
+        self._send_contiguous(pack_supply(number, segment, buffers), pack_chunk_header(number), b"", buffers)
 
     def unsent_bytes(self) -> int:
         """Returns the number of bytes that wait to be sent.
