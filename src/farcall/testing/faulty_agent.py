@@ -124,7 +124,7 @@ def faults(agent: RpcAgent | None = None) -> Faults:
     agent = agent if agent is not None else current_agent()
     if not isinstance(agent, RpcAgent):
         raise UsageError(
-            f"{agent!r} is no agent: give faults() one of a LocalGroup, group[0], or nothing for this worker"
+            f"{agent!r} is no agent: give faults() one of a LocalGroup, group.agents[0], or nothing for this worker"
         )
     if not isinstance(agent, FaultyAgent):
         raise UsageError(
