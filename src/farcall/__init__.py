@@ -179,5 +179,6 @@ _NOT_HERE = {
 if not TYPE_CHECKING:  # a type checker would take any name then
 
     def __getattr__(name: str) -> object:
+        """Raises `AttributeError`, with advice for names of `torch.distributed.rpc` that farcall does not have."""
         advice = f", as torch.distributed.rpc has: {_NOT_HERE[name]}" if name in _NOT_HERE else ""
         raise AttributeError(f"module 'farcall' has no {name!r}{advice}")

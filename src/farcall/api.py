@@ -87,7 +87,10 @@ def init_rpc(
 
 
 def check_name(name: str) -> str:
-    """Returns the name of a worker. Raises `UsageError` if it cannot be one."""
+    """Returns the name of a worker.
+
+    Raises `UsageError` if it is not a str, is empty, is not printable, or has more than 255 characters.
+    """
     if not isinstance(name, str) or not name:
         raise UsageError(f"a worker's name must be a str that is not empty, not {name!r}")
     if not name.isprintable() or len(name) > 255:
@@ -96,7 +99,14 @@ def check_name(name: str) -> str:
 
 
 def launched_name(rank: int) -> str | None:
-    """Returns the name that the launcher has given to this worker, or `worker` and its rank; None if it has neither."""
+    """Returns the name that the launcher has given to this worker, or `worker` and its rank; None if it has neither.
+
+    Args:
+        rank: The rank of this worker; -1 takes it from the environment.
+
+    Raises:
+        UsageError: The name or the rank in the environment is not valid.
+    """
     name = os.environ.get(NAME_VARIABLE)
     if name:
         return check_name(name)
@@ -107,7 +117,19 @@ def launched_name(rank: int) -> str | None:
 
 
 def make_agent(name: str, backend: BackendType, rank: int, world_size: int | None, options: BackendOptions) -> RpcAgent:
-    """Returns a new agent that has joined its group. See `init_rpc` for the errors that it raises."""
+    """Returns a new agent that has joined its group, and does not run calls of others yet.
+
+    Args:
+        name: The name of this worker.
+        backend: The kind of agent.
+        rank: The rank of this worker; -1 takes it from the rendezvous URL or the environment.
+        world_size: The number of workers; None takes it from the URL or the environment, else the group is open.
+        options: The options of the agent.
+
+    Raises:
+        UsageError: An argument or an option is not valid; `BackendError` if the options are not of this backend.
+        RendezvousError: The group could not be joined; `RendezvousTimeoutError` if workers did not arrive in time.
+    """
     install_exit_report(os.environ)
     report_name(os.environ, name)
     return init_backend(backend, store=None, name=name, rank=rank, world_size=world_size, rpc_backend_options=options)
@@ -139,7 +161,19 @@ def shutdown(graceful: bool = True, timeout: float = DEFAULT_SHUTDOWN_TIMEOUT) -
 
 
 def shut_down(agent: RpcAgent, graceful: bool, timeout: float) -> None:
-    """Takes an agent of this process down; see `shutdown`."""
+    """Makes an agent of this process leave its group, and forgets it.
+
+    Only forgets the agent of a forked child's parent.
+
+    Args:
+        agent: The agent.
+        graceful: Whether to wait first until all workers have called `shutdown` and all calls have ended.
+        timeout: How many seconds to wait; 0 means no limit.
+
+    Raises:
+        ShutdownError: The timeout expired or a worker was lost during a graceful wait. The agent is gone all the same.
+        UsageError: A function that the agent runs for another worker asks for a graceful shutdown. Nothing has changed.
+    """
     if graceful and current.serving.agent is agent:
         raise UsageError(
             "a graceful shutdown waits for all functions that run here for other workers, so such a function cannot "
@@ -368,7 +402,9 @@ def references() -> Inventory:
 
 
 def _rref_context_get_debug_info() -> dict[str, str]:
-    """Returns counters of this worker's references as text, under the names that torch uses; empty if none are kept.
+    """Returns counters of this worker's references as text, under the names that torch uses.
+
+    Returns an empty dict if the backend counts nothing.
 
     Raises:
         NotInitializedError: This process is not a worker.
@@ -580,6 +616,7 @@ def _refuse_a_second_agent() -> None:
 
 
 def _forget_lock_in_child() -> None:
+    """Runs in a forked child: replaces the lock, and forgets the executor that owned this thread in the parent."""
     global _lock
     _lock = threading.RLock()  # another thread of the parent may have held it
     blocking_thread.before = blocking_thread.after = None  # the pool that this thread belonged to is the parent's

@@ -1,5 +1,7 @@
 """Operations of several workers together: `_all_gather` collects a value from each, `_barrier` waits for all.
 
+A *gathering* is one such operation: every member calls `_all_gather` once, and gets the values of all members.
+
 The worker with the smallest name is the leader. Every other worker calls the leader once, with its value. The leader
 answers all of these calls when all workers have called, with the values of all. N workers need N - 1 calls.
 
@@ -36,29 +38,34 @@ from farcall.options import DEFAULT_SHUTDOWN_TIMEOUT, UNSET_RPC_TIMEOUT
 
 _FOREVER: Final = float("inf")
 _A_MOMENT: Final = 0.1
-"""Seconds after which whoever waits has the missing looked for."""
+"""Seconds after which a waiting worker asks the leader to look for the missing workers."""
 _LOOK: Final = 5.0
-"""Seconds that one look takes at most. So none keeps a worker from shutting down for long."""
+"""Timeout, in seconds, of one call to a missing worker. Short, so that it does not delay a shutdown for long."""
 _GLANCE: Final = 1.0
-"""Seconds after which whoever waits looks at its own agent again."""
+"""Seconds after which a waiting worker checks again whether its own agent is closed."""
 _ANSWER: Final = 1.0
-"""Seconds that the leader has to say who is missing, when the time is over."""
+"""Seconds that the leader has to say which workers are missing, after the timeout of a worker has expired."""
 
 
 class Key(NamedTuple):
-    """Identifies a gathering: its members, and the number of earlier gatherings of the same members."""
+    """Identifies a gathering: its members, and the number of earlier gatherings of the same members.
+
+    `members` are their names, sorted; the first one leads. `number` is 0 for their first gathering.
+    """
 
     members: tuple[str, ...]
     ids: tuple[int, ...]
-    """Of the members: one that was started again in an open group is another one, and has been to none before."""
+    """The ids of the members, in the same order. A worker that was started again under its name in an open group has
+    another id, so its gatherings are counted from 0 again.
+    """
     number: int
 
 
 class Gathering:
-    """The state of one gathering on its leader.
+    """The state of one gathering on its leader: who is missing, the values so far, and the future of the outcome.
 
     Args:
-        members: The names of the workers that take part.
+        members: The names of the workers that take part. All of them count as missing at first.
     """
 
     def __init__(self, members: Iterable[str]) -> None:
@@ -69,7 +76,11 @@ class Gathering:
 
 
 class Gatherings:
-    """The gatherings of one worker. Decides under its lock, and completes futures outside of it."""
+    """The gatherings of one worker: those that it takes part in, and those that it leads.
+
+    A gathering is one `_all_gather` of certain members. Decisions are made under a lock. Futures are completed outside
+    of it, because their callbacks may call this object again. All methods may be called from any thread.
+    """
 
     def __init__(self) -> None:
         self._lock = threading.RLock()  # a signal handler may come in its midst
@@ -78,12 +89,13 @@ class Gatherings:
         self._looks: dict[Key, list[Future[None]]] = {}  # answered when this worker comes to that gathering
 
     def enter(self, members: tuple[str, ...], ids: tuple[int, ...]) -> Key:
-        """Counts this worker as taking part in the next gathering of these members. Returns the key of that gathering.
+        """Counts this worker as taking part in the next gathering of these members, and returns its key.
 
-        Every call counts, and starts the next one. Raises nothing.
+        Every call starts another gathering: the first returns number 0, the next number 1. Completes the futures that
+        `look` returned for this key. Raises nothing.
 
         Args:
-            members: The names of the members, sorted.
+            members: The names of the members, sorted, this worker included. Not checked.
             ids: Their ids, in the same order.
         """
         with self._lock:
@@ -95,19 +107,20 @@ class Gatherings:
         return key
 
     def leave(self, key: Key) -> None:
-        """Undoes `enter` when the leader could not be told, so that the next gathering has the same number.
+        """Undoes `enter` when the leader could not be called, so that the next gathering has the same number.
 
-        Does nothing if another gathering of these members has begun here since. Raises `KeyError` for a key that
-        `enter` never returned.
+        Does nothing if `enter` has started another gathering of these members since. Raises `KeyError` for members of
+        which `enter` has never started a gathering.
         """
         with self._lock:
             if self._numbers[key.members, key.ids] == key.number + 1:
                 self._numbers[key.members, key.ids] = key.number
 
     def look(self, key: Key) -> Future[None]:
-        """Returns a future that completes with None when this worker takes part in the gathering; at once if it has.
+        """Returns a future that completes with None when this worker takes part; at once if it has already.
 
-        Of one gathering, only the last 8 futures are kept; earlier ones are never completed.
+        For one gathering only the 8 newest futures are kept. Older ones never complete: the calls that wait for them
+        have timed out.
         """
         future: Future[None] = Future()
         with self._lock:
@@ -121,18 +134,19 @@ class Gatherings:
     # At the leader
 
     def bring(self, key: Key, name: str, part: Any) -> Future[dict[str, Any]]:
-        """Records the value of a member. Called on the leader.
+        """Records the value of a member. Called on the leader, once for each member.
 
         Args:
-            key: The gathering.
+            key: The gathering. Its state is created if this is the first value.
             name: The name of the member.
-            part: Its value.
+            part: The value of the member.
 
         Returns:
-            A future of the values of all members by name, in the order of the names.
+            A future of the values of all members by name, in the order of the names. It is done when the last value is
+            here. It has failed already if the gathering has failed.
 
         Raises:
-            UsageError: The member has given a value already.
+            UsageError: The member has given a value already, was declared lost, or is not in `key.members`.
         """
         with self._lock:
             gathering = self._led.get(key)
@@ -148,13 +162,14 @@ class Gatherings:
         return gathering.outcome
 
     def fail(self, key: Key, error: RpcError, lost: str | None = None) -> None:
-        """Fails a gathering for all workers that wait for it.
+        """Fails a gathering for all workers that wait for it. Called on the leader.
 
-        Does nothing if it is complete, has failed, or is unknown.
+        Does nothing if the gathering is complete, or if this worker knows no gathering of that key. If the gathering
+        has failed already, it keeps its first error, and only `lost` is recorded.
 
         Args:
             key: The gathering.
-            error: The exception that the workers get.
+            error: The exception that the waiting workers get.
             lost: The name of a member that will never take part; None if there is none.
         """
         with self._lock:
@@ -169,23 +184,26 @@ class Gatherings:
             gathering.outcome.exception()  # it may be that nobody waits any more
 
     def _settle(self, key: Key, gathering: Gathering) -> bool:
-        """Deletes the gathering and returns True if no member is missing, else returns False. The lock must be held."""
+        """Deletes the gathering if no member is missing. Returns whether it did. The caller holds the lock."""
         if gathering.missing:
             return False
         del self._led[key]
         return True
 
     def missing(self, key: Key) -> list[str]:
-        """Returns the names of the members that have not taken part yet, sorted; empty for an unknown gathering."""
+        """Returns the names of the members that have not given a value yet, sorted. Called on the leader.
+
+        Returns an empty list if the gathering is complete, or if this worker does not lead it.
+        """
         with self._lock:
             gathering = self._led.get(key)
             return sorted(gathering.missing) if gathering is not None else []
 
     def elsewhere(self, key: Key) -> dict[str, tuple[str, ...]]:
-        """Returns the missing members that wait in another gathering instead, with the members of that gathering.
+        """Returns the missing members that wait in another gathering, each with the members of that one.
 
-        Only gatherings that this worker leads are known here. Returns an empty dict if there are none. For an error
-        message.
+        Used for an error message. Only gatherings that this worker leads are searched. Returns an empty dict if no
+        missing member waits elsewhere, or if the gathering is unknown.
         """
         with self._lock:
             gathering = self._led.get(key)
@@ -198,9 +216,11 @@ class Gatherings:
             }
 
     def begin_to_look(self, key: Key) -> list[str]:
-        """Returns the missing members that have to be looked for, sorted.
+        """Returns the names of the missing members, sorted, for the leader to call each of them.
 
-        Returns an empty list if the search has begun before, or the gathering is unknown or over.
+        Only the first call for a gathering returns them.
+
+        Returns an empty list in later calls, and if the gathering is unknown, complete or failed.
         """
         with self._lock:
             gathering = self._led.get(key)
@@ -210,14 +230,17 @@ class Gatherings:
             return sorted(gathering.missing)
 
     def is_awaited(self, key: Key, name: str) -> bool:
-        """Returns whether a gathering is still waiting for a member; False if the gathering is unknown or over."""
+        """Returns whether a gathering still waits for the value of member `name`.
+
+        Returns False if the gathering is unknown, complete or failed, or if `name` is not a member.
+        """
         with self._lock:
             gathering = self._led.get(key)
             return gathering is not None and name in gathering.missing and not gathering.outcome.done()
 
 
 def gatherings_of(agent: RpcAgent) -> Gatherings:
-    """Returns the gatherings of an agent, which are created in the first call and live as long as the agent."""
+    """Returns the gatherings of an agent. They are created by the first call, and live as long as the agent."""
     found: Gatherings = vars(agent).setdefault("_gatherings", Gatherings())
     return found
 
@@ -227,10 +250,18 @@ def gatherings_of(agent: RpcAgent) -> Gatherings:
 
 @async_execution
 def waiting_for_each_other(key: Key, name: str, part: Any) -> Future[dict[str, Any]]:
-    """Called on the leader by a member: records its value, and answers with the values of all members.
+    """Called on the leader by another member: records the value of that member, and answers with the values of all.
+
+    The reply is sent when all members have given their values, or the gathering has failed.
+
+    Args:
+        key: The gathering.
+        name: The name of the calling member.
+        part: Its value.
 
     Raises:
-        UsageError: `key` is not a key, `name` is not a member, or the member has given a value already.
+        UsageError: `key` is not a valid `Key`, `name` is not one of its members, or the member has given a value
+            already.
     """
     _check_key(key)
     if type(name) is not str or name not in key.members:
@@ -240,20 +271,28 @@ def waiting_for_each_other(key: Key, name: str, part: Any) -> Future[dict[str, A
 
 @async_execution
 def coming_to_the_others(key: Key) -> Future[None]:
-    """Called on a missing member by the leader: answers with None when this worker takes part.
+    """Called on a missing member by the leader: answers with None when this worker takes part in the gathering.
+
+    The reply is sent at once if this worker has taken part already.
 
     Raises:
-        UsageError: `key` is not a key.
+        UsageError: `key` is not a valid `Key`.
     """
     _check_key(key)
     return gatherings_of(current_agent()).look(key)
 
 
 def _time_is_over(key: Key, timeout: float) -> None:
-    """Called on the leader by a member whose timeout expired: fails the gathering for all members.
+    """Called on the leader by a member whose timeout expired: fails the gathering with `RpcTimeoutError`.
+
+    Does nothing if the gathering is complete, has failed, or is unknown.
+
+    Args:
+        key: The gathering.
+        timeout: The timeout that expired, in seconds, for the error message.
 
     Raises:
-        UsageError: `key` is not a key, or `timeout` is not an int or float.
+        UsageError: `key` is not a valid `Key`, or `timeout` is not an int or float.
     """
     _check_key(key)
     if type(timeout) not in (int, float):  # it is printed, and a Decimal may have a billion digits
@@ -263,10 +302,12 @@ def _time_is_over(key: Key, timeout: float) -> None:
 
 
 def _look_for_missing(key: Key) -> None:
-    """Called on the leader by a member that waits: begins to look for the missing members, if that has not begun yet.
+    """Called on the leader by a member that waits: calls every missing member, to notice members that were lost.
+
+    Does nothing if an earlier call has done so, or if the gathering is unknown, complete or failed.
 
     Raises:
-        UsageError: `key` is not a key.
+        UsageError: `key` is not a valid `Key`.
     """
     _check_key(key)
     agent = current_agent()
@@ -276,7 +317,7 @@ def _look_for_missing(key: Key) -> None:
 
 
 def _check_key(key: Any) -> None:
-    """Raises `UsageError` if `key` is not a `Key` of names and numbers.
+    """Raises `UsageError` if `key` is not a `Key` of a tuple of str, a tuple of int and an int. Returns None if it is.
 
     The key came from another worker, which may always call these functions, whatever the allow-list says. Keys are
     hashed, sorted and printed, so nothing but exact types is accepted.
@@ -295,9 +336,16 @@ def _check_key(key: Any) -> None:
 
 
 def _look_for(agent: RpcAgent, gatherings: Gatherings, key: Key, name: str) -> None:
-    """Calls a missing member again and again, until it takes part, is lost, or the gathering is over.
+    """Calls the missing member `name`, without waiting for the reply, and again after each timeout of such a call.
 
-    If the member is lost, the gathering fails with `WorkerLostError`.
+    Ends when the member takes part or the gathering is over. If the member is lost, the gathering fails with
+    `WorkerLostError`. Other errors mean that this worker shuts down, and are ignored.
+
+    Args:
+        agent: The agent of this worker, the leader.
+        gatherings: Its gatherings.
+        key: The gathering.
+        name: The name of the missing member.
     """
 
     def looked(future: Future[None]) -> None:
@@ -328,13 +376,13 @@ def _all_gather(
     """Waits until all given workers have called this function, and returns the values of all of them by name.
 
     Args:
-        obj: The value of this worker.
-        worker_names: The names of the workers that take part, the same on each of them. None or no names means all
-            workers of the group.
-        timeout: How many seconds to wait; 0 means no limit. The default is the `rpc_timeout` of this worker.
+        obj: The value of this worker, anything that a call can send.
+        worker_names: The names of the workers that take part, this one included, the same on each of them. The order
+            does not matter. None or no names means all workers of the group.
+        timeout: How many seconds to wait; 0 means no limit. The default, -1, is the `rpc_timeout` of this worker.
 
     Returns:
-        The values by worker, in the order of the names.
+        The values by the workers' names, in the order of the names.
 
     Raises:
         RpcTimeoutError: The timeout expired. The message says which workers did not call, or called with other names.
@@ -369,13 +417,15 @@ def _all_gather(
 def _wait(
     agent: RpcAgent, outcome: Future[dict[str, Any]], key: Key, deadline: float, seconds: float
 ) -> dict[str, Any]:
-    """Waits for the outcome of a gathering and returns it. Raises what `_all_gather` raises.
+    """Waits for the outcome of a gathering, and returns the values of all members by name.
+
+    Raises the error of a failed gathering, `RpcTimeoutError` at the deadline, and the reason why the agent was closed.
 
     Args:
         agent: The agent of this worker.
         outcome: The future of the values.
         key: The gathering.
-        deadline: When the timeout expires, in seconds of `time.monotonic`.
+        deadline: When the timeout expires, in seconds of `time.monotonic`; infinity for no limit.
         seconds: The timeout itself, for the error message.
     """
     leads = key.members[0] == agent.info.name
@@ -406,13 +456,18 @@ def _wait(
 
 
 def _barrier(worker_names: Iterable[str]) -> None:
-    """Waits until all given workers have called this function.
+    """Waits until all given workers have called this function. The timeout is the `rpc_timeout` of this worker.
 
     Args:
-        worker_names: The names of the workers, the same on each of them. No names means all workers of the group.
+        worker_names: The names of the workers, this one included, the same on each of them. No names means all workers
+            of the group.
 
     Raises:
-        RpcError: As in `_all_gather`. The timeout is the `rpc_timeout` of this worker.
+        RpcTimeoutError: Not all of them have called in time.
+        WorkerLostError: A worker was lost before it called.
+        UsageError: This worker is not one of `worker_names`, or `worker_names` is a single str.
+        UnknownWorkerError: A name belongs to no worker.
+        RpcError: This process is not a worker, or has left the group while it was waiting.
     """
     _all_gather(None, worker_names)
 
@@ -424,7 +479,9 @@ def _wait_all_workers(timeout: float = DEFAULT_SHUTDOWN_TIMEOUT) -> None:
         timeout: How many seconds to wait; 0, the default, means no limit.
 
     Raises:
-        RpcError: As in `_all_gather`.
+        RpcTimeoutError: Not all of them have called in time.
+        WorkerLostError: A worker was lost before it called.
+        RpcError: This process is not a worker, or has left the group while it was waiting.
     """
     _all_gather(None, timeout=timeout)
 
@@ -432,8 +489,11 @@ def _wait_all_workers(timeout: float = DEFAULT_SHUTDOWN_TIMEOUT) -> None:
 def _members(agent: RpcAgent, worker_names: Iterable[str] | None) -> tuple[str, ...]:
     """Returns the names of the workers that take part in a gathering, sorted, so that all agree on the leader.
 
-    No names, or None, means all workers of the group. Raises `UsageError` for a single str and if this worker is not
-    one of them, and `UnknownWorkerError` for a name that belongs to no worker.
+    None or no names means all workers of the group. A name that is given twice counts once.
+
+    Raises:
+        UsageError: `worker_names` is a single str or bytes, or this worker is not one of them.
+        UnknownWorkerError: A name belongs to no worker.
     """
     if isinstance(worker_names, str | bytes):
         raise UsageError(f"worker_names must be a list of names, not one text; write [{worker_names!r}]")
@@ -454,9 +514,10 @@ def _too_late(
     """Returns the error for a gathering whose timeout expired.
 
     Args:
-        missing: The workers that did not take part.
+        missing: The names of the workers that did not take part.
         seconds: The timeout.
-        elsewhere: Missing workers that wait in another gathering, with its members; None or empty if there are none.
+        elsewhere: The missing workers that wait in a gathering of other members, each with the names of these members.
+            None or empty if there are none.
     """
     if elsewhere:
         others = "; ".join(f"{name!r} called it with {_listed(there)}" for name, there in elsewhere.items())

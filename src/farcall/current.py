@@ -34,13 +34,14 @@ sole: RpcAgent | None = None
 """The agent of this process, if it has exactly one; else None. Read by every call, written by this module only."""
 
 _groups: dict[RpcAgent, object] = {}
-"""All agents of this process in the order in which they came, with the object that stands for their group."""
+"""All agents of this process in the order in which they were added, each with the object that stands for its group."""
 _of_init_rpc: RpcAgent | None = None
+"""The agent that `init_rpc` has made; None if there is none."""
 _lock = threading.RLock()  # reentrant, because a signal handler may shut down in the midst of a change
 
 
 class _ServingThread(threading.local):
-    """What is known about the current thread."""
+    """Attributes of the current thread: which agent it works for."""
 
     agent: RpcAgent | None = None
     """The agent whose functions and callbacks the thread runs; None for a thread of the program."""
@@ -50,7 +51,11 @@ serving = _ServingThread()
 
 
 class _Block(NamedTuple):
-    """An enclosing block: its agent, and the agent that serves on the thread on which it was entered."""
+    """An enclosing `with` block of a group.
+
+    `agent` is the agent of the group. `serving` is the agent for which the thread worked when it entered the block;
+    None on a thread of the program.
+    """
 
     agent: RpcAgent
     serving: RpcAgent | None
@@ -63,7 +68,13 @@ _block: ContextVar[_Block | None] = ContextVar("farcall_block", default=None)
 
 
 def add(agent: RpcAgent, group: object, *, is_of_init_rpc: bool = False) -> None:
-    """Adds an agent. `group` is the same object for all agents of this process that are in one group."""
+    """Adds an agent to those of this process, and removes those that a forked child has inherited from its parent.
+
+    Args:
+        agent: The agent.
+        group: An object that stands for the group; the same for all agents of this process in that group.
+        is_of_init_rpc: Whether `init_rpc` has made the agent, so that it is the current one outside of all blocks.
+    """
     global _of_init_rpc
     with _lock:
         for each in [each for each in _groups if each.is_forked]:  # the parent's, which a forked child has let go
@@ -75,7 +86,7 @@ def add(agent: RpcAgent, group: object, *, is_of_init_rpc: bool = False) -> None
 
 
 def remove(agent: RpcAgent) -> None:
-    """Removes an agent that was shut down. Does nothing if it is not there."""
+    """Removes an agent that was shut down from those of this process. Does nothing if it was not added."""
     global _of_init_rpc
     with _lock:
         _groups.pop(agent, None)
@@ -85,12 +96,13 @@ def remove(agent: RpcAgent) -> None:
 
 
 def _note_sole() -> None:
+    """Sets `sole` to the only agent of this process, or to None if there is none or several."""
     global sole
     sole = next(iter(_groups)) if len(_groups) == 1 else None
 
 
 def agents() -> list[RpcAgent]:
-    """Returns all agents of this process."""
+    """Returns all agents of this process, in the order in which they were added; an empty list if there are none."""
     return list(_groups)
 
 
@@ -103,7 +115,12 @@ def agent_of_init_rpc() -> RpcAgent | None:
 
 
 def current_agent() -> RpcAgent:
-    """Returns the current agent. Raises `NotInitializedError` if there is none, or it is not known which one it is."""
+    """Returns the current agent, the one that the functions of the package act for; see the rules of this module.
+
+    Raises:
+        NotInitializedError: This process has no agent; or it has several of different groups, none of them of
+            `init_rpc`, and this code is in the `with` block of none of them.
+    """
     agent = find_current_agent()
     if agent is not None:
         return agent
@@ -120,7 +137,7 @@ def current_agent() -> RpcAgent:
 
 
 def find_current_agent() -> RpcAgent | None:
-    """Returns the current agent; None if there is none, or it cannot be told which one it is."""
+    """Returns the current agent, as `current_agent` does, but None where `current_agent` raises."""
     if sole is not None:
         return sole
     block, agent = _block.get(), serving.agent
@@ -137,9 +154,12 @@ def find_current_agent() -> RpcAgent | None:
 
 
 def current_reference_store() -> ReferenceStore:
-    """Returns the references of the current agent.
+    """Returns the references that the current agent owns and uses.
 
-    Raises `NotInitializedError`; `ForkedProcessError` if the references are those of the parent of this process.
+    Raises:
+        NotInitializedError: There is no current agent, or it was shut down.
+        ForkedProcessError: This process was forked, and the agent is that of its parent.
+        RpcError: The agent was closed for another reason, for example because the group has expelled it.
     """
     agent = current_agent()
     if agent.closed is not None:
@@ -148,12 +168,12 @@ def current_reference_store() -> ReferenceStore:
 
 
 def enter_block(agent: RpcAgent) -> Token[Any]:
-    """Makes an agent the current one of this context. Returns what `leave_block` needs."""
+    """Makes an agent the current one of this context (`contextvars`). Returns a token for `leave_block`."""
     return _block.set(_Block(agent, serving.agent))
 
 
 def leave_block(token: Token[Any]) -> None:
-    """Undoes `enter_block`. Does nothing in another context, such as that of another task: there it had no effect."""
+    """Undoes the `enter_block` that returned `token`. Does nothing in another context, such as another task's."""
     try:
         _block.reset(token)
     except ValueError:
@@ -164,6 +184,7 @@ def leave_block(token: Token[Any]) -> None:
 
 
 def _abandon_in_child() -> None:
+    """Runs in a forked child: makes the agents of the parent unusable here, without sending anything."""
     global _lock
     _lock = threading.RLock()  # another thread of the parent may have held it
     serving.agent = None
@@ -172,6 +193,7 @@ def _abandon_in_child() -> None:
 
 
 def _tell_before_fork() -> None:
+    """Runs before a fork, in the parent: tells all agents that the process is about to fork."""
     for agent in list(_groups):
         agent.about_to_fork()
 

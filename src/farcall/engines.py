@@ -38,21 +38,28 @@ if TYPE_CHECKING:
 logger = logging.getLogger("farcall")
 
 GRACE_S: Final = 5.0
-"""How many seconds a worker has to end by itself."""
+"""How many seconds a worker has to end by itself, before it is terminated."""
 _KILL_WAIT_S: Final = 1.0
+"""How many seconds a terminated worker has before it is killed, and a killed one before it is given up."""
 _LEAVE: Final = "leave"
+"""The message over a pipe that tells a worker to leave gracefully."""
 
 
 def local(workers: int, *, name: str = "worker", options: RpcBackendOptions | None = None) -> Group:
     """Returns a group of new processes on this host, which start and end with its `with` block.
 
+    Entering the block raises `RendezvousError` if a worker cannot start, for example because its script fails.
+
     Args:
-        workers: The number of processes. This process is a member besides, named `main`.
-        name: The workers are named `worker0`, `worker1` ... with this text in place of `worker`.
-        options: The options of all members. Where the members find each other is up to the engine.
+        workers: The number of processes to start, at least 1. This process is a member besides, named `main`, with rank
+            0.
+        name: The beginning of the workers' names, not empty. With "worker" they are `worker0`, `worker1` and so on.
+        options: The options of all members; None for the defaults. `init_method` must not be set, because the engine
+            chooses where the members find each other.
 
     Raises:
-        UsageError: An argument is not valid.
+        UsageError: `workers` is not a whole number of at least 1, `name` is not a str or is empty, or `options` has an
+            `init_method`.
 
     Example:
         with farcall.engines.local(2) as group:
@@ -68,7 +75,12 @@ def local(workers: int, *, name: str = "worker", options: RpcBackendOptions | No
 
 
 class _LocalProcesses(Group):
-    """A group of processes on this host."""
+    """A group of this process and of processes that it starts on this host.
+
+    Args:
+        names: The names of the workers to start, in the order of their ranks from 1 on.
+        options: The options of all members. A secret is generated if neither they nor FARCALL_SECRET have one.
+    """
 
     def __init__(self, names: list[str], options: RpcBackendOptions) -> None:
         secret = options.secret or os.environ.get("FARCALL_SECRET") or secrets.token_hex(32)
@@ -84,6 +96,10 @@ class _LocalProcesses(Group):
         self._directory = ""
 
     def _join(self) -> None:
+        """Starts the processes and joins the group. Ends the processes again if one of the two fails.
+
+        Raises `UsageError` if the processes run already, `RendezvousError` if a worker does not start or join in time.
+        """
         if self._directory:
             raise UsageError("the workers of this group were started already; make another one")
         self._directory = tempfile.mkdtemp(prefix="farcall-")
@@ -96,7 +112,11 @@ class _LocalProcesses(Group):
             raise
 
     def _start(self) -> None:
-        """Starts the processes, and waits until each has imported the script. Raises `RendezvousError` if one fails."""
+        """Starts the processes, and waits until each has imported the script.
+
+        Raises `RendezvousError` if one of them ends before, or has not done so after `init_timeout` seconds of the
+        options.
+        """
         import multiprocessing
         from multiprocessing import connection
 
@@ -135,6 +155,10 @@ class _LocalProcesses(Group):
                     ) from None
 
     def _leave(self, graceful: bool) -> None:
+        """Leaves the group, together with the workers if `graceful`, and ends all processes.
+
+        Raises `ShutdownError` if leaving together fails. If a worker had ended before, that is only logged.
+        """
         died = [process.name for process in self._processes if process.exitcode is not None]
         try:
             for pipe in self._pipes if graceful else ():
@@ -154,7 +178,7 @@ class _LocalProcesses(Group):
             self._end()
 
     def _end(self) -> None:
-        """Ends all processes, by force if they do not end by themselves, and removes what is left of the group."""
+        """Ends all processes, by force if they do not end within `GRACE_S` seconds, and removes their directory."""
         self._close_pipes()
         atexit.unregister(self._close_pipes)
         deadline = monotonic() + GRACE_S
@@ -173,13 +197,23 @@ class _LocalProcesses(Group):
         self._directory = ""
 
     def _close_pipes(self) -> None:
+        """Closes the pipes to the workers, which makes them leave at once. May be called again."""
         for pipe in self._pipes:
             pipe.close()
         self._pipes.clear()
 
 
 def _run_worker(pipe: Any, name: str, rank: int, world_size: int, options: RpcBackendOptions, secret: str) -> None:
-    """The program of a worker: joins the group, serves, and leaves when the pipe says so or ends."""
+    """The program of a worker process: joins the group, serves, and leaves when the pipe says so or ends.
+
+    Args:
+        pipe: The connection to the process that has started this one. It is sent the name once the script is imported.
+        name: The name of this worker.
+        rank: Its rank.
+        world_size: The number of members of the group.
+        options: Its options, without the secret.
+        secret: The secret of the group.
+    """
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the process that has started this one
     pipe.send(name)
     options.secret = secret

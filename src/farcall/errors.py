@@ -86,7 +86,7 @@ class WorkerLostError(RpcError, ConnectionError):
 
     Args:
         message: The text of the exception.
-        worker: The name of the lost worker, if it is known.
+        worker: The name of the lost worker; None if it is not known.
 
     Attributes:
         worker: The name of the lost worker, or None.
@@ -146,7 +146,7 @@ class RendezvousTimeoutError(RendezvousError, TimeoutError):
 
     Args:
         message: The text of the exception.
-        present: The keys that the store had when the timeout expired.
+        present: The keys that the group's key-value store had when the timeout expired, if that is known.
 
     Attributes:
         present: The keys that the store had when the timeout expired; empty if unknown.

@@ -92,9 +92,10 @@ def mark_async(wrapper: Any, function: Callable[..., Any], converter: FutureConv
 
 
 def async_result(function: Callable[..., Any]) -> FutureConverter | None:
-    """Returns the converter for the return value of an asynchronous function, or None if `function` is not marked.
+    """Returns the converter for the return values of an asynchronous function; None if `function` is not marked as one.
 
-    The mark of the function inside a `functools.partial`, and of the function of a bound method, counts.
+    A function is marked by `async_execution`, by `mark_async` or by torch's decorator. A `functools.partial` and a
+    bound method count as marked if their function is.
     """
     while not hasattr(function, ASYNC_MARK):
         if not isinstance(function, functools.partial):

@@ -46,14 +46,21 @@ S = TypeVar("S")
 logger = logging.getLogger("farcall")
 
 PENDING: Final = 0
+"""The state of a future that has neither a result nor an exception yet."""
 DONE: Final = 1
+"""The state of a future that has a result."""
 FAILED: Final = 2
+"""The state of a future that has an exception."""
 UNLOADED: Final = 3
+"""The state of a future whose reply has arrived and is not unpickled yet: it has a result or an exception."""
 
 
 Watcher: TypeAlias = Callable[[Any], Any]
-"""Called with the future. A waker returns callbacks for the settler to run, or None; a callback `Followed`, or None."""
+"""A function that is called with the future when it is complete. A *waker* only wakes a thread, and returns callbacks
+to run next, or None. A *callback* is code of users, and returns a `Followed`, or None.
+"""
 Callbacks: TypeAlias = list[Watcher]
+"""Callbacks of a complete future that have not run yet; `run_callbacks` runs them."""
 
 Place: TypeAlias = tuple[CodeType, int, dict[str, Any]]
 """A place in a program: the code, the offset of the instruction, and the globals. A frame would keep its locals."""
@@ -83,9 +90,9 @@ class Source(Protocol):
     """The object that completes a future, such as a connection. A waiting thread can drive it instead of sleeping."""
 
     def drive(self, future: Future[Any], deadline: float) -> None:
-        """Blocks until the future is complete, or until `deadline` (of `time.monotonic`).
+        """Blocks until the future is complete, or until `deadline`, in seconds of `time.monotonic`.
 
-        Raises nothing when the time is over.
+        Raises nothing when the deadline passes; the future is then not complete.
         """
 
     def drive_in_background(self) -> None:
@@ -213,7 +220,8 @@ class Future(Generic[T]):
         Does not raise the exception of the call.
 
         Args:
-            deadline: Seconds of `time.monotonic`; `FOREVER` means no limit. If it has passed, nothing waits.
+            deadline: When to stop, in seconds of `time.monotonic`; `FOREVER` means no limit. If it has passed, the
+                method does not wait.
         """
         if not isinstance(self._source, Future):  # as nearly always
             return self._state != PENDING or self._block_alone(deadline)
@@ -223,7 +231,7 @@ class Future(Generic[T]):
         return all(future._state or future._block_alone(deadline) for future in reversed(chain))
 
     def _block_alone(self, deadline: float) -> bool:
-        """Waits for this future as `block` does, but not for futures that this one is derived from.
+        """Waits for this future until `deadline`, but not for futures that this one is derived from by `then`.
 
         Returns whether it is complete.
         """
@@ -250,6 +258,7 @@ class Future(Generic[T]):
             self._source.drive_in_background()
 
     def __await__(self) -> Generator[Any, None, T]:
+        """Waits without blocking the event loop, and returns the result. Raises the exception of the call."""
         if not self._state:
             import asyncio  # not at the head: importing it would be half the time of `import farcall`
 
@@ -281,10 +290,11 @@ class Future(Generic[T]):
     def then(self, callback: Callable[[Future[T]], S]) -> Future[S]:
         """Returns a new future for the result of `callback(self)`, which runs when this future is complete.
 
-        The callback runs at once if this future is complete already. It also runs if the call failed.
+        The callback runs at once, in this thread, if this future is complete already. It also runs if the call failed.
 
         Args:
-            callback: A function of this future. If it raises, the new future fails with that exception.
+            callback: A function of this future, which is complete then. If it raises, the new future fails with that
+                exception.
         """
         derived: Future[S] = Future()
         derived._source = self
@@ -296,7 +306,7 @@ class Future(Generic[T]):
         """Registers `callback(self)` to be called when the future is complete, or at once if it is already.
 
         Exceptions of the callback are logged. If an event loop runs in the current thread, the callback runs in that
-        loop.
+        loop; otherwise in the thread that completes the future.
         """
         self.watch(_DoneCallback(callback, _running_loop()), waker=False)
 
@@ -331,11 +341,11 @@ class Future(Generic[T]):
         """Registers `watcher(self)` to be called when the future is complete, or at once if it is already.
 
         Args:
-            watcher: A function of the future. A waker returns callbacks to run next, or None; other watchers what
-                `Followed` describes, or None.
+            watcher: A function of the future. One that only wakes a thread returns callbacks to run next, or None; code
+                of users returns a `Followed`, or None.
             waker: Whether the watcher only wakes a thread, so that it can run anywhere. False for code of users.
-            attended: Whether this thread will wait for the future itself. Otherwise the source is asked to complete it
-                soon.
+            attended: Whether this thread will wait for the future itself. If not, the source (the connection) is told
+                to read the reply although no thread waits.
         """
         entry = (waker, watcher)
         self._watchers.append(entry)
@@ -399,7 +409,9 @@ class Future(Generic[T]):
             self._state = state
 
     def settle(self, state: int, value: Any) -> Callbacks | None:
-        """Completes the future and runs its wakers. The future must not be complete yet; this is not checked.
+        """Completes the future and runs its wakers, the watchers that only wake a thread.
+
+        The future must not be complete yet; this is not checked.
 
         Args:
             state: `DONE`, `FAILED` or `UNLOADED`.
@@ -417,11 +429,10 @@ class Future(Generic[T]):
         return self.wake() if self._watchers else None
 
     def wake(self) -> Callbacks | None:
-        """Runs the wakers of a future that is complete.
+        """Runs the wakers of a complete future, the watchers that only wake a thread.
 
-        Returns its callbacks, for `run_callbacks`; None if there are none.
-
-        If a signal handler interrupts this method by an exception, no watcher is lost, and it can be called again.
+        Returns its callbacks, for `run_callbacks`; None if there are none. If a signal handler interrupts this method
+        by an exception, no watcher is lost, and it can be called again.
         """
         callbacks: Callbacks = []
         watchers = self._watchers
@@ -472,9 +483,7 @@ class Future(Generic[T]):
     def _load(self) -> int:
         """Unpickles the reply if that was not done yet, and marks a failure as seen.
 
-        Returns the state, `DONE` or `FAILED`.
-
-        Returns `PENDING` if the future is not complete.
+        Returns the state, `DONE` or `FAILED`; `PENDING` if the future is not complete.
         """
         reply = self._reply
         if reply is not None:
@@ -509,6 +518,10 @@ class _DoneCallback:
         self._loop = loop
 
     def __call__(self, future: Future[Any]) -> Followed | None:
+        """Runs the callback, in its event loop if it has one. Returns what follows (see `Followed`), or None.
+
+        Raises nothing.
+        """
         if self._loop is None:
             return self._run(future)
         try:
@@ -545,6 +558,10 @@ class _Then:
     derived: Future[Any]
 
     def __call__(self, future: Future[Any]) -> Followed | None:
+        """Runs the user's callback, and completes the derived future with its outcome.
+
+        Returns what follows, or None.
+        """
         derived = self.derived
         try:
             result = self.callback(future)
@@ -557,18 +574,22 @@ class _Then:
         return Followed(derived, callbacks) if callbacks else None
 
     def interrupted(self, error: BaseException) -> Followed:
-        """Fails the derived future with an exception that came in the midst of the callback. Returns what follows.
+        """Fails the derived future with an exception that a signal handler raised while the callback ran.
 
-        If the derived future is complete already, only its watchers are run. So no thread waits for it for ever.
+        Returns what `run_callbacks` has to do next. If the derived future is complete already, only its watchers are
+        run. So no thread waits for it for ever.
         """
         done = self.derived._state
         return Followed(self.derived, self.derived.wake() if done else settle_failed(self.derived, error))
 
 
 class _FailureReport:
-    """Issues the warning of `report_unseen` when it is garbage-collected, unless `seen` was set to True.
+    """Issues an `UnseenFailureWarning` when it is garbage-collected, unless `seen` was set to True.
 
     It is a separate object so that futures without a failure need no finalizer.
+
+    Args:
+        describe: Returns the text of the warning.
     """
 
     __slots__ = ("_describe", "place", "seen")
@@ -579,6 +600,7 @@ class _FailureReport:
         self.seen = False
 
     def __del__(self) -> None:
+        """Issues the warning, at the place that made the call if it is known, unless the failure was seen."""
         if getattr(self, "seen", True):  # it is not there if Ctrl-C came as this was made
             return
         place = self.place
@@ -653,7 +675,7 @@ def run_callbacks(future: Future[Any], callbacks: Callbacks | None, waiting: boo
 
 
 def settle_failed(future: Future[Any], error: BaseException) -> Callbacks | None:
-    """Completes a future with an exception, and arranges a warning if nobody looks at it.
+    """Completes a future with an exception, and arranges an `UnseenFailureWarning` if the program never looks at it.
 
     Returns the callbacks for `run_callbacks`; None if there are none. The future must not be complete; this is not
     checked.
@@ -686,10 +708,12 @@ class _All:
         self._futures = futures
 
     def drive(self, future: Future[Any], deadline: float) -> None:
+        """Waits for each of the futures until `deadline`, in seconds of `time.monotonic`."""
         for each in self._futures:
             each.block(deadline)
 
     def drive_in_background(self) -> None:
+        """Arranges that all futures are completed soon although no thread waits for them. Does not block."""
         for each in self._futures:
             if each._source is not None:
                 each._source.drive_in_background()

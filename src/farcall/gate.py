@@ -14,6 +14,7 @@ from time import monotonic
 from typing import Final
 
 FOREVER: Final = math.inf
+"""A deadline that never comes."""
 
 
 class _BlockingThread(threading.local):
@@ -40,21 +41,22 @@ class asleep:  # noqa: N801 (reads as a word: with asleep(): ...)
     __slots__ = ()
 
     def __enter__(self) -> None:
+        """Tells the executor that this thread may sleep."""
         before = blocking_thread.before
         if before is not None:
             before()
 
     def __exit__(self, *_: object) -> None:
+        """Tells the executor that this thread goes on."""
         after = blocking_thread.after
         if after is not None:
             after()
 
 
 def sleep_in_poll(poll: select.poll, seconds: float) -> bool:
-    """Waits until a descriptor of `poll` is ready, at most `seconds`. Returns whether one is ready.
+    """Waits until a descriptor of `poll` is ready, and returns True; returns False if none is ready after `seconds`.
 
-    Returns False at the end of the time. A signal handler that raises (Ctrl-C in the main thread) ends the wait at
-    once.
+    0 does not wait. A signal handler that raises (Ctrl-C in the main thread) ends the wait at once.
     """
     return bool(poll.poll(seconds * 1000))
 
@@ -86,12 +88,12 @@ class Gate:
     def sleep(self, deadline: float) -> bool:
         """Sleeps until the gate is opened. Returns True then, or False if the deadline passes first.
 
-        Tells the executor that owns the thread. Returns at once if the gate is open. Ctrl-C in the main thread ends the
-        sleep at once.
+        Returns True at once if the gate is open. Either way the gate is closed again. The executor that owns the thread
+        is told about the sleep, so that another thread takes over. Ctrl-C in the main thread ends the sleep at once.
 
         Args:
-            deadline: When to stop, in seconds of `time.monotonic`; `FOREVER` for no limit. If it has passed, nothing
-                waits.
+            deadline: When to stop, in seconds of `time.monotonic`; `FOREVER` for no limit. If it has passed, the method
+                does not sleep.
         """
         if self._lock.acquire(blocking=False):
             return True
@@ -99,13 +101,20 @@ class Gate:
             return self.rest(deadline)
 
     def doze(self, milliseconds: int) -> bool:
-        """Sleeps as `rest` does, for a number of milliseconds. Returns False if the gate was not opened by then."""
+        """Sleeps until the gate is opened, at most `milliseconds`. Returns whether it was opened.
+
+        The executor that owns the thread is not told about the sleep.
+        """
         return self._lock.acquire(timeout=milliseconds / 1000)
 
     def rest(self, deadline: float) -> bool:
-        """Sleeps as `sleep` does, but the executor that owns the thread does not learn of it.
+        """Sleeps until the gate is opened, as `sleep` does, but does not tell the executor that owns the thread.
 
-        Returns True when the gate is opened, False if the deadline passes first or has passed.
+        Args:
+            deadline: When to stop, in seconds of `time.monotonic`; `FOREVER` for no limit.
+
+        Returns:
+            True when the gate is opened; False if the deadline passes first or has passed.
         """
         if deadline == FOREVER:
             return self._lock.acquire()

@@ -29,7 +29,10 @@ from farcall.workers import Worker
 
 
 class Group:
-    """This process as a member of a group. A process may be in several.
+    """This process as a member of a group of workers, for the length of a `with` block.
+
+    Entering the block joins the group. Leaving it shuts down: gracefully at its end, at once if an exception leaves it.
+    A process may be in several groups, with an object for each.
 
     Example:
         with farcall.Group("trainer", url="tcp://10.0.0.1:4000", rank=0, world_size=2) as group:
@@ -45,19 +48,20 @@ class Group:
         world_size: int | None = None,
         options: RpcBackendOptions | None = None,
     ) -> None:
-        """Describes the group. Nothing is joined before the block is entered.
+        """Describes the group. Nothing is joined before the `with` block is entered.
 
         Args:
             name: The name of this worker. None: the one that the launcher gives, else `worker` and the rank, else one
-                that is made up.
-            url: Where the workers find each other, `tcp://host:port` or `file:///path`. None: what the options and the
-                launcher say.
-            rank: The rank of this worker. None: what the URL or the launcher says.
+                that is made up of the host name, the process id and random digits.
+            url: Where the workers find each other, `tcp://host:port` or `file:///path`. None: what `init_method` of the
+                options says, by default MASTER_ADDR and MASTER_PORT of the environment.
+            rank: The rank of this worker, from 0 on. None: what the URL or the launcher says.
             world_size: The number of workers. None: what the URL or the launcher says, else the group is open.
-            options: The options of this worker.
+            options: The options of this worker. None: the defaults.
 
         Raises:
-            UsageError: An argument is not valid, or `url` contradicts the options.
+            UsageError: `name` or `options` is not valid, or `url` contradicts `init_method` of the options. A wrong
+                `url`, `rank` or `world_size` is found when the block is entered.
         """
         self._name = check_name(name) if name is not None else None
         self._rank = -1 if rank is None else rank
@@ -69,7 +73,11 @@ class Group:
 
     @classmethod
     def of(cls, agent: RpcAgent) -> Group:
-        """Returns the group of an agent that was made elsewhere. Its `with` block does not leave the group."""
+        """Returns the group of an agent; the same object in each call.
+
+        That is the `Group` that has joined with this agent. For an agent that was made elsewhere, such as by
+        `init_rpc`, it is one whose `with` block makes the group the current one, and does not leave it.
+        """
         known = vars(agent).get("_farcall_group")
         if isinstance(known, Group):
             return known
@@ -81,6 +89,10 @@ class Group:
     # Joining and leaving
 
     def __enter__(self) -> Self:
+        """Joins the group, makes it the current one, and returns this object. Raises what `init_rpc` raises.
+
+        A group that was joined elsewhere (see `of`) is only made the current one.
+        """
         self._join()
         self._enter_block()
         return self
@@ -88,6 +100,10 @@ class Group:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
+        """Leaves the group, if this object has joined it: gracefully, or at once if an exception leaves the block.
+
+        Raises `ShutdownError` as `shutdown` does.
+        """
         self._leave_block()
         self._leave(graceful=kind is None)
 
@@ -113,11 +129,18 @@ class Group:
         await asyncio.shield(asyncio.to_thread(self._leave, kind is None))
 
     def _leave_after_cancel(self, joining: Any) -> None:
+        """Leaves the group at once if `joining`, the future of a cancelled `async with`, has joined it after all."""
         if joining.cancelled() or joining.exception() is None:
             self._leave(graceful=False)
 
     def _join(self) -> None:
-        """Joins the group, unless this is a view of a group that was joined elsewhere. Raises as `init_rpc` does."""
+        """Joins the group. Does nothing for a group that was joined elsewhere.
+
+        Raises:
+            AlreadyInitializedError: This object has joined already.
+            UsageError: The rank, the world size or the URL is missing or not valid.
+            RendezvousError: The other workers did not come in time, or the group refused this worker.
+        """
         if not self._is_owned:
             return
         if self._agent is not None:
@@ -137,6 +160,7 @@ class Group:
             raise
 
     def _new_agent(self) -> RpcAgent:
+        """Returns a new agent that has joined the group and does not run calls yet. Raises as `_join` does."""
         name = self._name or launched_name(self._rank)
         if name is None:  # an open group without a launcher: any name that nobody else has
             name = f"{socket.gethostname()}-{os.getpid()}-{secrets.token_hex(2)}"
@@ -144,14 +168,16 @@ class Group:
         return make_agent(name, backend, self._rank, self._world_size, options)
 
     def _leave(self, graceful: bool) -> None:
-        """Leaves the group, if this object has joined it."""
+        """Leaves the group if this object has joined it, else does nothing. Raises as `shutdown` does."""
         if self._is_owned:
             self.shutdown(graceful)
 
     def _enter_block(self) -> None:
+        """Makes this group the current one of this context. Raises `NotInitializedError` if it was not joined."""
         self._blocks.append(current.enter_block(self.agent))
 
     def _leave_block(self) -> None:
+        """Undoes the last `_enter_block`."""
         current.leave_block(self._blocks.pop())
 
     def shutdown(self, graceful: bool = True, timeout: float | None = None) -> None:
@@ -159,11 +185,13 @@ class Group:
 
         Args:
             graceful: Whether to wait first until the work of all workers is done; in an open group, of this one.
-            timeout: How many seconds to wait at most; None for no limit.
+            timeout: How many seconds to wait at most, more than 0; None for no limit.
 
         Raises:
-            ShutdownError: The waiting failed. All resources have been released all the same.
-            UsageError: `timeout` is not valid, or a function that runs here for others calls it gracefully.
+            ShutdownError: The waiting failed, for example because the timeout expired. All resources have been released
+                all the same.
+            UsageError: `timeout` is 0 or less, or a function that runs here for another worker calls this gracefully.
+                Nothing has changed.
         """
         if timeout is not None and not timeout > 0:
             raise UsageError(
@@ -181,7 +209,10 @@ class Group:
 
     @property
     def agent(self) -> RpcAgent:
-        """The agent that does the work. Raises `NotInitializedError` outside of the block."""
+        """The agent, which makes and serves the calls of this worker.
+
+        Raises `NotInitializedError` outside of the block.
+        """
         if self._agent is None:
             raise NotInitializedError("this process is not in the group: enter it first, `with group:`")
         return self._agent
@@ -192,14 +223,21 @@ class Group:
         return self.agent.info
 
     def worker(self, to: To | None = None) -> Worker:
-        """Returns a handle of a worker of this group: of its name, rank or `WorkerInfo`. None: this worker.
+        """Returns a handle of a worker of this group, through which functions are run there.
 
-        Raises `UsageError` if `to` cannot name a worker, and `NotInitializedError` outside of the block.
+        Args:
+            to: The name, the rank, the `WorkerInfo` or another handle of the worker. None means this worker. Whether
+                there is such a worker is found out when the handle is used.
+
+        Raises:
+            UsageError: `to` is of another type, so it cannot name a worker.
+            NotInitializedError: The block was not entered, or has been left.
         """
         agent = self.agent
         return Worker(agent.info if to is None else worker_key(to), agent)
 
     def __reduce__(self) -> NoReturn:
+        """Raises `UsageError`: a group cannot be pickled."""
         raise UsageError(
             "a Group cannot be sent to another worker: a function that runs there finds its own, by farcall.group()"
         )
@@ -214,11 +252,19 @@ class Group:
 
 
 def group() -> Group:
-    """Returns the current group. Raises `NotInitializedError` if there is none, or it is not known which one it is."""
+    """Returns the current group: that of the enclosing `with` block, of `init_rpc`, or the only one of this process.
+
+    Raises:
+        NotInitializedError: This process is in no group, or in several and this code is in the block of none of them.
+    """
     return Group.of(current.current_agent())
 
 
 def _with_url(options: RpcBackendOptions | None, url: str | None) -> RpcBackendOptions | None:
+    """Returns a copy of the options with `url` as their `init_method`; `options` itself if `url` is None.
+
+    Raises `UsageError` if `options` is of another type, or has another `init_method` already.
+    """
     if options is not None and not isinstance(options, RpcBackendOptions):
         raise UsageError(f"the options of a group must be RpcBackendOptions, not {options!r}")
     if url is None:

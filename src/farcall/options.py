@@ -30,7 +30,7 @@ DEFAULT_RPC_TIMEOUT: Final = 60.0
 UNSET_RPC_TIMEOUT: Final = -1.0
 """The default of `timeout` parameters. It means: use the timeout of the agent, `RpcAgent.rpc_timeout`."""
 DEFAULT_NUM_WORKER_THREADS: Final = 16
-"""The default number of functions that a worker runs at once for other workers."""
+"""The default of `num_worker_threads`: how many functions a worker runs at once for other workers."""
 DEFAULT_INIT_METHOD: Final = "env://"
 """The default rendezvous: MASTER_ADDR and MASTER_PORT of the environment."""
 DEFAULT_INIT_TIMEOUT: Final = 60.0
@@ -53,6 +53,10 @@ class BackendOptions:
 
     All options are keyword arguments and attributes. Each is checked when it is set.
 
+    Args:
+        rpc_timeout: The timeout, in seconds, of calls that do not give their own. 0 means no timeout.
+        init_method: The URL at which the workers find each other.
+
     Raises:
         UsageError: An option is set to a value that it cannot have; the option keeps its value.
         BackendError: A keyword argument names no option. The message suggests similar names.
@@ -62,10 +66,15 @@ class BackendOptions:
     """The timeout, in seconds, of calls that do not give their own. 0 means no timeout."""
 
     init_method: str = DEFAULT_INIT_METHOD
-    """The rendezvous, where the workers find each other: `env://`, `tcp://host:port` or `file://path`."""
+    """The rendezvous URL, where the workers find each other: `env://`, `tcp://host:port` or `file:///path`. `env://`
+    means MASTER_ADDR and MASTER_PORT of the environment. The URL is not checked here but by `init_rpc`.
+    """
 
     def __new__(cls, *_: Any, **chosen: Any) -> Self:
-        """Returns a new object. Raises `BackendError` if a keyword argument is not a parameter of `__init__`."""
+        """Returns a new object, whose options `__init__` sets.
+
+        Raises `BackendError`, with similar names, if a keyword argument is not a parameter of `__init__`.
+        """
         known = inspect.signature(cls.__init__).parameters
         takes_any = any(each.kind is each.VAR_KEYWORD for each in known.values())
         unknown = [] if takes_any else [name for name in chosen if name not in known]
@@ -74,19 +83,26 @@ class BackendOptions:
         return super().__new__(cls)
 
     def __setattr__(self, name: str, value: Any) -> None:
-        """Checks and sets one option. Raises `UsageError` for a wrong value, and always on a frozen copy."""
+        """Checks and sets one option. A name that is no option is set without a check.
+
+        Raises:
+            UsageError: The value is not valid, or these options are a frozen copy. Nothing has changed.
+            DeviceError: The value of `devices` or `device_maps` is not valid. Nothing has changed.
+        """
         if self.__dict__.get("_frozen"):
             raise UsageError(f"{name} cannot be set: these options are in use by an agent; set it before init_rpc")
         check = _CHECKS.get(name)
         super().__setattr__(name, check(name, value) if check is not None else value)
 
     def frozen_copy(self) -> Self:
-        """Returns a copy for an agent to keep, whose options cannot be set any more.
+        """Returns a deep copy for an agent to keep. Setting an option of the copy raises `UsageError`.
 
-        All values are checked again, because a list or dict may have been changed in place since it was set.
+        All values are checked again, because a list or dict may have been changed in place since it was set. The copy
+        of a frozen copy is frozen, too.
 
         Raises:
             UsageError: An option has a value that it cannot have.
+            DeviceError: `devices` or `device_maps` is not valid.
         """
         mine = copy.deepcopy(self)
         mine.__dict__.pop("_frozen", None)
@@ -100,7 +116,8 @@ class BackendOptions:
 class RpcBackendOptions(BackendOptions):
     """The options of the default backend, farcall's own agent.
 
-    All options are keyword arguments and attributes. Each is checked when it is set.
+    All options are keyword arguments and attributes, explained below. Each is checked when it is set. All have
+    defaults.
 
     Raises:
         UsageError: An option is set to a value that it cannot have; the option keeps its value.
@@ -120,7 +137,9 @@ class RpcBackendOptions(BackendOptions):
     """How many seconds `init_rpc` waits for the other workers, more than 0."""
 
     interface: str | None = None
-    """The network interface (`eth0`) or its address to listen on. None means the one that leads to the store."""
+    """The network interface (`eth0`) or its address to listen on. None means the one over which this worker reaches the
+    store, the small server behind the rendezvous.
+    """
 
     transports: tuple[str, ...] = ("unix", "tcp")
     """The names of the transports that may be used, the preferred one first; not empty. A transport that this host does
@@ -134,9 +153,11 @@ class RpcBackendOptions(BackendOptions):
     """Seconds between two heartbeats, more than 0."""
 
     heartbeat_patience: float = 8.0
-    """How many seconds a worker may be silent, towards all other workers, before it can be declared lost. At the latest
-    two heartbeat intervals after that it is. Must be at least three heartbeat intervals, which `init_rpc` checks, and
-    longer than any call into C code that holds the GIL. A worker whose process has ended is declared lost at once."""
+    """How many seconds a worker may be silent, towards all other workers, before it can be declared lost. It is
+    declared lost at the latest two heartbeat intervals after that. Must be at least three heartbeat intervals, which
+    `init_rpc` checks, and longer than any call into C code that holds the GIL. A worker whose process has ended is
+    declared lost at once.
+    """
 
     secret: str | None = field(default=None, repr=False)
     """The secret of the group, at least 16 characters, the same for all workers. None means FARCALL_SECRET of the
@@ -193,10 +214,12 @@ class RpcBackendOptions(BackendOptions):
     this worker arrives on the mapped device. No two devices may be mapped to the same one. None means no maps."""
 
     devices: list[Device] = field(default_factory=list)
-    """The CUDA devices of this worker that calls may use. An empty list or None means those in the device maps."""
+    """The CUDA devices of this worker that calls may use. An empty list or None means the devices named in
+    `device_maps`.
+    """
 
     def __getstate__(self) -> dict[str, Any]:
-        """Returns the options for pickling. Raises `UsageError` if `secret` is set, so that no pickle contains it."""
+        """Returns the options as a dict, for pickling. Raises `UsageError` if `secret` is set."""
         if self.secret is not None:
             raise UsageError(
                 "options with a secret cannot be pickled, because the pickle would contain the secret; for a child "
@@ -211,7 +234,7 @@ class RpcBackendOptions(BackendOptions):
         return mine
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Self:
-        """Returns a deep copy with the secret, which `__getstate__` would refuse to copy. Raises nothing of its own."""
+        """Returns a deep copy with the secret, which `__getstate__` would refuse to copy."""
         mine = object.__new__(type(self))
         memo[id(self)] = mine
         mine.__dict__.update(copy.deepcopy(self.__dict__, memo))
@@ -222,11 +245,12 @@ class RpcBackendOptions(BackendOptions):
 
         Args:
             to: The name of the callee. Whether there is such a worker is not checked.
-            device_map: A dict from devices of this worker to devices of the callee. An empty one changes nothing.
+            device_map: A dict from devices of this worker to devices of the callee. An empty one adds no entries.
 
         Raises:
             DeviceError: A key or value is not a device, two devices are mapped to the same one, or a device is mapped
-                already to another one. Two separate calls that map two devices to the same one are found by `init_rpc`.
+                already to another one. Nothing has changed. Two separate calls that map two devices to the same one are
+                found only by `init_rpc`.
             UsageError: An agent uses these options already.
 
         Example:
@@ -267,7 +291,7 @@ TensorPipeRpcBackendOptions = RpcBackendOptions
 
 
 def _unknown_option_error(cls: type, name: str, known: Sequence[str]) -> BackendError:
-    """Returns the error for the unknown option `name`, with up to three similar names of `known`.
+    """Returns the error for the unknown option `name` of the class `cls`, with up to three similar names of `known`.
 
     If none is similar, the message lists all of `known`.
     """
@@ -279,7 +303,10 @@ def _unknown_option_error(cls: type, name: str, known: Sequence[str]) -> Backend
 
 
 def _check_number(name: str, value: Any, is_valid: Callable[[Any], bool], rule: str) -> Any:
-    """Returns `value` if it is a real number and `is_valid`. Raises `UsageError`, quoting `rule`, if not."""
+    """Returns `value` if it is a real number for which `is_valid` returns True.
+
+    Raises `UsageError` if it is not a number, is a bool, or is not valid. `rule` says in the message what is valid.
+    """
     if not isinstance(value, Real) or isinstance(value, bool):
         raise UsageError(f"{name} must be a number, not {value!r}")
     if not is_valid(value):  # every comparison with nan is false, so nan is refused here
@@ -315,10 +342,10 @@ def _check_secret(name: str, value: Any) -> Any:
 
 
 def _check_allow(name: str, value: Any) -> Any:
-    """Returns the entries as a tuple of names, or None for None.
+    """Returns the entries of the option `allow` as a tuple of names; None for None, which allows everything.
 
-    Names can be compared before anything is imported. Raises `UsageError` for a single str, for what is not iterable,
-    and for an entry without a usable name.
+    Names can be compared before anything is imported. `name` is the name of the option, for messages. Raises
+    `UsageError` for a single str, for what is not iterable, and for an entry without a usable name.
     """
     if value is None:
         return None
@@ -453,21 +480,24 @@ _CHECKS: Final[Mapping[str, Callable[[str, Any], Any]]] = {
 
 
 class CallOptions(TypedDict, total=False):
-    """What `.options(...)` of a worker or a reference takes. What is left out stays as it was."""
+    """The keyword arguments of `.options(...)` of a worker or a reference.
+
+    An option that is left out stays as it was.
+    """
 
     timeout: float | None
-    """The most seconds to wait for the reply, more than 0; None for no limit. By default the worker's `rpc_timeout`."""
+    """Seconds to wait for the reply, more than 0; None for no limit. By default the caller's `rpc_timeout`."""
 
 
 def call_timeout(options: CallOptions, before: float) -> float:
-    """Returns the timeout that calls with these options have, in the form that agents use: 0 for no limit.
+    """Returns the timeout of calls with these options, in the form that agents use: 0 for no limit.
 
     Args:
-        options: What `.options(...)` was given.
-        before: The timeout before, if the options have none.
+        options: The keyword arguments of `.options(...)`. An empty dict changes nothing.
+        before: The timeout to return if `options` has none.
 
     Raises:
-        UsageError: There is no such option, or the timeout is negative or no number.
+        UsageError: There is no such option, or the timeout is negative or not a number.
         RpcTimeoutError: The timeout is 0, so it is over before a call is made.
     """
     for name in options:

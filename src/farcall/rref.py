@@ -36,11 +36,11 @@ P = ParamSpec("P")
 
 
 class Target(Generic[T_co]):
-    """Something that stands for a value elsewhere: an `RRef`, or one with options.
+    """Something that stands for a value that lives on one worker: an `RRef`, or what its `options` returns.
 
-    Its verbs run a function where the value lives, with the value as its first argument: a method (`Shelf.put`), or any
-    other function (`len`, a lambda). A function of a class body is looked up on the value by its name, so overrides,
-    abstract classes and protocols work. A text is the name of a method, without types.
+    Its verbs `call`, `submit` and `keep` run a function where the value lives, with the value as its first argument: a
+    method (`Shelf.put`), or any other function (`len`, a lambda). A function of a class body is looked up on the value
+    by its name, so overrides, abstract classes and protocols work. A str is the name of a method, without types.
     """
 
     __slots__ = ()
@@ -49,7 +49,10 @@ class Target(Generic[T_co]):
     _timeout: float = UNSET_RPC_TIMEOUT
 
     def options(self, **options: Unpack[CallOptions]) -> Target[T_co]:
-        """Returns an object for the same value whose calls have these options; see `CallOptions`.
+        """Returns an object for the same value whose calls have these options. This object does not change.
+
+        Args:
+            options: `timeout`, in seconds and more than 0; None means no limit. Without it the timeout stays as it was.
 
         Raises:
             UsageError: There is no such option, or it cannot have that value.
@@ -75,8 +78,10 @@ class Target(Generic[T_co]):
         Raises:
             Exception: What the function raises, or what the function raised that was to make the value.
             RpcTimeoutError: The timeout expired.
-            OwnerLostError: The worker on which the value lives is gone. `ReferenceRefusedError`: the value is.
-            UsageError: Something is wrong with the call itself.
+            OwnerLostError: The worker on which the value lives was lost.
+            ReferenceRefusedError: The owner does not have the value any more.
+            UsageError: `func` is neither a function nor the name of a method, an argument cannot be pickled
+                (`SerializationError`), or this worker has released the reference, for example by a shutdown.
         """
         name, args = _callee(func, args)
         handle = self._handle
@@ -95,10 +100,13 @@ class Target(Generic[T_co]):
     @overload
     def submit(self, func: Callable[Concatenate[T_co, P], R], /, *args: P.args, **kwargs: P.kwargs) -> Future[R]: ...
     def submit(self, func: Callable[..., Any] | str, /, *args: Any, **kwargs: Any) -> Future[Any]:
-        """As `call`, but returns a future of the result.
+        """Runs `func(value, *args, **kwargs)` where the value lives. Returns a future of the result without waiting.
+
+        What the function raises, an expired timeout and a lost owner are the errors of the future.
 
         Raises:
-            UsageError: Something is wrong with the call itself. All other failures are the future's.
+            UsageError: `func` is neither a function nor the name of a method, an argument cannot be pickled
+                (`SerializationError`), or this worker has released the reference, for example by a shutdown.
         """
         name, args = _callee(func, args)
         handle, future = self._handle, None
@@ -127,11 +135,15 @@ class Target(Generic[T_co]):
     @overload
     def keep(self, func: Callable[Concatenate[T_co, P], R], /, *args: P.args, **kwargs: P.kwargs) -> RRef[R]: ...
     def keep(self, func: Callable[..., Any] | str, /, *args: Any, **kwargs: Any) -> RRef[Any]:
-        """As `call`, but returns a reference to the result at once. The result stays where the value lives.
+        """Runs `func(value, *args, **kwargs)` where the value lives, which keeps the result.
+
+        Returns a reference to it at once. What the function raises, every use of the reference raises.
 
         Raises:
-            OwnerLostError: The worker on which the value lives is gone. `ReferenceRefusedError`: the value is.
-            UsageError: Something is wrong with the call itself.
+            OwnerLostError: The worker on which the value lives was lost.
+            ReferenceRefusedError: The owner does not have the value any more.
+            UsageError: `func` is neither a function nor the name of a method, an argument cannot be pickled
+                (`SerializationError`), or this worker has released the reference, for example by a shutdown.
         """
         name, args = _callee(func, args)
         handle = self._handle
@@ -139,7 +151,12 @@ class Target(Generic[T_co]):
 
 
 class _TargetWithOptions(Target[T_co]):
-    """What `Target.options` returns."""
+    """What `Target.options` returns: a value elsewhere, and the timeout of calls on it.
+
+    Args:
+        handle: A handle of the reference.
+        timeout: The timeout of each call in seconds; 0 means no limit, -1 the `rpc_timeout` of this worker.
+    """
 
     __slots__ = ("_handle", "_timeout")
 
@@ -161,7 +178,12 @@ class _FunctionOfValue(str):
 
 
 def _callee(func: Callable[..., Any] | str, args: tuple[Any, ...]) -> tuple[str, tuple[Any, ...]]:
-    """Returns what a request on a value names (`protocol.frames`), and its arguments."""
+    """Returns the name that a request on a value has for `func`, and the arguments of the request.
+
+    The name is that of a method, or the encoded name of another function. For a function without a name that others
+    know, the name is empty and the function is the first argument. Raises `UsageError` if `func` is neither callable
+    nor an identifier.
+    """
     if isinstance(func, str):
         if not func.isidentifier():
             raise UsageError(f"{func!r} is not the name of a method")
@@ -211,7 +233,7 @@ class RRef(Target[T_co]):
 
     _handle: Handle
     _proxy: Proxy
-    """What `rpc_sync()` gives, from the first time on."""
+    """The proxy that `rpc_sync()` returns; set by its first call without a timeout."""
 
     def __init__(self, value: T_co, type_hint: Any = None) -> None:
         """Creates a reference to a value of this worker.
@@ -311,6 +333,10 @@ class RRef(Target[T_co]):
         return value._value if value._state == DONE else value.wait()  # type: ignore[no-any-return]
 
     def __await__(self) -> Generator[Any, None, T_co]:
+        """Waits for the value without blocking the event loop, and returns it as `to_here` does.
+
+        Raises what `to_here` raises.
+        """
         return cast("Future[T_co]", self._fetch(VALUE, UNSET_RPC_TIMEOUT, unattended=True)).__await__()
 
     def _value_here(self) -> Future[Any]:
@@ -369,7 +395,10 @@ class RRef(Target[T_co]):
             blocking: Whether to wait. False returns a future of the type instead.
 
         Raises:
-            RpcError: As in `to_here`.
+            RpcTimeoutError: The timeout expired.
+            OwnerLostError: The owner was lost.
+            ReferenceRefusedError: The owner does not have the value any more.
+            UsageError: `timeout` is not valid, or this worker has released the reference.
         """
         if blocking:
             return self._fetch(TYPE, timeout).wait()
@@ -397,17 +426,18 @@ class RRef(Target[T_co]):
             return proxy
 
     def rpc_async(self, timeout: float = UNSET_RPC_TIMEOUT) -> Any:
-        """Returns a proxy as `rpc_sync` does, whose methods return a `Future` of the result at once.
+        """Returns a proxy: `rref.rpc_async().method(...)` runs the method on the owner and returns a `Future` at once.
 
         Args:
-            timeout: After how many seconds each future fails; as in `rpc_sync`.
+            timeout: After how many seconds each future fails; 0 means never. The default is the `rpc_timeout` of this
+                worker. A wrong value is refused, with `UsageError`, when a method is called.
         """
         return Proxy(_call_later, self._handle, timeout, "rpc_async")
 
     def remote(self, timeout: float = UNSET_RPC_TIMEOUT) -> Any:
-        """Returns a proxy as `rpc_sync` does, whose methods return an `RRef` to the result at once.
+        """Returns a proxy: `rref.remote().method(...)` runs the method on the owner, which keeps the result.
 
-        The owner keeps the result.
+        The method of the proxy returns an `RRef` to the result at once.
 
         Args:
             timeout: Ignored, because nothing waits.
@@ -417,6 +447,7 @@ class RRef(Target[T_co]):
     # Travelling
 
     def __reduce__(self) -> tuple[Callable[..., Any], tuple[int]]:
+        """Pickles the reference for a message of a call. Raises `SerializationError` outside of a call."""
         return _receive, (collect(self._handle, self),)
 
     def _serialize(self) -> tuple[int]:
@@ -435,9 +466,11 @@ class RRef(Target[T_co]):
         return _receive(*place)
 
     def __copy__(self) -> RRef[T_co]:
+        """Returns another `RRef` with the same handle; the owner counts nothing."""
         return RRef.of(self._handle)
 
     def __deepcopy__(self, memo: object) -> NoReturn:
+        """Raises `UsageError`: a reference cannot be deep-copied."""
         raise UsageError(f"{self!r} cannot be deep-copied; copy its value, to_here()")
 
     def __eq__(self, other: object) -> bool:
@@ -452,6 +485,7 @@ class RRef(Target[T_co]):
 
 
 _QUESTIONS = {VALUE: "to_here", PRESENCE: "_get_future", TYPE: "_get_type"}
+"""The name of the `RRef` method that stands for each kind of request without a method, for messages."""
 
 
 def _receive(place: int) -> RRef[Any]:
@@ -485,15 +519,21 @@ class Proxy:
         self.__way = way
 
     def __getattr__(self, name: str) -> Callable[..., Any]:
+        """Returns a function that calls the method `name` of the value on its owner.
+
+        Whether there is one is not checked here.
+        """
         return partial(self.__call, self.__handle, self.__timeout, name)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """Calls the value itself on its owner."""
         return self.__call(self.__handle, self.__timeout, "__call__", *args, **kwargs)
 
     def __reduce__(self) -> tuple[Callable[..., Any], tuple[Any, ...]]:
         return Proxy, (self.__call, self.__handle, self.__timeout, self.__way)
 
     def __deepcopy__(self, memo: object) -> NoReturn:
+        """Raises `UsageError`: a proxy cannot be deep-copied."""
         raise UsageError(f"{self!r} cannot be deep-copied; copy the value of the reference, to_here()")
 
     def __repr__(self) -> str:
@@ -504,14 +544,19 @@ class Proxy:
 
 
 def _call(handle: Handle, timeout: float, method: str, /, *args: Any, **kwargs: Any) -> Any:
-    """Calls a method of the value on the owner, waits, and returns the result. Raises what `RRef.rpc_sync` lists."""
+    """Calls a method of the value on the owner, waits, and returns the result.
+
+    Raises what the method raises, `RpcTimeoutError`, `OwnerLostError`, `ReferenceRefusedError`, `UsageError`, and
+    `AttributeError` if the value has no such method.
+    """
     return handle.reference_store.calling.call_on(handle, METHOD, method, args, kwargs, timeout).wait()
 
 
 def _call_later(handle: Handle, timeout: float, method: str, /, *args: Any, **kwargs: Any) -> Future[Any]:
-    """Calls a method of the value on the owner, and returns a future of the result.
+    """Calls a method of the value on the owner, and returns a future of the result without waiting.
 
-    Raises what `RRef.rpc_async` lists.
+    Raises `OwnerLostError`, `ReferenceRefusedError` or `UsageError` if the reference cannot be used, and
+    `SerializationError` if an argument cannot be pickled. All other errors are those of the future.
     """
     future = handle.reference_store.calling.call_on(handle, METHOD, method, args, kwargs, timeout, unattended=True)
     future.made_by(_getframe(1))

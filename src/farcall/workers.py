@@ -36,20 +36,22 @@ _LOOK_AGAIN_S = 1.0
 
 
 class Worker(WorkerHandle):
-    """A handle of one worker. Immutable, and may be sent to others.
+    """A handle of one worker, with the verbs that run functions there: `call`, `submit` and `keep`.
 
-    By name it means the worker that has the name when a call is made, by `WorkerInfo` that very worker.
+    Immutable; may be sent to other workers. A handle with a name means the worker that has the name when a call is
+    made. A handle with a `WorkerInfo` means that very worker, also after another one has taken its name.
     """
 
     __slots__ = ("_agent", "_key", "_timeout")
 
     def __init__(self, key: Key, agent: RpcAgent | None = None, timeout: float = UNSET_RPC_TIMEOUT):
-        """Makes a handle; programs use `farcall.worker` or `group.worker`.
+        """Makes a handle. Programs use `farcall.worker` or `group.worker` instead. Nothing is looked up or checked.
 
         Args:
             key: The name, the rank or the `WorkerInfo` of the worker.
-            agent: The agent that makes the calls; None for the current one of each use.
-            timeout: The timeout of the calls, as agents have it: 0 for no limit.
+            agent: The agent that makes the calls; None for the agent that is current at each use.
+            timeout: The timeout of the calls in seconds. 0 means no limit, and -1, the default, the `rpc_timeout` of
+                the agent.
         """
         self._key = key
         self._agent = agent
@@ -57,21 +59,32 @@ class Worker(WorkerHandle):
 
     @property
     def key(self) -> Key:
-        """See `WorkerHandle`."""
+        """The name, the rank or the `WorkerInfo` that the handle was made with."""
         return self._key
 
     @property
     def name(self) -> str:
-        """The name of the worker. Raises `UnknownWorkerError` if the handle has a rank that no worker has."""
+        """The name of the worker.
+
+        Raises `UnknownWorkerError` if the handle has a rank that no worker has, and `NotInitializedError` if it has a
+        rank and this process is in no group.
+        """
         key = self._key
         return key if isinstance(key, str) else key.name if isinstance(key, WorkerInfo) else self.info().name
 
     def info(self) -> WorkerInfo:
-        """Returns the name and id of the worker. Raises `UnknownWorkerError` if the group has no such worker."""
+        """Returns the name and id of the worker.
+
+        Raises `UnknownWorkerError` if the group has no such worker, and `NotInitializedError` if this process is in no
+        group.
+        """
         return (self._agent or current.current_agent()).get_worker_info(self._key)
 
     def options(self, **options: Unpack[CallOptions]) -> Worker:
-        """Returns a handle of the same worker whose calls have these options; see `CallOptions`.
+        """Returns another handle of the same worker, whose calls have these options. This handle does not change.
+
+        Args:
+            options: `timeout`, in seconds and more than 0; None means no limit. Without it the timeout stays as it was.
 
         Raises:
             UsageError: There is no such option, or it cannot have that value.
@@ -90,12 +103,14 @@ class Worker(WorkerHandle):
     def call(self, func: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
         """Runs `func(*args, **kwargs)` on the worker and returns what it returns.
 
+        Of an `async def` function, and of one marked `async_execution`, it returns the final result.
+
         Raises:
             Exception: What the function raises, with its own type and the remote traceback below.
             RpcTimeoutError: The timeout expired.
             WorkerLostError: The worker died or cannot be reached.
             UsageError: There is no such worker (`UnknownWorkerError`), an argument cannot be pickled
-                (`SerializationError`), or there is no group (`NotInitializedError`).
+                (`SerializationError`), or this process is in no group (`NotInitializedError`).
         """
         agent = self._agent or current.sole
         if agent is None:
@@ -109,10 +124,13 @@ class Worker(WorkerHandle):
     @overload
     def submit(self, func: Callable[P, R], /, *args: P.args, **kwargs: P.kwargs) -> Future[R]: ...
     def submit(self, func: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Future[Any]:
-        """Has the worker run `func(*args, **kwargs)`, and returns a future of what it returns.
+        """Makes the worker run `func(*args, **kwargs)`, and returns a future of what it returns without waiting.
+
+        What the function raises, an expired timeout and a lost worker are the errors of the future.
 
         Raises:
-            UsageError: Something is wrong with the call itself, as for `call`. All other failures are the future's.
+            UsageError: There is no such worker (`UnknownWorkerError`), an argument cannot be pickled
+                (`SerializationError`), or this process is in no group (`NotInitializedError`).
         """
         agent = self._agent or current.current_agent()
         try:
@@ -131,26 +149,28 @@ class Worker(WorkerHandle):
     @overload
     def keep(self, func: Callable[P, R], /, *args: P.args, **kwargs: P.kwargs) -> RRef[R]: ...
     def keep(self, func: Callable[..., Any], /, *args: Any, **kwargs: Any) -> RRef[Any]:
-        """Has the worker run `func(*args, **kwargs)` and keep the result. Returns a reference to it at once.
+        """Makes the worker run `func(*args, **kwargs)` and keep the result. Returns a reference to the result at once.
 
-        What the function raises, every use of the reference raises. Nothing here waits, so there is no timeout.
+        What the function raises, every use of the reference raises. The timeout of this handle does not apply.
 
         Raises:
-            UsageError: Something is wrong with the call itself, as for `call`.
+            UsageError: There is no such worker (`UnknownWorkerError`), an argument cannot be pickled
+                (`SerializationError`), or this process is in no group (`NotInitializedError`).
             WorkerLostError: The worker cannot be reached.
         """
         agent = self._agent or current.current_agent()
         return RRef.of(agent.remote(self._key, func, args or None, kwargs or None))
 
     def wait_joined(self, timeout: float | None = None) -> Worker:
-        """Waits until there is such a worker in the group, and returns this handle.
+        """Waits until there is such a worker in the group, and returns this handle. Returns at once if there is.
 
         Args:
-            timeout: How many seconds to wait at most; None for no limit.
+            timeout: How many seconds to wait at most; None for no limit. 0 checks once.
 
         Raises:
             RpcTimeoutError: No such worker has joined in time.
             UnknownWorkerError: The group is fixed and has no such worker, so none will join.
+            UsageError: `timeout` is negative or not a number.
             RpcError: This worker has left the group, or was expelled.
         """
         agent = self._agent or current.current_agent()
@@ -164,9 +184,11 @@ class Worker(WorkerHandle):
         return hash(self._identity())
 
     def _identity(self) -> tuple[Any, ...]:
+        """Returns what two equal handles have in common: key, agent and timeout."""
         return self._key, id(self._agent), self._timeout
 
     def __reduce__(self) -> tuple[Any, ...]:
+        """Pickles the handle without its agent: where it is unpickled, it acts for the current group there."""
         return Worker, (self._key, None, self._timeout)  # it acts for the group of the worker that gets it
 
     def __repr__(self) -> str:
@@ -174,9 +196,15 @@ class Worker(WorkerHandle):
 
 
 def worker(to: To | None = None) -> Worker:
-    """Returns a handle of a worker: of its name, its rank or its `WorkerInfo`. None: this worker.
+    """Returns a handle of a worker, through which functions are run there.
 
-    Raises `UsageError` if `to` cannot name a worker; `NotInitializedError` for None, if this process is in no group.
+    Args:
+        to: The name, the rank, the `WorkerInfo` or another handle of the worker. None means this worker. Whether there
+            is such a worker is found out when the handle is used.
+
+    Raises:
+        UsageError: `to` is of another type, so it cannot name a worker.
+        NotInitializedError: `to` is None, and this process is in no group.
 
     Example:
         >>> farcall.worker("w1").call(max, 1, 2)
@@ -186,7 +214,7 @@ def worker(to: To | None = None) -> Worker:
 
 
 def failed_future(error: BaseException) -> Future[Any]:
-    """Returns a future that has failed."""
+    """Returns a future that has failed with `error` already. Its place of creation is the caller of the caller."""
     future: Future[Any] = Future()
     future.made_by(_getframe(2))
     future.set_exception(error)
@@ -194,17 +222,18 @@ def failed_future(error: BaseException) -> Future[Any]:
 
 
 def wait_until_joined(agent: RpcAgent, is_there: Callable[[], bool], what: str, timeout: float | None) -> None:
-    """Waits until the members of a group are as wanted.
+    """Waits until `is_there` returns True. Checks it whenever a worker joins or leaves the group, and every second.
 
     Args:
-        agent: The agent that knows the members.
-        is_there: Returns whether the members are as wanted.
-        what: What is waited for, for messages.
-        timeout: How many seconds to wait at most; None for no limit.
+        agent: The agent that knows the members of the group.
+        is_there: Returns whether the wanted members are there.
+        what: What is waited for, such as `worker 'w1'`, for messages.
+        timeout: How many seconds to wait at most; None for no limit. 0 checks once.
 
     Raises:
         RpcTimeoutError: The timeout expired.
-        UnknownWorkerError: The group is fixed, so nobody will join.
+        UnknownWorkerError: The group is fixed, so no worker will join.
+        UsageError: `timeout` is negative or not a number.
         RpcError: This worker has left the group, or was expelled.
     """
     if timeout is not None and (isinstance(timeout, bool) or not isinstance(timeout, int | float) or timeout < 0):
@@ -227,6 +256,7 @@ def wait_until_joined(agent: RpcAgent, is_there: Callable[[], bool], what: str, 
 
 
 def _is_there(agent: RpcAgent, key: Key) -> bool:
+    """Returns whether the agent knows a worker with this name, id or `WorkerInfo`."""
     infos = agent.get_worker_infos()
     if isinstance(key, WorkerInfo):
         return key in infos

@@ -14,6 +14,7 @@ from typing import Any
 
 
 def _load() -> Any:
+    """Returns the extension module; None if it cannot be imported, or is turned off by `FARCALL_NATIVE=0`."""
     if os.environ.get("FARCALL_NATIVE", "1") == "0":
         return None
     try:

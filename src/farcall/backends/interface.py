@@ -118,11 +118,12 @@ class ReferenceCalls(Protocol):
             handle: A handle of the reference.
             what: What is requested, a constant of `protocol.frames`: `METHOD` calls a method of the value, `VALUE` asks
                 for a copy of the value, `PRESENCE` whether the value is there, and `TYPE` for its type.
-            method: The name of the method; empty for other requests.
+            method: The name of the method; for other requests a name for messages, which is not called.
             args: The positional arguments of the method; empty for other requests.
             kwargs: The keyword arguments of the method; None for none.
             timeout: Seconds; 0 means no timeout, `UNSET_RPC_TIMEOUT` the timeout of the agent.
-            unattended: True if the caller will not wait for the future at once; see `RpcAgent.call`.
+            unattended: True if the caller will not wait for the future at once, so that another thread must read the
+                reply.
 
         Returns:
             The future of the reply.
@@ -131,7 +132,7 @@ class ReferenceCalls(Protocol):
             OwnerLostError: The owner was lost.
             ReferenceRefusedError: The owner does not have the value any more.
             SerializationError: An argument cannot be pickled.
-            UsageError: This worker has released the handle, or an argument is wrong as in `RpcAgent.call`.
+            UsageError: This worker has released the handle, or `timeout` is negative or not a number.
         """
 
     def fetch(self, handle: Any, timeout: float) -> Any:
@@ -139,13 +140,13 @@ class ReferenceCalls(Protocol):
 
         Args:
             handle: A handle of the reference.
-            timeout: As in `call_on`.
+            timeout: Seconds; 0 means no timeout, `UNSET_RPC_TIMEOUT` the timeout of the agent.
 
         Raises:
             RpcTimeoutError: The timeout expired.
             OwnerLostError: The owner was lost.
             ReferenceRefusedError: The owner does not have the value any more.
-            UsageError: This worker has released the handle, or `timeout` is not valid.
+            UsageError: This worker has released the handle, or `timeout` is negative or not a number.
             Exception: The exception with which creating the value failed.
         """
 
@@ -165,7 +166,7 @@ class ReferenceCalls(Protocol):
             OwnerLostError: The owner was lost.
             ReferenceRefusedError: The owner does not have the value any more.
             SerializationError: An argument cannot be pickled.
-            UsageError: This worker has released the handle, or an argument is wrong as in `RpcAgent.call`.
+            UsageError: This worker has released the handle.
         """
 
     def resolve_timeout(self, timeout: float) -> float:
@@ -201,7 +202,10 @@ class ReferenceStore(Protocol):
         """Returns all references that this worker owns or holds now; an empty inventory if there are none."""
 
     def debug_info(self) -> dict[str, str]:
-        """Returns counters of references, under the names that torch uses; an empty dict if nothing is counted."""
+        """Returns counters of references as text, under the names that torch uses.
+
+        Returns an empty dict if nothing is counted.
+        """
 
     def give_up_handles(self, reason: str) -> None:
         """Releases all handles of references that other workers own. Later uses of them raise `UsageError`.
@@ -285,14 +289,14 @@ class PeerMetrics(TypedDict):
     """Counters about this worker and one other worker, since this worker's agent started."""
 
     calls_made: int
-    """Calls to the other worker, including those on references. Requests of `remote` do not count."""
+    """Calls to the other worker, including those on references. Calls made by `remote` do not count."""
     calls_failed: int
     """How many of `calls_made` failed, for whatever reason: the function raised, the timeout expired, the worker was
     lost."""
     calls_pending: int
     """How many of `calls_made` are not done yet."""
     calls_served: int
-    """Calls of the other worker that arrived here; counted as `calls_made` are."""
+    """Calls of the other worker that arrived here, including those on references. Requests of `remote` do not count."""
     bytes_out: int
     """Bytes sent to the other worker, on all connections."""
     bytes_in: int
@@ -302,17 +306,23 @@ class PeerMetrics(TypedDict):
     bytes_shared_in: int
     """Of `bytes_in`, those that came through shared memory."""
     bytes_returned: int
-    """Of `bytes_shared_in`, those that this worker had sent and that came back without a copy."""
+    """Of `bytes_shared_in`, those in shared memory that this worker had sent and the other worker sent back as it was,
+    without a copy.
+    """
     bytes_waiting: int
     """Bytes that will be sent to the other worker as soon as its connection accepts them."""
     resends: int
-    """Messages about references that were sent again after a connection to the other worker broke."""
+    """Messages about references, and calls made by `remote`, that were sent again because they had not been
+    acknowledged when a connection to the other worker broke.
+    """
     references_refused: int
     """Messages and requests of the other worker about references that this worker refused: they were forged, or the
     value was lost with a worker that died. Refusals of unknown workers and of workers that left count only in the sum
     over all workers."""
     heartbeat_age: float
-    """Seconds since this worker last heard the other one; 0 if this worker does not watch it. Meaningless as a sum."""
+    """Seconds since this worker last received anything from the other one; 0 if this worker does not watch it.
+    Meaningless as a sum.
+    """
 
 
 class Metrics(PeerMetrics):
@@ -532,15 +542,18 @@ class RpcAgent(ABC):
         Args:
             to: The worker that runs the function and owns the result.
             function: The function.
-            args: Its positional arguments; None for none.
+            args: Its positional arguments, a tuple or a list; None for none.
             kwargs: Its keyword arguments; None for none.
 
         Returns:
             A handle of the result, without waiting for it.
 
         Raises:
-            UsageError: The backend has no references, or an argument is wrong as in `call`.
-            RpcError: The same as `call`.
+            UnknownWorkerError: The group has no such worker.
+            SerializationError: An argument cannot be pickled.
+            UsageError: The backend has no references, `to` names no worker, `function` cannot be called, or `args` is
+                not a tuple or list.
+            RpcError: The worker cannot be reached (`WorkerLostError`), or the agent cannot be used any more.
         """
         return self.reference_store.own(None)  # NoReferences.own raises UsageError
 
@@ -550,7 +563,7 @@ class RpcAgent(ABC):
         Exceptions of the watcher are logged. The default does nothing, for backends whose groups never change.
 
         Args:
-            watcher: A function of a `MembershipChange`.
+            watcher: A function of a `MembershipChange`: a worker has joined, has left or was lost.
         """
 
     def unwatch_members(self, watcher: Callable[[MembershipChange], object]) -> None:  # noqa: B027
@@ -563,7 +576,7 @@ class RpcAgent(ABC):
         )
 
     def remove_interceptor(self, interceptor: Any) -> None:  # noqa: B027 (there is nothing to remove)
-        """Takes an interceptor back. Does nothing if it is not registered."""
+        """Removes an interceptor that `add_interceptor` has registered. Does nothing if it is not registered."""
 
     def get_metrics(self) -> Mapping[str, Any]:
         """Returns the agent's counters under the names of `Metrics`. The default counts nothing: an empty dict."""

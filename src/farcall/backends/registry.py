@@ -52,8 +52,8 @@ def construct_default_options(
     """Returns options of the default backend.
 
     Args:
-        rpc_timeout: The option of that name.
-        init_method: The option of that name.
+        rpc_timeout: The timeout, in seconds, of calls that do not give their own; 0 means no timeout.
+        init_method: The URL at which the workers find each other.
         _transports: Ignored; torch's programs pass it.
         _channels: Ignored; torch's programs pass it.
         **chosen: Other options of `RpcBackendOptions`.
@@ -378,7 +378,7 @@ def init_backend(backend: BackendType, *args: Any, **kwargs: Any) -> RpcAgent:
 
 
 def _check_options(backend: BackendType, options: object) -> None:
-    """Returns if `options` are of the type of the backend's options, else raises `BackendError`.
+    """Raises `BackendError` if `options` are not of the type of the backend's options. Returns None if they are.
 
     Does nothing if the type is unknown, because the backend's handler cannot create default options; the backend must
     check the options itself then.

@@ -27,7 +27,10 @@ _INSTALL_PLOTS = "`pip install 'farcall[bench]'` installs it"
 
 @dataclass(frozen=True)
 class Outputs:
-    """Which files to write besides what is printed. None writes nothing."""
+    """Which files to write besides what is printed. None writes nothing.
+
+    `json` is a file for all results, `plots` a directory for pictures, which is created if necessary.
+    """
 
     json: Path | None = None
     plots: Path | None = None
@@ -35,7 +38,7 @@ class Outputs:
     """The directory of the documentation, for benchmarks.md and its plots."""
 
     def check(self) -> None:
-        """Raises `UsageError` if one of the files could not be written."""
+        """Raises `UsageError`, with what to do, if one of the files could not be written. Writes nothing."""
         if self.json is not None and not self.json.absolute().parent.is_dir():
             raise UsageError(f"--json: the directory {self.json.absolute().parent} does not exist")
         if self.plots is not None and self.plots.exists() and not self.plots.is_dir():
@@ -47,9 +50,14 @@ class Outputs:
 
 
 def plan(chosen: Sequence[System], effort: Effort, measurer: Measurer) -> list[Turn]:
-    """Returns all turns in order: in each round, each part of every system. The order of systems rotates by round.
+    """Returns all turns in order: in each round, each part of every system. The order of the systems rotates by round.
 
     Returns an empty list if no systems were chosen.
+
+    Args:
+        chosen: The systems to measure.
+        effort: How many rounds, and which parts.
+        measurer: Carries out the turns.
     """
     return [
         (f"round {number + 1}: {part}, {system.label}", lambda part=part, system=system: measurer.turn(part, system))  # type: ignore[misc]
@@ -92,7 +100,10 @@ def run(effort: Effort, peers: Sequence[System], outputs: Outputs) -> int:
 
 
 def _show(findings: Findings, effort: Effort, where: dict[str, str], screen: Screen) -> None:
-    """Prints the tables, the machine, reasons for missing values, and warnings. Without values, prints no tables."""
+    """Prints the tables, the machine, reasons for missing values, and warnings.
+
+    Prints no tables if there are no values. `where` describes the machine; see `machine.describe`.
+    """
     for shown in report.tables(findings, effort).values():
         for table in shown:
             screen.table(table)
@@ -109,9 +120,10 @@ def _show(findings: Findings, effort: Effort, where: dict[str, str], screen: Scr
 
 
 def _write(findings: Findings, effort: Effort, where: dict[str, str], outputs: Outputs, screen: Screen) -> None:
-    """Writes the files that were asked for, and prints their names. Does nothing if none were.
+    """Writes the files that were asked for, and prints the names of plots and pages.
 
-    Without matplotlib, prints why there are no plots. Raises `OSError` if a file cannot be written.
+    Does nothing if none were asked for. Without matplotlib, prints why there are no plots. Raises `OSError` if a file
+    cannot be written.
     """
     if outputs.json is not None:
         found = findings.as_json(effort, where)

@@ -10,7 +10,10 @@ import threading
 
 
 class ComputingThread:
-    """A thread that runs plain Python code without ever waiting, until it is stopped."""
+    """A thread that runs plain Python code without ever waiting, until it is stopped.
+
+    Made stopped; can be started again.
+    """
 
     def __init__(self) -> None:
         self._stopped = True
@@ -33,5 +36,6 @@ class ComputingThread:
             self._thread = None
 
     def _compute(self) -> None:
+        """The code of the thread: computes until `stop` is called."""
         while not self._stopped:
             sum(range(100))

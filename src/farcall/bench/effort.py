@@ -21,7 +21,11 @@ PARTS: Final = ("payload", "exchange", "in-flight", "threads", "streaming", "ref
 
 @dataclass(frozen=True)
 class Effort:
-    """How much to measure. A point ends after `seconds` or its number of calls, whichever comes first."""
+    """How much to measure. A point ends after `seconds` or its number of calls, whichever comes first.
+
+    `rounds` is how often everything is measured, `parts` which parts of the run are (see `PARTS`). `echoes`, `calls`
+    and `references` are the largest numbers of calls of a point, by part; `warmup` calls before them do not count.
+    """
 
     rounds: int = 3
     parts: tuple[str, ...] = PARTS
@@ -88,9 +92,9 @@ def parse_counts(option: str, text: str) -> tuple[int, ...]:
 
 
 def parse_parts(text: str) -> tuple[str, ...]:
-    """Returns the parts in a list such as `payload,startup`, in the order of `PARTS`.
+    """Returns the parts in a list such as `payload,startup`, in the order of `PARTS` and without duplicates.
 
-    Raises `UsageError` for others.
+    Raises `UsageError`, which lists the known parts, for any other word, also for an empty text.
     """
     words = {word.strip() for word in text.split(",")}
     if unknown := sorted(words - set(PARTS)):

@@ -34,6 +34,7 @@ from farcall.bench.system import (
 )
 
 Command = Callable[..., object]
+"""Carries out a command of the benchmark, with its options as keyword arguments, and returns the answer."""
 
 MIXED_SIZES: Final = {"64 B": 64, "4 KiB": 1 << 12, "1 MiB": 1 << 20}
 """The arrays among the kinds of calls that `mixed` knows, in bytes."""
@@ -44,7 +45,13 @@ MIXED_KINDS: Final = ("no-op", *MIXED_SIZES, "remote + to_here", "proxy call", "
 def start(role: dict[str, Any]) -> dict[str, Command]:
     """Starts the role that a dictionary describes, and returns the commands that it understands, by name.
 
-    Raises what the system raises if it cannot be started.
+    Args:
+        role: The key `kind` says what this process is: "server", "caller", "third", "member", "starter", "joiner",
+            "busy", "busy program" or "module". The other keys are the arguments of that kind, such as `system` and
+            `address`.
+
+    Raises:
+        Exception: What the system raises if it cannot be started.
     """
     if role["kind"] == "busy":
         worker = BusyWorker(role["rank"], role["port"], role["spins"])
@@ -109,9 +116,20 @@ def caller_commands(caller: Caller) -> dict[str, Command]:
 
 
 def echoes(caller: EchoCaller, size: int, calls: int, warmup: int, seconds: float) -> dict[str, float]:
-    """Times sending `size` bytes to the server and back; see `timing.time_each`.
+    """Times sending `size` bytes to the server and back.
 
-    Raises `RuntimeError` if something else comes back.
+    Args:
+        caller: Makes the calls.
+        size: The size of the payload; may be 0.
+        calls: How many calls to time at most.
+        warmup: How many calls to make before at most.
+        seconds: The time limit.
+
+    Returns:
+        The median, the 99th percentile and the mean in microseconds, as `p50_us`, `p99_us` and `mean_us`.
+
+    Raises:
+        RuntimeError: Something else comes back.
     """
     payload = caller.payload(size)
     start = time.perf_counter()
@@ -128,9 +146,20 @@ def echoes(caller: EchoCaller, size: int, calls: int, warmup: int, seconds: floa
 
 
 def exchanges(caller: ExchangingCaller, size: int, calls: int, warmup: int, seconds: float) -> dict[str, float]:
-    """Times sending `size` bytes to the server and getting as many other bytes back; see `timing.time_each`.
+    """Times sending `size` bytes to the server and getting as many other bytes back.
 
-    Raises `RuntimeError` if not as many come back.
+    Args:
+        caller: Makes the calls.
+        size: The size of the payload; may be 0.
+        calls: How many calls to time at most.
+        warmup: How many calls to make before at most.
+        seconds: The time limit.
+
+    Returns:
+        The median, the 99th percentile and the mean in microseconds, as `p50_us`, `p99_us` and `mean_us`.
+
+    Raises:
+        RuntimeError: Not as many bytes come back.
     """
     payload = caller.payload(size)
     back = caller.exchange(payload)
@@ -145,7 +174,7 @@ class MixedCaller(ReferenceCaller, EchoCaller, Protocol):
 
 
 def mixed(caller: MixedCaller, kinds: Iterable[str], calls: int, warmup: int, seed: int) -> dict[str, dict[str, float]]:
-    """Times calls of several kinds in random order; see `timing.time_mixed`. Needs a third end.
+    """Times calls of several kinds in random order. Needs a third end.
 
     Args:
         caller: Makes the calls.
@@ -153,6 +182,10 @@ def mixed(caller: MixedCaller, kinds: Iterable[str], calls: int, warmup: int, se
         calls: How many calls of each kind to time.
         warmup: How many calls of each kind to make before.
         seed: Determines the order.
+
+    Returns:
+        For each kind, the median, the 99th percentile and the mean in microseconds, as `p50_us`, `p99_us` and
+        `mean_us`.
     """
     known: dict[str, Callable[[], object]] = {
         "no-op": caller.noop,
@@ -165,14 +198,22 @@ def mixed(caller: MixedCaller, kinds: Iterable[str], calls: int, warmup: int, se
 
 
 def in_flight(caller: EchoCaller, window: int, calls: int, seconds: float) -> float:
-    """Returns how many no-op calls per second complete with `window` calls always in flight."""
+    """Returns how many no-op calls per second complete with `window` calls always in flight.
+
+    Args:
+        caller: Makes the calls.
+        window: How many calls are in flight, at least 1.
+        calls: The largest number of calls.
+        seconds: About how long to measure.
+    """
     return timing.rate(functools.partial(caller.in_flight, window=window), calls, seconds)
 
 
 def streaming(caller: StreamingCaller, size: int, seconds: float) -> dict[str, float]:
-    """Times no-op calls while another thread sends payloads of `size` bytes all the time; see `timing.time_beside`.
+    """Times no-op calls for `seconds`, while another thread sends payloads of `size` bytes all the time.
 
-    Raises what the system raises if a call fails.
+    Returns the median, the 99th percentile and the mean in microseconds, as `p50_us`, `p99_us` and `mean_us`. Raises
+    what the system raises if a call fails.
     """
     payload = caller.payload(size)
     return timing.time_beside(caller.noop, functools.partial(caller.send, payload), seconds)

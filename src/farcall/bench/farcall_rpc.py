@@ -72,19 +72,20 @@ class FarcallEnd(ReferenceUses, FutureCalls):
         many: bool = False,
         encrypts: bool = True,
     ) -> None:
-        """Joins the group.
+        """Joins the group, and returns when it is complete.
 
         Args:
             name: The name of this worker.
             rank: Its rank.
-            address: Where the group meets, and how many workers it has.
+            address: Where the workers find each other, and how many there are.
             transport: The only transport to use; None lets farcall choose.
             native: False if the C extension must be turned off.
             many: True for a group of many workers, which gets longer timeouts.
             encrypts: False to encrypt nothing between hosts.
 
         Raises:
-            RuntimeError: The C extension must be turned off, and is not.
+            RuntimeError: `native` is False, and the C extension is in use all the same.
+            RendezvousError: The other workers do not come within the timeout, or the group cannot be joined.
         """
         rpc = import_farcall()
         if not native and rpc.native_available():
@@ -188,21 +189,30 @@ class Farcall(System):
             self.environment = {"FARCALL_NATIVE": "0"}
 
     def serve(self, address: Address) -> Server:
-        """Starts the server in this process as worker 0. Raises what `init_rpc` raises if the others do not come."""
+        """Starts the server in this process as worker 0, and returns it when the group is complete.
+
+        Raises `RendezvousError` if the others do not come in time.
+        """
         return FarcallEnd(OWNER, 0, address, self._kind, self._native)
 
     def connect(self, address: Address) -> ReferenceCaller:
-        """Starts the caller in this process as worker 1, and returns it. Raises what `init_rpc` raises."""
+        """Starts the caller in this process as worker 1, and returns it when the group is complete.
+
+        Raises `RendezvousError` if the others do not come in time.
+        """
         return FarcallEnd(CALLER, 1, address, self._kind, self._native)
 
     def join(self, address: Address) -> Server:
-        """Starts the third end in this process as worker 2, and returns it. Raises what `init_rpc` raises."""
+        """Starts the third end in this process as worker 2, and returns it when the group is complete.
+
+        Raises `RendezvousError` if the others do not come in time.
+        """
         return FarcallEnd(THIRD, 2, address, self._kind, self._native)
 
     def member(self, rank: int, address: Address) -> Workers:
-        """Joins a group of `address.ends` workers as worker `rank`, and returns this worker.
+        """Joins a group of `address.ends` workers as worker `rank`, and returns this worker when the group is complete.
 
-        Raises what `init_rpc` raises.
+        Raises `RendezvousError` if the others do not come in time.
         """
         return FarcallEnd(f"worker{rank}", rank, address, self._kind, self._native, many=True)
 
@@ -219,12 +229,15 @@ class BusyWorker:
     """One of `BUSY_WORKERS` workers that call each other all the time."""
 
     def __init__(self, rank: int, port: int, spins: bool) -> None:
-        """Joins the group, and connects to all others. Raises what `init_rpc` raises if they do not come.
+        """Joins the group, and connects to all others.
 
         Args:
             rank: The rank of this worker.
             port: The port of the rendezvous on loopback.
             spins: False turns off spinning while waiting for replies.
+
+        Raises:
+            RendezvousError: The others do not come in time.
         """
         rpc = self._rpc = import_farcall()
         where = f"tcp://127.0.0.1:{port}"

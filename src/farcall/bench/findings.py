@@ -19,14 +19,16 @@ from farcall.bench.system import System
 
 @dataclass(frozen=True)
 class Measure:
-    """One kind of result, for example the latency of a call."""
+    """One kind of result, for example the latency of a call. It is taken at several points, such as payload sizes."""
 
     key: str
-    """Its name in the JSON and in the file names of plots."""
+    """The name of the measure in the JSON and in the file names of plots."""
     title: str
+    """The title of its tables and plots."""
     point: str
-    """What its points are."""
+    """What its points are: "payload", "in flight", "threads", "references" or "workers"."""
     unit: str
+    """The unit of its values: "s", "B/s", "calls/s" or "1/s"."""
     less_is_better: bool = False
 
 
@@ -58,9 +60,13 @@ MIN_BANDWIDTH_BYTES: Final = 64 * KIB
 
 
 def points(measure: Measure, effort: Effort) -> Sequence[int]:
-    """Returns the points at which a measure is taken with this effort; a single point for a measure without several.
+    """Returns the points at which a measure is taken: payload sizes, or numbers of calls, threads or workers.
 
-    Returns an empty list if the effort has no points for the measure.
+    Returns `SINGLE_POINT` for a measure without points of its own, and an empty sequence if the effort has none for it.
+
+    Args:
+        measure: The measure.
+        effort: How much is measured.
     """
     if measure in (LATENCY, LATENCY_P99):
         return effort.sizes
@@ -77,20 +83,36 @@ class Findings:
     systems: list[System] = field(default_factory=list)
     """The measured systems in the order of the tables, farcall first."""
     values: dict[tuple[Measure, str, int], list[float]] = field(default_factory=dict)
+    """The values of all rounds, by measure, name of the system and point."""
     reasons: dict[tuple[Measure, str, int], str] = field(default_factory=dict)
     """Why a value is missing, or is missing from later rounds on."""
     left_out: dict[str, str] = field(default_factory=dict)
     """The systems that were asked for and could not be measured, by label, and why."""
     notes: list[str] = field(default_factory=list)
+    """Lines for the reader of the results that concern no single value."""
     others_percent: list[float] = field(default_factory=list)
     """For each turn, the percentage of one core that other programs used meanwhile."""
 
     def record(self, measure: Measure, system: System, point: int, value: float) -> None:
-        """Adds the value that one round measured for a system at a point. Nothing is checked."""
+        """Adds the value that one round measured for a system at a point. Nothing is checked.
+
+        Args:
+            measure: The kind of result.
+            system: The system.
+            point: A payload size, or a number of calls, threads or workers.
+            value: The value, in the unit of the measure.
+        """
         self.values.setdefault((measure, system.name, point), []).append(value)
 
     def explain(self, measures: Iterable[Measure], system: System, point: int, reason: str) -> None:
-        """Records why a value is missing, for each of the measures. A reason that was recorded earlier is kept."""
+        """Records why a system has no value at a point, for each of the measures. An earlier reason is kept.
+
+        Args:
+            measures: The kinds of results that are missing; may be empty.
+            system: The system.
+            point: A payload size, or a number of calls, threads or workers.
+            reason: The reason, in one line.
+        """
         for measure in measures:
             self.reasons.setdefault((measure, system.name, point), reason)
 
@@ -101,20 +123,23 @@ class Findings:
             self.systems.remove(system)
 
     def has_any(self, system: System) -> bool:
-        """Returns True if any value of this system was recorded."""
+        """Returns True if any value of this system was recorded, of whichever measure."""
         return any(name == system.name for _, name, _ in self.values)
 
     def reason(self, measure: Measure, system: System, point: int) -> str | None:
-        """Returns why a value is missing; None if no reason was recorded."""
+        """Returns why a system has no value of a measure at a point; None if no reason was recorded."""
         return self.reasons.get((measure, system.name, point))
 
     def median(self, measure: Measure, system: System, point: int) -> float | None:
-        """Returns the median over the rounds; None if there is no value."""
+        """Returns the median of the values of all rounds for a system at a point; None if there is no value."""
         values = self.values.get((measure, system.name, point))
         return statistics.median(values) if values else None
 
     def times_as_fast(self, measure: Measure, peer: System, point: int) -> float | None:
-        """Returns how many times as fast as the peer farcall is, whatever the unit; None if a value is missing."""
+        """Returns how many times as fast as `peer` farcall is at a point, by the medians; below 1 if farcall is slower.
+
+        Returns None if one of the two has no value, or the value 0.
+        """
         own, other = self.median(measure, OWN, point), self.median(measure, peer, point)
         if not own or not other:
             return None

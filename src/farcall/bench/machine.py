@@ -20,16 +20,24 @@ more than ten times as long.
 
 
 def disturbed(others_percent: Iterable[float]) -> int:
-    """Returns in how many turns other programs used more than `DISTURBANCE_PERCENT` of a core."""
+    """Returns how many turns other programs disturbed, by using more than `DISTURBANCE_PERCENT` of a core.
+
+    Args:
+        others_percent: For each turn (one measurement of one system), the percentage of a core that they used.
+    """
     return sum(percent > DISTURBANCE_PERCENT for percent in others_percent)
 
 
 def describe(packages: Iterable[str], others_percent: list[float]) -> dict[str, str]:
-    """Returns what a reader of the results needs to know: processor, kernel, versions, disturbances and date, as texts.
+    """Returns what a reader of the results needs to know: processor, kernel, versions, disturbed turns and date.
 
     Args:
         packages: The packages whose versions are listed. Those that are not installed are left out.
-        others_percent: For each turn, the percentage of a core that other programs used.
+        others_percent: For each turn (one measurement of one system), the percentage of a core that other programs
+            used.
+
+    Returns:
+        Texts by their titles, such as "kernel".
     """
     versions = {name: version(name) for name in packages}
     return {

@@ -27,16 +27,17 @@ There are two processes, each with what it sends, what it gets, and copies of bo
 
 
 class MeasuredEnd(Protocol):
-    """The process that makes the calls, and answers commands with measurements."""
+    """A process that makes the calls of a system, and answers commands with measurements."""
 
     def ask(self, command: str, **options: object) -> Any:
-        """Sends a command and returns its answer.
+        """Sends a command with its options, and returns the answer, whose type depends on the command.
 
         Raises `EndpointFailed` if the command fails or is not answered in time.
         """
 
 
 Opener = Callable[[System, str], AbstractContextManager[MeasuredEnd]]
+"""Starts the processes of a system for a part of the run, and yields the one to ask; see `open_ends`."""
 
 
 @contextmanager
@@ -85,7 +86,11 @@ class Measurer:
     def turn(self, part: str, system: System) -> None:
         """Measures one part of a system, and records values or reasons. Does nothing for a system that was left out.
 
-        Raises nothing because of the system.
+        Failures of the system are recorded, not raised.
+
+        Args:
+            part: One of `effort.PARTS`. Any other does nothing.
+            system: The system.
         """
         if system not in self._findings.systems:
             return
@@ -169,7 +174,10 @@ class Measurer:
                     self._findings.explain(measures, system, point, f"not tried: it failed at {where}")
 
     def _fits_in_memory(self, system: System, size: int, *measures: Measure) -> bool:
-        """Returns True if a payload of this size can be measured; otherwise records that there is not enough memory."""
+        """Returns True if there is enough memory to measure a payload of `size` bytes, else records why not.
+
+        The reason is recorded for `measures`; for those of the part "payload" if none are given.
+        """
         if size * MEMORY_FACTOR <= self._memory():
             return True
         reason = f"not tried: {in_bytes(size * MEMORY_FACTOR)} of memory may be needed, which are not free"
@@ -178,6 +186,7 @@ class Measurer:
         return False
 
     def _echoes(self, asked: MeasuredEnd, system: System, size: int) -> None:
+        """Measures and records latency and bandwidth for a payload of `size` bytes."""
         effort = self._effort
         times = asked.ask("echoes", size=size, calls=effort.echoes, warmup=effort.warmup, seconds=effort.seconds)
         seconds = times["p50_us"] / 1e6
@@ -187,30 +196,37 @@ class Measurer:
             self._findings.record(found.BANDWIDTH, system, size, 2 * size / seconds)
 
     def _exchanges(self, asked: MeasuredEnd, system: System, size: int) -> None:
+        """Measures and records the bandwidth when another array of `size` bytes comes back."""
         effort = self._effort
         times = asked.ask("exchanges", size=size, calls=effort.echoes, warmup=effort.warmup, seconds=effort.seconds)
         self._findings.record(found.EXCHANGED, system, size, 2 * size / times["p50_us"] * 1e6)
 
     def _in_flight(self, asked: MeasuredEnd, system: System, window: int) -> None:
+        """Measures and records the rate of no-op calls with `window` of them in flight."""
         rate = asked.ask("in_flight", window=window, calls=self._effort.calls, seconds=self._effort.seconds)
         self._findings.record(found.IN_FLIGHT, system, window, rate)
 
     def _threads(self, asked: MeasuredEnd, system: System, threads: int) -> None:
+        """Measures and records the rate of no-op calls of `threads` threads together."""
         measured = asked.ask("threads", threads=threads, seconds=self._effort.seconds)
         self._findings.record(found.THREADS, system, threads, measured["calls_per_s"])
 
     def _streaming(self, asked: MeasuredEnd, system: System, size: int) -> None:
+        """Measures and records the latency of no-op calls while arrays of `size` bytes are sent."""
         times = asked.ask("streaming", size=size, seconds=self._effort.seconds)
         self._findings.record(found.STREAMING, system, size, times["p99_us"] / 1e6)
 
     def _fetched(self, asked: MeasuredEnd, system: System, point: int) -> None:
+        """Measures and records how many references per second are created and fetched, one by one."""
         effort = self._effort
         times = asked.ask("remotes", calls=effort.references, warmup=effort.warmup, seconds=effort.seconds)
         self._findings.record(found.FETCHED, system, point, 1e6 / times["p50_us"])
 
     def _shared(self, asked: MeasuredEnd, system: System, point: int) -> None:
+        """Measures and records how many references per second are shared with the third end."""
         rate = asked.ask("share_rate", count=self._effort.references, seconds=self._effort.seconds)
         self._findings.record(found.SHARED, system, point, rate)
 
     def _startup(self, asked: MeasuredEnd, system: System, workers: int) -> None:
+        """Measures and records how long `workers` workers take to start."""
         self._findings.record(found.STARTUP, system, workers, asked.ask("start", workers=workers))

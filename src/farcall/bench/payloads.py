@@ -14,12 +14,12 @@ _BLOCK_BYTES: Final = 1 << 16
 
 
 def plain(size: int) -> bytes:
-    """Returns `size` bytes; empty for 0."""
+    """Returns `size` random bytes, the same block repeated; empty for 0."""
     return (os.urandom(min(size, _BLOCK_BYTES)) * (size // _BLOCK_BYTES + 1))[:size]
 
 
 def array(size: int) -> Any:
-    """Returns a numpy array of `size` bytes, which may be 0; plain bytes without numpy."""
+    """Returns a numpy array of `size` random bytes, which may be 0; plain bytes if numpy is not installed."""
     if not has_arrays():
         return plain(size)
     import numpy as np

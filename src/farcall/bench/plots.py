@@ -1,7 +1,8 @@
 """Draws the results as PNG and SVG files. Only this module imports matplotlib, and only to draw.
 
 The colours can be told apart by colour-blind readers (Okabe and Ito), and each system has a marker of its own as well.
-A system looks the same in all pictures of a run.
+A *system* is what was measured: farcall, or a library that it is compared with. A system looks the same in all
+pictures of a run.
 """
 
 from __future__ import annotations
@@ -28,15 +29,17 @@ _LABELS: Final[dict[Measure, tuple[str, str]]] = {
     found.THREADS: ("threads that call", "calls per second, all together"),
     found.STARTUP: ("workers", "time until all can be used"),
 }
+"""The texts of the two axes of each measure that is drawn as curves."""
 _DIVISORS: Final = {found.BANDWIDTH: 1e9}
+"""By what the values of a measure are divided for its axis; 1 if it is not listed."""
 _SIZE: Final = (8.5, 5.0)
 """Width and height of a picture in inches."""
 
 
 def style_of(findings: Findings, system: System) -> tuple[str, str]:
-    """Returns the colour and the marker of a system, by its place among the systems of the run.
+    """Returns the colour and the marker of a system, by its index in `findings.systems`.
 
-    Raises `ValueError` if it is not one of them. With more than nine systems, styles repeat.
+    After nine systems they repeat. Raises `ValueError` if the system is not among them.
     """
     place = findings.systems.index(system) % len(_COLOURS)
     return _COLOURS[place], _MARKERS[place]
@@ -48,30 +51,40 @@ def can_draw() -> bool:
 
 
 def curve(findings: Findings, measure: Measure, system: System, effort: Effort) -> list[tuple[int, float]]:
-    """Returns the points of a measure that have a value, each with its median in the unit of the axis; may be empty."""
+    """Returns the curve of one system: the points at which a measure has values, each with the median of its values.
+
+    Args:
+        findings: The results.
+        measure: The kind of result, such as latency.
+        system: The system.
+        effort: Which points were measured: payload sizes, or numbers of calls, threads or workers.
+
+    Returns:
+        Pairs of a point and its median, in the unit of the axis. An empty list if there are no values.
+    """
     medians = ((point, findings.median(measure, system, point)) for point in points(measure, effort))
     return [(point, value / _DIVISORS.get(measure, 1.0)) for point, value in medians if value is not None]
 
 
 def positions(where: Sequence[int]) -> dict[int, float]:
-    """Returns where each point is drawn on a logarithmic axis.
+    """Returns the position of each point on a logarithmic axis, by point; an empty dict for no points.
 
-    Such an axis has no 0. A point 0 is drawn to the left of the smallest other point, as far as 1 is from 16.
+    Such an axis has no 0. A point 0 is drawn at a sixteenth of the smallest other point, or at 1 if there is no other.
     """
     least = min((point for point in where if point), default=16)
     return {point: float(point or least / 16) for point in where}
 
 
 def draw(findings: Findings, effort: Effort, directory: Path) -> list[Path]:
-    """Draws one picture for each measure that has values, and one for references.
+    """Draws one picture for each measure that has values, and one for references, and writes them to files.
 
     Args:
         findings: The results.
-        effort: What was measured.
-        directory: Where the files are written. It must exist.
+        effort: Which points were measured.
+        directory: Where the files are written. It must exist. Files of the same names are replaced.
 
     Returns:
-        The files, an SVG and a PNG for each picture; none if there are no values.
+        The files, an SVG and a PNG for each picture; an empty list if there are no values.
 
     Raises:
         ImportError: matplotlib is not installed.
@@ -94,7 +107,7 @@ def draw(findings: Findings, effort: Effort, directory: Path) -> list[Path]:
 
 
 def _draw_curves(findings: Findings, measure: Measure, effort: Effort) -> Any:
-    """Returns a figure with one curve per system; None if there are no values."""
+    """Returns a matplotlib figure with one curve for each system that has values of `measure`; None if none has."""
     from matplotlib.figure import Figure
     from matplotlib.ticker import NullLocator
 
@@ -130,7 +143,10 @@ def _draw_curves(findings: Findings, measure: Measure, effort: Effort) -> Any:
 
 
 def _draw_references(findings: Findings) -> Any:
-    """Returns a figure with a bar per system for each use of references; None if there are no values."""
+    """Returns a matplotlib figure of how many references per second each system fetches and shares, as bars.
+
+    Returns None if there are no values.
+    """
     from matplotlib.figure import Figure
 
     kinds = ((found.FETCHED, "fetched, one by one"), (found.SHARED, "shared with a third worker"))
@@ -156,9 +172,12 @@ def _draw_references(findings: Findings) -> Any:
 
 
 def _logarithmic(axes: Any, values: Sequence[float], tick: Callable[[float], str]) -> None:
-    """Makes the y axis logarithmic, from a power of ten below the values to one above, so that it has two labels.
+    """Makes the y axis logarithmic, from the power of ten below all values to the one above, so that it has two labels.
 
-    `values` must not be empty. `tick` returns the label of a value.
+    Args:
+        axes: The axes of matplotlib.
+        values: All values of the picture, more than 0; not empty.
+        tick: Returns the label of a value.
     """
     from matplotlib.ticker import FuncFormatter, NullFormatter
 

@@ -52,16 +52,19 @@ class EndpointFailed(Exception):
 
 
 class Endpoint:
-    """One process of a measurement. Created by `Endpoints.start`."""
+    """One process of a measurement, and the pipe over which it is given commands. Created by `Endpoints.start`."""
 
     def __init__(self, title: str, role: dict[str, Any], log: Path, environment: dict[str, str]) -> None:
         """Starts the process and sends it its role; does not wait for it to take up the role.
 
         Args:
             title: What the process is, for error messages.
-            role: Its role; see `endpoint.start`.
+            role: What it is to do, with the key `kind` ("server", "caller" and so on) and more; see `endpoint.start`.
             log: The file for its output.
             environment: Its environment variables.
+
+        Raises:
+            OSError: The process cannot be started.
         """
         self.title = title
         self._log = log
@@ -99,7 +102,7 @@ class Endpoint:
         """Returns the answer to the oldest unanswered command.
 
         Args:
-            limit: How many seconds to wait.
+            limit: How many seconds to wait; 0 does not wait.
 
         Raises:
             EndpointFailed: The command failed, the process ended, or no answer came in time.
@@ -150,7 +153,10 @@ class Endpoint:
 
 
 class Endpoints:
-    """The processes of one measurement, and a directory for their sockets and output."""
+    """The processes of one measurement, and a directory for their sockets and output.
+
+    A context manager: at the end of its block all its processes have ended, and the directory is removed.
+    """
 
     def __init__(self) -> None:
         self._all: list[Endpoint] = []
@@ -163,11 +169,16 @@ class Endpoints:
         self._mark = self._inherited or secrets.token_hex(16)
 
     def __enter__(self) -> Self:
+        """Returns this object. Nothing is started before `start`."""
         return self
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
+        """Ends all processes: in order if the block ended without an error, else by force.
+
+        Raises `EndpointFailed` if a process fails while it ends in order.
+        """
         try:
             if error is None:
                 self._stop()
@@ -191,7 +202,7 @@ class Endpoints:
             endpoint.wait(max(0.0, deadline - time.monotonic()))
 
     def send_stop(self) -> None:
-        """Sends "stop" to all processes; does nothing the second time.
+        """Sends the command "stop" to all processes, without waiting for their end. Does nothing the second time.
 
         All are told before any is waited for, because the members of a group leave together. Raises `EndpointFailed` if
         a process is gone.
@@ -201,7 +212,7 @@ class Endpoints:
         self._told = True
 
     def address(self, ends: int) -> Address:
-        """Returns a new address at which `ends` processes can meet: a free port and a path that does not exist."""
+        """Returns a new address for `ends` processes: a free port, and a path for a socket that does not exist."""
         self._places += 1
         return Address(free_port(), str(Path(self._directory.name, f"{self._places}.sock")), ends)
 
@@ -244,7 +255,7 @@ def start_ends(endpoints: Endpoints, system: System, third: bool = False) -> tup
     """Starts the processes of a system: its server, its caller and, if `third` is True, its third end.
 
     Returns:
-        The server and the caller; the caller alone if the system starts its server by itself.
+        The server and the caller; the caller alone if the system starts its server by itself (`spawns`).
 
     Raises:
         EndpointFailed: A process could not be started.
@@ -293,10 +304,11 @@ def computing(end: Endpoint) -> Iterator[None]:
 
 
 def kill_marked(mark: str) -> None:
-    """Kills all processes with the mark except this one, and waits some seconds until they have ended.
+    """Kills all processes that have `mark` in their environment, and those that they have started, except this one.
 
-    The resource trackers of `multiprocessing` remove semaphores and shared memory when all other processes have ended.
-    They are given time for that before they are killed.
+    Waits until they have ended, for at most `_KILL_LIMIT_S` seconds. The resource trackers of `multiprocessing` remove
+    semaphores and shared memory when all other processes have ended. They are given `_TRACKER_LIMIT_S` seconds for that
+    before they are killed.
     """
     began = time.monotonic()
     while (found := find_marked(mark)) and (waited := time.monotonic() - began) < _KILL_LIMIT_S:
@@ -316,9 +328,9 @@ def _is_tracker(pid: int) -> bool:
 
 
 def find_marked(mark: str) -> list[int]:
-    """Returns the ids of all processes with the mark, and of all that those have started, except this one; sorted.
+    """Returns the ids of all processes that have `mark` in their environment, and of all that those have started.
 
-    Returns an empty list if there are none.
+    The list is sorted, and does not have this process. It is empty if there are none.
     """
     parents = {int(entry): _parent_of(int(entry)) for entry in os.listdir("/proc") if entry.isdigit()}
     found = {pid for pid in parents if pid != os.getpid() and _has_mark(pid, mark)}
@@ -328,7 +340,7 @@ def find_marked(mark: str) -> list[int]:
 
 
 def _has_mark(pid: int, mark: str) -> bool:
-    """Returns True if the environment of the process holds the mark.
+    """Returns True if `mark` is in the environment of the process `pid`.
 
     Returns False if the process has ended or belongs to another user.
     """
@@ -348,7 +360,10 @@ def _parent_of(pid: int) -> int:
 
 
 def _kill(pid: int, mark: str) -> None:
-    """Kills a process if it still has the mark. Does nothing if it has ended."""
+    """Kills the process `pid` if it still has the mark, or was started by one that has.
+
+    Does nothing if it has ended.
+    """
     # The descriptor refers to the process itself, so if its id is reused meanwhile, the new process is not killed.
     try:
         descriptor = os.pidfd_open(pid)
@@ -385,7 +400,13 @@ def exit_on_signals() -> Iterator[None]:
 def run_python(title: str, program: str, environment: dict[str, str]) -> str:
     """Runs a program in a new Python process, and returns what it prints to standard output.
 
-    Raises `EndpointFailed` if the program fails, or takes longer than `ANSWER_LIMIT_S`.
+    Args:
+        title: What the program is, for error messages.
+        program: Its source code.
+        environment: Its environment variables.
+
+    Raises:
+        EndpointFailed: The program fails, or takes longer than `ANSWER_LIMIT_S` seconds.
     """
     # -P: do not import modules from the current directory.
     command = [sys.executable, "-P", "-c", program]

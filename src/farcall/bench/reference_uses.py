@@ -58,7 +58,10 @@ class ReferenceUses:
         self._thing: Any = None
 
     def remote_to_here(self) -> None:
-        """Creates a small value on the server by `remote`, and fetches it by `to_here`. Raises what these raise."""
+        """Creates a small value on the server by `remote`, and fetches it by `to_here`.
+
+        Raises what the system raises if the server is lost or does not answer in time.
+        """
         self._remote(OWNER, number).to_here()
 
     def proxy_call(self) -> None:
@@ -75,9 +78,13 @@ class ReferenceUses:
         check(self._rpc_sync(OWNER, fetch, args=(self._remote(OWNER, number),)))
 
     def share(self, references: int) -> None:
-        """Creates `references` references on the server; the third end fetches the value of each. 0 does nothing.
+        """Creates references on the server and passes each to the third end, which fetches its value. Waits for all.
 
-        Raises `RuntimeError` if the third end got a wrong value.
+        Args:
+            references: How many; 0 does nothing.
+
+        Raises:
+            RuntimeError: The third end got a wrong value.
         """
         keep_in_flight(references, MAX_SHARED_IN_FLIGHT, self._share_one, lambda future: check(future.wait()))
 

@@ -46,7 +46,10 @@ def show_point(measure: Measure, point: int) -> str:
 
 
 def show_value(measure: Measure, value: float | None) -> str:
-    """Returns how a value is shown in a table, with its unit; `ABSENT` for None."""
+    """Returns how a value of a measure is shown in a table: `4.56 µs`, `1.23 GB/s`, or a plain number.
+
+    Returns `ABSENT` for None.
+    """
     if value is None:
         return ABSENT
     if measure.unit == "s":
@@ -141,7 +144,7 @@ def page(findings: Findings, effort: Effort, where: dict[str, str], plots: Seque
         findings: The results.
         effort: What was measured.
         where: The machine; see `machine.describe`.
-        plots: The names of picture files in the directory `benchmarks` beside the page.
+        plots: The names of picture files in the directory `benchmarks` beside the page. Other pictures are left out.
     """
     parts = ["# Benchmarks", _introduction(findings, effort)]
     for measure, shown in tables(findings, effort).items():
@@ -160,7 +163,10 @@ def page(findings: Findings, effort: Effort, where: dict[str, str], plots: Seque
 
 
 def hosts_section(page: str) -> str:
-    """Returns what another program has recorded on a page, with its marks, to be put below a new page."""
+    """Returns the section of a page from `HOSTS_BEGIN` to `HOSTS_END`, to append to a new page.
+
+    Another program has recorded its own run there. Returns a section without contents if the page has none.
+    """
     recorded = page.partition(HOSTS_BEGIN)[2].partition(HOSTS_END)[0]
     return f"\n{HOSTS_BEGIN}{recorded or chr(10)}{HOSTS_END}\n"
 

@@ -15,19 +15,23 @@ from farcall.bench.screen import Screen
 
 T = TypeVar("T")
 Turn = tuple[str, Callable[[], None]]
+"""A title, for the progress display, and a function that measures and records."""
 
 
 def rotated(every: Sequence[T], number: int) -> list[T]:
-    """Returns all elements, starting with the one at index `number` modulo their count; empty for an empty sequence."""
+    """Returns all elements of `every` in their order, but beginning with the one at index `number` modulo their count.
+
+    Returns an empty list for an empty sequence.
+    """
     first = number % len(every) if every else 0
     return [*every[first:], *every[:first]]
 
 
 def take_turns(turns: Sequence[Turn], others_percent: list[float], screen: Screen) -> None:
-    """Runs all turns, and shows which one is running. Raises what a turn raises.
+    """Runs all turns in order, and shows which one is running. Raises what a turn raises.
 
     Args:
-        turns: The turns in order.
+        turns: The turns, each a title and a function.
         others_percent: For each turn, the percentage of a core that other programs used is appended here.
         screen: Where progress is shown.
     """

@@ -33,9 +33,14 @@ class Starter:
         self._callers: list[Caller] = []
 
     def start(self, workers: int) -> float:
-        """Starts workers, calls a no-op on each, and returns the seconds that it took.
+        """Starts `workers` workers, calls a no-op on each, and returns the seconds that it took. Use it once.
 
-        Raises what the system raises, and `EndpointFailed` if a process cannot be started.
+        Args:
+            workers: How many workers to start, at least 1.
+
+        Raises:
+            EndpointFailed: A process cannot be started.
+            Exception: What the system raises if its workers do not start.
         """
         began = time.perf_counter()
         address = self._endpoints.address(workers + 1)
@@ -105,10 +110,14 @@ class Joiner:
         self._group: Workers | None = None
 
     def join(self, rank: int, address: Address) -> tuple[float, float, float]:
-        """Joins the group, and calls a no-op on all other workers.
+        """Joins the group as worker `rank` at `address`, and calls a no-op on all other workers.
 
-        Returns the times of the start, of having joined and of the last reply, in seconds on the monotonic clock, which
-        all processes of a host share. Raises what the system raises.
+        Returns:
+            The times of the start, of having joined and of the last reply, in seconds of `time.monotonic`, whose clock
+            all processes of a host share.
+
+        Raises:
+            Exception: What the system raises.
         """
         began = time.monotonic()
         self._group = self._system.member(rank, address)
@@ -117,7 +126,10 @@ class Joiner:
         return began, joined, time.monotonic()
 
     def leave(self) -> float:
-        """Leaves the group, and returns the seconds that it took. Raises what the system raises."""
+        """Leaves the group, and returns the seconds that it took; about 0 if `join` was not called.
+
+        Raises what the system raises.
+        """
         began = time.monotonic()
         if self._group is not None:
             self._group.close()

@@ -55,7 +55,7 @@ T = TypeVar("T")
 
 @dataclass(frozen=True)
 class Address:
-    """Where the processes of one measurement meet. A system uses the part that suits it."""
+    """Where the processes of one measurement find each other. A system uses the part that suits it."""
 
     port: int
     """A port that was free a moment ago."""
@@ -73,14 +73,17 @@ class Address:
 
 
 class Server(Protocol):
-    """An end that is called: it runs the no-op, or uses what is shared with it."""
+    """An end (a process of a measurement) that is called: it runs the no-op, or uses what is shared with it."""
 
     def close(self) -> None:
         """Stops serving, in bounded time."""
 
 
 class Caller(Protocol):
-    """The end that calls. Every method raises what the system raises when a call fails."""
+    """The end (a process of a measurement) that makes the calls. Every method raises what the system raises on failure.
+
+    The no-op is a remote function without arguments that does nothing.
+    """
 
     def noop(self) -> None:
         """Calls the no-op and waits for its reply."""
@@ -220,7 +223,10 @@ class FutureCalls(ABC):
 
 
 class System(ABC):
-    """A system that is measured: one row of the tables."""
+    """A system that is measured, farcall or another library: one row of the tables.
+
+    Its *ends* are the processes of a measurement: the server, the caller and sometimes a third one.
+    """
 
     name: str
     """Its name on the command line and in the JSON: `family` or `family-variant`."""
@@ -271,9 +277,9 @@ class System(ABC):
         return "its caller is used by one thread only"
 
     def serve(self, address: Address) -> Server:
-        """Starts the server in this process, and returns it.
+        """Starts the server in this process, and returns it once it can be called.
 
-        Raises `NotImplementedError` for a system that `spawns`.
+        Raises `NotImplementedError` for a system whose `spawns` is True, and what the system raises if it cannot start.
         """
         raise NotImplementedError(f"{self.label} starts its serving ends by itself")
 
@@ -295,16 +301,22 @@ class System(ABC):
         """
 
     def join(self, address: Address) -> Server:
-        """Starts the third end in this process. Raises `NotImplementedError` for a system whose `refers` is False."""
+        """Starts the third end in this process, and returns it.
+
+        Raises `NotImplementedError` for a system whose `refers` is False.
+        """
         raise NotImplementedError(f"{self.label} has no references to share with a third end")
 
     def spawn(self, workers: int, address: Address) -> Workers:
-        """Makes the system start `workers` workers. Raises `NotImplementedError` unless it `spawns`."""
+        """Makes the system start `workers` workers, and returns them.
+
+        Raises `NotImplementedError` if `spawns` is False.
+        """
         raise NotImplementedError(f"{self.label} does not start workers by itself")
 
     def member(self, rank: int, address: Address) -> Workers:
-        """Joins a group of `address.ends` workers as worker `rank`.
+        """Joins a group of `address.ends` workers as worker `rank`, and returns the group.
 
-        Raises `NotImplementedError` unless it `starts_together`.
+        Raises `NotImplementedError` if `starts_together` is False.
         """
         raise NotImplementedError(f"{self.label} does not form groups")

@@ -13,7 +13,10 @@ _BYTES: Final = (("GiB", 1 << 30), ("MiB", 1 << 20), ("KiB", 1 << 10))
 
 @dataclass(frozen=True)
 class TextTable:
-    """A table of text. The first column is left-aligned, the others right-aligned."""
+    """A table of text. The first column is left-aligned, the others right-aligned.
+
+    `header` has a text for each column, and each of `rows` a text for each column.
+    """
 
     title: str
     header: Sequence[str]
@@ -40,7 +43,7 @@ class TextTable:
 
 
 def number(value: float | None, form: str, unit: str = "") -> str:
-    """Returns the value in a format such as `,.0f`, followed by its unit; `ABSENT` for None."""
+    """Returns the value formatted by `form`, such as `,.0f`, with `unit` behind it; `ABSENT` for None."""
     return ABSENT if value is None else format(value, form) + unit
 
 

@@ -32,13 +32,14 @@ def percentile(values: list[float], share: float) -> float:
 def time_each(
     call: Callable[[], object], calls: int, warmup: int, seconds: float = NO_LIMIT, pause: float = 0.0
 ) -> dict[str, float]:
-    """Times each call, after some calls that do not count.
+    """Times each call, after some calls that do not count. Raises what a call raises.
 
     Args:
         call: What to time.
-        calls: How many calls to time at most.
-        warmup: How many calls to make before at most.
-        seconds: The time limit. The warm-up is limited to a tenth of it.
+        calls: How many calls to time at most, at least 1.
+        warmup: How many calls to make before at most; 0 for none.
+        seconds: The time limit; by default none. The warm-up is limited to a tenth of it. `MIN_CALLS` calls are timed
+            however long they take.
         pause: How many seconds to sleep before each timed call. The sleep is not timed.
 
     Returns:
@@ -68,12 +69,13 @@ def time_mixed(
 
     Args:
         kinds: What to time, by name. A single kind is simply called again and again.
-        calls: How many calls of each kind to time.
-        warmup: How many calls of each kind to make before.
+        calls: How many calls of each kind to time, at least 1.
+        warmup: How many calls of each kind to make before; 0 for none.
         seed: Determines the order.
 
     Returns:
-        For each kind, the median, the 99th percentile and the mean in microseconds; see `time_each`.
+        For each kind, the median, the 99th percentile and the mean in microseconds, as `p50_us`, `p99_us` and
+        `mean_us`.
     """
     shuffle = random.Random(seed).shuffle
     times: dict[str, list[float]] = {kind: [] for kind in kinds}
@@ -122,7 +124,11 @@ async def time_each_awaited(
 
 
 def summarize(times: list[float]) -> dict[str, float]:
-    """Returns the median, the 99th percentile and the mean of times in microseconds. The list must not be empty."""
+    """Returns the median, the 99th percentile and the mean of times, as `p50_us`, `p99_us` and `mean_us`.
+
+    Args:
+        times: The times in microseconds; not empty.
+    """
     return {
         "p50_us": statistics.median(times),
         "p99_us": percentile(times, 0.99),
@@ -131,9 +137,9 @@ def summarize(times: list[float]) -> dict[str, float]:
 
 
 def time_pipelined(caller: Caller, calls: int, warmup: int) -> dict[str, float]:
-    """Returns the rate of `calls` no-op calls that are all in flight at once, as `calls_per_s`.
+    """Returns how many no-op calls per second complete if `calls` of them are started at once, as `calls_per_s`.
 
-    Makes `warmup` calls before that do not count.
+    Makes `warmup` calls before, in the same way, that do not count.
     """
     caller.pipelined(warmup)
     start = time.perf_counter()
@@ -148,8 +154,8 @@ def rate(run: Callable[[int], object], count: int, seconds: float) -> float:
 
     Args:
         run: Performs as many operations as its argument says.
-        count: The largest number for the measured run.
-        seconds: How long the measured run should take.
+        count: The largest number of operations for the measured run, at least 1.
+        seconds: About how long the measured run should take.
     """
     trial = max(1, count // 20)
     start = time.perf_counter()
@@ -167,13 +173,14 @@ def time_threads(
     """Times the calls of several threads, which start at the same time and each make one call after another.
 
     Args:
-        call: What to time.
-        threads: How many threads.
-        seconds: How long they go on at most. Each makes one call in any case.
-        calls: How many calls each thread makes at most.
+        call: What to time. It is called once before, which does not count.
+        threads: How many threads, at least 1.
+        seconds: How long they go on at most; by default no limit. Each makes one call in any case.
+        calls: How many calls each thread makes at most; by default no limit.
 
     Returns:
-        The calls per second of all threads together, as `calls_per_s`, and how long a call took; see `time_each`.
+        The calls per second of all threads together, as `calls_per_s`, and the median, the 99th percentile and the mean
+        time of a call in microseconds, as `p50_us`, `p99_us` and `mean_us`.
 
     Raises:
         BaseException: What a call raised, after all threads have ended.
@@ -214,8 +221,18 @@ def time_threads(
 def time_beside(call: Callable[[], object], load: Callable[[], object], seconds: float) -> dict[str, float]:
     """Times each call for `seconds`, while another thread calls `load` again and again.
 
-    Goes on longer if `load` has not run `MIN_CALLS` times by then. Returns the median, the 99th percentile and the mean
-    in microseconds; see `time_each`. Raises what either function raises.
+    Goes on longer if `load` has not run `MIN_CALLS` times by then.
+
+    Args:
+        call: What to time.
+        load: What the other thread calls. Both functions are called once before, which does not count.
+        seconds: How long to time calls.
+
+    Returns:
+        The median, the 99th percentile and the mean in microseconds, as `p50_us`, `p99_us` and `mean_us`.
+
+    Raises:
+        BaseException: What either function raises.
     """
     load()
     call()
@@ -251,7 +268,13 @@ def time_beside(call: Callable[[], object], load: Callable[[], object], seconds:
 
 
 def time_shared(caller: ReferenceCaller, references: int, warmup: int) -> float:
-    """Returns how many references per second are created, shared, used once and dropped, after `warmup` others."""
+    """Returns how many references per second are created, shared with the third end, used once and dropped.
+
+    Args:
+        caller: Makes and shares the references.
+        references: How many are measured.
+        warmup: How many are shared before and do not count.
+    """
     caller.share(warmup)
     start = time.perf_counter()
     caller.share(references)

@@ -49,10 +49,10 @@ def configure(parser: argparse.ArgumentParser) -> None:
 
 
 def execute(arguments: argparse.Namespace) -> int:
-    """Runs the benchmark, prints its results and returns the exit status.
+    """Runs the benchmark, prints its results and returns the exit status: 0, or 1 if farcall could not be measured.
 
     Args:
-        arguments: The parsed options; see `configure`.
+        arguments: The parsed options of `farcall bench`.
 
     Raises:
         UsageError: An option has an invalid value. Nothing has been started then.

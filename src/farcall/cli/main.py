@@ -21,6 +21,7 @@ class _Version(argparse.Action):
     """
 
     def __call__(self, parser: argparse.ArgumentParser, *_: object, **__: object) -> None:
+        """Prints the version and exits with status 0."""
         from importlib.metadata import version
 
         print(f"farcall {version('farcall')}")
@@ -28,7 +29,10 @@ class _Version(argparse.Action):
 
 
 def make_parser() -> argparse.ArgumentParser:
-    """Returns the parser for the whole command line, with all subcommands."""
+    """Returns the parser for the whole command line, with all subcommands.
+
+    The parsed arguments have an attribute `execute`: the function that runs the subcommand.
+    """
     parser = argparse.ArgumentParser(
         prog="farcall", description="Remote calls between Python workers.", allow_abbrev=False
     )
@@ -40,7 +44,10 @@ def make_parser() -> argparse.ArgumentParser:
 
 
 def parse(argv: Sequence[str]) -> argparse.Namespace:
-    """Returns the parsed arguments. Exits with status 2 and a message if they cannot be parsed."""
+    """Returns the parsed arguments, in which `run.ESCAPED_DASHES` stands for `--`.
+
+    Exits with status 2 and a message if they cannot be parsed, with 0 for `--help` and `--version`.
+    """
     # argparse removes every "--", but one that follows the target of `run` belongs to the target's arguments.
     return make_parser().parse_args([run.ESCAPED_DASHES if argument == "--" else argument for argument in argv])
 

@@ -25,7 +25,7 @@ from farcall.errors import UsageError
 from farcall.launcher.worker_process import WorkerPlan
 
 ESCAPED_DASHES = "\0--"
-"""Stands for an argument `--` while argparse works. No real argument can contain the byte 0."""
+"""Stands for an argument `--` while argparse parses the command line. No real argument can contain the byte 0."""
 
 _DESCRIPTION = """\
 Starts N workers on this host and waits until all have ended. Each worker is a process that runs the same script or
@@ -80,10 +80,10 @@ def configure(parser: argparse.ArgumentParser) -> None:
 
 
 def execute(arguments: argparse.Namespace) -> int:
-    """Runs the workers until all have ended, and returns the exit status of the run.
+    """Runs the workers until all have ended, and returns the exit status of the run: 0 if none failed.
 
     Args:
-        arguments: The parsed options; see `configure`.
+        arguments: The parsed options of `farcall run`.
 
     Raises:
         UsageError: An option has an invalid value. Nothing has been started then.

@@ -45,7 +45,10 @@ _MAX_NAME_BYTES: Final = 1024
 
 
 class ExitReports:
-    """The launcher's end: receives the reports of workers that failed because of another worker."""
+    """The launcher's end of the socket over which workers send their names and reports.
+
+    A report says that a worker fails because of another worker.
+    """
 
     def __init__(self) -> None:
         """Opens the socket. Raises `OSError` if the system has no descriptors left."""
@@ -60,13 +63,14 @@ class ExitReports:
         return "@" + self._socket.getsockname()[1:].decode()  # type: ignore[no-any-return]
 
     def fileno(self) -> int:
-        """Returns the descriptor of the socket, which is readable when a report is there."""
+        """Returns the descriptor of the socket, which is readable when a report or a name is there."""
         return self._socket.fileno()
 
     def read(self) -> set[int]:
-        """Returns the pids of the workers that have reported since the last call; an empty set if none has.
+        """Reads all datagrams that have arrived.
 
-        Does not block.
+        Returns the pids of the workers that have reported a failure since the last call. Returns an empty set if none
+        has. Names are kept for `take_names`. Does not block.
         """
         pids: set[int] = set()
         while True:
@@ -83,7 +87,10 @@ class ExitReports:
                         self._names[pid] = name
 
     def take_names(self) -> dict[int, str]:
-        """Returns the names that workers have told, by pid, as far as `read` has read them; each once."""
+        """Returns the names that `read` has read since the last call, by the pids of the workers.
+
+        Returns an empty dict if there are none.
+        """
         names, self._names = self._names, {}
         return names
 
@@ -93,9 +100,13 @@ class ExitReports:
 
 
 class _Hook:
-    """A `sys.excepthook` that sends the report, and prints one line instead of a traceback.
+    """A `sys.excepthook` that sends the launcher a report, and prints one line instead of a traceback.
 
-    Only for errors that mean that another worker failed; all other errors go to the hook that was installed before.
+    It does so for errors that mean that another worker failed. All other errors go to the hook that was installed
+    before.
+
+    Args:
+        launcher: The name of the launcher's socket.
     """
 
     def __init__(self, launcher: str) -> None:
@@ -103,6 +114,7 @@ class _Hook:
         self._before = sys.excepthook
 
     def __call__(self, kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
+        """Called by Python with the type, the exception and the traceback of an error that ends the program."""
         if not _is_consequence(error):
             self._before(kind, error, trace)
             return
@@ -111,7 +123,7 @@ class _Hook:
 
 
 def install_exit_report(environ: Mapping[str, str]) -> None:
-    """Makes this process report to its launcher if it fails because of another worker.
+    """Makes this process report to its launcher if it fails because of another worker. Sets `sys.excepthook`.
 
     Does nothing without a launcher, or if it was called before.
 
@@ -124,7 +136,12 @@ def install_exit_report(environ: Mapping[str, str]) -> None:
 
 
 def report_name(environ: Mapping[str, str], name: str) -> None:
-    """Tells the launcher the name of this worker. Does nothing without a launcher, or if it cannot be reached."""
+    """Tells the launcher the name of this worker. Does nothing without a launcher, or if it cannot be reached.
+
+    Args:
+        environ: The environment of the process, with `FARCALL_LAUNCHER` if there is a launcher.
+        name: The name.
+    """
     launcher = environ.get(LAUNCHER_VARIABLE)
     if launcher:
         _send_report(launcher, name.encode())
@@ -142,7 +159,10 @@ def _is_consequence(error: BaseException) -> bool:
 
 
 def _send_report(launcher: str, body: bytes = b"") -> None:
-    """Sends a report to the socket `launcher`, waiting a second at most. Does nothing if it cannot be reached."""
+    """Sends a datagram to the socket `launcher`, waiting a second at most. Does nothing if it cannot be reached.
+
+    `body` is the name of this worker; empty means a report that it failed because of another worker.
+    """
     try:
         with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as sock:
             sock.settimeout(_SEND_TIMEOUT_S)

@@ -53,7 +53,11 @@ def make_prefix(name: str, width: int, index: int, coloured: bool) -> bytes:
 
 
 class LinePrefixer:
-    """Splits the output of one worker into lines, and puts a prefix before each."""
+    """Splits the output of one worker into lines, and puts a prefix before each.
+
+    Args:
+        prefix: What is put before each line.
+    """
 
     def __init__(self, prefix: bytes) -> None:
         self.prefix = prefix
@@ -83,7 +87,11 @@ class LinePrefixer:
 
 
 class Sink:
-    """Bytes on their way to one of the launcher's own streams."""
+    """Bytes on their way to one of the launcher's own streams.
+
+    Args:
+        fd: The descriptor of the stream.
+    """
 
     def __init__(self, fd: int) -> None:
         self.fd = fd
@@ -119,6 +127,13 @@ def open_sinks(stdout: int = 1, stderr: int = 2) -> tuple[Sink, Sink]:
 
     If both descriptors lead to the same place (a terminal, `2>&1`) the two are one sink, because otherwise a line of
     one could be written into the middle of a line of the other.
+
+    Args:
+        stdout: The descriptor of the launcher's standard output.
+        stderr: The descriptor of its standard error.
+
+    Raises:
+        OSError: A descriptor is closed.
     """
     out = Sink(stdout)
     same = os.path.sameopenfile(stdout, stderr)
@@ -148,9 +163,9 @@ class WorkerStream:
         os.set_blocking(file.fileno(), False)
 
     def read(self) -> bool:
-        """Copies the available bytes to the sink, 64 KiB at most.
+        """Copies the available bytes of the worker to the sink, 64 KiB at most, without waiting.
 
-        Returns False at the end of the file or if there are none.
+        Returns True if bytes were copied; False at the end of the file, or if no bytes are available.
         """
         try:
             data = os.read(self.file.fileno(), 1 << 16)
@@ -165,13 +180,13 @@ class WorkerStream:
         self._lines.prefix = prefix
 
     def drain(self) -> None:
-        """Copies all available bytes to the sink, and ends an unfinished line."""
+        """Copies the available bytes to the sink, about a megabyte at most, and ends an unfinished line."""
         for _ in range(16):  # bounded, because a child of the worker may go on writing for ever
             if not self.read():
                 break
         self.sink.put(self._lines.finish())
 
     def close(self) -> None:
-        """Copies what is left, then closes the file."""
+        """Copies the available bytes as `drain` does, then closes the file."""
         self.drain()
         self.file.close()

@@ -21,9 +21,10 @@ FORWARDED_SIGNALS: Final = (*END_SIGNALS, signal.SIGUSR1, signal.SIGUSR2)
 
 @contextmanager
 def signals_as_bytes() -> Iterator[int]:
-    """Context manager: yields the read end of the pipe on which signals arrive.
+    """Context manager: yields the descriptor of a pipe on which signals arrive, each as one byte: its number.
 
-    Restores the earlier signal handlers at the end of the block. Must be used in the main thread.
+    These are `FORWARDED_SIGNALS` and SIGCHLD. Signals that were ignored before stay ignored. Restores the earlier
+    signal handlers at the end of the block. Raises `ValueError` outside of the main thread.
     """
     read_end, write_end = os.pipe()
     os.set_blocking(write_end, False)

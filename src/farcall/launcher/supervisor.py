@@ -44,7 +44,10 @@ _CAUSE_WAIT_S: Final = 5.0
 
 
 class _NextAction(Enum):
-    """What happens to a worker when its deadline (`_Worker.due`) is reached."""
+    """What happens to a worker when its deadline (`_Worker.due`) is reached.
+
+    `ASK` sends SIGTERM, `KILL` sends SIGKILL, and `LEAVE` gives a process up that has survived SIGKILL.
+    """
 
     NOTHING = auto()
     ASK = auto()
@@ -53,7 +56,12 @@ class _NextAction(Enum):
 
 
 class _Worker:
-    """A worker whose process group has not ended yet, and what happens to it next."""
+    """A worker whose process group has not ended yet, and what happens to it next.
+
+    Args:
+        process: Its process.
+        streams: Its standard output and standard error.
+    """
 
     def __init__(self, process: WorkerProcess, streams: list[WorkerStream]) -> None:
         self.process = process
@@ -68,7 +76,7 @@ class _Worker:
         self.due = math.inf
 
     def plan(self, what: _NextAction, due: float) -> None:
-        """Sets the next action and the time at which it is due, and replaces the earlier plan."""
+        """Sets the next action, and when it is due in seconds of `time.monotonic`. Replaces the earlier plan."""
         self.next = what
         self.due = due
 
@@ -80,9 +88,9 @@ class Supervisor:
         """Prepares the run; nothing is started yet.
 
         Args:
-            plans: The workers to start, in the order of their ranks.
-            grace: Seconds between SIGTERM and SIGKILL.
-            environ: Tells whether the output is coloured; see `wants_colour`.
+            plans: The workers to start, in the order of their ranks; at least one.
+            grace: Seconds between SIGTERM and SIGKILL; 0 or more.
+            environ: The environment variables that tell whether the output is coloured; see `wants_colour`.
         """
         self._plans = plans
         self._grace = grace
@@ -139,6 +147,7 @@ class Supervisor:
             self._workers.append(_Worker(process, streams))
 
     def _prefix(self, name: str, index: int, sink: Sink) -> bytes:
+        """Returns what to write before each line of a worker on one of the launcher's streams."""
         return make_prefix(name, self._name_width, index, self._is_coloured[sink])
 
     def _is_busy(self) -> bool:
@@ -164,7 +173,7 @@ class Supervisor:
         return {self._out, self._err}
 
     def _seconds_to_next_deadline(self) -> float | None:
-        """Returns how long `_step` may wait for events; None if there is no deadline."""
+        """Returns how many seconds `_step` may wait for events; 0 if a deadline has passed, None if there is none."""
         due = min([worker.due for worker in self._workers], default=self._flush_until)
         if self._status is None:
             due = min(due, self._consequence_counts_at)
@@ -206,7 +215,7 @@ class Supervisor:
         worker.streams.remove(stream)
 
     def _report(self, text: str) -> None:
-        """Writes a line of the launcher's own, after `farcall run: `, to standard error. Never waits."""
+        """Queues a line of the launcher's own for standard error, after `farcall run: `. Never waits."""
         self._err.put(f"farcall run: {text}\n".encode(errors="surrogateescape"))
 
     # -- signals
@@ -268,10 +277,10 @@ class Supervisor:
                 self._fail(*self._first_consequence)
 
     def _read_reports(self) -> None:
-        """Reads the exit reports and names that have arrived.
+        """Reads the reports and names that workers have sent (`exit_report`).
 
-        Called when output was read and before it is copied: what a worker prints after it has told its name, is printed
-        with that name.
+        A report says that a worker fails because of another one. Called when output was read and before it is copied:
+        what a worker prints after it has told its name, is printed with that name.
         """
         self._reported |= self._reports.read()
         for pid, name in self._reports.take_names().items():
@@ -283,10 +292,10 @@ class Supervisor:
                         stream.set_prefix(self._prefix(name, index, stream.sink))
 
     def _record_failure(self, worker: _Worker, status: int, reason: str) -> None:
-        """Ends the run with `status` because of a failed worker, and logs `reason`.
+        """Ends the run with `status` because of a failed worker, and prints `reason`.
 
-        If that worker reported that another one is the cause, the failure is only remembered, and counts if no other
-        comes.
+        If that worker has reported that it failed because of another one, the failure is only remembered. It counts if
+        no other failure comes in time.
         """
         if worker.process.pid not in self._reported:
             self._fail(status, reason)
@@ -295,9 +304,9 @@ class Supervisor:
             self._consequence_counts_at = time.monotonic() + _CAUSE_WAIT_S
 
     def _fail(self, status: int, reason: str | None = None) -> None:
-        """Sets the status of the run, logs the reason and asks the other workers to end.
+        """Sets the exit status of the run, prints the reason, if there is one, and asks the other workers to end.
 
-        Does nothing the second time.
+        Does nothing if the run has a status already: the first failure decides.
         """
         if self._status is not None:
             return

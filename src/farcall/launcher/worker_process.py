@@ -28,7 +28,7 @@ _KEEPER_TIMEOUT_S = 5.0
 
 @dataclass(frozen=True)
 class WorkerPlan:
-    """Everything that is known about a worker before it starts."""
+    """Everything that is known about a worker before it starts: name, rank, command and environment variables."""
 
     name: str
     rank: int
@@ -38,10 +38,14 @@ class WorkerPlan:
 
 
 class WorkerProcess:
-    """The process of a worker, which has been started, in a process group of its own."""
+    """The process of a worker, in a process group of its own. The constructor starts it."""
 
     def __init__(self, plan: WorkerPlan) -> None:
-        """Starts the worker. Raises `OSError` if the system cannot create a process."""
+        """Starts the worker. Raises `OSError` if the system cannot create a process.
+
+        Args:
+            plan: What to start. A command that cannot be run makes the process exit with status 1 and a message.
+        """
         bootstrap = [sys.executable, "-I", "-S", _BOOTSTRAP, str(os.getpid())]
         self._popen = subprocess.Popen(
             [*bootstrap, *plan.command],
@@ -79,7 +83,10 @@ class WorkerProcess:
         os.kill(self.pid, number)
 
     def signal_group(self, number: int) -> None:
-        """Sends a signal to the worker and all processes of its group. Ignores processes of other users."""
+        """Sends a signal to the worker and all processes of its group. Processes of other users are skipped.
+
+        Raises `ProcessLookupError` if the group has no process any more.
+        """
         try:
             os.killpg(self.pid, number)
         except PermissionError:
@@ -102,7 +109,7 @@ class WorkerProcess:
 
 
 class Keeper:
-    """The process that kills the workers' process groups if the launcher is killed; see the module `keeper`."""
+    """The process that kills the workers' process groups if the launcher itself is killed; see the module `keeper`."""
 
     def __init__(self) -> None:
         """Starts the process. Raises `OSError` if the system cannot create one."""
@@ -133,7 +140,10 @@ class Keeper:
             pass
 
     def close(self) -> None:
-        """Ends the process, which first kills the groups that were not forgotten."""
+        """Ends the process, which first kills the process groups of workers that `forget` was not called for.
+
+        Waits for its end, for at most `_KEEPER_TIMEOUT_S` seconds before killing it.
+        """
         assert self._popen.stdin is not None
         self._popen.stdin.close()
         try:

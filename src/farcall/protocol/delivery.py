@@ -26,20 +26,21 @@ M = TypeVar("M")
 
 
 class Link(Generic[M]):
-    """The messages to and from one peer. Used by `Delivery`, and directly where a method call would be too slow."""
+    """The numbered messages to and from one peer. `Delivery` has one for each peer."""
 
     __slots__ = ("last", "received", "unacknowledged")
 
     def __init__(self) -> None:
+        """Creates the state of a peer to and from which no message was sent."""
         self.last = 0
         """The number of the last message to the peer; 0 before the first."""
         self.unacknowledged: dict[int, M] = {}
-        """The messages that the peer has not acknowledged, by number, in ascending order."""
+        """The messages that the peer has not acknowledged, by their numbers in ascending order."""
         self.received = Watermark()
-        """The numbers of the messages that were received from the peer."""
+        """The numbers of the messages that have arrived from the peer."""
 
     def kept_upto(self, upto: int) -> list[int]:
-        """Returns the numbers of the kept messages up to the number `upto`, ascending; an empty list if none."""
+        """Returns the numbers of the unacknowledged messages up to and including `upto`, ascending; may be empty."""
         numbers = []
         for number in self.unacknowledged:  # in the order of their numbers
             if number > upto:
@@ -49,41 +50,62 @@ class Link(Generic[M]):
 
 
 class Delivery(Generic[M]):
-    """The numbered messages between this worker and its peers, kept until they are acknowledged."""
+    """Numbers the messages to each peer, and keeps each message until the peer has acknowledged it.
+
+    Also recognizes messages that arrive a second time. Nothing is sent here. A peer is *lost* after `lost` was called
+    for it, and *unknown* before `joined`.
+    """
 
     def __init__(self) -> None:
+        """Creates the state of a worker without peers."""
         self.links: dict[Worker, Link[M]] = {}
         """The links to the peers that have joined and are not lost."""
 
     def joined(self, peer: Worker) -> None:
-        """Adds a peer. Must be called once for each peer, and not again after a reconnect.
+        """Adds a peer, so that messages to and from it are numbered from 1. Must not be called again after a reconnect.
 
         Raises:
-            ProtocolError: The peer was added before.
+            ProtocolError: The peer was added before and is not lost.
         """
         if peer in self.links:
             raise ProtocolError(f"worker {peer} is there already, and its messages are counted")
         self.links[peer] = Link()
 
     def lost(self, peer: Worker) -> None:
-        """Removes a peer that is gone for good, with its messages. Does nothing if there is no such peer."""
+        """Removes a peer that is gone for good, and drops all messages to it. Does nothing if the peer is unknown."""
         self.links.pop(peer, None)
 
     def next_number(self, peer: Worker) -> int:
-        """Returns the number of the next message to the peer. Raises `KeyError` if the peer is lost or unknown."""
+        """Returns the number that `send` will return for the next message to this peer. Changes nothing.
+
+        Raises:
+            KeyError: The peer is lost or unknown.
+        """
         return self.links[peer].last + 1
 
     def send(self, peer: Worker, message: M) -> int:
-        """Keeps a message, and returns the number to send it with. Raises `KeyError` if the peer is lost or unknown."""
+        """Keeps a message for a peer until it is acknowledged. The caller sends it with the number that is returned.
+
+        Returns:
+            The number of the message: 1 for the first message to this peer, then 2, and so on.
+
+        Raises:
+            KeyError: The peer is lost or unknown.
+        """
         link = self.links[peer]
         link.last += 1
         link.unacknowledged[link.last] = message
         return link.last
 
     def receive(self, peer: Worker, number: int) -> bool:
-        """Marks a message as received. Returns whether to process it.
+        """Notes that a message with this number has arrived from a peer.
 
-        Returns False if it was received before, the number is below 1, or the sender is lost or unknown.
+        Returns:
+            Whether to process the message. False if it has arrived before, if `number` is below 1, or if the peer is
+            lost or unknown.
+
+        Raises:
+            ProtocolError: The numbers that have arrived have far too many gaps, which no correct peer causes.
         """
         link = self.links.get(peer)
         if link is None:
@@ -95,18 +117,27 @@ class Delivery(Generic[M]):
         return received.add(number)
 
     def acknowledgement(self, peer: Worker) -> int:
-        """Returns the number up to which all messages of the peer were received; 0 if none, or if the peer is lost."""
+        """Returns the number to acknowledge to a peer: all its messages up to this one have arrived.
+
+        Returns:
+            The number; 0 if the first message has not arrived, or if the peer is lost or unknown.
+        """
         link = self.links.get(peer)
         return link.received.mark if link is not None else 0
 
     def acknowledged(self, peer: Worker, upto: int) -> list[M]:
-        """Processes the acknowledgement of all messages up to the number `upto`, which are not kept any longer.
+        """Processes a peer's acknowledgement of all messages up to a number. These are not kept any longer.
 
-        Returns the messages that were unacknowledged before, in the order of their numbers; an empty list if there are
-        none, or if the peer is lost.
+        Args:
+            peer: The peer that acknowledges.
+            upto: The number of the last acknowledged message.
+
+        Returns:
+            The messages that were acknowledged for the first time, in the order of their numbers. An empty list if
+            there are none, or if the peer is lost or unknown.
 
         Raises:
-            ProtocolError: No message with that number was sent. Nothing is changed.
+            ProtocolError: No message with the number `upto` was sent yet. Nothing is changed.
         """
         messages: list[M] = []
         link = self.links.get(peer)
@@ -117,27 +148,36 @@ class Delivery(Generic[M]):
         return messages
 
     def taken(self, peer: Worker, number: int) -> M | None:
-        """Processes the acknowledgement of a single message, and returns that message.
+        """Processes a peer's acknowledgement of one message, which is not kept any longer.
 
-        Returns None if it was acknowledged before or never sent, or if the peer is lost.
+        Returns:
+            The message; None if it was acknowledged before or never sent, or if the peer is lost or unknown.
         """
         link = self.links.get(peer)
         return link.unacknowledged.pop(number, None) if link is not None else None
 
     def unacknowledged(self, peer: Worker) -> list[tuple[int, M]]:
-        """Returns what to send again after a reconnect, with numbers, ascending; an empty list if the peer is lost."""
+        """Returns the messages that a peer has not acknowledged, to be sent again after a reconnect.
+
+        Returns:
+            Pairs of number and message, in ascending order. An empty list if there are none, or if the peer is lost or
+            unknown.
+        """
         link = self.links.get(peer)
         return list(link.unacknowledged.items()) if link is not None else []
 
     def awaits(self, peer: Worker) -> bool:
-        """Returns whether the peer has messages to acknowledge; False if it is lost."""
+        """Returns whether a peer has not acknowledged all messages to it; False if the peer is lost or unknown."""
         link = self.links.get(peer)
         return link is not None and bool(link.unacknowledged)
 
     def sent(self) -> int:
-        """Returns how many messages were sent to the peers that are not lost, without those that were sent again."""
+        """Returns how many messages `send` has numbered for all peers that are not lost.
+
+        Each counts once, however often sent.
+        """
         return sum(link.last for link in self.links.values())
 
     def is_quiet(self) -> bool:
-        """Returns whether all peers have acknowledged all messages."""
+        """Returns whether no message to any peer waits for its acknowledgement; True if there are no peers."""
         return not any(link.unacknowledged for link in self.links.values())

@@ -36,21 +36,24 @@ Seconds: TypeAlias = Annotated[float, msgspec.Meta(ge=0.0)]
 
 
 def quoted(text: str, longest: int = _MAX_QUOTE) -> str:
-    """Returns text of another worker in a form that is safe in a log line or an error message.
+    """Returns text of another worker in a form that is safe in a log line or an error message. Raises nothing.
 
-    Text of more than `longest` characters is cut there, and `...` is added. Unprintable characters, such as line breaks
-    and terminal escapes, are replaced by their Python escapes. Empty text stays empty. Raises nothing.
+    Unprintable characters, such as line breaks and terminal escapes, are replaced by their Python escapes.
+
+    Args:
+        text: The text; empty text stays empty.
+        longest: The most characters of `text` to show. Longer text is cut there, and `...` is added.
     """
     clipped = text if len(text) <= longest else f"{text[:longest]}..."
     return "".join(each if each.isprintable() else ascii(each)[1:-1] for each in clipped)
 
 
 def check_name(name: str, what: str = "the name of a worker") -> None:
-    """Checks the characters of a name. The length is limited by the type `Name`, and an empty name passes.
+    """Checks that all characters of a name are printable. Empty text passes, and the length is not checked.
 
     Args:
         name: The name.
-        what: The subject of the error message.
+        what: How the error message calls the name.
 
     Raises:
         ProtocolError: The name has unprintable characters.

@@ -98,7 +98,14 @@ _annotations_decoder: msgspec.msgpack.Decoder[dict[str, bytes]] = msgspec.msgpac
 
 
 def milliseconds_left(seconds: float) -> int:
-    """Returns a timeout in the unit of frames, rounded up; 0 if it is 0, negative, or longer than 49 days."""
+    """Returns a timeout as whole milliseconds, rounded up, for the header of a frame.
+
+    Args:
+        seconds: The timeout.
+
+    Returns:
+        The milliseconds; 0, which means no limit, if `seconds` is 0, negative, or more than 49 days.
+    """
     return int(seconds * 1000) + 1 if 0 < seconds < _MAX_SECONDS else 0
 
 
@@ -107,9 +114,13 @@ def pack_call(call_id: int, callee: bytes, payload: bytes, seconds: float) -> by
 
     Args:
         call_id: The id that the reply will have.
-        callee: What to run, at most `MAX_CALLEE_BYTES`; empty for a function by value.
+        callee: What to run, as the module docstring lists it, at most `MAX_CALLEE_BYTES`; empty for a function by
+            value.
         payload: The pickled arguments.
-        seconds: The time that is left for the call; 0 for no limit.
+        seconds: The seconds that are left for the call; 0 for no limit.
+
+    Raises:
+        struct.error: `call_id` or the length of `callee` does not fit into its field.
     """
     milliseconds = int(seconds * 1000) + 1 if 0 < seconds < _MAX_SECONDS else 0
     return _pack(CALL, 0, len(callee), milliseconds, call_id) + callee + payload
@@ -118,16 +129,20 @@ def pack_call(call_id: int, callee: bytes, payload: bytes, seconds: float) -> by
 def pack_request(
     call_id: int, callee: bytes, payload: bytes, milliseconds: int, kept: bytes, references: bytes, annotations: bytes
 ) -> bytes:
-    """Returns a CALL or KEEP frame, with or without references and annotations.
+    """Returns a CALL or KEEP frame. A KEEP is a call whose result stays at the callee as the value of a reference.
 
     Args:
         call_id: The id that the reply will have.
-        callee: What to run, at most `MAX_CALLEE_BYTES`; empty for a function by value.
+        callee: What to run, as the module docstring lists it, at most `MAX_CALLEE_BYTES`; empty for a function by
+            value.
         payload: The pickled arguments.
         milliseconds: The time that is left for the call (`milliseconds_left`); 0 for no limit.
-        kept: For a KEEP, the reference of the result and the caller's fork (`pack_handle`). Empty for a CALL.
+        kept: For a KEEP, the reference of the result and the caller's fork of it (`pack_handle`). Empty for a CALL.
         references: The result of `pack_references`; empty for none, which only a CALL may have.
         annotations: The result of `pack_annotations`; empty for none.
+
+    Raises:
+        struct.error: A number or the length of `callee` does not fit into its field.
     """
     flags = (HAS_REFERENCES if references else 0) | (HAS_ANNOTATIONS if annotations else 0)
     header = _pack(KEEP if kept else CALL, flags, len(callee), milliseconds, call_id)
@@ -135,9 +150,12 @@ def pack_request(
 
 
 def pack_reply(kind: int, call_id: int, payload: bytes) -> bytes:
-    """Returns a RESULT or FAILURE frame (`kind`) without references and annotations, as most replies are.
+    """Returns a reply without references and annotations, as most replies are. The arguments are not checked.
 
-    The payload may be empty. The arguments are not checked.
+    Args:
+        kind: RESULT or FAILURE.
+        call_id: The id of the call.
+        payload: The pickled result, or the encoded failure; may be empty.
     """
     return _pack(kind, 0, 0, 0, call_id) + payload
 
@@ -145,41 +163,52 @@ def pack_reply(kind: int, call_id: int, payload: bytes) -> bytes:
 def pack_full_reply(
     kind: int, call_id: int, payload: bytes, references: bytes, annotations: bytes, is_kept: bool = False
 ) -> bytes:
-    """Returns a RESULT or FAILURE frame, with or without references and annotations.
+    """Returns a reply, with or without references and annotations. The arguments are not checked.
 
     Args:
         kind: RESULT or FAILURE.
         call_id: The id of the call.
-        payload: The pickled result, or the encoded failure.
+        payload: The pickled result, or the encoded failure; may be empty.
         references: The result of `pack_references`; empty for none.
         annotations: The result of `pack_annotations`; empty for none.
-        is_kept: Whether to set the flag IS_KEPT.
+        is_kept: True if the reply only says that the owner of a reference has the result.
     """
     flags = (HAS_REFERENCES if references else 0) | (HAS_ANNOTATIONS if annotations else 0) | (IS_KEPT * is_kept)
     return b"".join((_pack(kind, flags, 0, 0, call_id), references, annotations, payload))
 
 
 def pack_message(kind: int, payload: bytes) -> bytes:
-    """Returns a frame that belongs to no call. `kind` is CONTROL, GOSSIP or REFERENCES; the payload may be empty."""
+    """Returns a frame that belongs to no call.
+
+    Args:
+        kind: CONTROL, GOSSIP or REFERENCES. This is not checked.
+        payload: The encoded messages or references; may be empty.
+    """
     return _pack(kind, 0, 0, 0, 0) + payload
 
 
 def with_call_id(frame: bytes, call_id: int) -> bytes:
     """Returns a copy of a frame with another call id.
 
-    For a KEEP that is sent again on a new connection, where its old id could be that of another call. Raises
-    `OverflowError` if the id does not fit into 8 bytes.
+    Used for a KEEP that is sent again on a new connection, where its old id could be that of another call.
+
+    Raises:
+        OverflowError: `call_id` is negative or does not fit into 8 bytes.
     """
     return frame[:8] + call_id.to_bytes(8, "little") + frame[16:]
 
 
 def pack_handle(reference: RRefId, fork: ForkId) -> bytes:
-    """Returns a reference and a fork as `HANDLE_SIZE` bytes. Raises `struct.error` if a number is out of range."""
+    """Returns a reference and a fork of it as `HANDLE_SIZE` bytes. Raises `struct.error` if a number does not fit."""
     return _HANDLE.pack(*reference, *fork)
 
 
 def unpack_handle(frame: Bytes, at: int) -> tuple[RRefId, ForkId]:
-    """Returns the reference and the fork at the offset `at`. Raises `ProtocolError` if the frame ends before."""
+    """Returns the reference and the fork at the offset `at` of a frame.
+
+    Raises:
+        ProtocolError: The frame ends before they do.
+    """
     if len(frame) < at + HANDLE_SIZE:
         raise ProtocolError("a frame that should name a reference is too short")
     named = _HANDLE.unpack_from(frame, at)
@@ -187,11 +216,14 @@ def unpack_handle(frame: Bytes, at: int) -> tuple[RRefId, ForkId]:
 
 
 def pack_references(number: int, references: Sequence[Carried]) -> bytes:
-    """Returns the references section of a frame.
+    """Returns the references section of a frame: the handles that are inside its payload.
 
     Args:
-        number: The number of the frame.
-        references: The references and forks; may be empty. Raises `struct.error` if a number in them is out of range.
+        number: The number of the frame, by which the receiver notices duplicates.
+        references: The references with their forks; may be empty.
+
+    Raises:
+        struct.error: A number does not fit into its field, or there are more than `MAX_REFERENCES` references.
     """
     return _SECTION.pack(number, len(references)) + b"".join([_HANDLE.pack(*each[0], *each[1]) for each in references])
 
@@ -237,7 +269,10 @@ def pack_annotations(annotations: Annotations) -> bytes:
 
 
 def unpack_annotations(frame: Bytes, at: int) -> tuple[dict[str, bytes], int]:
-    """Reads the annotations section at the offset `at`. Returns the annotations and the offset of their end.
+    """Reads the annotations section at the offset `at` of a frame.
+
+    Returns:
+        The annotations, and the offset of the end of the section.
 
     Raises:
         ProtocolError: The frame ends before the section does, the section has more than 1 MiB, or it is not a map of

@@ -55,7 +55,7 @@ PROLOGUE_SIZE: Final = _PROLOGUE.size
 
 
 class Purpose(IntEnum):
-    """What a connection is for: requests between workers, or the store."""
+    """What a connection is for: calls between workers, or requests of a worker to the rendezvous store."""
 
     CALLS = 1
     STORE = 2
@@ -67,14 +67,18 @@ class Hello(msgspec.Struct, tag="hello", frozen=True):
     group: Text
     """The id of this run of the group, so that two groups on one machine are not confused."""
     name: Name
+    """The name of the connecting worker."""
     rank: Rank
+    """The rank of the connecting worker; -1 if it has none."""
     wanted: Name
     """The name of the worker that the listening end should be; empty for a store."""
     number: WorkerNumber = 0
     """The number of the connecting worker. With `host` and `addresses`, it lets a listening end that does not know this
     worker yet add it to the group."""
     host: Text = ""
+    """The kernel and network namespace of the connecting worker, from `network_identity`."""
     addresses: Addresses = ()
+    """Where the connecting worker listens."""
     wanted_number: WorkerNumber = 0
     """The number of the wanted worker. After a restart, the worker of that name has another number."""
     dialed: Text = ""
@@ -82,30 +86,36 @@ class Hello(msgspec.Struct, tag="hello", frozen=True):
     nonce: Token = b""
     """Random bytes that were never used before."""
     limits: tuple[Size, Size] = (0, 0)
-    """The most bytes of a head and of a message that the connecting end accepts; 0 if it does not say."""
+    """The most bytes of a head (a frame without payload and buffers) and of a whole frame that the connecting end
+    accepts; 0 if it does not say."""
     network: Text = ""
     """The kernel and the network namespace of the connecting end, if the connection is unencrypted and over loopback.
     Each namespace has its own loopback. If the listening end is in another namespace, the connection is relayed."""
 
 
 class Challenge(msgspec.Struct, tag="challenge", frozen=True):
-    """Sent by the listening end: it wants a proof that the connecting end knows the secret."""
+    """The listening end's answer to `Hello`: it wants a proof that the connecting end knows the secret."""
 
     nonce: Token
+    """Random bytes that were never used before."""
 
 
 class Proof(msgspec.Struct, tag="proof", frozen=True):
     """Shows that its sender knows the secret, without revealing it: a MAC over the messages before."""
 
     mac: Token
+    """The message authentication code."""
 
 
 class Welcome(msgspec.Struct, tag="welcome", frozen=True):
     """Sent by the listening end: it is the wanted worker or store, and accepts the connection."""
 
     name: Name
+    """The name of the listening worker or store."""
     rank: Rank
+    """The rank of the listening end; -1 if it has none."""
     number: WorkerNumber = 0
+    """The number of the listening worker."""
     limits: tuple[Size, Size] = (0, 0)
     """The same as in `Hello`, for the listening end."""
 
@@ -114,6 +124,7 @@ class Refused(msgspec.Struct, tag="refused", frozen=True):
     """Sent by the listening end: it refuses the connection, and closes it after this message."""
 
     reason: str
+    """Why, as text for an error message."""
     gone: bool = False
     """Whether the connecting worker has left the group, or the group has declared it lost."""
     stranger: bool = False
@@ -130,7 +141,15 @@ _decoder: msgspec.msgpack.Decoder[Greeting] = msgspec.msgpack.Decoder(Greeting)
 
 
 def pack(purpose: Purpose, message: Greeting) -> bytes:
-    """Returns a preamble and a message, ready to be sent. Raises `ProtocolError` if the message is over 64 KiB."""
+    """Returns a message of the handshake with its preamble, ready to be sent.
+
+    Args:
+        purpose: What the connection is for.
+        message: The message.
+
+    Raises:
+        ProtocolError: The encoded message has more than 64 KiB.
+    """
     body = encode(message)
     if len(body) > MAX_MESSAGE:
         raise ProtocolError(f"a handshake message of {len(body)} bytes is longer than {MAX_MESSAGE}; use shorter names")
@@ -138,12 +157,12 @@ def pack(purpose: Purpose, message: Greeting) -> bytes:
 
 
 def body_length(preamble: bytes, purpose: Purpose, other: str, limit: int = MAX_MESSAGE) -> int:
-    """Checks a preamble, and returns the length of the message after it, which may be 0.
+    """Checks a preamble, and returns the length of the message after it in bytes, which may be 0.
 
     Args:
-        preamble: `PREAMBLE_SIZE` bytes that were received.
-        purpose: The purpose that the connection should have.
-        other: The other end, for error messages.
+        preamble: The `PREAMBLE_SIZE` bytes that were received.
+        purpose: What the connection should be for.
+        other: What error messages call the other end.
         limit: The most bytes that the message may have.
 
     Raises:
@@ -174,18 +193,17 @@ def pack_prologue() -> bytes:
 
 
 def check_prologue(received: bytes, other: str) -> None:
-    """Checks the first bytes of a link between workers, of which some or all may be missing.
-
-    Returns if the bytes are correct so far, also if there are none. Bytes after the prologue are not checked.
+    """Checks the first bytes of a link between workers, even if only some of them have arrived.
 
     Args:
-        received: The bytes that were received.
-        other: The other end, for error messages.
+        received: The bytes that have arrived so far; no error is raised if there are none. Bytes after the prologue are
+            not checked.
+        other: What error messages call the other end.
 
     Raises:
         EncryptionError: The bytes are the beginning of TLS.
         VersionMismatchError: The other end uses another version of the protocol.
-        ProtocolError: The bytes are of another protocol, or of a connection to the store.
+        ProtocolError: The bytes are of another protocol, or of a connection to the rendezvous store.
     """
     check_beginning(received, other)
     if len(received) >= PROLOGUE_SIZE:
@@ -193,11 +211,12 @@ def check_prologue(received: bytes, other: str) -> None:
 
 
 def check_beginning(received: bytes | bytearray, other: str) -> None:
-    """Checks the magic number at the beginning of a connection, of which some or all bytes may be missing.
+    """Checks the magic number `farcall` at the beginning of a connection, even if only a part of it has arrived.
 
     Args:
-        received: The bytes that were received.
-        other: The other end, for error messages.
+        received: The bytes that have arrived so far; no error is raised if there are none. Bytes after the magic number
+            are not checked.
+        other: What error messages call the other end.
 
     Raises:
         EncryptionError: The bytes are the beginning of TLS.
@@ -214,11 +233,11 @@ def check_beginning(received: bytes | bytearray, other: str) -> None:
 
 
 def unpack(body: bytes, other: str) -> Greeting:
-    """Returns the message in these bytes, which follow a preamble.
+    """Returns the message of the handshake in these bytes.
 
     Args:
-        body: The bytes of one message.
-        other: The other end, for error messages.
+        body: The bytes of one message, without a preamble.
+        other: What error messages call the other end.
 
     Raises:
         ProtocolError: The bytes are empty or not a message of the handshake, a field has a wrong type or size, or a
@@ -234,19 +253,22 @@ def unpack(body: bytes, other: str) -> Greeting:
 
 
 def take(buffer: bytearray, purpose: Purpose, other: str, limit: int = MAX_MESSAGE) -> tuple[Greeting, bytes] | None:
-    """Removes the first message, with its preamble, from a buffer.
+    """Removes the first message, with its preamble, from a buffer of received bytes.
 
     Args:
-        buffer: The bytes that were received. Unchanged unless a message is returned.
-        purpose: The purpose that the connection should have.
-        other: The other end, for error messages.
+        buffer: The bytes. They are unchanged unless a message is returned.
+        purpose: What the connection should be for.
+        other: What error messages call the other end.
         limit: The most bytes that the message may have.
 
     Returns:
-        The message and its bytes without the preamble; None if the buffer is empty or the message is incomplete.
+        The message, and its bytes without the preamble. None if the buffer is empty, or the message has not arrived as
+        a whole.
 
     Raises:
-        ProtocolError: The same as `body_length` and `unpack`, including their subclasses of this error.
+        EncryptionError: The bytes are the beginning of TLS.
+        VersionMismatchError: The other end uses another version of the protocol.
+        ProtocolError: The bytes are of another protocol or purpose, or the message is too long or cannot be read.
     """
     if len(buffer) < PREAMBLE_SIZE:
         check_beginning(buffer, other)

@@ -18,7 +18,7 @@ Defaults are not filled in, and the number of fields is not checked.
 
 @dataclass(frozen=True, slots=True)
 class WorkerInfo:
-    """The name and the id of a worker. Equal, hashed and pickled by value."""
+    """The name and the id of a worker. Two of them are equal if both fields are."""
 
     name: str
     id: int
@@ -36,18 +36,21 @@ NO_TOKEN: Final = bytes(TOKEN_SIZE)
 class RRefId(NamedTuple):
     """The id of a reference, equal on all workers.
 
-    It has the owner of the value, the worker that created the reference, a number that counts the creator's references
-    at this owner, and a token. The creator draws the token at random, so only workers that were given the reference can
-    name it. Tables are looked up by all four fields, so an id with a wrong token is not found. The lookup compares
-    hashes of the whole id (Python's keyed hash) and not single bytes, so its duration says nothing about the token.
+    Only workers that were given the reference know its token, and an id with another token is not found in any table.
+    The lookup compares hashes of the whole id (Python's keyed hash) and not single bytes, so its duration says nothing
+    about the token.
 
     Neither `str` nor `repr` shows the token, so that it does not get into logs, reports and error messages.
     """
 
     owner: Worker
+    """The worker on which the value lives."""
     creator: Worker
+    """The worker that created the reference."""
     number: int
+    """Counts the references that the creator has created at this owner, from 1 on. 0 for an id that cannot be used."""
     token: bytes = NO_TOKEN
+    """A random secret of `TOKEN_SIZE` bytes, drawn by the creator."""
 
     def __str__(self) -> str:
         return f"reference {self.creator}:{self.number} owned by {self.owner}"
@@ -57,10 +60,12 @@ class RRefId(NamedTuple):
 
 
 class ForkId(NamedTuple):
-    """The id of a fork: the worker that made the fork, for itself or for another worker, and that worker's count."""
+    """The id of a fork, that is of one worker's copy of a reference."""
 
     creator: Worker
+    """The worker that made the fork, for itself or for another worker."""
     number: int
+    """Counts the forks that the creator has made, from 1 on."""
 
     def __str__(self) -> str:
         return f"fork {self.creator}:{self.number}"

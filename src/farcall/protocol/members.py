@@ -29,19 +29,25 @@ _64_BITS: Final = 2**64 - 1
 
 
 class Learned(NamedTuple):
-    """The part of some news that was new to a view. Truthy if anything was new."""
+    """The part of some news that was new to a view of the group. Truthy if anything was new."""
 
     joined: list[Member]
+    """The members that were not known before."""
     left: list[Range]
+    """The numbers that are gone now because they have left, as pairs of first and last number."""
     lost: list[Range]
+    """The numbers that are gone now because they were lost, as pairs of first and last number."""
     removed: list[tuple[Member, bool]]
-    """The members that are gone now, each with whether it has left. The others were lost."""
+    """The members among the numbers that are gone now, each with True if it has left and False if it was lost."""
 
     def __bool__(self) -> bool:
         return bool(self.joined or self.left or self.lost)
 
     def news(self) -> News:
-        """Returns this as news for other workers. A member that joined and is gone already is named as gone only."""
+        """Returns this as news for other workers. A member that joined and is gone already is named as gone only.
+
+        Returns empty news if nothing was learned.
+        """
         if not self.removed:
             return News(tuple(self.joined), tuple(self.left), tuple(self.lost))
         removed = {member.number for member, _ in self.removed}
@@ -50,11 +56,17 @@ class Learned(NamedTuple):
 
 
 class Members:
-    """One worker's view of its group: which workers are members, which have left, and which were lost."""
+    """One worker's view of its group: which workers are members, and which are gone, by leaving or by loss.
+
+    The members form a ring, in the order of a hash of their numbers. Each worker watches those after it.
+    """
 
     def __init__(self) -> None:
+        """Creates the view of a group in which no worker is known."""
         self.here: dict[Worker, Member] = {}
+        """The members by number."""
         self.gone = Ranges()
+        """The numbers of all workers that have left or were lost."""
         self.names: dict[str, Worker] = {}
         """The numbers of the members by name."""
         self._ring: list[int] = []  # places, sorted
@@ -69,14 +81,19 @@ class Members:
     # What is learned
 
     def is_new(self, news: News) -> bool:
-        """Returns whether news has a member or a gone number that this view does not know; False if it is empty."""
+        """Returns whether news has a member or a gone number that this view does not know; False for empty news."""
         for member in news.members:
             if member.number not in self.here and member.number not in self.gone:
                 return True
         return any(self.gone.missing(first, last) for first, last in news.left + news.lost)
 
     def learn(self, news: News) -> Learned:
-        """Adds news to this view, and returns the part that was new. News that is known or empty changes nothing.
+        """Adds news to this view. News that is known or empty changes nothing.
+
+        Of two workers with one name, the one with the lower number is lost.
+
+        Returns:
+            The part of the news that was new; falsy if nothing was.
 
         Raises:
             ProtocolError: A range of the news is not a range of workers' numbers. Ranges before it may be added.
@@ -91,9 +108,9 @@ class Members:
         return learned
 
     def _add(self, member: Member, learned: Learned) -> None:
-        """Adds a member to the view and to `learned`. Does nothing if its number is known.
+        """Adds a member to the view and to `learned`. Does nothing if its number is known, as a member or as gone.
 
-        Of two members with one name, the older one is lost.
+        Of two members with one name, the one with the lower number is lost.
         """
         number = member.number
         if number in self.here or number in self.gone:
@@ -111,9 +128,12 @@ class Members:
         learned.joined.append(member)
 
     def _part(self, first: Worker, last: Worker, left: bool, learned: Learned) -> None:
-        """Adds a range of numbers to the gone, removes the members among them, and adds both to `learned`.
+        """Marks the numbers from `first` to `last` as gone, and removes the members among them.
 
-        Raises `ProtocolError` if it is not a range of workers' numbers.
+        Adds what is new to `learned`.
+
+        `left` says whether they have left; otherwise they were lost. Raises `ProtocolError` if it is not a range of
+        workers' numbers.
         """
         for piece in self.gone.missing(first, last):
             self.gone.add(*piece)
@@ -123,7 +143,7 @@ class Members:
                 self._remember_leavers(*piece)
 
     def _remove(self, number: Worker) -> Member:
-        """Removes a member, and returns it. Raises `KeyError` if there is no such member."""
+        """Removes a member from the view, and returns it. Raises `KeyError` if there is no member with that number."""
         member = self.here.pop(number)
         if self.names[member.name] == number:
             del self.names[member.name]
@@ -132,14 +152,14 @@ class Members:
         return member
 
     def _remember_leavers(self, first: Worker, last: Worker) -> None:
-        """Remembers that the workers of a range have left, and forgets the oldest if there are too many."""
+        """Remembers that the workers from `first` to `last` have left. Forgets the oldest beyond `REMEMBERED`."""
         for number in range(max(first, last - REMEMBERED + 1), last + 1):
             self._left[number] = None
             if len(self._left) > REMEMBERED:
                 del self._left[next(iter(self._left))]
 
     def _here_within(self, first: Worker, last: Worker) -> list[Worker]:
-        """Returns the numbers of the members in a range; an empty list if there are none."""
+        """Returns the numbers of the members from `first` to `last`; an empty list if there are none."""
         if last - first < len(self.here):
             return [number for number in range(first, last + 1) if number in self.here]
         return [number for number in self.here if first <= number <= last]
@@ -147,17 +167,21 @@ class Members:
     # Comparing with others
 
     def summary(self) -> Compare:
-        """Returns the numbers of this view, without names and addresses, to compare it with that of another worker."""
+        """Returns the numbers in this view, without names and addresses, to compare it with another worker's view."""
         return Compare(ranges_of(self.here), self.gone.pairs())
 
     def difference(self, other: Compare) -> tuple[News, Wanted]:
         """Compares this view with the summary of another one.
 
+        Args:
+            other: What `summary` returned for the other view.
+
         Returns:
-            The news that the other view lacks, and the numbers that this view lacks; both empty if the views are equal.
+            The news that the other view lacks, and a request for the numbers that this view lacks. Both are empty if
+            the views are equal.
 
         Raises:
-            ProtocolError: The summary has a range that is not a range of workers' numbers.
+            ProtocolError: `other` has a range that is not a range of workers' numbers.
         """
         here, gone, known = Ranges(other.here), Ranges(other.gone), Ranges(ranges_of(self.here))
         unknown = [piece for pair in known.pairs() for part in here.missing(*pair) for piece in gone.missing(*part)]
@@ -170,7 +194,10 @@ class Members:
         return News(tuple(members), self._leavers_among(ours), tuple(ours)), Wanted(tuple(theirs))
 
     def about(self, ranges: Iterable[Range]) -> News:
-        """Returns news of these numbers: which are members, and which are gone. Unknown numbers are left out.
+        """Returns news about some numbers: which are members, and which are gone. Unknown numbers are left out.
+
+        Args:
+            ranges: The numbers, as pairs of first and last number, which may overlap; empty news is returned for none.
 
         Raises:
             ProtocolError: A range is not a range of workers' numbers.
@@ -186,7 +213,7 @@ class Members:
         return News(tuple(members), self._leavers_among(gone), tuple(gone))
 
     def _leavers_among(self, ranges: list[Range]) -> tuple[Range, ...]:
-        """Returns the remembered workers in these ranges that have left; an empty tuple if there are none.
+        """Returns the workers in these ranges that are remembered as having left, as ranges; an empty tuple for none.
 
         News may name them among the lost as well: `learn` reads the workers that have left first.
         """
@@ -198,41 +225,50 @@ class Members:
     # The ring
 
     def successors(self, number: Worker, count: int) -> list[Worker]:
-        """Returns up to `count` members after a number on the ring, the nearest first, without `number` itself.
+        """Returns the members that follow a number on the ring, the nearest first, without the number itself.
 
-        Returns fewer in a small group, and an empty list if there are no others.
+        Args:
+            number: The number of a worker, which need not be a member.
+            count: The most members to return. Fewer are returned if there are not as many, and an empty list if there
+                are none.
         """
         start = bisect_right(self._ring, place_of(number))
         return self._from(start, 1, number, count)
 
     def predecessors(self, number: Worker, count: int) -> list[Worker]:
-        """Returns up to `count` members before a number on the ring, the nearest first, without `number` itself.
+        """Returns the members before a number on the ring, the nearest first, without the number itself.
 
-        Returns fewer in a small group, and an empty list if there are no others.
+        Args:
+            number: The number of a worker, which need not be a member.
+            count: The most members to return. Fewer are returned if there are not as many, and an empty list if there
+                are none.
         """
         start = bisect_left(self._ring, place_of(number)) - 1
         return self._from(start, -1, number, count)
 
     def _from(self, start: int, step: int, number: Worker, count: int) -> list[Worker]:
-        """Returns up to `count` members from an index of the ring on, without `number`; empty if there are no others.
+        """Returns up to `count` members from an index of the ring on, without `number`; an empty list for no others.
 
         Args:
-            start: The index.
+            start: The index, which may be out of range: the ring is closed.
             step: 1 for forwards, -1 for backwards.
             number: The worker to leave out.
-            count: How many.
+            count: The most members to return.
         """
         ring = self._ring
         count = min(count, len(ring) - (number in self.here))
         return [ring[(start + step * i) % len(ring)] & _NUMBER for i in range(count)]
 
     def sample(self, count: int, pick: Callable[[int], int], without: tuple[Worker, ...]) -> list[Worker]:
-        """Returns random members.
+        """Returns different members, chosen at random.
 
         Args:
             count: How many. Fewer are returned if there are not enough, or if `pick` repeats itself too often.
             pick: Returns a random number from 0 to its argument minus one.
             without: Members that are not returned.
+
+        Returns:
+            The numbers of the members; an empty list if there are no others.
         """
         ring, found = self._ring, list[Worker]()
         if len(ring) <= count + len(without):
@@ -251,9 +287,9 @@ _NUMBER: Final = 2**32 - 1
 
 @lru_cache(maxsize=8192)
 def place_of(number: Worker) -> int:
-    """Returns the position of a worker on the ring, which has 64 bits. The lower half is the worker's number.
+    """Returns the position of a worker on the ring: a hash in the upper 32 bits, and the worker's number in the lower.
 
-    The upper half is a hash. So neighbours, which watch each other, are usually not workers that were started together
-    on one host.
+    Because of the hash, neighbours on the ring, which watch each other, are usually not workers that were started
+    together on one host.
     """
     return mixed(number) & ~_NUMBER | number

@@ -79,13 +79,16 @@ from farcall.protocol.ranges import ranges_of
 from farcall.protocol.watching import NEIGHBOURS, TURNS, Watching
 
 INTERVAL: Final = 1.0
+"""The default of `interval`, in seconds."""
 PATIENCE: Final = 8.0
-"""With these values a stopped worker is lost for all within 10 s, and one that is silent for 8 s is not lost."""
+"""The default timeout, in seconds. With these values a stopped worker is lost for all within 10 s, and a worker that is
+silent for 8 s is not lost."""
 
 STRANGERS: Final = 64
 """How many members that were not heard recently are asked about a silent worker, at most, chosen at random. All members
 that were heard are asked as well. So in a group of this size all members are asked."""
 CHANCE_TARGETS: Final = 2
+"""How many random members news is sent to, besides the next member on the ring."""
 MUCH: Final = 32
 """A worker that learns of this many members at once does not spread that: it was behind, and the others know them."""
 UNQUIET_ROUNDS: Final = 3
@@ -93,25 +96,29 @@ UNQUIET_ROUNDS: Final = 3
 
 
 class Membership:
-    """The membership protocol of one worker.
+    """The membership protocol of one worker: its view of the group, and what it sends to keep that view up to date.
 
-    The methods are the events. They return the effects for the caller to carry out, in this order; an empty list if
-    there is nothing to do.
+    The view is the set of workers that this worker believes to be members or gone. Each public method processes one
+    event, and returns a list of effects: messages to send, and changes of the group. The caller must carry them out in
+    the order of the list. It is empty if there is nothing to do. Nothing is sent here, and no clock is read.
     """
 
     def __init__(
         self, me: Member, pick: Callable[[int], int], *, interval: float = INTERVAL, patience: float = PATIENCE
     ) -> None:
-        """Creates a group with one member. `started` must be the first event, but messages may arrive before it.
+        """Creates the view of a group whose only member is this worker.
+
+        The caller must call `started` once. Messages may be processed before that.
 
         Args:
             me: This worker.
             pick: Returns a random number from 0 to its argument minus one.
-            interval: Seconds between two heartbeats to a neighbour.
-            patience: The least seconds of silence before a worker is declared lost.
+            interval: Seconds in which each watched neighbour gets one heartbeat.
+            patience: The timeout: the least seconds of silence before a worker is declared lost. At least three
+                intervals.
 
         Raises:
-            UsageError: The interval is not positive, or the other argument is shorter than three intervals.
+            UsageError: `interval` is not positive, or the timeout is shorter than three intervals.
         """
         self.me = me
         self.members = Members()
@@ -144,21 +151,27 @@ class Membership:
         }
 
     def handle(self, event: Event) -> list[Effect]:
-        """Processes an event with the method for its type, and returns the effects. Raises the same as that method."""
+        """Processes an event by the method for its type, such as `ticked` for a `Ticked`, and returns the effects.
+
+        Raises:
+            ProtocolError: A `MessageReceived` has a message with numbers that no worker can have.
+            KeyError: The event is of an unknown type.
+        """
         return self._handlers[type(event)](*event)
 
     # What happens here
 
     def started(self, members: tuple[Member, ...], announce: bool) -> list[Effect]:
-        """Adds the first members. Must be called once.
+        """Adds the members that are known when this worker starts. Must be called once.
 
         Args:
-            members: The members that are known, with or without this worker.
-            announce: Whether the other members do not know this worker yet.
+            members: The known members, with or without this worker; may be empty.
+            announce: True if the other members do not know this worker yet, as in an open group.
 
         Returns:
-            `MemberJoined` for each other member. If `announce` is True, also the messages that make this worker known,
-            and a message that asks for what this worker lacks. Only `Expelled` if another worker has its name now.
+            `MemberJoined` for each other member. If `announce` is True, also messages that make this worker known, and
+            one that asks a member for what this worker does not know. Only `Expelled` if a newer worker has this
+            worker's name.
         """
         learned = self.members.learn(News((*members, self.me)))
         if self.me.number not in self.members.here:
@@ -173,13 +186,15 @@ class Membership:
         return effects
 
     def ticked(self, now: float) -> list[Effect]:
-        """Pings neighbours, asks others about silent ones, and declares those lost that nobody hears.
+        """Does what is due at a time: pings neighbours, asks others about silent ones, and declares workers lost.
 
         Args:
-            now: The time on a monotonic clock. It should be the time that `next_tick` returned, but may be any.
+            now: The current time of the monotonic clock. Best called at the time that `next_tick` returned; earlier or
+                later calls are allowed. After a late call nobody is declared lost, because answers may be unread.
 
         Returns:
-            The messages to send, and `MemberLost` for each lost worker. Nothing after this worker has left.
+            The messages to send, and `MemberLost` for each worker that is lost now. An empty list if nothing is due, or
+            after this worker has left or was expelled.
         """
         if self.is_out:
             return []
@@ -200,13 +215,13 @@ class Membership:
         return effects
 
     def next_tick(self) -> float:
-        """Returns the time of the next tick, on the clock of `ticked`. Must be called after each tick."""
+        """Returns when to call `ticked` next, as a time of the monotonic clock. Must be called after each `ticked`."""
         return self.watching.next_tick()
 
     def _ask_others(self, silent: list[Worker]) -> list[Effect]:
-        """Returns messages that ask the members that are heard, and some others, about silent workers.
+        """Returns `Probe` messages about silent workers, to all members that were heard lately and some others.
 
-        Returns an empty list if no worker is silent, or there is nobody to ask.
+        Returns an empty list if `silent` is empty, or there is nobody to ask.
         """
         if not silent:
             return []
@@ -217,9 +232,13 @@ class Membership:
         return [SendMessage(helper, question) for helper in (*heard, *strangers)]
 
     def peer_heard(self, worker: Worker) -> list[Effect]:
-        """Notes that a worker is alive.
+        """Notes that something has arrived from a worker, which shows that it is alive.
 
-        Returns `Alive` messages to the members that have asked about it; empty if none have.
+        Args:
+            worker: The worker. It need not be a member.
+
+        Returns:
+            `Alive` messages to the members that have asked about it; an empty list if none have.
         """
         self.watching.heard(worker)
         return self._tell_askers(worker) if worker in self._asked else []
@@ -227,17 +246,24 @@ class Membership:
     def peer_unreachable(self, worker: Worker) -> list[Effect]:
         """Declares a worker lost at once, because its process has ended.
 
-        Returns `MemberLost` and the messages that spread it; an empty list if the worker is not a member, or this
-        worker has left.
+        Args:
+            worker: The worker.
+
+        Returns:
+            `MemberLost`, and messages that spread the news. An empty list if the worker is not a member, or this worker
+            has left or was expelled.
         """
         if self.is_out or worker not in self.members.here:
             return []
         return self._learn(News(lost=((worker, worker),)), ())
 
     def leave_wanted(self) -> list[Effect]:
-        """Leaves the group. Returns the messages that say so; an empty list if this worker has left or was expelled.
+        """Leaves the group.
 
-        From then on this worker only answers messages that ask for an answer, and says that it has left.
+        From now on this worker answers only pings and questions, and each answer says that it has left.
+
+        Returns:
+            Messages that tell other members. An empty list if this worker has left before or was expelled.
         """
         if self.is_out:
             return []
@@ -255,19 +281,19 @@ class Membership:
     # Messages
 
     def message_received(self, sender: Worker, message: Message) -> list[Effect]:
-        """Processes a message, which may be late or a duplicate.
+        """Processes a message of another worker. It may be late or a duplicate.
 
-        A message of a worker that is gone is not processed: that worker is told that it is lost. After this worker has
-        left, a message that asks for an answer is answered with the news of that. After it was expelled, all messages
-        are ignored.
+        A message of a worker that is gone is not processed; the answer tells that worker that it is lost. After this
+        worker has left, a message that asks for an answer is answered with the news that this worker has left. After
+        this worker was expelled, all messages are ignored.
 
         Args:
-            sender: The worker that sent the message, known or not.
-            message: The message, which `decode` returned.
+            sender: The number of the worker that sent the message. It need not be a member.
+            message: The message, as `decode` returns it.
 
         Returns:
-            The messages to send, and the changes of the group. Only `Expelled` if the message says that this worker is
-            gone.
+            The messages to send, and the changes of the group; often an empty list. Only `Expelled` if the message says
+            that this worker is gone, or that a newer worker has its name.
 
         Raises:
             ProtocolError: The message has numbers that no worker can have. `decode` refuses such messages before.
@@ -283,13 +309,14 @@ class Membership:
         return effects + self._tell_askers(sender) if sender in self._asked else effects
 
     def _pinged(self, sender: Worker, ping: Ping) -> list[Effect]:
-        """Returns the answer to a ping: an `Ack` with the digest of this worker's view."""
+        """Returns the answer to a heartbeat: an `Ack` with the digest of this worker's view."""
         return [SendMessage(sender, Ack(self.members.digest))]
 
     def _answered(self, sender: Worker, ack: Ack) -> list[Effect]:
-        """Processes the answer to a ping.
+        """Processes the answer to a heartbeat.
 
-        Returns a `Compare` if the views differ, but not too often; else an empty list.
+        Returns a message that starts a comparison if the views differ and no comparison was made lately; else an empty
+        list.
         """
         if ack.digest == self.members.digest:
             return []
@@ -302,9 +329,10 @@ class Membership:
         return [SendMessage(sender, self.members.summary())]
 
     def _news_came(self, sender: Worker, news: News) -> list[Effect]:
-        """Adds news of another worker to the view. Returns the changes and the messages that spread what was new.
+        """Adds news of another worker to the view.
 
-        Returns an empty list if all of it is known, and `Expelled` if another worker has this worker's name.
+        Returns the changes of the group and messages that spread what was new. Returns an empty list if all of it is
+        known, and only `Expelled` if it says that this worker is gone or that a newer worker has its name.
         """
         if not self.members.is_new(news):
             return []  # most news comes several times
@@ -313,7 +341,10 @@ class Membership:
         return self._learn(news, (sender,))
 
     def _compare(self, sender: Worker, theirs: Compare) -> list[Effect]:
-        """Returns the news that the sender lacks, and a request for what this worker lacks; nothing for equal views."""
+        """Returns the news that the sender's view lacks, and a request for what this view lacks.
+
+        Returns an empty list for equal views.
+        """
         effects: list[Effect] = []
         news, wanted = self.members.difference(theirs)
         if news != News():
@@ -323,14 +354,15 @@ class Membership:
         return effects
 
     def _wanted(self, sender: Worker, wanted: Wanted) -> list[Effect]:
-        """Returns news about the wanted numbers; an empty list if nothing is known of them."""
+        """Returns a message with all that is known about the wanted numbers; an empty list if nothing is known."""
         news = self.members.about(wanted.numbers)
         return [SendMessage(sender, news)] if news != News() else []
 
     def _probe(self, sender: Worker, probe: Probe) -> list[Effect]:
-        """Returns pings to the members that the sender asks about, and news of those that are gone.
+        """Pings the members that the sender asks about, and remembers that it has asked.
 
-        The sender gets an `Alive` when one of them answers (`_tell_askers`). Unknown workers are ignored.
+        Returns the pings, and news for the sender about those that are gone. The sender gets an `Alive` when one of
+        them answers (`_tell_askers`), and an `Ack` if it asks about this worker. Unknown workers are ignored.
         """
         targets = dict.fromkeys(probe.targets)
         # Those that are not here are unknown, or gone; the latter the sender should know.
@@ -349,14 +381,14 @@ class Membership:
         return effects
 
     def _found_alive(self, sender: Worker, alive: Alive) -> list[Effect]:
-        """Notes that another worker has heard a silent one. Returns an empty list."""
+        """Notes that the sender has heard the silent worker `alive.target`. Returns an empty list."""
         self.watching.vouched_for(alive.target)
         return []
 
     def _tell_askers(self, target: Worker) -> list[Effect]:
-        """Returns `Alive` messages to the members that have asked about a worker, and forgets that they have.
+        """Returns `Alive` messages to the members that have asked about `target`, and forgets that they have.
 
-        Returns an empty list if none have.
+        Raises `KeyError` if nobody has asked about it.
         """
         _, askers = self._asked.pop(target)
         return [SendMessage(asker, Alive(target)) for asker in askers if asker in self.members.here]
@@ -366,7 +398,8 @@ class Membership:
     def _learn(self, news: News, without: tuple[Worker, ...]) -> list[Effect]:
         """Adds news to the view. Returns the changes of the group, and messages that spread what was new.
 
-        The news is not sent to the workers in `without`. Returns `Expelled` if another worker has this worker's name.
+        The messages are not sent to the workers in `without`. Returns an empty list if nothing was new, and only
+        `Expelled` if a newer worker has this worker's name.
         """
         learned = self.members.learn(news)
         if not learned:
@@ -385,7 +418,7 @@ class Membership:
         return effects
 
     def _told(self, learned: Learned) -> list[Effect]:
-        """Returns the changes of the group; an empty list if nothing was learned.
+        """Returns `MemberLeft`, `MemberLost` and `MemberJoined` for what was learned; an empty list if nothing was.
 
         Workers that are gone come first, because a new member may have the same name.
         """
@@ -397,14 +430,17 @@ class Membership:
         return effects + [MemberJoined(member) for member in joined.values()]
 
     def _spread(self, news: News, without: tuple[Worker, ...]) -> list[Effect]:
-        """Returns messages with the news to the next member on the ring and to random members; empty if there are none.
+        """Returns messages with the news to the next member on the ring and to random members.
 
-        Workers in `without` get none.
+        Workers in `without` get none. Returns an empty list if there is nobody to send to.
         """
         return [SendMessage(target, news) for target in self._targets(without)]
 
     def _targets(self, without: tuple[Worker, ...]) -> list[Worker]:
-        """Returns the members to send news to, without these; an empty list if there are no others."""
+        """Returns the members to send news to: the next one on the ring, and random ones.
+
+        Leaves out this worker, those in `without`, and watched workers that do not answer. May be an empty list.
+        """
         # Not to those that may be dead: of many that are lost together, the first news is of a few.
         without = (self.me.number, *without, *self.watching.quiet())
         successors = self.members.successors(self.me.number, len(without))
@@ -412,7 +448,7 @@ class Membership:
         return targets + self.members.sample(CHANCE_TARGETS, self._pick, (*without, *targets))
 
     def _follow(self) -> None:
-        """Watches the current successors on the ring from now on, instead of earlier ones."""
+        """Watches the current successors of this worker on the ring from now on, and no others."""
         self.watching.follow(self.members.successors(self.me.number, self.watching.span))
 
     def _is_about_me(self, message: Message) -> bool:
@@ -421,7 +457,7 @@ class Membership:
         return isinstance(message, News) and any(first <= me <= last for first, last in (*message.left, *message.lost))
 
     def _expelled(self) -> list[Effect]:
-        """Ends the protocol for this worker, and returns `Expelled`."""
+        """Ends the protocol for this worker, and returns `[Expelled()]`."""
         self.is_out = True
         self._asked.clear()
         return [Expelled()]

@@ -27,55 +27,71 @@ class Member(msgspec.Struct, frozen=True, array_like=True):
     number: WorkerNumber
     """No other worker ever has this number, nor does the same worker after a restart."""
     name: Name
+    """The name of the worker. It belongs to the member with the highest number."""
     rank: Rank
+    """The rank of the worker; -1 if it has none."""
     host: Text
+    """The kernel and network namespace of the worker, as text from `network_identity`."""
     addresses: Addresses = ()
+    """Where the worker listens, as in `tcp:192.0.2.7:4000`."""
 
 
 # Messages
 
 
 class Ping(msgspec.Struct, frozen=True, array_like=True, tag=1):
-    """A heartbeat. Its receiver answers with `Ack`. The digest is that of the sender's view."""
+    """A heartbeat. The receiver answers with `Ack`."""
 
     digest: Digest
+    """A number that is equal for equal views of the group: that of the sender's view."""
 
 
 class Ack(msgspec.Struct, frozen=True, array_like=True, tag=2):
-    """The answer to `Ping`. The digest is that of the sender's view."""
+    """The answer to `Ping`."""
 
     digest: Digest
+    """The digest of the view of the worker that answers."""
 
 
 class News(msgspec.Struct, frozen=True, array_like=True, tag=3):
-    """Says which workers are members, which have left and which were lost. A worker that is gone is not a member."""
+    """Says which workers are members, which have left and which were lost.
+
+    A worker that is named both as a member and as gone is gone.
+    """
 
     members: Annotated[tuple[Member, ...], msgspec.Meta(max_length=MAX_ITEMS)] = ()
     left: _Ranges = ()
+    """The numbers of workers that have left, as pairs of first and last number."""
     lost: _Ranges = ()
+    """The numbers of workers that were lost, as pairs of first and last number. A number that is also in `left` has
+    left."""
 
 
 class Compare(msgspec.Struct, frozen=True, array_like=True, tag=4):
-    """The sender's view, as numbers. The receiver sends what the sender lacks, and asks for what it lacks itself."""
+    """The numbers in the sender's view. The receiver sends what the sender lacks, and asks for what it lacks itself."""
 
     here: _Ranges
+    """The numbers of the members, as pairs of first and last number."""
     gone: _Ranges
+    """The numbers of the workers that have left or were lost, as pairs of first and last number."""
 
 
 class Wanted(msgspec.Struct, frozen=True, array_like=True, tag=5):
-    """Asks for all that the receiver knows about these numbers."""
+    """Asks for all that the receiver knows about some numbers. The receiver answers with `News`."""
 
     numbers: _Ranges
+    """The numbers, as pairs of first and last number."""
 
 
 class Probe(msgspec.Struct, frozen=True, array_like=True, tag=6):
     """Says that these workers do not answer the sender. The receiver pings them, and sends `Alive` for each answer."""
 
     targets: Annotated[tuple[WorkerNumber, ...], msgspec.Meta(max_length=MAX_ITEMS)]
+    """The numbers of the silent workers."""
 
 
 class Alive(msgspec.Struct, frozen=True, array_like=True, tag=7):
-    """Says that a worker that the receiver has asked about has answered the sender."""
+    """Says that a worker has answered the sender. The receiver has asked about that worker with `Probe`."""
 
     target: WorkerNumber
 
@@ -93,8 +109,8 @@ def decode(body: bytes | bytearray | memoryview) -> Message:
     """Returns the message in these bytes.
 
     Raises:
-        ProtocolError: The bytes are empty or not a message, a field has a wrong type or size, a name has unprintable
-            characters, or a range ends before it begins.
+        ProtocolError: The bytes are empty or not a message, a field has a wrong type or size, a member's name has
+            unprintable characters, or a range ends before it begins.
     """
     message = _read(_decoder, body, "a message about the group's members")
     if isinstance(message, News):
@@ -107,7 +123,7 @@ def decode(body: bytes | bytearray | memoryview) -> Message:
 
 
 def decode_member(body: bytes) -> Member:
-    """Returns the member in these bytes, which a worker has written into the store.
+    """Returns the member in these bytes, which a worker has written into the rendezvous store to describe itself.
 
     Raises:
         ProtocolError: The bytes are empty or not a member, a field has a wrong type or size, or the name has
@@ -119,7 +135,10 @@ def decode_member(body: bytes) -> Member:
 
 
 def _read(decoder: msgspec.msgpack.Decoder[_T], body: bytes | bytearray | memoryview, what: str) -> _T:
-    """Returns what the decoder finds in these bytes. Raises `ProtocolError`, which begins with `what`, if it fails."""
+    """Returns what `decoder` finds in these bytes.
+
+    Raises `ProtocolError`, with a message that begins with `what`, if the bytes cannot be decoded.
+    """
     try:
         return decoder.decode(body)
     except (ValueError, RecursionError) as error:  # msgspec's errors and those of texts are `ValueError`s
@@ -142,27 +161,30 @@ def _ranges_in(message: Message) -> _Ranges:
 
 
 class Started(NamedTuple):
-    """This worker has its number, and knows these members. `announce` is False if all members know this worker."""
+    """This worker has its number and knows some members."""
 
     members: tuple[Member, ...]
+    """The members that it knows."""
     announce: bool
+    """False if all members know this worker already."""
 
 
 class MessageReceived(NamedTuple):
-    """A message has arrived, perhaps not for the first time."""
+    """A message of another worker has arrived, perhaps not for the first time."""
 
     sender: Worker
     message: Message
 
 
 class Ticked(NamedTuple):
-    """The time that `Membership.next_tick` returned has come. The clock is monotonic."""
+    """The time that `Membership.next_tick` returned has come."""
 
     now: float
+    """The current time of the monotonic clock."""
 
 
 class PeerHeard(NamedTuple):
-    """Something else has arrived from this worker, such as a call or a reply, so it is alive."""
+    """Something other than a membership message has arrived from this worker, such as a call, so it is alive."""
 
     worker: Worker
 

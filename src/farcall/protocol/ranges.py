@@ -21,12 +21,13 @@ Range: TypeAlias = tuple[int, int]
 """First and last number, both included."""
 
 LARGEST: Final = 2**32 - 1
+"""The largest number that a worker can have."""
 _64_BITS: Final = 2**64 - 1
 
 
 @lru_cache(maxsize=8192)
 def mixed(number: int) -> int:
-    """Returns a 64-bit hash of a number. Multiplications spread its bits upwards, and shifts bring them down again."""
+    """Returns a 64-bit hash of a number, which spreads numbers that are close to each other."""
     number = (number + 1) * 0x9E3779B97F4A7C15 & _64_BITS
     number = (number ^ (number >> 29)) * 0xD6E8FEB86659FD93 & _64_BITS
     number = (number ^ (number >> 32)) * 0xD6E8FEB86659FD93 & _64_BITS
@@ -39,11 +40,15 @@ class Ranges:
     __slots__ = ("_firsts", "_lasts", "digest")
 
     def __init__(self, ranges: Iterable[Range] = ()) -> None:
-        """Creates a set with these ranges, which may overlap. Raises `ProtocolError` as `add` does."""
+        """Creates a set with the numbers of these ranges, which may overlap; an empty set for none.
+
+        Raises:
+            ProtocolError: A range is not valid; see `add`.
+        """
         self._firsts: list[int] = []
         self._lasts: list[int] = []
         self.digest = 0
-        """64 bits, equal for equal sets, whatever the order of additions; almost certainly different for others."""
+        """A number of 64 bits that is equal for equal sets, and almost certainly different for different sets."""
         for first, last in ranges:
             self.add(first, last)
 
@@ -68,7 +73,10 @@ class Ranges:
         lasts[begin:end] = [last]
 
     def missing(self, first: int, last: int) -> list[Range]:
-        """Returns the parts of a range that are not in the set, sorted; an empty list if the set has all of it."""
+        """Returns the parts of the range from `first` to `last` that are not in the set, sorted.
+
+        Returns an empty list if the set has all of the range, or if `first` is greater than `last`.
+        """
         found = []
         for place in range(bisect_left(self._lasts, first), len(self._firsts)):
             if self._firsts[place] > last:
@@ -81,6 +89,7 @@ class Ranges:
         return found
 
     def __contains__(self, number: int) -> bool:
+        """Returns whether a number is in the set."""
         place = bisect_left(self._lasts, number)
         return place < len(self._firsts) and self._firsts[place] <= number
 
@@ -99,10 +108,7 @@ class Ranges:
 
 
 def _digest(first: int, last: int) -> int:
-    """Returns the 64-bit part of a set's digest that its range from `first` to `last` contributes.
-
-    Nothing is checked.
-    """
+    """Returns what the range from `first` to `last` contributes to the digest of a set: 64 bits."""
     return mixed(first << 32 | last)
 
 

@@ -86,23 +86,28 @@ from farcall.protocol.watermark import Watermark
 
 
 class OwnedEntry:
-    """What the owner knows about one reference: whether it is created, and which handles and forks are counted."""
+    """What an owner knows about one of its references: whether it was created, and who has handles and forks of it."""
 
     __slots__ = ("created", "forks", "handles", "refused")
 
     def __init__(self, created: bool) -> None:
+        """Creates an entry without handles and forks.
+
+        `created` is False if the creator's request has not arrived yet.
+        """
         self.created = created
         """False while the creator's request has not arrived."""
         self.refused = False
-        """Whether there is no value and never will be: an error takes its place."""
+        """Whether the reference has no value and never will have one, so that each use of it raises an error."""
         self.handles = 0
-        """The number of handles that the owner itself has."""
+        """How many handles (`RRef` objects) of the reference the owner itself has."""
         self.forks: dict[ForkId, Worker] = {}
-        """The forks that other workers hold, each with its holder."""
+        """The forks, that is copies of the reference on other workers, that count, each with the worker that holds
+        it."""
 
 
 class ForkState(Enum):
-    """Whether the owner counts a fork that this worker holds: not asked, asked, or confirmed."""
+    """Whether the owner counts a fork that this worker holds: it was not asked, was asked, or has confirmed it."""
 
     UNREPORTED = "unreported"
     """The owner was not asked yet. The parent keeps the value alive, and waits for `ChildAccepted`."""
@@ -118,11 +123,19 @@ CONFIRMED: Final = ForkState.CONFIRMED
 
 
 class UserFork:
-    """A fork that this worker holds of a reference that another worker owns."""
+    """A fork that this worker holds: its copy of a reference whose value lives on another worker."""
 
     __slots__ = ("children", "dropped", "parent", "reference", "state")
 
     def __init__(self, reference: RRefId, state: ForkState, parent: Worker | None) -> None:
+        """Creates a fork whose handle is in use and that was not passed on.
+
+        Args:
+            reference: The reference of which this is a fork.
+            state: Whether the owner counts the fork.
+            parent: The worker that passed the reference to this one and waits for `ChildAccepted`; None if no worker
+                waits.
+        """
         self.reference = reference
         self.state = state
         self.parent = parent
@@ -130,7 +143,8 @@ class UserFork:
         self.dropped = False
         """Whether the program has dropped the handle."""
         self.children: dict[ForkId, Worker] = {}
-        """The forks that were made from this one and are not settled, each with the worker for which it was made."""
+        """The forks that were made from this one for other workers, each with its worker, as long as they are not
+        settled: the owner does not count them yet, and they have not ended."""
 
 
 MAX_CLAIMS: Final = 100_000
@@ -141,14 +155,23 @@ NO_CLAIMANT: Final = -1
 
 
 class ReferenceCounts:
-    """The reference counts of one worker, for the values that it owns and the forks that it holds."""
+    """The reference counts of one worker: for the values that it owns, and for the forks that it holds.
+
+    A *handle* is an `RRef` object of the program. A *fork* is one worker's copy of a reference that another worker
+    owns. A *child* is a fork that was passed on from another fork, its *parent*. A child is *settled* when the owner
+    counts it or it has ended. A reference is *noted* if it was named here before its creator's request arrived; the
+    worker that named it is the *claimant*.
+
+    Each method processes one event. Most return a list of effects, such as messages to send and values to release. The
+    caller must carry them out in the order of the list.
+    """
 
     def __init__(self, me: Worker, new_token: Callable[[], bytes]) -> None:
-        """Creates empty tables.
+        """Creates empty tables. `add_worker` must be called for all workers of the group, including this one.
 
         Args:
             me: The number of this worker.
-            new_token: Returns the token of a new reference: `TOKEN_SIZE` bytes that nobody can guess.
+            new_token: Returns the secret token of a new reference: `TOKEN_SIZE` bytes that nobody can guess.
         """
         self.me = me
         self.new_token = new_token
@@ -183,10 +206,13 @@ class ReferenceCounts:
     # Ids
 
     def new_reference(self, owner: Worker) -> RRefId:
-        """Returns the id for a reference that this worker is about to create at `owner`, which may be this worker.
+        """Returns the id for a reference that this worker is about to create.
 
-        Numbers must leave no gap, so each id must be used. If the owner is not in the group, the number is 0, which no
-        reference has, and nothing is kept.
+        The ids for one owner are numbered without a gap, so each id must be used.
+
+        Args:
+            owner: The worker on which the value will live, which may be this worker. If it is not in the group, the id
+                has the number 0, which no reference has, and nothing is counted.
         """
         if owner not in self.workers:
             return RRefId(owner, self.me, 0)
@@ -195,17 +221,20 @@ class ReferenceCounts:
         return RRefId(owner, self.me, number, token)
 
     def new_fork(self) -> ForkId:
-        """Returns the id for a fork that this worker is about to make. An id need not be used."""
+        """Returns a new id for a fork that this worker is about to make. It need not be used."""
         self.forks_made += 1
         return new_tuple(ForkId, (self.me, self.forks_made))  # type: ignore[no-any-return]
 
     def create_remote(self, owner: Worker) -> tuple[RRefId, ForkId]:
-        """Notes that this worker asks `owner` to create a reference. The caller must send the `CreateRequest`.
+        """Makes the ids for a reference that another worker is asked to create, and adds this worker's fork of it.
 
-        The owner must be another worker of the group, which is not checked.
+        The caller must send the `CreateRequest`, or call `cancel_create`.
+
+        Args:
+            owner: The worker that is asked: another worker of the group, which is not checked.
 
         Returns:
-            The ids of the reference and of the fork that this worker holds.
+            The id of the reference, and the id of the fork that this worker holds.
         """
         number = self.numbers.get(owner, 0) + 1
         reference, fork = new_tuple(RRefId, (owner, self.me, number, self.new_token())), self.new_fork()
@@ -216,7 +245,10 @@ class ReferenceCounts:
         return reference, fork
 
     def cancel_create(self, fork: ForkId) -> None:
-        """Undoes the last `create_remote` for an owner. Nothing about the reference may have been sent.
+        """Undoes the last `create_remote` for an owner, because nothing about the reference was sent.
+
+        Args:
+            fork: The fork that `create_remote` returned.
 
         Raises:
             KeyError: This worker does not hold the fork.
@@ -227,15 +259,17 @@ class ReferenceCounts:
     # Looking
 
     def may_still_be_created(self, reference: RRefId, claimant: Worker = NO_CLAIMANT) -> bool:
-        """Returns whether a reference of this owner is not created yet: a use of it may overtake the creation.
+        """Returns whether a reference of this owner may still be created: a use of it has overtaken its creation.
 
         If so, the reference is noted, and refused later if the creator creates it with another token or is lost.
-        Returns False if the reference exists, was released or refused, if its creator is not in the group, or if the
-        claimant has named too many such references.
 
         Args:
             reference: The reference.
-            claimant: The worker that uses the reference.
+            claimant: The worker that uses the reference; `NO_CLAIMANT` if that is not known.
+
+        Returns:
+            False if the reference exists, was released or refused, if its creator is not in the group, or if `claimant`
+            has named `MAX_CLAIMS` such references.
         """
         owned = self.owned.get(reference)
         if owned is not None:
@@ -245,25 +279,33 @@ class ReferenceCounts:
         return self._may_be_created(reference) and self._add_claim(reference, claimant)
 
     def is_empty(self) -> bool:
-        """Returns whether nothing is owned, held or noted."""
+        """Returns whether this worker owns no reference, holds no fork, and has noted no reference."""
         return not self.owned and not self.held and not self.noted
 
     # Workers come and go
 
     def add_worker(self, worker: Worker) -> list[Effect]:
-        """Adds a worker, which may be this one, to the group. Raises `ProtocolError` if it is in the group already."""
+        """Adds a worker, which may be this one, to the group. Returns an empty list.
+
+        Raises:
+            ProtocolError: The worker is in the group already.
+        """
         if worker in self.workers:
             raise ProtocolError(f"worker {worker} is there already")
         self.workers[worker] = Watermark()
         return []
 
     def remove_worker(self, lost: Worker) -> list[Effect]:
-        """Removes a worker that was lost or has left, and settles everything that waits for it.
+        """Removes a worker that was lost or has left, so that nothing waits for it any more.
+
+        Args:
+            lost: The worker.
 
         Returns:
-            `ReleaseValue` for values that only this worker held; refusals of references that it has not created in
-            time; `OrphanHandle` for held forks of its values; `ForkRequest` to the owners of unreported forks whose
-            parent it held; and the ends of forks that only waited for it.
+            `ReleaseValue` for values that only `lost` held; `ForkRefused` and `RefuseHandle` for noted references that
+            it has not created; `OrphanHandle` for held forks of its values; `ForkRequest` to the owners of unreported
+            forks whose parent it held; and `UserDeleted` or `ChildAccepted` for dropped forks that only waited for it.
+            An empty list if nothing depends on it.
 
         Raises:
             ProtocolError: The worker is not in the group, or is this worker. Nothing is changed.
@@ -299,9 +341,9 @@ class ReferenceCounts:
         return effects
 
     def _refuse_noted(self, reference: RRefId, owned: OwnedEntry) -> list[Effect]:
-        """Refuses a noted reference, which will never be created.
+        """Marks a noted reference as refused, because it will never be created.
 
-        Returns `ForkRefused` to the holders of noted forks, and `RefuseHandle` for this worker's handles and all uses.
+        Returns `ForkRefused` to the holders of forks that wait for it, and `RefuseHandle` for all uses at this worker.
         """
         noted = [(fork, holder) for fork, holder in owned.forks.items() if fork.creator != self.me]
         for fork, _ in noted:
@@ -313,16 +355,17 @@ class ReferenceCounts:
     # Handles are made, passed, received and dropped here
 
     def create_value(self, reference: RRefId) -> list[Effect]:
-        """Creates a reference to a value of this worker, with one handle.
+        """Creates a reference to a value of this worker, and counts one handle of this worker.
 
         Args:
             reference: The id, from `new_reference`.
 
         Returns:
-            Refusals of claims with the same number and another token; nearly always an empty list.
+            Refusals of noted references with the same number and another token; nearly always an empty list.
 
         Raises:
-            ProtocolError: This worker is not both owner and creator, or the reference was created before.
+            ProtocolError: This worker is not both owner and creator of the reference, or the reference was created
+                before. Nothing is changed.
         """
         if not reference.owner == reference.creator == self.me:
             raise ProtocolError(f"{reference} is not ours to make")
@@ -334,18 +377,27 @@ class ReferenceCounts:
         return self._refuse_other_tokens(reference) if self.noted else []
 
     def add_own_handle(self, reference: RRefId) -> None:
-        """Counts another handle of this worker of a reference that it owns. Raises `KeyError` if it has none such."""
+        """Counts another handle of this worker for a reference that it owns.
+
+        Raises:
+            KeyError: This worker does not own such a reference, or it was released.
+        """
         self.owned[reference].handles += 1
 
     def confirm_created(self, reference: RRefId, fork: ForkId) -> list[Effect]:
-        """Confirms a fork of `create_remote`, because the owner has received the request.
+        """Confirms a fork of `create_remote`, because the owner has received the `CreateRequest`.
+
+        Args:
+            reference: The reference that `create_remote` returned.
+            fork: The fork that `create_remote` returned.
 
         Returns:
             `ConfirmHandle`. If the handle was dropped meanwhile: `UserDeleted` to the owner instead, or an empty list
             if children of the fork are not settled yet.
 
         Raises:
-            ProtocolError: This worker has not asked to create this reference with this fork, or it was confirmed.
+            ProtocolError: This worker has not asked to create this reference with this fork, or the fork was confirmed
+                before. Nothing is changed.
         """
         held = self.held.get(fork)
         if held is None or held.state is not REQUESTED or held.reference != reference:
@@ -360,15 +412,16 @@ class ReferenceCounts:
 
         Args:
             reference: The reference of the handle.
-            parent: The fork of the handle; None for one of the owner's own handles.
-            child: A new id (`new_fork`) for the fork of the receiver.
+            parent: The fork of the handle; None for a handle of the owner itself.
+            child: A new id (`new_fork`) for the fork that the receiver will hold.
             to: The receiver. If it is not in the group, nothing is noted.
 
         Returns:
             An empty list.
 
         Raises:
-            ProtocolError: This worker does not hold the parent, or did not make the child, or has passed it before.
+            ProtocolError: This worker does not have the handle or has dropped it, or `child` was made by another worker
+                or passed before. Nothing is changed.
         """
         if child[0] != self.me:
             raise ProtocolError(f"{child} is not ours to make")
@@ -386,9 +439,12 @@ class ReferenceCounts:
         return []
 
     def cancel_pass(self, reference: RRefId, parent: ForkId | None, child: ForkId) -> None:
-        """Undoes `pass_handle`, because the child was not sent. The parent must still be held.
+        """Undoes `pass_handle`, because the message was not sent. The arguments are those of `pass_handle`.
 
-        Does nothing if `pass_handle` was not called for the child.
+        The handle must still exist. Does nothing if `pass_handle` has not noted the child.
+
+        Raises:
+            KeyError: This worker is the owner, and the reference was released.
         """
         if reference.owner == self.me:
             self.owned[reference].forks.pop(child, None)
@@ -396,7 +452,10 @@ class ReferenceCounts:
             self._settle_child(self.held[parent], child)
 
     def _passable(self, reference: RRefId, parent: ForkId | None) -> UserFork | None:
-        """Returns the fork to pass; None for the owner's own handle. Raises `ProtocolError` if it cannot be passed."""
+        """Returns the fork of a handle that is to be passed; None for a handle of the owner itself (`parent` is None).
+
+        Raises `ProtocolError` if this worker does not have the handle, or has dropped it.
+        """
         if parent is None:
             owned = self.owned.get(reference)
             if owned is None or not owned.handles:
@@ -410,13 +469,18 @@ class ReferenceCounts:
     def receive_handle(self, carried: Carried, sender: Worker) -> list[Effect]:
         """Adds a handle that has arrived in a message.
 
+        Args:
+            carried: The reference, and the fork that the sender made for this worker.
+            sender: The worker that sent the message.
+
         Returns:
-            If this worker is the owner: `ChildAccepted` to the sender, if that is another worker, and `RefuseHandle` if
-            there is no value. If the owner has sent the handle: `ConfirmHandle`. If the owner is lost: `OrphanHandle`.
-            Otherwise the fork is unreported, and the list is empty; if the sender is lost, `ForkRequest` to the owner.
+            If this worker owns the reference: `ChildAccepted` to the sender, unless that is this worker or gone, and
+            `RefuseHandle` if there is no value. If the sender owns it: `ConfirmHandle`. If the owner is not in the
+            group any more: `OrphanHandle`. In all other cases the fork is unreported, and the list is empty; if the
+            sender is gone, it has `ForkRequest` to the owner.
 
         Raises:
-            ProtocolError: The sender cannot have made that fork, or this worker holds it already.
+            ProtocolError: The sender did not make that fork, or this worker holds it already. Nothing is changed.
         """
         reference, fork = carried
         owner = reference[0]
@@ -438,7 +502,7 @@ class ReferenceCounts:
     def _own_handle_received(self, reference: RRefId, fork: ForkId, sender: Worker) -> list[Effect]:
         """Adds a handle of a reference that this worker owns.
 
-        Returns the effects that `receive_handle` lists for the owner.
+        Returns the effects that `receive_handle` lists for that.
         """
         owned = self.owned.get(reference)
         if owned is None:
@@ -453,11 +517,16 @@ class ReferenceCounts:
     def report_fork(self, reference: RRefId, fork: ForkId) -> list[Effect]:
         """Asks the owner to count an unreported fork, because the program has kept its handle for a while.
 
+        Args:
+            reference: The reference of the fork.
+            fork: The fork.
+
         Returns:
             `ForkRequest` to the owner.
 
         Raises:
-            ProtocolError: This worker does not hold such a fork, or it is not unreported, or was dropped.
+            ProtocolError: This worker does not hold such a fork, the owner was asked before, or the handle was dropped.
+                Nothing is changed.
         """
         held = self.unreported.get(fork)
         if held is None or held.dropped or held.reference != reference:
@@ -467,7 +536,7 @@ class ReferenceCounts:
     def _ask(self, fork: ForkId, held: UserFork) -> list[Effect]:
         """Marks an unreported fork as requested, and returns the `ForkRequest` to its owner.
 
-        The fork must be unreported.
+        Raises `KeyError` if the fork is not unreported.
         """
         held.state = REQUESTED
         del self.unreported[fork]
@@ -478,15 +547,17 @@ class ReferenceCounts:
 
         Args:
             reference: The reference of the handle.
-            fork: The fork of the handle; None for one of the owner's own handles.
+            fork: The fork of the handle; None for a handle of the owner itself.
 
         Returns:
-            For the last handle of a reference at its owner: `ReleaseValue`. For a confirmed fork: `UserDeleted` to the
-            owner. For an unreported fork: `ChildAccepted` to the parent. An empty list if the fork has to wait for its
-            children or for the owner's answer, or if it was refused or its owner lost.
+            For the last handle of a reference at its owner, if there are no forks: `ReleaseValue`. For a confirmed
+            fork: `UserDeleted` to the owner. For an unreported fork: `ChildAccepted` to the worker that passed it. An
+            empty list if other handles or forks exist, if the fork has to wait for its children or for the owner's
+            answer, or if it was refused or its owner lost.
 
         Raises:
-            ProtocolError: The owner has no handle of its own to drop, or the fork was dropped before.
+            ProtocolError: The owner has no handle of its own to drop, or the fork was dropped before. Nothing is
+                changed.
         """
         if fork is None:
             owned = self.owned.get(reference)
@@ -505,7 +576,14 @@ class ReferenceCounts:
     # Messages
 
     def receive_message(self, sender: Worker, message: Message) -> list[Effect]:
-        """Processes a message that has arrived for the first time, and returns its effects.
+        """Processes a message of another worker. The caller must make sure that each message is processed only once.
+
+        Args:
+            sender: The worker that sent the message.
+            message: The message.
+
+        Returns:
+            The effects, perhaps none.
 
         Raises:
             ProtocolError: The sender is not in the group, or may not send this message. Nothing is changed.
@@ -515,20 +593,21 @@ class ReferenceCounts:
         return self._message_handlers[type(message)](sender, *message)
 
     def accept_create(self, sender: Worker, reference: RRefId, fork: ForkId) -> list[Effect]:
-        """Creates a reference that this worker owns, on request of another worker of the group.
+        """Creates a reference that this worker owns, because another worker asks for it, and counts that worker's fork.
 
         Args:
             sender: The worker that asks, which must be in the group.
-            reference: The reference.
+            reference: The id of the reference.
             fork: The fork of it that the sender holds.
 
         Returns:
-            `ForkAccepted` to the holders of forks that were noted before, and refusals of claims with the same number
-            and another token; nearly always an empty list.
+            `ForkAccepted` to the workers that have asked to count forks before, and refusals of noted references with
+            the same number and another token; nearly always an empty list.
 
         Raises:
             ProtocolError: This worker is not the owner, the sender is not the creator, or the reference was created
                 before. Nothing is changed.
+            KeyError: The sender is not in the group.
         """
         owner, creator, number, _ = reference
         if owner != self.me:
@@ -555,16 +634,20 @@ class ReferenceCounts:
         return effects + [SendMessage(holder, ForkAccepted(reference, other)) for other, holder in noted]
 
     def _note(self, reference: RRefId, claimant: Worker) -> OwnedEntry:
-        """Adds and returns an entry for an unknown reference.
+        """Adds and returns an entry for a reference that this owner does not know.
 
-        It is marked as refused if the reference cannot be created.
+        The reference is noted for `claimant`. If it cannot be created any more, or the claimant has named too many such
+        references, the entry is marked as refused.
         """
         owned = self.owned[reference] = OwnedEntry(created=False)
         owned.refused = not (self._may_be_created(reference) and self._add_claim(reference, claimant))
         return owned
 
     def _add_claim(self, reference: RRefId, claimant: Worker) -> bool:
-        """Notes a reference that is not created yet. Returns False if the claimant has named too many of these."""
+        """Notes a reference that is not created yet. Does nothing if it is noted already.
+
+        Returns False, with nothing noted, if `claimant` has named `MAX_CLAIMS` such references.
+        """
         noted = self.noted.get(reference[1:3])
         if noted is not None and reference in noted:
             return True
@@ -576,7 +659,7 @@ class ReferenceCounts:
         return True
 
     def _forget_claim(self, reference: RRefId) -> None:
-        """Removes the note for a reference. Does nothing if there is none."""
+        """Removes a reference from the noted ones. Does nothing if it is not noted."""
         noted = self.noted.get(reference[1:3], {})
         if reference in noted:
             self._uncount_claim(noted.pop(reference))
@@ -584,9 +667,9 @@ class ReferenceCounts:
                 del self.noted[reference[1:3]]
 
     def _forget_claims(self, key: tuple[Worker, int]) -> dict[RRefId, Worker]:
-        """Removes the notes for a creator and number.
+        """Removes all noted references with this creator and number.
 
-        Returns the references, each with the worker that named it; may be empty.
+        Returns the references, each with the worker that named it first; an empty dictionary if there are none.
         """
         noted = self.noted.pop(key, {})
         for claimant in noted.values():
@@ -594,15 +677,15 @@ class ReferenceCounts:
         return noted
 
     def _uncount_claim(self, claimant: Worker) -> None:
-        """Counts one note less for a claimant, which must have at least one."""
+        """Counts one noted reference less for a claimant, which must have at least one."""
         self.claims[claimant] -= 1
         if not self.claims[claimant]:
             del self.claims[claimant]
 
     def _disown_claims(self, lost: Worker) -> list[Effect]:
-        """Keeps the notes of a lost claimant under `NO_CLAIMANT`: other workers may wait for the same references.
+        """Keeps the noted references of a lost claimant under `NO_CLAIMANT`: other workers may wait for them as well.
 
-        Returns refusals of the references that are too many; usually an empty list.
+        Returns refusals of those beyond `MAX_CLAIMS`; usually an empty list.
         """
         effects: list[Effect] = []
         named = [each for noted in self.noted.values() for each, claimant in noted.items() if claimant == lost]
@@ -613,9 +696,9 @@ class ReferenceCounts:
         return effects
 
     def _refuse_other_tokens(self, created: RRefId) -> list[Effect]:
-        """Removes the notes for a reference that is created now.
+        """Removes the notes for the number of a reference that is created now.
 
-        Returns refusals of those with another token; usually none.
+        Returns refusals of those with another token; usually an empty list.
         """
         effects: list[Effect] = []
         for reference in self._forget_claims(created[1:3]):
@@ -624,14 +707,14 @@ class ReferenceCounts:
         return effects
 
     def _refuse_claim(self, reference: RRefId) -> list[Effect]:
-        """Returns refusals of all forks, handles and uses of a reference whose note was removed; may be empty."""
+        """Returns refusals for all forks, handles and uses of a reference whose note was removed."""
         owned = self.owned.get(reference)
         if owned is None:  # it was only used, and somebody may be waiting for its value
             return [RefuseHandle(reference, None), ReleaseValue(reference)]
         return self._refuse_noted(reference, owned) + self._release_if_unused(reference, owned)
 
     def _fork_requested(self, sender: Worker, reference: RRefId, fork: ForkId) -> list[Effect]:
-        """Counts a fork for another worker.
+        """Counts a fork for the sender, which holds it.
 
         Returns `ForkAccepted`; `ForkRefused` if there is no value; an empty list if the reference is not created yet.
         Raises `ProtocolError` if this worker is not the owner, or has counted the fork before.
@@ -651,9 +734,10 @@ class ReferenceCounts:
         return [SendMessage(sender, ForkAccepted(reference, fork))] if owned.created else []
 
     def _fork_accepted(self, sender: Worker, reference: RRefId, fork: ForkId) -> list[Effect]:
-        """Confirms a fork. Returns `ConfirmHandle`, `ChildAccepted` to the parent, and its end if it was dropped.
+        """Confirms a fork that this worker holds.
 
-        Raises `ProtocolError` if this worker did not ask for it, or the sender is not the owner.
+        Returns `ConfirmHandle`, `ChildAccepted` to the worker that passed the fork, and `UserDeleted` if it was
+        dropped. Raises `ProtocolError` if this worker did not ask for it, or the sender is not the owner.
         """
         held = self._answered(sender, reference, fork)
         held.state = CONFIRMED
@@ -664,9 +748,10 @@ class ReferenceCounts:
         return effects + self._delete_if_done(fork, held) if held.dropped else effects
 
     def _fork_refused(self, sender: Worker, reference: RRefId, fork: ForkId) -> list[Effect]:
-        """Removes a fork that the owner does not count. Returns `RefuseHandle`, and `ChildAccepted` to the parent.
+        """Removes a fork that the owner refuses to count.
 
-        Raises `ProtocolError` if this worker did not ask for it, or the sender is not the owner.
+        Returns `RefuseHandle`, and `ChildAccepted` to the worker that passed the fork. Raises `ProtocolError` if this
+        worker did not ask for it, or the sender is not the owner.
         """
         held = self._answered(sender, reference, fork)
         self._forget(fork, held)
@@ -674,7 +759,10 @@ class ReferenceCounts:
         return [RefuseHandle(reference, fork), *told]
 
     def _answered(self, sender: Worker, reference: RRefId, fork: ForkId) -> UserFork:
-        """Returns the fork that the owner answers for. Raises `ProtocolError` if it did not ask, or not this sender."""
+        """Returns the held fork about which the owner was asked with `ForkRequest`, and for which `sender` answers.
+
+        Raises `ProtocolError` if the owner was not asked about this fork, or `sender` is not the owner.
+        """
         held = self.held.get(fork)
         if held is None or held.state is not REQUESTED or held.reference != reference:
             raise ProtocolError(f"an answer came for {fork} of {reference}, which did not ask")
@@ -685,11 +773,10 @@ class ReferenceCounts:
         return held
 
     def _child_accepted(self, sender: Worker, reference: RRefId, fork: ForkId) -> list[Effect]:
-        """Settles a child of a held fork.
+        """Settles a child of a fork that this worker holds: the parent need not wait for it any more.
 
-        Returns the end of the parent if that has only waited for this child, else nothing.
-
-        Raises `ProtocolError` if the child was not made for the sender.
+        Returns `UserDeleted` or `ChildAccepted` for the parent if it was dropped and only waited for this child; else
+        an empty list. Raises `ProtocolError` if this worker did not make the child, or made it for another worker.
         """
         if fork.creator != self.me:
             raise ProtocolError(f"{fork} was not made here")
@@ -703,7 +790,9 @@ class ReferenceCounts:
         return self._delete_if_done(parent, held)
 
     def _user_deleted(self, sender: Worker, reference: RRefId, fork: ForkId) -> list[Effect]:
-        """Removes a counted fork, because its holder has dropped it. Returns `ReleaseValue` if nothing is left.
+        """Removes a counted fork, because its holder has dropped it.
+
+        Returns `ReleaseValue` if no handle and no fork is left.
 
         Raises `ProtocolError` if the sender does not hold the fork.
         """
@@ -716,12 +805,16 @@ class ReferenceCounts:
     # What follows
 
     def _tell_parent(self, parent: Worker, reference: RRefId, fork: ForkId) -> list[Effect]:
-        """Returns `ChildAccepted` to the worker that holds the parent; an empty list if that worker is gone."""
+        """Returns `ChildAccepted` to the worker `parent`, which passed the fork on; empty if it is not in the group."""
         told = new_tuple(ChildAccepted, (reference, fork))
         return [new_tuple(SendMessage, (parent, told))] if parent in self.workers else []
 
     def _delete_if_done(self, fork: ForkId, held: UserFork) -> list[Effect]:
-        """Ends a fork that was dropped and need not wait. Returns the message that says so, or an empty list."""
+        """Ends a fork that was dropped, has no unsettled children, and waits for no answer of the owner.
+
+        Returns `UserDeleted` to the owner, or `ChildAccepted` to the worker that passed an unreported fork. Returns an
+        empty list, with nothing changed, if the fork cannot end yet.
+        """
         if not held.dropped or held.children or held.state is REQUESTED:
             return []  # G2, and: a delete must not overtake its own request
         self._forget(fork, held)
@@ -730,7 +823,7 @@ class ReferenceCounts:
         return [new_tuple(SendMessage, (held.reference.owner, new_tuple(UserDeleted, (held.reference, fork))))]
 
     def _forget(self, fork: ForkId, held: UserFork) -> None:
-        """Removes a held fork and its children from all tables. The fork must be held."""
+        """Removes a held fork and its unsettled children from all tables. Raises `KeyError` if it is not held."""
         del self.held[fork]
         if held.state is UNREPORTED:
             del self.unreported[fork]
@@ -738,14 +831,14 @@ class ReferenceCounts:
             del self.parents[child]
 
     def _settle_child(self, held: UserFork, child: ForkId) -> None:
-        """Removes a child, for which its parent need not wait any more."""
+        """Removes an unsettled child from its parent `held`, which need not wait for it any more."""
         del held.children[child]
         del self.parents[child]
 
     def _release_if_unused(self, reference: RRefId, owned: OwnedEntry) -> list[Effect]:
-        """Removes an entry without handles and forks, and returns `ReleaseValue` if there is something to release.
+        """Removes the entry of an owned reference if it has no handles and no forks.
 
-        Returns an empty list, and keeps the entry, if it is still used.
+        Returns `ReleaseValue` if the entry was removed and there is a value or an error to release; else an empty list.
         """
         if owned.handles or owned.forks:
             return []
@@ -755,10 +848,13 @@ class ReferenceCounts:
         return [new_tuple(ReleaseValue, (reference,))]
 
     def _is_new(self, reference: RRefId) -> bool:
-        """Returns whether a reference is neither known here nor created before."""
+        """Returns whether this owner has no entry for a reference, and the reference was not created before."""
         return reference not in self.owned and self._may_be_created(reference)
 
     def _may_be_created(self, reference: RRefId) -> bool:
-        """Returns whether an unknown reference is not created yet. If not, it was released or cannot be created."""
+        """Returns whether a reference that this owner has no entry for can still be created.
+
+        Returns False if it was created before, and so was released, or if its creator is not in the group.
+        """
         created = self.workers.get(reference.creator)
         return created is not None and reference.number not in created

@@ -16,7 +16,7 @@ from farcall.protocol.ids import ForkId, RRefId, Worker
 
 
 class CreateRequest(NamedTuple):
-    """Creator to owner, with a remote call: create this reference. The creator holds this fork of it."""
+    """Creator to owner, with a call made by `remote`: create this reference. The creator holds this fork of it."""
 
     reference: RRefId
     fork: ForkId
@@ -37,14 +37,20 @@ class ForkAccepted(NamedTuple):
 
 
 class ForkRefused(NamedTuple):
-    """Owner to holder: the fork is not counted. The value is gone with the workers that kept it for the holder."""
+    """Owner to holder: the fork is not counted, because there is no value.
+
+    The handle of the fork must raise when used.
+    """
 
     reference: RRefId
     fork: ForkId
 
 
 class ChildAccepted(NamedTuple):
-    """Holder of a child to holder of its parent: the child is counted or has ended, so the parent need not wait."""
+    """Sent to the worker that passed a fork on: the owner counts the fork, or it has ended.
+
+    The receiver kept its own fork, the parent, until now.
+    """
 
     reference: RRefId
     fork: ForkId
@@ -61,7 +67,7 @@ Message: TypeAlias = CreateRequest | ForkRequest | ForkAccepted | ForkRefused | 
 
 
 class Carried(NamedTuple):
-    """A handle inside a call or a reply: the fork that the sender made for the receiver."""
+    """A handle inside a call or a reply: the reference, and the fork that the sender made for the receiver."""
 
     reference: RRefId
     fork: ForkId
@@ -71,7 +77,7 @@ class Carried(NamedTuple):
 
 
 class SendMessage(NamedTuple):
-    """Send the message. It must arrive once, unless one of the two workers is lost."""
+    """Send this message to the worker `to`. It must be processed there once, unless one of the two workers is lost."""
 
     to: Worker
     message: Message
@@ -84,18 +90,18 @@ class ReleaseValue(NamedTuple):
 
 
 class ConfirmHandle(NamedTuple):
-    """The owner counts this fork, which this worker holds."""
+    """Note that the owner counts this fork, which this worker holds."""
 
     reference: RRefId
     fork: ForkId
 
 
 class RefuseHandle(NamedTuple):
-    """There is no value behind this handle: using it must raise.
+    """Make every use of a handle raise: there is no value behind it.
 
     With a fork: the owner has refused that fork, which this worker holds. Without a fork (None): this worker is the
-    owner, and every use of the reference must raise, of its own handles and of the forks that it has passed on. These
-    are still counted: their ends must be reported, and `ReleaseValue` follows in the end.
+    owner. Every use of the reference must raise, by its own handles and by the forks that it has passed on. These still
+    count, so `ReleaseValue` follows when the last of them has ended.
     """
 
     reference: RRefId
@@ -103,7 +109,7 @@ class RefuseHandle(NamedTuple):
 
 
 class OrphanHandle(NamedTuple):
-    """The owner of this fork, which this worker holds, was lost with the value: using the handle must raise."""
+    """Make every use of this fork's handle raise: its owner is gone, and the value with it."""
 
     reference: RRefId
     fork: ForkId

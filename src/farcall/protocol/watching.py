@@ -32,7 +32,9 @@ from farcall.errors import UsageError
 from farcall.protocol.ids import Worker
 
 NEIGHBOURS: Final = 3
+"""How many successors on the ring a worker watches while they answer."""
 WIDER: Final = 8
+"""By which factor more successors are watched at each turn while none of the watched ones answers."""
 TURNS: Final = 3
 """The number of turns in an interval. At each turn a worker pings some of its neighbours."""
 SHORTEST_PATIENCE: Final = 3
@@ -42,6 +44,7 @@ SHORTEST_PATIENCE: Final = 3
 ASK_BEFORE: Final = 1.0
 """How long before the end of the timeout others are asked."""
 ASK_AGAIN: Final = 2 / TURNS
+"""How long after the first question others are asked about the same silence again."""
 ANSWER_TIME: Final = 0.75
 """The least time that the others have to answer."""
 MARGIN: Final = 0.25
@@ -49,6 +52,7 @@ MARGIN: Final = 0.25
 ISOLATED: Final = 1.5
 """How long after the end of the timeout a watcher that hears nobody declares the others lost."""
 HEARS_NOBODY: Final = 0.5
+"""A watcher whose pings have had no answer from anybody for longer than this counts as one that hears nobody."""
 LATE: Final = 0.25
 """At a tick that is late by more than this, nobody is declared lost."""
 _EARLY: Final = 0.01
@@ -56,7 +60,13 @@ _EARLY: Final = 0.01
 
 
 def check_heartbeat(interval: float, patience: float) -> None:
-    """Checks that the interval is positive and the timeout at least three intervals. Raises `UsageError` if not."""
+    """Checks the options `heartbeat_interval` and `heartbeat_patience`, which are the two arguments, in seconds.
+
+    The first is how often a watched worker gets a heartbeat, the second how long it must be silent before it is lost.
+
+    Raises:
+        UsageError: The first is not positive, or the second is less than three times the first.
+    """
     if not 0 < interval * SHORTEST_PATIENCE <= patience:
         raise UsageError(
             f"heartbeat_interval {interval:g} s and heartbeat_patience {patience:g} s leave no time to ask other "
@@ -66,43 +76,46 @@ def check_heartbeat(interval: float, patience: float) -> None:
 
 
 class Neighbour:
-    """The state of one watched worker. All times are those of the watcher's clock."""
+    """What a watcher knows about one worker that it watches. All times are those of the watcher's own clock."""
 
     __slots__ = ("asked_others", "heard", "pinged", "questions", "unanswered")
 
     def __init__(self, now: float) -> None:
+        """Creates the state of a worker that is watched from `now` on and was not pinged yet."""
         self.heard = now
-        """When it was last heard; before that, when it was first watched."""
+        """When something last arrived from the worker, or was reported by another one; at first, when watching
+        began."""
         self.pinged: int | None = None
-        """The turn of the last ping; None before the first."""
+        """The number of the turn in which it was last pinged; None before the first ping."""
         self.unanswered: float | None = None
-        """When the first ping without an answer was sent; None if there is none."""
+        """When the first ping that is still without an answer was sent; None if all were answered."""
         self.asked_others: float | None = None
-        """When others were first asked about this silence; None if they were not."""
+        """When other workers were first asked about the current silence; None if they were not."""
         self.questions = 0
-        """How often others were asked about this silence."""
+        """How many times other workers were asked about the current silence."""
 
     def forget_questions(self) -> None:
-        """Forgets that other workers were asked about this neighbour, so that they are asked again."""
+        """Forgets that other workers were asked about this neighbour, so that they can be asked again."""
         self.asked_others = None
         self.questions = 0
 
 
 class Watching:
-    """The neighbours that one worker watches, and how long each was silent.
+    """Which workers one worker watches, and how long each of them was silent.
 
-    Its clock leaves out time in which the worker itself did not run.
+    It has its own clock, which leaves out time in which this worker itself did not run. A *tick* is one call of
+    `advance`. A *turn* is a third of an interval; in each turn some watched workers are pinged.
     """
 
     def __init__(self, interval: float, patience: float) -> None:
-        """Creates a watcher of nobody.
+        """Creates the state of a worker that watches nobody yet.
 
         Args:
-            interval: Seconds in which each neighbour is pinged once.
-            patience: The timeout: the least seconds of silence before a neighbour is declared lost.
+            interval: Seconds in which each watched worker is pinged once.
+            patience: The timeout: the least seconds of silence before a watched worker is declared lost.
 
         Raises:
-            UsageError: The interval is not positive, or the timeout is shorter than three intervals.
+            UsageError: `interval` is not positive, or the timeout is shorter than three intervals.
         """
         check_heartbeat(interval, patience)
         self.interval = interval
@@ -110,9 +123,9 @@ class Watching:
         self.watched: dict[Worker, Neighbour] = {}
         """The watched workers, in the order of the ring."""
         self.span = NEIGHBOURS
-        """The number of successors to watch."""
+        """How many successors on the ring the caller should watch (`follow`)."""
         self.turn = 0
-        """The number of turns so far."""
+        """How many turns there were so far."""
         self._clock = 0.0
         self._now: float | None = None
         self._next_turn = 0.0  # by the clock
@@ -124,7 +137,14 @@ class Watching:
     # Time
 
     def advance(self, now: float) -> bool:
-        """Advances the clock to the time `now`, but by one interval at most. Returns whether it is time for a turn."""
+        """Advances the clock of this object to `now`, but by one interval at most.
+
+        Args:
+            now: The current time of the monotonic clock. A time before that of the last call does not move the clock.
+
+        Returns:
+            Whether a new turn has begun, so that workers should be pinged.
+        """
         gap = 0.0 if self._now is None else max(0.0, now - self._now)
         self._now = now
         self._clock += min(gap, self.interval)
@@ -136,7 +156,10 @@ class Watching:
         return True
 
     def next_tick(self) -> float:
-        """Returns the time, on the clock of `advance`, of the next tick. Must be called after each tick."""
+        """Returns when to call `advance` next, as a time of the monotonic clock.
+
+        Must be called after each `advance`.
+        """
         wait = self._next_turn - self._clock
         for neighbour in self.watched.values():
             if neighbour.unanswered is not None:
@@ -154,7 +177,11 @@ class Watching:
     # Whom to watch
 
     def look_further(self) -> bool:
-        """Makes `span` grow while no neighbour answers, and shrink when one does. Returns whether it has changed."""
+        """Makes `span` grow while no watched worker answers, and shrink again when one does.
+
+        Returns:
+            Whether `span` has changed. False after a late tick, when answers may be unread.
+        """
         if self._just_back:
             return False
         before = self.span
@@ -169,19 +196,20 @@ class Watching:
         return self.span != before
 
     def follow(self, neighbours: Iterable[Worker]) -> None:
-        """Watches these workers from now on, in this order, and no others; none if there are none.
+        """Watches these workers from now on, in this order, and no others. What is known about watched ones is kept.
 
-        Keeps the state of those that were watched before.
+        Args:
+            neighbours: The workers to watch, the nearest on the ring first; nobody is watched if it is empty.
         """
         watched = self.watched
         self.watched = {worker: watched.get(worker) or Neighbour(self._clock) for worker in neighbours}
 
     def forget(self, worker: Worker) -> None:
-        """Forgets when a worker was heard, because it is gone. Does nothing if it never was."""
+        """Forgets when a worker that is gone was heard. Does nothing if it was never heard."""
         self._heard.pop(worker, None)
 
     def to_ping(self) -> list[Worker]:
-        """Returns the workers to ping at this turn, perhaps none. Notes that they are pinged now."""
+        """Returns the workers to ping in this turn, perhaps none. Counts them as pinged now."""
         pings: list[Worker] = []
         cycle = max(1, min(TURNS, len(self.watched)))
         alarm = any(map(self._is_quiet, self.watched.values()))
@@ -207,18 +235,18 @@ class Watching:
         return 0.0 if neighbour.unanswered is None else self._clock - neighbour.unanswered
 
     def quiet(self) -> list[Worker]:
-        """Returns the watched workers that have not answered a ping for a whole turn; an empty list if all have."""
+        """Returns the watched workers that have left a ping unanswered for a whole turn; an empty list if none have."""
         return [worker for worker, neighbour in self.watched.items() if self._is_quiet(neighbour)]
 
     def _is_quiet(self, neighbour: Neighbour) -> bool:
-        """Returns whether a neighbour has not answered a ping for a whole turn."""
+        """Returns whether a watched worker has left a ping unanswered for a whole turn."""
         asked = neighbour.unanswered
         return asked is not None and self._clock - asked >= (1 / TURNS - 2 * _EARLY) * self.interval
 
     # What is heard
 
     def heard(self, worker: Worker) -> None:
-        """Notes that something has arrived from a worker, which ends its silence if it is watched."""
+        """Notes that something has arrived from a worker, which ends its silence. The worker need not be watched."""
         if self._hears_nobody():
             # Whatever cut us off is over. All others are asked again, and about them.
             for neighbour in self.watched.values():
@@ -228,7 +256,10 @@ class Watching:
         self.vouched_for(worker)
 
     def vouched_for(self, worker: Worker) -> None:
-        """Notes that another worker has just heard a worker. Does nothing if that worker is not watched."""
+        """Notes that another worker has just heard this one, which ends its silence.
+
+        Does nothing if it is not watched.
+        """
         neighbour = self.watched.get(worker)
         if neighbour is not None:
             neighbour.heard = self._clock
@@ -236,18 +267,28 @@ class Watching:
             neighbour.forget_questions()
 
     def heard_of_late(self) -> list[Worker]:
-        """Returns all workers, watched or not, that were heard within the timeout; an empty list if none."""
+        """Returns all workers, watched or not, from which something arrived within the timeout before now.
+
+        The timeout is the option `heartbeat_patience`. Returns an empty list if there are none.
+        """
         since = self._clock - self.patience
         return [worker for worker, heard in self._heard.items() if heard >= since]
 
     def silence(self, worker: Worker) -> float:
-        """Returns for how long a watched worker was not heard, in seconds. Raises `KeyError` if it is not watched."""
+        """Returns how many seconds ago a watched worker was last heard, by this object or by another worker.
+
+        Raises:
+            KeyError: The worker is not watched.
+        """
         return self._clock - self.watched[worker].heard
 
     def to_ask_about(self) -> list[Worker]:
-        """Returns the workers to ask others about at this turn, perhaps none. Notes that others are asked now.
+        """Returns the silent workers that other workers should be asked about now. Counts the question as asked.
 
-        Others are asked about each silence twice at most. Nobody is asked after a late tick, or if nobody is heard.
+        Others are asked about each silence at most twice.
+
+        Returns:
+            The workers; an empty list if there are none, after a late tick, or if this worker hears nobody at all.
         """
         if self._just_back or self._hears_nobody():
             return []  # there is nobody to ask
@@ -266,7 +307,14 @@ class Watching:
         return found
 
     def dead(self) -> list[Worker]:
-        """Returns the workers to declare lost now; an empty list if there are none, or after a late tick."""
+        """Returns the watched workers to declare lost now, because they were silent for the timeout.
+
+        Others must have been asked about them, and must not hear them either; unless this worker hears nobody at all
+        for even longer.
+
+        Returns:
+            The workers; an empty list if there are none, or after a late tick, when answers may be unread.
+        """
         if self._just_back:
             return []
         silent_since = self._clock - self.patience - MARGIN * self.interval
@@ -288,5 +336,5 @@ class Watching:
         ]
 
     def _hears_nobody(self) -> bool:
-        """Returns whether pings were sent half an interval ago or earlier, and nobody was heard since."""
+        """Returns whether the oldest ping without any answer since was sent more than half an interval ago."""
         return self._unanswered is not None and self._clock - self._unanswered > HEARS_NOBODY * self.interval

@@ -23,20 +23,25 @@ together they are one range.
 
 
 class Watermark:
-    """The numbers that were seen: all numbers up to `mark`, and those in `beyond`. Empty at first, with the mark 0."""
+    """The numbers of a sequence that were seen: all numbers up to `mark`, and those in `beyond`. Empty at first."""
 
     __slots__ = ("beyond", "mark")
 
     def __init__(self) -> None:
+        """Creates an empty set."""
         self.mark = 0
+        """All numbers up to this one were seen; 0 at first."""
         self.beyond: list[tuple[int, int]] = []
-        """Ranges, each with its first and last number. They are sorted, and no two of them touch."""
+        """The seen numbers above `mark + 1`, as pairs of first and last number, sorted. No two pairs touch."""
 
     def add(self, number: int) -> bool:
-        """Marks a number as seen. Returns False if it was seen before; numbers below 1 count as seen.
+        """Marks a number as seen.
+
+        Returns:
+            True if the number is new; False if it was seen before, or is below 1.
 
         Raises:
-            ProtocolError: There are `MAX_RANGES` ranges beyond the mark, and this would be another. Nothing is changed.
+            ProtocolError: There are `MAX_RANGES` pairs in `beyond`, and this would be another. Nothing is changed.
         """
         if number <= self.mark:
             return False
@@ -63,6 +68,7 @@ class Watermark:
         return True
 
     def __contains__(self, number: int) -> bool:
+        """Returns whether a number was seen. Numbers below 1 count as seen."""
         place = bisect_left(self.beyond, (number + 1,))
         return number <= self.mark or (place > 0 and self.beyond[place - 1][1] >= number)
 

@@ -25,14 +25,15 @@ _TOKEN_KEY: Final = "RpcGroupManagementToken"
 
 @contextmanager
 def _group_membership_management(store: Any, name: str, is_join: bool) -> Iterator[None]:
-    """Context manager: a lock among all workers that share a store of torch's.
+    """Context manager: a lock that one worker at a time holds, among all workers that share a store of torch's.
 
-    The lock is released at the end of the block.
+    Waits until the lock is free, and releases it at the end of the block.
 
     Args:
-        store: A store of torch's.
+        store: A `torch.distributed.Store`.
         name: The name of this worker.
-        is_join: True to join, False to leave; only for the name of the token.
+        is_join: True if the worker joins, False if it leaves. It only becomes part of the value that stands for the
+            lock.
 
     Raises:
         RuntimeError: The store failed, or the worker that has the lock did not release it within the store's timeout.
@@ -62,7 +63,10 @@ def _update_group_membership(
     Args:
         worker_info: The worker.
         my_devices: The devices that calls may use on this worker.
-        reverse_device_map: For each worker, which of its devices receives replies from which of ours.
+        reverse_device_map: For the name of each caller, a map from devices of this worker to devices of the caller.
         is_join: True if it has joined, False if it has left.
+
+    Raises:
+        RuntimeError: This process is not a worker.
     """
     _get_current_rpc_agent()._update_group_membership(worker_info, my_devices, reverse_device_map, is_join)

@@ -33,7 +33,10 @@ from farcall.transports.network import local_address_towards, local_addresses
 
 
 class InterpreterWaits(ServerInterceptor):
-    """Measures how long threads of the executor wait for the interpreter's lock before each function."""
+    """An interceptor that measures how long threads of the executor wait for the interpreter's lock.
+
+    It measures before each function that another worker calls.
+    """
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
@@ -53,7 +56,12 @@ class InterpreterWaits(ServerInterceptor):
             self._seconds += seconds
 
     def intercept(self, call: ServerCall, proceed: Callable[[ServerCall], Any]) -> Any:
-        """Measures one wait for the interpreter's lock, then runs the call. Returns and raises what the call does."""
+        """Measures one wait for the interpreter's lock, then runs the call. Returns and raises what the call does.
+
+        Args:
+            call: The call.
+            proceed: Runs the call.
+        """
         self.measure()
         return proceed(call)
 
@@ -69,7 +77,13 @@ _LOOPBACK: Final = "127.0.0.1"
 
 
 class TensorPipeAgent(Agent):
-    """The agent of a worker, for programs written for torch."""
+    """The agent of a worker, for programs written for torch.
+
+    Attributes:
+        device_maps: The device maps of this worker, by the name of the callee.
+        reverse_device_maps: For the name of each caller, a map from devices of this worker to devices of the caller.
+        used_devices: The devices that calls may use on this worker.
+    """
 
     function_runner = staticmethod(runner_of)
 
@@ -91,9 +105,9 @@ class TensorPipeAgent(Agent):
             rank: The rank of this worker.
             world_size: The number of workers; None or 0 for an open group.
             rpc_backend_options: The options. The agent keeps a copy.
-            reverse_device_maps: For the name of each caller, which of its devices each device of this worker stands
-                for.
-            devices: The devices that calls may use on this worker.
+            reverse_device_maps: For the name of each caller, a map from devices of this worker to devices of the
+                caller, for replies. May be empty.
+            devices: The devices that calls may use on this worker; may be empty.
 
         Raises:
             RuntimeError: torch does not accept the name.
@@ -108,7 +122,7 @@ class TensorPipeAgent(Agent):
         self._may_leave = False
         self._infos: dict[int, WorkerInfo] = {}
         self.reverse_device_maps = reverse_device_maps
-        """For a caller's name: where its device is that stands for ours."""
+        """For the name of each caller, a map from devices of this worker to devices of the caller."""
         self.used_devices = devices
         self._interpreter_waits: InterpreterWaits | None = None
 
@@ -133,30 +147,32 @@ class TensorPipeAgent(Agent):
         return self._is_static_group
 
     def _own_options(self, opts: _TensorPipeRpcBackendOptionsBase) -> RpcBackendOptions:
-        """Returns the options for farcall's own agent. A subclass may change them."""
+        """Returns `opts` as options for farcall's own agent. A subclass may change them."""
         return opts.for_agent()
 
     def failure_to_send(self, name: str, error: BaseException) -> BaseException:
-        """Returns the exception that the caller of a function gets.
+        """Returns the exception that the caller of a function gets. Prints `error` to standard error, as torch does.
 
-        Also prints the original to standard error, as torch does.
+        The caller gets `error` itself, unless its type cannot be created from a text alone. Then it is a `RuntimeError`
+        with `error` as its cause. Raises nothing.
 
         Args:
-            name: The name of the function.
-            error: What the function raised. If its type cannot be created from a message alone, a `RuntimeError` is
-                returned, with `error` as its cause.
+            name: The name of the function; ignored.
+            error: What the function raised.
         """
         return exception_for_caller(error, self.get_worker_info())
 
     # The end
 
     def join(self, shutdown: bool = False, timeout: float = 0.0) -> None:
-        """Waits until all workers have called `join` and no call is running anywhere.
+        """Waits until all workers have called `join` and no call is running on any of them.
+
+        In an open group with `shutdown=True`, waits only until no call is running on this worker.
 
         Args:
             shutdown: True if this worker will leave next. Then it also tells the other workers, so that none takes it
                 for lost.
-            timeout: How many seconds to wait; 0 means no limit.
+            timeout: How many seconds to wait at most; 0 means no limit.
 
         Raises:
             ShutdownError: The timeout expired, or a worker was lost.
@@ -173,11 +189,12 @@ class TensorPipeAgent(Agent):
         """Leaves the group and releases all resources. Does nothing the second time.
 
         Args:
-            graceful: Whether to wait first until all workers are done. Ignored after `join(shutdown=True)`.
-            timeout: How many seconds to wait; 0 means no limit.
+            graceful: Whether to wait first until the work of all workers is done; in an open group, of this one.
+                Ignored after `join(shutdown=True)`.
+            timeout: How many seconds to wait at most; 0 means no limit. Ignored if `graceful` is False.
 
         Raises:
-            ShutdownError: The wait failed. All resources have been released all the same.
+            ShutdownError: The wait timed out, or a worker was lost. All resources have been released all the same.
         """
         if self._may_leave:
             self.close_after_leaving()
@@ -211,7 +228,7 @@ class TensorPipeAgent(Agent):
         return [as_torch(info) for info in super().get_worker_infos()]
 
     def get_debug_info(self) -> dict[str, str]:
-        """Returns counters of the agent as text, under torch's names and under farcall's own."""
+        """Returns counters of the agent as texts by name, under torch's names and under farcall's own."""
         metrics = self.get_metrics()
         return {
             **super().get_debug_info(),
@@ -228,9 +245,12 @@ class TensorPipeAgent(Agent):
         return {} if waits is None else {"agent.gil_average_wait_time_us": f"{waits.average():.3f}"}
 
     def enable_gil_profiling(self, flag: bool) -> None:
-        """Starts measuring how long threads wait for the interpreter's lock before each function; False stops it.
+        """Starts or stops measuring how long threads wait for the interpreter's lock before each function.
 
         Earlier measurements are dropped in either case.
+
+        Args:
+            flag: True to start, False to stop.
         """
         if self._interpreter_waits is not None:
             self.remove_interceptor(self._interpreter_waits)
@@ -272,14 +292,15 @@ class TensorPipeAgent(Agent):
         reverse_device_map: dict[str, DeviceMap],
         is_join: bool,
     ) -> None:
-        """Stores the devices and device maps of a worker that has joined, or forgets those of a worker that has left.
+        """Stores the devices and device maps of a worker that has joined, or deletes those of a worker that has left.
 
-        The group itself already knows who has joined and left.
+        The membership of the group does not change.
 
         Args:
-            worker_info: The worker.
-            my_devices: The devices that calls may use on this worker; only for a worker that has joined.
-            reverse_device_map: By worker, which of its devices each device of this worker stands for; likewise.
+            worker_info: The worker that has joined or left.
+            my_devices: The devices that calls may now use on this worker. Ignored if a worker has left.
+            reverse_device_map: For the name of each caller, a map from devices of this worker to devices of the caller,
+                which replaces an earlier one of that caller. Ignored if a worker has left.
             is_join: True if the worker has joined, False if it has left.
         """
         if is_join:
@@ -292,7 +313,10 @@ class TensorPipeAgent(Agent):
 def _rendezvous_of(store: Any, rank: int, world_size: int | None) -> Rendezvous:
     """Returns the rendezvous of the group that uses a store of torch's. The first worker chooses the id of the run.
 
-    Raises `RendezvousError` if the store is gone.
+    Args:
+        store: A `torch.distributed.Store`. Raises `RendezvousError` if it is gone.
+        rank: The rank of this worker.
+        world_size: The number of workers; None for an open group.
     """
     ours = TorchStore(store, rank, world_size)
     run = ours.set_new(_RUN_KEY, uuid.uuid4().hex.encode()).decode()
@@ -300,10 +324,10 @@ def _rendezvous_of(store: Any, rank: int, world_size: int | None) -> Rendezvous:
 
 
 def _address_for_others(store: Any) -> str:
-    """Returns the address at which other workers reach this one.
+    """Returns the IP address at which other workers reach this one.
 
-    This is the local address of the route to the store, if the store has an address. Otherwise it is the first address
-    of this machine, or loopback if there is none.
+    If the store of torch's has an address, that is the local address of the route to it. Otherwise it is the first
+    address of this machine, or loopback if there is none.
     """
     while hasattr(store, "underlying_store"):
         store = store.underlying_store
@@ -314,9 +338,12 @@ def _address_for_others(store: Any) -> str:
 
 
 def enable_gil_profiling(flag: bool) -> None:
-    """Starts measuring how long threads of this worker wait for the interpreter's lock; False stops it.
+    """Starts or stops measuring how long threads of this worker wait for the interpreter's lock.
 
-    `get_debug_info` has the average.
+    `get_debug_info` has the average as `agent.gil_average_wait_time_us`.
+
+    Args:
+        flag: True to start, False to stop.
 
     Raises:
         NotInitializedError: This process is not a worker.

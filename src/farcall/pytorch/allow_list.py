@@ -60,16 +60,20 @@ def _allow_list_of(agent: Any) -> AllowList | None:
 
 
 def load(pickled: bytes) -> Any:
-    """Unpickles a pickle from another worker; on a worker with an allow-list, as plain data only.
+    """Unpickles a pickle that came from another worker; on a worker with an allow-list, as plain data only.
 
-    Raises `SerializationError` if it is damaged, and `NotAllowedError` if it needs something that is not allowed.
+    Raises `SerializationError` if the pickle is damaged, and `NotAllowedError` if it needs something that is not
+    allowed.
     """
     allow_list = current_allow_list()
     return loads(pickled) if allow_list is None else loads_restricted(pickled, (), allow_list)
 
 
 def check_function(function: Any) -> None:
-    """Raises `NotAllowedError` if this worker has an allow-list and other workers may not call this function here."""
+    """Returns None if other workers may call this function here, else raises `NotAllowedError`.
+
+    On a worker without an allow-list, they may call any.
+    """
     allow_list = current_allow_list()
     if allow_list is None:
         return
@@ -84,11 +88,13 @@ def check_function(function: Any) -> None:
 def find_function(named: bytes, agent: Any) -> Any:
     """Returns the function that a name from `encode_function` stands for.
 
-    Raises `SerializationError` if there is none on this worker, and `NotAllowedError` if others may not call it here.
-
     Args:
-        named: Module and name, as bytes.
+        named: The module and the name of the function, as bytes.
         agent: The agent of this worker.
+
+    Raises:
+        SerializationError: There is no such function on this worker.
+        NotAllowedError: The allow-list of this worker does not have it.
     """
     allow_list = _allow_list_of(agent) if agent.options.allow is not None else None
     if allow_list is None:
@@ -99,10 +105,12 @@ def find_function(named: bytes, agent: Any) -> Any:
 
 
 def check_script(name: str) -> None:
-    """Raises `NotAllowedError` if this worker has an allow-list and others may not run this script function.
+    """Returns None if other workers may run this script function here, else raises `NotAllowedError`.
+
+    On a worker without an allow-list, they may run any.
 
     Args:
-        name: The qualified name, for example `__torch__.service.predict`.
+        name: The qualified name of the function, for example `__torch__.service.predict`.
     """
     allow_list = current_allow_list()
     if allow_list is not None:
@@ -111,9 +119,9 @@ def check_script(name: str) -> None:
 
 
 def find_operator(name: str) -> Callable[..., Any]:
-    """Returns a builtin operator by its name, for example `aten::add`.
+    """Returns a builtin operator of torch by its name, for example `aten::add`.
 
-    Raises `RuntimeError` if there is none, and `NotAllowedError` if others may not call it here.
+    Raises `RuntimeError` if there is none, and `NotAllowedError` if the allow-list of this worker does not have it.
     """
     namespace, _, operator = name.partition("::")
     full = f"torch.ops.{namespace}.{operator}"
@@ -134,7 +142,7 @@ def find_operator(name: str) -> Callable[..., Any]:
 
 
 def _text_arguments(name: str) -> list[Any]:
-    """Returns the arguments of all overloads of an operator that can be texts; an empty list if none can."""
+    """Returns the arguments of all overloads of the operator `name` that can be texts; an empty list if none can."""
     schemas = torch._C._jit_get_schemas_for_operator(name)
     return [argument for schema in schemas for argument in schema.arguments if "str" in str(argument.type)]
 
@@ -146,9 +154,12 @@ def may_be_called(function: F) -> F:
 
 
 def check_kinds(*expected: tuple[Any, type]) -> None:
-    """Raises `TypeError` unless each value, which came from another worker, is exactly of its type.
+    """Returns None if each value is exactly of its type, else raises `TypeError`. For values from other workers.
 
-    Subclasses do not count.
+    An object of a subclass is refused.
+
+    Args:
+        *expected: Pairs of a value and its type.
     """
     for value, kind in expected:
         if type(value) is not kind:
@@ -156,14 +167,17 @@ def check_kinds(*expected: tuple[Any, type]) -> None:
 
 
 def check_numbers(*numbers: Any) -> None:
-    """Raises `TypeError` unless each value, which came from another worker, is an integer from 0 to 2**64 - 1."""
+    """Returns None if each value is an integer from 0 to 2**64 - 1, else raises `TypeError`.
+
+    It is for values from other workers.
+    """
     for number in numbers:
         if type(number) is not int or not 0 <= number < 1 << 64:
             raise TypeError("something else came from another worker in place of the number of a context or message")
 
 
 def check_tensors(tensors: Any) -> None:
-    """Raises `TypeError` unless the value, which came from another worker, is a list of tensors."""
+    """Returns None if the value is a list of tensors, else raises `TypeError`. For values from other workers."""
     check_kinds((tensors, list))
     for tensor in tensors:
         if not isinstance(tensor, torch.Tensor):

@@ -81,7 +81,7 @@ _new_rref = PyRRef.__new__
 
 @contextlib.contextmanager
 def _use_rpc_pickler(rpc_pickler: Any) -> Iterator[None]:
-    """Context manager: uses another pickler for functions and arguments of calls inside the block.
+    """Context manager: inside it, all threads of this process pickle calls of Python functions with another pickler.
 
     Args:
         rpc_pickler: An object with `serialize` and `deserialize`, like torch's `_InternalRPCPickler`.
@@ -108,12 +108,12 @@ def _set_and_start_rpc_agent(agent: Any) -> None:
 
 
 def _reset_current_rpc_agent() -> None:
-    """Forgets the agent of this process, without closing it."""
+    """Makes this process no longer a worker, without closing its agent. Does nothing if it is none."""
     _farcall.release()
 
 
 def _require_initialized(func: Callable[_P, _R]) -> Callable[_P, _R]:
-    """Decorator: makes a function raise `NotInitializedError` (a `RuntimeError`) unless this process is a worker."""
+    """Decorator: makes `func` raise `NotInitializedError` (a `RuntimeError`) unless this process is a worker."""
 
     @functools.wraps(func)
     def wrapper(*args: _P.args, **kwargs: _P.kwargs) -> _R:
@@ -125,7 +125,7 @@ def _require_initialized(func: Callable[_P, _R]) -> Callable[_P, _R]:
 
 
 def _init_rpc_states(agent: Any) -> None:
-    """Makes `agent` the agent of this process, unless its backend has done so, and records the names of all workers."""
+    """Records the names of all workers, and makes `agent` the agent of this process unless its backend has done so."""
     global _ALL_WORKER_NAMES
     _ALL_WORKER_NAMES = _all_names(agent)
     if not _is_current_rpc_agent_set():
@@ -139,7 +139,7 @@ def get_worker_info(worker_name: str | int | WorkerInfo | None = None) -> Worker
     """Returns the name and rank of a worker.
 
     Args:
-        worker_name: The name of a worker, or its rank; None for this worker.
+        worker_name: The name of a worker, its rank, or its `WorkerInfo`; None for this worker.
 
     Returns:
         A `WorkerInfo` with `name` and `id`. It can be used as `to` in calls.
@@ -151,9 +151,13 @@ def get_worker_info(worker_name: str | int | WorkerInfo | None = None) -> Worker
 
 
 def _to_worker_info(to: Any, agent: Any = None) -> WorkerInfo:
-    """Returns the `WorkerInfo` for a name, a rank or a `WorkerInfo`.
+    """Returns the `WorkerInfo` for a name, a rank or a `WorkerInfo`, which is returned unchecked.
 
     Raises `RuntimeError` if there is no such worker, and `ValueError` for any other type.
+
+    Args:
+        to: The worker.
+        agent: The agent to ask; None for the agent of this process.
     """
     if isinstance(to, WorkerInfo):
         return to
@@ -171,10 +175,14 @@ def get_rpc_timeout() -> float:
 
 
 def _set_rpc_timeout(rpc_timeout_seconds: float) -> None:
-    """Sets the default timeout of this worker's calls in seconds; 0 means no timeout.
+    """Sets the default timeout of this worker's calls.
 
-    Raises `UsageError` for a negative number or anything but a number, and `RuntimeError` if this process is not a
-    worker.
+    Args:
+        rpc_timeout_seconds: Seconds; 0 means no timeout. A negative number, and anything but a number, raises
+            `UsageError`.
+
+    Raises:
+        RuntimeError: This process is not a worker.
     """
     _farcall._set_rpc_timeout(rpc_timeout_seconds)
 
@@ -195,9 +203,10 @@ def track_future(future: Any) -> Any:
 
 @contextlib.contextmanager
 def _wait_all() -> Iterator[None]:
-    """Context manager: at the end of the block, waits for all futures that `rpc_async` returned to this thread inside.
+    """Context manager: at its end, waits for all futures that `rpc_async` returned to this thread inside the block.
 
-    Raises the first error of a future. Blocks can be nested; each waits for its own futures.
+    Raises the error of a future that fails, without waiting for the others. Blocks can be nested; each waits for its
+    own futures.
 
     Example:
         with rpc.api._wait_all():
@@ -288,9 +297,18 @@ def _invoke_rpc(
     kwargs: Mapping[str, Any] | None = None,
     rpc_timeout: float = UNSET_RPC_TIMEOUT,
 ) -> Any:
-    """Makes a call and returns its future: farcall's own for a plain call, possibly torch's if interceptors are active.
+    """Makes a call, and returns its future: one of farcall for a plain call, else possibly one of torch.
 
-    Raises what `rpc_async` raises. If the worker cannot be reached, the future fails instead.
+    A plain call is one in which no interceptor takes part. If the worker cannot be reached, the future fails. All other
+    errors are raised here, as by `rpc_async`.
+
+    Args:
+        to: The name, the rank or the `WorkerInfo` of the worker.
+        func: The function. Raises `TypeError` if it is not callable.
+        rpc_type: How it is called: for `rpc_sync` or for `rpc_async`.
+        args: The positional arguments; None for none.
+        kwargs: The keyword arguments; None for none.
+        rpc_timeout: Seconds until the future fails; 0 for no timeout. By default the timeout of `init_rpc`'s options.
     """
     if not callable(func):
         raise TypeError("function should be callable.")
@@ -371,7 +389,7 @@ def remote(
 
 
 def _rref_typeof_on_owner(rref: PyRRef[Any], blocking: bool = True) -> Any:
-    """Returns the type of a value that this worker owns; with `blocking=False`, a future of it.
+    """Waits for a value that this worker owns, and returns its type; with `blocking=False`, a future that has the type.
 
     Raises what the function raised that should have created the value.
     """
@@ -382,7 +400,14 @@ def _rref_typeof_on_owner(rref: PyRRef[Any], blocking: bool = True) -> Any:
 def _rref_typeof_on_user(rref: PyRRef[Any], timeout: float = UNSET_RPC_TIMEOUT, blocking: bool = True) -> Any:
     """Returns the type of a value that another worker owns; with `blocking=False`, a future of it.
 
-    Raises what `rpc_sync` raises, with this timeout in seconds.
+    Args:
+        rref: The reference to the value.
+        timeout: Seconds until asking fails; 0 for no timeout. By default the timeout of `init_rpc`'s options.
+        blocking: Whether to wait for the answer.
+
+    Raises:
+        RuntimeError: The call timed out, or the owner was lost.
+        Exception: What the function raised that should have created the value.
     """
     future = rpc_async(rref.owner(), _rref_typeof_on_owner, args=(rref,), timeout=timeout)
     return future.wait() if blocking else future
@@ -455,16 +480,16 @@ class _ProceedSignal(threading.Event):
 
 
 class AllGatherStates:
-    """The state of one `_all_gather` in one worker: what has arrived so far, and the signal that everything has.
+    """The state of one call of `_all_gather` on one worker: the objects so far, and the signal that all are there.
 
-    Programs that gather over groups of their own create these themselves, and call functions of their own by RPC.
+    Programs that exchange objects among groups of their own create these themselves.
     """
 
     def __init__(self) -> None:
         self.gathered_objects: dict[str, Any] = {}
         """The objects by worker name.
 
-        In the leader what has arrived; in the others empty until the leader sends everything.
+        On the leader, those that have arrived so far. On the others, empty until the leader sends all of them.
         """
         self.proceed_signal: threading.Event = _ProceedSignal()
         """Set when `gathered_objects` is complete."""
@@ -475,17 +500,20 @@ class AllGatherStates:
 _ALL_WORKER_NAMES: set[str] = set()
 """The names of all workers, set when the agent starts. In a fixed group `_all_gather` waits for them."""
 _all_gather_dict_lock = threading.RLock()
-"""Held while one of the next two is read or changed."""
+"""Held while `_all_gather_sequence_id` or `_all_gather_sequence_id_to_states` is read or changed."""
 _all_gather_sequence_id: dict[str, int] = {}
-"""How often this worker has gathered with each set of workers. Keys are their sorted names, separated by commas."""
+"""How often this worker has called `_all_gather` with a set of workers. Keys are their sorted names with commas."""
 _all_gather_sequence_id_to_states: collections.defaultdict[str, AllGatherStates] = collections.defaultdict(
     AllGatherStates
 )
-"""The gatherings in progress, by sequence ID: a key of `_all_gather_sequence_id`, `#`, and the number."""
+"""The calls of `_all_gather` in progress, by sequence id: a key of `_all_gather_sequence_id`, `#`, and a number."""
 
 
 def _reset_gatherings() -> None:
-    """Forgets all gatherings, for a new agent: they belong to an earlier agent, or to the parent process."""
+    """Deletes the state of all calls of `_all_gather`, for a new agent.
+
+    The state belongs to an earlier agent, or to the parent process.
+    """
     global _all_gather_dict_lock
     _all_gather_dict_lock = threading.RLock()  # in a forked child a thread of the parent may hold the old lock for ever
     _all_gather_sequence_id.clear()
@@ -493,9 +521,10 @@ def _reset_gatherings() -> None:
 
 
 def _enter_gathering(names: Collection[str]) -> tuple[str, AllGatherStates]:
-    """Returns the id of the next gathering of these workers, and its state.
+    """Returns the sequence id of the next `_all_gather` of these workers, and its state.
 
-    Every call counts as another gathering. The caller removes the state when it has finished.
+    The sequence id is their names and a number. Every call of this function takes the next number. The caller deletes
+    the state at the end.
     """
     key = ",".join(sorted(names))
     with _all_gather_dict_lock:
@@ -506,9 +535,9 @@ def _enter_gathering(names: Collection[str]) -> tuple[str, AllGatherStates]:
 
 
 def _find_gathering(sequence_id: Any) -> AllGatherStates | None:
-    """Returns the states of a gathering, and creates them if this worker has not entered it yet.
+    """Returns the state of the `_all_gather` with this sequence id; creates it if this worker has not called that yet.
 
-    Returns None if this worker has already left the gathering.
+    Returns None if this worker has returned from it already.
     """
     key, _, number = sequence_id.rpartition("#") if isinstance(sequence_id, str) else (sequence_id, "", "")
     with _all_gather_dict_lock:
@@ -522,18 +551,18 @@ def _find_gathering(sequence_id: Any) -> AllGatherStates | None:
 def _gather_to_leader(
     sequence_id: Any, worker_name: str, obj: Any, worker_names: Collection[str] | None = None
 ) -> None:
-    """Called remotely on the leader: takes the object of a worker that has entered a gathering.
+    """Called remotely on the leader of an `_all_gather`: stores the object of one worker.
 
     Args:
-        sequence_id: The gathering.
-        worker_name: The worker that has entered.
-        obj: Its object.
+        sequence_id: Which `_all_gather`; see `_enter_gathering`.
+        worker_name: The worker whose object it is.
+        obj: The object.
         worker_names: The workers that take part; None or empty for all.
 
     Raises:
-        AssertionError: The worker is not one of all workers, or has entered before.
+        AssertionError: The worker is not one of all workers, or its object is stored already.
         RuntimeError: The leader has stopped waiting.
-        TypeError: `worker_names` is not a collection of names.
+        TypeError: `worker_names` is not a set, frozenset, list or tuple.
     """
     # Another worker could send a huge `range`, which would take for ever to walk through.
     if type(worker_names) not in (set, frozenset, list, tuple, type(None)):
@@ -557,9 +586,13 @@ def _gather_to_leader(
 
 @may_be_called
 def _broadcast_to_followers(sequence_id: Any, objects_map: dict[str, Any]) -> None:
-    """Called remotely on the other workers: takes the objects of all.
+    """Called remotely on the other workers of an `_all_gather`: stores the objects of all workers, and ends their wait.
 
-    Does nothing if this worker has stopped waiting. Raises `AssertionError` if it is called twice for one gathering.
+    Does nothing if this worker has stopped waiting. Raises `AssertionError` if it has the objects already.
+
+    Args:
+        sequence_id: Which `_all_gather`; see `_enter_gathering`.
+        objects_map: The objects by worker name.
     """
     states = _find_gathering(sequence_id)
     if states is None:  # this worker has stopped waiting
@@ -580,14 +613,14 @@ def _all_gather(
 ) -> dict[str, Any]:
     """Waits until each of these workers has called it, and returns the objects that they gave, by worker name.
 
-    The worker whose name sorts first is the leader: the others send it their objects, and it sends everything to them.
-    It returns last, so it finds the others past their `_all_gather`.
+    The worker whose name sorts first is the leader: the others send it their objects, and it sends all objects to them.
+    The leader waits up to a second for the others to return first.
 
     Args:
         obj: The object of this worker; anything that can be sent in a call.
         worker_names: The workers that take part; None or empty for all.
-        timeout: Seconds for each of these calls, and for waiting. By default calls have their usual timeout, and
-            waiting has none.
+        timeout: Seconds for each message, and for the wait; 0 for no limit. By default messages have the default
+            timeout of calls, and the wait has no limit.
 
     Raises:
         RuntimeError: A worker was lost or did not come in time (`WorkerLostError`, `RpcTimeoutError`), or this worker
@@ -622,7 +655,7 @@ def _is_static(agent: Any) -> bool:
 
 
 def _all_names(agent: Any) -> set[str]:
-    """Returns the names of all workers. In a fixed group lost workers are included.
+    """Returns the names of all workers in the group of `agent`. In a fixed group lost workers are included.
 
     Without them, workers that do not know of a loss yet would wait for other names than this one.
     """
@@ -632,9 +665,18 @@ def _all_names(agent: Any) -> set[str]:
 
 
 def _wait_for_workers(agent: Any, states: AllGatherStates, names: set[str], limit: float) -> None:
-    """Waits until a gathering is complete, for `limit` seconds (0: without limit).
+    """Waits until the objects of all workers are there in an `_all_gather`.
 
-    Raises `RpcTimeoutError` at the limit, `WorkerLostError` if a worker was lost, and the agent's error if it closed.
+    Args:
+        agent: The agent of this worker.
+        states: The state of the `_all_gather`.
+        names: The workers that take part.
+        limit: How many seconds to wait; 0 for no limit.
+
+    Raises:
+        RpcTimeoutError: The limit is over.
+        WorkerLostError: A worker was lost or has left.
+        RpcError: The agent was closed.
     """
     deadline = monotonic() + limit if limit else FOREVER
     while not states.proceed_signal.wait(max(0.0, min(deadline - monotonic(), _CHECK_INTERVAL_S))):
@@ -652,9 +694,17 @@ def _wait_for_workers(agent: Any, states: AllGatherStates, names: set[str], limi
 
 
 def _send_to_followers(sequence_id: Any, followers: Sequence[str], objects: dict[str, Any], rpc_timeout: float) -> None:
-    """Sends the gathered objects to all other workers, and waits for their replies.
+    """Sends the objects of all workers to the other workers of an `_all_gather`, and waits for their replies.
 
-    Raises `WorkerLostError` if the only failures are lost workers, and `RpcTimeoutError` for any other failure.
+    Args:
+        sequence_id: Which `_all_gather`; see `_enter_gathering`.
+        followers: The names of the other workers; may be empty.
+        objects: The objects by worker name.
+        rpc_timeout: The timeout of each call in seconds; 0 for none.
+
+    Raises:
+        WorkerLostError: Workers were lost, and nothing else failed.
+        RpcTimeoutError: Any other failure, after all workers were tried.
     """
     told, errors = {}, {}
     for name in followers:
@@ -683,10 +733,15 @@ def _send_to_followers(sequence_id: Any, followers: Sequence[str], objects: dict
 
 @_require_initialized
 def _barrier(worker_names: Collection[str]) -> None:
-    """Waits until all given workers have called this function; an empty collection means all workers.
+    """Waits until all given workers have called this function.
 
-    If that fails or a name is unknown, the error is logged and not raised, as in torch. Raises `NotInitializedError` if
-    this process is not a worker.
+    If that fails or a name is unknown, the error is logged and not raised, as in torch.
+
+    Args:
+        worker_names: The names of the workers, this one included. Empty means all workers.
+
+    Raises:
+        NotInitializedError: This process is not a worker.
     """
     try:
         _all_gather(None, set(worker_names))
@@ -721,20 +776,22 @@ def _wait_all_workers(timeout: float = DEFAULT_SHUTDOWN_TIMEOUT) -> None:
 
 
 def _delete_all_user_and_unforked_owner_rrefs(timeout: timedelta | float = UNSET_RPC_TIMEOUT) -> None:
-    """Drops all references to values of other workers. Using one of them raises from now on. `timeout` is ignored."""
+    """Deletes all references of this worker to values of other workers. Using one of them raises from now on.
+
+    `timeout` is ignored.
+    """
     _farcall._delete_all_user_and_unforked_owner_rrefs()
 
 
 def _destroy_rref_context(ignore_rref_leak: bool) -> None:
-    """Drops all references and all values that others refer to.
-
-    Values that only this worker itself refers to are no leak, as in torch.
+    """Deletes all references of this worker, and releases the values that it owns.
 
     Args:
-        ignore_rref_leak: If False, raises if other workers still held references.
+        ignore_rref_leak: If False, raises `RuntimeError` if other workers still hold references to values of this one.
 
     Raises:
-        RuntimeError: Other workers still held references to values of this worker ("Leaking RRef").
+        RuntimeError: Other workers still hold references to values of this worker ("Leaking RRef"). All is deleted all
+            the same. Values that only this worker itself refers to do not count, as in torch.
     """
     store = _farcall.current_reference_store()
     left = getattr(_get_current_rpc_agent(), "left", None) or store.inventory()
@@ -744,7 +801,7 @@ def _destroy_rref_context(ignore_rref_leak: bool) -> None:
 
 
 def _cleanup_python_rpc_handler() -> None:
-    """Does nothing: farcall has no such handler. Programs for torch may call it."""
+    """Does nothing: farcall has no such handler. It exists for programs that call torch's."""
 
 
 @_require_initialized
@@ -779,7 +836,11 @@ def shutdown(graceful: bool = True, timeout: float = DEFAULT_SHUTDOWN_TIMEOUT) -
 
 
 def _finalize_shutdown() -> None:
-    """Drops all references, closes the agent, and forgets it. Every step is done even if an earlier one raises."""
+    """Deletes all references, closes the agent, and makes this process no longer a worker.
+
+    Every step is made even if an earlier one raises. Raises `RuntimeError` if `_ignore_rref_leak` is False and other
+    workers still hold references.
+    """
     try:
         _destroy_rref_context(_ignore_rref_leak)
     finally:

@@ -57,14 +57,14 @@ _CPU: Final = torch.device("cpu")
 
 
 class BackendValue(NamedTuple):
-    """The two functions of a backend: one returns its options, the other its agent."""
+    """The two functions of a backend: one returns its options, the other its agent. See `register_backend`."""
 
     construct_rpc_backend_options_handler: Callable[..., Any]
     init_backend_handler: Callable[..., Any]
 
 
 def _backend_types(backends: dict[str, BackendValue]) -> Any:
-    """Returns a new enumeration with one member for each of these backends; without members if there are none."""
+    """Returns a new enumeration `BackendType` with one member for each backend; no members for no backends."""
     made = enum.Enum("BackendType", backends)  # type: ignore[misc]  # its members are known at run time only
     setattr(made, "__repr__", _backend_type_repr)  # noqa: B010 (mypy does not allow an assignment)
     made.__doc__ = _backend_type_doc
@@ -72,7 +72,7 @@ def _backend_types(backends: dict[str, BackendValue]) -> Any:
 
 
 def _backend_type_repr(self: enum.Enum) -> str:
-    """Returns the text of a member, for example `BackendType.TENSORPIPE`."""
+    """Returns the `repr` of a member, for example `BackendType.TENSORPIPE`."""
     return f"BackendType.{self.name}"
 
 
@@ -84,7 +84,7 @@ BackendType: Any = _backend_types({})
 
 
 def backend_registered(backend_name: str) -> bool:
-    """Returns True if there is a backend of this name."""
+    """Returns True if a backend is registered as `backend_name`, for example `"TENSORPIPE"`; else False."""
     return backend_name in BackendType.__members__
 
 
@@ -132,12 +132,12 @@ def construct_rpc_backend_options(
 
 
 def init_backend(backend: Any, *args: Any, **kwargs: Any) -> Any:
-    """Returns a new agent of a backend.
+    """Starts an agent of a backend, and returns the agent.
 
     Args:
-        backend: A member of `BackendType`.
-        *args: Passed to the handler of the backend.
-        **kwargs: Passed to the handler of the backend, which raises if the agent cannot be started.
+        backend: A member of `BackendType`. Anything else raises `AttributeError`.
+        *args: Passed to the `init_backend_handler` of the backend.
+        **kwargs: Passed to the handler as well. The handler raises if the agent cannot be started.
     """
     return backend.value.init_backend_handler(*args, **kwargs)
 
@@ -150,7 +150,17 @@ def _tensorpipe_construct_rpc_backend_options_handler(
     _channels: Sequence[str] | None = None,
     **kwargs: Any,
 ) -> TensorPipeRpcBackendOptions:
-    """Returns the options of the default backend. Raises what `TensorPipeRpcBackendOptions` raises."""
+    """Returns the options of the default backend.
+
+    Args:
+        rpc_timeout: The default timeout of calls in seconds; 0 for no timeout.
+        init_method: The rendezvous URL.
+        num_worker_threads: The number of threads that run requests.
+        _transports: Ignored.
+        _channels: Ignored.
+        **kwargs: Further options of `TensorPipeRpcBackendOptions`, which raises if a value is wrong or an option is
+            unknown.
+    """
     return TensorPipeRpcBackendOptions(
         rpc_timeout=rpc_timeout,
         init_method=init_method,
@@ -164,9 +174,20 @@ def _tensorpipe_construct_rpc_backend_options_handler(
 def _tensorpipe_init_backend_handler(
     store: Any, name: str, rank: int, world_size: int | None, rpc_backend_options: Any
 ) -> TensorPipeAgent:
-    """Returns an agent of the default backend, which has started and has exchanged its device maps.
+    """Starts an agent of the default backend, exchanges its device maps with the other workers, and returns the agent.
 
-    Raises `TypeError` if the store or the options have the wrong type, and `ValueError` if a device map is invalid.
+    If that fails, the agent is shut down.
+
+    Args:
+        store: A `torch.distributed.Store`, at which the workers find each other.
+        name: The name of this worker.
+        rank: Its rank.
+        world_size: The number of workers; None for an open group.
+        rpc_backend_options: The options, a `TensorPipeRpcBackendOptions`.
+
+    Raises:
+        TypeError: `store` or `rpc_backend_options` has the wrong type.
+        ValueError: A device map of a worker is invalid.
     """
     if not isinstance(store, dist.Store):
         raise TypeError(f"`store` must be a c10d::Store. {store}")
@@ -200,17 +221,17 @@ def _tensorpipe_exchange_and_check_all_device_maps(
     my_devices: Sequence[torch.device],
     group: Any,
 ) -> tuple[dict[str, DeviceMap], list[torch.device]]:
-    """Exchanges device maps with all workers of a fixed group, and checks those of all.
+    """Exchanges device maps with all workers of a fixed group, and checks the maps of all workers.
 
     Args:
         my_name: The name of this worker.
         my_device_count: The number of its GPUs.
-        my_device_maps: Its device maps.
-        my_devices: The devices that calls may use on it; empty for those of all maps.
+        my_device_maps: Its device maps, by the name of the callee; may be empty.
+        my_devices: The devices that calls may use on it. If empty, calls may use the devices that any map names.
         group: How the maps are exchanged: this worker's `TensorPipeAgent`, or a process group of torch's.
 
     Returns:
-        The reverse maps of this worker, by caller, and the devices that calls may use here.
+        The reverse device maps of this worker, by the name of the caller, and the devices that calls may use here.
 
     Raises:
         ValueError: A worker has invalid maps. All workers raise it.
@@ -226,10 +247,13 @@ def _tensorpipe_exchange_and_check_all_device_maps(
 
 
 def _set_devices_and_reverse_device_map(agent: Any) -> None:
-    """In an open group: asks all workers for their device maps, checks them, and sends the others those of this worker.
+    """Exchanges device maps with all workers of the open group that this worker is joining, and stores the result.
+
+    Args:
+        agent: The agent of this worker, which stores the result.
 
     Raises:
-        ValueError: A worker has invalid maps.
+        ValueError: A worker has invalid maps. The others have not been sent the maps of this worker then.
     """
     me = agent.get_worker_info()
     mine = _device_infos_of(agent)
@@ -243,9 +267,18 @@ def _set_devices_and_reverse_device_map(agent: Any) -> None:
 def _check_all(
     my_name: str, everybody: Mapping[str, DeviceInfos], is_static_group: bool
 ) -> tuple[dict[str, DeviceMap], list[torch.device]]:
-    """Checks the device maps of all workers, and returns the reverse maps and the devices of this one.
+    """Checks the device maps of all workers.
 
-    Raises `ValueError` if a worker has invalid maps.
+    Args:
+        my_name: The name of this worker.
+        everybody: The device infos of all workers, by name.
+        is_static_group: Whether maps may name only the workers in `everybody`.
+
+    Returns:
+        The reverse device maps of this worker, by the name of the caller, and the devices that calls may use on it.
+
+    Raises:
+        ValueError: A worker has invalid maps.
     """
     names = list(everybody)
     checked = {name: _with_meta_as_cpu(maps) for name, (_, maps, _) in everybody.items()}
@@ -257,7 +290,10 @@ def _check_all(
 
 
 def _with_meta_as_cpu(maps: DeviceMaps) -> DeviceMaps:
-    """Returns the maps with `cpu` in place of `meta`, for functions that know only torch's devices."""
+    """Returns the maps with the device `cpu` in place of `meta`, which torch's checks do not know.
+
+    Returns `maps` itself if `meta` is not in it.
+    """
     if not any(device.type == "meta" for each in maps.values() for pair in each.items() for device in pair):
         return maps
 
@@ -268,9 +304,10 @@ def _with_meta_as_cpu(maps: DeviceMaps) -> DeviceMaps:
 
 
 def _ask(workers: Iterable[WorkerInfo], function: Callable[..., Any], args: tuple[Any, ...]) -> dict[str, Any]:
-    """Calls a function on these workers, and returns their results by name; an empty dict for no workers.
+    """Calls `function(*args)` on these workers at the same time, and returns the results by the names of the workers.
 
-    Workers that have left are not in the result. Raises what the function raises on a worker.
+    Workers that have left are not in the result, which is empty for no workers. Raises what the function raises on a
+    worker.
     """
     answers = {}
     for worker, future in [(worker, api.rpc_async(worker, function, args)) for worker in workers]:
@@ -289,7 +326,7 @@ def _get_device_infos() -> DeviceInfos:
 
 
 def _device_infos_of(agent: Any) -> DeviceInfos:
-    """Returns the GPU count of this machine, and the device maps and devices of the agent's options."""
+    """Returns the number of GPUs of this machine, and the device maps and the devices in the options of `agent`."""
     options = agent._get_backend_options()
     return torch.cuda.device_count(), options.device_maps, options.devices
 
@@ -298,7 +335,11 @@ def _device_infos_of(agent: Any) -> DeviceInfos:
 def _worker_has_joined(worker: WorkerInfo, infos: DeviceInfos) -> None:
     """Called remotely on the workers of an open group: stores the device maps of a worker that has joined.
 
-    Raises `TypeError` if an argument has the wrong type. Any worker may call it, so everything is checked.
+    Raises `TypeError` if an argument has the wrong type. Any worker may call this function, so everything is checked.
+
+    Args:
+        worker: The worker that has joined. Maps of an earlier worker with its name are replaced.
+        infos: The number of its GPUs, its device maps, and the devices that calls may use on it.
     """
     check_kinds((worker, WorkerInfo), (infos, tuple))
     count, maps, devices = infos
@@ -317,20 +358,27 @@ def _worker_has_joined(worker: WorkerInfo, infos: DeviceInfos) -> None:
 
 
 def _device_checked(kind: Any, index: Any = None) -> torch.device:
-    """Returns a device, given untrusted arguments. Raises `TypeError` if they have the wrong type."""
+    """Returns the device with this type and index, which another worker has sent and which are checked first.
+
+    Raises `TypeError` if `kind` is not a str or `index` is neither None nor an int, and `RuntimeError` if torch knows
+    no such device.
+    """
     check_kinds((kind, str), *([] if index is None else [(index, int)]))
     return torch.device(kind) if index is None else torch.device(kind, index)
 
 
 def _encode(infos: DeviceInfos) -> bytes:
-    """Returns device infos as JSON, for the store; the opposite of `_decode`."""
+    """Returns device infos as JSON, for the store of the rendezvous. `_decode` reads it."""
     count, maps, devices = infos
     as_text = {name: {str(ours): str(theirs) for ours, theirs in each.items()} for name, each in maps.items()}
     return json.dumps([count, as_text, [str(device) for device in devices]]).encode()
 
 
 def _decode(told: bytes) -> DeviceInfos:
-    """Returns device infos from JSON. Raises `ValueError` or `RuntimeError` if they are malformed."""
+    """Returns the device infos in `told`, a result of `_encode`.
+
+    Raises `ValueError`, `TypeError`, `AttributeError` or `RuntimeError` if the text is anything else.
+    """
     count, maps, devices = json.loads(told)
     device = torch.device
     return (
@@ -341,7 +389,7 @@ def _decode(told: bytes) -> DeviceInfos:
 
 
 def _tensorpipe_validate_devices(devices: Iterable[torch.device], device_count: int) -> bool:
-    """Returns True if a worker with this number of GPUs has all these devices."""
+    """Returns True if all devices are the CPU or GPUs of a worker with `device_count` GPUs; also for no devices."""
     return all(
         device.type == "cpu" or (device.type == "cuda" and 0 <= device.index < device_count) for device in devices
     )
@@ -354,17 +402,18 @@ def _validate_device_maps(
     all_devices: Mapping[str, Sequence[torch.device]],
     is_static_group: bool = True,
 ) -> None:
-    """Checks the device maps of all workers. All mappings are by worker name.
+    """Checks the device maps and the devices of all workers. Returns None if they are valid.
 
     Args:
-        all_names: The workers.
-        all_device_counts: The number of GPUs of each.
-        all_device_maps: The device maps of each.
-        all_devices: The devices that calls may use on each; empty for any that it has.
-        is_static_group: If True, a map may only name workers in `all_names`.
+        all_names: The names of the workers.
+        all_device_counts: The number of GPUs of each worker, by name.
+        all_device_maps: The device maps of each worker, by name, then by the name of the callee.
+        all_devices: The devices that calls may use on each worker, by name. An empty list means any device that it has.
+        is_static_group: If True, a map may only be for workers in `all_names`.
 
     Raises:
-        ValueError: A worker has invalid maps or devices.
+        ValueError: A worker has a device twice, or one that does not exist; or a map of it is for an unknown worker,
+            maps two devices to one, or has a device that its worker does not have or does not allow.
     """
     for node in all_names:
         named, count = all_devices[node], all_device_counts[node]
@@ -401,9 +450,15 @@ def _validate_device_maps(
 def _create_reverse_mapping(
     my_name: str, all_names: Iterable[str], all_device_maps: Mapping[str, DeviceMaps]
 ) -> dict[str, DeviceMap]:
-    """Returns, for each worker that has a device map for `my_name`, the map from our devices to its devices.
+    """Returns the reverse device maps of a worker, by the name of the caller. Replies use them.
 
-    Workers without such a map are not in the result.
+    A reverse map leads from devices of the worker `my_name` to devices of the caller. A caller without a map for
+    `my_name` is not in the result.
+
+    Args:
+        my_name: The name of the worker.
+        all_names: The names of the callers.
+        all_device_maps: The device maps of each of them, by name, then by the name of the callee.
     """
     return {
         node: {theirs: ours for ours, theirs in all_device_maps[node][my_name].items()}
@@ -415,19 +470,25 @@ def _create_reverse_mapping(
 def _create_device_list(
     my_devices: Sequence[torch.device], my_device_maps: DeviceMaps, reverse_device_maps: DeviceMaps
 ) -> list[torch.device]:
-    """Returns the devices that calls may use, sorted by index: `my_devices`, or those of all maps if that is empty."""
+    """Returns the devices that calls may use on a worker, sorted by index; an empty list if there are none.
+
+    Args:
+        my_devices: The devices that the options name. If not empty, these are returned.
+        my_device_maps: The device maps of the worker. Its own devices in them are returned otherwise, without the CPU.
+        reverse_device_maps: Its reverse device maps, which count in the same way.
+    """
     every_map = [*my_device_maps.values(), *reverse_device_maps.values()]
     used = my_devices or {device for each in every_map for device in each} - {_CPU}
     return sorted(used, key=lambda device: device.index)
 
 
 def _init_process_group(store: Any, rank: int, world_size: int) -> Any:
-    """Returns a new process group of torch's (Gloo), whose workers meet at a store. farcall's own agent needs none.
+    """Returns a new process group of torch's (Gloo), for programs that call this function; farcall does not.
 
     Args:
-        store: The store.
-        rank: The rank of this worker; -1 accepts any.
-        world_size: The number of workers; -1 accepts any.
+        store: A `torch.distributed.Store`, at which the workers find each other.
+        rank: The rank of this worker. -1 accepts the rank that the group has.
+        world_size: The number of workers. -1 accepts the size that the group has.
 
     Raises:
         RuntimeError: The group has another rank or size.

@@ -36,15 +36,15 @@ def make_call(
     kwargs: Mapping[str, Any] | None = None,
     pickler: Any = internal._internal_rpc_pickler,
 ) -> Call:
-    """Returns the function to call remotely in place of `function`, and its arguments. On the path of every call.
+    """Returns the function to call remotely in place of `function`, and its arguments. Every call uses this.
 
-    A Python function is returned as it is, with its own arguments.
+    A Python function is returned as it is, with its own arguments, unless the program has its own pickler.
 
     Args:
         function: A Python function, a builtin operator, or a script function.
         args: The positional arguments; None for none.
         kwargs: The keyword arguments; None for none.
-        pickler: What pickles calls of Python functions; by default farcall's own way.
+        pickler: Pickles calls of Python functions. With the default, farcall pickles them itself.
 
     Raises:
         RuntimeError: A script function does not accept these arguments.
@@ -83,12 +83,17 @@ def builtin_call(name: str, args: Sequence[Any] | None, kwargs: Mapping[str, Any
 
 @may_be_called
 def run_builtin(name: str, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
-    """Called remotely: runs a builtin operator, and returns its result.
+    """Called remotely: runs a builtin operator of torch, and returns its result.
+
+    Args:
+        name: The name of the operator, for example `aten::add`.
+        args: Its positional arguments, a tuple.
+        kwargs: Its keyword arguments, a dict.
 
     Raises:
         RuntimeError: There is no such operator, or no overload for these arguments.
         NotAllowedError: The allow-list of this worker does not have it.
-        TypeError: An argument of this function has the wrong type.
+        TypeError: `name`, `args` or `kwargs` has the wrong type.
     """
     check_kinds((name, str), (args, tuple), (kwargs, dict))  # `*args` would expand a `range` of any length
     return find_operator(name)(*args, **kwargs)
@@ -100,10 +105,12 @@ def run_builtin(name: str, args: Sequence[Any], kwargs: Mapping[str, Any]) -> An
 def script_call(
     name: str, args: Sequence[Any] | None, kwargs: Mapping[str, Any] | None, is_async_execution: bool
 ) -> Call:
-    """Returns the call of a script function, given its qualified name.
+    """Returns the call of `run_script` or `run_async_script` that stands for a call of a script function.
+
+    Nothing is checked.
 
     Args:
-        name: The qualified name, for example `__torch__.service.predict`.
+        name: The qualified name of the function, for example `__torch__.service.predict`.
         args: The positional arguments; None for none.
         kwargs: The keyword arguments; None for none.
         is_async_execution: True if the function returns a future, whose result the caller gets.
@@ -116,10 +123,15 @@ def script_call(
 def run_script(name: str, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
     """Called remotely: runs a script function, and returns its result.
 
+    Args:
+        name: The qualified name of the function, for example `__torch__.service.predict`.
+        args: Its positional arguments, a tuple.
+        kwargs: Its keyword arguments, a dict.
+
     Raises:
         RuntimeError: The function raised, or there is none of this name here.
         NotAllowedError: The allow-list of this worker does not have it.
-        TypeError: An argument of this function has the wrong type.
+        TypeError: `name`, `args` or `kwargs` has the wrong type.
     """
     check_kinds((name, str), (args, tuple), (kwargs, dict))
     check_script(name)
@@ -140,13 +152,25 @@ def run_script(name: str, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any
 def run_async_script(name: str, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
     """Called remotely: runs a script function that returns a future. The caller gets the result of the future.
 
-    Raises what `run_script` raises, and `RuntimeError` if the function returns no future.
+    Args:
+        name: The qualified name of the function, for example `__torch__.service.predict`.
+        args: Its positional arguments, a tuple.
+        kwargs: Its keyword arguments, a dict.
+
+    Raises:
+        RuntimeError: The function raised, or there is none of this name here. If it returns no future, the caller gets
+            a `RuntimeError` as well.
+        NotAllowedError: The allow-list of this worker does not have it.
+        TypeError: `name`, `args` or `kwargs` has the wrong type.
     """
     return run_script(name, args, kwargs)
 
 
 def _returned_future(name: str, result: Any) -> Future[Any]:
-    """Returns the future that a script function returned, as one of farcall. Raises `RuntimeError` if it is none."""
+    """Returns the future that a script function returned, as one of farcall.
+
+    Raises `RuntimeError` if `result` is not a future. `name` is ignored.
+    """
     future = to_farcall_future(result)
     if future is None:
         inferred = torch._C._jit_try_infer_type(result)
@@ -159,7 +183,10 @@ mark_async(run_async_script, run_async_script, _returned_future)
 
 
 def _check_arguments(script: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
-    """Raises `RuntimeError`, in torch's words, if a script function does not accept these arguments."""
+    """Returns None if a script function accepts these arguments, else raises `RuntimeError` in torch's words.
+
+    Only the number and the names of the arguments are checked.
+    """
     schema = script.schema
     wanted = [argument.name for argument in schema.arguments]
     if len(args) > len(wanted):
@@ -185,9 +212,13 @@ def _check_arguments(script: Any, args: Sequence[Any], kwargs: Mapping[str, Any]
 
 
 class _PickledCall:
-    """A call that the program's own pickler pickles.
+    """A call that the program's own pickler pickles, when the message is pickled and not before.
 
-    That happens when the message is pickled and not before, because references can only be counted in a message.
+    References can only be counted while a message is pickled.
+
+    Args:
+        pickler: The program's pickler.
+        udf: The function and its arguments.
     """
 
     def __init__(self, pickler: Any, udf: PythonUDF) -> None:
@@ -211,8 +242,12 @@ def pickled_call(pickled: bytes, tensors: Sequence[torch.Tensor]) -> Call:
 def run_pickled(call: _PickledCall | PythonUDF | AttributeError) -> Future[Any]:
     """Called remotely: runs a call that the program's pickler has pickled, and returns a future of its result.
 
-    Raises `AttributeError` if the function is not defined here, and `NotAllowedError` if the allow-list does not have
-    it.
+    Args:
+        call: The function and its arguments. An `AttributeError`, which says that the function is not defined here, is
+            raised.
+
+    Raises:
+        NotAllowedError: The allow-list of this worker does not have the function.
     """
     if isinstance(call, AttributeError):
         raise call

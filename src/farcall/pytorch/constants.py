@@ -18,6 +18,6 @@ DEFAULT_SHUTDOWN_TIMEOUT: float = 0
 DEFAULT_NUM_WORKER_THREADS: int = _DEFAULT_NUM_WORKER_THREADS
 """The default number of threads that run requests."""
 DEFAULT_PROCESS_GROUP_TIMEOUT: timedelta = timedelta(milliseconds=2**31 - 1)
-"""For programs that read it; farcall does not use it."""
+"""The timeout of process groups that `backend_registry._init_process_group` creates."""
 UNSET_RPC_TIMEOUT: float = _UNSET_RPC_TIMEOUT
 """As the timeout of a call: use the worker's default timeout."""

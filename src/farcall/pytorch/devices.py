@@ -29,7 +29,14 @@ _CPU: Final = torch.device("cpu")
 
 
 class Move(NamedTuple):
-    """What to do with one tensor on arrival: the device it goes to, and whether it becomes a parameter."""
+    """What the receiver does with one tensor.
+
+    Attributes:
+        device: The device to which the tensor is moved.
+        is_parameter: Whether the tensor becomes a `Parameter`.
+        shape: The shape of a tensor without contents (`meta`); None for any other tensor.
+        strides: The strides of a tensor without contents; empty for any other tensor.
+    """
 
     device: str
     is_parameter: bool = False
@@ -45,16 +52,17 @@ Moves = list[Move | None]
 def prepare_to_send(
     tensors: Tensors, device_map: Mapping[torch.device, torch.device], side: str, to: str
 ) -> tuple[Tensors, Moves]:
-    """Returns the tensors to send in place of these, all in CPU memory, and what to do with each on arrival.
+    """Returns the tensors to send in place of these, all in CPU memory, and what the receiver does with each.
 
     Args:
         tensors: The tensors of a message; may be empty.
-        device_map: The devices of this worker, and the corresponding devices of the other one.
+        device_map: A map from devices of this worker to devices of the other one.
         side: `Request` or `Response`, for the error.
         to: The name of the other worker, for the error.
 
     Raises:
-        RuntimeError: A tensor is on a device that the map does not have, or a `meta` tensor would need contents.
+        RuntimeError: A tensor is on a device that the map does not have, or a tensor on `meta`, which has no contents,
+            would go to another device.
     """
     sent: Tensors = []
     moves: Moves = []
@@ -88,7 +96,7 @@ def place_received(tensors: Tensors, moves: Moves) -> Tensors:
 
 
 def _place_one(tensor: torch.Tensor, move: Move) -> torch.Tensor:
-    """Returns one received tensor on its device, again as a parameter if it was one.
+    """Returns one received tensor on the device that `move` names, again as a parameter if it was one.
 
     Raises `RuntimeError` if the device does not exist.
     """
@@ -116,7 +124,7 @@ class _ClientCall(Trip):
         self._to = to
 
     def pack(self, tensors: Tensors) -> tuple[Tensors, Any]:
-        """Returns the tensors of the request in CPU memory, and what the callee needs to move them to their devices.
+        """Returns the tensors of the request in CPU memory, and the data from which the callee moves them.
 
         Raises `RuntimeError` if a tensor is on a device that the map does not have.
         """
@@ -128,10 +136,10 @@ class _ClientCall(Trip):
 
         Args:
             tensors: The tensors as they came.
-            words: What `_ServerCall.pack` returned on the other worker, besides the tensors.
+            words: The data that `_ServerCall.pack` returned at the callee: one entry for each tensor.
 
         Raises:
-            ValueError: `words` does not have one entry per tensor.
+            ValueError: `words` does not have one entry for each tensor.
             RuntimeError: A device does not exist here.
         """
         return place_received(tensors, words)
@@ -141,7 +149,8 @@ class _ServerCall(Visit):
     """The part of the device maps in one call, at the callee.
 
     Args:
-        words: What `_ClientCall.pack` returned on the caller, besides the tensors.
+        words: The data that `_ClientCall.pack` returned at the caller: what to do with each tensor, and the reverse of
+            the caller's device map.
         caller: The name of the caller.
     """
 
@@ -159,7 +168,7 @@ class _ServerCall(Visit):
         return place_received(tensors, self._moves)
 
     def pack(self, tensors: Tensors) -> tuple[Tensors, Any]:
-        """Returns the tensors of the reply in CPU memory, and what the caller needs to place them.
+        """Returns the tensors of the reply in CPU memory, and the data from which the caller moves them.
 
         Raises `RuntimeError` if a tensor is on a device that the map does not have.
         """
@@ -179,7 +188,7 @@ class Devices:
     def board(self, agent: Agent, departure: Departure) -> Trip:
         """Returns the object that moves the tensors of one call that this worker makes.
 
-        Call it only if `concerns` is True; raises `KeyError` otherwise.
+        Raises `KeyError` if `agent` has no device map for the callee, that is, if `concerns` is False.
         """
         name = departure.to.name
         return _ClientCall(agent.device_maps[name], name)
@@ -188,9 +197,10 @@ class Devices:
         """Returns the object that moves the tensors of one call that came from another worker.
 
         Args:
-            agent: The agent of this worker.
+            agent: The agent of this worker; ignored.
             caller: The worker that calls.
-            words: What `_ClientCall.pack` returned on that worker, besides the tensors.
+            words: The data that `_ClientCall.pack` returned at the caller. Raises `TypeError`, `ValueError` or
+                `RuntimeError` if they are anything else.
         """
         return _ServerCall(words, caller.name)
 

@@ -42,48 +42,73 @@ Tensors = list[torch.Tensor]
 
 
 class Trip:
-    """The part of an interceptor in one call, at the caller. The methods of this class do nothing."""
+    """The part of an interceptor in one call, at the caller. A subclass overrides the methods that it needs.
+
+    The methods of this class change nothing: they return what they are given, and run no code around the call.
+    """
 
     def pack(self, tensors: Tensors) -> tuple[Tensors, Any]:
-        """Returns the tensors to send instead of those of the request, and data for the other end.
+        """Called when the request is pickled. Returns the tensors to send, and data for the interceptor at the callee.
 
         The default returns `tensors` and None.
+
+        Args:
+            tensors: The tensors of the request; may be empty.
         """
         return tensors, None
 
     @contextmanager
     def handling(self) -> Iterator[None]:
-        """Context manager around pickling the request, and around reading the reply, in the thread that does that."""
+        """Context manager around pickling the request and around reading the reply, in the thread that does either."""
         yield
 
     def unpack(self, tensors: Tensors, words: Any) -> Tensors:
-        """Returns the tensors to use instead of those of the reply. The default returns `tensors`.
+        """Called when the reply has arrived. Returns the tensors to use in place of those of the reply.
+
+        The default returns `tensors`.
 
         Args:
             tensors: The tensors of the reply; may be empty.
-            words: The data from `pack` at the other end; None if there is none.
+            words: The data that `pack` of the interceptor returned at the callee; None if there is none.
         """
         return tensors
 
     def failed(self, error: BaseException) -> None:
-        """Called when the call could not be sent or has ended with an error."""
+        """Called when the call could not be sent, or has ended with an error. The default does nothing.
+
+        Args:
+            error: Why the call failed.
+        """
 
     def awaited(self, future: Any) -> Any:
-        """Called when the call was sent. Returns the future for the program; by default `future` itself."""
+        """Called when a call with a reply was sent. Returns the future for the program; by default `future` itself.
+
+        Args:
+            future: The future of the result, as the interceptors before this one returned it.
+        """
         return future
 
     def referenced(self, rref: Any) -> None:
-        """Called when a remote call was sent, with the reference to its result. The default does nothing.
+        """Called when a call by `remote` was sent. The default does nothing.
 
-        A remote call has no reply of its own.
+        Such a call has no reply, so `unpack` and `awaited` are not called.
+
+        Args:
+            rref: The reference to the result of the call.
         """
 
 
 class Visit:
-    """The part of an interceptor in one call, at the callee. The methods of this class do nothing."""
+    """The part of an interceptor in one call, at the callee. A subclass overrides the methods that it needs.
+
+    The methods of this class change nothing: they return what they are given, and run no code around the function.
+    """
 
     def unpack(self, tensors: Tensors) -> Tensors:
-        """Returns the tensors for the function instead of those of the request. The default returns `tensors`."""
+        """Called when the request has arrived. Returns the tensors for the function in place of those of the request.
+
+        The default returns `tensors`, which may be empty.
+        """
         return tensors
 
     @contextmanager
@@ -92,21 +117,30 @@ class Visit:
         yield
 
     def finished(self) -> None:
-        """Called before the reply is made: when the function has returned or raised, or its future is complete."""
+        """Called before the reply is made: the function has returned or raised, or its future is done."""
 
     def failed(self) -> None:
-        """Called when the function of a remote call has raised. No reply tells the caller's end about that."""
+        """Called after `finished` if the function of a call by `remote` has raised. The caller gets no reply."""
 
     def pack(self, tensors: Tensors) -> tuple[Tensors, Any]:
-        """Returns the tensors to send instead of those of the reply, and data for the caller.
+        """Called when the reply is pickled. Returns the tensors to send, and data for the interceptor at the caller.
 
         The default returns `tensors` and None.
+
+        Args:
+            tensors: The tensors of the reply; may be empty.
         """
         return tensors, None
 
 
 class Departure(NamedTuple):
-    """A call that the current thread makes: the callee, the function, and how it is called."""
+    """A call that the current thread makes.
+
+    Attributes:
+        to: The callee.
+        function: The function that the program calls.
+        mode: How the program calls it: by `rpc_sync`, `rpc_async` or `remote`.
+    """
 
     to: WorkerInfo
     function: Callable[..., Any]
@@ -114,17 +148,25 @@ class Departure(NamedTuple):
 
 
 class Rider(Protocol):
-    """An interceptor of calls in envelopes. The objects in `RIDERS` have these methods."""
+    """An interceptor of calls in envelopes: the methods that an object in `RIDERS` must have."""
 
     @property
     def key(self) -> str:
-        """A text that is unique among `RIDERS`, under which the data of the interceptor is found at the other end."""
+        """A text that is unique among `RIDERS`. The data of the interceptor are sent under this key."""
 
     def concerns(self, agent: Agent, to: WorkerInfo) -> bool:
-        """Returns whether a call of the current thread to worker `to` needs this interceptor. Every call asks this."""
+        """Returns True if the interceptor takes part in a call that the current thread makes. Every call asks this.
+
+        Args:
+            agent: The agent of this worker.
+            to: The callee.
+        """
 
     def board(self, agent: Agent, departure: Departure) -> Trip:
-        """Returns the part of the interceptor in a call that the current thread makes."""
+        """Returns the part of the interceptor in a call that the current thread makes.
+
+        Call it only if `concerns` is True for the call. `agent` is the agent of this worker.
+        """
 
     def visit(self, agent: Agent, caller: WorkerInfo, words: Any) -> Visit:
         """Returns the part of the interceptor in a call that has come from another worker.
@@ -132,19 +174,27 @@ class Rider(Protocol):
         Args:
             agent: The agent of this worker.
             caller: The worker that calls.
-            words: The data from `pack` there. Raises any exception if it is not valid.
+            words: The data that `pack` of the interceptor returned at the caller. Data that are not valid may raise any
+                exception, and the call fails with it.
         """
 
 
 RIDERS: Final[list[Rider]] = []
-"""All of them, in order; each module of a rider adds its own when it is imported."""
+"""All interceptors, in order. The module of an interceptor adds it when it is imported."""
 
 RESTRICTED: Final[set[str]] = {"autograd"}
-"""The keys of those that may ride to a worker with the option `allow`: they look at the words that come."""
+"""The keys of the interceptors that check the data that come, so that workers with an allow-list accept them."""
 
 
 def rides_along(agent: Agent, to: WorkerInfo) -> bool:
-    """Returns whether a call of the current thread to worker `to` needs an envelope; False for most calls."""
+    """Returns True if an interceptor takes part in a call that the current thread makes, so that it needs an envelope.
+
+    Returns False for most calls.
+
+    Args:
+        agent: The agent of this worker.
+        to: The callee.
+    """
     for rider in RIDERS:  # noqa: SIM110 (any() makes a generator)
         if rider.concerns(agent, to):
             return True
@@ -152,7 +202,13 @@ def rides_along(agent: Agent, to: WorkerInfo) -> bool:
 
 
 def rides_alone(rider: Rider, agent: Agent, to: WorkerInfo) -> bool:
-    """Returns whether no other interceptor than `rider` is needed for a call of the current thread to worker `to`."""
+    """Returns True if no interceptor other than `rider` takes part in a call that the current thread makes.
+
+    Args:
+        rider: The interceptor, whether it takes part or not.
+        agent: The agent of this worker.
+        to: The callee.
+    """
     for other in RIDERS:  # noqa: SIM110 (any() makes a generator)
         if other is not rider and other.concerns(agent, to):
             return False
@@ -160,7 +216,10 @@ def rides_alone(rider: Rider, agent: Agent, to: WorkerInfo) -> bool:
 
 
 def board(agent: Agent, departure: Departure) -> dict[str, Trip]:
-    """Returns the parts of all interceptors that a call of the current thread needs, by key; empty if none."""
+    """Returns the parts of all interceptors that take part in a call of the current thread, by key; empty for none.
+
+    `agent` is the agent of this worker.
+    """
     return {rider.key: rider.board(agent, departure) for rider in RIDERS if rider.concerns(agent, departure.to)}
 
 
@@ -172,10 +231,10 @@ class Request:
 
     Args:
         agent: The agent of this worker.
-        function: The function.
-        args: Its positional arguments.
-        kwargs: Its keyword arguments.
-        trips: The parts of the interceptors in this call, by key.
+        function: The function to call.
+        args: Its positional arguments; may be empty.
+        kwargs: Its keyword arguments; may be empty.
+        trips: The parts of the interceptors in this call, by key, as `board` returns them.
     """
 
     def __init__(
@@ -192,9 +251,9 @@ class Request:
         self._packed: tuple[Any, ...] | None = None
 
     def __reduce__(self) -> tuple[Any, ...]:
-        """Packs the envelope in the first call, and returns what pickle needs.
+        """Packs the envelope the first time, and returns what pickle needs to rebuild it as an `_Opened`.
 
-        Raises what pickling the arguments raises.
+        Raises what pickle raises if an argument cannot be pickled, and what an interceptor raises.
         """
         if self._packed is None:  # pickle may come twice: what it cannot name, cloudpickle sends by value
             self._packed = _pack(self._call, [(key, trip.pack) for key, trip in self._trips.items()])
@@ -204,7 +263,10 @@ class Request:
 
 @contextmanager
 def handling(trips: Mapping[str, Trip]) -> Iterator[None]:
-    """Context manager: enters the context manager `handling` of all interceptors of a call."""
+    """Context manager: enters the context manager `handling` of all interceptors that take part in a call.
+
+    Without interceptors it has no effect.
+    """
     with ExitStack() as around:
         for trip in trips.values():
             around.enter_context(trip.handling())
@@ -213,7 +275,10 @@ def handling(trips: Mapping[str, Trip]) -> Iterator[None]:
 
 @contextmanager
 def sending(trips: Mapping[str, Trip]) -> Iterator[None]:
-    """Context manager around sending a request: if it raises, calls `failed` of all interceptors."""
+    """Context manager around sending a request: if sending raises, calls `failed` of all interceptors of the call.
+
+    The error is raised again. Pickling happens inside `handling` of these interceptors.
+    """
     try:
         with handling(trips):
             yield
@@ -226,7 +291,10 @@ def sending(trips: Mapping[str, Trip]) -> Iterator[None]:
 def reply_of(future: Future[Any], trips: Mapping[str, Trip]) -> Future[Any]:
     """Returns a future of the result of the function, given a future of the envelope that comes back.
 
-    The returned future fails with the error of the call, or with `TypeError` if no envelope came back.
+    The interceptors of the call see the tensors in the envelope. If the call fails, `failed` of each is called.
+
+    The returned future fails with the error of the call, or with `TypeError` if something else than an envelope came
+    back.
     """
 
     def unpack(done: Future[Any]) -> Any:
@@ -248,18 +316,18 @@ def reply_of(future: Future[Any], trips: Mapping[str, Trip]) -> Future[Any]:
 
 
 class _Opened:
-    """A request that has arrived. It is opened while it is unpickled, because the references in it exist only then.
+    """A request that has arrived. The unpickler creates it, because the references in it exist only meanwhile.
 
     Args:
         caller: The worker that calls.
-        body: The pickle of the function and its arguments.
-        tensors: The tensors beside it.
-        words: The data of the interceptors, by key.
+        body: The pickle of the function and its arguments, without tensors.
+        tensors: The tensors that belong to the pickle.
+        words: The data of the caller's interceptors, by key.
 
     Raises:
         TypeError: The pickle does not contain arguments.
         NotAllowedError: The allow-list of this worker forbids the function or something in the arguments.
-        SerializationError: The pickle cannot be rebuilt here.
+        SerializationError: The pickle cannot be read here.
     """
 
     def __init__(self, caller: WorkerInfo, body: bytes, tensors: Tensors, words: dict[str, Any]) -> None:
@@ -281,7 +349,7 @@ class _Opened:
     def run(self) -> Future[Any]:
         """Runs the function inside `around` of all interceptors, and returns a future of its result.
 
-        The future fails with what the function raises. Raises what an interceptor raises.
+        The future fails with what the function raises. What an interceptor raises is raised here.
         """
         with ExitStack() as around:
             for visit in self.visits.values():
@@ -290,10 +358,11 @@ class _Opened:
 
 
 class ReplyEnvelope:
-    """A result that is put into an envelope when it is pickled, or an envelope that has arrived.
+    """A result that is put into an envelope when it is pickled; at the caller, the envelope that has arrived.
 
-    The constructor takes the result, or what has arrived (pickle, tensors, data, references), and the parts of the
-    interceptors in the call, by key, which are empty for an envelope that has arrived.
+    At the callee, the constructor takes the result of the function, and the parts of the interceptors in the call, by
+    key. At the caller, it takes a tuple of the pickle of the result, its tensors, the data of the interceptors, and the
+    references that came with it, and no parts of interceptors.
     """
 
     def __init__(self, result: Any, visits: Mapping[str, Visit]) -> None:
@@ -302,9 +371,9 @@ class ReplyEnvelope:
         self._packed: tuple[Any, ...] | None = None
 
     def __reduce__(self) -> tuple[Any, ...]:
-        """Packs the envelope in the first call, and returns what pickle needs.
+        """Packs the envelope the first time, and returns what pickle needs to rebuild it.
 
-        Raises what pickling the result raises.
+        Raises what pickle raises if the result cannot be pickled, and what an interceptor raises.
         """
         if self._packed is None:
             self._packed = _pack(self._result, [(key, visit.pack) for key, visit in self._visits.items()])
@@ -314,7 +383,7 @@ class ReplyEnvelope:
         """Returns the result in an envelope that has arrived.
 
         Args:
-            trips: The parts of the interceptors in the call, by key.
+            trips: The parts of the caller's interceptors in the call, by key. May be empty.
 
         Raises:
             SerializationError: The result cannot be rebuilt here.
@@ -328,16 +397,25 @@ class ReplyEnvelope:
 
 
 def _received(body: bytes, tensors: Tensors, words: dict[str, Any]) -> ReplyEnvelope:
-    """Returns a reply that has arrived, with the references that came with it. Called by the unpickler."""
+    """Called by the unpickler: returns a reply, with the references of the message that is being read.
+
+    Args:
+        body: The pickle of the result, without tensors.
+        tensors: The tensors that belong to the pickle.
+        words: The data of the callee's interceptors, by key.
+    """
     return ReplyEnvelope((body, tensors, words, offered()), {})
 
 
 @may_be_called
 def run(request: _Opened) -> Future[Any]:
-    """Called remotely: runs the call in an envelope. Returns a future of the envelope with its result.
+    """Called remotely for `rpc_sync` and `rpc_async`: runs the call in an envelope.
 
-    Raises:
-        TypeError: `request` is not an envelope.
+    Args:
+        request: The envelope. Anything else raises `TypeError`.
+
+    Returns:
+        A future of the envelope with the result. It fails with what the function raises.
     """
     check_kinds((request, _Opened))
     visits = request.visits
@@ -352,12 +430,13 @@ def run(request: _Opened) -> Future[Any]:
 
 @may_be_called
 def run_remotely(request: _Opened) -> Future[Any]:
-    """Called remotely for a remote call: runs the call in an envelope.
+    """Called remotely for `remote`: runs the call in an envelope. Its result stays on this worker.
 
-    Returns a future of its result, which stays here.
+    Args:
+        request: The envelope. Anything else raises `TypeError`.
 
-    Raises:
-        TypeError: `request` is not an envelope.
+    Returns:
+        A future of the result. It fails with what the function raises.
     """
     check_kinds((request, _Opened))
     visits = request.visits
@@ -381,10 +460,18 @@ for _function in (run, run_remotely):
 
 
 def _open_checked(caller: Any, body: Any, tensors: Any, words: Any) -> _Opened:
-    """Opens a request on a worker with an allow-list, given untrusted parts.
+    """Opens a request on a worker with an allow-list, after it has checked the types of its parts.
 
-    Raises `TypeError` if a part has the wrong type, `NotAllowedError` for data of an interceptor that is not in
-    `RESTRICTED`, and what `_Opened` raises.
+    Args:
+        caller: The worker that calls. An unknown one raises `UnknownWorkerError`.
+        body: The pickle of the function and its arguments, without tensors.
+        tensors: The tensors that belong to the pickle.
+        words: The data of the caller's interceptors, by key.
+
+    Raises:
+        TypeError: A part has the wrong type.
+        NotAllowedError: An interceptor is not in `RESTRICTED`, or the allow-list forbids something in the call.
+        SerializationError: The pickle cannot be read here.
     """
     from farcall.api import current_agent
 
@@ -399,14 +486,20 @@ def _open_checked(caller: Any, body: Any, tensors: Any, words: Any) -> _Opened:
 
 
 def _receive_checked(body: Any, tensors: Any, words: Any) -> ReplyEnvelope:
-    """Returns a reply on a worker with an allow-list, given untrusted parts. Raises `TypeError` for a wrong type."""
+    """Does the same as `_received` on a worker with an allow-list, after it has checked its arguments.
+
+    Raises `TypeError` unless `body` is bytes, `tensors` a list of tensors, and `words` a dict.
+    """
     check_kinds((body, bytes), (words, dict))
     check_tensors(tensors)
     return _received(body, tensors, words)
 
 
 def _take_checked(place: Any) -> torch.Tensor:
-    """Returns the tensor with an untrusted index. Raises `TypeError` if the index is not an int."""
+    """Returns the tensor at index `place` of the message that is being read, on a worker with an allow-list.
+
+    Raises `TypeError` if `place` is not an int, and `IndexError` if the message has fewer tensors.
+    """
     check_kinds((place, int))
     return _InternalRPCPickler._tensor_receiver(place)
 
@@ -421,10 +514,10 @@ register_plain(TorchWorkerInfo, TorchWorkerInfo)
 
 
 def _pack(value: Any, pack: Sequence[tuple[str, Callable[[Tensors], tuple[Tensors, Any]]]]) -> tuple[Any, ...]:
-    """Returns the pickle of a value, its tensors as the interceptors changed them, and the data of the interceptors.
+    """Returns the pickle of a value, its tensors as the interceptors changed them, and their data by key.
 
     Args:
-        value: The value.
+        value: The value. Raises what pickle raises if it cannot be pickled.
         pack: The key and the method `pack` of each interceptor, in order; may be empty.
     """
     body, tensors = dumps_apart(value)
@@ -435,9 +528,9 @@ def _pack(value: Any, pack: Sequence[tuple[str, Callable[[Tensors], tuple[Tensor
 
 
 def dumps_apart(value: Any) -> tuple[bytes, Tensors]:
-    """Returns the pickle of a value without its tensors, and the list of these tensors; empty if there are none.
+    """Returns the pickle of a value without its tensors, and the list of its tensors; an empty list if it has none.
 
-    Raises what pickle raises if the value cannot be pickled.
+    Raises what pickle raises if the value cannot be pickled, for example `PicklingError` or `TypeError`.
     """
     with sending_apart() as tensors:
         body = dumps_inline(value)
@@ -445,7 +538,11 @@ def dumps_apart(value: Any) -> tuple[bytes, Tensors]:
 
 
 def loads_apart(body: bytes, tensors: Tensors) -> Any:
-    """Returns the value of a pickle and the tensors that belong to it.
+    """Rebuilds a value from the results of `dumps_apart`.
+
+    Args:
+        body: The pickle.
+        tensors: The tensors of the value; may be empty.
 
     Raises:
         SerializationError: The value cannot be rebuilt here.

@@ -36,7 +36,10 @@ def async_execution(fn: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _returned_future(name: str, result: Any) -> Future[Any]:
-    """Returns the future that a decorated function returned, as one of farcall. Raises `RuntimeError` if it is none."""
+    """Returns the future that a decorated function returned, as one of farcall.
+
+    Raises `RuntimeError`, which names the function `name`, if `result` is not a future.
+    """
     future = to_farcall_future(result)
     if future is None:
         raise RuntimeError(

@@ -22,10 +22,19 @@ _CHECK_INTERVAL_S: Final = 0.02
 
 
 class RpcFuture(torch.futures.Future):  # type: ignore[misc]  # torch may not be there when types are checked
-    """The future of a call as a `torch.futures.Future`."""
+    """The future of a call as a `torch.futures.Future`.
+
+    Attributes:
+        call: The future of farcall that it wraps; None once this future is done.
+        failed: True once the call has failed.
+    """
 
     def __init__(self, call: Future[Any]) -> None:
-        """Creates a future that is complete when `call`, a future of farcall, is."""
+        """Creates a future that is done when `call` is, with the same result or error.
+
+        Args:
+            call: A future of farcall.
+        """
         super().__init__()
         self.call: Future[Any] | None = call
         """The wrapped future; None once this one is done."""
@@ -40,7 +49,10 @@ class RpcFuture(torch.futures.Future):  # type: ignore[misc]  # torch may not be
         self.call = None
 
     def wait(self) -> Any:
-        """Waits until the call is complete, and returns its result. Raises the error of the call, such as a timeout."""
+        """Waits until the call has ended, and returns its result.
+
+        Raises the error of the call, for example `RpcTimeoutError`, or what the function raised.
+        """
         call = self.call
         if call is not None:
             call.block(FOREVER)
@@ -53,7 +65,7 @@ class RpcFuture(torch.futures.Future):  # type: ignore[misc]  # torch may not be
         return super().wait()
 
     def then(self, callback: Callable[[Any], Any]) -> Any:
-        """Returns a future of the result of `callback(self)`, which runs when this future is complete.
+        """Returns a torch future of the result of `callback(self)`, which is called when this future is done.
 
         If the callback raises, the returned future fails with that error.
         """
@@ -61,7 +73,7 @@ class RpcFuture(torch.futures.Future):  # type: ignore[misc]  # torch may not be
         return super().then(callback)
 
     def add_done_callback(self, callback: Callable[[Any], Any]) -> None:
-        """Has `callback(self)` called when this future is complete, or at once if it is. torch logs what it raises."""
+        """Calls `callback(self)` when this future is done, or at once if it is. Torch logs what the callback raises."""
         self.hasten()
         super().add_done_callback(callback)
 
@@ -96,14 +108,14 @@ def completed_future(value: Any) -> torch.futures.Future:
 
 
 def failed_future(error: BaseException) -> Future[Any]:
-    """Returns a future of farcall that has already failed with this error. `error` must be an exception."""
+    """Returns a future of farcall that has already failed with `error`, which must be an exception."""
     future: Future[Any] = Future()
     future.set_exception(error)
     return future
 
 
 def to_farcall_future(future: Any) -> Future[Any] | None:
-    """Returns a future of farcall that is done when `future`, a future of torch or farcall, is.
+    """Returns a future of farcall with the same outcome as `future`, which may be a future of torch or of farcall.
 
     A future of farcall is returned as it is. Returns None for anything else.
     """
@@ -131,16 +143,20 @@ def to_farcall_future(future: Any) -> Future[Any] | None:
 def collect_all(futures: Sequence[Any]) -> Any:
     """Returns a torch future that is done when all of these are: `torch.futures.collect_all`, but faster for calls.
 
-    Its result is the list of the futures. An empty sequence gives a future that is done.
+    Args:
+        futures: Futures of torch. For an empty sequence, the returned future is done.
+
+    Returns:
+        A future whose result is the list of the futures.
     """
     _hasten(futures)
     return torch._C._collect_all(futures)
 
 
 def wait_all(futures: Sequence[Any]) -> list[Any]:
-    """Waits until all futures are complete, and returns their results in order; an empty list for no futures.
+    """Waits until all futures are done, and returns their results in order; an empty list for no futures.
 
-    Raises the error of a future as soon as it is known, without waiting for the others.
+    Raises the error of a future as soon as it has failed, without waiting for the others.
     """
     together = torch._C._collect_all(futures)  # fails early as well, but only for errors that torch itself sets
     calls = [future for future in futures if isinstance(future, RpcFuture)]

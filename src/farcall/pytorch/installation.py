@@ -44,7 +44,7 @@ class ReplacementFinder(MetaPathFinder, Loader):
     def find_spec(
         self, fullname: str, path: Sequence[str] | None = None, target: ModuleType | None = None
     ) -> ModuleSpec | None:
-        """Returns a spec for a name in `modules`; None for any other."""
+        """Returns a spec for a name in `modules`; None for any other. `path` and `target` are ignored."""
         return spec_from_loader(fullname, self) if fullname in self.modules else None
 
     def create_module(self, spec: ModuleSpec) -> None:
@@ -58,13 +58,13 @@ class ReplacementFinder(MetaPathFinder, Loader):
 
 
 def replace_when_imported(modules: Mapping[str, str], imported_with: Mapping[str, Sequence[str]] | None = None) -> None:
-    """Makes imports of these names load our modules from now on.
+    """Makes later imports of these modules of torch load our modules in their place.
 
-    Does nothing if it was called with the same names before.
+    Does nothing if it was called with the same arguments before. Modules that are imported already are not replaced.
 
     Args:
         modules: Maps the names of torch's modules to those of our modules.
-        imported_with: Maps some of torch's names to others of them that are imported at the same time.
+        imported_with: Maps some of torch's names to other names that are imported at the same time; None for none.
     """
     finder = ReplacementFinder(modules, imported_with or {})
     if finder not in sys.meta_path:
@@ -186,15 +186,15 @@ def install() -> None:
 
 
 def is_installed() -> bool:
-    """Returns True if farcall is in place of torch's modules."""
+    """Returns True if `install` has put farcall in place of torch's modules in this process."""
     return getattr(sys.modules.get("torch._C._distributed_rpc"), "__name__", "") == "farcall.pytorch.native"
 
 
 def replace_if_installed(name: str, module: ModuleType) -> None:
-    """Replaces a module of torch's that exists only once another one is imported, if `install` was called.
+    """Replaces a module of torch's that exists only once another one is imported. Does nothing before `install`.
 
     Args:
-        name: The name of torch's module.
+        name: The name of torch's module. Its parent must be imported.
         module: Our module.
     """
     if is_installed():

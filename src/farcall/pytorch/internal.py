@@ -37,7 +37,7 @@ from farcall.serialization.callables import is_interactive
 from farcall.serialization.registry import REDUCERS, Reducer
 
 _thread_local_tensor_tables: Final = threading.local()
-"""While a thread serializes: `send_tables`, the tensors found so far. While it deserializes: `recv_tables`."""
+"""`send_tables`: the tensors found so far, while a thread serializes. `recv_tables`: those to use, while it reads."""
 _pickler: Any = pickle.Pickler
 """The class that `serialize` pickles with. Programs may replace it."""
 _unpickler: Any = pickle.Unpickler
@@ -45,7 +45,10 @@ _unpickler: Any = pickle.Unpickler
 
 
 def _get_current_rpc_agent() -> Any:
-    """Returns the agent of this process. Raises `RuntimeError` if this process is not a worker."""
+    """Returns the agent of this process.
+
+    Raises `NotInitializedError`, a `RuntimeError`, if this process is not a worker.
+    """
     if not is_initialized():
         raise NotInitializedError(
             "Current RPC agent is not set! Did you initialize the RPC framework (e.g. by calling `rpc.init_rpc`)?"
@@ -63,7 +66,7 @@ class RPCExecMode(Enum):
 
 
 class PythonUDF(NamedTuple):
-    """A Python function and its arguments, as torch pickles a call."""
+    """A Python function with its positional and its keyword arguments, as torch pickles a call."""
 
     func: Callable[..., Any]
     args: Any
@@ -71,21 +74,29 @@ class PythonUDF(NamedTuple):
 
 
 class RemoteException(NamedTuple):
-    """What torch sends in place of an exception; farcall sends the exception itself."""
+    """The description of an exception that torch sends in place of the exception; farcall sends the exception itself.
+
+    Attributes:
+        msg: The worker, the exception and its traceback, as text.
+        exception_type: The class of the exception.
+    """
 
     msg: str
     exception_type: type
 
 
 def _references() -> Any:
-    """Returns the module `rref`, which imports this one."""
+    """Returns the module `farcall.pytorch.rref`, which cannot be imported at the top because it imports this one."""
     return sys.modules["farcall.pytorch.rref"]
 
 
 class SendTable(list[torch.Tensor]):
-    """A list of the tensors of one value, each of them once.
+    """A list of the tensors of one value. `_tensor_reducer` adds each tensor to it only once.
 
-    A tensor may be met twice, because pickling starts over when a function has to be sent by value.
+    Pickling may find a tensor twice: it starts over when a function has to be sent by value.
+
+    Attributes:
+        places: The index of each tensor in the list, by the `id()` of the tensor.
     """
 
     def __init__(self) -> None:
@@ -94,7 +105,11 @@ class SendTable(list[torch.Tensor]):
 
 
 class _Reducers(dict[type, Reducer]):
-    """A dispatch table for pickle: the reducers of one pickler, and those of this process for all other types."""
+    """A dispatch table for pickle: the reducers of one pickler, and those registered in this process.
+
+    Args:
+        pickler: The pickler. Its methods may be overridden.
+    """
 
     def __init__(self, pickler: _InternalRPCPickler) -> None:
         # A subclass may have overridden the methods, and may not have called our constructor.
@@ -107,7 +122,7 @@ class _Reducers(dict[type, Reducer]):
         self._script_module_reducer = pickler._script_module_reducer
 
     def __missing__(self, kind: type) -> Reducer:
-        """Returns the reducer of a type that the pickler has none for.
+        """Returns the reducer for a type that the pickler has none for: a registered one, or that of script modules.
 
         Raises `KeyError`, as pickle expects, if there is none.
         """
@@ -117,7 +132,7 @@ class _Reducers(dict[type, Reducer]):
 
 
 class _InternalRPCPickler:
-    """Pickles values, with their tensors in a separate list.
+    """Pickles values without their tensors, which are returned as a list beside the pickle.
 
     Programs inherit from it to pickle their calls in another way (`api._use_rpc_pickler`).
     """
@@ -126,14 +141,18 @@ class _InternalRPCPickler:
         self._dispatch_table: dict[type, Reducer] = copyreg.dispatch_table.copy()
         self._dispatch_table[torch.Tensor] = self._tensor_reducer
         self._class_reducer_dict: dict[type, Reducer] = {}
-        """The reducers that were registered."""
+        """The reducers that `_register_reducer` has registered, by class."""
 
     def _register_reducer(self, obj_class: type, reducer: Callable[[Any], Any]) -> None:
-        """Registers a reducer for objects of a class. Does nothing if this pickler has one for the class already.
+        """Registers a reducer for objects of a class. Does nothing if one was registered for the class already.
+
+        A reducer of the default pickler applies to all messages of this process, that of another pickler to itself
+        only.
 
         Args:
-            obj_class: The class.
-            reducer: Returns a function and its arguments, which rebuild the object.
+            obj_class: The class. Subclasses are not included.
+            reducer: Takes an object, and returns a function and a tuple of arguments that rebuild the object, as in
+                pickle.
         """
         if obj_class not in self._class_reducer_dict:
             self._class_reducer_dict[obj_class] = reducer
@@ -144,17 +163,17 @@ class _InternalRPCPickler:
 
     @staticmethod
     def _tensor_receiver(tensor_index: int) -> torch.Tensor:
-        """Returns the tensor at an index of the list that is being deserialized.
+        """Returns the tensor at `tensor_index` of the list of tensors that this thread is deserializing with.
 
-        Raises `AttributeError` outside of that.
+        Raises `AttributeError` if this thread is not deserializing, and `IndexError` if the list is too short.
         """
         tensor: torch.Tensor = _thread_local_tensor_tables.recv_tables[tensor_index]
         return tensor
 
     def _tensor_reducer(self, tensor: torch.Tensor) -> tuple[Callable[[int], torch.Tensor], tuple[int]]:
-        """Adds a tensor to the list that is being serialized; its index is pickled.
+        """Adds `tensor` to the list of tensors of the value that this thread is serializing; only its index is pickled.
 
-        Raises `AttributeError` outside of that.
+        Raises `AttributeError` if this thread is not serializing.
         """
         table = _thread_local_tensor_tables.send_tables
         place = len(table)
@@ -166,49 +185,70 @@ class _InternalRPCPickler:
 
     @staticmethod
     def _py_rref_receiver(rref_fork_data: tuple[Any, ...]) -> Any:
-        """Returns the reference for a result of `PyRRef._serialize` in the message that is being read.
+        """Returns the reference for a result of `PyRRef._serialize` in the message that this thread is reading.
 
-        Raises `SerializationError` outside of a message.
+        Raises `SerializationError` if this thread is not reading a message, or the message has no such reference.
         """
         return _references().PyRRef._deserialize(rref_fork_data)
 
     def _py_rref_reducer(self, py_rref: Any) -> tuple[Callable[[tuple[Any, ...]], Any], tuple[tuple[Any, ...]]]:
-        """Returns what is pickled of a reference. Raises `SerializationError` if no message is being made."""
+        """Returns what is pickled in place of the reference `py_rref`.
+
+        Raises `SerializationError` if this thread is not writing a message, and `UsageError` if the reference was
+        deleted.
+        """
         return _InternalRPCPickler._py_rref_receiver, (py_rref._serialize(),)
 
     def _rref_reducer(self, rref: Any) -> tuple[Callable[[tuple[Any, ...]], Any], tuple[tuple[Any, ...]]]:
-        """Returns what is pickled of a reference that was created by `RRef(value)`. Raises as `_py_rref_reducer`."""
+        """Returns what is pickled in place of a reference that was created by `RRef(value)`.
+
+        Raises the same errors as `_py_rref_reducer`.
+        """
         return self._py_rref_reducer(rref)
 
     @staticmethod
     def _script_module_receiver(script_module_serialized: bytes) -> Any:
-        """Returns a script module from what `torch.jit.save` has written. Its Python class is not needed.
+        """Returns the script module in `script_module_serialized`, the bytes that `torch.jit.save` has written.
 
-        Raises `RuntimeError` if the bytes are damaged.
+        The Python class of the module is not needed. Raises `RuntimeError` if the bytes are damaged.
         """
         return torch.jit.load(io.BytesIO(script_module_serialized))
 
     def _script_module_reducer(self, script_module: Any) -> tuple[Callable[[bytes], Any], tuple[bytes]]:
-        """Returns what is pickled of a script module: what `torch.jit.save` writes.
+        """Returns what is pickled in place of a script module: the bytes that `torch.jit.save` writes.
 
-        Raises `RuntimeError` if that fails.
+        Raises `RuntimeError` if torch cannot save the module.
         """
         file = io.BytesIO()
         torch.jit.save(script_module, file)
         return _InternalRPCPickler._script_module_receiver, (file.getvalue(),)
 
     def serialize(self, obj: Any) -> tuple[bytes, list[torch.Tensor]]:
-        """Returns the pickle of a value, and its tensors. Raises what pickle raises if it cannot be pickled."""
+        """Pickles a value without its tensors.
+
+        Args:
+            obj: The value.
+
+        Returns:
+            The pickle, and the list of the tensors; the list is empty if the value has none.
+
+        Raises:
+            Exception: What pickle raises if the value cannot be pickled, for example `PicklingError` or `TypeError`.
+        """
         from farcall.pytorch.tensors import sending_apart  # here, because it imports this module
 
         with sending_apart() as tensors:
             return _dump(obj, _Reducers(self)), tensors
 
     def deserialize(self, binary_data: bytes, tensor_table: list[torch.Tensor]) -> Any:
-        """Returns the value of a pickle and its tensors.
+        """Rebuilds a value from the results of `serialize`.
 
-        If the pickle names a function or class that is not defined here, returns an `AttributeError` that says so, as
-        torch does.
+        If the pickle names a function or class that is not defined here, returns (does not raise) an `AttributeError`
+        that says so, as torch does.
+
+        Args:
+            binary_data: The pickle.
+            tensor_table: The tensors of the value; an empty list if it has none.
 
         Raises:
             SerializationError: The pickle is damaged.
@@ -236,8 +276,8 @@ def _dump(obj: Any, reducers: _Reducers) -> bytes:
     """Returns the pickle of a value. Functions that cannot be imported by name are pickled by value.
 
     Args:
-        obj: The value.
-        reducers: How types are pickled. Raises what pickle raises if a type cannot be pickled.
+        obj: The value. Raises what pickle raises if it cannot be pickled, for example `PicklingError` or `TypeError`.
+        reducers: Says how to pickle each type.
     """
     if not is_interactive():
         file = io.BytesIO()
@@ -255,10 +295,11 @@ def _dump(obj: Any, reducers: _Reducers) -> bytes:
 
 
 def _load(binary_data: bytes) -> Any:
-    """Returns the value of a pickle.
+    """Returns the value of the pickle `binary_data`.
 
-    Uses the program's own unpickler if the program has replaced ours and this worker has no allow-list. Raises
-    `SerializationError` or `NotAllowedError`, or what that unpickler raises.
+    Uses the unpickler that the program has put into `_unpickler`, unless this worker has an allow-list. Raises
+    `SerializationError` if the pickle is damaged, `NotAllowedError` if the allow-list forbids it, or what the program's
+    unpickler raises.
     """
     from farcall.pytorch.allow_list import current_allow_list, load  # here, because it imports this module
 
@@ -268,31 +309,44 @@ def _load(binary_data: bytes) -> Any:
 
 
 _internal_rpc_pickler: Final = _InternalRPCPickler()
-"""The default pickler."""
+"""The default pickler, which all calls use unless the program chooses another one."""
 
 
 def serialize(obj: Any) -> tuple[bytes, list[torch.Tensor]]:
-    """Returns the pickle of a value, and its tensors, by the default pickler. Raises what pickle raises."""
+    """Pickles a value without its tensors, with the default pickler.
+
+    Returns the pickle and the list of the tensors, which may be empty. Raises what pickle raises if the value cannot be
+    pickled, for example `PicklingError` or `TypeError`.
+    """
     return _internal_rpc_pickler.serialize(obj)
 
 
 def deserialize(binary_data: bytes, tensor_table: list[torch.Tensor]) -> Any:
-    """Returns the value of a pickle and its tensors, by the default pickler.
+    """Rebuilds a value from the results of `serialize`, with the default pickler.
 
-    Returns an `AttributeError` if the pickle names something that is not defined here. Raises `SerializationError` if
-    the pickle is damaged, and `NotAllowedError` if the allow-list forbids it.
+    Args:
+        binary_data: The pickle.
+        tensor_table: The tensors of the value; an empty list if it has none.
+
+    Returns:
+        The value; an `AttributeError` if the pickle names a function or class that is not defined here.
+
+    Raises:
+        SerializationError: The pickle is damaged.
+        NotAllowedError: The allow-list of this worker forbids something in it.
     """
     return _internal_rpc_pickler.deserialize(binary_data, tensor_table)
 
 
 def _run_function(python_udf: PythonUDF | AttributeError) -> Any:
-    """Runs a function that another worker has called.
+    """Runs a function that another worker has called. Programs may replace it.
 
     Args:
         python_udf: The function and its arguments, or the `AttributeError` that `deserialize` returned.
 
     Returns:
-        What the function returned. If it raised, a `RemoteException`, which is also printed to standard error.
+        What the function returned. If it raised, or `python_udf` is an error, a `RemoteException`, whose text is also
+        printed to standard error.
     """
     try:
         if isinstance(python_udf, AttributeError):
@@ -313,9 +367,10 @@ they use `runner_of` for that.
 
 
 def runner_of(function: Callable[..., Any]) -> Callable[..., Any]:
-    """Returns what to call in place of a function that another worker has called. On the path of every call.
+    """Returns what to call in place of a function that another worker has called. Every call uses this.
 
-    That is the function itself, unless the program has replaced `_run_function`.
+    That is the function itself, unless the program has replaced `_run_function`. Then it is a function that passes
+    `function` and its arguments to the replacement.
     """
     if _run_function is _our_run_function:
         return function
@@ -332,7 +387,11 @@ def runner_of(function: Callable[..., Any]) -> Callable[..., Any]:
 
 
 class _DescribedException(Exception):
-    """Raised in place of a function's exception if a replaced `_run_function` has only described that exception."""
+    """Raised in place of a function's exception if a replaced `_run_function` returned a `RemoteException`.
+
+    Args:
+        description: The `RemoteException`.
+    """
 
     def __init__(self, description: RemoteException) -> None:
         super().__init__(description)
@@ -340,9 +399,11 @@ class _DescribedException(Exception):
 
 
 def _report_exception(error: BaseException, worker: Any) -> RemoteException:
-    """Prints an exception that a function raised for another worker, and returns its description for the caller.
+    """Prints an exception to standard error, and returns its description for the caller. Raises nothing.
 
-    `worker` is this worker, for the description. Raises nothing.
+    Args:
+        error: The exception, which a function has raised that another worker has called.
+        worker: This worker, which the description names.
     """
     text = f"On {worker}:\n{error!r}\n{''.join(traceback.format_exception(error))}"
     print(text, file=sys.stderr)
@@ -350,11 +411,11 @@ def _report_exception(error: BaseException, worker: Any) -> RemoteException:
 
 
 def _handle_exception(result: Any) -> None:
-    """Raises the exception that a `RemoteException` describes; does nothing with any other result.
+    """Raises the exception that a `RemoteException` describes. Returns None for any other `result`.
 
     Raises:
         Exception: Of the type that the function raised, with the description as its text.
-        RuntimeError: An exception of that type cannot be created with a text alone.
+        RuntimeError: An exception of that type cannot be created from a text alone.
     """
     if not isinstance(result, RemoteException):
         return
@@ -371,15 +432,16 @@ def _handle_exception(result: Any) -> None:
 
 
 def exception_for_caller(error: BaseException, worker: Any) -> BaseException:
-    """Returns what the caller of a function gets if the function raised `error` on this worker. Raises nothing.
+    """Returns the exception that the caller of a function gets if the function raised `error` on this worker.
 
-    Prints the exception as well. The caller gets the exception itself, with its attributes, cause and traceback, unless
-    torch's callers would get a `RuntimeError` in its place; the exception is the cause of that then. If a replaced
-    `_run_function` has described the exception, the caller gets the description only, as in torch.
+    That is `error` itself, with its attributes, cause and traceback. It is a `RuntimeError` with `error` as its cause
+    where torch's callers get a `RuntimeError`. If a replaced `_run_function` has described the exception, it is an
+    exception made from the description, as in torch. Prints `error` to standard error, unless it was described. Raises
+    nothing.
 
     Args:
         error: What the function raised.
-        worker: This worker, for the description.
+        worker: This worker, which the description names.
     """
     try:
         described = error.description if isinstance(error, _DescribedException) else _report_exception(error, worker)
@@ -399,17 +461,30 @@ def exception_for_caller(error: BaseException, worker: Any) -> BaseException:
 def _build_rpc_profiling_key(
     exec_type: RPCExecMode, func_name: str, current_worker_name: str, dst_worker_name: str
 ) -> str:
-    """Returns the name of a call in the profiler, for example `rpc_sync#add(worker0 -> worker1)`."""
+    """Returns the name of a call in the profiler, for example `rpc_sync#add(worker0 -> worker1)`.
+
+    Args:
+        exec_type: How the function is called; here by `rpc_sync`.
+        func_name: The name of the function; here `add`.
+        current_worker_name: The name of the caller; here `worker0`.
+        dst_worker_name: The name of the callee; here `worker1`.
+    """
     return f"rpc_{exec_type.value}#{func_name}({current_worker_name} -> {dst_worker_name})"
 
 
 def _start_record_function(
     exec_type: RPCExecMode, func_name: str, current_worker_name: str, dest_worker_name: str
 ) -> Any:
-    """Returns a profiler record of a call that starts now, for torch's script code.
+    """Returns a profiler record of a call that starts now. Torch's script code uses it.
 
-    The arguments are those of `_build_rpc_profiling_key`. Raises `AssertionError` if no profiler is active in this
-    thread.
+    Args:
+        exec_type: How the function is called.
+        func_name: The name of the function.
+        current_worker_name: The name of the caller.
+        dest_worker_name: The name of the callee.
+
+    Raises:
+        AssertionError: No profiler is active in this thread.
     """
     if not torch.autograd._profiler_enabled():
         raise AssertionError("Autograd profiler should be enabled.")

@@ -108,7 +108,8 @@ def _invoke_remote_builtin(
     Args:
         dst: The worker.
         opName: The name of the operator, for example `aten::add`. If there is none, fetching the value raises.
-        rpcTimeoutSeconds: Seconds after which fetching the value fails; -1 for no limit.
+        rpcTimeoutSeconds: Seconds after which fetching the value fails if the operator has not returned; 0 or -1 for no
+            limit.
         *args: The positional arguments of the operator.
         **kwargs: Its keyword arguments.
     """
@@ -153,8 +154,9 @@ def _invoke_remote_torchscript(
     Args:
         dstWorkerName: The name of the worker.
         qualifiedNameStr: The qualified name of the function. If there is none, fetching the value raises.
-        rpcTimeoutSeconds: Seconds after which fetching the value fails; -1 for no limit.
-        isAsyncExecution: True if the function returns a future, whose result is wanted.
+        rpcTimeoutSeconds: Seconds after which fetching the value fails if the function has not returned; 0 or -1 for no
+            limit.
+        isAsyncExecution: True if the function returns a future, whose result is kept.
         *args: The positional arguments of the function.
         **kwargs: Its keyword arguments.
     """
@@ -173,12 +175,12 @@ def _invoke_rpc_python_udf(
     Args:
         dst: The worker.
         pickledPythonUDF: The pickle, as `internal.serialize` returns it.
-        tensors: Its tensors.
+        tensors: Its tensors; may be empty.
         rpcTimeoutSeconds: The timeout in seconds; 0 for none, -1 for the default.
         isAsyncExecution: Ignored: the function itself says whether it returns a future.
 
     Returns:
-        A `torch.futures.Future` of the result.
+        A `torch.futures.Future` of the result. It fails if the pickle is damaged or the function is not defined there.
     """
     return _call(dst, pickled_call(pickledPythonUDF, tensors), rpcTimeoutSeconds)
 
@@ -195,17 +197,23 @@ def _invoke_remote_python_udf(
     Args:
         dst: The worker.
         pickledPythonUDF: The pickle, as `internal.serialize` returns it.
-        tensors: Its tensors.
-        rpcTimeoutSeconds: Seconds after which fetching the value fails; -1 for no limit.
+        tensors: Its tensors; may be empty.
+        rpcTimeoutSeconds: Seconds after which fetching the value fails if the function has not returned; 0 or -1 for no
+            limit.
         isAsyncExecution: Ignored: the function itself says whether it returns a future.
     """
     return _remote(dst, pickled_call(pickledPythonUDF, tensors), rpcTimeoutSeconds)
 
 
 def _call(to: Any, call: Call, timeout: float) -> Any:
-    """Calls a function with its arguments on worker `to`, and returns a torch future of the result.
+    """Makes a call on worker `to`, and returns a torch future of the result.
 
     Raises `RuntimeError` if there is no such worker, or this process is not a worker.
+
+    Args:
+        to: The name or the `WorkerInfo` of the worker.
+        call: The function, its positional and its keyword arguments.
+        timeout: The timeout in seconds; 0 for none, -1 for the default.
     """
     function, args, kwargs = call
     future = api._invoke_rpc(to, function, RPCExecMode.ASYNC, args, kwargs, timeout)
@@ -213,9 +221,14 @@ def _call(to: Any, call: Call, timeout: float) -> Any:
 
 
 def _remote(to: Any, call: Call, timeout: float) -> PyRRef[Any]:
-    """Calls a function with its arguments on worker `to`, which keeps the result, and returns a reference to it.
+    """Makes a call on worker `to`, which keeps the result, and returns a reference to it.
 
     Raises `RuntimeError` if there is no such worker, or this process is not a worker.
+
+    Args:
+        to: The name or the `WorkerInfo` of the worker.
+        call: The function, its positional and its keyword arguments.
+        timeout: Seconds after which fetching the value fails if the function has not returned; 0 or -1 for no limit.
     """
     function, args, kwargs = call
     return api.remote(to, function, args, kwargs, timeout)

@@ -21,7 +21,10 @@ DeviceMap: TypeAlias = dict[torch.device, torch.device]
 
 
 def _to_device(device: DeviceType) -> torch.device:
-    """Returns the CUDA device that a number or a text names. Raises `ValueError` if it names another kind of device."""
+    """Returns the CUDA device that a number, a text or a `torch.device` names.
+
+    Raises `ValueError` if it is another kind of device, and `RuntimeError` if torch does not know the text.
+    """
     device = torch.device(device)
     if device.type != "cuda":
         raise ValueError(f"`set_devices` expect a list of CUDA devices, but got device type {device.type}.")
@@ -29,7 +32,11 @@ def _to_device(device: DeviceType) -> torch.device:
 
 
 def _to_device_map(device_map: Mapping[DeviceType, DeviceType]) -> DeviceMap:
-    """Returns a device map with `torch.device` keys and values. Raises `ValueError` unless it is one to one."""
+    """Returns a device map with `torch.device` keys and values; empty for an empty map.
+
+    Raises `ValueError` if two devices are mapped to the same one, and `RuntimeError` for a device that torch does not
+    know.
+    """
     ours: DeviceMap = {}
     theirs: DeviceMap = {}
     for source, target in device_map.items():
@@ -44,7 +51,7 @@ def _to_device_map(device_map: Mapping[DeviceType, DeviceType]) -> DeviceMap:
 
 
 def _to_device_list(devices: Sequence[DeviceType]) -> list[torch.device]:
-    """Returns the CUDA devices that numbers or texts name; empty for none.
+    """Returns the CUDA devices that numbers, texts or `torch.device`s name; an empty list for none.
 
     Raises `ValueError` for other kinds of devices.
     """
@@ -55,7 +62,12 @@ def _to_device_list(devices: Sequence[DeviceType]) -> list[torch.device]:
 class _TensorPipeRpcBackendOptionsBase(RpcBackendOptions):
     """The class that torch has in C++: all options of farcall, and torch's.
 
-    `_transports` and `_channels` are accepted and ignored.
+    Args:
+        device_maps: For the name of each callee, a map from devices of this worker to devices of the callee; none by
+            default.
+        devices: The CUDA devices that calls may use on this worker. By default those of all device maps.
+        _transports: Ignored.
+        _channels: Ignored.
     """
 
     heartbeat_patience: float = 30.0
@@ -93,7 +105,10 @@ class _TensorPipeRpcBackendOptionsBase(RpcBackendOptions):
         )
 
     def _set_device_map(self, to: str, device_map: Mapping[DeviceType, DeviceType]) -> None:
-        """Adds entries to the device map for a worker. Raises `ValueError` unless they are one to one."""
+        """Adds the entries of `device_map` to the device map for the worker `to`. Replaces those for the same devices.
+
+        Raises `ValueError` if two devices would be mapped to the same one.
+        """
         self.device_maps = {**self.device_maps, to: {**self.device_maps.get(to, {}), **_to_device_map(device_map)}}
 
 
@@ -105,8 +120,9 @@ class TensorPipeRpcBackendOptions(_TensorPipeRpcBackendOptionsBase):
         num_worker_threads: The number of threads that run requests.
         rpc_timeout: The default timeout of calls in seconds; 0 for no timeout.
         init_method: The rendezvous URL, for example "env://" or "tcp://host:port".
-        device_maps: For each worker name, which of its devices receives tensors from which of ours.
-        devices: The CUDA devices that calls may use on this worker.
+        device_maps: For the name of each callee, a map from devices of this worker to devices of the callee. A tensor
+            on the first arrives on the second.
+        devices: The CUDA devices that calls may use on this worker. By default those of all device maps.
 
     Raises:
         ValueError: A device map is not one to one, or a device is not CUDA's.

@@ -13,7 +13,7 @@ here. When the events are made, each mark is replaced by the events of its call.
 Rules
 - A program that does not profile pays one question to torch in each call.
 - A function runs under the settings of its caller's profiler: shapes, memory, stacks.
-- The result of a remote call stays where it is. Its events are fetched by a call of their own, which is not shown.
+- The result of a call by `remote` stays on the callee. Its events are fetched by a second call, which is not shown.
 - What an async function does before it returns its future is recorded, and so are the calls that it started, however
   late they end.
 - Times are in microseconds, as in torch. Times of events from another worker count from the start of the function
@@ -50,15 +50,19 @@ from farcall.serialization import callable_name
 # Events
 
 REMOTE_OP: Final = "#remote_op: "
-"""Between the name of a call and that of what happened in it at the other worker."""
+"""Stands between the name of a call and the name of an event of the callee, in the name of a shown event."""
 _MOST_CALLS: Final = 1 << 16
 
 parse_records: Final = profiler_legacy._parse_legacy_records
-"""torch's own: the events of what `_disable_profiler_legacy` returns."""
+"""Torch's own function: takes what `_disable_profiler_legacy` returned, and returns its events."""
 
 
 class Event(NamedTuple):
-    """An event of torch's profiler as plain values, so that it can be sent to the caller."""
+    """An event of torch's profiler as plain values, so that it can be sent from the callee to the caller.
+
+    The fields have the names and meanings of torch's `FunctionEvent`. `start` and `end` are its time range in
+    microseconds.
+    """
 
     node_id: int
     name: str
@@ -79,9 +83,9 @@ class Event(NamedTuple):
 
     @classmethod
     def of(cls, event: Any) -> Event:
-        """Returns the event that describes a `FunctionEvent` of torch's.
+        """Returns an `Event` with the values of `event`, which is a `FunctionEvent` of torch's.
 
-        Raises `AttributeError` for any other object.
+        Raises `AttributeError` if `event` is any other object.
         """
         return cls(
             event.node_id,
@@ -106,8 +110,9 @@ class Event(NamedTuple):
         """Returns the event as a `FunctionEvent` of torch's, for the profiler of the caller.
 
         Args:
-            call: The name of the call in that profiler. The name of the event begins with it.
-            shift: Microseconds to add to its times.
+            call: The name of the call in that profiler. The name of the returned event is `call`, `REMOTE_OP` and the
+                name of this event.
+            shift: Microseconds to add to the start and the end of this event.
         """
         name = f"{call}{REMOTE_OP}{self.name}"
         shown = FunctionEvent(
@@ -137,41 +142,62 @@ class Event(NamedTuple):
 
 
 _ids: Final = itertools.count(1 << 48)
-"""Of events that torch has not numbered itself; it counts from 1."""
+"""Ids for events that are made here. They start high, because torch counts its own events from 1."""
 
 
 class Report(NamedTuple):
-    """What the callee reports about a profiled call. `took` is in microseconds."""
+    """What the callee sends back about one profiled call.
+
+    Attributes:
+        took: How many microseconds the function ran, or until the future that it returned was done.
+        events: What the profiler of the callee recorded meanwhile; empty if it recorded nothing.
+    """
 
     took: float
-    """From the function's beginning to its end, or to that of the future that it returned."""
+    """Microseconds from the start of the function to its end, or to the end of the future that it returned."""
     events: Sequence[Event]
 
 
 class ProfiledCall:
-    """One call that began in this thread while a profiler was active."""
+    """One call that was made in this thread while a profiler was active.
+
+    Attributes:
+        key: The name of the call in the profiler.
+        took: How many microseconds the call took; None until `ended` is called.
+        report: What the callee sent back about the call; None if the call has not ended, or has failed.
+    """
 
     def __init__(self, key: str) -> None:
-        """Leaves a mark in the records of the profiler. `key` is the name of the call there."""
+        """Starts the clock of the call, and adds a mark to the records of this thread's profiler.
+
+        A mark is a short record with a unique name, which `with_calls` later replaces by the events of the call.
+
+        Args:
+            key: The name of the call in the profiler, for example `rpc_sync#add(worker0 -> worker1)`.
+        """
         self.key = key
         self.took: float | None = None
-        """Once it has ended: how long it took."""
+        """Microseconds from the start to the end of the call; None until it has ended."""
         self.report: Report | None = None
-        """What the other worker has told of it; nothing if it failed."""
+        """What the callee sent back about the call; None if it has not ended, or has failed."""
         mark = _marks.new(self)
         with torch.autograd.profiler.record_function(mark):
             self._began = perf_counter()
 
     def ended(self, report: Report | None) -> None:
-        """Records that the call has ended now. `report` is what the callee reported; None if the call failed."""
+        """Records that the call has ended now.
+
+        Args:
+            report: What the callee sent back about the call; None if the call failed or no report came.
+        """
         self.report = report
         self.took = (perf_counter() - self._began) * 1e6
 
     def events(self, mark: Any) -> Iterable[Any]:
-        """Yields torch's events for the call and for what happened in it at the callee; nothing if it has not ended.
+        """Yields torch's event for the call, then the events of the callee; nothing if the call has not ended.
 
         Args:
-            mark: The event of the mark that the call has left.
+            mark: The `FunctionEvent` that torch made of the mark of this call. Its start is the start of the call.
         """
         if self.took is None:
             return
@@ -200,7 +226,7 @@ class ProfiledCall:
 
 
 class _Marks:
-    """The calls that have left marks, by the names of the marks. At most `_MOST_CALLS` are kept."""
+    """The profiled calls by the names of their marks in the profiler's records. At most `_MOST_CALLS` are kept."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
@@ -208,7 +234,7 @@ class _Marks:
         self._calls: dict[str, ProfiledCall] = {}
 
     def new(self, call: ProfiledCall) -> str:
-        """Remembers a call, and returns a unique name for its mark. Forgets the oldest call if there are too many."""
+        """Stores `call`, and returns a unique name for its mark. Deletes the oldest call if there are too many."""
         with self._lock:
             mark = f"{call.key}#call {next(self._numbers)}"
             self._calls[mark] = call
@@ -217,7 +243,7 @@ class _Marks:
         return mark
 
     def take(self, mark: str) -> ProfiledCall | None:
-        """Returns the call with a mark, and forgets it; None if there is none."""
+        """Removes and returns the call whose mark has the name `mark`; None if no call has such a mark."""
         return self._calls.pop(mark, None)
 
 
@@ -225,9 +251,13 @@ _marks: Final = _Marks()
 
 
 def with_calls(events: Iterable[Any]) -> list[Any]:
-    """Returns torch's events with each mark replaced by the events of its call, ordered as torch orders events.
+    """Returns the events of a profiler with each mark replaced by the events of its call, in torch's order.
 
-    Marks of calls that have not ended are removed. Returns an empty list for no events.
+    A mark is the short record that a `ProfiledCall` leaves in the profiler. The mark of a call that has not ended is
+    removed. Torch's order is by start; of two events with the same start, the longer one comes first.
+
+    Args:
+        events: `FunctionEvent`s of torch's. No events give an empty list.
     """
     shown: list[Any] = []
     for event in events:
@@ -241,20 +271,27 @@ def with_calls(events: Iterable[Any]) -> list[Any]:
 
 
 def travelling(events: Iterable[Any]) -> list[Event]:
-    """Returns torch's events in the form in which they are sent to the caller; an empty list for no events.
+    """Converts `FunctionEvent`s of torch's to `Event`s, which can be sent; returns an empty list for no events.
 
-    Memory events that belong to no function are left out.
+    Leaves out the events in which torch records memory that belongs to no function.
     """
     return [Event.of(event) for event in events if event.name != MEMORY_EVENT_NAME]
 
 
 def _parse_legacy_records(thread_records: Any) -> list[Any]:
-    """Replaces torch's function of this name: returns the events of the records, including those of calls."""
+    """Replaces torch's function of this name: returns the events of the records, with the events of calls among them.
+
+    Args:
+        thread_records: What torch's `_disable_profiler_legacy` returned.
+    """
     return with_calls(parse_records(thread_records))
 
 
 def listen() -> None:
-    """Makes torch's profiler show calls from now on. Does nothing the second time."""
+    """Makes torch's legacy profiler show calls: replaces its `_parse_legacy_records` by ours.
+
+    A second call has no further effect.
+    """
     profiler_legacy._parse_legacy_records = _parse_legacy_records
 
 
@@ -266,11 +303,11 @@ _profiler_enabled: Final = torch.autograd._profiler_enabled
 _profiler_type: Final = torch._C._autograd._profiler_type
 _LEGACY: Final = torch._C._profiler.ActiveProfilerType.LEGACY
 _MOST_KEPT: Final = 1 << 10
-"""Reports of remote calls that nobody has asked for; those who made them have died."""
+"""How many reports of calls by `remote` are kept at most. Callers that died never fetch theirs."""
 
 
 class Settings(NamedTuple):
-    """What a profiler records; the names are those of `torch.autograd.profiler_legacy.profile`."""
+    """What a profiler records. The fields are those arguments of torch's `profiler_legacy.profile`."""
 
     use_cuda: bool = False
     record_shapes: bool = False
@@ -280,18 +317,23 @@ class Settings(NamedTuple):
     with_modules: bool = False
 
     def config(self) -> Any:
-        """Returns the `ProfilerConfig` of torch's with these settings. CUDA is recorded only if this machine has it."""
+        """Returns these settings as a `ProfilerConfig` of torch's.
+
+        `use_cuda` is ignored on a machine without CUDA.
+        """
         kind = ProfilerState.CUDA if self.use_cuda and torch.cuda.is_available() else ProfilerState.CPU
         return ProfilerConfig(kind, *self[1:], torch._C._profiler._ExperimentalConfig())
 
 
 class _Thread(threading.local):
+    """What the profiler needs to know about the current thread. Each thread has its own values."""
+
     settings = Settings()
-    """Of the profiler that was started in this thread last."""
+    """The settings of the profiler that was started last in this thread."""
     key: str | None = None
-    """For its next call, in the place of the usual one."""
+    """The name of the next profiled call of this thread, in place of the usual one; None for the usual one."""
     silent = False
-    """Whether its calls are not shown."""
+    """Whether the calls of this thread are hidden from the profiler."""
 
 
 _thread = _Thread()
@@ -300,26 +342,34 @@ _thread = _Thread()
 def _set_profiler_node_id(default_node_id: int) -> None:
     """Sets the `node_id` of everything that profilers of this process record from now on. `init_rpc` calls this.
 
-    Raises `RuntimeError` for a negative number, and `TypeError` for anything but a number.
+    Args:
+        default_node_id: The rank of this worker. A negative number raises `RuntimeError`. Anything but a number raises
+            `TypeError`.
     """
     _set_default_node_id(default_node_id)
 
 
 def _get_should_profile() -> bool:
-    """Returns whether torch's legacy profiler, the only one that can show calls, is active in this thread."""
+    """Returns True if torch's legacy profiler is active in this thread.
+
+    Returns False if none or another profiler is active: only the legacy profiler can show calls.
+    """
     return bool(_profiler_enabled()) and bool(_profiler_type() == _LEGACY)
 
 
 def is_profiled() -> bool:
-    """Returns whether calls of this thread are shown in a profiler. Always False inside `shown_as`."""
+    """Returns True if a call that this thread makes now is shown in a profiler.
+
+    That is so while torch's legacy profiler is active in this thread, except inside `shown_as`.
+    """
     return not _thread.silent and _get_should_profile()
 
 
 @contextmanager
 def _unrecorded() -> Iterator[None]:
-    """Context manager: torch's profiler records nothing of this thread inside.
+    """Context manager: inside it, torch's profiler records no operators of this thread.
 
-    Sending tensors runs operators of torch that are not the program's.
+    It hides the operators that torch runs to send tensors, because the program did not call them.
     """
     torch.autograd._enable_record_function(False)
     try:
@@ -330,9 +380,9 @@ def _unrecorded() -> Iterator[None]:
 
 @contextmanager
 def shown_as(name: str) -> Iterator[None]:
-    """Context manager: if a profiler is active, this thread's operators inside are shown as one record called `name`.
+    """Context manager: the profiler shows everything that this thread does inside it as one record called `name`.
 
-    Does nothing if no profiler is active.
+    Calls and operators inside it are not shown themselves. Without an active profiler it has no effect.
     """
     if not is_profiled():
         yield
@@ -346,14 +396,17 @@ def shown_as(name: str) -> Iterator[None]:
 
 
 class RemoteProfilerManager:
-    """Sets the names of calls in the profiler, as torch's class of this name does."""
+    """Sets the name that the profiler shows for a call, as torch's class of this name does."""
 
     @staticmethod
     def set_current_profiling_key(key: str) -> None:
-        """Sets the name of the next profiled call of this thread.
+        """Sets the name that the profiler shows for the next profiled call of this thread.
+
+        Args:
+            key: The name, in place of the usual one such as `rpc_sync#add(worker0 -> worker1)`.
 
         Raises:
-            RuntimeError: A name was set before and not used yet.
+            RuntimeError: A name was set before, and no profiled call has used it yet.
         """
         if _thread.key is not None:
             raise RuntimeError(f"the next call has a profiling key already, {_thread.key!r}: make that call first")
@@ -361,9 +414,10 @@ class RemoteProfilerManager:
 
 
 def profiled_name(function: Callable[..., Any]) -> str:
-    """Returns the name that the profiler shows for a function that is not a builtin operator. Raises nothing.
+    """Returns the name that the profiler shows for a function other than a builtin operator of torch.
 
-    For a script function it is the qualified name, else `__qualname__` or another readable name.
+    For a script function that is its qualified name. For others it is `__qualname__` or, without one, another readable
+    name. Raises nothing.
     """
     if isinstance(function, torch.jit.ScriptFunction):
         return str(torch._jit_internal._qualified_name(function))
@@ -371,7 +425,10 @@ def profiled_name(function: Callable[..., Any]) -> str:
 
 
 def key_of(agent: Agent, departure: Departure) -> str:
-    """Returns the name that the profiler shows for a call, such as `rpc_sync#add(worker0 -> worker1)`."""
+    """Returns the name that the profiler shows for a call, such as `rpc_sync#add(worker0 -> worker1)`.
+
+    `agent` is the agent of the caller.
+    """
     name = _find_builtin(departure.function) or profiled_name(departure.function)
     return _build_rpc_profiling_key(departure.mode, name, agent.info.name, departure.to.name)
 
@@ -380,7 +437,11 @@ def key_of(agent: Agent, departure: Departure) -> str:
 
 
 class _Trip(Trip):
-    """The profiler's part in one call that this worker makes. The profiler of this thread must be active."""
+    """The profiler's part in one call that this worker makes.
+
+    Create it in the thread that makes the call, while its profiler is active. That starts the call in the profiler. The
+    constructor takes the agent of this worker and the call.
+    """
 
     def __init__(self, agent: Agent, departure: Departure) -> None:
         self._agent = agent
@@ -392,7 +453,7 @@ class _Trip(Trip):
 
     @contextmanager
     def handling(self) -> Iterator[None]:
-        """Context manager: hides the operators of torch that pickling and unpickling run."""
+        """Context manager: hides the operators of torch that pickling and unpickling run from the profiler."""
         if not _profiler_enabled():
             yield
             return
@@ -400,20 +461,34 @@ class _Trip(Trip):
             yield
 
     def pack(self, tensors: Tensors) -> tuple[Tensors, Any]:
-        """Returns the tensors unchanged, and the settings of the profiler for the callee."""
+        """Returns `tensors` unchanged, and the data for the callee's interceptor.
+
+        The data are the number of the report, which is None except for `remote`, and the settings of the profiler.
+        """
         return tensors, (self._number, tuple(self._settings))
 
     def unpack(self, tensors: Tensors, words: Any) -> Tensors:
-        """Ends the call with the report of the callee, and returns the tensors unchanged. The report may be None."""
+        """Records that the call has ended, and returns `tensors` unchanged.
+
+        Args:
+            tensors: The tensors of the reply.
+            words: The `Report` of the callee; None if it has sent none.
+        """
         self._call.ended(words)
         return tensors
 
     def failed(self, error: BaseException) -> None:
-        """Ends the call without a report. The error itself is not used."""
+        """Records that the call has ended without a report. `error` is ignored."""
         self._call.ended(None)
 
     def referenced(self, rref: Any) -> None:
-        """Fetches the report of a remote call, and ends the call when the report arrives or cannot be fetched."""
+        """Starts to fetch the report of a call by `remote`, and records the end of the call when the report is here.
+
+        If the report cannot be fetched, the call is recorded as ended without one.
+
+        Args:
+            rref: The reference that `remote` returns. Its profiling future is done when the end is recorded.
+        """
 
         def told(done: Future[Any]) -> None:
             self._call.ended(None if done.exception() is not None else done.value())
@@ -430,7 +505,13 @@ class _Trip(Trip):
 
 
 class _Visit(Visit):
-    """The profiler's part in one call that this worker runs for another. Makes a report for the caller."""
+    """The profiler's part in one call that this worker runs for another. It makes a `Report` for the caller.
+
+    Args:
+        number: Under which number the report is kept until the caller fetches it, for a call by `remote`. None for
+            other calls, whose report is sent with the reply.
+        settings: What the profiler of the caller records.
+    """
 
     def __init__(self, number: str | None, settings: Settings) -> None:
         self._number = number
@@ -441,7 +522,10 @@ class _Visit(Visit):
 
     @contextmanager
     def around(self) -> Iterator[None]:
-        """Context manager: profiles the function with the caller's settings, unless a profiler is active already."""
+        """Context manager: runs the function under a profiler with the caller's settings.
+
+        If a profiler is active in this thread already, the function runs under that one, and the report has no events.
+        """
         if _profiler_enabled():  # somebody has switched one on in this thread, and left it: what runs is that one's
             yield
             return
@@ -455,7 +539,7 @@ class _Visit(Visit):
                 self._events = parse_records(torch.autograd._disable_profiler_legacy())
 
     def finished(self) -> None:
-        """Makes the report, and keeps it for the caller if it is a remote call."""
+        """Makes the report. For a call by `remote`, keeps the report in `_kept` until the caller fetches it."""
         took = (perf_counter() - self._began) * 1e6
         self._report = Report(took, travelling(with_calls(self._events)))
         if self._number is not None:
@@ -464,18 +548,23 @@ class _Visit(Visit):
                 _kept.pop(next(iter(_kept)), None)
 
     def pack(self, tensors: Tensors) -> tuple[Tensors, Any]:
-        """Returns the tensors unchanged, and the report."""
+        """Returns `tensors` unchanged, and the report; None in its place if `finished` was not called."""
         return tensors, self._report
 
 
 _kept: Final[dict[str, Report]] = {}
-"""Of remote calls, until their callers ask."""
+"""Reports of calls by `remote`, by number, until the callers fetch them."""
 
 
 def _report_of(rref: Any, number: str) -> Future[Report | None]:
-    """Called remotely: returns a future of the report of a remote call, when its function has run.
+    """Called remotely: waits until the function of a call by `remote` has run, and returns the report about the call.
 
-    The result is None if there is no report with that number. The future fails if the function failed.
+    Args:
+        rref: The reference to the result of the call, which this worker owns.
+        number: The number of the report. A report can be fetched once.
+
+    Returns:
+        A future of the report; of None if there is no report with that number. It fails if the function failed.
     """
     value: Future[Any] = rref._value_here()
     return value.then(lambda _: _kept.pop(number, None))
@@ -485,35 +574,41 @@ mark_async(_report_of, _report_of, lambda name, result: result)
 
 
 class ProfilerRider:
-    """The interceptor that takes the profiler's settings to the callee and its events back to the caller."""
+    """The interceptor that sends the profiler's settings to the callee, and brings its events back."""
 
     key = "profiler"
 
     def concerns(self, agent: Agent, to: WorkerInfo) -> bool:
-        """Returns whether the calls of the current thread are shown in a profiler."""
+        """Returns True if a profiler shows the calls of the current thread. `agent` and `to` are ignored."""
         return _profiler_enabled() and is_profiled()  # not bool(): it is on the path of every call
 
     def board(self, agent: Agent, departure: Departure) -> Trip:
-        """Returns the profiler's part in a call that the current thread makes, which begins now."""
+        """Returns the profiler's part in a call that the current thread makes. In the profiler, the call begins now.
+
+        `agent` is the agent of this worker.
+        """
         return _Trip(agent, departure)
 
     def visit(self, agent: Agent, caller: WorkerInfo, words: Any) -> Visit:
         """Returns the profiler's part in a call that has come from another worker.
 
         Args:
-            agent: The agent of this worker.
-            caller: The worker that calls.
-            words: The number of the report and the settings, as `pack` returned them. Raises `TypeError` or
-                `ValueError` if they are anything else.
+            agent: The agent of this worker; ignored.
+            caller: The worker that calls; ignored.
+            words: The data that the caller's `pack` returned: the number of the report or None, and the settings.
+                Anything but a pair with valid settings raises `TypeError` or `ValueError`.
         """
         number, settings = words
         return _Visit(number, Settings(*settings))
 
 
 def _note_settings(start_trace: Callable[[Any], None]) -> Callable[[Any], None]:
-    """Returns a version of `profile._start_trace` that also records the settings of the profiler for this thread.
+    """Returns a replacement of torch's `profile._start_trace` that also stores the profiler's settings for this thread.
 
-    torch does not tell the settings of an active profiler.
+    Torch has no way to ask an active profiler for its settings.
+
+    Args:
+        start_trace: The method to replace. The replacement calls it first.
     """
 
     def _start_trace(self: Any) -> None:

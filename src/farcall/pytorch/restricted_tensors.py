@@ -33,9 +33,13 @@ _ALLOWED_TYPES: Final = _MEMORY_TYPES | frozenset({str, int, bool, type(None), t
 
 
 def make_checked(function: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
-    """Returns the same function with a check of its arguments before.
+    """Returns a version of a function of `tensors` that checks its arguments before it rebuilds a tensor.
 
-    The returned function raises `TypeError` if an argument has a type that is not allowed.
+    The returned function raises `TypeError` if an argument has a type that is not allowed, and `ValueError` if a part
+    of a sparse tensor repeats the same elements many times.
+
+    Args:
+        function: One of the functions of `tensors` whose name begins with `rebuild_`.
     """
     is_sparse = function in (tensors.rebuild_coordinates, tensors.rebuild_compressed)
 
@@ -66,7 +70,7 @@ def _copy_part(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def _is_shape(value: Any) -> bool:
-    """Returns True for a tuple of integers."""
+    """Returns True for a tuple of integers, also for an empty one; False for anything else."""
     return type(value) is tuple and all(type(length) is int for length in value)
 
 

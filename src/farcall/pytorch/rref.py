@@ -46,14 +46,14 @@ _POLL_INTERVAL_S: Final = 1e-3
 
 
 class PyRRef(_OwnRRef[T]):
-    """A reference to a value of type `T` on some worker. `remote` returns one, and calls receive them."""
+    """A reference to a value of type `T`, which lives on one worker, its owner. `remote` returns one."""
 
     __slots__ = ("_creation", "_label", "_profiling_future", "_type")
 
     _creation: Future[Any]
-    """Done when the function of the remote call has run."""
+    """A future that is done when the function of the call by `remote` has run."""
     _label: int
-    """The number by which people know the reference; the same on all workers."""
+    """The number of the reference in `str(rref)`. It is the same on all workers."""
     _profiling_future: Any
     _type: Any
     """A future of the value's type, set when it was first asked for."""
@@ -83,14 +83,12 @@ class PyRRef(_OwnRRef[T]):
     def owner(self) -> WorkerInfo:
         """Returns the worker on which the value lives.
 
-        Raises `OwnerLostError` if it left so long ago that it was forgotten.
+        Raises `OwnerLostError` if that worker left so long ago that this worker has forgotten it.
         """
         return as_torch(super().owner())
 
     def confirmed_by_owner(self) -> bool:
-        """Returns True once the owner has counted this reference, and waits until then.
-
-        That usually takes milliseconds.
+        """Waits until the owner has counted this reference, and returns True. That usually takes milliseconds.
 
         Raises:
             RpcTimeoutError: The owner did not confirm the reference within the default timeout of calls.
@@ -116,7 +114,7 @@ class PyRRef(_OwnRRef[T]):
             RpcTimeoutError: The fetch timed out, or the function did not return within the timeout that was given to
                 `remote`.
             UsageError: The reference was deleted.
-            Exception: What the function of the remote call raised.
+            Exception: What the function raised that was called by `remote`.
         """
         self._check_not_deleted("to_here() on it")
         creation = getattr(self, "_creation", None)
@@ -129,7 +127,7 @@ class PyRRef(_OwnRRef[T]):
     def _fetch_by_call(self, timeout: float) -> T:
         """Fetches the value with an ordinary call, so that interceptors see its tensors.
 
-        Raises what `to_here` raises.
+        `timeout`, the result and the errors are those of `to_here`.
         """
         from farcall.pytorch.api import rpc_sync
         from farcall.pytorch.profiler import shown_as
@@ -145,7 +143,7 @@ class PyRRef(_OwnRRef[T]):
 
         Raises:
             RuntimeError: This worker is not the owner.
-            Exception: What the function of the remote call raised.
+            Exception: What the function raised that was called by `remote`.
         """
         if not self.is_owner():
             rref_id, fork_id = self._ids()
@@ -157,10 +155,16 @@ class PyRRef(_OwnRRef[T]):
         return value._value if value._state == DONE else value.wait()  # type: ignore[no-any-return]  # as in `super()`
 
     def _get_type(self, timeout: float = UNSET_RPC_TIMEOUT, blocking: bool = True) -> Any:
-        """Returns the type of the value; with `blocking=False`, a future of it.
+        """Returns the type of the value. The owner is asked once, and the answer is kept.
 
-        The owner is asked once; the answer is kept. If asking failed, the next call asks again. Raises what `to_here`
-        raises.
+        Args:
+            timeout: Seconds until asking fails; 0 for no timeout. By default the timeout of `init_rpc`'s options.
+            blocking: If False, returns a torch future of the type at once.
+
+        Raises:
+            RpcTimeoutError: The owner did not answer in time. The next call asks again.
+            UsageError: The reference was deleted.
+            Exception: What the function of the call by `remote` raised.
         """
         from farcall.pytorch import api
 
@@ -176,9 +180,10 @@ class PyRRef(_OwnRRef[T]):
         return future.wait() if blocking else future
 
     def _get_future(self) -> torch.futures.Future:
-        """Returns a future that is done when the value exists, and fails if its function failed.
+        """Returns a torch future that is done when the value exists. Raises nothing.
 
-        Also fails if the function did not return within the timeout that was given to `remote`. Raises nothing.
+        The future fails if the function of the call by `remote` raised, or did not return within the timeout that was
+        given to `remote`.
         """
         if getattr(self, "_creation", None) is None:
             try:
@@ -188,7 +193,10 @@ class PyRRef(_OwnRRef[T]):
         return RpcFuture(self._creation)
 
     def _watch_creation(self, timeout: float) -> None:
-        """Makes fetching the value fail if the function of the remote call has not returned in `timeout` seconds."""
+        """Makes `to_here` fail if the function of the call by `remote` does not return within `timeout` seconds.
+
+        0 means no timeout.
+        """
         ask = self._calling.call_on
         try:
             self._creation = ask(self._handle, PRESENCE, "_get_future", (), None, timeout, unattended=True)
@@ -198,9 +206,9 @@ class PyRRef(_OwnRRef[T]):
         self._creation.watch(_ignore, waker=False, attended=True)
 
     def _get_profiling_future(self) -> torch.futures.Future:
-        """Returns a future that is done when the profiler has the events of the remote call.
+        """Returns a future that is done when the profiler of this thread has the events of the call by `remote`.
 
-        Raises `RuntimeError` if the remote call was not profiled.
+        Raises `RuntimeError` if no profiler was active when `remote` was called.
         """
         future = getattr(self, "_profiling_future", None)
         if future is None:
@@ -208,7 +216,7 @@ class PyRRef(_OwnRRef[T]):
         return future
 
     def _set_profiling_future(self, profiling_future: torch.futures.Future) -> None:
-        """Sets the future that `_get_profiling_future` returns, and replaces an earlier one."""
+        """Sets the future that `_get_profiling_future` returns. Replaces an earlier one."""
         self._profiling_future = profiling_future
 
     def backward(self, dist_autograd_ctx_id: int = -1, retain_graph: bool = False) -> None:
@@ -276,8 +284,10 @@ class PyRRef(_OwnRRef[T]):
     def _serialize(self) -> tuple[Any, ...]:
         """Returns what stands for the reference in a pickle: its index in the message's references, and its label.
 
-        Raises `SerializationError` if no message of a call is being made, and `UsageError` if the reference was
-        deleted.
+        The label is the number of the reference in `str(rref)`.
+
+        Raises `SerializationError` if this thread is not writing a message of a call, and `UsageError` if the reference
+        was deleted.
         """
         with suppress(OwnerLostError):  # the call itself raises it
             self._check_not_deleted("fork an UserRRef")
@@ -288,24 +298,27 @@ class PyRRef(_OwnRRef[T]):
 
     @staticmethod
     def _deserialize(place: tuple[Any, ...]) -> PyRRef[Any]:
-        """Returns the reference for a result of `_serialize` in the message that is being read.
+        """Returns the reference for `place`, a result of `_serialize`, in the message that this thread is reading.
 
-        Raises `SerializationError` if no message is being read, or the message has no such reference.
+        Raises `SerializationError` if this thread is not reading a message, or the message has no such reference.
         """
         return _receive(*place)
 
     def _check_not_deleted(self, what: str) -> None:
-        """Raises `UsageError` if the reference was deleted; `what` is the operation, for the message."""
+        """Checks that the reference can be used.
+
+        Raises `UsageError` if it was deleted, and `OwnerLostError` if its owner was lost.
+
+        Args:
+            what: The operation that the caller is about to do, for the message.
+        """
         try:
             self._handle.check()
         except UsageError as error:
             raise UsageError(f"{self} is gone ({error}). Cannot call {what} after deletion.") from None
 
     def _ids(self) -> tuple[str, str]:
-        """Returns the ids of the reference and of this fork as texts, numbered as torch numbers them.
-
-        On its creator, the fork has the number after that of the reference.
-        """
+        """Returns the ids of the reference and of this fork as texts, with the numbers that torch gives them."""
         reference, fork = self._handle.reference, self._handle.fork
         rref_id = _unique_id_text(reference.creator, self._label)
         if fork is None or reference.creator == self._handle.reference_store.me:
@@ -313,7 +326,7 @@ class PyRRef(_OwnRRef[T]):
         return rref_id, _unique_id_text(fork.creator, fork.number)
 
     def __str__(self) -> str:
-        """Returns the text that torch's references have."""
+        """Returns the text that torch's references have: `OwnerRRef(...)` on the owner, else `UserRRef(...)`."""
         rref_id, fork_id = self._ids()
         if self.is_owner():
             return f"OwnerRRef({rref_id})"
@@ -332,7 +345,7 @@ _new_rref: Final = PyRRef.__new__
 
 
 class _ToOwner:
-    """Stands for a reference in a call to its owner. The owner does not count a new fork for it.
+    """Stands for the reference `rref` in a call to the owner of its value. The owner does not count a new fork for it.
 
     That is safe because the caller keeps its own fork until the call is answered.
     """
@@ -344,7 +357,7 @@ class _ToOwner:
 
 
 def _reduce_to_owner(wrapped: _ToOwner) -> tuple[Callable[..., Any], tuple[Any, ...]]:
-    """Returns what pickle needs to rebuild the reference on its owner: the id and the label."""
+    """Returns what pickle needs to rebuild the reference in `wrapped` on its owner: its id and its label."""
     return _receive_here, (tuple(wrapped._rref._handle.reference), wrapped._rref._label)
 
 
@@ -352,17 +365,17 @@ register_reducer(_ToOwner, _reduce_to_owner)
 
 
 def _for_owner(rref: PyRRef[Any], to: AnyWorkerInfo) -> _ToOwner | None:
-    """Returns what to send in place of the reference in a call to worker `to`.
+    """Returns a `_ToOwner`, to be sent in place of `rref` in a call to worker `to`.
 
-    Returns None, so that the reference is sent as usual, unless `to` owns the value and has counted this fork.
+    Returns None if the reference must be sent as usual: `to` does not own the value, or has not counted this fork yet.
     """
     return _ToOwner(rref) if _is_known_at(rref._handle, to) else None
 
 
 def _is_known_at(handle: Any, to: AnyWorkerInfo) -> bool:
-    """Returns True if the worker owns the value and has counted this fork.
+    """Returns True if worker `to` owns the value of `handle` and has counted this fork; else False.
 
-    Raises what every use of the reference raises if it cannot be used any more.
+    Raises what `handle.check()` raises if the reference cannot be used any more, for example `OwnerLostError`.
     """
     if handle.fork is None or not handle.confirmed:
         return False
@@ -374,17 +387,28 @@ def _is_known_at(handle: Any, to: AnyWorkerInfo) -> bool:
 
 
 def _receive_here(reference: tuple[int, int, int, bytes], label: int) -> PyRRef[Any]:
-    """Returns a reference to a value of this worker, given its id and its label.
+    """Returns a reference to a value that this worker owns.
 
     Raises `ReferenceRefusedError` if this worker has no value with that id and token.
+
+    Args:
+        reference: The id of the reference: the numbers of owner, creator and reference, and the token.
+        label: The number of the reference in `str(rref)`.
     """
     return _from_numbers(*reference, label)
 
 
 def _from_numbers(owner: int, creator: int, number: int, token: bytes, label: int) -> PyRRef[Any]:
-    """Returns a reference to a value of this worker, given the parts of its id, and its label.
+    """Returns a reference to a value that this worker owns.
 
     Raises `ReferenceRefusedError` if this worker has no value with that id and token.
+
+    Args:
+        owner: The id of the worker that owns the value.
+        creator: The id of the worker that created the reference.
+        number: The number that the creator gave to the reference.
+        token: The secret number of the reference.
+        label: The number of the reference in `str(rref)`.
     """
     store: Any = current_reference_store()
     rref: PyRRef[Any] = _new_rref(PyRRef)
@@ -394,9 +418,9 @@ def _from_numbers(owner: int, creator: int, number: int, token: bytes, label: in
 
 
 def _as_numbers(rref: PyRRef[Any], to: AnyWorkerInfo) -> tuple[int, int, int, bytes, int] | None:
-    """Returns the parts of a reference's id, and its label, to send to worker `to`.
+    """Returns the four parts of the id of `rref`, and its label, to be sent to worker `to` in place of the reference.
 
-    Returns None, so that the reference is sent as usual, unless `to` owns the value and has counted this fork.
+    Returns None if the reference must be sent as usual: `to` does not own the value, or has not counted this fork yet.
     """
     return (*rref._handle.reference, rref._label) if _is_known_at(rref._handle, to) else None
 
@@ -407,14 +431,18 @@ travels_as_numbers(PyRRef, _as_numbers, _from_numbers)  # not `RRef`: only its o
 
 
 def _unique_id_text(creator: int, number: int) -> str:
-    """Returns an id as torch writes it: `GloballyUniqueId(created_on=1, local_id=2)`."""
+    """Returns an id as torch writes it. For `(1, 2)` that is `GloballyUniqueId(created_on=1, local_id=2)`."""
     return f"GloballyUniqueId(created_on={creator}, local_id={number})"
 
 
 def _receive(place: int, label: int) -> PyRRef[Any]:
-    """Returns a reference, given its index in the references of the message that is being read, and its label.
+    """Returns a reference of the message that this thread is reading.
 
-    Raises `SerializationError` if no message is being read, or the message has no such reference.
+    Raises `SerializationError` if this thread is not reading a message, or the message has no such reference.
+
+    Args:
+        place: The index of the reference among the references of the message.
+        label: The number of the reference in `str(rref)`.
     """
     rref = cast("PyRRef[Any]", PyRRef.of(take_offered(place)))
     rref._label = label
@@ -422,9 +450,9 @@ def _receive(place: int, label: int) -> PyRRef[Any]:
 
 
 def _receive_here_checked(reference: Any, label: Any) -> PyRRef[Any]:
-    """Returns a reference to a value of this worker, given an untrusted id and label.
+    """Does the same as `_receive_here` on a worker with an allow-list, after it has checked the types of its arguments.
 
-    Raises `TypeError` if they have the wrong types, and `ReferenceRefusedError` if there is no such value.
+    Raises `TypeError` if one has the wrong type, and `ReferenceRefusedError` if there is no such value.
     """
     check_kinds((reference, tuple), (label, int))
     *numbers, token = reference or (None,)
@@ -433,18 +461,15 @@ def _receive_here_checked(reference: Any, label: Any) -> PyRRef[Any]:
 
 
 def _receive_checked(place: Any, label: Any) -> PyRRef[Any]:
-    """Returns a reference of the message that is being read, given an untrusted index and label.
-
-    Raises `TypeError` if one is not an integer.
-    """
+    """Does the same as `_receive` on a worker with an allow-list. Raises `TypeError` unless both are integers."""
     check_kinds((place, int), (label, int))
     return _receive(place, label)
 
 
 def _receive_place_checked(place: Any) -> PyRRef[Any]:
-    """Returns a reference of the message that is being read, given an untrusted tuple of its index and label.
+    """Does the same as `PyRRef._deserialize` on a worker with an allow-list, after it has checked `place`.
 
-    Raises `TypeError` if it is anything else.
+    Raises `TypeError` unless `place` is a tuple of two integers.
     """
     check_kinds((place, tuple))
     return _receive_checked(*place)
@@ -456,16 +481,16 @@ register_plain(_InternalRPCPickler._py_rref_receiver, _receive_place_checked)
 
 
 class _Labels:
-    """The numbers by which people know the references that this worker creates, counted as torch counts.
+    """Gives numbers to the references that this worker creates, for `str(rref)`, as torch counts them.
 
-    References and the forks of their creator share one sequence.
+    As in torch, a reference and the fork of its creator have consecutive numbers.
     """
 
     def __init__(self) -> None:
         self.begin()
 
     def begin(self) -> None:
-        """Starts again from 0, for a new agent."""
+        """Starts again from 0, for a new agent of this process."""
         self._next = 0
         self._lock = threading.Lock()
 
@@ -484,8 +509,8 @@ def _ignore(creation: Future[Any]) -> None:
 
 
 def _value_of(rref: PyRRef[T]) -> T:
-    """Called remotely on the owner: waits for the value of a reference and returns it.
+    """Called remotely on the owner: waits until the value of `rref` exists, and returns it.
 
-    Raises what its function raised.
+    Raises what the function raised that should have created the value.
     """
     return rref.local_value()

@@ -23,10 +23,14 @@ from farcall.pytorch.rref import PyRRef, labels
 
 
 def _local_invoke(rref: PyRRef[Any], func_name: str, args: Any, kwargs: Any) -> _OwnFuture[Any]:
-    """Called remotely on the owner: runs a method of the value, and returns a future of its result.
+    """Called remotely on the owner: runs a method of the value of `rref`, and returns a future of its result.
 
-    The method may be decorated with `async_execution`. Raises `AttributeError` if the value has no such method, and
-    `RuntimeError` if this worker is not the owner.
+    Args:
+        rref: The reference. Raises `RuntimeError` if this worker is not its owner.
+        func_name: The name of the method, which may be decorated with `async_execution`. A name that the value does not
+            have raises `AttributeError`.
+        args: The positional arguments of the method.
+        kwargs: Its keyword arguments.
     """
     return run_here(getattr(rref.local_value(), func_name), args, kwargs)
 
@@ -43,8 +47,8 @@ def _invoke_rpc(
     Args:
         rref: The reference.
         rpc_api: `rpc_sync`, `rpc_async` or `remote` of `api`, which decides what is returned.
-        func_name: The name of the method. One that does not exist raises `AttributeError` on the owner.
-        timeout: The timeout in seconds; see `rpc_api`.
+        func_name: The name of the method. One that does not exist raises `AttributeError`.
+        timeout: Seconds; 0 for no timeout, -1 for the default of `rpc_api`.
         *args: The positional arguments of the method.
         **kwargs: Its keyword arguments.
     """
@@ -89,19 +93,20 @@ class RRefProxy:
         Args:
             rref: The reference.
             rpc_api: `rpc_sync`, `rpc_async` or `remote` of `api`, which decides what a method call returns.
-            timeout: The timeout of each method call in seconds; see `rpc_api`.
+            timeout: The timeout of each method call in seconds; 0 for no timeout. By default that of `rpc_api`.
         """
         self.rref = rref
         self.rpc_api = rpc_api
         self.rpc_timeout = timeout
 
     def __getattr__(self, func_name: str) -> Callable[..., Any]:
-        """Returns a function that calls the method of this name on the owner.
+        """Returns a function that calls the method `func_name` of the value on the owner. Sends nothing yet.
 
-        A name that does not exist raises `AttributeError` when the function is called, or its result is waited for.
+        If the value has no such method, `AttributeError` is raised when the function is called, or when its result is
+        waited for.
         """
         return partial(_call_method, self.rref, self.rpc_api, func_name, self.rpc_timeout)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """Calls the value itself on the owner, and returns what `rpc_api` returns. Raises what `rpc_api` raises."""
+        """Calls the value itself on the owner, with these arguments. Returns and raises what `rpc_api` does."""
         return _call_method(self.rref, self.rpc_api, "__call__", self.rpc_timeout, *args, **kwargs)

@@ -21,7 +21,7 @@ _disable_in_torch: Final = torch._C._distributed_rpc._disable_jit_rref_pickle
 def _enable_jit_rref_pickle() -> None:
     """Lets TorchScript pickle references of torch's own agent in this thread, outside of calls.
 
-    References of farcall cannot be in script modules, so this does not affect them.
+    It has no effect on references of farcall, which cannot be in script modules.
     """
     _enable_in_torch()
 
@@ -66,7 +66,7 @@ def check_type_hint(value: Any, type_hint: Any) -> None:
 
 
 def _is_interface_of(name: str, kind: Any) -> bool:
-    """Returns True if there is a TorchScript interface of this name, and the type implements it."""
+    """Returns True if `name` is the name of a TorchScript interface that the type `kind` implements."""
     try:
         interface = torch._C.InterfaceType(name)
     except TypeError:  # no interface has this name

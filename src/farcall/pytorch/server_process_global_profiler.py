@@ -22,7 +22,14 @@ from farcall.runtime.interceptors import ServerCall, ServerInterceptor
 
 
 class _Recording:
-    """One entered profile: the configuration of the profiler, and the records so far."""
+    """One profile that was entered and not left yet.
+
+    Args:
+        config: A `torch.autograd.ProfilerConfig`: what is recorded.
+
+    Attributes:
+        records: What torch's profiler recorded, one entry for each function that has run.
+    """
 
     def __init__(self, config: Any) -> None:
         self.config = config
@@ -35,7 +42,10 @@ _lock: Final = threading.Lock()
 
 @contextmanager
 def _profile_function() -> Iterator[None]:
-    """Context manager around one function: profiles it if a profile is entered, and stores its records."""
+    """Context manager around one function: profiles it, and adds its records to all entered profiles.
+
+    Does nothing if no profile is entered, or if this thread has an active profiler already.
+    """
     ranges = list(_recordings)
     if not ranges or torch.autograd._profiler_enabled():  # this thread already has a profiler of another kind
         yield
@@ -63,7 +73,7 @@ _interceptor: Final = _ProfileInterceptor()
 
 
 def _enable_server_process_global_profiler(config: Any) -> None:
-    """Starts to profile the functions that other workers call here.
+    """Enters a profile: from now on the functions that other workers call here are profiled.
 
     Args:
         config: A `torch.autograd.ProfilerConfig`: what is recorded.
@@ -79,9 +89,14 @@ def _enable_server_process_global_profiler(config: Any) -> None:
 
 
 def _disable_server_process_global_profiler() -> list[Any]:
-    """Ends the innermost profile, and returns the records of each function that ran since it was entered.
+    """Leaves the profile that was entered last, and returns its records.
 
-    Raises `RuntimeError` if no profile is entered.
+    Returns:
+        One entry for each function that has run since the profile was entered, as torch's `_disable_profiler_legacy`
+        returned it; an empty list if none has run.
+
+    Raises:
+        RuntimeError: No profile is entered.
     """
     with _lock:
         if not _recordings:
@@ -104,10 +119,14 @@ class _server_process_global_profile(profiler_legacy.profile):  # type: ignore[m
 
     entered: bool
     process_global_function_events: list[list[Any]]
-    """After the profile was left: the events of each function that ran."""
+    """Set when the profile is left: for each function that ran meanwhile, the list of its events."""
 
     def __enter__(self) -> Any:
-        """Starts to profile. Raises `RuntimeError` if this was entered before, or if this process is not a worker."""
+        """Starts to profile, and returns this object.
+
+        Does nothing and returns None if this object was created with `enabled=False`. Raises `RuntimeError` if it was
+        entered before, or if this process is not a worker.
+        """
         if not self.enabled:
             return None
         if self.entered:
@@ -117,9 +136,9 @@ class _server_process_global_profile(profiler_legacy.profile):  # type: ignore[m
         return self
 
     def __exit__(self, exc_type: Any, exc_val: Any, exc_tb: Any) -> bool | None:
-        """Ends the innermost profile, and sets `function_events` and `process_global_function_events`.
+        """Leaves the profile that was entered last, and sets `function_events` and `process_global_function_events`.
 
-        Does nothing if the profile is disabled. Raises `RuntimeError` if no profile is entered.
+        Does nothing if this object was created with `enabled=False`. Raises `RuntimeError` if no profile is entered.
         """
         if not self.enabled:
             return None

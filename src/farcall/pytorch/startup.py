@@ -65,7 +65,10 @@ def init_rpc(
 
 
 def _infer_backend(options: Any) -> Any:
-    """Returns the backend that the options belong to; TENSORPIPE for None. Raises `TypeError` if there is none."""
+    """Returns the backend whose options have the type of `options`; TENSORPIPE if `options` is None.
+
+    Logs a warning for any other backend. Raises `TypeError` if no backend has such options.
+    """
     types = backend_registry.BackendType
     if options is None:
         return types.TENSORPIPE
@@ -84,10 +87,16 @@ def _infer_backend(options: Any) -> Any:
 
 
 def _open_store(options: Any, rank: int, world_size: int | None) -> Any:
-    """Returns a part of torch's store that only this group uses.
+    """Opens torch's store at the rendezvous of the options, and returns a part of it that only this group uses.
 
-    Raises what torch's rendezvous raises, including `ValueError`, and `RuntimeError` if other workers of the group have
-    another world size, or none.
+    Args:
+        options: The options of the backend.
+        rank: The rank of this worker.
+        world_size: The number of workers; None or 0 for an open group.
+
+    Raises:
+        ValueError: The rendezvous URL is not valid, or the environment lacks MASTER_ADDR or the like.
+        RuntimeError: Another worker of the group was started with another `world_size`.
     """
     import farcall.pytorch as package  # here, because the package imports this module
 
@@ -119,7 +128,10 @@ def _open_store(options: Any, rank: int, world_size: int | None) -> Any:
 def _validate_rpc_args(
     backend: Any, store: Any, name: Any, rank: Any, world_size: Any, rpc_backend_options: Any
 ) -> None:
-    """Raises `RuntimeError` if an argument of `_init_rpc_backend` has the wrong type."""
+    """Returns None if the arguments, which are those of `_init_rpc_backend`, have the right types.
+
+    Raises `RuntimeError` for the first one that has not.
+    """
     wanted = [
         (backend, backend_registry.BackendType),
         (store, dist.Store),
@@ -147,7 +159,11 @@ def _find_rank(rank: int) -> int:
 
 
 def _check_not_initialized(rank: int, world_size: int | None) -> None:
-    """Raises `RuntimeError` if this process is a worker, and `ValueError` if the rank does not exist in the group."""
+    """Returns None if this process may become a worker with this rank.
+
+    Raises `RuntimeError` if it is a worker already, and `ValueError` if `rank` is not below `world_size`. A
+    `world_size` of None or 0 allows any rank.
+    """
     if api._is_current_rpc_agent_set():
         raise RuntimeError("RPC is already initialized")
     if world_size and rank >= world_size:

@@ -75,7 +75,7 @@ _ndarray: Final = None if numpy is None else numpy.ndarray
 
 
 class _ThreadState(threading.local):
-    """Whether the current thread pickles tensors apart from the pickle; see `sending_apart`."""
+    """Whether the current thread puts tensors into a list outside of the pickle; see `sending_apart`."""
 
     is_apart = False
     """True inside `sending_apart`. Faster to check than the table."""
@@ -86,7 +86,10 @@ _thread = _ThreadState()
 
 @contextmanager
 def sending_apart() -> Iterator[SendTable]:
-    """Context manager: yields a table for the tensors of whatever is pickled inside; the pickle gets their indices."""
+    """Context manager: the tensors of everything that this thread pickles inside it are collected in a list.
+
+    Yields the list, which is empty at first. The pickle contains only the indices of the tensors.
+    """
     was_apart = _thread.is_apart
     mine = _tables.__dict__  # this thread's; faster than looking up an attribute that is usually missing
     before = mine.get("send_tables")
@@ -104,9 +107,12 @@ def sending_apart() -> Iterator[SendTable]:
 
 @contextmanager
 def receiving_apart(tensors: Sequence[torch.Tensor]) -> Iterator[None]:
-    """Context manager: whatever is unpickled inside takes its tensors from this list, by index.
+    """Context manager: everything that this thread unpickles inside it takes its tensors from a list, by index.
 
-    An index that the list does not have makes unpickling fail. The list may be empty.
+    An index that the list does not have makes unpickling fail.
+
+    Args:
+        tensors: The list that `sending_apart` yielded at the sender; may be empty.
     """
     mine = _tables.__dict__
     before = mine.get("recv_tables")
@@ -121,7 +127,10 @@ def receiving_apart(tensors: Sequence[torch.Tensor]) -> Iterator[None]:
 
 
 def reduce_tensor(tensor: torch.Tensor) -> Any:
-    """Returns what pickle needs to rebuild a tensor. Raises `RuntimeError` for a tensor that is not in CPU memory."""
+    """Returns what pickle needs to rebuild a tensor: a function and its arguments.
+
+    Raises `RuntimeError` if the tensor is not in CPU memory, except inside `sending_apart`.
+    """
     if _thread.is_apart:
         return _internal_rpc_pickler._tensor_reducer(tensor)
     name = _NAMES.get(tensor.dtype)
@@ -135,9 +144,9 @@ def reduce_tensor(tensor: torch.Tensor) -> Any:
 
 
 def reduce_parameter(parameter: Parameter) -> Any:
-    """Returns what pickle needs to rebuild a parameter of a module.
+    """Returns what pickle needs to rebuild a parameter of a module: a function and its arguments.
 
-    Raises `RuntimeError` if it is not in CPU memory.
+    Pickling these raises `RuntimeError` if the parameter is not in CPU memory, except inside `sending_apart`.
     """
     if _thread.is_apart:
         return _internal_rpc_pickler._tensor_reducer(parameter)
@@ -160,9 +169,9 @@ def _bytes_of(size: int) -> Any:
 
 
 def _tensor_memory(tensor: torch.Tensor) -> Any:
-    """Returns the memory of a contiguous CPU tensor: a copy as `bytes` if it is small, else a buffer over it.
+    """Returns the memory of a contiguous tensor in CPU memory: a copy as `bytes` if it is small, else a buffer over it.
 
-    Returns empty `bytes` for an empty tensor. Other tensors are not checked for.
+    Returns empty `bytes` for an empty tensor. The caller must check that the tensor is such a tensor.
     """
     size = tensor.nbytes
     if size < OUT_OF_BAND_MIN_BYTES:
@@ -177,14 +186,15 @@ _small_tensors: Final[dict[tuple[torch.dtype, torch.Size], tuple[bytes, Any]]] =
 
 
 def pack_tensor(tensor: torch.Tensor, start: bytes = SINGLE_ARRAY_START, with_gradients: bool = False) -> Packed | None:
-    """Returns a tensor in the format for arrays that need no pickle (`register_array_type`).
+    """Returns a tensor in the format for arrays that need no pickle (`register_array_type`): the bytes and the buffers.
 
-    Returns None for a tensor that must be pickled: not in CPU memory, not contiguous, sparse and so on.
+    Returns None for a tensor that must be pickled: not in CPU memory, not contiguous, sparse, empty and so on.
 
     Args:
         tensor: The tensor.
-        start: The first bytes of the message.
-        with_gradients: True if the caller sends separately that the tensor requires gradients.
+        start: The first bytes of the result.
+        with_gradients: If False, a tensor that requires gradients must be pickled. If True, the caller sends separately
+            that it requires them.
     """
     if (
         tensor.dtype not in _CODES
@@ -206,9 +216,9 @@ def pack_tensor(tensor: torch.Tensor, start: bytes = SINGLE_ARRAY_START, with_gr
 
 
 def _pack_unknown(tensor: torch.Tensor, start: bytes) -> Packed | None:
-    """Returns a tensor that is large, or the first of its type and shape, in the format for arrays that need no pickle.
+    """Returns a tensor that is large, or the first of its type and shape, in the format of `pack_tensor`.
 
-    Remembers the header of a small one for others of its type and shape. Returns None for an empty tensor, which is
+    Caches the header of a small one for others of its type and shape. Returns None for an empty tensor, which is
     pickled.
     """
     head = pack_array_header(_CODES[tensor.dtype], tensor.shape) if tensor.nbytes else None
@@ -251,7 +261,7 @@ def _reduce_view(tensor: torch.Tensor, name: str, requires_grad: bool) -> Any:
 
 
 def _has_no_gaps(shape: Sequence[int], strides: Sequence[int]) -> bool:
-    """Returns True if a tensor of this shape and strides fills its memory completely, each place once."""
+    """Returns True if a tensor of this shape and these strides uses each element of its memory exactly once."""
     expected = 1
     for stride, length in sorted(zip(strides, shape, strict=True)):
         if length != 1:
@@ -262,7 +272,10 @@ def _has_no_gaps(shape: Sequence[int], strides: Sequence[int]) -> bool:
 
 
 def _extent(shape: Sequence[int], strides: Sequence[int]) -> int:
-    """Returns how many elements of memory a tensor of this shape and strides spans, including gaps."""
+    """Returns how many elements there are in memory from the first to the last of a tensor, including gaps.
+
+    The tensor has this shape and these strides, and is not empty.
+    """
     return 1 + sum((length - 1) * stride for length, stride in zip(shape, strides, strict=True))
 
 
@@ -275,7 +288,7 @@ def rebuild_tensor(
     """Returns a tensor over the memory that came. Read-only memory is copied first.
 
     Args:
-        memory: The elements: `bytes`, a `bytearray` or a `memoryview`.
+        memory: The elements: `bytes`, a `bytearray` or a `memoryview`. May be empty.
         name: The name of the element type, for example `float32`.
         shape: The shape.
         strides: The strides; None for a contiguous tensor.
@@ -305,15 +318,19 @@ def rebuild_tensor(
 
 
 def rebuild_expanded(once: torch.Tensor, shape: tuple[int, ...], requires_grad: bool) -> torch.Tensor:
-    """Returns a tensor expanded to `shape`. Raises `RuntimeError` if `once` cannot be expanded to it."""
+    """Returns `once`, a tensor with the length 1 in some dimensions, expanded to `shape` without copying.
+
+    The result requires gradients if `requires_grad` is True. Raises `RuntimeError` if `once` cannot be expanded so.
+    """
     tensor = once.expand(shape)
     return tensor.requires_grad_() if requires_grad else tensor
 
 
 def rebuild_with_gaps(dense: torch.Tensor, strides: tuple[int, ...], requires_grad: bool) -> torch.Tensor:
-    """Returns a view with gaps between its elements.
+    """Returns a copy of `dense` whose elements lie in memory as `strides` say, with gaps between them.
 
-    Raises `ValueError` if it is too large, or its elements overlap.
+    The result requires gradients if `requires_grad` is True. Raises `ValueError` if it needs more than
+    `MAX_GAPPED_BYTES`, or its elements would overlap.
     """
     # The lower limit excludes overlapping elements: `dense` may be an expanded tensor of any size, which is copied.
     if not dense.nbytes <= _extent(dense.shape, strides) * dense.itemsize <= MAX_GAPPED_BYTES:
@@ -387,7 +404,17 @@ def reduce_other(tensor: torch.Tensor) -> Any:
 def rebuild_coordinates(
     indices: torch.Tensor, values: torch.Tensor, shape: tuple[int, ...], is_coalesced: bool, requires_grad: bool
 ) -> torch.Tensor:
-    """Returns a sparse tensor in coordinate format. Raises `RuntimeError` if an index is outside of its shape."""
+    """Returns a sparse tensor in coordinate format (COO).
+
+    Raises `RuntimeError` if an index is outside of `shape`.
+
+    Args:
+        indices: The indices of the values, one column for each.
+        values: The values.
+        shape: The shape of the tensor.
+        is_coalesced: Whether the indices are sorted and unique.
+        requires_grad: Whether the tensor requires gradients.
+    """
     return torch.sparse_coo_tensor(
         indices, values, shape, is_coalesced=is_coalesced, check_invariants=True, requires_grad=requires_grad
     )
@@ -401,9 +428,18 @@ def rebuild_compressed(
     shape: tuple[int, ...],
     requires_grad: bool,
 ) -> torch.Tensor:
-    """Returns a sparse tensor with compressed rows or columns (CSR, CSC, BSR, BSC).
+    """Returns a sparse tensor with compressed rows or columns.
 
-    Raises `RuntimeError` if its indices are invalid, and `KeyError` if `name` is not one of these formats.
+    Args:
+        name: The format: "csr", "csc", "bsr" or "bsc". Any other raises `KeyError`.
+        outer: The indices of the compressed dimension.
+        inner: The indices of the other dimension.
+        values: The values.
+        shape: The shape of the tensor.
+        requires_grad: Whether the tensor requires gradients.
+
+    Raises:
+        RuntimeError: The indices are invalid.
     """
     return torch.sparse_compressed_tensor(
         outer, inner, values, shape, layout=_LAYOUTS[name], check_invariants=True, requires_grad=requires_grad
@@ -431,7 +467,10 @@ def rebuild_quantized(whole: torch.Tensor, scale: Any, zero_point: Any, axis: in
 
 
 def reduce_storage(storage: torch.UntypedStorage) -> Any:
-    """Returns what pickle needs to rebuild a storage. Raises `RuntimeError` if it is not in CPU memory."""
+    """Returns what pickle needs to rebuild a storage: a function and its arguments.
+
+    Raises `RuntimeError` if the storage is not in CPU memory.
+    """
     if storage.device.type != "cpu":
         raise missing_device_map_error("Request or Response", storage.device)
     size = storage.nbytes()
@@ -454,6 +493,9 @@ def rebuild_storage(memory: Any) -> torch.UntypedStorage:
     """Returns a storage over the memory that came; an empty one if the memory is empty.
 
     Read-only memory is copied first.
+
+    Args:
+        memory: `bytes`, a `bytearray` or a `memoryview`.
     """
     if not memory:
         return torch.UntypedStorage(0)

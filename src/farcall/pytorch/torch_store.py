@@ -27,7 +27,10 @@ _LONGEST_PAUSE_S: Final = 20e-3
 
 
 class TorchStore(Store):
-    """One worker's end of a `torch.distributed.Store`. Requests raise `RendezvousError` if that store is gone."""
+    """One worker's end of a `torch.distributed.Store`.
+
+    Methods that ask that store raise `RendezvousError` if it is gone.
+    """
 
     def __init__(self, store: Any, rank: int, world_size: int | None) -> None:
         """Wraps a store.
@@ -55,7 +58,7 @@ class TorchStore(Store):
         return self._ask(lambda: bytes(self._store.compare_set(key, "", value)))
 
     def get(self, key: str, timeout: float) -> bytes:
-        """Waits up to `timeout` seconds for a key, and returns its value.
+        """Waits up to `timeout` seconds for a key, and returns its value. With 0 it does not wait.
 
         Raises `RendezvousTimeoutError` if the key does not appear in time, and `RendezvousError` if the store is gone
         or a worker was reported lost during the wait.
@@ -65,7 +68,7 @@ class TorchStore(Store):
         return self._ask(lambda: bytes(self._store.get(key)))
 
     def add(self, key: str, amount: int) -> int:
-        """Adds to a counter, which is 0 if the key does not exist, and returns the sum.
+        """Adds `amount` to a counter, which is 0 if the key does not exist, and returns the sum.
 
         Raises `RendezvousError` if the store is gone, or the key holds a value that is not a number.
         """
@@ -75,9 +78,13 @@ class TorchStore(Store):
             raise RendezvousError(f"the value of the key {key!r} is not a number; nothing was added") from None
 
     def delete(self, key: str, expected: bytes | None = None) -> bool:
-        """Deletes a key, if `expected` is given only if it has that value. Returns whether the key was deleted.
+        """Deletes a key, and returns True; returns False if there was nothing to delete.
 
         Raises `RendezvousError` if the store is gone.
+
+        Args:
+            key: The key. One that does not exist gives False.
+            expected: If given, the key is deleted only if it has this value.
         """
         found = self.get(key, 0.0) if self._ask(lambda: self._store.check([key])) else None
         if found is None or expected not in (None, found):
@@ -92,11 +99,10 @@ class TorchStore(Store):
         return self._ask(lambda: bool(self._store.delete_key(key)))
 
     def read(self, prefix: str) -> Mapping[str, bytes]:
-        """Returns all keys that begin with `prefix`, with their values; empty if there are none.
+        """Returns all keys that begin with `prefix`, with their values; empty if there are none. Does not wait.
 
-        Empty values are left out.
-
-        In a fixed group, finds only keys that end with a rank. Raises `RendezvousError` if the store is gone.
+        Keys with an empty value are left out. In a fixed group, only keys that are `prefix` and a rank are found.
+        Raises `RendezvousError` if the store is gone.
         """
         entries = {key: self.get(key, 0.0) for key in self._present(prefix)}
         return {key: value for key, value in entries.items() if value}
@@ -104,8 +110,12 @@ class TorchStore(Store):
     def collect(self, prefix: str, count: int, timeout: float) -> Mapping[str, bytes]:
         """Waits until at least `count` keys begin with `prefix`, and returns them with their values.
 
-        Raises `RendezvousTimeoutError` after `timeout` seconds, with the keys that are there, and `RendezvousError` if
-        the store is gone or a worker was reported lost.
+        Only keys that are `prefix` and a rank are found. There is no wait if `count` is less than the number of
+        workers. In an open group, the result is empty.
+
+        Raises:
+            RendezvousTimeoutError: There are fewer keys after `timeout` seconds. The error has the keys that are there.
+            RendezvousError: The store is gone, or a worker was reported lost during the wait.
         """
         keys = self._keys(prefix)
         # A caller that asks for fewer keys than there are ranks only checks how many there are, and does not wait.
@@ -123,11 +133,16 @@ class TorchStore(Store):
 
     @contextmanager
     def within(self, seconds: float) -> Iterator[None]:
-        """Does nothing: the waits of this store have limits of their own."""
+        """Context manager that does nothing: the waits of this store have their own limits. `seconds` is ignored."""
         yield
 
     def report_lost(self, rank: int, why: str) -> None:
-        """Makes `collect` and `get` raise `RendezvousError(why)` from now on, where they would have to wait."""
+        """Makes `collect` and `get` raise `RendezvousError` from now on, where they would have to wait.
+
+        Args:
+            rank: The rank of the lost worker; ignored.
+            why: The message of the error. Only the first report counts.
+        """
         self._lost = self._lost or why
 
     def close(self, early: bool = False, timeout: float = CLOSE_TIMEOUT_S) -> None:
@@ -151,7 +166,7 @@ class TorchStore(Store):
     # -- waiting
 
     def _keys(self, prefix: str) -> list[str]:
-        """Returns the keys of all ranks with this prefix, whether they exist or not; an empty list in an open group."""
+        """Returns `prefix` followed by each rank, whether such a key exists or not; an empty list in an open group."""
         return [f"{prefix}{rank}" for rank in range(self._world_size or 0)]
 
     def _present(self, prefix: str) -> list[str]:
@@ -184,7 +199,7 @@ class TorchStore(Store):
             pause = min(2 * pause, _LONGEST_PAUSE_S)
 
     def _ask(self, request: Callable[[], T]) -> T:
-        """Makes a request to the store. Raises `RendezvousError` if the store is gone."""
+        """Calls `request`, which asks the store, and returns its result. Raises `RendezvousError` if it is gone."""
         try:
             return request()
         except RuntimeError as error:  # includes torch's DistError and its subclasses

@@ -240,7 +240,10 @@ def _listen_at(address: str, port: int) -> socket.socket:
 
 
 def _connect_to(address: str, port: int, timeout: float) -> socket.socket:
-    """Returns a socket connected to a numeric address, with keep-alive. Raises `OSError` if nobody accepts in time."""
+    """Returns a socket connected to a numeric address, with keep-alive and a timeout of `timeout` seconds.
+
+    Raises `OSError` if no program accepts the connection within `timeout` seconds.
+    """
     family, kind, protocol, _, sockaddr = socket.getaddrinfo(address, port, type=socket.SOCK_STREAM)[0]
     sock = socket.socket(family, kind, protocol)
     try:

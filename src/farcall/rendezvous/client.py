@@ -83,7 +83,7 @@ _LONGEST_ATTEMPT_S: Final = 2.0
 
 
 class Candidate(NamedTuple):
-    """An address where the store may be, and the id of the group that it should serve."""
+    """An address where the store may be, and the id of the group that it should serve (`group`)."""
 
     host: str
     port: int
@@ -205,14 +205,15 @@ def try_candidate(
         name: The name of this worker.
         rank: The rank of this worker; -1 if it has none.
         timeout: How many seconds the attempt may take.
-        credentials: Secret and encryption; by default those of this user.
+        credentials: The secret and the encryption; None means those of this user.
 
     Returns:
         The connected socket, and the welcome of the store.
 
     Raises:
-        ProtocolError: The other end refused this worker or is no farcall store; see `introduce_worker`.
-        OSError: Nobody listens there, or no answer came in time.
+        ProtocolError: The other end refused this worker (`PeerRefusedError`, `AuthenticationError`), or is no farcall
+            store.
+        OSError: No program listens there, or no answer came in time.
     """
     credentials = credentials or Credentials()
     deadline = time.monotonic() + timeout
@@ -229,9 +230,10 @@ def try_candidate(
 def _try(
     candidate: Candidate, name: str, rank: int, timeout: float, credentials: Credentials, even_on_loopback: bool
 ) -> tuple[socket.socket, Welcome]:
-    """Makes one attempt with or without TLS on loopback.
+    """Makes one attempt to connect, with the parameters of `try_candidate`.
 
-    Raises what `try_candidate` raises, and `EncryptionRequired` if the store asks for TLS on a loopback connection.
+    `even_on_loopback` says whether a loopback connection is encrypted, too. Raises what `try_candidate` raises, and
+    `EncryptionRequired` if the store asks for TLS on a loopback connection.
     """
     deadline = time.monotonic() + timeout
     sock = connect(candidate.host, candidate.port, timeout)
@@ -262,6 +264,11 @@ def is_alive(candidate: Candidate, credentials: Credentials | None = None, timeo
 
     Only an answer with a proof of the secret counts. Otherwise any program that listens at an address left over from an
     earlier run could keep the group from starting. The probe has rank -1, so it does not count as a worker.
+
+    Args:
+        candidate: The address and the group.
+        credentials: The secret and the encryption; None means those of this user.
+        timeout: How many seconds to wait for the answer.
     """
     try:
         try_candidate(candidate, "is anybody here", -1, timeout, credentials)[0].close()
@@ -292,7 +299,16 @@ def _worker_text(name: str, rank: int) -> str:
 
 
 def _not_found_message(where: str, name: str, rank: int, timeout: float, tried: _SearchLog, diagnosis: str) -> str:
-    """Returns the message for a search that timed out: first what is certain, then what is likely, then what to do."""
+    """Returns the message for a search that timed out: first what is certain, then what is likely, then what to do.
+
+    Args:
+        where: The place in words.
+        name: The name of this worker.
+        rank: Its rank; -1 if it has none.
+        timeout: How many seconds were searched.
+        tried: What the search has seen.
+        diagnosis: What is wrong with the place itself; empty if nothing is known.
+    """
     seconds = f"{round(timeout, 2):g} s"
     who = _worker_text(name, rank)
     last = f"the last attempt failed with: {tried.failure}" if tried.failure else "there was nothing to connect to"
@@ -341,7 +357,7 @@ _R = TypeVar("_R", Value, Number, Entries, Done)
 
 
 class Limit(threading.local):
-    """The deadline for requests of the current thread, on the monotonic clock; infinite by default."""
+    """The deadline for requests of the current thread, in seconds of `time.monotonic`; infinite by default."""
 
     deadline = math.inf
 
@@ -360,7 +376,10 @@ class Limit(threading.local):
 
 
 class _Pending:
-    """A request that has been sent, and the event that is set when its reply is there or cannot come."""
+    """A request that has been sent, and the event that is set when its reply is there or cannot come any more.
+
+    `reply` is None until then, and stays None if the connection has ended or a worker was lost.
+    """
 
     def __init__(self, request: Request) -> None:
         self.request = request
@@ -442,9 +461,10 @@ class StoreClient(Store):
         return self._ask(Get(next(self._ids), key, max(0.0, timeout)), Value, timeout + self._grace).value
 
     def add(self, key: str, amount: int) -> int:
-        """Adds to a counter, which is 0 if the key does not exist, and returns the sum.
+        """Adds `amount`, which may be negative, to a counter, and returns the sum.
 
-        Raises `RendezvousError` if the store is gone, or the key holds no counter.
+        A key that does not exist counts as 0. Raises `RendezvousError` if the store is gone, the key holds no counter,
+        or the sum would exceed 64 bits.
         """
         return self._ask(Add(next(self._ids), key, amount), Number).number
 
@@ -479,9 +499,9 @@ class StoreClient(Store):
         return self._limit.within(seconds)
 
     def report_lost(self, rank: int, why: str) -> None:
-        """Makes `collect` raise `RendezvousError(why)` from now on, also where it is waiting. Raises nothing.
+        """Makes `collect` raise `RendezvousError` with the text `why` from now on, also where it is waiting.
 
-        If the lost worker hosts the store, every request fails from now on.
+        Raises nothing. If the worker with this `rank` hosts the store, every request fails from now on.
         """
         if rank == self._host:
             self._end(f"{self._where} is lost: {why}")
@@ -508,7 +528,7 @@ class StoreClient(Store):
 
         Args:
             early: Whether this worker leaves without waiting for others, so that their waits for it fail at once.
-            timeout: How many seconds the hosting worker waits for the others to disconnect.
+            timeout: How many seconds the hosting worker waits for the others to disconnect; 0 does not wait.
         """
         with self._close_lock:
             self._closing = True
@@ -529,8 +549,9 @@ class StoreClient(Store):
                 self._after_close = lambda: None  # only now: after an interrupt, `close` is called again
 
     def refusals(self) -> str:
-        """Returns a text about the connections that the store has refused; empty if none, or if it is not in this
-        process.
+        """Returns a text about the connections that the store has refused, for error messages.
+
+        Returns an empty text if none was refused, or if the store is not in this process.
         """
         return "" if self._hosted is None else self._hosted.refusals()
 

@@ -21,7 +21,7 @@ _ANSWER_GRACE_S: Final = 1.0
 
 
 class _Arrival(msgspec.Struct, frozen=True):
-    """The value under `join/<rank>`: what one worker contributes."""
+    """The value under `join/<rank>` in the store: the name of a worker, and the payload that the others get from it."""
 
     name: Name
     payload: bytes
@@ -38,7 +38,7 @@ def join(rendezvous: Rendezvous, name: str, payload: bytes, timeout: float) -> d
         rendezvous: This worker's connection to the store.
         name: The name of this worker, unique in the group.
         payload: What the other workers get from this one; may be empty.
-        timeout: How many seconds to wait for the other workers.
+        timeout: How many seconds to wait for the other workers. 0 succeeds only if all others have joined already.
 
     Returns:
         The payload of every worker, this one included, by rank.
@@ -72,9 +72,9 @@ def join(rendezvous: Rendezvous, name: str, payload: bytes, timeout: float) -> d
 
 
 def _decode_arrivals(entries: Mapping[str, bytes]) -> dict[int, _Arrival]:
-    """Decodes the values under `join/` by rank.
+    """Decodes the entries of the store under `join/` and returns them by rank; an empty dict if there are none.
 
-    Raises `RendezvousError` if one was not written by a worker's `join`.
+    Raises `RendezvousError` if an entry was not written by a worker's `join`.
     """
     try:
         arrivals = {int(key.removeprefix(_JOIN_PREFIX)): _decoder.decode(value) for key, value in entries.items()}

@@ -61,14 +61,14 @@ def rendezvous(
     Waits for the store only; `join` and `join_open` wait for other workers.
 
     Args:
-        init_method: The rendezvous URL; see `urls`.
+        init_method: The rendezvous URL: `env://`, `tcp://host:port` or `file:///path`.
         name: The name of this worker.
         rank: The rank of this worker; -1 takes it from the URL or the environment.
         world_size: The number of workers; None takes it from the URL or the environment. If those have none either, the
             group is open.
-        timeout: How many seconds to look for the store.
-        interface: The network interface whose address other workers should use; None chooses one.
-        credentials: Secret and encryption; by default those of this user.
+        timeout: How many seconds to look for the store. Each address is tried once even with 0.
+        interface: The network interface, or its address, that other workers should use; None chooses one.
+        credentials: The secret and the encryption of this worker; None means those of this user.
 
     Returns:
         The connection to the store. Close its `store` when done.
@@ -123,7 +123,15 @@ def rendezvous(
 def _enter_open_group(
     plan: Plan, name: str, chosen: str | None, timeout: float, credentials: Credentials
 ) -> Rendezvous:
-    """Connects to the store of an open group, or hosts it if there is none. Raises as `rendezvous`."""
+    """Connects to the store of an open group, or hosts it if there is none. Raises as `rendezvous` does.
+
+    Args:
+        plan: The group and the place of its store.
+        name: The name of this worker.
+        chosen: The address of the interface to use; None chooses one.
+        timeout: How many seconds to look for the store.
+        credentials: The secret and the encryption of this worker.
+    """
     store = OpenStore(plan, name, chosen, credentials)
     try:
         group = store.enter(timeout)
@@ -134,8 +142,10 @@ def _enter_open_group(
 
 
 def _choose_own_address(peer: str, own: str) -> str:
-    """Returns the address at which other workers reach this one, given both ends of its connection to the store.
+    """Returns the address at which other workers reach this one.
 
-    If the store is on loopback so is this worker's address; otherwise it is this end of the connection.
+    Args:
+        peer: The address of the store's end of this worker's connection to the store.
+        own: The address of this worker's end. It is the result, unless the store is on loopback: then `peer` is.
     """
     return peer if is_loopback(peer) else own

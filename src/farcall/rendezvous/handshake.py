@@ -72,13 +72,13 @@ def introduce_worker(
 ) -> Welcome:
     """Carries out the worker's side of the handshake on a connected socket.
 
-    Leaves the socket's timeout at what remained of `timeout`.
+    Leaves the socket's timeout at what remained of `timeout`. Never closes the socket.
 
     Args:
         sock: A socket connected to the store.
         hello: Who this worker is and which group it looks for.
         other: A name for the other end, for error messages.
-        timeout: Seconds for the whole handshake.
+        timeout: Seconds for the whole handshake, more than 0.
         credentials: This worker's secret and encryption.
         binding: The bytes that a TLS connection binds the proofs to; empty without TLS.
 
@@ -88,7 +88,7 @@ def introduce_worker(
     Raises:
         AuthenticationError: One end does not know the secret of the other.
         EncryptionError: Only one end encrypts.
-        OtherGroupError: The store serves another group; see also `OtherSizeError` and `OpenAndFixedError`.
+        OtherGroupError: The store serves another group. `OtherSizeError` and `OpenAndFixedError` are special cases.
         FinalRefusalError: The store refused this worker for good.
         PeerRefusedError: The store refused this worker for now.
         ProtocolError: The other end does not speak this protocol.
@@ -148,9 +148,18 @@ def _receive_exactly(
     deadline: float,
     check: Callable[[bytearray, str], None] = lambda received, other: None,
 ) -> bytes:
-    """Reads exactly `size` bytes before the deadline, and calls `check` with all bytes so far after each read.
+    """Reads exactly `size` bytes from a socket and returns them; empty for 0.
 
-    Raises `TimeoutError` at the deadline, and `ConnectionResetError` if the other end closes the connection first.
+    Args:
+        sock: The socket. Its timeout is changed.
+        size: How many bytes to read.
+        other: A name for the other end, for error messages.
+        deadline: When to give up, in seconds of `time.monotonic`.
+        check: Called with all bytes so far, and `other`, after each read. It may raise to reject them.
+
+    Raises:
+        TimeoutError: The deadline has passed.
+        ConnectionResetError: The other end has closed the connection first.
     """
     received = bytearray()
     while len(received) < size:

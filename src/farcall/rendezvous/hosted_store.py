@@ -36,7 +36,7 @@ _PROBE_TIMEOUT_S: Final = 0.75
 
 @dataclass(frozen=True)
 class HostedStore:
-    """A store that runs in this process, the addresses at which it can be reached, and its location file, if any."""
+    """A store that runs in this process: its server, where it can be reached, and its location file."""
 
     server: StoreServer
     reached_at: list[Candidate]
@@ -44,12 +44,15 @@ class HostedStore:
     path: str | None = None
     """The location file that leads to the store; None for a tcp place."""
     location: Location | None = None
+    """What the location file says; None for a tcp place."""
 
     def close(self, keep_file: bool = False) -> None:
         """Removes the location file, if there is one, then ends the store.
 
+        In a fixed group, first waits some seconds for the workers to disconnect.
+
         Args:
-            keep_file: Leaves the file in place. A worker that wants to join then knows that a member will host the
+            keep_file: True leaves the file in place. A worker that wants to join then knows that a member will host the
                 store again soon.
         """
         if self.path is not None and self.location is not None and not keep_file:
@@ -58,9 +61,12 @@ class HostedStore:
 
 
 def store_candidates(plan: Plan) -> tuple[Callable[[], Sequence[Candidate]], bool]:
-    """Returns a function that lists where to look for the store, and whether the store can only be at one address.
+    """Returns where to look for the store of a plan.
 
-    For a file, the function reads the file at each call; it returns an empty list if the file has no location.
+    Returns:
+        A function that returns the addresses to try, and whether the store can only be at one address. For a file, the
+        function reads the file at each call. It returns an empty list if the file holds no location, and raises
+        `OSError` if the file cannot be read.
     """
     place = plan.place
     if isinstance(place, TcpPlace):
@@ -84,9 +90,9 @@ def host_fixed(
     Args:
         plan: The group and the place of its store.
         name: The name of this worker.
-        chosen: The address of the interface to use; None for all.
+        chosen: The address to listen on, if the place is a file; None for all addresses.
         timeout: How many seconds to wait for the lock of a location file.
-        credentials: Secret and encryption; by default those of this user.
+        credentials: The secret and the encryption; None means those of this user.
 
     Raises:
         RendezvousError: The store cannot be hosted here: the address is not this machine's, the port is taken, the file
@@ -120,11 +126,11 @@ def host_open(
     Args:
         plan: The group and the place of its store.
         name: The name of this worker.
-        chosen: The address of the interface to use; None for all.
+        chosen: The address to listen on, if the place is a file; None for all addresses.
         port: The port to listen on at a tcp place; ignored for a file.
-        values: The keys that the store has from the start.
+        values: The keys that the store has from the start, with their values; may be empty.
         timeout: How many seconds to wait for the lock of a location file.
-        credentials: Secret and encryption; by default those of this user.
+        credentials: The secret and the encryption; None means those of this user.
         was_tried: Returns True for a location that did not answer this worker.
 
     Raises:
@@ -148,7 +154,16 @@ def _start_server(
 ) -> HostedStore:
     """Starts the server of a tcp place on a listening socket, and returns it with its addresses.
 
-    Raises `RuntimeError` if the system cannot create a thread.
+    Args:
+        listener: The listening socket, which the server owns from now on.
+        place: The place.
+        plan: The group.
+        name: The name of this worker.
+        values: The keys that the store has from the start, with their values; None for none.
+        credentials: The secret and the encryption; None means those of this user.
+
+    Raises:
+        RuntimeError: The system cannot create a thread.
     """
     bound = numeric_host(listener.getsockname())
     group = _group_id(place.group, plan)
@@ -169,7 +184,8 @@ def _host_with_file(
 ) -> HostedStore:
     """Starts the server on any free port, and publishes its address in the location file.
 
-    Raises what `publish_location` raises; the server is closed then.
+    The parameters are those of `host_open`; `values` is None for a fixed group. Raises `HostedElsewhereError`,
+    `RendezvousTimeoutError` or another `RendezvousError` as `publish_location` does; the server is closed then.
     """
     listener = listen(chosen or "", [0]) if plan.world_size is not None else listen_at_once(chosen or "", 0)
     addresses = (chosen,) if chosen else tuple(reachable_addresses())
@@ -189,7 +205,10 @@ def _host_with_file(
 
 
 def _is_any_alive(candidates: Sequence[Candidate], credentials: Credentials | None) -> bool:
-    """Returns True if the one store to which all these candidates lead answers. The file is locked meanwhile."""
+    """Returns True if a store with the right secret answers at one of the candidates; False for no candidates.
+
+    All candidates lead to one store, so they share `_PROBE_TIMEOUT_S`.
+    """
     return any(is_alive(candidate, credentials, _PROBE_TIMEOUT_S / len(candidates)) for candidate in candidates)
 
 

@@ -33,7 +33,7 @@ _PERMANENT_ERRNOS: Final = (errno.ENOTDIR, errno.ENAMETOOLONG, errno.ELOOP)
 
 
 class Location(msgspec.Struct, frozen=True):
-    """The contents of the file: the id of the run, and where its store listens."""
+    """The contents of a location file: the id of the run, and the port and the addresses at which its store listens."""
 
     run: Text
     port: Annotated[int, msgspec.Meta(ge=1, le=65535)]
@@ -79,7 +79,10 @@ def check_path(path: str) -> None:
 
 
 def explain_unusable_path(path: str) -> str:
-    """Returns why no worker could write the file, as far as this worker can see; empty if it sees no reason."""
+    """Returns why no worker could write the location file at `path`, as text for a message.
+
+    Tries to write another file into its directory. Returns an empty text if this worker sees no reason.
+    """
     directory = os.path.dirname(path)
     try:
         if os.path.exists(path) and os.path.getsize(path) and read_location(path) is None:
@@ -103,7 +106,7 @@ def publish_location(path: str, location: Location, is_alive: Callable[[Location
         path: The file. It is created if it does not exist; its directory must exist.
         location: What to write.
         is_alive: Called with the earlier location, if there is one; returns True if it must not be replaced.
-        timeout: How many seconds to wait for the lock of the file.
+        timeout: How many seconds to wait for the lock of the file. 0 tries once.
 
     Raises:
         HostedElsewhereError: `is_alive` returned True.
@@ -134,7 +137,8 @@ def publish_location(path: str, location: Location, is_alive: Callable[[Location
 def remove_location(path: str, location: Location, timeout: float = 1.0) -> None:
     """Removes the file if it still holds `location`. Raises nothing.
 
-    A file that cannot be removed stays, and the next run replaces it.
+    A file that cannot be removed, or that another process keeps locked for `timeout` seconds, stays. The next run
+    replaces it.
     """
     try:
         if read_location(path) == location:
@@ -160,9 +164,10 @@ def _replace(path: str, location: Location) -> None:
 
 @contextlib.contextmanager
 def _locked(path: str, timeout: float) -> Iterator[None]:
-    """Holds the lock of the file at `path`, which is created if it does not exist.
+    """Context manager: holds the lock of the file at `path`, which is created if it does not exist.
 
-    Raises `RendezvousTimeoutError` if another process holds the lock for more than `timeout` seconds.
+    Raises `RendezvousTimeoutError` if another process holds the lock for more than `timeout` seconds, and `OSError` if
+    the file cannot be opened.
     """
     deadline = time.monotonic() + timeout
     while True:

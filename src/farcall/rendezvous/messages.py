@@ -24,8 +24,9 @@ from farcall.errors import ProtocolError, RendezvousError
 from farcall.protocol.fields import Seconds, quoted
 
 MAX_FRAME_BYTES: Final = 16 * 1024 * 1024
-"""The largest body of a message."""
+"""The largest size of the body of a message, in bytes."""
 _LENGTH: Final = struct.Struct("<I")
+"""The length before each body: four bytes, little-endian."""
 
 
 class _Numbered(msgspec.Struct, frozen=True):
@@ -63,7 +64,10 @@ class Add(_Numbered, tag="add", frozen=True):
 
 
 class Delete(_Numbered, tag="delete", frozen=True):
-    """Asks to delete a key. The reply is `Number`: 1 if the key was deleted, 0 if not."""
+    """Asks to delete a key.
+
+    The reply is `Number`: 1 if the key was deleted, 0 if it did not exist or had another value than `expected`.
+    """
 
     key: str
     expected: bytes | None = None
@@ -117,7 +121,10 @@ class Entries(_Numbered, tag="entries", frozen=True):
 
 
 class TimedOut(_Numbered, tag="timed_out", frozen=True):
-    """The wait of a `Get` or `Collect` has timed out. For a `Collect`, `present` has the keys that were there."""
+    """The wait of a `Get` or `Collect` has timed out.
+
+    `present` has the keys with the prefix of a `Collect` that were there. It is empty for a `Get`.
+    """
 
     present: tuple[str, ...]
 
@@ -137,7 +144,10 @@ _replies: msgspec.msgpack.Decoder[Reply] = msgspec.msgpack.Decoder(Reply)
 
 
 def pack_request(request: Request) -> bytes:
-    """Returns a request as bytes to send. Raises `RendezvousError` if its body is larger than `MAX_FRAME_BYTES`."""
+    """Returns a request as bytes to send: its length and its body.
+
+    Raises `RendezvousError` if the body is larger than `MAX_FRAME_BYTES`.
+    """
     body = _encode(request)
     if len(body) > MAX_FRAME_BYTES:
         raise RendezvousError(
@@ -147,7 +157,10 @@ def pack_request(request: Request) -> bytes:
 
 
 def pack_reply(reply: Reply) -> bytes:
-    """Returns a reply as bytes to send. A reply larger than `MAX_FRAME_BYTES` is replaced by a `Failed` with its id."""
+    """Returns a reply as bytes to send: its length and its body.
+
+    A reply whose body is larger than `MAX_FRAME_BYTES` is replaced by a `Failed` with the same id. Raises nothing.
+    """
     body = _encode(reply)
     if len(body) > MAX_FRAME_BYTES:
         reason = f"the reply is {len(body)} bytes; the limit of the store is {MAX_FRAME_BYTES} bytes"
@@ -175,7 +188,10 @@ def take_frame(buffer: bytearray) -> bytes | None:
 
 
 def unpack_request(frame: bytes) -> Request:
-    """Decodes the body of a request. Raises `ProtocolError` if the bytes are not a valid request."""
+    """Decodes the body of a request, as `take_frame` returned it.
+
+    Raises `ProtocolError` if the bytes are not a valid request.
+    """
     try:
         return _requests.decode(frame)
     except (ValueError, RecursionError) as error:
@@ -183,7 +199,10 @@ def unpack_request(frame: bytes) -> Request:
 
 
 def unpack_reply(frame: bytes) -> Reply:
-    """Decodes the body of a reply. Raises `ProtocolError` if the bytes are not a valid reply."""
+    """Decodes the body of a reply, as `take_frame` returned it.
+
+    Raises `ProtocolError` if the bytes are not a valid reply.
+    """
     try:
         return _replies.decode(frame)
     except (ValueError, RecursionError) as error:

@@ -133,7 +133,7 @@ def forget_own_entries(rendezvous: Rendezvous) -> None:
 
 
 def stop_hosting(rendezvous: Rendezvous) -> None:
-    """Ends the store if this worker hosts it, and never hosts it again. Other members will host it.
+    """Ends the store if this worker hosts it, and makes sure that it never hosts it again. Other members will host it.
 
     Called by a worker that is no longer a member but goes on running. May wait for another thread that is looking for
     the store. Raises nothing.
@@ -215,6 +215,10 @@ def is_hosted_by(rendezvous: Rendezvous, names: Collection[str]) -> bool:
     """Returns True if the store is hosted by this worker or by a worker with one of these names.
 
     Also returns True for a store that no worker hosts, such as one in memory.
+
+    Args:
+        rendezvous: This worker's connection to the store.
+        names: The names of workers; may be empty.
     """
     store = rendezvous.store
     return not isinstance(store, OpenStore) or store.is_hosted_by(names)
@@ -252,19 +256,34 @@ def ensure_store(
 
 
 def call_when_store_lost(rendezvous: Rendezvous, call: Callable[[], None]) -> None:
-    """Has `call` called whenever the connection to the store is lost, as a signal that it is time for `ensure_store`.
+    """Sets a function to call whenever the connection to the store is lost: then it is time for `ensure_store`.
 
-    `call` runs on a thread of the store. It must not block, and must leave all requests to the store to another thread.
-    Only the last function that was given is called.
+    Replaces an earlier function. Does nothing for a store that cannot be lost, such as one in memory.
+
+    Args:
+        rendezvous: This worker's connection to the store.
+        call: Runs on a thread of the store. It must not block, and must leave all requests to the store to another
+            thread.
     """
     if isinstance(rendezvous.store, OpenStore):
         rendezvous.store.on_lost = call
 
 
 def _claim_name(store: Store, name: str, number: int, deadline: float, is_dead: Callable[[bytes], bool]) -> int | None:
-    """Claims a name for a number, waiting until the deadline if another worker has it.
+    """Claims a name for the worker with a number, and waits until the deadline if another worker has the name.
 
-    Returns None if the name is ours now, otherwise the number of the worker that has it.
+    Args:
+        store: The store.
+        name: The name.
+        number: The number of this worker.
+        deadline: When to give up, in seconds of `time.monotonic`.
+        is_dead: Called with the payload of the worker that has the name. If it returns True, the name is taken over.
+
+    Returns:
+        None if the name belongs to this worker now, otherwise the number of the worker that has it.
+
+    Raises:
+        RendezvousError: The store is gone.
     """
     key, own = NAME_PREFIX + name, b"%d" % number
     pause = _FIRST_PAUSE_S

@@ -56,15 +56,22 @@ NUMBER_GAP: Final = 1000
 """How many numbers at least a new store skips, because its predecessor may have assigned some just before it ended."""
 
 _SEARCH_TIMEOUT_S: Final = 2.0
+"""How many seconds `ensure_store` looks for the store, and waits for its answers."""
 _PROBE_TIMEOUT_S: Final = 0.5
+"""How many seconds a store has to answer a probe."""
 _PUBLISH_TIMEOUT_S: Final = 1.0
+"""How many seconds to wait for the lock of the location file."""
 _RETRY_PAUSE_S: Final = 0.05
 
 _log = logging.getLogger(__name__)
 
 
 class OpenStore(Store):
-    """The store of an open group, as one worker sees it. Call `enter` before anything else."""
+    """The store of an open group, as one worker sees it. Call `enter` before anything else.
+
+    The methods that send a request raise `RendezvousError` while no worker hosts the store. `ensure_store` finds it
+    again.
+    """
 
     def __init__(self, plan: Plan, name: str, chosen: str | None, credentials: Credentials | None = None) -> None:
         """Prepares the connection; nothing is sent yet.
@@ -118,9 +125,10 @@ class OpenStore(Store):
         return self._current().get(key, timeout)
 
     def add(self, key: str, amount: int) -> int:
-        """Adds to a counter, which is 0 if the key does not exist, and returns the sum.
+        """Adds `amount`, which may be negative, to a counter, and returns the sum.
 
-        Raises `RendezvousError` if the store is gone, or the key holds no counter.
+        A key that does not exist counts as 0. Raises `RendezvousError` if the store is gone, the key holds no counter,
+        or the sum would exceed 64 bits.
         """
         return self._current().add(key, amount)
 
@@ -154,9 +162,9 @@ class OpenStore(Store):
         return self._limit.within(seconds)
 
     def close(self, early: bool = False, timeout: float = 0.0) -> None:
-        """Disconnects, and ends the store if this worker hosts it. Waits for nobody; both arguments are ignored.
+        """Disconnects, and ends the store if this worker hosts it. May be called again.
 
-        May be called again.
+        Waits for no other worker; `early` and `timeout` are ignored.
         """
         self._closed = True  # before the lock: a thread that looks for the store gives up and releases it
         with self._lock:
@@ -227,7 +235,7 @@ class OpenStore(Store):
             self._presence = self._presence or PresenceLock(self._plan.place)
 
     def forget_own_entries(self) -> None:
-        """Records that this worker leaves: its entries are not written again."""
+        """Records that this worker leaves: its entries are not written into stores that start later. Sends nothing."""
         self._own_entries = {}
 
     def stop_hosting(self) -> None:
@@ -271,7 +279,10 @@ class OpenStore(Store):
     def ensure_store(
         self, values: Mapping[str, bytes], names: Collection[str], next_number: int, gone: Collection[str] = ()
     ) -> bool:
-        """Makes sure that the group has a store; see `open_group.ensure_store`.
+        """Makes sure that the group has a store, after the worker that hosted it may have gone.
+
+        Connects to the store if another member hosts it, else hosts it here. Does nothing if the store still answers,
+        unless its host is among `gone`.
 
         Args:
             values: The entries of all current members. A store that is started here begins with them.
@@ -314,10 +325,16 @@ class OpenStore(Store):
         seed: Callable[[], Mapping[str, bytes]] | None,
         why_not: Callable[[], str | None] | None,
     ) -> StoreClient:
-        """Connects to the store. If no worker hosts it, hosts it with the keys that `seed` returns.
+        """Connects to the store, and returns the connection. Hosts the store if no worker does.
 
-        Does not host it if `seed` or `why_not` is None, or if `why_not` returns a reason. Raises what `find_store`
-        raises.
+        Args:
+            timeout: How many seconds to look for the store.
+            seed: Returns the keys of a store that is started here, with their values. None: do not host.
+            why_not: Returns why this worker must not host now, or None if it may. None in its place: do not host.
+
+        Raises:
+            RendezvousTimeoutError: No store was found in time.
+            RendezvousError: The store refused this worker, or was closed in this process.
         """
         plan = self._plan
         candidates, only_one = store_candidates(plan)
@@ -398,7 +415,10 @@ class OpenStore(Store):
         return why_not
 
     def _serves_our_run(self) -> bool:
-        """Returns True if the connected store serves this worker's run. If not, logs a warning and disconnects."""
+        """Returns True if the connected store serves this worker's run. If not, logs a warning and disconnects.
+
+        Raises `RendezvousError` if there is no connection, or the store does not answer.
+        """
         run = self._current().read(RUN_KEY).get(RUN_KEY, b"").decode()
         if run != self._run:
             level, self._has_warned = logging.INFO if self._has_warned else logging.WARNING, True  # checked repeatedly

@@ -38,12 +38,13 @@ _log = logging.getLogger(__name__)
 
 
 class PresenceLock:
-    """This worker's shared lock, from the constructor to `release`."""
+    """The shared lock by which this worker shows that its open group exists, from the constructor to `release`."""
 
     def __init__(self, place: TcpPlace | FilePlace) -> None:
-        """Takes the lock for the group at `place`.
+        """Takes the lock of the group at `place`, the address or file by which workers find the group.
 
-        Without a private directory, logs a warning and holds no lock. Also removes the files of groups that have ended.
+        Holds no lock if the lock file cannot be used; logs a warning if there is no private directory for it. Also
+        removes the lock files of groups that have ended. Raises nothing.
         """
         self._path = _lock_path(place)
         self._descriptor: int | None = None
@@ -61,7 +62,7 @@ class PresenceLock:
         _remove_unused_files(os.path.dirname(self._path))
 
     def release(self) -> None:
-        """Releases the lock, and removes the file if no other worker holds it. May be called again; raises nothing."""
+        """Releases the lock, and removes its file if no other worker holds it. May be called again; raises nothing."""
         if self._descriptor is not None and self._path is not None:
             # Release first, then try for the exclusive lock. If two workers leave at the same time and both still held
             # their shared locks, neither would get the exclusive one and the file would stay.
@@ -133,7 +134,10 @@ def _remove_unused_files(directory: str) -> None:
 
 
 def _remove_if_unlocked(path: str) -> None:
-    """Removes a lock file. Raises `OSError` if a process holds a lock on it."""
+    """Removes a lock file.
+
+    Raises `OSError`, and removes nothing, if a process holds a lock on it, or if it cannot be opened.
+    """
     descriptor = _open_own_file(path)
     try:
         fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -152,7 +156,8 @@ def _is_still_at(descriptor: int, path: str) -> bool:
 def _acquire_shared_lock(path: str) -> int | None:
     """Takes a shared lock on the file, which is created if needed, and returns its descriptor.
 
-    Returns None if another process kept the file locked for `_SHARE_TIMEOUT_S`.
+    Returns None if other processes kept it locked, or removed it, for `_SHARE_TIMEOUT_S` seconds. Raises `OSError` if
+    it cannot be opened.
     """
     deadline = time.monotonic() + _SHARE_TIMEOUT_S
     while time.monotonic() < deadline:

@@ -51,7 +51,15 @@ _log = logging.getLogger(__name__)
 
 
 class _Connection:
-    """One accepted connection: its socket, its handshake, and the bytes that were received or are to be sent."""
+    """One accepted connection: its socket, its handshake, and the bytes that were received or are to be sent.
+
+    Args:
+        number: The number of the connection, unique in this server.
+        sock: The socket.
+        proof_deadline: When the other end must have proved that it knows the secret, in seconds of `time.monotonic`.
+            The attribute is None once it has.
+        handshake: The server's side of the handshake.
+    """
 
     def __init__(self, number: int, sock: socket.socket, proof_deadline: float, handshake: ServerHandshake) -> None:
         self.number = number
@@ -66,10 +74,7 @@ class _Connection:
 
 
 class StoreServer:
-    """Serves the store on a listening socket until `close`.
-
-    The server owns the socket from now on, and starts a thread of its own.
-    """
+    """Serves the store on a listening socket until `close`, with a thread of its own. Owns the socket from now on."""
 
     def __init__(
         self,
@@ -87,8 +92,11 @@ class StoreServer:
             group: The id of the group; workers with another id are refused.
             world_size: The number of workers; None for an open group.
             host_name: The name of the worker that hosts this store.
-            values: The keys that the store has from the start; none by default.
-            credentials: Secret and encryption; by default those of this user.
+            values: The keys that the store has from the start, with their values; None for none.
+            credentials: The secret and the encryption; None means those of this user.
+
+        Raises:
+            RuntimeError: The system cannot create a thread.
         """
         self.linger = CLOSE_TIMEOUT_S if world_size is not None else 0.0
         """Seconds that `close` waits by default for the workers to disconnect; 0 in an open group."""
@@ -131,7 +139,7 @@ class StoreServer:
         after an interrupt (Ctrl-C) in an earlier call: then the earlier of the two deadlines counts.
 
         Args:
-            linger: How many seconds to wait; by default the attribute `linger`.
+            linger: How many seconds to wait; 0 does not wait. None means the attribute `linger`.
         """
         close_by = time.monotonic() + (self.linger if linger is None else linger)
         self._close_by = close_by if self._close_by is None else min(close_by, self._close_by)
@@ -186,7 +194,10 @@ class StoreServer:
             self._close_all()
 
     def _is_closed(self) -> bool:
-        """Returns True when the server must end; closes the listening socket as soon as `close` was called."""
+        """Returns True when the server must end. Closes the listening socket as soon as `close` was called.
+
+        The server ends when no workers are connected, or when the time of `close` is over.
+        """
         if self._close_by is None:
             return False
         if self._listener.fileno() >= 0:
@@ -219,7 +230,7 @@ class StoreServer:
                 self._drop(connection, why, level, "silent")
 
     def _next_wakeup(self, now: float) -> float:
-        """Returns the time at which `_step` has to wake up even if no socket is ready.
+        """Returns the time, in seconds of `time.monotonic`, at which `_step` has to wake up even if no socket is ready.
 
         That is the earliest deadline, and at most `_LONGEST_SLEEP_S` after `now`.
         """
@@ -279,9 +290,9 @@ class StoreServer:
         self._selector.register(sock, selectors.EVENT_READ, connection)
 
     def _wrap_in_tls(self, sock: socket.socket) -> tuple[socket.socket, bytes]:
-        """Returns the socket and the bytes that a proof must be bound to.
+        """Returns the socket wrapped in TLS, and the bytes that a proof must be bound to.
 
-        The socket is wrapped in TLS if this worker encrypts; otherwise it is returned unchanged, with empty bytes.
+        If this worker does not encrypt, returns the socket unchanged, with empty bytes.
         """
         encryption = self._credentials.encryption
         if encryption is None:
@@ -310,7 +321,9 @@ class StoreServer:
 
         An error closes this connection only, and is not raised.
 
-        `events` says for what the connection is ready.
+        Args:
+            connection: The connection. Nothing is done if it was closed meanwhile.
+            events: What it is ready for: `EVENT_READ`, `EVENT_WRITE` or both.
         """
         if connection.number not in self._connections:
             return  # dropped while an earlier event of this round was served
@@ -435,7 +448,7 @@ class StoreServer:
             connection.sock.shutdown(socket.SHUT_WR)
 
     def _deliver(self) -> None:
-        """Sends the replies that the state has produced."""
+        """Sends the replies that the state has produced. Drops those whose connections are closed."""
         for number, reply in self._state.take_replies():
             if number in self._connections:
                 self._send(self._connections[number], pack_reply(reply))
@@ -510,7 +523,7 @@ class StoreServer:
         self._deliver()
 
     def _stop_listening(self) -> None:
-        """Closes the listening socket and every connection that has not proved itself."""
+        """Closes the listening socket and every connection that has not proved yet that it knows the secret."""
         if self._accepting:
             self._selector.unregister(self._listener)
             self._accepting = False

@@ -48,11 +48,12 @@ OPEN_GROUP_SUFFIX = "open"
 """The last part of the id of an open group, where a fixed group has its number of workers."""
 
 MAX_COUNTER = 2**63 - 1
+"""The largest absolute value of a counter: 64 bits."""
 
 
 @dataclass
 class _Member:
-    """A worker that is connected to the store, and whether it takes part in the group."""
+    """A worker that is connected to the store. `takes_part` is True after its first request."""
 
     name: str
     rank: int
@@ -65,7 +66,10 @@ class _Member:
 
 @dataclass(eq=False)
 class _Wait:
-    """A `Get` or `Collect` that cannot be answered yet."""
+    """A `Get` or `Collect` that cannot be answered yet, and the number of its connection.
+
+    `settled` is True once it was answered or given up.
+    """
 
     connection: int
     request: Get | Collect
@@ -116,6 +120,10 @@ class StoreState:
     def introduce(self, connection: int, hello: Hello) -> Welcome | StoreRefused | None:
         """Decides whether a worker that has proved the secret may connect.
 
+        Args:
+            connection: The number of the connection, chosen by the caller; the other methods use it.
+            hello: Who the worker is and which group it looks for.
+
         Returns:
             `Welcome` if the worker is let in; `StoreRefused` with the reason if not; None if the connection is to be
             closed without an answer, because the worker belongs to the next run.
@@ -163,12 +171,14 @@ class StoreState:
         return Welcome(self._host_name, 0)
 
     def handle(self, connection: int, request: Request, now: float) -> None:
-        """Carries out a request of a connected worker. The reply is in `take_replies`, now or when the wait is over.
+        """Carries out a request of a connected worker.
+
+        `take_replies` returns the reply, now or when the wait of a `Get` or `Collect` is over.
 
         Args:
             connection: The number of a connection that `introduce` has welcomed. Any other raises `KeyError`.
             request: The request.
-            now: The time in seconds, on the clock of `expire`.
+            now: The current time in seconds, of the same clock as in `expire`.
         """
         self._members[connection].takes_part = True
         match request:
@@ -225,7 +235,10 @@ class StoreState:
             )
 
     def expire(self, now: float) -> None:
-        """Answers every wait whose deadline is at or before `now` with `TimedOut`. Does nothing if there are none."""
+        """Answers every wait whose deadline is at or before `now` with `TimedOut`. Does nothing if there are none.
+
+        `now` is the current time in seconds, of the same clock as in `handle`.
+        """
         while self._deadlines and self._deadlines[0][0] <= now:
             wait = heapq.heappop(self._deadlines)[2]
             if wait.settled:
@@ -242,7 +255,7 @@ class StoreState:
         return self._deadlines[0][0] if self._deadlines else None
 
     def fail_waits(self, reason: str) -> None:
-        """Answers every wait with `Failed(reason)`. Called when the store is about to close."""
+        """Answers every waiting `Get` and `Collect` with `Failed(reason)`. Called when the store is about to close."""
         for waits in [*self._gets.values(), *self._collects.values()]:
             for wait in list(waits):
                 self._settle(wait, Failed(wait.request.id, reason))
@@ -290,18 +303,20 @@ class StoreState:
                 self._settle(wait, Failed(wait.request.id, reason))
 
     def _collect_failure_text(self) -> str:
+        """Returns the reasons why no `Collect` can succeed, as one text."""
         return "; ".join(self._collect_failures.values())
 
     def _reply(self, connection: int, reply: Reply) -> None:
+        """Queues a reply for `take_replies`."""
         self._replies.append((connection, reply))
 
     def _wait(self, waits: list[_Wait], wait: _Wait, now: float) -> None:
-        """Records a request that has to wait.
+        """Records a request that has to wait, with its deadline.
 
         Args:
-            waits: The list of its key or prefix.
+            waits: The waits for the same key or prefix; `wait` is appended.
             wait: The request.
-            now: The time from which its timeout counts.
+            now: The current time in seconds, from which its timeout counts.
         """
         waits.append(wait)
         heapq.heappush(self._deadlines, (now + max(0.0, wait.request.timeout), next(self._order), wait))
@@ -312,6 +327,7 @@ class StoreState:
         self._reply(wait.connection, reply)
 
     def _forget_waits_of(self, connection: int) -> None:
+        """Removes the waits of a connection without answering them."""
         for waits in [*self._gets.values(), *self._collects.values()]:
             for wait in [wait for wait in waits if wait.connection == connection]:
                 self._remove(wait)

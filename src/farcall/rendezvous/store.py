@@ -40,6 +40,10 @@ class Store(ABC):
 
         Of several workers that call this for one key, all get the value of the first.
 
+        Args:
+            key: The key.
+            value: Its value if it is new; may be empty.
+
         Returns:
             `value` if this call set the key, otherwise the earlier value, which is left unchanged.
 
@@ -104,17 +108,17 @@ class Store(ABC):
 
     @abstractmethod
     def collect(self, prefix: str, count: int, timeout: float) -> Mapping[str, bytes]:
-        """Waits until at least `count` keys start with `prefix`, then returns all of them.
+        """Waits until at least `count` keys start with `prefix`, then returns all of them with their values.
 
-        Works as a gather and as a barrier.
+        Workers use it to exchange values, and to wait for each other.
 
         Args:
             prefix: What the keys start with.
             count: How many keys to wait for. 0 returns at once.
-            timeout: How many seconds to wait.
+            timeout: How many seconds to wait. 0 does not wait.
 
         Returns:
-            All keys that start with the prefix, with their values.
+            All full keys that start with the prefix, with their values.
 
         Raises:
             RendezvousTimeoutError: Fewer keys appeared in time. The attribute `present` has the keys that did.
@@ -123,7 +127,7 @@ class Store(ABC):
         """
 
     def within(self, seconds: float) -> AbstractContextManager[None]:
-        """Limits every request that this thread makes inside the `with` block to `seconds` in total.
+        """Returns a context manager that limits every request of this thread inside its block to `seconds` in total.
 
         A request that is not answered by then raises `RendezvousTimeoutError`. Blocks can be nested; the shortest limit
         counts. A store whose requests never wait may ignore the limit, as this default does.
@@ -149,8 +153,8 @@ class Store(ABC):
     def leave_losses_to_group(self) -> None:  # noqa: B027 (optional: some stores never watch their connections)
         """Tells the store that all workers of a fixed group have joined and now detect lost workers themselves.
 
-        From now on the store does not treat a silent connection as a lost worker; see `report_lost`. Called once.
-        Raises nothing. By default, does nothing.
+        From now on the store does not treat a silent connection as a lost worker; the group calls `report_lost`
+        instead. Called once. Raises nothing. By default, does nothing.
         """
 
     @abstractmethod
@@ -158,12 +162,12 @@ class Store(ABC):
         """Disconnects from the store. May be called again.
 
         In the worker that hosts the store of a fixed group, waits for the other workers to disconnect and then ends the
-        store. In an open group nobody is waited for: another member hosts the store from then on.
+        store. In an open group it waits for no worker: another member hosts the store from then on.
 
         Args:
-            early: This worker leaves without waiting for the others. Workers that wait for it in `collect` get a
-                `RendezvousError` at once.
-            timeout: How many seconds the hosting worker waits for the others.
+            early: True if this worker leaves without waiting for the others. Workers that wait for it in `collect` get
+                a `RendezvousError` at once.
+            timeout: How many seconds the hosting worker waits for the others; 0 does not wait.
         """
 
     def refusals(self) -> str:
@@ -176,7 +180,5 @@ class Store(ABC):
     def abandon(self) -> None:  # noqa: B027 (optional: a store may have no descriptors)
         """Called in a forked child: closes the inherited descriptors without sending anything.
 
-        The parent keeps its connection.
-
-        Raises nothing. By default, does nothing.
+        The parent keeps its connection. Raises nothing. By default, does nothing.
         """

@@ -61,7 +61,7 @@ class FilePlace:
 
 @dataclass(frozen=True)
 class Plan:
-    """What `rendezvous` has to do: which worker this is, of how many, and where the store is."""
+    """What `rendezvous` has to do: which worker this is, of how many, and where the store is (`place`)."""
 
     rank: int
     """The rank of this worker; -1 in an open group if none was given."""
@@ -159,9 +159,17 @@ def _parse_query(init_method: str, url: SplitResult) -> dict[str, int]:
 def _choose_number(
     what: str, argument: int | None, query: Mapping[str, int], environ: Mapping[str, str], variables: tuple[str, ...]
 ) -> int | None:
-    """Returns the argument, else the number in the URL, else that of the first variable that is set, else None.
+    """Returns the rank or the world size: the argument, else the number in the URL, else that of a variable, else None.
 
-    Raises `UsageError` if the argument and the URL contradict each other, or a variable is not a whole number.
+    Args:
+        what: "rank" or "world_size".
+        argument: The argument of `init_rpc`; None if it was not given.
+        query: The numbers in the URL, by name.
+        environ: The environment variables.
+        variables: The names of the variables to look at, in order. Empty ones count as not set.
+
+    Raises:
+        UsageError: The argument and the URL contradict each other, or a variable is not a whole number.
     """
     in_url = query.get(what)
     if argument is not None and in_url is not None and argument != in_url:

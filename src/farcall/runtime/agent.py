@@ -59,22 +59,28 @@ if TYPE_CHECKING:
 logger = logging.getLogger("farcall")
 
 _CLOSE_TIMEOUT_S: Final = 1.0
+"""Seconds that a shutdown waits for functions and coroutines that still run."""
 _SHORT_CLOSE_TIMEOUT_S: Final = 0.2
-"""Used after Ctrl-C has interrupted the closing."""
+"""The same, after Ctrl-C has interrupted the shutdown."""
 _SHORT_STORE_TIMEOUT_S: Final = 1.0
+"""Seconds that the host of the store waits for the other workers, after a graceful shutdown has failed."""
 _IDLE_MEMORY_S: Final = 10.0
 """Seconds after which unused memory is given back to the system."""
 
 
 class Agent(RpcAgent):
-    """farcall's own agent: makes this process one worker of a group, and holds all parts of the worker."""
+    """farcall's own agent: makes this process one worker of a group, and holds all parts of the worker.
+
+    Create it, call `start` once, and call `shutdown` at the end. After `shutdown`, every call raises
+    `NotInitializedError`.
+    """
 
     reference_store: ReferenceStore
     """The references of this worker."""
     failure_to_send: Callable[[str, BaseException], BaseException] | None = None
-    """For a subclass: see `WorkerParts`."""
+    """For a subclass: the function `WorkerParts.failure_to_send`; None for none."""
     function_runner: Callable[[Callable[..., Any]], Callable[..., Any]] | None = None
-    """For a subclass: see `WorkerParts`."""
+    """For a subclass: the function `WorkerParts.function_runner`; None for none."""
 
     def __init__(
         self,
@@ -84,18 +90,20 @@ class Agent(RpcAgent):
         transports: Mapping[str, Transport],
         credentials: Credentials | None = None,
     ) -> None:
-        """Joins the group. `start` must follow.
+        """Joins the group. Other workers cannot call this worker before `start`.
 
         Args:
-            name: The name of this worker.
+            name: The name of this worker. No other worker of the group may have it.
             rendezvous: Where the workers of the group find each other.
-            options: The options of the program. The agent keeps a frozen copy.
-            transports: The transports by scheme, in order of preference.
-            credentials: The credentials to use; None to make them from the options.
+            options: The options of the program. The agent keeps a frozen copy, so later changes have no effect.
+            transports: The transports by scheme, such as "tcp", in order of preference. Those that do not work on this
+                machine are skipped.
+            credentials: How this worker authenticates itself; None to create the credentials from `options`.
 
         Raises:
-            RendezvousError: The group could not be joined. Nothing is left running.
-            UsageError: No transport can be used here.
+            RendezvousError: The group could not be joined, for example within `options.init_timeout` seconds. Nothing
+                is left running.
+            UsageError: No transport works on this machine, or an option is not valid.
         """
         options = self.options = options.frozen_copy()
         self.device_maps = options.device_maps
@@ -178,7 +186,10 @@ class Agent(RpcAgent):
             raise
 
     def _listen(self, name: str, transports: Mapping[str, Transport], host: str) -> list[Listener]:
-        """Returns a listener for each transport that works on this machine. Raises `UsageError` if none does."""
+        """Returns a listener for each transport that can listen on `host`. Logs and skips the others.
+
+        Raises `UsageError` if no transport can listen. `name` is the name of this worker, for messages.
+        """
         listeners: list[Listener] = []
         reasons = []
         for transport in transports.values():
@@ -193,18 +204,18 @@ class Agent(RpcAgent):
 
     @property
     def closed(self) -> RpcError | None:  # type: ignore[override]
-        """The error that every call raises from now on; None while the agent can be used."""
+        """The error that every call raises after shutdown, expulsion or a fork; None while the agent can be used."""
         return self._peers.closed
 
     @property
     def is_open(self) -> bool:  # type: ignore[override]
-        """See `RpcAgent`."""
+        """Whether the group is open: workers may join and leave at any time. False for a fixed group."""
         return self._entry.is_open
 
     # Start
 
     def start(self) -> None:
-        """Starts the threads, and begins to run the calls of other workers.
+        """Starts the threads of this worker, and begins to run the calls of other workers.
 
         Must be called once. Raises `RuntimeError` if the system cannot create a thread.
         """
@@ -217,13 +228,19 @@ class Agent(RpcAgent):
         self._accept_connections()
 
     def _accept_connections(self) -> None:
-        """Starts to accept connections, or resumes after the process had run out of file descriptors."""
+        """Starts to accept connections on all listeners, also on those that `_accept` has stopped watching.
+
+        Does nothing for listeners that are watched already. Raises nothing.
+        """
         with suppress(OSError):  # the listeners have just been closed
             for listener in self._listeners:
                 self._poller.watch_listener(listener, partial(self._accept, listener))
 
     def _accept(self, listener: Listener) -> None:
-        """Accepts one connection, if there is one, and begins its handshake. Logs an error of the listener."""
+        """Accepts one connection at `listener`, and begins its handshake. Does nothing if none is waiting.
+
+        If the listener fails, logs a warning and stops watching it, until `_accept_connections` is called again.
+        """
         try:
             link = listener.accept()
         except OSError as error:
@@ -239,7 +256,7 @@ class Agent(RpcAgent):
         self._handshakes.add(connection)
 
     def _server_closed(self, connection: ServerConnection) -> None:
-        """Called when a connection from another worker has ended: forgets the connection, and adds its counts."""
+        """Called when a connection from another worker has ended: removes it, and adds its numbers to the metrics."""
         self._servers.discard(connection)
         self._handshakes.remove(connection)
         if connection.is_admitted():
@@ -248,12 +265,15 @@ class Agent(RpcAgent):
             self._accept_connections()
 
     def connect_client(self, peer: Peer, link: Link, peer_limits: tuple[int, int]) -> ClientConnection:
-        """Returns a new connection for our calls, on a link that is established.
+        """Returns a new connection for calls of this worker to another one.
+
+        If this agent is closed, the returned connection has ended already.
 
         Args:
             peer: The worker at the other end.
-            link: The link.
-            peer_limits: The largest head and the largest frame in bytes that the other end accepts; 0 for no limit.
+            link: A link to that worker, with a completed handshake.
+            peer_limits: The most bytes of a head (a frame without payload and buffers) and of a whole frame that the
+                other end accepts; 0 for no limit.
         """
 
         def lost(connection: ClientConnection) -> None:
@@ -271,10 +291,13 @@ class Agent(RpcAgent):
         return connection
 
     def heartbeat(self, now: float) -> None:
-        """Called once in each heartbeat interval: ends slow handshakes, frees unused memory, and accepts connections.
+        """Called once in each heartbeat interval, for regular work.
+
+        Closes connections whose handshake takes too long, frees memory that was not used for ten seconds, schedules
+        work on references, and accepts connections again if that had failed.
 
         Args:
-            now: The time on the monotonic clock.
+            now: The current time of the monotonic clock.
         """
         self._entry.tick(now)
         self._handshakes.expire()
@@ -292,7 +315,14 @@ class Agent(RpcAgent):
         return [*[each.link for each in clients], *[each.link for each in servers]]
 
     def worker_gone(self, number: Worker, has_left: bool) -> None:
-        """Called when a worker has left the group (`has_left`) or was lost: updates the counts and the store."""
+        """Called when a worker is not in the group any more: updates the metrics and the store of the rendezvous.
+
+        In a fixed group, the name of a lost worker is added to `lost`.
+
+        Args:
+            number: The number of the worker.
+            has_left: True if the worker has left, False if it was lost.
+        """
         self._metrics.remove_worker(number)
         if not has_left and not self._entry.is_open:  # workers of an open group do not wait for all others
             self._lost.append(self._cluster.name_of(number))
@@ -301,7 +331,8 @@ class Agent(RpcAgent):
     def expelled(self) -> None:
         """Called when the group has declared this worker lost: fails all calls and references with `ExpelledError`.
 
-        Does nothing if the agent is closed.
+        Pending calls fail at once, references a moment later in another thread. Does nothing if the agent is closed
+        already.
         """
         with self._lock:
             if self.closed is not None:
@@ -319,15 +350,15 @@ class Agent(RpcAgent):
     # The group
 
     def get_worker_info(self, to: Key | None = None) -> WorkerInfo:
-        """Returns the name and id of a worker of the group.
+        """Returns the name and id of a worker of the group. A worker that has just left or was lost is still found.
 
         Args:
             to: The name, the rank or the `WorkerInfo` of the worker; None means this worker.
 
         Raises:
             UnknownWorkerError: The group has no such worker.
-            UsageError: `to` is of another type.
-            RpcError: The agent is closed, and has no such worker.
+            UsageError: `to` has a wrong type, such as float or bool.
+            RpcError: There is no such worker, and this worker was shut down or expelled.
         """
         if to is None:
             return self.info
@@ -337,18 +368,21 @@ class Agent(RpcAgent):
         return peer.info
 
     def get_worker_infos(self) -> list[WorkerInfo]:
-        """Returns the names and ids of all workers of the group, this worker included, ordered by rank."""
+        """Returns the names and ids of all workers of the group, this worker included, sorted by id."""
         return self._peers.present()
 
     def watch_members(self, watcher: Callable[[MembershipChange], object]) -> None:
-        """Registers a function that is called in the executor with every later change of the group, one by one.
+        """Registers a function that is called with every later change of the membership.
 
-        Exceptions of the watcher are logged. A function that is registered twice is called twice.
+        Calls run in the executor, one at a time, in the order of the changes.
+
+        Args:
+            watcher: The function. Exceptions that it raises are logged. If it is registered twice, it is called twice.
         """
         self._cluster.watch(watcher)
 
     def unwatch_members(self, watcher: Callable[[MembershipChange], object]) -> None:
-        """Removes a watcher that was registered with `watch_members`. Does nothing if it is not registered."""
+        """Removes one registration of a function by `watch_members`. Does nothing if `watcher` is not registered."""
         self._cluster.unwatch(watcher)
 
     # Calls
@@ -370,78 +404,92 @@ class Agent(RpcAgent):
         kwargs: Mapping[str, Any],
         timeout: float,
     ) -> Future[Any]:
-        """Sends a call to a worker without waiting for the reply. Returns a future of the result.
+        """Sends a call to a worker, and returns the future of the result without waiting for the reply.
+
+        Opens a connection first if there is none, and waits for that.
 
         Args:
             worker: The callee.
             function: The function to run there.
             args: Its positional arguments; may be empty.
             kwargs: Its keyword arguments; may be empty.
-            timeout: Seconds; 0 means no timeout.
+            timeout: How many seconds the call may take; 0 means no timeout.
 
         Raises:
+            UnknownWorkerError: The group has no such worker.
+            UsageError: An argument of this method is not valid, or the call is too large for the callee.
             SerializationError: An argument cannot be pickled.
-            RpcError: The worker is unknown or lost, or the agent is closed.
+            WorkerLostError: The worker has left, was lost, or cannot be reached.
+            RpcError: This worker was shut down or expelled.
         """
         return self.calling.call(worker, function, args, kwargs, timeout, unattended=True)
 
     def remote(
         self, to: To, function: Callable[..., Any], args: Sequence[Any] | None, kwargs: Mapping[str, Any] | None
     ) -> Handle:
-        """Makes a worker run a function and keep the result. Returns a handle of the result at once.
+        """Makes a worker run a function and keep the result. Returns a handle of the result without waiting for it.
+
+        Opens a connection first if there is none, and waits for that. An error of the function is raised when the
+        handle is used.
 
         Args:
-            to: The worker: its name, rank or `WorkerInfo`.
+            to: The worker: its name, rank or `WorkerInfo`. This worker is allowed.
             function: The function.
             args: Its positional arguments, a tuple or list; None for none.
             kwargs: Its keyword arguments; None for none.
 
         Raises:
+            UnknownWorkerError: The group has no such worker.
             UsageError: `to`, `function` or `args` is not valid.
             SerializationError: An argument cannot be pickled.
-            RpcError: The worker is unknown or lost, or the agent is closed.
+            WorkerLostError: The worker has left, was lost, or cannot be reached.
+            RpcError: This worker was shut down or expelled.
         """
         return self.calling.remote(to, function, args, kwargs)
 
     def submit_own_call(self, callee: bytes, job: Job) -> None:
-        """Submits a remote call of this worker to itself, for which no message is sent. A subclass may delay it.
+        """Queues a call that this worker has made to itself with `remote`. No message is sent. A subclass may delay it.
 
         Args:
-            callee: The callee as encoded in a frame (`protocol.frames`).
+            callee: The function or method to call, as encoded in a frame (`protocol.frames`).
             job: The job that runs the call.
         """
         self._executor.submit(job)
 
     def add_interceptor(self, interceptor: ClientInterceptor | ServerInterceptor) -> None:
-        """Registers an interceptor, as the innermost one, for all calls that begin later.
+        """Registers an interceptor for all calls that begin later. It runs inside those that were registered before.
 
         Raises:
-            UsageError: It is neither a `ClientInterceptor` nor a `ServerInterceptor`.
+            UsageError: `interceptor` is neither a `ClientInterceptor` nor a `ServerInterceptor`.
         """
         self.interceptors.add(interceptor)
 
     def remove_interceptor(self, interceptor: ClientInterceptor | ServerInterceptor) -> None:
-        """Removes an interceptor. Does nothing if it is not registered."""
+        """Removes an interceptor from later calls. Does nothing if it is not registered."""
         self.interceptors.remove(interceptor)
 
     def after_reply(self, function: Callable[[], object]) -> None:
-        """Calls a function after the reply of the call that this thread runs for another worker was sent.
+        """Calls a function after the reply to the call that this thread runs for another worker was sent.
 
-        If the thread runs no such call, the function is called at once, and its errors are raised.
+        If that call returns a coroutine or a pending future, `function` is called when it has returned, before the
+        reply. Errors that `function` raises are logged. If this thread runs no call for another worker, `function` is
+        called at once, and its errors are raised.
         """
         call_after_reply(function)
 
     def process_soon(self, has_work: Callable[[], bool], work: Callable[[], None]) -> Callable[[], None]:
-        """Returns a function that schedules `work` in the executor, a few milliseconds later.
+        """Returns a function that schedules `work`.
+
+        Each run of `work` begins a few milliseconds later, in the executor.
 
         Args:
-            has_work: Returns whether there is something to do. `work` is called only if it returns True, and again
-                until it returns False.
-            work: Does the work.
+            has_work: Returns whether there is something to do. If it returns False when the time has come, `work` is
+                not called. If it still returns True after `work`, another run is scheduled.
+            work: Does the work. Errors are logged.
 
         Returns:
-            The function. It takes no lock, so finalizers may call it. Calls before `work` has started schedule it only
-            once.
+            The function, without arguments. It takes no lock, so finalizers may call it. If a run is scheduled and has
+            not begun, it does nothing.
         """
         is_scheduled = False
 
@@ -464,23 +512,24 @@ class Agent(RpcAgent):
     # Reports
 
     def get_metrics(self) -> Metrics:
-        """Returns the counters of this worker, for each other worker and in total. See `Metrics` for the names."""
+        """Returns the current metrics of this worker, for each other worker and in total. `Metrics` lists the keys."""
         refusals = self.reference_store.refusals.counts()
         return self._metrics.report(list(self._clients), self._cluster, self._executor.counts(), refusals)
 
     # Waiting for the others
 
     def join(self, shutdown: bool = False, timeout: float = 0.0) -> None:
-        """Waits until all workers have called `join` and no call is running anywhere.
+        """Waits until all workers of a fixed group have called `join` and no call is running on any of them.
 
-        In an open group, only for this worker.
+        In an open group, only waits until this worker is idle: see `is_idle`.
 
         Args:
-            shutdown: Whether this worker will leave next, so that connections that close from now on are expected.
+            shutdown: Whether this worker leaves next. If True, a connection that ends later is not taken for a lost
+                worker.
             timeout: How many seconds to wait; 0 means no limit.
 
         Raises:
-            ShutdownError: The timeout expired, a worker was lost, or this worker was expelled.
+            ShutdownError: The timeout expired, a worker of a fixed group was lost, or this worker was expelled.
         """
         if self._entry.is_open:
             wait_until_idle(self, deadline_of(timeout))
@@ -490,13 +539,13 @@ class Agent(RpcAgent):
             self._cluster.is_quiet = True
 
     def sync(self, timeout: float = 0.0) -> None:
-        """Waits until all workers of a fixed group have called `sync`, whether calls are running or not.
+        """Waits until all workers of a fixed group have called `sync`, even if calls are still running.
 
         Args:
             timeout: How many seconds to wait; 0 means no limit.
 
         Raises:
-            ShutdownError: The timeout expired, or a worker was lost.
+            ShutdownError: The timeout expired, a worker was lost, or this worker was expelled.
             UsageError: The group is open.
         """
         if self._entry.is_open:
@@ -504,14 +553,22 @@ class Agent(RpcAgent):
         wait_at_barrier(self, self._rendezvous, deadline_of(timeout), self._next_sync("sync()"))
 
     def _next_sync(self, where: str) -> Occasion:
-        """Returns the next occasion on which all workers wait for each other; `where` is the function, for messages."""
+        """Returns the `Occasion` of the next `join` or `sync`.
+
+        Its number is the same on all workers that call them equally often. `where` is the name of the function that
+        waits, for messages.
+        """
         with self._lock:
             self._syncs += 1
             number = self._syncs
         return Occasion(f"sync/{number}/", where, f"in {where}", f"gave up in {where}", "this worker goes on")
 
     def is_idle(self) -> bool:
-        """Returns whether no function runs here, nothing is left to send, and no reply or acknowledgement is due."""
+        """Returns whether this worker has nothing to do and waits for nothing.
+
+        False while a function runs or is queued here, a call of this worker is pending, a reply is not fully sent, a
+        value of this worker does not exist yet, or a message about references is not sent or not acknowledged.
+        """
         return (
             not self._executor.is_busy()
             and not any(connection.pending for connection in list(self._clients))
@@ -520,43 +577,50 @@ class Agent(RpcAgent):
         )
 
     def busy_report(self) -> str:
-        """Returns text that says which functions and calls keep this worker busy."""
+        """Returns text that lists the functions that run here and the pending calls, for messages. Never empty."""
         return describe_busy_work(self._executor.thread_idents(), list(self._clients))
 
     def is_expelled(self) -> bool:
-        """Returns whether the group has declared this worker lost."""
+        """Returns whether the group has declared this worker lost. False again after `shutdown`."""
         return isinstance(self.closed, ExpelledError)
 
     def calls_started(self) -> int:
-        """Returns the number of calls that this worker has made so far.
+        """Returns the number of calls that this worker has made to others so far.
 
-        Messages about references count as well, because releasing a value may make calls.
+        Messages about references are counted too, because a message can release a value, whose finalizer may make
+        calls.
         """
         now = sum(connection.calls_made for connection in list(self._clients))
         return self._metrics.calls_made() + now + self.reference_store.messages_sent()
 
     def everybody(self) -> list[tuple[WorkerInfo, bool]]:
-        """Returns all known workers of the group, sorted by rank, each with whether it has left or was lost."""
+        """Returns all known workers of the group, sorted by id.
+
+        The second item is True if the worker has left or was lost.
+        """
         peers = sorted(self._peers.by_number.values(), key=lambda peer: peer.info.id)
         return [(peer.info, peer.is_lost) for peer in peers]
 
     def lost(self) -> list[str]:
-        """Returns the names of the workers of a fixed group that were lost; an empty list if none was."""
+        """Returns the names of the workers that were lost; an empty list if none was, or if the group is open."""
         return list(self._lost)
 
     # The end
 
     def shutdown(self, graceful: bool = False, timeout: float = 0.0) -> None:
-        """Leaves the group and releases all resources, even if an error is raised. Does nothing the second time.
+        """Leaves the group and releases all resources, even if an error is raised.
 
-        Ctrl-C ends the wait. The `KeyboardInterrupt` is raised after everything is closed.
+        A second call with `graceful=False` does nothing. Ctrl-C ends the wait; the `KeyboardInterrupt` is raised after
+        everything is closed.
 
         Args:
-            graceful: Whether to wait first until all workers are done; in an open group, until this worker is done.
-            timeout: How many seconds to wait; 0 means no limit.
+            graceful: Whether to wait first until no call is running on any worker; in an open group, until this worker
+                is idle. If False, pending calls fail with `RpcError`.
+            timeout: How many seconds a graceful shutdown waits; 0 means no limit.
 
         Raises:
-            ShutdownError: The wait failed.
+            ShutdownError: The graceful shutdown timed out, a worker of a fixed group was lost, or this worker was
+                expelled.
         """
         is_early, store_timeout = True, 0.0
         try:
@@ -576,7 +640,12 @@ class Agent(RpcAgent):
                 raise
 
     def wait_to_leave(self, timeout: float) -> None:
-        """Waits until all workers of a fixed group are idle and know that all others are.
+        """Waits until no call is running on any worker of a fixed group, and all workers know that.
+
+        Logs a warning if workers still hold references of each other, and sets `left`. Does not close anything.
+
+        Args:
+            timeout: How many seconds to wait; 0 means no limit.
 
         Raises:
             ShutdownError: The timeout expired, a worker was lost, or this worker was expelled.
@@ -588,7 +657,13 @@ class Agent(RpcAgent):
         confirm_leave(self, self._rendezvous, deadline)
 
     def drain(self, timeout: float) -> None:
-        """Prepares to leave an open group: waits until this worker is idle, and releases its references.
+        """Prepares to leave an open group: waits until this worker is idle, and gives up its handles.
+
+        Later uses of handles of other workers' values raise `UsageError`. Logs a warning if workers still hold
+        references of each other. Does not close anything.
+
+        Args:
+            timeout: How many seconds to wait; 0 means no limit.
 
         Raises:
             ShutdownError: The timeout expired, or this worker was expelled.
@@ -600,7 +675,10 @@ class Agent(RpcAgent):
         self._report_what_is_left()
 
     def _report_what_is_left(self) -> Inventory:
-        """Logs a warning if other workers and this one still hold references of each other. Returns all references."""
+        """Returns all references that this worker owns or holds.
+
+        Logs a warning if this worker holds references of others, or others hold references of this worker.
+        """
         inventory = self.reference_store.inventory()
         left = inventory.between_workers()
         if left.owned or left.held:
@@ -608,11 +686,18 @@ class Agent(RpcAgent):
         return inventory
 
     def close_after_leaving(self) -> None:
-        """Closes everything. To be called after `wait_to_leave`. Does nothing the second time."""
+        """Closes all parts of this worker. To be called after `wait_to_leave`.
+
+        Does nothing if they are closed already.
+        """
         self._close(is_early=False, store_timeout=STORE_TIMEOUT_S, timeout=_CLOSE_TIMEOUT_S)
 
     def _close(self, is_early: bool, store_timeout: float, timeout: float) -> None:
-        """Closes everything with `_free`. Does nothing if that was done, or another thread is doing it."""
+        """Closes all parts with `_free`, whose arguments these are, and restores the SIGINT handler.
+
+        Does nothing if that was done, or another thread is doing it. Raises `KeyboardInterrupt` at the end if Ctrl-C
+        was pressed meanwhile.
+        """
         with self._lock:
             if self._has_ended or self._is_closing:
                 return
@@ -626,12 +711,13 @@ class Agent(RpcAgent):
         interrupts.raise_deferred()
 
     def _free(self, is_early: bool, store_timeout: float, timeout: float) -> None:
-        """Closes everything. Can be called again after it was interrupted: each step can be repeated.
+        """Closes all parts of this worker. Each step can be repeated, so a call that was interrupted can be made again.
 
         Args:
-            is_early: Whether the other workers do not expect this worker to leave, and must be told.
-            store_timeout: Seconds to wait until the other workers do not need the store in this worker any more.
-            timeout: Seconds to wait for functions and coroutines that still run.
+            is_early: True if the other workers do not expect this worker to leave. Then they are told that it leaves.
+            store_timeout: How many seconds to wait until the other workers do not need the store of the rendezvous any
+                more, if this worker hosts it; 0 to close it at once.
+            timeout: How many seconds to wait for coroutines that still run, and again for functions.
         """
         is_member = self.closed is None
         self._peers.closed = NotInitializedError(f"worker {self.info.name!r} has shut down; call init_rpc again first")
@@ -656,9 +742,9 @@ class Agent(RpcAgent):
         self._rendezvous.store.close(is_early, store_timeout)
 
     def _close_descriptors(self) -> None:
-        """Closes all listeners and connections from other workers, the shared memory and the poller.
+        """Closes all listeners, all connections from other workers, the shared memory and the poller.
 
-        Can be repeated.
+        May be called twice.
         """
         for listener in self._listeners:
             self._poller.unwatch(listener)
@@ -673,7 +759,7 @@ class Agent(RpcAgent):
 
     @property
     def is_forked(self) -> bool:
-        """Whether this process is a forked child of the process that the agent belongs to."""
+        """Whether this process is a forked child of the agent's process, in which `abandon` was called."""
         return isinstance(self.closed, ForkedProcessError)
 
     def about_to_fork(self) -> None:
@@ -682,9 +768,10 @@ class Agent(RpcAgent):
             link.prepare_fork()
 
     def abandon(self) -> None:
-        """Called in a forked child: closes the child's copies of descriptors.
+        """Called in a forked child: closes the child's copies of all descriptors.
 
-        Every later call raises `ForkedProcessError`.
+        The agent of the parent is not affected. Pending calls of the child's copy fail with `ForkedProcessError`, and
+        every later call raises it.
         """
         self._has_ended = True
         interrupts.forget()

@@ -22,13 +22,13 @@ _MAX_LISTED: Final = 5
 
 
 def describe_busy_work(threads: Iterable[int], connections: Iterable[ClientConnection]) -> str:
-    """Returns text that lists the running functions and the calls that wait for a reply.
+    """Returns text that lists the functions that run here, and the calls of this worker that wait for a reply.
 
-    At most five are named, and the rest are counted. If there are none, the text says that something is just ending.
+    At most five are named, and the rest are counted. If there are none, returns "something that is just ending".
 
     Args:
-        threads: The idents of the executor's threads.
-        connections: The connections whose pending calls are listed.
+        threads: The idents of the executor's threads; may be empty.
+        connections: The connections whose pending calls are listed; may be empty.
     """
     frames = sys._current_frames()
     things = [thing for ident in threads for thing in _functions_in(frames.get(ident))]
@@ -42,6 +42,7 @@ def describe_busy_work(threads: Iterable[int], connections: Iterable[ClientConne
 
 
 def _functions_in(frame: FrameType | None) -> Iterator[str]:
+    """Yields a description of each user function on a stack, innermost first; nothing if `frame` is None."""
     while frame is not None:
         if frame.f_code is Invocation.run.__code__:
             yield frame.f_locals["self"].describe(frame.f_locals.get("function"))

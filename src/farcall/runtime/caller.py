@@ -55,7 +55,7 @@ _SMALL_CALLEE_BYTES: Final = 400
 
 
 class Caller:
-    """Makes the calls of one worker: calls, remote calls, and calls on references."""
+    """Makes the calls of one worker: calls that return a result, calls of `remote`, and calls on references."""
 
     def __init__(
         self,
@@ -69,10 +69,11 @@ class Caller:
 
         Args:
             parts: The parts of this worker.
-            info: This worker.
-            peers: The workers of the group.
-            rpc_timeout: The default timeout of calls in seconds; 0 for no limit.
-            submit_own_call: Called with the callee and the job of a remote call of this worker to itself, to run it.
+            info: The name and id of this worker.
+            peers: The table of the workers of the group.
+            rpc_timeout: The timeout in seconds of calls that do not give one; 0 for no limit.
+            submit_own_call: Queues a call that this worker makes to itself with `remote`. Called with the encoded
+                callee and the job that runs the call.
         """
         self.info = info
         self.rpc_timeout = rpc_timeout
@@ -98,21 +99,25 @@ class Caller:
         timeout: float,
         unattended: bool = False,
     ) -> Future[Any]:
-        """Sends a call to a worker without waiting for the reply. Returns the future of its result.
+        """Sends a call to a worker, and returns the future of its result without waiting for the reply.
+
+        Opens a connection first if there is none, and waits for that, at most `timeout` seconds.
 
         Args:
             to: The worker: its name, rank or `WorkerInfo`.
             function: The function to run there.
             args: Its positional arguments, a tuple or list; None for none.
             kwargs: Its keyword arguments; None for none.
-            timeout: Seconds; 0 for no timeout, `UNSET_RPC_TIMEOUT` for the default.
-            unattended: Whether the calling thread will not wait for the reply at once, so that the executor reads it.
+            timeout: How many seconds the call may take; 0 for no timeout, `UNSET_RPC_TIMEOUT` for the default one.
+            unattended: Whether the calling thread will not wait for the reply at once. If True, a thread of the
+                executor reads the reply.
 
         Raises:
             UnknownWorkerError: The group has no such worker.
             UsageError: Another argument is not valid, or the call is too large for the other worker.
             SerializationError: An argument cannot be pickled.
-            WorkerLostError: The worker cannot be reached.
+            RpcTimeoutError: The timeout expired before the call was sent.
+            WorkerLostError: The worker has left, was lost, or cannot be reached.
             RpcError: This worker was shut down or expelled.
         """
         peers = self._peers
@@ -152,6 +157,18 @@ class Caller:
         timeout: float,
         intercepted: ClientCall | None = None,
     ) -> PendingCall:
+        """Sends a call to a worker, and returns its future. Opens a connection first if there is none.
+
+        Args:
+            peer: The worker.
+            function: The function or the name of the method, for messages. It is pickled with the arguments if `callee`
+                is empty.
+            callee: The function or method to call, as encoded in a frame; empty if it must be pickled.
+            args: The positional arguments.
+            kwargs: The keyword arguments; None for none.
+            timeout: How many seconds the call may take; 0 for no limit.
+            intercepted: The call as interceptors see it, which has the annotations; None without interceptors.
+        """
         annotations = intercepted.annotations if intercepted is not None else {}
         payload, buffers, handles = self._pack_arguments(peer, function, callee, args, kwargs)
         connection, spent = peer.connection, 0.0
@@ -190,9 +207,13 @@ class Caller:
     def _pack_arguments(
         self, peer: Peer, function: Callee, callee: bytes, args: Sequence[Any], kwargs: Mapping[str, Any] | None
     ) -> tuple[bytes, list[memoryview], list[Handle]]:
-        """Returns the pickled arguments, their buffers, and the handles in them.
+        """Pickles the arguments of a call.
 
-        Raises `SerializationError` if an argument cannot be pickled.
+        Returns:
+            The payload, the buffers, and the handles of references in the arguments. Each may be empty.
+
+        Raises:
+            SerializationError: An argument cannot be pickled.
         """
         if not args and not kwargs and callee:
             return b"", [], []
@@ -214,9 +235,10 @@ class Caller:
         timeout: float,
         unattended: bool,
     ) -> Future[Any]:
-        """Runs the client interceptors around a call. Returns the future of the outermost one.
+        """Runs the client interceptors around a call. Returns the future that the outermost one returns.
 
-        `handle` is None for a function. For a method, it is the handle of the value that has the method.
+        `handle` is None for a function. For a method, it is the handle of the value that has the method. The other
+        arguments are those of `call`.
         """
         call = ClientCall(
             peer.info, function, callable_name(function), tuple(args or ()), dict(kwargs or {}), timeout, False
@@ -249,7 +271,9 @@ class Caller:
         timeout: float,
         unattended: bool = False,
     ) -> Future[Any]:
-        """Calls a method of the value of a reference, or asks for the value, its presence or its type.
+        """Calls a method of the value of a reference, or asks for the value, whether it exists, or its type.
+
+        Does not wait for the reply. A request for a value that does not exist yet is answered when it does.
 
         Args:
             handle: A handle of the reference.
@@ -257,18 +281,23 @@ class Caller:
             method: The name of the method; for other requests a name for messages.
             args: The positional arguments of the method; empty for none.
             kwargs: Its keyword arguments; None for none.
-            timeout: Seconds; 0 for no timeout, `UNSET_RPC_TIMEOUT` for the default.
-            unattended: Whether the calling thread will not wait for the reply at once.
+            timeout: How many seconds the call may take; 0 for no timeout, `UNSET_RPC_TIMEOUT` for the default one.
+            unattended: Whether the calling thread will not wait for the reply at once. If True, a thread of the
+                executor reads the reply.
 
         Returns:
-            The future of the answer. It fails if the value has no such method.
+            The future of the answer: the result of the method, the value, None (for PRESENCE), or the type. It fails if
+            the value has no such method, and with `ReferenceRefusedError` if the owner does not have the value any
+            more.
 
         Raises:
             OwnerLostError: The owner was lost.
-            ReferenceRefusedError: The owner does not have the value any more.
+            ReferenceRefusedError: The owner could not count this handle's fork.
             SerializationError: An argument cannot be pickled.
-            UsageError: The handle was released, or an argument is not valid.
+            UsageError: The handle was given up, an argument is not valid, or this worker was shut down.
+            RpcTimeoutError: The timeout expired before the request was sent.
             WorkerLostError: The owner cannot be reached now.
+            ExpelledError: The group has expelled this worker.
         """
         handle.check()
         if self._peers.closed is not None:
@@ -289,11 +318,16 @@ class Caller:
         return future
 
     def fetch(self, handle: Handle, timeout: float) -> Any:
-        """Waits for the value of a reference that another worker owns, and returns a copy.
+        """Waits for the value of a reference that another worker owns, and returns a new copy.
+
+        Args:
+            handle: A handle of the reference.
+            timeout: How many seconds to wait; 0 for no limit, `UNSET_RPC_TIMEOUT` for the default timeout.
 
         Raises:
-            RpcTimeoutError: The value did not come in time; see `resolve_timeout` for `timeout`.
-            RpcError: The reference cannot be used any more, or the owner cannot be reached; as in `call_on`.
+            RpcTimeoutError: The value did not arrive in time.
+            OwnerLostError: The owner was lost.
+            RpcError: The reference cannot be used any more, or the owner cannot be reached: see `call_on`.
             Exception: The error of the function that should have made the value.
         """
         creation = handle.creation
@@ -311,11 +345,13 @@ class Caller:
         return self.call_on(handle, VALUE, "to_here", (), None, timeout).wait()
 
     def _callee_on(self, handle: Handle, what: bytes, method: str) -> bytes:
+        """Returns the encoded callee of a request about a reference. `method` is used only if `what` is METHOD."""
         if handle.packed is None:
             handle.packed = pack_handle(handle.reference, handle.fork or ForkId(self._store.me, 0))
         return what + handle.packed + method.encode() if what == METHOD else what + handle.packed
 
     def _owner_of(self, handle: Handle) -> Peer:
+        """Returns the owner of a reference. Raises `OwnerLostError` if it is gone and not remembered any more."""
         peer = self._peers.by_number.get(handle.reference.owner)
         if peer is None:  # lost long ago, and not remembered any more
             raise OwnerLostError(f"the owner of {handle.reference} is gone, and the value with it")
@@ -326,9 +362,24 @@ class Caller:
     def remote(
         self, to: To, function: Callable[..., Any], args: Sequence[Any] | None, kwargs: Mapping[str, Any] | None
     ) -> Handle:
-        """Makes a worker run a function and keep the result. Returns a handle of the result at once.
+        """Makes a worker run a function and keep the result. Returns a handle of the result without waiting for it.
 
-        Raises the same errors as `call`: `UsageError` for wrong arguments, `SerializationError`, `WorkerLostError`.
+        Opens a connection first if there is none, and waits for that, at most the default timeout. An error of the
+        function is raised when the handle is used.
+
+        Args:
+            to: The worker: its name, rank or `WorkerInfo`. This worker is allowed.
+            function: The function.
+            args: Its positional arguments, a tuple or list; None for none.
+            kwargs: Its keyword arguments; None for none.
+
+        Raises:
+            UnknownWorkerError: The group has no such worker.
+            UsageError: Another argument is not valid, or the call is too large for the other worker.
+            SerializationError: An argument cannot be pickled.
+            RpcTimeoutError: The default timeout expired before the call was sent.
+            WorkerLostError: The worker has left, was lost, or cannot be reached.
+            RpcError: This worker was shut down or expelled.
         """
         try:
             peer = self._peers.by_key.get(to)  # type: ignore[arg-type]
@@ -344,9 +395,24 @@ class Caller:
         return self._remote(peer, function, callee, args, kwargs, None)
 
     def remote_on(self, handle: Handle, method: str, args: Sequence[Any], kwargs: Mapping[str, Any] | None) -> Handle:
-        """Makes the owner of a reference call a method of the value and keep the result. Returns a handle at once.
+        """Makes the owner of a reference call a method of the value and keep the result.
 
-        Raises the errors that `call_on` lists. An error of the method is raised when the handle is used.
+        Returns a handle of the result. Does not wait for the result. An error of the method is raised when the returned
+        handle is used.
+
+        Args:
+            handle: A handle of the reference.
+            method: The name of the method.
+            args: Its positional arguments; empty for none.
+            kwargs: Its keyword arguments; None for none.
+
+        Raises:
+            OwnerLostError: The owner was lost.
+            ReferenceRefusedError: The owner could not count this handle's fork.
+            SerializationError: An argument cannot be pickled.
+            UsageError: The handle was given up, or this worker was shut down.
+            WorkerLostError: The owner cannot be reached now.
+            ExpelledError: The group has expelled this worker.
         """
         handle.check()
         if self._peers.closed is not None:
@@ -363,6 +429,11 @@ class Caller:
         kwargs: Mapping[str, Any] | None,
         keeps: Handle | None,
     ) -> Handle:
+        """Runs the client interceptors, if any, around a call of `remote`. Returns a handle of the result.
+
+        `keeps` is the handle whose method is called; None for a function. It must not be released before the call has
+        arrived.
+        """
         interceptors = self._interceptors.client
         if not interceptors:
             return self._send_remote(peer, function, callee, args or (), kwargs, keeps, {})
@@ -385,6 +456,10 @@ class Caller:
         keeps: Handle | None,
         annotations: Mapping[str, bytes],
     ) -> Handle:
+        """Sends a call of `remote`, and returns a handle of the result.
+
+        Runs a call to this worker without sending it.
+        """
         payload, buffers, handles = self._pack_arguments(peer, function, callee, args, kwargs)
         store = self._store
         if peer.number == store.me:
@@ -428,7 +503,10 @@ class Caller:
         keeps: Handle | None,
         annotations: Mapping[str, bytes],
     ) -> Handle:
-        """Makes a remote call of this worker to itself, for which nothing is sent. Returns a handle of the result."""
+        """Queues a call of `remote` of this worker to itself. Returns a handle of the result. Nothing is sent.
+
+        The arguments are pickled all the same, so that the function gets copies.
+        """
         check_usable(handles, self._store)
         copies = [memoryview(bytearray(buffer)) for buffer in buffers]  # the program may change its buffers
         value = Value()
@@ -449,11 +527,13 @@ class Caller:
         payload: bytes,
         buffers: Sequence[memoryview],
     ) -> None:
-        """Checks the size of a call.
+        """Raises an error if a call is too large for the other end; otherwise does nothing.
+
+        `handles` is the number of references in the call.
 
         Raises:
-            UsageError: It is larger than the other end accepts, or the name of the function is too long.
-            SerializationError: It has too many references for one frame.
+            UsageError: The call is larger than the other end accepts, or the name of the function is too long.
+            SerializationError: The call has too many references for one frame.
         """
         is_small = len(payload) <= SMALL_PAYLOAD_BYTES and len(callee) <= _SMALL_CALLEE_BYTES
         if is_small and not buffers and handles <= FEW_HANDLES:
@@ -471,9 +551,13 @@ class Caller:
             )
 
     def resolve_timeout(self, timeout: float) -> float:
-        """Returns the timeout in seconds, the default one if `timeout` is unset; 0 for no limit.
+        """Returns the timeout to use in seconds; 0 for no limit.
 
-        Raises `UsageError` if it is not a valid timeout.
+        Args:
+            timeout: The timeout that the program has given, or `UNSET_RPC_TIMEOUT` for the default one.
+
+        Raises:
+            UsageError: `timeout` is not a valid timeout, such as a negative number.
         """
         if timeout == UNSET_RPC_TIMEOUT:
             return self.rpc_timeout
@@ -481,6 +565,11 @@ class Caller:
         return timeout
 
     def _connect(self, peer: Peer, function: Callee, timeout: float) -> ClientConnection:
+        """Opens the connection to a worker and returns it. Waits at most `timeout` seconds; 0 for no limit of the call.
+
+        `function` is for messages. Raises `RpcTimeoutError` if the timeout expired, `WorkerLostError` if the worker
+        cannot be reached, and the error `closed` of the group if this worker was shut down or expelled.
+        """
         began = monotonic()
         try:
             return peer.connect(began + timeout if timeout else FOREVER)
@@ -497,7 +586,11 @@ class Caller:
             raise
 
     def _find(self, to: To) -> Peer:
-        """Returns the worker that `to` names. Raises the error of a call to it, if it cannot be called."""
+        """Returns the worker that `to` names, also if it is gone and still remembered.
+
+        Raises `UnknownWorkerError` if there is no such worker, `UsageError` if `to` has a wrong type, and the error
+        `closed` of the group if this worker was shut down or expelled.
+        """
         if self._peers.closed is not None:
             raise self._peers.closed
         peer = self._peers.find(to)
@@ -506,7 +599,11 @@ class Caller:
         return peer
 
     def refusal(self, to: object) -> RpcError:
-        """Returns the error of a call to `to`, which is not a worker of the group, or cannot be called any more."""
+        """Returns the error of a call to a worker that was not found.
+
+        That is `UnknownWorkerError`, or the error of every call if this worker was shut down or expelled. Raises
+        `UsageError` if `to` has a wrong type.
+        """
         if self._peers.closed is not None:
             return self._peers.closed
         known = ", ".join(f"{info.name!r} (rank {info.id})" for info in self._peers.present())
@@ -520,15 +617,16 @@ _NO_BUFFERS: list[memoryview] = []
 
 
 def _keep_until_answered(future: PendingCall, handle: Handle) -> None:
+    """Keeps a handle alive until the call on its value is settled."""
     future.keeps = handle
     if future._state:  # settled already, perhaps before `keeps` was set
         future.keeps = None
 
 
 def _outcome_of(creation: PendingCall) -> Any:
-    """Returns the value in the reply of a remote call; KEPT if the value must be requested from the owner.
+    """Returns the value in the reply to a call of `remote`; `KEPT` if the value must be requested from the owner.
 
-    Raises the error of the function if it failed.
+    Raises the error of the function if it failed. `creation` must be settled.
     """
     reply = creation._reply
     if reply is not None:

@@ -44,11 +44,11 @@ class PendingCall(Future[Any]):
         """Creates the future of a call that is about to be sent.
 
         Args:
-            connection: The connection that the call is sent on.
+            connection: The connection on which the call is sent.
             call_id: The number of the call on that connection.
             function: The function or the name of the method, for error messages.
             timeout: The timeout in seconds, for error messages; 0 for no limit.
-            deadline: When the call times out, on the monotonic clock.
+            deadline: When the call times out, as a time of the monotonic clock; `FOREVER` for never.
         """
         # Not super().__init__: that is one function more for every call.
         self._state = PENDING
@@ -68,7 +68,14 @@ class PendingCall(Future[Any]):
         """Callbacks for the thread that waits for this call. It runs them after it has stopped reading the link."""
 
     def wait(self) -> Any:
-        """Waits until the call is done and returns its result. Raises the error if the call failed."""
+        """Waits until the call is done, has failed or has timed out, and returns its result.
+
+        Raises:
+            RpcTimeoutError: The timeout of the call expired.
+            WorkerLostError: The connection to the callee was lost.
+            RpcError: This worker was shut down or expelled.
+            Exception: The error that the function raised.
+        """
         if not self._state:
             self.connection.wait(self, FOREVER)
         if self._state == DONE:
@@ -83,23 +90,27 @@ class PendingCall(Future[Any]):
         return self._value
 
     def _settle_by_hand(self, state: int, value: Any, describe: Callable[[], str] | None) -> None:
+        """Raises `RuntimeError`, because only the reply or the end of the connection may settle a call."""
         raise RuntimeError(f"{self!r} is settled by its call alone; make a Future() of your own to settle by hand")
 
     def mark_failure_seen(self) -> None:
-        """Marks a failure as seen, so that it is not logged: the thread that waited for it was interrupted."""
+        """Prevents the warning about a failure that no code looked at.
+
+        Used when the thread that waited was interrupted.
+        """
         if self._report is not None:
             self._report.seen = True
 
     def timeout_error(self) -> RpcTimeoutError:
-        """Returns the error for this call when its deadline has passed."""
+        """Returns the error with which this call fails when its deadline has passed."""
         return timeout_error(self.connection.peer.name, self.function, self.timeout)
 
     def lost_error(self, reason: RpcError, advice: str) -> RpcError:
-        """Returns the error for this call when its connection has ended.
+        """Returns the error with which this call fails when its connection has ended.
 
         Args:
-            reason: Why the connection ended. The error has the same type.
-            advice: Text that is added to the end of the message.
+            reason: Why the connection has ended. The returned error has the same type.
+            advice: Text to add to the end of the message; may be empty.
         """
         text = f"{reason} (while `{callable_name(self.function)}` was running there, or on its way){advice}"
         return WorkerLostError(text, reason.worker) if isinstance(reason, WorkerLostError) else type(reason)(text)
@@ -109,7 +120,13 @@ class PendingCall(Future[Any]):
 
 
 def timeout_error(worker: str, function: Callable[..., Any] | str, seconds: float) -> RpcTimeoutError:
-    """Returns the error of a call that the worker did not answer within `seconds`. `function` is for the message."""
+    """Returns the error of a call that was not answered in time.
+
+    Args:
+        worker: The name of the callee.
+        function: The function or the name of the method, for the message.
+        seconds: The timeout.
+    """
     return RpcTimeoutError(
         f"RPC ran for more than set timeout: worker {worker!r} did not answer `{callable_name(function)}` within "
         f"{seconds:g} s; it may still be running there. Give the call a longer timeout, or 0 for none"
@@ -117,21 +134,27 @@ def timeout_error(worker: str, function: Callable[..., Any] | str, seconds: floa
 
 
 class KeptCall(PendingCall):
-    """The future of a remote call, whose result stays at the callee.
+    """The future of a call made by `remote`, whose result stays at the callee.
 
-    Its result is the value if the reply contains it. Otherwise, or if the connection is lost, its result is `KEPT`: the
-    value must be requested from the callee. It fails with the error that the function raised.
+    Its result is the value, if the reply contains it. Otherwise, or if the connection is lost, its result is `KEPT`:
+    the value must be requested from the callee. If the function raises an error, the future fails with it.
     """
 
     __slots__ = ("number",)
 
     def __init__(self, connection: ClientConnection, call_id: int, function: Callable[..., Any] | str) -> None:
+        """Creates the future of a call that is about to be sent. It never times out.
+
+        `PendingCall` explains the arguments.
+        """
         super().__init__(connection, call_id, function, 0.0, FOREVER)
         self.number = 0
         """The number of the frame among those that need an acknowledgement. The reply acknowledges it."""
 
 
 class _Kept:
+    """The type of `KEPT`."""
+
     def __repr__(self) -> str:
         return "<kept at the callee>"
 
@@ -141,7 +164,10 @@ KEPT: Final = _Kept()
 
 
 class Reply:
-    """A reply that is not unpickled yet. The thread that uses the value unpickles it, not the thread that read it."""
+    """A reply that is not unpickled yet.
+
+    The thread that uses the result unpickles it, not the thread that has read it.
+    """
 
     __slots__ = ("_buffers", "_function", "_guard", "_handles", "_is_failure", "_payload", "_worker", "lock")
 
@@ -160,11 +186,11 @@ class Reply:
         Args:
             worker: The name of the callee, for error messages.
             function: The function that was called, for error messages. (Not the `PendingCall`: that would be a cycle.)
-            is_failure: Whether the frame is a FAILURE.
+            is_failure: Whether the call has failed at the callee.
             payload: The pickled result, or the encoded failure.
-            buffers: The buffers of the frame.
-            handles: The handles of the references in the frame.
-            guard: The allow-list for unpickling; None to load everything.
+            buffers: The buffers of the reply; may be empty.
+            handles: The handles of the references in the reply; may be empty.
+            guard: The allow-list that limits what may be unpickled; None to allow everything.
         """
         self.lock = threading.Lock()
         self._worker = worker
@@ -178,7 +204,7 @@ class Reply:
     def load(self) -> tuple[int, Any]:
         """Unpickles the reply. Returns DONE and the result, or FAILED and the error.
 
-        A result that cannot be unpickled, or that the allow-list forbids, counts as a failure and is not raised.
+        A result that cannot be unpickled, or that the allow-list forbids, also returns FAILED; nothing is raised.
         """
         guard = self._guard
         if self._is_failure:
@@ -196,6 +222,7 @@ class Reply:
             return FAILED, self._load_error(error)
 
     def _load_error(self, error: RpcError) -> RpcError:
+        """Returns the error for a result that could not be unpickled because of `error`."""
         what = f"the result of `{callable_name(self._function)}` from worker {self._worker!r}"
         if isinstance(error, NotAllowedError):
             refused = NotAllowedError(f"{what} was refused here: {error}; or have it return plain data")
@@ -206,7 +233,7 @@ class Reply:
         return wrapped
 
     def describe(self) -> str:
-        """Returns the text of the warning that the program never looked at this failure. Runs no user code."""
+        """Returns the warning that is logged if the program never looks at this failure. Runs no code of users."""
         return (
             f"nobody looked at the failure of `{callable_name(self._function)}` on worker {self._worker!r}: "
             f"{describe_failure(self._payload)}"

@@ -62,17 +62,23 @@ if TYPE_CHECKING:
     from farcall.runtime.interceptors import ClientCall
 
 UNATTENDED_S: Final = 5e-3
+"""Seconds after which the leader of the executor reads replies that no thread waits for."""
 _MAX_UNATTENDED_S: Final = 0.1
-"""The limit of that delay while more calls are being sent."""
+"""The most seconds of that delay, while more calls are being sent."""
 MAX_BACKLOG_BYTES: Final = 1 << 24
 """Callers have to wait when more bytes than this wait to be sent."""
 _HELD_BACK_S: Final = 1e-3
+"""Seconds between two checks whether callers still have to wait."""
 _ROLE: Final = 0
 LOST_ADVICE: Final = "is it still running, and does every worker call rpc.shutdown() at its end?"
 
 
 class ClientConnection:
-    """Our connection to one worker: its pending calls, who reads their replies, and their timeouts."""
+    """Our connection to one worker: sends our requests, reads the replies, and fails calls that time out.
+
+    It ends once: when the link breaks, the peer leaves the group, or this worker shuts down. Pending calls fail then,
+    except calls made by `remote`: those are sent again on the next connection, if there is one.
+    """
 
     def __init__(
         self,
@@ -84,22 +90,24 @@ class ClientConnection:
         on_gossip: Callable[[Worker, bytes], None],
         on_lost: Callable[[ClientConnection], None],
     ) -> None:
-        """Takes over an established link.
+        """Takes over a link whose handshake is complete.
 
         Args:
             parts: The parts of this worker.
             peer: The worker at the other end.
             number: The number of that worker in the group.
-            link: The link to that worker.
-            peer_limits: The most bytes of a head and of a frame that it accepts; 0 for no limit.
-            on_gossip: Called with the number of the peer and each message about the group that it sends.
-            on_lost: Called once, when the connection has ended.
+            link: The link to that worker. The connection closes it at its end.
+            peer_limits: The most bytes of a head (a frame without payload and buffers) and of a whole frame that the
+                peer accepts; 0 for no limit.
+            on_gossip: Called with the number of the peer and the payload of each message about the group that it sends.
+            on_lost: Called once with this connection, when the connection has ended.
         """
         self.peer = peer
         self.number = number
         self.link = link
         self.peer_limits = peer_limits
         self.pending: dict[int, PendingCall] = {}
+        """The calls that wait for a reply, by call id, including those made by `remote`."""
         self._poller = parts.poller
         self._executor = parts.executor
         self._timers = parts.timers
@@ -109,11 +117,13 @@ class ClientConnection:
         self._on_lost = on_lost
         self._ids = itertools.count(1)
         self.calls_made = 0
+        """The number of calls so far, without those made by `remote`."""
         self.calls_failed = 0
+        """How many of `calls_made` have failed."""
         self._first_deadline = FOREVER  # not later than the deadline of any pending call
         self._late: set[int] = set()  # calls that timed out: their replies may contain references that must be released
         self.intercepted: dict[int, ClientCall] = {}
-        """Calls with interceptors, by id. The annotations of the reply are stored in them."""
+        """Pending calls with interceptors, by call id. The annotations of the reply are stored in them."""
         self._role = {_ROLE: None}  # empty while a thread has the reader's role: `del` succeeds in one thread only
         self._reader = 0  # the ident of the thread that has the role; 0 for none
         self._is_waiting = False  # the reader waits on the link, and has no unprocessed frames
@@ -142,17 +152,18 @@ class ClientConnection:
         timeout: float,
         spent: float = 0.0,
     ) -> PendingCall:
-        """Sends a call without references and annotations. Returns its future.
+        """Sends a call that has no references and no annotations. Returns its future without waiting for the reply.
 
-        If sending fails, the future fails with `WorkerLostError`.
+        If sending fails, the connection ends, and the future fails with `WorkerLostError`. While more than
+        `MAX_BACKLOG_BYTES` wait to be sent, this waits, at most until the call times out.
 
         Args:
             function: The function or the name of the method, for error messages.
-            callee: The callee as encoded in a frame.
-            payload: The pickled arguments.
-            buffers: The buffers of the arguments. The list is emptied.
-            timeout: Seconds; 0 for no limit.
-            spent: Seconds of the timeout that have passed already.
+            callee: The function or method to call, as encoded in a frame (`protocol.frames`).
+            payload: The pickled arguments; empty for none.
+            buffers: The buffers of the arguments; may be empty. The link empties the list.
+            timeout: How many seconds the call may take; 0 for no limit.
+            spent: How many seconds of `timeout` have passed already, for example for connecting.
         """
         # Repeats `new_call` and `send_call`, because function calls would slow down every call.
         call_id = next(self._ids)
@@ -174,7 +185,13 @@ class ClientConnection:
         return future
 
     def new_call(self, function: Callable[..., Any] | str, timeout: float, spent: float = 0.0) -> PendingCall:
-        """Returns a new pending call. The caller must send it with `send_call`. See `call` for the arguments."""
+        """Adds a new call to `pending` and returns its future. The caller must send the call with `send_call`.
+
+        Args:
+            function: The function or the name of the method, for error messages.
+            timeout: How many seconds the call may take; 0 for no limit.
+            spent: How many seconds of `timeout` have passed already.
+        """
         call_id = next(self._ids)
         deadline = monotonic() + timeout - spent if timeout else FOREVER
         future = PendingCall(self, call_id, function, timeout, deadline)
@@ -185,17 +202,29 @@ class ClientConnection:
         return future
 
     def new_kept_call(self, function: Callable[..., Any] | str) -> KeptCall:
-        """Returns a new pending remote call, which the caller must send. `calls_made` does not count it."""
+        """Adds a new call of `remote` to `pending` and returns its future. The caller must send the call.
+
+        The call has no timeout, and `calls_made` does not count it. `function` is for error messages.
+        """
         call_id = next(self._ids)
         future = self.pending[call_id] = KeptCall(self, call_id, function)
         return future
 
     def calls_pending(self) -> int:
-        """Returns the number of pending calls, without remote calls."""
+        """Returns the number of calls that wait for a reply. Calls made by `remote` are not counted."""
         return sum(not isinstance(call, KeptCall) for call in list(self.pending.values()))
 
     def send_call(self, future: PendingCall, frame: bytes, buffers: list[memoryview]) -> None:
-        """Sends the frame of a pending call. If that fails, the call fails with `WorkerLostError`."""
+        """Sends a call that `new_call` or `new_kept_call` has created. Does not wait for the reply.
+
+        If sending fails, the connection ends, and the call fails with `WorkerLostError`. While more than
+        `MAX_BACKLOG_BYTES` wait to be sent, this waits, at most until the call times out.
+
+        Args:
+            future: The future of the call.
+            frame: The request.
+            buffers: The buffers of the arguments; may be empty. The link empties the list.
+        """
         try:
             self.link.send(frame, buffers, future.deadline)
         except ConnectionError as error:
@@ -206,7 +235,10 @@ class ClientConnection:
         self._after_sending(future)
 
     def _after_sending(self, future: PendingCall) -> None:
-        """Waits while more than `MAX_BACKLOG_BYTES` wait to be sent. Fails the call if the connection has ended."""
+        """Waits while more than `MAX_BACKLOG_BYTES` wait to be sent, at most until the call times out.
+
+        Fails all pending calls if the connection has ended.
+        """
         try:
             self._hold_back(future.deadline)
         except BaseException:
@@ -216,16 +248,31 @@ class ClientConnection:
             self._fail_pending()
 
     def send(self, frame: bytes, buffers: list[memoryview] | None = None) -> None:
-        """Sends a frame that is not a call. If sending fails, ends the connection and raises nothing."""
+        """Sends a frame that is not a call. If sending fails, ends the connection and raises nothing.
+
+        Args:
+            frame: The frame.
+            buffers: The buffers of the frame; None for none. The link empties the list.
+        """
         try:
             self.link.send(frame, buffers)
         except ConnectionError as error:
             self._lose_after_last_frames(f"sending to it failed: {error}")
 
     def send_kept(self, frame: bytes, buffers: list[memoryview], deadline: float) -> list[memoryview]:
-        """Sends a frame that may have to be sent again. Returns copies of the buffers for that.
+        """Sends a frame that may have to be sent again, and returns copies of its buffers for that.
 
-        If sending fails, ends the connection and still returns the copies.
+        The program may change the original buffers afterwards. If sending fails, the connection ends, and the copies
+        are returned all the same. While more than `MAX_BACKLOG_BYTES` wait to be sent, this waits.
+
+        Args:
+            frame: The frame.
+            buffers: The buffers of the frame; may be empty.
+            deadline: Until when to wait, as a time of the monotonic clock; `FOREVER` for no limit. What is not sent by
+                then is sent later.
+
+        Returns:
+            A copy of each buffer, in the same order; an empty list if `buffers` is empty.
         """
         try:
             kept = self.link.send_kept(frame, buffers, deadline)
@@ -237,9 +284,10 @@ class ClientConnection:
             return kept
 
     def _hold_back(self, deadline: float) -> None:
-        """Waits, at most until the deadline, while more than `MAX_BACKLOG_BYTES` wait to be sent.
+        """Waits while more than `MAX_BACKLOG_BYTES` wait to be sent and the connection has not ended.
 
-        Replies are read meanwhile: the other end may not read requests until its replies are read.
+        Stops at `deadline`, a time of the monotonic clock. Replies are read meanwhile, because the other end may not
+        read requests until its replies are read.
         """
         if self.link.backlog <= MAX_BACKLOG_BYTES:
             return
@@ -253,10 +301,18 @@ class ClientConnection:
     # Waiting: the connection is the `futures.Source` of its futures
 
     def wait(self, future: PendingCall, deadline: float) -> None:
-        """Waits until the future is settled or the deadline has passed. Reads the link if no other thread does.
+        """Waits until a call is settled (done or failed), the deadline has passed, or the connection has ended.
+
+        Reads the link if no other thread does. Runs the callbacks of the call if this thread has read its reply. If the
+        call itself has timed out, it fails with `RpcTimeoutError`. Does not return or raise the outcome of the call.
+
+        Args:
+            future: The future of a call on this connection.
+            deadline: Until when to wait, as a time of the monotonic clock; `FOREVER` for no limit.
 
         Raises:
             UsageError: A signal handler or finalizer called this while its own thread was processing a reply.
+            KeyboardInterrupt: Ctrl-C was pressed.
         """
         if future.deadline < deadline:
             deadline = future.deadline
@@ -307,7 +363,10 @@ class ClientConnection:
     """See `futures.Source`."""
 
     def _check_nested_wait(self) -> None:
-        """Raises `UsageError` if this thread was interrupted while it processed frames: it cannot read more then."""
+        """Raises `UsageError` if a signal handler or finalizer has interrupted this thread while it processed frames.
+
+        Then the frames after the current one cannot be read. Does nothing if the thread was waiting on the link.
+        """
         if not self._is_waiting:
             raise UsageError(
                 "a signal handler or finalizer cannot wait for a call here: it interrupts its own thread in the middle "
@@ -315,7 +374,7 @@ class ClientConnection:
             )
 
     def _wait_interrupted(self, future: PendingCall) -> None:
-        """Leaves the reply and the callbacks of a future to other threads, after an exception ended the wait for it."""
+        """Leaves the reply and the callbacks of a call to other threads, after an exception has ended the wait."""
         if not future._state:
             self.drive_in_background_later()  # perhaps no thread reads its reply now
         future.watch(PendingCall.mark_failure_seen, waker=True, attended=True)
@@ -324,10 +383,15 @@ class ClientConnection:
             self._dispatch(future, due)
 
     def _expire_if_late(self, future: PendingCall) -> None:
+        """Fails a call with `RpcTimeoutError` if its deadline has passed and the connection has not ended."""
         if self._lost is None and monotonic() >= future.deadline:
             self._expire(future)
 
     def _read_until(self, future: PendingCall, deadline: float) -> None:
+        """Reads the link until a call is settled, the deadline has passed, or the connection has ended.
+
+        The caller has the reader's role. `deadline` is a time of the monotonic clock; `FOREVER` for no limit.
+        """
         wait, receive = self.link.wait, self.link.receive
         try:
             while not future._state and self._lost is None:
@@ -348,7 +412,11 @@ class ClientConnection:
             self._is_waiting = False
 
     def _sleep(self, future: PendingCall, deadline: float) -> bool:
-        """Sleeps until the future is settled or this thread must read. Returns False if the deadline has passed."""
+        """Sleeps until a call is settled, this thread is woken to read the link, or the deadline has passed.
+
+        Returns False if the deadline has passed and the call is not settled, else True. `deadline` is a time of the
+        monotonic clock; `FOREVER` for no limit.
+        """
         gate = Gate()
         self._sleepers[gate] = None
         future.watch(gate.open, waker=True, attended=True)
@@ -369,7 +437,7 @@ class ClientConnection:
         return bool(future._state) or reads
 
     def _take_role(self) -> bool:
-        """Takes the reader's role and returns True. Returns False if another thread has it."""
+        """Takes the reader's role and returns True. Returns False if a thread has it already."""
         try:
             del self._role[_ROLE]
         except KeyError:
@@ -378,7 +446,10 @@ class ClientConnection:
         return True
 
     def _after_reading(self) -> None:
-        """After the role was released: wakes the next reader, or fails pending calls if the connection has ended."""
+        """Called after the reader's role was released: finds the next reader.
+
+        Tries twice if a signal handler raises.
+        """
         try:
             self._find_successor()
         except BaseException:  # a signal handler raised
@@ -386,13 +457,18 @@ class ClientConnection:
             raise
 
     def _find_successor(self) -> None:
+        """Fails all pending calls if the connection has ended. If replies are still expected, finds the next reader."""
         if self._lost is not None:
             self._fail_pending()
         if self._sleepers or self.pending or self._expects_acknowledgement:
             self._wake_successor()
 
     def _wake_successor(self) -> None:
-        """Makes sure that a thread reads: wakes a sleeping thread, or has the leader read, at once or later."""
+        """Makes sure that some thread reads the link.
+
+        Wakes a thread that sleeps in `_sleep`. If there is none and replies are expected, the leader of the executor
+        reads: at once if a pending call has a callback, else later. Does nothing if a woken thread is about to read.
+        """
         while self._successor is None and (sleepers := list(self._sleepers)):
             gate = sleepers[-1]
             # Set before the gate is removed from `_sleepers`: a thread that stops sleeping removes its own gate first,
@@ -412,7 +488,10 @@ class ClientConnection:
                 self.drive_in_background_later()
 
     def _read_if_free(self) -> None:
-        """Reads and processes the frames that have arrived. Does nothing if another thread reads. Never waits."""
+        """Reads and processes the frames that have arrived. Does nothing if another thread reads the link.
+
+        Never waits.
+        """
         if self._take_role():
             try:
                 self._complete(self.link.receive(), None)
@@ -424,12 +503,18 @@ class ClientConnection:
                 self._after_reading()
 
     def _complete(self, frames: list[Frame], waited_for: PendingCall | None) -> None:
-        """Processes frames: settles the futures of replies, and passes other messages on.
+        """Processes received frames: settles the calls that replies belong to, and handles other messages.
 
-        The callbacks of `waited_for` are left in its `due`; those of other futures are run in the executor.
+        A reply to a call that has timed out is discarded. If an exception from a signal handler interrupts this, the
+        connection ends, because the remaining frames are lost.
+
+        Args:
+            frames: The frames; may be empty.
+            waited_for: The call that this thread waits for, or None. Its callbacks are stored in its `due`, for this
+                thread to run. Callbacks of other calls run in the executor.
 
         Raises:
-            ProtocolError: A frame cannot be read, or is not allowed here.
+            ProtocolError: A frame cannot be read, or is of a kind that a callee may not send.
         """
         pending = self.pending
         future = None
@@ -471,10 +556,18 @@ class ClientConnection:
     def _settle(
         self, future: PendingCall, kind: int, flags: int, payload: Any, buffers: Any, handles: Any
     ) -> Callbacks | None:
-        """Settles a call with its reply. Returns the callbacks to run, None if there are none.
+        """Settles a call with its reply. Returns the callbacks to run; None if there are none.
+
+        Args:
+            future: The call, which is not in `pending` any more.
+            kind: RESULT or FAILURE.
+            flags: The flags of the frame.
+            payload: The pickled result or the encoded failure; empty for the result None.
+            buffers: The buffers of the frame.
+            handles: The handles of the references in the frame; may be empty.
 
         Raises:
-            ProtocolError: The callee kept the result of a call that is not a remote call.
+            ProtocolError: The callee has kept the result, although the call was not made by `remote`.
         """
         future.keeps = None
         is_kept = type(future) is KeptCall
@@ -502,7 +595,8 @@ class ClientConnection:
     def _open_reply(self, flags: int, frame: bytes, call_id: int) -> tuple[Any, int]:
         """Returns the handles of the references in a reply, and the offset of its payload. Stores its annotations.
 
-        Raises `ProtocolError` if the references or annotations cannot be read.
+        The handles are an empty sequence if the reply has no references. Raises `ProtocolError` if the references or
+        annotations cannot be read.
         """
         at = HEADER_SIZE
         handles: Any = ()
@@ -517,6 +611,10 @@ class ClientConnection:
         return handles, at
 
     def _receive_message(self, kind: int, frame: bytes) -> None:
+        """Processes a frame that is not a reply: a control message or gossip.
+
+        Raises `ProtocolError` if the frame is of another kind, or cannot be read.
+        """
         payload = frame[HEADER_SIZE:]
         if kind == CONTROL:
             self._store.receive_control(self.number, payload)
@@ -528,29 +626,39 @@ class ClientConnection:
             raise ProtocolError(f"a frame of kind {kind} came where only replies may")
 
     def _dispatch(self, future: Future[Any], callbacks: Callbacks) -> None:
+        """Runs the callbacks of a call in the executor, even if the executor is closing."""
         self._executor.submit(Task(lambda: run_callbacks(future, callbacks), must_run=True))
 
     # Reading while no thread waits
 
     def drive_in_background(self) -> None:
-        """Makes the leader read the link from now on, unless another thread reads it. Does not wait."""
+        """Makes the leader of the executor read the link from now on, unless another thread reads it. Does not wait."""
         self._must_read_in_background = True
         if self._role:
             self._watch()
 
     def drive_in_background_later(self) -> None:
-        """Has the leader read the link in `UNATTENDED_S`, if replies are expected and no thread reads them then."""
+        """Makes the leader of the executor read the link if no thread does after `UNATTENDED_S` seconds. Does not wait.
+
+        While more calls are being sent, the leader starts later, at most after `_MAX_UNATTENDED_S` seconds. Nothing
+        happens if no reply or acknowledgement is expected then.
+        """
         if not self._unattended_since:
             self._unattended_since = now = monotonic()
             self._schedule(now + UNATTENDED_S, self._look_unattended)
 
     def expect_acknowledgement(self) -> None:
-        """Has the leader read the peer's acknowledgement of a message about references, as no thread waits for it."""
+        """Notes that the peer will acknowledge a control message, and makes the leader of the executor read it."""
         self._expects_acknowledgement = True
         self.drive_in_background_later()
 
     def _schedule(self, when: float, method: Callable[[], None]) -> None:
-        """Schedules a call of a method of this connection at the time `when`, if the connection still exists then."""
+        """Schedules one call of a method of this connection. It is not called if the connection was freed before.
+
+        Args:
+            when: A time of the monotonic clock.
+            method: A method of this connection, without arguments.
+        """
         reference = weakref.WeakMethod(method)
 
         def call() -> None:
@@ -561,6 +669,10 @@ class ClientConnection:
         self._timers.schedule(when, call)
 
     def _look_unattended(self) -> None:
+        """Called by the timers: makes the leader read the link if replies are expected and no other thread reads them.
+
+        Schedules itself again while another thread reads, or while more calls are being sent.
+        """
         since, self._unattended_since = self._unattended_since, 0.0
         if self._lost is not None or not self._awaits_reply() or self._is_watched:
             return
@@ -573,6 +685,7 @@ class ClientConnection:
             self._watch()
 
     def _awaits_reply(self) -> bool:
+        """Returns whether a reply (also one of a call that has timed out) or an acknowledgement is expected."""
         if self.pending or self._late:
             return True
         if self._expects_acknowledgement:
@@ -583,6 +696,10 @@ class ClientConnection:
         return self._expects_acknowledgement
 
     def _watch(self) -> None:
+        """Makes the leader of the executor read the link.
+
+        Does nothing if it does already, or the connection has ended.
+        """
         if not self._is_watched and self._lost is None:
             self._is_watched = True
             try:
@@ -591,9 +708,9 @@ class ClientConnection:
                 pass  # another thread is closing it
 
     def _read_in_background(self) -> None:
-        """Called by the leader: processes the frames that have arrived.
+        """Called by the leader of the executor: reads and processes the frames that have arrived.
 
-        Stops watching the link if another thread reads it, or no reply or acknowledgement is expected any more.
+        The leader stops reading this link if another thread reads or waits to read it, or if nothing more is expected.
         """
         if not self._take_role():
             self._unwatch()
@@ -614,6 +731,10 @@ class ClientConnection:
             self._after_reading()
 
     def _unwatch(self) -> None:
+        """Makes the leader of the executor stop reading the link.
+
+        It still notices when the other end closes the link.
+        """
         if self._is_watched:
             self._is_watched = False
             try:
@@ -624,7 +745,7 @@ class ClientConnection:
     def _on_hang_up(self) -> None:
         """Called by the leader when the other end has closed the link: reads what it sent before, and ends.
 
-        If another thread reads the link, that thread is told instead.
+        If another thread reads the link, that thread does so instead.
         """
         try:
             if not self.link.has_hung_up():
@@ -642,11 +763,18 @@ class ClientConnection:
     # Timeouts
 
     def _note_deadline(self, deadline: float) -> None:
+        """Schedules `_expire_calls` for a deadline that is earlier than all others.
+
+        It is a time of the monotonic clock.
+        """
         self._first_deadline = deadline
         self._schedule(deadline, self._expire_calls)
 
     def _expire_calls(self) -> None:
-        """Called by the timers: fails the calls whose deadline has passed. Schedules itself for the next deadline."""
+        """Called by the timers: fails the calls whose deadline has passed.
+
+        Schedules itself for the next deadline, if any.
+        """
         now, self._first_deadline = monotonic(), FOREVER
         first = FOREVER
         for call in list(self.pending.values()):
@@ -658,6 +786,7 @@ class ClientConnection:
             self._note_deadline(first)
 
     def _expire(self, future: PendingCall) -> None:
+        """Fails a call with `RpcTimeoutError`. Does nothing if the call is not pending any more."""
         self._late.add(future.call_id)  # before `fail` pops it: its reply may arrive at the same time
         if self.fail(future, future.timeout_error()):
             self.drive_in_background_later()
@@ -665,9 +794,10 @@ class ClientConnection:
             self._late.discard(future.call_id)
 
     def fail(self, future: PendingCall, error: RpcError) -> bool:
-        """Settles a call with an error and returns True. Returns False if it is not pending any more.
+        """Settles a pending call with an error and returns True. Returns False if the call is not pending any more.
 
-        A remote call does not fail: its result is `KEPT`, because its frame is sent again on the next connection.
+        A call made by `remote` does not fail: its result is `KEPT`, because its frame is sent again on the next
+        connection. Callbacks run in the executor.
         """
         if self.pending.pop(future.call_id, None) is None:
             return False
@@ -690,6 +820,7 @@ class ClientConnection:
         return self._lost is not None
 
     def _link_failed(self, error: ConnectionError) -> None:
+        """Ends the connection after an error of the link, with a reason that fits the error."""
         if self._leaving:
             self.lose(self._leaving, advice="")
         elif isinstance(error, ProtocolError):
@@ -698,9 +829,10 @@ class ClientConnection:
             self.lose("it closed the connection" if isinstance(error, ConnectionResetError) else str(error))
 
     def _lose_after_last_frames(self, reason: str) -> None:
-        """After sending failed: reads the last frames of the peer, and ends the connection for that reason.
+        """Called when sending has failed: processes the frames that the peer has sent before, and ends the connection.
 
-        If the peer has said in them that it leaves the group, that is given as the reason instead.
+        If the peer has announced in these frames that it leaves the group, that is the reason in error messages, not
+        `reason`.
         """
         for _ in range(1000):
             if self._lost is not None or not self._take_role():
@@ -719,32 +851,41 @@ class ClientConnection:
         self.lose(self._leaving or reason, "" if self._leaving else LOST_ADVICE)
 
     def lose(self, reason: str, advice: str = LOST_ADVICE) -> None:
-        """Ends the connection. All pending calls fail with `WorkerLostError`. Does nothing if it has ended.
+        """Ends the connection because the peer is lost: pending calls fail with `WorkerLostError`.
+
+        Calls made by `remote` do not fail: see `fail`. Does nothing if the connection has ended.
 
         Args:
-            reason: Why, for the error message.
-            advice: What the user can do, for the error message; may be empty.
+            reason: Why the connection ends, for the error message.
+            advice: What the user can do, for the error message; empty for none.
         """
         error = WorkerLostError(f"worker {self.peer.name!r} was lost: {reason}", self.peer.name)
         self._end(error, f"; {advice}" if advice else "")
 
     def leave(self, reason: str) -> None:
-        """After the peer has left the group: ends the connection, at once if no call is pending.
+        """Ends the connection to a peer that has left the group.
 
-        Otherwise the connection ends, for this reason, after the last replies of the peer are read.
+        Ends it at once if no call is pending. Otherwise it ends after the last replies of the peer were read, and calls
+        without a reply fail with `WorkerLostError`. `reason` is the reason in error messages.
         """
         self._leaving = reason
         if not self.pending:
             self.lose(reason, advice="")
 
     def close(self, reason: str, kind: type[RpcError] = RpcError) -> None:
-        """Ends the connection. All pending calls fail with an error of type `kind` and this reason.
+        """Ends the connection because this worker is closing: pending calls fail. Does nothing if it has ended.
 
-        May be called twice.
+        Args:
+            reason: The message of the errors.
+            kind: The type of the errors.
         """
         self._end(kind(reason), "")
 
     def _end(self, error: RpcError, advice: str) -> None:
+        """Closes the link, calls `on_lost`, and fails all pending calls with `error`. Does nothing the second time.
+
+        `advice` is added to the message of each error; may be empty.
+        """
         with self._losing:
             if self._lost is not None:
                 return
@@ -756,7 +897,10 @@ class ClientConnection:
         self._fail_pending()
 
     def _fail_pending(self) -> None:
-        """Fails all pending calls. Does nothing if another thread reads: that thread calls this when it stops."""
+        """Fails all pending calls after the connection has ended.
+
+        Does nothing if another thread reads the link: that thread calls this method when it stops.
+        """
         is_reader = self._reader == get_ident()
         if not is_reader and not self._take_role():
             return
@@ -770,7 +914,10 @@ class ClientConnection:
                 self._role[_ROLE] = None
 
     def abandon(self, error: RpcError) -> None:
-        """In a forked child: fails all pending calls with `error`, and leaves the link to the parent."""
+        """Called in a forked child: fails the child's copies of pending calls with `error`. Runs no callbacks.
+
+        Closes the link in the child only; the connection of the parent is not affected.
+        """
         self._lost = error
         self.link.abandon()
         while self.pending:

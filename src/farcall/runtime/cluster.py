@@ -56,6 +56,7 @@ if TYPE_CHECKING:
 logger = logging.getLogger("farcall")
 
 _MAX_REMEMBERED: Final = 1024
+"""How many workers that are gone are remembered."""
 
 Watcher = Callable[[MembershipChange], object]
 
@@ -64,6 +65,7 @@ class PeerTable:
     """The members of the group, and some workers that are gone. Every call looks its callee up here."""
 
     def __init__(self) -> None:
+        """Creates an empty table."""
         self.by_key: dict[str | WorkerInfo, Peer] = {}
         """The workers by name and by `WorkerInfo`."""
         self.by_rank: dict[int, Peer] = {}
@@ -74,12 +76,19 @@ class PeerTable:
         """The error that every call raises after this worker has shut down or was expelled; None before."""
 
     def add(self, peer: Peer) -> None:
-        """Adds a worker. It replaces an earlier one with the same name or rank in `by_key`; `by_number` keeps both."""
+        """Adds a worker to all tables.
+
+        If an earlier worker has the same name or rank, `by_key` and `by_rank` find the new one only; `by_number` keeps
+        both.
+        """
         self.by_number[peer.number] = peer
         self.by_key[peer.info.name] = self.by_key[peer.info] = self.by_rank[peer.info.id] = peer
 
     def forget(self, peer: Peer) -> None:
-        """Removes a worker that is gone. Keys that a newer worker has taken stay. Does nothing if it is not there."""
+        """Removes a worker that is gone. A newer worker with the same name or rank stays.
+
+        Does nothing if the worker is not in the tables.
+        """
         self.by_number.pop(peer.number, None)
         for key in (peer.info.name, peer.info):
             if self.by_key.get(key) is peer:
@@ -88,35 +97,53 @@ class PeerTable:
             del self.by_rank[peer.info.id]
 
     def find(self, to: object) -> Peer | None:
-        """Returns the worker that `to` names; None if there is none. Raises `UsageError` if it is no name."""
+        """Returns a worker, also if it is gone and still remembered; None if there is no such worker.
+
+        Args:
+            to: The name, rank or `WorkerInfo` of the worker, or a `farcall.Worker`.
+
+        Raises:
+            UsageError: `to` is of another type. True and 1.0 are not ranks.
+        """
         key = worker_key(to)
         return self.by_rank.get(key) if isinstance(key, int) else self.by_key.get(key)
 
     def present(self) -> list[WorkerInfo]:
-        """Returns the members of the group, sorted by rank."""
+        """Returns the members of the group, sorted by id. Workers that are gone are left out."""
         return sorted(
             {peer.info for peer in list(self.by_number.values()) if not peer.is_lost}, key=lambda info: info.id
         )
 
 
 class ClusterOwner(Protocol):
-    """The methods of the agent that `Cluster` calls when the group changes."""
+    """What `Cluster` tells its owner when the group changes. `Agent` implements it."""
 
     def connect_client(self, peer: Peer, link: Link, peer_limits: tuple[int, int]) -> ClientConnection:
-        """Returns a new connection on an established link. `peer_limits` are the largest head and frame in bytes."""
+        """Returns a new connection for calls to a worker.
+
+        Args:
+            peer: The worker.
+            link: A link to it, with a completed handshake.
+            peer_limits: The most bytes of a head and of a whole frame that it accepts; 0 for no limit.
+        """
 
     def worker_gone(self, number: Worker, has_left: bool) -> None:
-        """Called when a worker has left the group (`has_left`) or was lost."""
+        """Called when a worker is not in the group any more.
+
+        Args:
+            number: The number of the worker.
+            has_left: True if the worker has left, False if it was lost.
+        """
 
     def expelled(self) -> None:
-        """Called when the group has declared this worker lost although it still runs."""
+        """Called when the group has declared this worker lost, although it still runs."""
 
     def heartbeat(self, now: float) -> None:
-        """Called once in each heartbeat interval, with the time on the monotonic clock."""
+        """Called once in each heartbeat interval. `now` is the current time of the monotonic clock."""
 
 
 class Cluster:
-    """The group, as one worker sees it: who is in it, the connections to each, and the heartbeats."""
+    """The group as one worker sees it: who is a member, the connections to each member, and the heartbeats."""
 
     def __init__(
         self,
@@ -128,19 +155,20 @@ class Cluster:
         owner: ClusterOwner,
         is_open: bool,
     ) -> None:
-        """Creates a group with this worker as the only member.
+        """Creates a group with this worker as the only member. `start` adds the others.
 
         Args:
             parts: The parts of this worker.
             me: This worker.
-            run: The name of this run of the group.
-            peers: The table in which calls look up their callees.
-            heartbeat: Seconds between heartbeats, and the least seconds of silence before a worker is declared lost.
-            owner: The agent.
-            is_open: Whether workers may join after the start.
+            run: The name of this run of the group. Workers of another run may not connect.
+            peers: The table in which calls look up their callees. The cluster keeps it up to date.
+            heartbeat: Two times in seconds: how often heartbeats are sent, and how long a worker must be silent at
+                least before it is declared lost.
+            owner: The agent, which is told of changes.
+            is_open: Whether the group is open: workers may join at any time.
 
         Raises:
-            UsageError: The second time of `heartbeat` is too short for the first.
+            UsageError: The first time is not positive, or the second is shorter than three times the first.
         """
         self.me = me
         self.run = run
@@ -170,11 +198,11 @@ class Cluster:
     # Start, and the clock
 
     def start(self, members: Iterable[Member], must_announce: bool) -> None:
-        """Adds the first members, and starts the heartbeats.
+        """Adds the first members of the group, and starts the heartbeats.
 
         Args:
-            members: The members of the group.
-            must_announce: Whether they must be told that this worker has joined.
+            members: The members, with or without this worker; may be empty.
+            must_announce: Whether to tell the members that this worker has joined, as in an open group.
         """
         with self._lock:
             effects = self._membership.started(tuple(members), must_announce)
@@ -184,7 +212,10 @@ class Cluster:
         self._timers.schedule(monotonic() + self._interval * (0.5 + random.random() / 2), self._tick)
 
     def _tick(self) -> None:
-        """Called by the timers: sends heartbeats, and calls `ClusterOwner.heartbeat` once in each interval."""
+        """Called by the timers: sends heartbeats, and calls `ClusterOwner.heartbeat` once in each interval.
+
+        Schedules itself for the next time.
+        """
         now = monotonic()
         next_tick = now + self._interval
         try:
@@ -197,7 +228,16 @@ class Cluster:
             self._timers.schedule(next_tick, self._tick)
 
     def _beat(self, now: float) -> float:
-        """Sends heartbeats, and declares workers lost that were silent for too long. Returns when it is due again."""
+        """Sends heartbeats, and declares workers lost that were silent for too long.
+
+        Tries again to connect where that has failed. Closes connections to workers that left at least one interval ago.
+
+        Args:
+            now: The current time of the monotonic clock.
+
+        Returns:
+            When to call this again, as a time of the monotonic clock.
+        """
         stuck: list[OutboxSender] = []
         overdue: list[Peer] = []
         with self._lock:
@@ -216,7 +256,13 @@ class Cluster:
     # Connections
 
     def refusal(self, hello: Hello) -> Refused | None:
-        """Returns why the sender of a hello may not connect, such as a wrong group or name; None if it may connect."""
+        """Returns why a worker may not connect to this one; None if it may.
+
+        It may not if it belongs to another group, means another worker, is gone, or is not a member of a fixed group.
+
+        Args:
+            hello: The first message of the worker's handshake.
+        """
         if hello.group != self.run:
             return Refused(f"this worker is of group {self.run!r}, not of {hello.group!r}")
         if hello.wanted != self.me.name:
@@ -232,14 +278,19 @@ class Cluster:
         return None
 
     def admitted(self, connection: ServerConnection, hello: Hello) -> None:
-        """Called when the handshake of a worker has succeeded: adds the worker to the group if it is new here."""
+        """Called when the handshake of another worker has succeeded: adds the worker to the group if it is new here.
+
+        Args:
+            connection: The connection from that worker.
+            hello: The first message of its handshake, which describes the worker.
+        """
         self._server_connections[hello.number] = connection
         self.add_member(Member(hello.number, hello.name, hello.rank, hello.host, hello.addresses))
 
     def connection_closed(self, connection: ServerConnection) -> None:
-        """Called when a connection from another worker has ended: finds out whether the worker is gone.
+        """Called when a connection from another worker has ended: contacts the worker to find out whether it is gone.
 
-        Does nothing if the handshake had not succeeded.
+        See `examine`. Does nothing if the handshake of the connection had not succeeded.
         """
         if connection.is_admitted():
             if self._server_connections.get(connection.number) is connection:
@@ -247,7 +298,15 @@ class Cluster:
             self.examine(connection.number)
 
     def receive_gossip(self, sender: Worker, payload: bytes) -> None:
-        """Processes a message about the group. Raises `ProtocolError` if it cannot be read."""
+        """Processes a message about the membership.
+
+        Args:
+            sender: The number of the worker that sent the message.
+            payload: The encoded message.
+
+        Raises:
+            ProtocolError: `payload` cannot be decoded.
+        """
         message = decode(payload)
         with self._lock:
             effects = self._membership.message_received(sender, message)
@@ -255,23 +314,36 @@ class Cluster:
         self._act(effects)
 
     def examine(self, worker: Worker) -> None:
-        """Contacts a worker after a connection with it has ended, in another thread.
+        """Has another thread contact a worker, after a connection with it has ended. Does not wait.
 
-        Connects again and sends unacknowledged messages again. If nothing listens at its address, the worker is
-        declared lost. Does nothing if the worker is gone, or this worker or the group is shutting down.
+        The thread connects again and sends control messages again that were not acknowledged. If nothing listens at the
+        worker's address, the worker is declared lost. Does nothing if the worker is gone or not known, or if this
+        worker or the whole group is shutting down.
+
+        Args:
+            worker: The number of the worker.
         """
         sender = self._senders.get(worker)
         if sender is not None and not self.is_quiet and self._peers.closed is None:
             sender.connect_and_send()
 
     def send_outbox(self, worker: Worker) -> None:
-        """Sends the messages about references in the outbox of a worker. Does nothing if it is gone."""
+        """Sends the control messages that wait in the outbox of a worker. Does not wait.
+
+        Does nothing if the worker is gone or not known, or if this worker was shut down or expelled.
+
+        Args:
+            worker: The number of the worker.
+        """
         sender = self._senders.get(worker)
         if sender is not None and self._peers.closed is None:
             sender.send()
 
     def _unreachable(self, worker: Worker) -> None:
-        """Reports to the membership protocol that nothing listens at the address of a worker any more."""
+        """Tells the membership protocol that nothing listens at the address of a worker any more.
+
+        Does nothing if this worker or the whole group is shutting down.
+        """
         if self.is_quiet or self._peers.closed is not None:
             return
         with self._lock:
@@ -280,12 +352,13 @@ class Cluster:
         self._act(effects)
 
     def _is_over(self) -> bool:
+        """Returns whether this worker was shut down or expelled."""
         return self._peers.closed is not None
 
     def _refused_as_dead(self) -> None:
-        """Called when another worker says that the group has expelled this worker: ends the work of this worker.
+        """Called when another worker says that the group has expelled this worker: tells the owner so.
 
-        Does nothing the second time.
+        Does nothing if this worker knows that, or has left.
         """
         if not self._membership.is_out:
             self._membership.is_out = True
@@ -294,17 +367,17 @@ class Cluster:
     # Who is there
 
     def name_of(self, worker: Worker) -> str:
-        """Returns the name of a worker, also if it is gone; text with its number if it is not known."""
+        """Returns the name of a worker, also if it is gone and remembered; `"number N"` if the worker is not known."""
         peer = self._peers.by_number.get(worker)
         return peer.info.name if peer is not None else f"number {worker}"
 
     def members(self) -> dict[Worker, Member]:
-        """Returns the members of the group by number, including this worker."""
+        """Returns a copy of the members of the group by number, including this worker."""
         with self._lock:
             return dict(self._membership.members.here)
 
     def add_member(self, member: Member) -> None:
-        """Adds a worker that is known to be in the group. Does nothing if it is a member already."""
+        """Adds a worker that is known to be in the group. Does nothing if it is a member already, or is gone."""
         if member.number not in self._membership.members.here:
             with self._lock:
                 effects = self._membership.message_received(member.number, News((member,)))
@@ -312,44 +385,59 @@ class Cluster:
             self._act(effects)
 
     def is_gone(self, worker: Worker) -> bool:
-        """Returns whether a worker was a member, and is not any more."""
+        """Returns whether a worker was a member and is not any more. False for a number that was never seen."""
         with self._lock:
             members = self._membership.members
             return worker in members.gone and worker not in members.here
 
     def names_gone(self) -> set[str]:
-        """Returns the names of remembered workers that are gone, without names that a member has now."""
+        """Returns the names of workers that are gone, except names that a member has again. Empty if there are none.
+
+        At most the last 1024 workers that are gone are remembered.
+        """
         with self._lock:
             gone = {peer.info.name for peer in self._gone.values()}
             return gone.difference(member.name for member in self._membership.members.here.values())
 
     def connections_of(self) -> dict[Worker, tuple[ServerConnection | None, OutboxSender]]:
-        """Returns for each member its connection to this worker, None if there is none, and its outbox sender."""
+        """Returns the connection from each member, and the outbox sender for it, by number. This worker is included.
+
+        The connection is None if the member has not connected to this worker.
+        """
         with self._lock:
             return {number: (self._server_connections.get(number), sender) for number, sender in self._senders.items()}
 
     def silences(self) -> dict[str, float]:
-        """Returns the seconds of silence of each worker that this one watches, by name."""
+        """Returns how many seconds each worker that this one watches has been silent, by name; may be empty.
+
+        A worker sends heartbeats to some members only: those that it watches.
+        """
         with self._lock:
             watching = self._membership.watching
             return {self.name_of(number): watching.silence(number) for number in watching.watched}
 
     def watch(self, watcher: Watcher) -> None:
-        """Registers a function that is called in the executor with every later change, in order.
+        """Registers a function that is called with every later change of the membership.
 
-        Its errors are logged.
+        Calls run in the executor, one at a time, in the order of the changes.
+
+        Args:
+            watcher: The function. Errors that it raises are logged. If it is registered twice, it is called twice.
         """
         self._watchers.append(watcher)
 
     def unwatch(self, watcher: Watcher) -> None:
-        """Unregisters a watcher. Does nothing if it is not registered."""
+        """Removes one registration of a watcher. Does nothing if it is not registered."""
         if watcher in self._watchers:
             self._watchers.remove(watcher)
 
     # The end
 
     def leave(self) -> None:
-        """Tells all connected workers that this one leaves, so that they do not declare it lost. Never waits."""
+        """Tells all connected workers that this one leaves the group, so that they do not declare it lost. Never waits.
+
+        Closes nothing. From now on, a connection that ends is not taken for a lost worker.
+        """
         self.is_quiet = True
         with self._lock:
             effects = self._membership.leave_wanted()
@@ -367,7 +455,10 @@ class Cluster:
     # Carrying out effects
 
     def _change(self, effects: Iterable[Effect]) -> None:
-        """Carries out the effects that change tables, and leaves all others to `_act`. The caller holds the lock."""
+        """Carries out the effects that change tables: adds and removes workers. Ignores all others.
+
+        The caller holds the lock.
+        """
         for effect in effects:
             if isinstance(effect, MemberJoined):
                 self._add(effect.member)
@@ -378,7 +469,10 @@ class Cluster:
                 self._note_change("left" if has_left else "lost", effect.member)
 
     def _act(self, effects: Iterable[Effect]) -> None:
-        """Carries out the other effects: sends messages, ends connections, calls watchers. Called without the lock."""
+        """Carries out the effects that need no lock: sends messages, ends connections, and has watchers called.
+
+        Also forgets the oldest workers that are gone if too many are remembered. The caller does not hold the lock.
+        """
         for effect in effects:
             if isinstance(effect, SendMessage):
                 self._send_gossip(effect.to, pack_message(GOSSIP, encode(effect.message)))
@@ -394,6 +488,10 @@ class Cluster:
                     self._peers.forget(self._gone.pop(next(iter(self._gone))))
 
     def _send_gossip(self, to: Worker, frame: bytes) -> None:
+        """Sends a frame about the membership to a worker.
+
+        A worker that is gone gets it only on its own connection, if any.
+        """
         sender = self._senders.get(to)
         if sender is not None:
             sender.send_gossip(frame)
@@ -403,11 +501,12 @@ class Cluster:
             connection.send(frame)
 
     def _note_change(self, kind: str, member: Member) -> None:
+        """Queues a change for the watchers that are registered now. `kind` is "joined", "left" or "lost"."""
         if self._watchers:
             self._unreported_changes.append((list(self._watchers), MembershipChange(kind, info_of(member))))
 
     def _notify_watchers(self) -> None:
-        """Calls the watchers with the changes in the queue. If another thread does that, it handles all of them."""
+        """Calls the watchers with all queued changes. Returns at once if another thread does that."""
         while self._unreported_changes and self._notifying.acquire(blocking=False):
             try:
                 while self._unreported_changes:
@@ -416,6 +515,7 @@ class Cluster:
                 self._notifying.release()
 
     def _add(self, member: Member) -> None:
+        """Adds a member: creates its peer, its outbox and its outbox sender."""
         peer = Peer(
             self._parts,
             member,
@@ -436,6 +536,7 @@ class Cluster:
         self._peers.add(peer)
 
     def _remove(self, member: Member, has_left: bool) -> None:
+        """Marks a member as gone, in the tables only. `_clean_up_gone_worker` must follow, without the lock."""
         fate = "has left the group" if has_left else "was lost"
         logger.info("worker %r: worker %r %s", self.me.name, member.name, fate)
         peer = self._peers.by_number[member.number]
@@ -444,7 +545,7 @@ class Cluster:
         self._gone[member.number] = peer
 
     def _clean_up_gone_worker(self, number: Worker, has_left: bool) -> None:
-        """Ends the connections and fails the references of a worker that is gone.
+        """Ends the connections with a worker that is gone, fails the references that it owned, and tells the owner.
 
         Called without the lock, because callbacks of users may run.
         """
@@ -462,7 +563,7 @@ class Cluster:
 
 
 def call_watchers(watchers: Iterable[Watcher], change: MembershipChange) -> None:
-    """Calls each watcher with the change. Errors that watchers raise are logged. No watchers: does nothing."""
+    """Calls each watcher with `change`. Logs errors that watchers raise. Does nothing if there are no watchers."""
     for watcher in watchers:
         try:
             watcher(change)

@@ -23,9 +23,15 @@ logger = logging.getLogger("farcall")
 
 
 class EventLoop:
-    """Runs coroutines in one thread until it is closed."""
+    """An asyncio event loop in a thread of its own. Runs coroutines until it is closed."""
 
     def __init__(self, name: str, agent: RpcAgent) -> None:
+        """Creates the object. The loop and its thread start with the first coroutine.
+
+        Args:
+            name: The name of this worker, for the name of the thread and for messages.
+            agent: The agent that is the current one inside the coroutines.
+        """
         self._name = name
         self._agent = agent
         self._lock = threading.Lock()
@@ -35,9 +41,12 @@ class EventLoop:
         self._stopped = False  # used in the loop's thread only
 
     def run(self, coroutine: Coroutine[Any, Any, Any], done: Callable[[Any, BaseException | None], None]) -> None:
-        """Runs a coroutine, and calls `done(result, error)` in the loop's thread when it ends. Raises nothing.
+        """Starts to run a coroutine in the loop. Does not wait for it, and raises nothing.
 
-        If the loop is closed or cannot be started, closes the coroutine and calls `done(None, error)` at once.
+        Args:
+            coroutine: The coroutine. It is closed without being run if the loop is closed or cannot be started.
+            done: Called once, as `done(result, error)`, in the thread of the loop when the coroutine ends. `error` is
+                None if it has returned. If the coroutine cannot be run, called at once as `done(None, error)`.
         """
         import asyncio
 
@@ -90,6 +99,7 @@ class EventLoop:
         return loop
 
     def _live(self, loop: asyncio.AbstractEventLoop) -> None:
+        """The function of the thread: runs the loop until `close`, then cancels all tasks and closes the loop."""
         import asyncio
 
         asyncio.set_event_loop(loop)

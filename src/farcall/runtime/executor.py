@@ -57,7 +57,7 @@ class Job(Protocol):
     """Whether the job is run even after the executor was closed."""
 
     def run(self) -> None:
-        """Runs the job. The executor logs what it raises."""
+        """Runs the job. The executor logs errors that it raises."""
 
 
 class Task:
@@ -66,11 +66,17 @@ class Task:
     __slots__ = ("_function", "must_run")
 
     def __init__(self, function: Callable[[], object], must_run: bool = False) -> None:
+        """Creates a job.
+
+        Args:
+            function: The function to call, without arguments.
+            must_run: Whether the job is run even after the executor was closed.
+        """
         self._function = function
         self.must_run = must_run
 
     def run(self) -> None:
-        """Calls the function. The executor logs what it raises."""
+        """Calls the function. The executor logs errors that it raises."""
         self._function()
 
 
@@ -82,9 +88,20 @@ class _ThreadState(threading.local):
 
 
 class Executor:
-    """The threads that read and run the requests of one worker: a leader, a standby thread and followers."""
+    """The threads that read and run the requests of one worker: a leader, a standby thread and followers.
+
+    See the top of this module for what they do.
+    """
 
     def __init__(self, name: str, poller: Poller, max_running: int, agent: RpcAgent) -> None:
+        """Creates the executor without threads. `start` starts them.
+
+        Args:
+            name: The name of this worker, for the names of threads and for messages.
+            poller: Waits until frames have arrived.
+            max_running: How many functions may run at once. Functions that wait for a call of their own do not count.
+            agent: The agent that is the current one in all threads of the executor.
+        """
         self._name = name
         self._agent = agent
         self._poller = poller
@@ -104,6 +121,7 @@ class Executor:
         self._thread_numbers = itertools.count(1)
         self._state = _ThreadState()
         self.is_closing = False
+        """Whether `close` was called."""
         self._is_closed = False
         self._lacks_threads = False
 
@@ -115,7 +133,10 @@ class Executor:
         self._start_thread()
 
     def submit(self, job: Job) -> None:
-        """Queues a job. After `close`, the job is run at once if it has `must_run` set, and dropped otherwise."""
+        """Queues a job, and wakes a thread to run it if necessary. Does not wait.
+
+        After `close`, runs the job at once if `must_run` is set, and drops it otherwise.
+        """
         self.ready.append(job)
         if self._is_closed:
             self._run_the_rest()
@@ -125,9 +146,10 @@ class Executor:
             self._poller.wake()
 
     def run_aside(self, function: Callable[[], object]) -> None:
-        """Runs a function of the runtime that may block, in a new thread. Errors are logged.
+        """Runs a function of the runtime that may block, in a new thread. Does not wait. Errors are logged.
 
-        If the system cannot create a thread, the function is queued as a job. Does nothing if the executor is closing.
+        If the system cannot create a thread, queues the function as a job instead. Does nothing after `close` was
+        called.
         """
 
         def run() -> None:
@@ -150,12 +172,15 @@ class Executor:
             self.submit(Task(function))
 
     def is_busy(self) -> bool:
-        """Returns whether jobs run, wait or are queued."""
+        """Returns whether jobs are queued, running, or waiting for calls of their own."""
         with self._lock:
             return bool(self.ready or self._running or self._waiting)
 
     def counts(self) -> dict[str, int]:
-        """Returns the numbers of queued jobs and of threads by what they do, with the keys of `Metrics`."""
+        """Returns the number of queued jobs, and the numbers of threads by what they do.
+
+        The keys are those of `Metrics`.
+        """
         with self._lock:
             return {
                 "queue_length": len(self.ready),
@@ -166,7 +191,7 @@ class Executor:
             }
 
     def thread_idents(self) -> list[int]:
-        """Returns the idents of the executor's threads, without those of `run_aside`."""
+        """Returns the idents of the executor's threads, except those of `run_aside`; empty before `start`."""
         return [thread.ident for thread in list(self._threads) if thread.ident is not None]
 
     # Threads
@@ -188,7 +213,11 @@ class Executor:
             raise
 
     def _live(self) -> None:
-        """The function of a thread: becomes the standby thread, then the leader, then a follower, and so on."""
+        """The function of a thread: becomes the standby thread, then the leader, then a follower, and so on.
+
+        The thread ends when the executor closes, or when it was idle for `_IDLE_LIFE_S` seconds and is not the only
+        idle one.
+        """
         blocking_thread.before = self._before_wait
         blocking_thread.after = self._after_wait
         serving.agent = self._agent
@@ -214,7 +243,10 @@ class Executor:
                 self._threads.discard(threading.current_thread())
 
     def _retire(self) -> bool:
-        """Returns whether this idle thread should end: True if there is another idle thread."""
+        """Returns True if this idle thread should end, because there is another idle thread.
+
+        Then it counts as idle no more.
+        """
         with self._lock:
             if self._idle <= 1:
                 return False
@@ -222,7 +254,7 @@ class Executor:
             return True
 
     def _see_to_successor(self) -> None:
-        """Called by a new leader: starts a thread if no thread is idle. Logs a warning if that fails."""
+        """Called by a new leader: starts a thread if no thread is idle. Logs a warning if that is not possible."""
         if self._idle:
             return
         try:
@@ -234,7 +266,7 @@ class Executor:
             self._lacks_threads = True
 
     def _stand_by(self) -> bool:
-        """Sleeps until this thread becomes the leader, and returns True. Returns False if the executor closes."""
+        """Waits until this thread becomes the leader, and returns True. Returns False if the executor closes."""
         poller, run_before = self._poller, 0
         while not self.is_closing:
             poller.clear_alert()
@@ -256,7 +288,10 @@ class Executor:
     # Leading
 
     def _lead_in_any_case(self) -> None:
-        """Calls `_lead` until it returns. Errors are logged, and it is called again after a pause."""
+        """Calls `_lead` until it returns normally. After an error, logs it and tries again after a short pause.
+
+        Returns after an error if another thread has taken the lead.
+        """
         while True:
             try:
                 self._lead()
@@ -270,7 +305,7 @@ class Executor:
                 sleep(_PAUSE_S)
 
     def _lead(self) -> None:
-        """Reads and runs jobs until another thread has taken the lead, or the executor closes."""
+        """Reads requests and runs jobs, until another thread has taken the lead or the executor closes."""
         me, ready, poller, lock = get_ident(), self.ready, self._poller, self._lock
         while not self.is_closing:
             while ready:
@@ -303,6 +338,7 @@ class Executor:
                     logger.exception("worker %r: reading from a link failed", self._name)
 
     def _run_job(self) -> None:
+        """Runs the first queued job, and logs its errors. Does nothing if no job is queued."""
         try:
             job = self.ready.popleft()
         except IndexError:  # another thread has taken it
@@ -315,7 +351,10 @@ class Executor:
     # Following
 
     def _follow(self) -> None:
-        """Called when a job ends during which another thread took the lead: runs queued jobs within the limit."""
+        """Runs queued jobs within the limit, after a job of this thread during which another thread took the lead.
+
+        Returns when no job is queued, the limit is reached, there is no leader, or the executor closes.
+        """
         while True:
             with self._lock:
                 if self.is_closing or not self.ready or self._running >= self._max_running:
@@ -330,10 +369,12 @@ class Executor:
     # A function waits for a call of its own
 
     def _before_wait(self) -> None:
-        """Called on a thread of the executor before it sleeps in a wait of farcall. Gives up the lead.
+        """Called on a thread of the executor before it sleeps in a wait of farcall: gives up the lead, if it has it.
+
+        Meanwhile the function does not count as running.
 
         Raises:
-            UsageError: The leader is reading, not running a job: a finalizer has interrupted it.
+            UsageError: The thread is the leader and runs no job: a finalizer that wants to wait has interrupted it.
         """
         state = self._state
         if state.depth:
@@ -359,6 +400,7 @@ class Executor:
             self._poller.wake()  # the leader may run it now
 
     def _after_wait(self) -> None:
+        """Called after such a wait: the function counts as running again. The lead is not taken back."""
         state = self._state
         if state.depth > 1:
             state.depth -= 1
@@ -371,9 +413,15 @@ class Executor:
     # The end
 
     def close(self, deadline: float) -> int:
-        """Ends the threads. A thread that runs a function ends when the function ends.
+        """Ends the threads, and waits for that. A thread that runs a function ends when the function ends.
 
-        Returns the number of threads that still run at the deadline. May be called twice.
+        Queued jobs with `must_run` are run by the calling thread, and all others are dropped. May be called twice.
+
+        Args:
+            deadline: Until when to wait, as a time of the monotonic clock.
+
+        Returns:
+            The number of threads that still run then; 0 if all have ended.
         """
         self.is_closing = True
         me = threading.current_thread()
@@ -389,6 +437,7 @@ class Executor:
         return len(left)
 
     def _run_the_rest(self) -> None:
+        """Empties the queue after `close`: runs the jobs that have `must_run` set, and drops all others."""
         while self.ready:
             try:
                 job = self.ready.popleft()

@@ -37,12 +37,13 @@ class Value(Future[Any]):
 
     If there is an error in place of the value, each use raises a new error object. If all uses raised the same object,
     its traceback would grow with each use, and its stack frames would keep handles of this reference alive, so that the
-    value was never released. So a function is stored that creates the error.
+    value would never be released. So a function that creates the error is stored.
     """
 
     __slots__ = ("_new_error", "failure")
 
     def __init__(self) -> None:
+        """Creates a value that does not exist yet. `give`, `fail` or `refuse` settles it."""
         # Not super().__init__, which would cost every remote call one function call.
         self._state = PENDING
         self._value = None
@@ -55,31 +56,40 @@ class Value(Future[Any]):
         self._new_error: Callable[[], BaseException] | None = None
 
     def give(self, value: Any) -> None:
-        """Sets the value and runs callbacks.
+        """Sets the value, and runs callbacks.
 
-        Must be called once, and not after `fail` or `refuse`; this is not checked.
+        Must be called at most once, and not after `fail` or `refuse`. This is not checked.
         """
         run_callbacks(self, self.settle(DONE, value))
 
     def fail(self, failure: bytes) -> None:
-        """Sets the encoded failure of the function that should have made the value, and runs callbacks.
+        """Sets the failure of the function that should have made the value, and runs callbacks.
 
-        To be called once, in place of `give`.
+        Each use raises its error. Must be called at most once, and not after `give` or `refuse`.
+
+        Args:
+            failure: The failure as `encode_failure` returns it.
         """
         self.failure = failure
         self.refuse(partial(decode_failure, failure))
 
     def refuse(self, new_error: Callable[[], BaseException]) -> None:
-        """Has each use of the value raise what `new_error` returns. Runs callbacks.
+        """Makes each use of the value raise an error, and runs callbacks.
 
         Does nothing if a value or error is set already.
+
+        Args:
+            new_error: Called for each use. Returns the error to raise.
         """
         if not self._state:
             self._new_error = new_error
             run_callbacks(self, self.settle(FAILED, None))
 
     def describe(self) -> str:
-        """Returns the name of the type of the value, or text that says why there is none; empty if it is pending."""
+        """Returns the name of the type of the value; empty if the value is pending.
+
+        If there is an error in place of the value, returns "refused", or "failed: " and a description of the failure.
+        """
         if not self._state:
             return ""
         if self.failure:
@@ -90,15 +100,15 @@ class Value(Future[Any]):
         """Returns the value. Does not wait.
 
         Raises:
-            RuntimeError: There is no value yet.
-            Exception: A new error object at each call, if there is an error in place of the value.
+            RuntimeError: The value is pending.
+            Exception: The error that is in place of the value. Each call raises a new object.
         """
         if self._new_error is not None:
             raise self._new_error()  # what the function raised, or why there is no value
         return super().value()
 
     def exception(self, timeout: float | None = None) -> BaseException | None:
-        """Waits for the value. Returns a new error object if there is an error in its place; None if there is a value.
+        """Waits until there is a value or an error in its place. Returns a new error object; None if there is a value.
 
         Args:
             timeout: How many seconds to wait; None means no limit.
@@ -111,7 +121,10 @@ class Value(Future[Any]):
 
 
 class Handle:
-    """One handle of a reference on this worker. The reference store counts it, and notices when it is dropped."""
+    """One handle of a reference on this worker. The reference store counts it until it is garbage-collected.
+
+    An `RRef` of the program contains a handle.
+    """
 
     __slots__ = (
         "__weakref__", "confirmed", "creation", "fork", "made", "new_error", "packed", "reference", "reference_store",
@@ -121,14 +134,14 @@ class Handle:
     def __init__(
         self, store: ReferenceStore, reference: RRefId, fork: ForkId | None, value: Value | None, made: Made = ""
     ) -> None:
-        """Creates a handle. Only the store does that, because it must count the handle.
+        """Creates a handle. Only the reference store may do that, because it must count the handle.
 
         Args:
-            store: The references of this worker.
+            store: The reference store of this worker.
             reference: The id of the reference.
             fork: The id of the fork; None if this worker owns the value.
-            value: The value if this worker owns it; else None.
-            made: Where the program created the handle, or which worker sent it.
+            value: The future of the value if this worker owns it; else None.
+            made: Where the program created the handle, or which worker sent it; empty if not known.
         """
         self.reference_store = store
         self.reference = reference
@@ -137,7 +150,7 @@ class Handle:
         self.confirmed = fork is None
         """Whether the owner has counted the fork."""
         self.new_error: Callable[[], RpcError] | None = None
-        """Creates the error that every use raises; None while the handle can be used."""
+        """Returns the error that a use of the handle raises, a new one each time; None while the handle can be used."""
         self.packed: bytes | None = None
         """The reference and fork as encoded in frames; None before they are needed."""
         self.creation: PendingCall | None = None
@@ -146,13 +159,17 @@ class Handle:
 
     @property
     def made_at(self) -> str:
-        """Where the program created the handle, or which worker sent it, as text."""
+        """Where the program created the handle, or which worker sent it, as text; empty if not known."""
         return describe_place(self.made)
 
     def check(self) -> None:
-        """Does nothing if the handle can be used.
+        """Raises an error if the handle cannot be used any more; otherwise does nothing.
 
-        Raises `OwnerLostError`, `ReferenceRefusedError`, `ExpelledError` or `UsageError` if it cannot.
+        Raises:
+            OwnerLostError: The owner was lost.
+            ReferenceRefusedError: The owner could not count this fork.
+            ExpelledError: The group has expelled this worker.
+            UsageError: This worker has given up its handles.
         """
         if self.new_error is not None:
             raise self.new_error()
@@ -173,7 +190,7 @@ class Handle:
 
 
 class HandleRef(weakref.ref[Handle]):
-    """A weak reference to a handle that remembers which handle it was.
+    """A weak reference to a handle, with the ids of the handle, which are known even after the handle is gone.
 
     Its callback is the `append` of a queue, which runs no Python code. So no exception from a signal handler can come
     between the end of the handle and the entry in the queue.
@@ -186,9 +203,9 @@ class HandleRef(weakref.ref[Handle]):
 
 
 def watch_handle(handle: Handle) -> HandleRef:
-    """Returns a weak reference that is put into the store's queue `dropped` when the handle is garbage-collected.
+    """Returns a weak reference that goes into the queue `ReferenceStore.dropped` when the handle is garbage-collected.
 
-    The caller must keep the weak reference, otherwise that does not happen.
+    The caller must keep the weak reference. Otherwise it is never put into the queue.
     """
     watcher = HandleRef(handle, handle.reference_store.dropped.append)
     watcher.reference, watcher.fork = handle.reference, handle.fork
@@ -196,17 +213,20 @@ def watch_handle(handle: Handle) -> HandleRef:
 
 
 class HandleTable(dict[ForkId, HandleRef]):
-    """The handles of forks, by fork, as weak references."""
+    """Weak references to the handles of values that other workers own, by fork."""
 
     __slots__ = ()
 
     def find(self, fork: ForkId) -> Handle | None:
-        """Returns the handle of a fork; None if it is not known, or the program has dropped it."""
+        """Returns the handle of a fork; None if the fork is not in the table, or the program has dropped the handle."""
         known = self.get(fork)
         return known() if known is not None else None
 
     def fail(self, fork: ForkId, new_error: Callable[[], RpcError]) -> None:
-        """Has every later use of the handle of a fork raise a new error. Does nothing if there is no handle."""
+        """Makes every later use of the handle of a fork raise what `new_error` returns.
+
+        Removes the fork from the table. Does nothing if the fork is not in the table.
+        """
         handle = self.find(fork)
         self.pop(fork, None)
         if handle is not None:
@@ -220,9 +240,14 @@ Made = str | tuple[CodeType, int]
 
 
 def place_of_caller(whole_stack: bool, depth: int = 2) -> Made:
-    """Returns the line of the program that is creating a handle, or its stack as text if `whole_stack` is set.
+    """Returns where the program is creating a handle: the first stack frame that is not farcall's own code.
 
-    Skips `depth` stack frames, and then all that are farcall's own.
+    Args:
+        whole_stack: Whether to return the whole stack as text. If False, returns the position in the bytecode only.
+        depth: How many stack frames to skip in any case, including that of this function.
+
+    Returns:
+        A position or text; "farcall itself" if all stack frames are farcall's own.
     """
     frame: FrameType | None = sys._getframe(depth)
     while frame is not None:
@@ -238,7 +263,11 @@ def place_of_caller(whole_stack: bool, depth: int = 2) -> Made:
 
 
 def describe_place(made: Made) -> str:
-    """Returns where a handle was created as text: `file:line`, or the text itself; empty if that is not known."""
+    """Returns where a handle was created, as text.
+
+    Args:
+        made: A position in bytecode, which is returned as `file:line`, or text, which is returned unchanged.
+    """
     if isinstance(made, str):
         return made
     code, at = made
@@ -250,12 +279,16 @@ def describe_place(made: Made) -> str:
 
 
 def check_usable(handles: Sequence[Handle], store: ReferenceStore) -> None:
-    """Checks that handles can be sent together in one frame.
+    """Raises an error if the handles cannot be sent in one frame; otherwise does nothing.
+
+    Args:
+        handles: The handles; may be empty.
+        store: The reference store of this worker, to which all handles must belong.
 
     Raises:
-        SerializationError: There are too many.
-        UsageError: One belongs to another group, or to this worker before it was shut down.
-        RpcError: One cannot be used any more. See `Handle.check`.
+        SerializationError: There are more than `MAX_REFERENCES`.
+        UsageError: A handle belongs to another group, or to this worker before it was shut down.
+        RpcError: A handle cannot be used any more. See `Handle.check`.
     """
     check_number(len(handles))
     for handle in handles:
@@ -268,7 +301,7 @@ def check_usable(handles: Sequence[Handle], store: ReferenceStore) -> None:
 
 
 def check_number(handles: int) -> None:
-    """Raises `SerializationError` if there are too many handles for one message."""
+    """Raises `SerializationError` if the number of handles for one message is larger than `MAX_REFERENCES`."""
     if handles > MAX_REFERENCES:
         raise SerializationError(
             f"a message with {handles} references cannot be sent; at most {MAX_REFERENCES} are allowed: "
@@ -277,7 +310,10 @@ def check_number(handles: int) -> None:
 
 
 def refuse_in_finalizer(lock: threading.RLock) -> None:
-    """Raises `UsageError` if this thread holds the lock: then the caller is a finalizer that interrupts a change."""
+    """Raises `UsageError` if this thread holds the lock already, otherwise does nothing.
+
+    If it does, the caller is a finalizer that has interrupted a change of the tables under the lock.
+    """
     if lock._is_owned():  # type: ignore[attr-defined]
         raise UsageError(
             "a finalizer cannot make references or pass them on here: it interrupts their book-keeping; "
@@ -286,7 +322,13 @@ def refuse_in_finalizer(lock: threading.RLock) -> None:
 
 
 def failed_handle(store: ReferenceStore, owner: int, new_error: Callable[[], RpcError]) -> Handle:
-    """Returns a handle for a reference that could not be created at `owner`. Every use raises. Nothing is sent."""
+    """Returns a handle of a reference that could not be created. Nothing is sent.
+
+    Args:
+        store: The reference store of this worker.
+        owner: The number of the worker that should have owned the value.
+        new_error: Returns the error that each use of the handle raises.
+    """
     if owner == store.me:
         handle = store.own(None)
     else:  # no reference has the number 0
@@ -296,12 +338,15 @@ def failed_handle(store: ReferenceStore, owner: int, new_error: Callable[[], Rpc
 
 
 def owner_lost(reference: RRefId, owner: str) -> OwnerLostError:
-    """Returns the error for uses of a handle whose owner, with that name, was lost."""
+    """Returns the error of a handle whose owner, the worker with the name `owner`, was lost."""
     return OwnerLostError(f"worker {owner!r}, who owned {reference}, was lost, and the value with it", owner)
 
 
 def expelled(reference: RRefId, worker: str) -> ExpelledError:
-    """Returns the error of a handle on a worker that was expelled. The owner does not count its forks any more."""
+    """Returns the error of a handle on a worker that was expelled.
+
+    `worker` is the name of that worker, which is this one.
+    """
     return ExpelledError(
         f"worker {worker!r} (this one) was declared lost by its group, and {reference} is gone with all that it held. "
         "Call shutdown(graceful=False), init_rpc() to join again, and create it anew"
@@ -309,7 +354,7 @@ def expelled(reference: RRefId, worker: str) -> ExpelledError:
 
 
 def refused(reference: RRefId) -> ReferenceRefusedError:
-    """Returns the error for uses of a handle whose fork the owner could not count."""
+    """Returns the error of a handle whose fork the owner could not count."""
     return ReferenceRefusedError(
         f"{reference} was passed on by a worker that died before its owner could count it; "
         "its value is gone. Create it anew"
@@ -317,12 +362,15 @@ def refused(reference: RRefId) -> ReferenceRefusedError:
 
 
 def released(reference: RRefId, owner: str) -> ReferenceRefusedError:
-    """Returns the error for using a value that its owner, with that name, has released."""
+    """Returns the error of a request for a value that its owner, the worker with the name `owner`, has released."""
     return ReferenceRefusedError(f"worker {owner!r} does not own {reference} any more: its value was released")
 
 
 def unknown(reference: RRefId, owner: str) -> ReferenceRefusedError:
-    """Returns the error for using a value that does not exist. It must not reveal whether the value ever existed."""
+    """Returns the error of a request for a value that the worker with the name `owner` does not have.
+
+    The message does not reveal whether the value ever existed.
+    """
     return ReferenceRefusedError(
         f"worker {owner!r} has no {reference} for this request: its value was released, or the request does not have "
         "its token. Create it anew"

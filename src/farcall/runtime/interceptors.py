@@ -42,7 +42,11 @@ if TYPE_CHECKING:
 
 
 class ClientCall:
-    """A call that this worker is about to make. Interceptors may change its attributes before they proceed."""
+    """A call that this worker is about to make. Interceptors may change some attributes before they call `proceed`.
+
+    Changes of `function`, `args`, `kwargs`, `timeout` and `annotations` have an effect. If `is_kept` is set, only
+    changes of `args`, `kwargs` and `annotations` have one.
+    """
 
     __slots__ = ("annotations", "args", "function", "is_kept", "kwargs", "name", "reply_annotations", "timeout", "to")
 
@@ -56,6 +60,7 @@ class ClientCall:
         timeout: float,
         is_kept: bool,
     ) -> None:
+        """Creates the description of a call, without annotations. The attributes explain the arguments."""
         self.to = to
         """The worker that is called."""
         self.function = function
@@ -76,7 +81,7 @@ class ClientCall:
 
 
 class ServerCall:
-    """A call that this worker is about to run for another. Interceptors may change its arguments."""
+    """A call that this worker is about to run for another. Interceptors may change its function and its arguments."""
 
     __slots__ = ("after_reply", "annotations", "args", "caller", "function", "kwargs", "name", "reply_annotations")
 
@@ -90,6 +95,7 @@ class ServerCall:
         annotations: dict[str, bytes],
         after_reply: Callable[[Callable[[], object]], None],
     ) -> None:
+        """Creates the description of a call, without annotations of the reply. The attributes explain the arguments."""
         self.caller = caller
         """The worker that made the call; None for a remote call of this worker to itself."""
         self.function = function
@@ -107,49 +113,57 @@ class ServerCall:
 
 
 class ClientInterceptor:
-    """Wraps the calls that this worker makes. Derive from it, and override `intercept`."""
+    """Wraps the calls that this worker makes. Derive a class from it, and override `intercept`."""
 
     def intercept(self, call: ClientCall, proceed: Callable[[ClientCall], Any]) -> Any:
-        """Called for each call, on the thread that makes it.
+        """Called for each call, on the thread that makes it. Without an override, just proceeds.
+
+        An error that this raises is raised by the call.
 
         Args:
-            call: The call. Its attributes may be changed before `proceed`.
-            proceed: Sends the call. Returns its future, or with `call.is_kept` a reference.
+            call: The call. It may be changed before `proceed`: see `ClientCall`.
+            proceed: Runs the next interceptor; the last one sends the call. Returns a future of the result, or a
+                reference if `call.is_kept` is set.
 
         Returns:
-            The result of `proceed`, or another future (with `call.is_kept`, another reference).
+            What `proceed` has returned, or another future (if `call.is_kept` is set, another reference).
         """
         return proceed(call)
 
 
 class ServerInterceptor:
-    """Wraps the calls that this worker runs for others. Derive from it, and override `intercept`."""
+    """Wraps the calls that this worker runs for others. Derive a class from it, and override `intercept`."""
 
     def intercept(self, call: ServerCall, proceed: Callable[[ServerCall], Any]) -> Any:
-        """Called for each call, on the thread that runs it.
+        """Called for each call, on the thread that runs it. Without an override, just proceeds.
+
+        An error that this raises is sent to the caller.
 
         Args:
             call: The call. Its arguments may be changed before `proceed`.
-            proceed: Runs the function. Returns its result, or raises its error.
+            proceed: Runs the next interceptor; the last one runs the function. Returns its result, or raises its error.
 
         Returns:
-            The result of the call: that of `proceed`, or another one.
+            The result of the call: what `proceed` has returned, or another value.
         """
         return proceed(call)
 
 
 class InterceptorChain:
-    """The client interceptors and server interceptors of one worker, outermost first. Empty at first."""
+    """The client interceptors and the server interceptors of one worker, outermost first. Empty at first."""
 
     def __init__(self) -> None:
+        """Creates a chain without interceptors."""
         self.client: tuple[ClientInterceptor, ...] = ()
         self.server: tuple[ServerInterceptor, ...] = ()
 
     def add(self, interceptor: ClientInterceptor | ServerInterceptor) -> None:
-        """Registers an interceptor as the innermost one. It does not affect calls that have started.
+        """Registers an interceptor as the innermost one. Calls that have started are not affected.
+
+        An object that is both a client interceptor and a server interceptor is registered for both.
 
         Raises:
-            UsageError: It is neither a `ClientInterceptor` nor a `ServerInterceptor`.
+            UsageError: `interceptor` is neither a `ClientInterceptor` nor a `ServerInterceptor`.
         """
         if isinstance(interceptor, ClientInterceptor):
             self.client = (*self.client, interceptor)
@@ -159,7 +173,7 @@ class InterceptorChain:
             raise UsageError(f"an interceptor is a ClientInterceptor or a ServerInterceptor, not {interceptor!r}")
 
     def remove(self, interceptor: ClientInterceptor | ServerInterceptor) -> None:
-        """Unregisters an interceptor. Does nothing if it is not registered."""
+        """Removes an interceptor, also if it was registered several times. Does nothing if it is not registered."""
         self.client = tuple(each for each in self.client if each is not interceptor)
         self.server = tuple(each for each in self.server if each is not interceptor)
 
@@ -169,8 +183,13 @@ def run_client_interceptors(
 ) -> Any:
     """Runs the interceptors around `send`. Returns the result of the outermost one, and raises its errors.
 
+    Args:
+        interceptors: The interceptors, outermost first. Without any, only `send` is called.
+        call: The call.
+        send: Sends the call. Returns a future, or a reference if `call.is_kept` is set.
+
     Raises:
-        UsageError: The result is not a future, although the call is not a remote call.
+        UsageError: The result is not a future, although `call.is_kept` is not set.
     """
     result = _chain(interceptors, send)(call)
     if not call.is_kept and not isinstance(result, Future):
@@ -181,11 +200,18 @@ def run_client_interceptors(
 def run_server_interceptors(
     interceptors: Sequence[ServerInterceptor], call: ServerCall, run: Callable[[ServerCall], Any]
 ) -> Any:
-    """Runs the interceptors around `run`. Returns the result of the outermost one, and raises its errors."""
+    """Runs the interceptors around `run`. Returns the result of the outermost one, and raises its errors.
+
+    Args:
+        interceptors: The interceptors, outermost first. Without any, only `run` is called.
+        call: The call.
+        run: Runs the function. Returns its result.
+    """
     return _chain(interceptors, run)(call)
 
 
 def _chain(interceptors: Sequence[Any], innermost: Callable[[Any], Any]) -> Callable[[Any], Any]:
+    """Returns a function that runs all interceptors around `innermost`; `innermost` itself if there are none."""
     proceed = innermost
     for interceptor in reversed(interceptors):
         proceed = _bind(interceptor, proceed)
@@ -193,4 +219,5 @@ def _chain(interceptors: Sequence[Any], innermost: Callable[[Any], Any]) -> Call
 
 
 def _bind(interceptor: Any, proceed: Callable[[Any], Any]) -> Callable[[Any], Any]:
+    """Returns a function that calls `interceptor.intercept` with its argument and `proceed`."""
     return lambda call: interceptor.intercept(call, proceed)

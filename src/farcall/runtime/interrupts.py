@@ -26,6 +26,7 @@ from types import FrameType
 from typing import Final
 
 RETRY_S: Final = 0.005
+"""Seconds after which a deferred SIGINT is sent again."""
 
 _OWN_CODE: Final = os.path.dirname(os.path.dirname(os.path.abspath(__file__))) + os.sep
 _PROGRAMS: Final = tuple(os.path.join(_OWN_CODE, name) + os.sep for name in ("bench", "cli", "launcher", "rendezvous"))
@@ -45,12 +46,13 @@ _schedule: Callable[[float, Callable[[], None]], None] | None = None
 
 
 def install(schedule: Callable[[float, Callable[[], None]], None]) -> None:
-    """Replaces Python's default SIGINT handler.
+    """Replaces Python's default SIGINT handler by `handle`. To be called once for each agent.
 
     Leaves the handler unchanged if this is not the main thread, or the program has a handler of its own.
 
     Args:
-        schedule: Schedules a call of a function in another thread, at a time on the monotonic clock.
+        schedule: Called as `schedule(when, function)` to have a function called in another thread. `when` is a time of
+            the monotonic clock.
     """
     global _users, _schedule
     with _lock:
@@ -62,9 +64,9 @@ def install(schedule: Callable[[float, Callable[[], None]], None]) -> None:
 
 
 def uninstall() -> None:
-    """Restores Python's default SIGINT handler if no other agent needs ours.
+    """Restores Python's default SIGINT handler if no other agent needs ours. To be called once for each `install`.
 
-    Leaves the handler unchanged if this is not the main thread. To be called once for each `install`.
+    Leaves the handler unchanged if this is not the main thread, or another handler is installed.
     """
     global _users
     with _lock:
@@ -76,7 +78,7 @@ def uninstall() -> None:
 
 
 def raise_deferred() -> None:
-    """Raises `KeyboardInterrupt` if one was deferred and this is the main thread."""
+    """Raises `KeyboardInterrupt` if one was deferred and this is the main thread; otherwise does nothing."""
     global _is_deferred
     if _is_deferred and threading.current_thread() is threading.main_thread():
         _is_deferred = False
@@ -84,14 +86,19 @@ def raise_deferred() -> None:
 
 
 def forget() -> None:
-    """In a forked child: resets this module, because the child has no agents. Leaves the handler installed."""
+    """Called in a forked child: resets this module, because the child has no agents. Leaves the handler installed."""
     global _users, _schedule, _lock, _is_deferred, _is_sent_again
     _lock = threading.Lock()  # another thread of the parent may have held it
     _users, _schedule, _is_deferred, _is_sent_again = 0, None, False, False
 
 
 def handle(number: int, frame: FrameType | None) -> None:
-    """The SIGINT handler: raises `KeyboardInterrupt`, or defers it if the main thread runs code of farcall."""
+    """The SIGINT handler: raises `KeyboardInterrupt`, or defers it if the main thread runs code of farcall.
+
+    Args:
+        number: The number of the signal. Not used.
+        frame: The stack frame that was interrupted.
+    """
     global _is_deferred, _is_sent_again
     was_sent_again, _is_sent_again = _is_sent_again, False
     if was_sent_again and not _is_deferred:
@@ -105,7 +112,10 @@ def handle(number: int, frame: FrameType | None) -> None:
 
 
 def send_again() -> None:
-    """Sends a deferred SIGINT to the main thread again. Does nothing if it was raised meanwhile."""
+    """Called by the timers: sends a deferred SIGINT to the main thread again.
+
+    Does nothing if it was raised meanwhile.
+    """
     global _is_sent_again
     main = threading.main_thread()
     if _is_deferred and main.ident is not None and main.is_alive():
@@ -114,9 +124,9 @@ def send_again() -> None:
 
 
 def _is_inside(frame: FrameType | None) -> bool:
-    """Returns whether an interrupt must be deferred.
+    """Returns whether an interrupt in this stack frame must be deferred; False if `frame` is None.
 
-    That is so if the innermost stack frame outside of the standard library belongs to farcall, but not to `_PROGRAMS`
+    It must be if the innermost stack frame outside of the standard library belongs to farcall, but not to `_PROGRAMS`
     or `_SLEEPS`.
     """
     while frame is not None:
@@ -130,4 +140,5 @@ def _is_inside(frame: FrameType | None) -> bool:
 
 
 def _is_standard_library(path: str) -> bool:
+    """Returns whether the source file `path` belongs to Python's standard library, not to an installed package."""
     return path.startswith("<frozen") or (path.startswith(_STANDARD_LIBRARY) and _SITE_PACKAGES not in path)

@@ -85,10 +85,11 @@ _serving = _Serving()
 
 
 def call_after_reply(function: Callable[[], object]) -> None:
-    """Calls a function after the reply of the call that this thread runs for another worker was sent.
+    """Calls a function after the reply to the call that this thread runs for another worker was sent.
 
-    If the thread runs no such call, the function is called at once, and its errors are raised. Otherwise its errors are
-    logged.
+    If that call returns a coroutine or a pending future, `function` is called when it has returned, before the reply.
+    Errors of `function` are logged. If this thread runs no call for another worker, `function` is called at once, and
+    its errors are raised.
     """
     invocation = _serving.invocation
     if invocation is None:
@@ -98,7 +99,7 @@ def call_after_reply(function: Callable[[], object]) -> None:
 
 
 class Invocation:
-    """One request: runs its function and sends the reply."""
+    """One request at the callee: a job that runs its function and sends the reply."""
 
     __slots__ = (
         "_after_reply", "_annotations", "_buffers", "_call", "_call_id", "_callee", "_connection", "_handles", "_keeps",
@@ -116,18 +117,19 @@ class Invocation:
         payload: Bytes,
         buffers: Sequence[Bytes],
     ) -> None:
-        """Creates an invocation; `run` runs it.
+        """Creates an invocation. `run` runs it.
 
         Args:
             parts: The parts of this worker.
-            connection: The connection for the reply. None for a remote call of this worker to itself.
-            call_id: The call id of the request. 0 if no reply is sent.
-            callee: The callee as encoded in the frame (`protocol.frames`).
-            payload: The pickled arguments.
-            buffers: The buffers of the arguments.
+            connection: The connection on which the reply is sent; None for a call of `remote` of this worker to itself.
+            call_id: The id of the call, which the reply repeats; 0 if no reply is sent.
+            callee: The function or method to call, as encoded in the frame (`protocol.frames`); empty if the function
+                is the first pickled argument.
+            payload: The pickled arguments; empty for none.
+            buffers: The buffers of the arguments; may be empty.
 
         Raises:
-            ProtocolError: The callee should name a reference, but is too short.
+            ProtocolError: `callee` should name a reference, but is too short.
         """
         self._parts = parts
         self._connection = connection
@@ -153,13 +155,13 @@ class Invocation:
         value: Value | None = None,
         keeps: object = None,
     ) -> None:
-        """Adds the parts that only some requests have. Must be called before `run`, if at all.
+        """Adds what only some requests have. Must be called before `run`, if at all.
 
         Args:
             handles: The handles of the references in the arguments; may be empty.
             annotations: The annotations of the request; None for none.
-            value: For a remote call, the value that receives the result; else None.
-            keeps: An object to keep alive until the function has run.
+            value: For a call of `remote`, the `Value` that receives the result; else None.
+            keeps: An object to keep alive until the function has run; None for none.
         """
         self._handles = handles
         self._annotations = annotations
@@ -171,7 +173,8 @@ class Invocation:
     def run(self) -> None:
         """Runs the function of the request, and sends the reply. Raises nothing: errors are sent to the caller.
 
-        If the value that the request uses does not exist yet, the request is run again when it does.
+        If the request uses the value of a reference that does not exist yet, returns at once, and is queued again when
+        the value exists. If the function returns a coroutine or a pending future, the reply is sent when that is done.
         """
         function: Any = None
         try:
@@ -210,10 +213,10 @@ class Invocation:
                 self._call_after_reply()
 
     def _is_subject_there(self, subject: Value) -> bool:
-        """Returns True if the value that the request uses exists.
+        """Returns True if the request can be run now: the value of the reference that it uses is settled.
 
-        If the value does not exist yet, returns False, and has the request run again later. If there is an error in its
-        place, returns False after sending that error to the caller.
+        If the value is pending, has the request queued again later and returns False. If the function that should have
+        made the value has failed, sends that failure to the caller and returns False.
         """
         if not subject._state:
             subject.watch(lambda _: self._parts.executor.submit(self), waker=True, attended=True)
@@ -224,10 +227,10 @@ class Invocation:
         return True
 
     def _await_async_execution(self, function: Callable[..., Any], result: Any) -> Any:
-        """Returns the final result of a function, given what it returned.
+        """Returns the final result of a call, given what its function returned.
 
         If the function is marked `async_execution`, that is the result of the returned future, or `_LATER` if the
-        future is not done. Otherwise it is `result` itself.
+        future is pending or has failed. Otherwise it is `result` itself.
         """
         future_of = async_result(function)
         if future_of is None:
@@ -241,13 +244,14 @@ class Invocation:
     def _load(self) -> tuple[Any, Sequence[Any], dict[str, Any]]:
         """Returns the function, its positional arguments and its keyword arguments.
 
-        For a request that calls nothing, but asks for a value, its presence or its type, returns None in place of the
-        function, and the pair of `_answer` in place of the arguments.
+        A request may call nothing, but ask for a value, whether it exists, or its type. Then returns None in place of
+        the function, and the pair of `_answer` in place of the positional arguments.
 
         Raises:
             ProtocolError: The request has no function.
             SerializationError: There is no such function, or the arguments cannot be unpickled.
             NotAllowedError: The allow-list forbids the arguments.
+            Exception: The value of the reference has no such method, or there is an error in its place.
         """
         callee, subject = self._callee, self._subject
         if not callee:
@@ -275,9 +279,11 @@ class Invocation:
         return function, args, kwargs
 
     def _load_function_of(self, value: Any, name: str) -> tuple[Any, Sequence[Any], dict[str, Any]]:
-        """Returns what `_load` returns, for a request that calls a function with the value as its first argument.
+        """Does what `_load` does, for a request that calls a function with a value as its first argument.
 
-        `name` is the encoded name of the function; empty if the function itself is the first argument of the request.
+        Args:
+            value: The value of the reference that the request uses.
+            name: The encoded name of the function; empty if the function itself is the first pickled argument.
         """
         function = resolve_function(name.encode(), self._parts.name) if name else None
         args, kwargs = self._arguments() if self._payload else ((), {})
@@ -288,6 +294,10 @@ class Invocation:
         return partial(function, value), args, kwargs
 
     def _arguments(self) -> tuple[Sequence[Any], dict[str, Any]]:
+        """Unpickles the arguments. Returns the positional and the keyword arguments. Can be called once.
+
+        Raises `SerializationError` if they cannot be unpickled, and `NotAllowedError` if the allow-list forbids them.
+        """
         payload, buffers, handles = self._payload, self._buffers, self._handles
         self._payload, self._buffers, self._handles = b"", (), ()  # so that only the function keeps them alive
         guard = self._parts.guard
@@ -306,6 +316,10 @@ class Invocation:
             raise not_rebuilt_error(what, f"on worker {self._parts.name!r}", error.__cause__) from error.__cause__
 
     def _run_function(self, function: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
+        """Runs the function, inside the server interceptors and the `function_runner` if there are any.
+
+        Returns its result.
+        """
         parts = self._parts
         runner = parts.function_runner
         interceptors = parts.interceptors.server
@@ -327,7 +341,10 @@ class Invocation:
     # The allow-list
 
     def _check_allowed(self, guard: AllowList) -> None:
-        """Raises `NotAllowedError` if the allow-list forbids the callee, `SerializationError` if it does not exist."""
+        """Raises `NotAllowedError` and logs a warning if the allow-list forbids the callee.
+
+        Raises `SerializationError` if there is no such function. Does nothing if the callee is allowed.
+        """
         callee, subject = self._callee, self._subject
         try:
             if not callee:
@@ -347,6 +364,12 @@ class Invocation:
             raise
 
     def _check_function(self, guard: AllowList, encoded: bytes) -> None:
+        """Raises `NotAllowedError` if the allow-list forbids a function; otherwise does nothing.
+
+        A function is also forbidden if its name leads through an object that is no class. `encoded` is the name of the
+        module and the qualified name of the function, separated by a zero byte. Raises `SerializationError` if there is
+        no such function.
+        """
         module, _, name = encoded.decode(errors="replace").partition("\0")
         guard.check_function(module, name)
         outer, _, _ = name.rpartition(".")
@@ -358,6 +381,7 @@ class Invocation:
         guard.check_found(module, name, resolve_function(encoded, self._parts.name))
 
     def _log_refusal(self, error: NotAllowedError) -> None:
+        """Logs a warning that the allow-list has forbidden this request."""
         who = f"{self._connection}" if self._connection is not None else "another worker"
         why = quoted(str(error))  # the text contains names that the caller chose
         logger.warning("worker %r refused a call of %s from %s: %s", self._parts.name, self._name(), who, why)
@@ -365,11 +389,14 @@ class Invocation:
     # Answering
 
     def _finish(self, function: Callable[..., Any] | str, outcome: list[Any]) -> None:
-        """Sends the reply of a function that has returned; for a remote call, keeps the result. Raises nothing.
+        """Sends the reply of a function that has returned; for a call of `remote`, keeps the result. Raises nothing.
+
+        If the result cannot be sent, sends the error.
 
         Args:
             function: The function, for error messages.
-            outcome: A list with the result as its only item, so that no stack frame of a caller keeps the result alive.
+            outcome: A list with the result as its only item, which this method removes. So no stack frame of a caller
+                keeps the result alive.
         """
         try:
             connection, call = self._connection, self._call
@@ -391,6 +418,10 @@ class Invocation:
     def _pack_result(
         self, function: Callable[..., Any] | str, result: Any, connection: ServerConnection
     ) -> tuple[bytes, list[memoryview]]:
+        """Pickles a result. Returns the frame of the reply and its buffers.
+
+        Raises `SerializationError` if the result cannot be pickled, or is larger than the caller accepts.
+        """
         handles: Any = ()
         plain = dumps_plain_result(result) if result is not None else (b"", [])
         if plain is not None:
@@ -407,7 +438,10 @@ class Invocation:
         return pack_full_reply(RESULT, self._call_id, payload, references, annotations), list(buffers)
 
     def _keep(self, result: Any) -> None:
-        """Stores the result of a remote call, and sends the reply, which contains the result if that is small."""
+        """Stores the result of a call of `remote`, and sends the reply.
+
+        The reply contains the result if that is small and immutable. No reply is sent if the caller expects none.
+        """
         assert self._value is not None
         connection, call_id = self._connection, self._call_id
         frame = b""
@@ -425,9 +459,11 @@ class Invocation:
             connection.reply(frame, None)
 
     def _fail(self, function: Any, error: BaseException) -> None:
-        """Sends the error of a function that has raised or could not be run. Raises nothing.
+        """Sends an error to the caller: the function has raised it, or could not be run. Raises nothing.
 
-        `function` is None if it could not be found; then the name in the request is used.
+        Args:
+            function: The function, for the name in the message; None if it could not be found.
+            error: The error.
         """
         try:
             name = callable_name(function) if function is not None else self._name()
@@ -444,6 +480,7 @@ class Invocation:
         self._fail_with(failure)
 
     def _fail_with(self, failure: bytes) -> None:
+        """Sends an encoded failure to the caller; for a call of `remote`, also stores it in place of the value."""
         if self._value is not None:
             self._value.fail(failure)
         if self._connection is not None and self._call_id:
@@ -452,6 +489,8 @@ class Invocation:
             self._connection.reply(frame, None)
 
     def _finish_when_done(self, function: Callable[..., Any], future: Future[Any]) -> None:
+        """Has the reply sent when `future` is done."""
+
         def done(future: Future[Any]) -> None:
             error = future.exception()
             self._finish_later(function, None if error is not None else future.value(), error)
@@ -459,7 +498,10 @@ class Invocation:
         future.watch(done, waker=False)
 
     def _finish_later(self, function: Callable[..., Any], result: Any, error: BaseException | None) -> None:
-        """Does what `_finish` or `_fail` does, for a function whose result comes after `run` has returned."""
+        """Sends the reply of a function whose result or error was known only after `run` had returned.
+
+        `error` is None if the function has succeeded.
+        """
         if error is None:
             self._finish(function, [result])
         else:
@@ -470,12 +512,16 @@ class Invocation:
     # After the reply
 
     def add_after_reply(self, function: Callable[[], object]) -> None:
-        """Has a function called when `run` ends: after the reply was sent, or a coroutine or future was returned."""
+        """Has a function called when `run` ends: after the reply, or after a coroutine or pending future was returned.
+
+        Errors of the function are logged.
+        """
         if self._after_reply is None:
             self._after_reply = []
         self._after_reply.append(function)
 
     def _call_after_reply(self) -> None:
+        """Calls the functions of `add_after_reply` once, in order. Logs their errors."""
         functions, self._after_reply = self._after_reply or [], None
         for function in functions:
             try:
@@ -499,10 +545,10 @@ class Invocation:
 
 
 def _answer(kind: bytes, value: Any) -> tuple[str, Any]:
-    """Returns the name of a request for a value, its presence or its type, and the answer to it.
+    """Returns the name of a request that calls nothing, and the answer to it: the value, None or the type of the value.
 
     Args:
-        kind: VALUE, PRESENCE or TYPE (`protocol.frames`); any other kind is answered like TYPE.
+        kind: VALUE, PRESENCE or TYPE (`protocol.frames`). Any other kind is answered like TYPE.
         value: The value.
     """
     if kind == VALUE:
@@ -513,7 +559,10 @@ def _answer(kind: bytes, value: Any) -> tuple[str, Any]:
 
 
 def _reader_of(value: Any, name: str, attribute: Any) -> Callable[..., Any]:
-    """Returns a function that returns `attribute`, which is not callable, and raises `TypeError` if given arguments."""
+    """Returns a function that returns `attribute`, an attribute of `value` that is not callable.
+
+    The function raises `TypeError` if it is given arguments. `name` is the name of the attribute.
+    """
 
     def read(*args: Any, **kwargs: Any) -> Any:
         if args or kwargs:

@@ -40,9 +40,20 @@ _encode = msgspec.msgpack.Encoder().encode
 
 
 class GroupEntry:
-    """Joins the group for one worker, and leaves it. In an open group, also keeps the store alive."""
+    """Joins the group for one worker, and leaves it.
+
+    In an open group, also makes sure that some worker hosts the store.
+    """
 
     def __init__(self, rendezvous: Rendezvous, name: str, addresses: tuple[str, ...], look_interval: float) -> None:
+        """Prepares to join. `join` joins the group.
+
+        Args:
+            rendezvous: Where the workers of the group find each other, and the store behind it.
+            name: The name of this worker.
+            addresses: The addresses at which this worker listens.
+            look_interval: Seconds between two comparisons of the store with the members of an open group.
+        """
         self._rendezvous = rendezvous
         self._name = name
         self._addresses = addresses
@@ -61,11 +72,17 @@ class GroupEntry:
         return self._rendezvous.world_size is None
 
     def join(self, timeout: float) -> tuple[Member, list[Member]]:
-        """Joins the group. Returns this worker, and the members of the group.
+        """Joins the group. In a fixed group, waits until all workers have joined.
+
+        Args:
+            timeout: How many seconds to wait. With 0, a fixed group must be complete already.
+
+        Returns:
+            This worker, and the members of the group.
 
         Raises:
             RendezvousTimeoutError: The timeout expired.
-            RendezvousError: The group could not be joined for another reason.
+            RendezvousError: The group could not be joined for another reason, such as a name that is taken.
         """
         from farcall.rendezvous import join, join_open  # not at the top of the file: see `farcall.rendezvous`
 
@@ -88,12 +105,17 @@ class GroupEntry:
         return self._me(self._number), members
 
     def _me(self, number: Worker) -> Member:
+        """Returns this worker as a member with the given number."""
         return Member(number, self._name, self._rendezvous.rank, network_identity(), self._addresses)
 
     def attach(self, group: Cluster, executor: Executor) -> None:
-        """Starts to look after the store of an open group, so that other workers can join.
+        """Connects this object with the parts that it needs after `join`. Call it once.
 
-        Call it once, after `join`.
+        In an open group, this worker helps from now on to keep the store available, so that other workers can join.
+
+        Args:
+            group: The group.
+            executor: Starts the threads for requests to the store.
         """
         self._group, self._executor = group, executor
         if self.is_open:
@@ -104,12 +126,16 @@ class GroupEntry:
             self._rendezvous.store.leave_losses_to_group()
 
     def tick(self, now: float) -> None:
-        """Compares the store with the group from time to time, and adds workers to the group that only the store has.
+        """Called at every heartbeat: compares the store of an open group with the members from time to time.
 
-        Only a few members do that, and only in an open group. Such a worker may have died while it joined, and its
-        name would be taken for ever; once it is in the group, the heartbeats find out. Or this worker was stopped for
-        so long that all workers it knew are gone, and none of them can tell it that it was expelled; workers that
-        joined meanwhile can.
+        Adds workers to the group that only the store knows, and removes workers from the store that are gone. Only the
+        two members with the lowest numbers do that, in another thread. A worker that only the store knows may have died
+        while it joined; once it is a member, the heartbeats detect that, and its name becomes free. Or this worker was
+        stopped for so long that all workers it knew are gone; workers that joined meanwhile can tell it that it was
+        expelled.
+
+        Args:
+            now: The current time of the monotonic clock.
         """
         group, executor = self._group, self._executor
         if now < self._next_look or not self.is_open or group is None or executor is None or self._over.is_set():
@@ -119,6 +145,10 @@ class GroupEntry:
             executor.run_aside(self._compare)
 
     def _compare(self) -> None:
+        """Removes workers from the store that are gone, and adds workers to the group that only the store knows.
+
+        Logs and skips entries that cannot be read.
+        """
         from farcall.rendezvous import read_members
 
         self._clear_away()
@@ -133,11 +163,16 @@ class GroupEntry:
                     logger.warning("worker %r ignores an entry of the store: %s", self._name, error)
 
     def member_gone(self, number: Worker, left: bool) -> None:
-        """Makes the store free the name of a worker that has left (`left` is True) or was lost.
+        """Called when a worker is not in the group any more: updates the store.
 
-        If the worker hosted the store of an open group, another worker hosts the store from now on, even if the
-        connection to the old host is still open, because the old host may be stopped. In a fixed group no other worker
-        can host the store: workers that use it get an error.
+        In an open group the store frees the name of the worker. If the worker hosted the store, another worker hosts it
+        from now on, even if the connection to the old host is still open, because the old host may be stopped. In a
+        fixed group, after a worker was lost, threads of this worker that wait in the store for other workers get a
+        `RendezvousError`. If the lost worker hosted the store, every request to the store fails.
+
+        Args:
+            number: The number of the worker.
+            left: True if the worker has left, False if it was lost.
         """
         group, executor = self._group, self._executor
         # Once all are about to leave, only the loss of the host is reported: others may have left in order.
@@ -155,7 +190,7 @@ class GroupEntry:
             executor.run_aside(self._clear_away)
 
     def _clear_away(self) -> None:
-        """Removes all workers that are gone from the store, not only the last one: the store may have missed others."""
+        """Removes all workers that are gone from the store of an open group. The store may have missed earlier ones."""
         from farcall.rendezvous import remove_lost_members
 
         group = self._group
@@ -163,14 +198,16 @@ class GroupEntry:
             remove_lost_members(self._rendezvous, group.is_gone, _names(group))
 
     def _is_reporter(self, group: Cluster) -> bool:
+        """Returns whether this worker is one of the `_REPORTERS` members that keep the store up to date."""
         return self._number in sorted(group.members())[:_REPORTERS]
 
     def _store_lost(self) -> None:
-        """Called when the connection to the store is lost: another member must host it, most likely."""
+        """Called when the connection to the store is lost: has another thread make sure that some member hosts it."""
         if self._executor is not None and not self._over.is_set():
             self._executor.run_aside(self._host_again)
 
     def _host_again(self) -> None:
+        """Tries until some member hosts the store, or this worker has left or was expelled."""
         from farcall.rendezvous import ensure_store
 
         group = self._group
@@ -184,7 +221,7 @@ class GroupEntry:
                 self._over.wait(_PAUSE)
 
     def expelled(self) -> None:
-        """After this worker was expelled: stops hosting the store, and keeps this worker out of a new store.
+        """Called when this worker was expelled: stops hosting the store, and keeps this worker out of a new store.
 
         Does nothing in a fixed group.
         """
@@ -210,9 +247,14 @@ class GroupEntry:
 
 
 def _member(number: Worker, payload: bytes) -> Member:
-    """Returns the member that a store entry describes.
+    """Decodes the entry of a worker in the store.
 
-    Raises `ProtocolError` if the entry cannot be read, or is of a worker with another number.
+    Args:
+        number: The number under which the store has the entry.
+        payload: The encoded member.
+
+    Raises:
+        ProtocolError: The entry cannot be decoded, or is of a worker with another number.
     """
     member = decode_member(payload)
     if member.number != number:
@@ -223,4 +265,5 @@ def _member(number: Worker, payload: bytes) -> Member:
 
 
 def _names(group: Cluster) -> set[str]:
+    """Returns the names of all members of the group."""
     return {member.name for member in group.members().values()}

@@ -66,7 +66,7 @@ class Inventory:
     held: tuple[HeldReference, ...]
 
     def between_workers(self) -> Inventory:
-        """Returns an inventory without the references that only this worker, their owner, holds."""
+        """Returns an inventory without the owned references that no other worker holds."""
         return Inventory(tuple(each for each in self.owned if each.holders), self.held)
 
     def report(self) -> str:
@@ -88,6 +88,7 @@ class Inventory:
         return "\n  ".join([self._numbers(), *lines])
 
     def _numbers(self) -> str:
+        """Returns how many references are owned and held, as text."""
         return f"owns {len(self.owned)}, holds {len(self.held)}"
 
     def __str__(self) -> str:
@@ -96,6 +97,7 @@ class Inventory:
 
 
 def _counted(names: tuple[str, ...]) -> list[str]:
+    """Returns how often each name occurs, as text like "2 by 'a'", in the order of the names; empty for no names."""
     return [f"{names.count(name)} by {name!r}" for name in dict.fromkeys(names)]
 
 
@@ -106,14 +108,14 @@ def take_inventory(
     handle_of: Callable[[ForkId], Handle | None],
     name_of: Callable[[Worker], str],
 ) -> Inventory:
-    """Returns the inventory of a worker.
+    """Returns all references that a worker owns or holds at this moment.
 
     Args:
-        references: The reference counts.
-        values: The values that the worker owns.
-        origins: Where the references of values of this worker were created.
+        references: The reference counts of the worker.
+        values: The values that the worker owns, by reference.
+        origins: Where the references that the worker has created for its own values were created.
         handle_of: Returns the handle of a fork; None if the program has dropped it.
-        name_of: Returns the name of a worker.
+        name_of: Returns the name of a worker, given its number.
     """
     owned = [
         OwnedReference(
@@ -144,9 +146,16 @@ def take_inventory(
 
 
 def count_references(references: ReferenceCounts, values_to_come: Set[RRefId]) -> dict[str, str]:
-    """Returns numbers of references as text, with the names that torch uses.
+    """Returns some numbers of references as text, by the names that torch uses.
 
-    As in torch, an owned reference counts only if other workers hold it, or its value is pending.
+    Args:
+        references: The reference counts of a worker.
+        values_to_come: The references whose value the worker owns and that is still pending.
+
+    Returns:
+        `num_owner_rrefs`: owned references that other workers hold, or whose value is pending. `num_pending_users`:
+        forks on this worker that their owner has not confirmed. `num_pending_futures`: values that are pending.
+        `num_forks`: forks on other workers of owned references.
     """
     owned = sum(bool(each.forks) or reference in values_to_come for reference, each in references.owned.items())
     pending = sum(held.state is not ForkState.CONFIRMED for held in references.held.values())

@@ -26,36 +26,47 @@ _ALL_GONE: Final = -1
 
 
 class MetricsCounter:
-    """Keeps the counts of connections that have ended, and makes reports about all connections."""
+    """Keeps the numbers of connections that have ended, and makes reports about all connections."""
 
     def __init__(self) -> None:
+        """Creates a counter in which all numbers are 0."""
         self._lock = threading.RLock()  # a finalizer may end a connection while its thread holds the lock
         self._ended: dict[Worker, Counts] = {}
 
     def add_client(self, connection: ClientConnection) -> None:
-        """Adds the counts of our own connection that has ended. Its pending calls count as failed."""
+        """Adds the numbers of a connection for our own calls, which has ended. Its pending calls count as failed.
+
+        Call it once for each connection.
+        """
         counts = _count_client(connection)
         counts["calls_failed"] += counts.pop("calls_pending")
         self._add(connection.number, counts)
 
     def add_server(self, connection: ServerConnection) -> None:
-        """Adds the counts of another worker's connection that has ended. Call it once for each connection."""
+        """Adds the numbers of a connection from another worker, which has ended. Call it once for each connection."""
         self._add(connection.number, _count_server(connection))
 
     def remove_worker(self, worker: Worker) -> None:
-        """Keeps the counts of a worker that has left or was lost in the total only. Does nothing if it has none."""
+        """Removes a worker that has left or was lost. Its numbers still count in the total.
+
+        Does nothing if it has none.
+        """
         with self._lock:
             counts = self._ended.pop(worker, None)
             if counts is not None:
                 self._ended.setdefault(_ALL_GONE, Counter()).update(counts)
 
     def _add(self, worker: Worker, counts: Counts) -> None:
+        """Adds the numbers of one connection to those of a worker."""
         counts.pop("bytes_waiting")  # they will never be sent
         with self._lock:
             self._ended.setdefault(worker, Counter()).update(counts)
 
     def calls_made(self) -> int:
-        """Returns the number of calls that were made on connections that have ended."""
+        """Returns the number of calls that were made on connections that have ended.
+
+        Calls made by `remote` do not count.
+        """
         with self._lock:
             return sum(counts["calls_made"] for counts in self._ended.values())
 
@@ -66,13 +77,13 @@ class MetricsCounter:
         executor: Mapping[str, int],
         refusals: Mapping[Worker, int],
     ) -> Metrics:
-        """Returns all counts, for each worker and in total.
+        """Returns the metrics of this worker, for each other worker and in total.
 
         Args:
-            clients: Our own connections.
-            cluster: The group.
-            executor: The counts of the executor.
-            refusals: The number of refusals about references, by worker.
+            clients: The connections for our own calls that have not ended.
+            cluster: The group, which knows the connections from other workers.
+            executor: The numbers of the executor, by the names of `Metrics`.
+            refusals: How many messages about references were refused, by the worker that sent them.
         """
         connections = cluster.connections_of()
         with self._lock:
@@ -96,6 +107,7 @@ class MetricsCounter:
 
 
 def _count_client(connection: ClientConnection) -> Counts:
+    """Returns the current numbers of a connection for our own calls, by the names of `PeerMetrics`."""
     return Counter(
         calls_made=connection.calls_made,
         calls_failed=connection.calls_failed,
@@ -106,6 +118,7 @@ def _count_client(connection: ClientConnection) -> Counts:
 
 
 def _count_server(connection: ServerConnection) -> Counts:
+    """Returns the current numbers of a connection from another worker, by the names of `PeerMetrics`."""
     return Counter(
         calls_served=connection.calls_served,
         bytes_waiting=connection.link.unsent_bytes(),
@@ -114,4 +127,5 @@ def _count_server(connection: ServerConnection) -> Counts:
 
 
 def _as_metrics(counts: Counts) -> PeerMetrics:
+    """Returns all keys of `PeerMetrics`; those that are not in `counts` are 0."""
     return cast(PeerMetrics, {name: counts[name] for name in PeerMetrics.__annotations__})

@@ -30,6 +30,7 @@ from farcall.transports.base import Link, Transport
 from farcall.transports.network import are_on_one_host, is_local
 
 CONNECT_TIMEOUT_S: Final = 10.0
+"""The most seconds that one attempt to connect to a worker takes."""
 _LOOK_AGAIN_S: Final = 0.05
 """How often a thread that waits in the handshake checks whether the connection is still needed."""
 ONE_HOST: Final = frozenset({"unix", "memory"})
@@ -37,7 +38,7 @@ ONE_HOST: Final = frozenset({"unix", "memory"})
 
 
 class Peer:
-    """One worker of the group, with this worker's connection to it, if there is one."""
+    """One worker of the group, and our connection to it, if there is one."""
 
     def __init__(
         self,
@@ -49,15 +50,16 @@ class Peer:
         on_expelled: Callable[[], None],
         is_over: Callable[[], bool],
     ) -> None:
-        """Creates a peer without a connection.
+        """Creates a peer without a connection. `connect` opens the connection.
 
         Args:
             parts: The parts of this worker.
-            member: The worker.
+            member: The worker that the peer stands for.
             me: This worker.
-            group: The name of this run of the group.
-            new_connection: Creates a connection, given this peer, an established link and the other end's limits.
-            on_expelled: Called if the worker says that the group has expelled this worker.
+            group: The name of this run of the group. Both ends of a connection must have the same.
+            new_connection: Creates a connection, given this peer, a link with a completed handshake, and the most bytes
+                of a head and of a frame that the other end accepts.
+            on_expelled: Called if the other worker says that the group has expelled this worker.
             is_over: Returns whether this worker is shut down or expelled, so that no connection is needed any more.
         """
         self.info = info_of(member)
@@ -82,11 +84,17 @@ class Peer:
         self._last_connection: ClientConnection | None = None
 
     def connect(self, deadline: float) -> ClientConnection:
-        """Returns the connection. Opens it if necessary, which waits until the deadline at most.
+        """Returns the connection. Opens it if there is none, and waits for that.
+
+        Several threads may call this at once; they get the same connection.
+
+        Args:
+            deadline: Until when to wait, as a time of the monotonic clock. The wait is at most `CONNECT_TIMEOUT_S`
+                seconds.
 
         Raises:
-            WorkerLostError: The worker has left, was lost, or cannot be reached in time. The attribute `is_gone` says
-                whether its process has certainly ended.
+            WorkerLostError: The worker has left, was lost, or could not be reached before the deadline. Its attribute
+                `is_gone` is True if the process of the worker has certainly ended.
         """
         if self.is_lost:
             raise self.lost_error()
@@ -110,39 +118,56 @@ class Peer:
                 self._lock.release()
 
     def lose(self, has_left: bool) -> None:
-        """Marks the worker as left (`has_left`) or lost: new calls to it fail at once.
+        """Marks the worker as not in the group any more: new calls to it fail at once with `WorkerLostError`.
 
-        The caller must call `leave` or `close_connection` next.
+        The caller must call `leave` or `close_connection` next, which end the connection.
+
+        Args:
+            has_left: True if the worker has left, False if it was lost.
         """
         self._has_left = has_left
         self.is_lost = True
         self._last_connection, self.connection = self.connection, None
 
     def lost_error(self) -> WorkerLostError:
-        """Returns the error of a call to this worker after it has left or was lost."""
+        """Returns a new error for a call to this worker, to be used after `lose`."""
         fate = "has left the group" if self._has_left else "was lost"
         return WorkerLostError(f"worker {self.info.name!r} {fate}", self.info.name)
 
     def leave(self) -> None:
-        """Ends the connection of a worker that has left the group, after its last replies are read."""
+        """Ends the connection to a worker that has left the group, after its last replies are read.
+
+        Does not wait for that. Does nothing if there is no connection.
+        """
         for connection in filter(None, (self._last_connection, self.connection)):
             connection.leave("it has left the group")
 
     def close_connection(self) -> None:
-        """Ends the connection to a worker that has left or was lost. Pending calls fail. Can be called twice."""
+        """Ends the connection at once, after `lose`: pending calls fail with `WorkerLostError`. May be called twice.
+
+        Does nothing if there is no connection.
+        """
         last, self._last_connection = self._last_connection, None
         for connection in filter(None, (last, self.connection)):
             connection.lose("it has left the group" if self._has_left else "the group cannot reach it", advice="")
 
     def forget(self, connection: ClientConnection) -> None:
-        """Removes a connection that has ended. Does nothing if there is a newer one."""
+        """Removes a connection that has ended, so that `connect` opens a new one.
+
+        Does nothing if `connection` is not the current connection of this peer.
+        """
         if self.connection is connection:
             self.connection = None
 
     # Connecting
 
     def _open(self, deadline: float) -> tuple[Link, tuple[int, int]]:
-        """Returns an established link and the limits of the other end. Raises `WorkerLostError` if no address works."""
+        """Tries the addresses of the worker in order.
+
+        Returns the first link that works, and the limits of the other end. The limits are the most bytes of a head and
+        of a frame; 0 for no limit. `deadline` is a time of the monotonic clock. Raises `WorkerLostError` if no address
+        works.
+        """
         reasons = []
         somebody_answers = False
         refusal: AuthenticationError | None = None
@@ -191,7 +216,10 @@ class Peer:
             del lost, refusal  # else the error and this stack frame would be a reference cycle
 
     def _reachable_addresses(self) -> list[tuple[Transport, str]]:
-        """Returns the addresses of the worker that may work from this host, in order of preference."""
+        """Returns the addresses that may work from this host, each with its transport, in order of preference.
+
+        The list is empty if this worker has no transport for any of them.
+        """
         same_host = are_on_one_host(self._member.host, self._me.host)
         return [
             (transport, address)
@@ -201,7 +229,10 @@ class Peer:
         ]
 
     def _is_on_this_host(self, address: str) -> bool:
-        """Returns whether the kernel of this host decides if something listens at that address."""
+        """Returns whether the kernel of this host decides if something listens at `address`.
+
+        Only then a refused connection shows that nothing listens there.
+        """
         scheme, _, rest = address.partition(":")
         if scheme in ONE_HOST:
             return are_on_one_host(self._member.host, self._me.host)
@@ -209,12 +240,15 @@ class Peer:
         return scheme == "tcp" and self._member.host == self._me.host and is_local(rest.rpartition(":")[0].strip("[]"))
 
     def _do_handshake(self, link: Link, deadline: float) -> tuple[int, int]:
-        """Does the handshake: both ends prove that they know the secret. Returns the limits of the other end.
+        """Performs the whole handshake on a new link.
+
+        Returns the most bytes of a head and of a frame that the peer accepts. `deadline` is a time of the monotonic
+        clock.
 
         Raises:
             ProtocolError: The other end does not know the secret, is another worker, or refuses the connection.
             EncryptionRequired: The other end wants a new connection with TLS.
-            OSError: The other end has closed the connection, or did not answer in time.
+            OSError: The link has failed, or the deadline has passed (`TimeoutError`).
         """
         me, other = self._me, f"worker {self.info.name!r}"
         hello = Hello(
@@ -250,7 +284,12 @@ class Peer:
         return welcome.limits
 
     def _receive_handshake(self, link: Link, deadline: float, other: str) -> list[bytes]:
-        """Waits for the next frames of the handshake, and returns at least one.
+        """Waits for the next frames of the handshake, and returns them: at least one.
+
+        Args:
+            link: The link.
+            deadline: Until when to wait, as a time of the monotonic clock.
+            other: Text that names the other end, for messages.
 
         Raises:
             TimeoutError: The deadline has passed, or the connection is not needed any more.
@@ -273,9 +312,9 @@ class Peer:
 
 
 class _AnotherWorkerError(PeerRefusedError):
-    """Another worker listens at that address now, or an authenticated worker has refused the connection."""
+    """Another worker listens at the address now, or the right worker has refused the connection after its proof."""
 
 
 def info_of(member: Member) -> WorkerInfo:
-    """Returns the `WorkerInfo` of a member. Its id is the rank, or the number if the member has no rank."""
+    """Returns the `WorkerInfo` of a member. Its id is the rank; in an open group, where the rank is -1, the number."""
     return WorkerInfo(member.name, member.rank if member.rank >= 0 else member.number)

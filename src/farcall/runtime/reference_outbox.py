@@ -60,13 +60,13 @@ _ENTRY: Final = struct.Struct("<QBIIQ16sIQ")
 
 
 def pack_control(acknowledged: int, messages: Sequence[tuple[int, Message]]) -> bytes:
-    """Returns the payload of a CONTROL frame.
+    """Encodes the payload of a CONTROL frame.
 
-    Layout: the number up to which this worker has received the receiver's messages (8 bytes); then for each message its
-    number (8), its type (1), its reference and fork (44). All little-endian.
+    Layout: the acknowledged number (8 bytes); then for each message its number (8), its type (1), its reference and
+    fork (44). All little-endian.
 
     Args:
-        acknowledged: The number up to which messages were received; 0 for none.
+        acknowledged: This worker has received all messages of the receiver up to this number; 0 for none.
         messages: The messages with their numbers; may be empty.
     """
     parts = [_ACKNOWLEDGEMENT.pack(acknowledged)]
@@ -77,7 +77,14 @@ def pack_control(acknowledged: int, messages: Sequence[tuple[int, Message]]) -> 
 
 
 def unpack_control(payload: bytes | memoryview) -> tuple[int, list[tuple[int, Message]]]:
-    """Returns the acknowledgement and the numbered messages. Raises `ProtocolError` if the payload cannot be read."""
+    """Decodes the payload of a CONTROL frame.
+
+    Returns:
+        The acknowledged number, and the messages with their numbers; an empty list if there are none.
+
+    Raises:
+        ProtocolError: The payload has a wrong size, or a message has an unknown type.
+    """
     size = len(payload) - _ACKNOWLEDGEMENT.size
     if size < 0 or size % _ENTRY.size:
         raise ProtocolError(f"a control message of {len(payload)} bytes came, which cannot be")
@@ -92,14 +99,17 @@ def unpack_control(payload: bytes | memoryview) -> tuple[int, list[tuple[int, Me
 
 
 class Connection(Protocol):
-    """The connection on which a message was sent. Used to find out whether the message may have been lost."""
+    """The connection on which a message was sent. It says whether the message may have been lost."""
 
     def is_lost(self) -> bool:
-        """Returns whether the connection has ended, so that messages may not have arrived."""
+        """Returns whether the connection has ended. Then messages that were sent on it may not have arrived."""
 
 
 class UnackedKeep:
-    """A remote call that its owner has not acknowledged yet. It has the frame, in case it must be sent again."""
+    """A call made by `remote` that its receiver has not acknowledged yet. Keeps the frame, to send it again.
+
+    `ReferenceStore.create_remote` sets `reference`, `fork` and `frame`.
+    """
 
     __slots__ = ("buffers", "fork", "frame", "keeps", "reference", "via")
 
@@ -107,6 +117,12 @@ class UnackedKeep:
     fork: ForkId
 
     def __init__(self, via: Connection, keeps: object) -> None:
+        """Creates an entry without a frame.
+
+        Args:
+            via: The connection on which the call is sent.
+            keeps: The handle whose method is called; None for a function.
+        """
         self.frame = b""
         """The frame; empty until it has its number."""
         self.buffers: Sequence[memoryview] | None = None
@@ -117,11 +133,17 @@ class UnackedKeep:
 
 
 class UnackedReferences:
-    """The references in a call or reply that its receiver has not acknowledged."""
+    """The references in a call or reply that its receiver has not acknowledged yet."""
 
     __slots__ = ("carried", "via")
 
     def __init__(self, carried: Sequence[Carried], via: Connection) -> None:
+        """Creates an entry.
+
+        Args:
+            carried: The references, with the fork of each that was created for the receiver.
+            via: The connection on which the call or reply was sent.
+        """
         self.carried = carried
         self.via = via
 
@@ -130,7 +152,7 @@ Unacked: TypeAlias = Message | UnackedReferences | UnackedKeep
 
 
 class ControlFrame(NamedTuple):
-    """The payload of a CONTROL frame, and which connection its sender should use."""
+    """The payload of a CONTROL frame, and what its sender needs to know to choose a connection."""
 
     payload: bytes
     has_only_answers: bool
@@ -140,9 +162,10 @@ class ControlFrame(NamedTuple):
 
 
 class Outboxes:
-    """The outboxes of all workers. The reference store uses methods and attributes under its lock."""
+    """The outboxes of all workers. Every use must hold the lock of the reference store."""
 
     def __init__(self) -> None:
+        """Creates outboxes without messages. Workers are added with `delivery.joined`."""
         self.delivery: Delivery[Unacked] = Delivery()
         self.unsent: dict[Worker, list[tuple[int, Message]]] = {}
         """Messages that have numbers and are not sent yet, by receiver."""
@@ -152,9 +175,9 @@ class Outboxes:
         """The number of our `ForkRequest` messages that each owner has not answered."""
 
     def add(self, to: Worker, message: Message) -> None:
-        """Assigns a number to a message, and puts it into the outbox of its receiver.
+        """Assigns the next number to a message, and puts it into the outbox of the worker `to`.
 
-        Raises `KeyError` if that one is gone.
+        Raises `KeyError` if that worker is gone or was never added.
         """
         self.unsent.setdefault(to, []).append((self.delivery.send(to, message), message))
         if type(message) is ForkRequest:
@@ -168,13 +191,14 @@ class Outboxes:
         self.asked.pop(worker, None)
 
     def receivers(self) -> list[Worker]:
-        """Returns the workers to which messages or an acknowledgement must be sent."""
+        """Returns the workers to which a message or an acknowledgement must be sent; empty if there are none."""
         return [*self.unsent, *(worker for worker in self.owed if worker not in self.unsent)]
 
     def take_frame(self, to: Worker) -> ControlFrame | None:
-        """Removes messages from the outbox of a worker and returns them as a frame, with an acknowledgement.
+        """Removes messages from the outbox of a worker, and returns them as a frame with an acknowledgement.
 
-        Takes at most `MAX_MESSAGES_PER_FRAME` messages. Returns None if there is nothing to send.
+        Takes at most `MAX_MESSAGES_PER_FRAME` messages; the rest stays. Returns None if there is neither a message nor
+        an owed acknowledgement.
         """
         messages = self.unsent.pop(to, None)
         if messages is None:
@@ -190,26 +214,29 @@ class Outboxes:
         return ControlFrame(payload, has_only_answers, not messages)
 
     def take_unacked(self, to: Worker) -> list[tuple[int, Unacked]]:
-        """Returns all unacknowledged messages of a worker, with numbers; empty if none.
+        """Returns everything that a worker has not acknowledged, each with its number, in order; empty if nothing.
 
-        Empties its outbox, part of them.
+        Also empties the outbox of that worker, whose messages are in the list.
         """
         self.unsent.pop(to, None)
         return self.delivery.unacknowledged(to)
 
     def take_acknowledgement(self, to: Worker) -> int:
-        """Returns the number up to which the messages of a worker were received; 0 if none. The caller must send it."""
+        """Returns the number up to which all messages of a worker were received; 0 if none was.
+
+        The caller must send it: the acknowledgement is not owed any more.
+        """
         self.owed.pop(to, None)
         return self.delivery.acknowledgement(to)
 
     def awaits(self, worker: Worker) -> bool:
-        """Returns whether an acknowledgement or answer is expected from a worker."""
+        """Returns whether a worker still has to acknowledge a message, or to answer a `ForkRequest`."""
         return self.delivery.awaits(worker) or bool(self.asked.get(worker))
 
     def clear(self) -> object:
-        """Removes everything. Returns the old contents, which the caller must drop without the lock.
+        """Removes everything. Returns the old contents, which the caller must drop after it has released the lock.
 
-        Their finalizers may run user code.
+        Dropping them may run finalizers of users.
         """
         kept, self.delivery = self.delivery, Delivery()
         self.unsent.clear()
@@ -219,26 +246,35 @@ class Outboxes:
 
 
 class OutboxSource(Protocol):
-    """The reference store, as `OutboxSender` sees it. All methods take the lock of the store."""
+    """What `OutboxSender` needs from the reference store. All methods take the lock of the store."""
 
     def take_control_frame(self, to: Worker) -> ControlFrame | None:
-        """Removes messages to a worker from its outbox and returns them as a frame; None if nothing is to be sent."""
+        """Removes messages from the outbox of a worker, and returns them as a frame, which the caller must send.
+
+        Returns None if there is nothing to send.
+        """
 
     def take_unacked(self, to: Worker) -> list[tuple[int, Unacked]]:
-        """Returns all unacknowledged messages to a worker, with numbers, and empties its outbox; empty if none."""
+        """Returns everything that a worker has not acknowledged, each with its number, in order; empty if nothing.
+
+        Also empties the outbox of that worker, whose messages are in the list.
+        """
 
     def take_acknowledgement(self, to: Worker) -> int:
-        """Returns the number up to which the messages of a worker were received; 0 if none. The caller must send it."""
+        """Returns the number up to which all messages of a worker were received; 0 if none was.
+
+        The caller must send it.
+        """
 
 
 class OutboxSender:
-    """Sends messages about references, and gossip, to one worker.
+    """Sends control messages about references, and gossip, to one worker.
 
-    Answers are sent on the connection of the worker that asked, because that worker reads it. All other messages are
-    sent on our own connection. A message that cannot be sent stays unacknowledged, and is sent again on the next
-    connection; gossip that cannot be sent is dropped. Connecting takes time, so a separate thread does it. If nothing
-    listens at the worker's address any more, the group is told. If connecting fails for another reason, it is tried
-    again at the next heartbeat.
+    Answers (`ForkAccepted`, `ForkRefused`) are sent on the connection of the worker that asked, because that worker
+    reads it. All other messages are sent on our own connection. A control message that cannot be sent stays
+    unacknowledged, and is sent again on the next connection. Gossip that cannot be sent is dropped. Connecting takes
+    time, so a separate thread does it. If nothing listens at the worker's address any more, `on_unreachable` is called.
+    If connecting fails for another reason, the next heartbeat tries again.
     """
 
     def __init__(
@@ -249,13 +285,13 @@ class OutboxSender:
         server_connection: Callable[[], ServerConnection | None],
         on_unreachable: Callable[[], None],
     ) -> None:
-        """Creates the sender for one worker.
+        """Creates the sender for one worker. Sends nothing yet.
 
         Args:
             peer: The worker.
-            source: The reference store.
+            source: The reference store, which has the messages.
             executor: Starts the threads that connect.
-            server_connection: Returns the worker's connection to us; None if there is none.
+            server_connection: Returns the worker's connection to this one; None if there is none.
             on_unreachable: Called when nothing listens at the worker's address any more.
         """
         self._peer = peer
@@ -273,7 +309,11 @@ class OutboxSender:
         """The number of messages that were sent again."""
 
     def send(self) -> None:
-        """Sends the messages in the outbox. Connects first, in another thread, if necessary. Never raises or waits."""
+        """Sends the messages in the outbox and an owed acknowledgement, if there are any. Never raises or waits.
+
+        If there is no connection, another thread connects and sends them. If the last attempt to connect has failed,
+        the next heartbeat tries again.
+        """
         client, server = self._peer.connection, self._server_connection()
         if client is None and server is None:
             if not self.is_stuck:  # otherwise the next heartbeat tries again
@@ -294,7 +334,11 @@ class OutboxSender:
                 return
 
     def send_gossip(self, frame: bytes) -> None:
-        """Sends gossip, which may be lost. Connects first, in another thread, if necessary. Never raises or waits."""
+        """Sends a frame with gossip. The frame may get lost. Never raises or waits.
+
+        If there is no connection, another thread connects and sends the frame. Only the last 64 frames are kept until
+        then.
+        """
         connection = self._peer.connection
         if connection is not None:
             connection.send(frame)
@@ -303,7 +347,10 @@ class OutboxSender:
             self.connect_and_send()
 
     def connect_and_send(self) -> None:
-        """Has another thread connect, if necessary, and send everything. If one does that already, it repeats it."""
+        """Has another thread connect, if necessary, and send gossip and all unacknowledged messages. Does not wait.
+
+        If a thread does that already, it does so once more afterwards.
+        """
         with self._lock:
             must_start = not self._is_wanted and not self._is_connecting
             self._is_wanted = True
@@ -311,6 +358,10 @@ class OutboxSender:
             self._executor.run_aside(self._run)
 
     def _run(self) -> None:
+        """The function of the thread that connects and sends.
+
+        Repeats that while `connect_and_send` is called meanwhile.
+        """
         with self._lock:
             if self._is_connecting:
                 return
@@ -329,6 +380,11 @@ class OutboxSender:
             self._executor.run_aside(self._run)
 
     def _connect(self) -> ClientConnection | None:
+        """Tries a few times to connect.
+
+        Returns the connection; None if that failed, or no connection is needed any more. If nothing listens at the
+        worker's address, calls `on_unreachable`.
+        """
         for pause in _CONNECT_PAUSES_S:
             if self._peer.is_lost or self._peer.is_over() or self._executor.is_closing:
                 break
@@ -348,6 +404,7 @@ class OutboxSender:
         return None
 
     def _send_all(self, connection: ClientConnection) -> None:
+        """Sends the waiting gossip and all unacknowledged messages. If the connection ends meanwhile, tries again."""
         while self._unsent_gossip:
             connection.send(self._unsent_gossip.popleft())
         self._resend(connection)
@@ -355,9 +412,10 @@ class OutboxSender:
             self.connect_and_send()
 
     def _resend(self, connection: ClientConnection) -> None:
-        """Sends an acknowledgement, and again everything unacknowledged.
+        """Sends all unacknowledged messages again, with an acknowledgement.
 
-        Frames that were sent on a connection that has not ended are left out: they still arrive.
+        Calls made by `remote`, and references in calls and replies, are left out if the connection on which they were
+        sent has not ended: they will arrive.
         """
         messages: list[tuple[int, Message]] = []
         for number, unacked in self._source.take_unacked(self._peer.number):

@@ -72,10 +72,11 @@ if TYPE_CHECKING:
     from farcall.runtime.executor import Executor
 
 PROCESS_INTERVAL_S: Final = 5e-3
+"""Seconds between the scheduling of `ReferenceStore.process` and its run. One *interval* is one run."""
 UNREPORTED_INTERVALS: Final = 4
-"""A received handle is reported to its owner only if it is kept for at least this many intervals.
+"""The owner of a received handle is told of it only if it is kept for at least this many intervals.
 
-At most twice as many pass before it is reported.
+At most twice as many pass before the owner is told.
 """
 _MAX_STEPS: Final = 256
 """The most changes that are made before the lock is released for other threads."""
@@ -84,10 +85,10 @@ _TOKENS_AT_ONCE: Final = 256
 
 
 class ReferenceStore:
-    """All references of one worker: the values that it owns, its handles, and the messages about them."""
+    """All references of one worker: the values that it owns, its handles, and the control messages about them."""
 
     calling: Caller
-    """Makes the calls on references. The agent sets it."""
+    """Makes the calls on references. The agent sets it after it has created the store."""
 
     def __init__(
         self,
@@ -102,13 +103,14 @@ class ReferenceStore:
         """Creates a store without references.
 
         Args:
-            counts: The reference counts of this worker, with empty tables. Only the store calls them.
+            counts: The reference counts of this worker, with empty tables. Only this store may call its methods.
             executor: Runs `process`.
             timers: Schedules `process`.
-            name_of: Returns the name of a worker.
-            send_outbox: Sends the messages in the outbox of a worker.
-            resend: Connects to a worker again, and sends what may have been lost with an earlier connection.
-            record_stacks: Whether handles remember the whole stack of their creation, not only the line.
+            name_of: Returns the name of a worker, given its number.
+            send_outbox: Called with the number of a worker, to send the control messages that wait for it.
+            resend: Called with the number of a worker, to connect to it again and send again what an earlier connection
+                may have lost.
+            record_stacks: Whether handles remember the whole stack of their creation; if False, only the line.
         """
         self.me = counts.me
         self._executor = executor
@@ -142,16 +144,20 @@ class ReferenceStore:
     # Workers
 
     def add_worker(self, worker: Worker) -> None:
-        """Adds a worker that has joined the group. Does nothing after `cut_off`."""
+        """Adds a worker that has joined the group, given its number. Does nothing after `cut_off`."""
         with self._lock:
             if not self._is_cut_off:
                 self._counts.add_worker(worker)
                 self._outboxes.delivery.joined(worker)
 
     def remove_worker(self, worker: Worker) -> None:
-        """Removes a worker that has left or was lost. Does nothing if it is not there.
+        """Removes a worker that has left or was lost. Does nothing if it was not added.
 
-        Handles of values that it owned raise `OwnerLostError`, and its own handles are not counted any more.
+        Later uses of handles of values that it owned raise `OwnerLostError`. Its own handles do not keep values of this
+        worker alive any more. Control messages to it are dropped.
+
+        Args:
+            worker: The number of the worker.
         """
         with self._lock:
             if worker not in self._counts.workers:
@@ -168,7 +174,7 @@ class ReferenceStore:
     def cut_off(self) -> None:
         """Removes all other workers, after the group has expelled this one.
 
-        Handles of values that other workers own raise `ExpelledError`.
+        Later uses of handles of values that other workers own raise `ExpelledError`. Values of this worker stay.
         """
         with self._lock:
             self._is_cut_off = True
@@ -181,16 +187,22 @@ class ReferenceStore:
     # Creating
 
     def own(self, value: Any) -> Handle:
-        """Returns a handle of a value that this worker owns from now on. Raises what `own_later` raises."""
+        """Makes this worker the owner of a value, and returns a handle of it.
+
+        Raises `UsageError` if a finalizer calls this while its own thread is changing the tables of references.
+        """
         there = Value()
         there.give(value)
         return self.own_later(there)
 
     def own_later(self, value: Value) -> Handle:
-        """Returns a handle of a value of this worker that may not exist yet.
+        """Makes this worker the owner of a value that may not exist yet, and returns a handle of it.
+
+        Args:
+            value: The future of the value.
 
         Raises:
-            UsageError: A finalizer called this while its thread was changing the tables.
+            UsageError: A finalizer called this while its own thread was changing the tables of references.
         """
         refuse_in_finalizer(self._lock)
         made = place_of_caller(self.record_stacks)
@@ -206,10 +218,14 @@ class ReferenceStore:
     def share_own(self, reference: RRefId, made: Made) -> Handle:
         """Returns another handle of a value that this worker owns.
 
-        The caller must make sure that the reference is held by a handle or a fork until this returns.
+        The caller must make sure that another handle or a fork holds the reference until this returns.
+
+        Args:
+            reference: The id of the reference.
+            made: Where the program creates the new handle, for leak reports.
 
         Raises:
-            ReferenceRefusedError: This worker owns no value with that reference.
+            ReferenceRefusedError: This worker owns no value with that reference. That is counted in `refusals`.
         """
         with self._lock:
             value = self._values.get(reference)
@@ -230,25 +246,25 @@ class ReferenceStore:
         payload: bytes,
         annotations: bytes,
     ) -> tuple[Handle, int]:
-        """Prepares a remote call: creates its reference and its frame, which the caller must send.
+        """Prepares a call of `remote`: creates its reference and its frame. The caller must send the frame.
 
         Args:
-            owner: The worker that will create the value and keep it.
-            passed: The handles in the arguments.
-            unacked: A new one, which receives the frame. If it has a frame afterwards, the frame must be sent, also if
-                this method was interrupted by an exception.
-            call_id: The call id of the reply.
-            callee: The callee as encoded in a frame.
-            payload: The pickled arguments.
+            owner: The number of the worker that will create the value and keep it.
+            passed: The handles in the arguments; may be empty.
+            unacked: A new `UnackedKeep`. This method stores the frame in it. If its frame is not empty afterwards, the
+                frame must be sent, even if this method has raised.
+            call_id: The id of the call, which the reply repeats.
+            callee: The function or method to call, as encoded in a frame (`protocol.frames`).
+            payload: The pickled arguments; may be empty.
             annotations: The packed annotations; may be empty.
 
         Returns:
-            The handle of the value, and the number of the frame.
+            The handle of the value, and the number under which the owner acknowledges the frame.
 
         Raises:
             WorkerLostError: The owner has left the group or was lost.
-            RpcError: A handle cannot be used any more. Then no fork was made.
-            UsageError: A finalizer called this while its thread was changing the tables.
+            RpcError: A handle in `passed` cannot be used any more. No fork was created then.
+            UsageError: A finalizer called this while its own thread was changing the tables of references.
         """
         refuse_in_finalizer(self._lock)
         if passed:
@@ -278,14 +294,19 @@ class ReferenceStore:
         return handle, number
 
     def pass_on(self, handles: Sequence[Handle], to: Worker, via: Connection) -> bytes:
-        """Makes a fork of each handle for a worker. Returns the references as encoded in a frame.
+        """Creates a fork of each handle for another worker. Returns the references as encoded in a frame.
 
-        The caller must send that frame on `via` at once.
+        The caller must put them into a frame and send it on `via` at once.
+
+        Args:
+            handles: The handles.
+            to: The number of the worker.
+            via: The connection on which the frame will be sent.
 
         Raises:
-            WorkerLostError: The receiver has left the group or was lost.
-            RpcError: A handle cannot be used any more. Then no fork was made.
-            UsageError: A finalizer called this while its thread was changing the tables.
+            WorkerLostError: The worker has left the group or was lost.
+            RpcError: A handle cannot be used any more. No fork was created then.
+            UsageError: A finalizer called this while its own thread was changing the tables of references.
         """
         refuse_in_finalizer(self._lock)
         check_usable(handles, self)
@@ -304,15 +325,15 @@ class ReferenceStore:
         return pack_references(number, carried)
 
     def _lost_error(self, worker: Worker) -> WorkerLostError:
+        """Returns the error for a call that needs a worker which has left the group or was lost."""
         name = self._name_of(worker)
         return WorkerLostError(f"worker {name!r} was lost: nothing can be asked of it any more; use another one", name)
 
     def _fork_all(self, handles: Sequence[Handle], to: Worker, carried: list[Carried]) -> None:
-        """Makes a fork of each handle for a worker.
+        """Creates a fork of each handle for the worker `to`. The caller holds the lock.
 
-        Adds each to `carried` before it is counted, so that it can be cancelled.
-
-        Raises `RpcError` if a handle cannot be passed on; the forks before it are in `carried`.
+        Adds each fork to `carried` before it is counted, so that `_cancel_forks` can undo it. Raises `RpcError` if a
+        handle cannot be passed on; the forks before it are in `carried`.
         """
         counts = self._counts
         for handle in handles:
@@ -321,18 +342,21 @@ class ReferenceStore:
             counts.pass_handle(reference, handle.fork, child, to)
 
     def _cancel_forks(self, handles: Sequence[Handle], carried: Sequence[Carried]) -> None:
+        """Undoes `_fork_all`, given the same handles and the forks that it has added to `carried`."""
         for handle, (reference, child) in zip(handles, carried, strict=False):
             self._counts.cancel_pass(reference, handle.fork, child)
 
     # Receiving
 
     def receive_references(self, sender: Worker, number: int, carried: Sequence[Carried]) -> list[Handle] | None:
-        """Returns handles of the references in a received frame; None if that frame was received before.
+        """Returns new handles of the references in a received frame; None if the same frame was received before.
+
+        The sender is sent an acknowledgement a few milliseconds later.
 
         Args:
-            sender: The worker that sent the frame.
-            number: The number of the frame among those that are acknowledged.
-            carried: The references and forks in the frame.
+            sender: The number of the worker that sent the frame.
+            number: The number of the frame, which `sender` has assigned for the acknowledgement.
+            carried: The references and forks in the frame; may be empty.
 
         Raises:
             ProtocolError: The sender has no right to pass one of them on.
@@ -352,14 +376,18 @@ class ReferenceStore:
             self._act()
 
     def _owe_acknowledgement(self, sender: Worker) -> None:
-        """Notes that a worker must be sent an acknowledgement. The caller holds the lock.
+        """Notes that a worker must be sent an acknowledgement. Does nothing if it is gone. The caller holds the lock.
 
-        That is also done for a message that was received before, because its sender does not know that.
+        It is also called for a message that was received before, because the sender has not got the acknowledgement.
         """
         if sender in self._counts.workers:
             self._outboxes.owed[sender] = None
 
     def _receive_all(self, sender: Worker, carried: Sequence[Carried]) -> list[Handle]:
+        """Counts the received references and returns a new handle of each, in order. The caller holds the lock.
+
+        Raises `ProtocolError` if the sender has no right to pass one of them on.
+        """
         made = self._senders.get(sender)
         if made is None:
             made = self._senders[sender] = f"a message of {self._name_of(sender)!r}"
@@ -374,6 +402,7 @@ class ReferenceStore:
         return handles
 
     def _new_handle(self, carried: Carried, made: Made) -> Handle:
+        """Returns a new handle of a received reference, whether this worker or another one owns its value."""
         reference, fork = carried
         if reference[0] == self.me:
             value = self._values.get(reference)
@@ -385,6 +414,7 @@ class ReferenceStore:
         return handle
 
     def _new_own_handle(self, reference: RRefId, value: Value, made: Made) -> Handle:
+        """Returns a new handle of a value that this worker owns."""
         handle = Handle(self, reference, None, value, made)
         self._own_handles.add(watch_handle(handle))
         return handle
@@ -392,10 +422,18 @@ class ReferenceStore:
     def accept_create(
         self, sender: Worker, number: int, reference: RRefId, fork: ForkId, carried: Sequence[Carried]
     ) -> tuple[Value, Sequence[Handle]] | None:
-        """Accepts a remote call of another worker.
+        """Accepts a call that another worker has made with `remote`: this worker becomes the owner of the result.
 
-        Returns the value that is to be set, and handles of the references in the arguments; None if the same frame was
-        received before.
+        Args:
+            sender: The number of the worker that made the call.
+            number: The number of the frame, which `sender` has assigned for the acknowledgement.
+            reference: The id of the new reference, which `sender` has chosen.
+            fork: The id of the fork that `sender` holds.
+            carried: The references and forks in the arguments; may be empty.
+
+        Returns:
+            The future of the value, which the caller must settle, and handles of the references in the arguments. None
+            if the same frame was received before.
 
         Raises:
             ProtocolError: The sender has no right to create that reference, or to pass on one of the others.
@@ -422,15 +460,19 @@ class ReferenceStore:
         return value, handles
 
     def owe_acknowledgement(self, sender: Worker) -> None:
-        """Schedules an acknowledgement to a worker, for a remote call without a reply."""
+        """Schedules an acknowledgement to a worker. Used for a call of `remote` that gets no reply."""
         with self._lock:
             self._owe_acknowledgement(sender)
         self.work_soon()
 
     def confirm_created(self, owner: Worker, number: int) -> None:
-        """Notes that the owner has replied to a remote call, and so has received the frame of that number.
+        """Notes that the owner has replied to a call of `remote`, and so has received its frame.
 
         Does nothing if the frame was acknowledged before.
+
+        Args:
+            owner: The number of the worker that has replied.
+            number: The number of the frame, as `create_remote` has returned it.
         """
         with self._lock:
             unacked = self._outboxes.delivery.taken(owner, number)
@@ -440,9 +482,16 @@ class ReferenceStore:
             self.work_soon()
 
     def receive_control(self, sender: Worker, payload: bytes | memoryview) -> None:
-        """Processes the payload of a CONTROL frame. Raises `ProtocolError` if it cannot be read.
+        """Processes the payload of a CONTROL frame: an acknowledgement, and messages about references.
 
         A message that the sender has no right to send is ignored and counted in `refusals`.
+
+        Args:
+            sender: The number of the worker that sent the frame.
+            payload: The payload of the frame: see `pack_control`.
+
+        Raises:
+            ProtocolError: The payload cannot be decoded. Nothing was changed.
         """
         acknowledged, messages = unpack_control(payload)
         try:
@@ -457,6 +506,10 @@ class ReferenceStore:
             self._act()
 
     def _receive_messages(self, sender: Worker, messages: Iterable[tuple[int, Any]]) -> None:
+        """Processes numbered messages about references. Skips those that were received before.
+
+        The caller holds the lock.
+        """
         outboxes = self._outboxes
         for number, message in messages:
             if not outboxes.delivery.receive(sender, number):
@@ -473,26 +526,28 @@ class ReferenceStore:
     # Values
 
     def value_at(self, callee: bytes, claimant: Callable[[], Worker] | None = None) -> Value:
-        """Returns the value that a request uses.
+        """Returns the future of the value that a request uses.
+
+        If this worker has no such value, the future has failed: see `find_value`.
 
         Args:
-            callee: The callee of the request, which has the reference after its first byte.
-            claimant: See `find_value`, which also says what is returned if there is no such value.
+            callee: The callee as encoded in the request. The reference is encoded after its first byte.
+            claimant: Returns the number of the worker that sent the request; None if this worker did.
 
         Raises:
-            ProtocolError: The callee is too short.
+            ProtocolError: `callee` is too short to contain a reference.
         """
         if len(callee) < 1 + HANDLE_SIZE:
             raise ProtocolError("a request about a reference does not say which")
         return self.find_value(unpack_handle(callee, 1)[0], claimant)
 
     def find_value(self, reference: RRefId, claimant: Callable[[], Worker] | None = None) -> Value:
-        """Returns a value that this worker owns, or will own.
+        """Returns the future of a value that this worker owns, or will own when a request that is on its way arrives.
 
-        If there is no such value, returns one that raises `ReferenceRefusedError` at each use.
+        If there can be no such value, the future has failed with `ReferenceRefusedError`, and `refusals` counts that.
 
         Args:
-            reference: The reference of the value.
+            reference: The id of the reference.
             claimant: Returns the number of the worker that requests the value; None if this worker does.
         """
         value = self._values.get(reference)
@@ -512,7 +567,10 @@ class ReferenceStore:
     # Carrying out effects
 
     def _decide(self, effects: Iterable[Effect]) -> None:
-        """Carries out effects as far as that is done under the lock, and queues the rest for `_act` and `process`."""
+        """Carries out the part of effects that needs the lock, which the caller holds.
+
+        Queues the rest: errors of values for `_act`, messages and released values for `process`.
+        """
         for effect in effects:
             if isinstance(effect, SendMessage):
                 if effect.to in self._counts.workers:
@@ -536,7 +594,10 @@ class ReferenceStore:
                 self._refused.append((effect.reference, value))
 
     def _act(self) -> None:
-        """Carries out the effects that `_decide` has queued. Called without the lock."""
+        """Settles values that will never exist, and schedules `process` if there is work for it.
+
+        Called without the lock.
+        """
         if self._outboxes.unsent or self._outboxes.owed or self._released or self._counts.unreported:
             self.work_soon()
         if self._refused:
@@ -546,7 +607,10 @@ class ReferenceStore:
                 value.refuse(partial(refused, reference))
 
     def work_soon(self) -> None:
-        """Schedules `process` in a few milliseconds. Takes no lock, because finalizers call it."""
+        """Schedules `process` in a few milliseconds. Takes no lock, so finalizers may call it.
+
+        Does nothing if `process` is scheduled already, or after `clear`.
+        """
         if not self._is_scheduled and not self.is_ended:
             self._is_scheduled = True
             try:
@@ -556,24 +620,26 @@ class ReferenceStore:
                 raise
 
     def look_for_work(self) -> None:
-        """Schedules `process` if there is work. Takes no lock.
+        """Schedules `process` if it has something to do. Takes no lock.
 
-        Ctrl-C may have prevented a finalizer from calling `work_soon`, and acknowledgements may have emptied a large
-        table since `process` ran.
+        Called regularly, because Ctrl-C may have prevented a finalizer from calling `work_soon`, and because
+        acknowledgements may have emptied a large table since `process` ran.
         """
         if self._has_work() or self._large_empty_tables():
             self.work_soon()
 
     def _submit_process(self) -> None:
+        """Queues a run of `process` in the executor."""
         from farcall.runtime.executor import Task
 
         self._executor.submit(Task(self.process))
 
     def process(self) -> None:
-        """Processes dropped handles, reports kept handles to their owners, sends outboxes, and releases values.
+        """Does all work that was put off: drops handles, sends control messages, and releases values.
 
-        It is not scheduled again while it runs. Otherwise many threads would wait for the lock here when there is a lot
-        to do.
+        It also tells owners of handles that this worker has kept for some time, and frees the memory of empty tables.
+        No further run is scheduled while it runs, except while it releases values. Otherwise many threads would wait
+        for the lock when there is a lot to do.
         """
         self._is_scheduled = True
         try:
@@ -599,7 +665,10 @@ class ReferenceStore:
             self.look_for_work()
 
     def _drop_handles(self) -> bool:
-        """Processes some handles that the program has dropped. Returns whether more are left."""
+        """Stops counting some handles that were garbage-collected. Returns whether more are left.
+
+        The caller holds the lock.
+        """
         dropped, counts = self.dropped, self._counts
         for _ in range(min(len(dropped), _MAX_STEPS)):
             entry = dropped.popleft()
@@ -617,7 +686,8 @@ class ReferenceStore:
     def _report_forks(self, is_interval: bool) -> bool:
         """Asks owners to count forks that were kept for some intervals. Returns whether more are left.
 
-        `is_interval` says that an interval has passed since the last call.
+        The caller holds the lock. `is_interval` is True in the first call of each run of `process`, which counts as one
+        interval.
         """
         due, unreported = self._to_report, self._counts.unreported
         if is_interval:
@@ -640,6 +710,7 @@ class ReferenceStore:
             table.clear()
 
     def _large_empty_tables(self) -> list[dict[Any, Any] | set[Any]]:
+        """Returns the tables that are empty and still use much memory; an empty list if there are none."""
         counts = self._counts
         tables: list[dict[Any, Any] | set[Any]] = [
             counts.owned, counts.held, counts.unreported, counts.parents, self._handles, self._own_handles,
@@ -649,46 +720,60 @@ class ReferenceStore:
         return [table for table in tables if not table and table.__sizeof__() > _MIN_SHRUNK_BYTES]
 
     def _has_work(self) -> bool:
+        """Returns whether `process` has something to do.
+
+        That is so if there are dropped handles, unsent messages, owed acknowledgements, values to release, or forks
+        that their owner may have to be told of.
+        """
         outboxes = self._outboxes
         return bool(self.dropped or outboxes.unsent or outboxes.owed or self._released or self._counts.unreported)
 
     # For the senders of outboxes
 
     def take_control_frame(self, to: Worker) -> ControlFrame | None:
-        """Removes messages to a worker from its outbox and returns them as a frame; None if nothing is to be sent."""
+        """Removes control messages to a worker from its outbox, and returns them as a frame. The caller must send it.
+
+        Takes at most `MAX_MESSAGES_PER_FRAME` messages. Returns None if there is nothing to send.
+        """
         with self._lock:
             return self._outboxes.take_frame(to)
 
     def take_unacked(self, to: Worker) -> list[tuple[int, Unacked]]:
-        """Returns all unacknowledged messages to a worker, with numbers, and empties its outbox; empty if none."""
+        """Returns everything that a worker has not acknowledged, each with its number, in order.
+
+        The list is empty if there is nothing. Also empties the outbox of that worker, whose messages are in the list.
+        """
         with self._lock:
             return self._outboxes.take_unacked(to)
 
     def take_acknowledgement(self, to: Worker) -> int:
-        """Returns the number up to which the messages of a worker were received; 0 if none. The caller must send it."""
+        """Returns the number up to which all messages of a worker were received; 0 if none was.
+
+        The caller must send it: no other acknowledgement is sent for these messages.
+        """
         with self._lock:
             return self._outboxes.take_acknowledgement(to)
 
     def awaits_acknowledgement(self, worker: Worker) -> bool:
-        """Returns whether an acknowledgement or answer is expected from a worker."""
+        """Returns whether a worker still has to acknowledge a message, or to answer a request to count a fork."""
         with self._lock:
             return self._outboxes.awaits(worker)
 
     # Reports
 
     def inventory(self) -> Inventory:
-        """Returns all references that this worker owns or holds. Calls `process` first."""
+        """Calls `process`, and returns all references that this worker owns or holds then. Both parts may be empty."""
         self.process()
         with self._lock:
             return take_inventory(self._counts, self._values, self._origins, self._handles.find, self._name_of)
 
     def debug_info(self) -> dict[str, str]:
-        """Returns numbers of references, with the names that torch uses."""
+        """Returns some numbers of references as text, by the names that torch uses. `count_references` lists them."""
         with self._lock:
             return count_references(self._counts, self._pending_values())
 
     def table_sizes(self) -> dict[str, int]:
-        """Returns the number of entries of each table. All are 0 when no reference is left in the group."""
+        """Returns the number of entries of each table, by name. All are 0 when no reference is left in the group."""
         with self._lock:
             counts, links = self._counts, self._outboxes.delivery.links.values()
             return {
@@ -706,24 +791,30 @@ class ReferenceStore:
             }
 
     def messages_sent(self) -> int:
-        """Returns the number of numbered messages that were sent so far."""
+        """Returns how many numbered messages this worker has sent to workers that are not gone.
+
+        Control messages, calls made by `remote`, and frames with references have numbers. A message that is sent again
+        counts once.
+        """
         with self._lock:
             return self._outboxes.delivery.sent()
 
     def is_quiet(self) -> bool:
-        """Returns whether there is no work, no unsent or unacknowledged message, and no pending value."""
+        """Returns whether `process` has nothing to do, all messages are acknowledged, and all owned values exist."""
         with self._lock:
             return not self._has_work() and self._outboxes.delivery.is_quiet() and not self._pending_values()
 
     def _pending_values(self) -> set[RRefId]:
+        """Returns the references of values that do not exist yet; an empty set if there are none."""
         return {reference for reference, value in self._values.items() if not value.done()}
 
     # The end
 
     def give_up_handles(self, reason: str) -> None:
-        """Releases all handles of values that other workers own. Later uses raise `UsageError` with that reason.
+        """Releases all handles of values that other workers own. Does nothing if there are none.
 
-        Does nothing if there are none.
+        Args:
+            reason: The message of the `UsageError` that later uses of these handles raise.
         """
         with self._lock:
             for fork, held in list(self._counts.held.items()):
@@ -733,10 +824,13 @@ class ReferenceStore:
         self._act()
 
     def forget(self, reason: str) -> None:
-        """Gives up all handles as `give_up_handles` does, and releases all values.
+        """Gives up all handles as `give_up_handles` does, and releases all values that this worker owns.
 
-        Other workers that use these values get `ReferenceRefusedError`. References are still counted, and new ones can
-        be created.
+        Workers that use one of these values later get `ReferenceRefusedError`. The references are still counted, and
+        new ones can be created.
+
+        Args:
+            reason: The message of the `UsageError` that later uses of the handles raise.
         """
         self.give_up_handles(reason)
         with self._lock:
@@ -747,7 +841,10 @@ class ReferenceStore:
         self.process()
 
     def clear(self) -> None:
-        """Removes everything and releases all values. Sends no messages. Handles that still exist are ignored."""
+        """Removes all references and releases all values. Sends no messages.
+
+        Handles that still exist are not counted any more, and nothing happens when they are dropped.
+        """
         self.is_ended = True
         with self._lock:
             self.dropped.clear()
@@ -765,9 +862,9 @@ class ReferenceStore:
 
 
 class RandomTokens:
-    """Creates random tokens for references, which cannot be guessed. Not safe for several threads at once.
+    """Creates tokens: random bytes that nobody can guess. Not safe for several threads at once.
 
-    Getting random bytes from the system is the expensive step, so it gets those of many tokens at once.
+    Asking the system for random bytes is slow, so the bytes of many tokens are fetched at once.
     """
 
     __slots__ = ("_drawn",)
@@ -776,7 +873,7 @@ class RandomTokens:
         self._drawn: list[bytes] = []
 
     def __call__(self) -> bytes:
-        """Returns a new token."""
+        """Returns a new token of `TOKEN_SIZE` bytes."""
         if not self._drawn:
             block = os.urandom(TOKEN_SIZE * _TOKENS_AT_ONCE)
             self._drawn = [block[at : at + TOKEN_SIZE] for at in range(0, len(block), TOKEN_SIZE)]

@@ -23,9 +23,15 @@ NOBODY_KNOWN: Final = -1
 
 
 class Refusals:
-    """The number of refusals of one agent, by the worker that sent what was refused."""
+    """Counts the messages and requests about references that were refused, by the worker that sent them."""
 
     def __init__(self, me: Worker, name_of: Callable[[Worker], str]) -> None:
+        """Creates a counter without refusals.
+
+        Args:
+            me: The number of this worker, for the log.
+            name_of: Returns the name of a worker, given its number.
+        """
         self._me = me
         self._name_of = name_of
         self._lock = threading.RLock()  # a finalizer may call `add` while its thread holds the lock
@@ -33,7 +39,12 @@ class Refusals:
         self._logged: set[Worker] = set()
 
     def add(self, worker: Worker, why: object) -> None:
-        """Counts one refusal. Logs the reason `why` if it is the first for this worker."""
+        """Counts one refusal. Logs a warning if it is the first of this worker.
+
+        Args:
+            worker: The number of the worker that sent what was refused; `NOBODY_KNOWN` if it is not known.
+            why: The reason, for the log.
+        """
         with self._lock:
             self._counts[worker] += 1
             if worker in self._logged:
@@ -50,20 +61,20 @@ class Refusals:
         )
 
     def remove_worker(self, worker: Worker) -> None:
-        """Adds the count of a worker that is gone to that of `NOBODY_KNOWN`, and forgets the worker.
+        """Forgets a worker that is gone. Its refusals are added to those of `NOBODY_KNOWN`.
 
-        Does nothing if it had no refusals.
+        Does nothing else if it had none.
         """
         with self._lock:
             self._counts[NOBODY_KNOWN] += self._counts.pop(worker, 0)
             self._logged.discard(worker)
 
     def counts(self) -> dict[Worker, int]:
-        """Returns the number of refusals for each worker that had any."""
+        """Returns the number of refusals by worker; an empty dict if nothing was refused."""
         with self._lock:
             return dict(self._counts)
 
 
 def no_such_reference(reference: object) -> str:
-    """Returns the reason for refusing a request that names this reference, as text."""
+    """Returns the reason for refusing a message about a reference that this worker does not know, as text."""
     return f"{reference} is not here, or was named with a wrong token"

@@ -66,33 +66,41 @@ class SizeLimits(Protocol):
 
     @property
     def max_head_size(self) -> int:
-        """The most bytes of a frame without its payload and buffers."""
+        """The most bytes of a head: a frame without its payload and buffers."""
 
     @property
     def max_message_size(self) -> int:
-        """The most bytes of a frame with its buffers."""
+        """The most bytes of a whole frame with its buffers."""
 
 
 class Admission(Protocol):
-    """Decides which workers may connect, and learns what their connections receive and when they end."""
+    """Decides which workers may connect, and is told what their connections receive and when they end."""
 
     me: Member
 
     def refusal(self, hello: Hello) -> Refused | None:
-        """Returns why the sender of this message may not connect; None if it may."""
+        """Returns why the sender of `hello`, the first message of a handshake, may not connect; None if it may."""
 
     def admitted(self, connection: ServerConnection, hello: Hello) -> None:
-        """Called when the handshake of a worker has succeeded."""
+        """Called when the handshake of a worker has succeeded. `hello` is the first message of that handshake."""
 
     def connection_closed(self, connection: ServerConnection) -> None:
         """Called when a connection has ended, whether its handshake had succeeded or not."""
 
     def receive_gossip(self, sender: Worker, payload: bytes) -> None:
-        """Processes a message about the group. Raises `ProtocolError` if it cannot be read."""
+        """Processes a message about the membership.
+
+        Args:
+            sender: The number of the worker that sent the message.
+            payload: The encoded message.
+
+        Raises:
+            ProtocolError: `payload` cannot be decoded.
+        """
 
 
 class ServerConnection:
-    """One connection from another worker, or from a stranger that has not proved that it knows the secret."""
+    """One connection from another worker, or from a stranger: an end that has not proved that it knows the secret."""
 
     def __init__(
         self,
@@ -102,14 +110,14 @@ class ServerConnection:
         admission: Admission,
         on_closed: Callable[[ServerConnection], None],
     ) -> None:
-        """Takes over a link that was accepted.
+        """Takes over a link that was accepted, and begins to read it. The first frames are the handshake.
 
         Args:
             parts: The parts of this worker.
-            link: The link, whose handshake is still to be done.
-            address: The address of this worker that the other end connected to.
+            link: The link. The connection closes it at its end.
+            address: The address of this worker to which the other end has connected.
             admission: Decides which workers may connect.
-            on_closed: Called once, when the connection has ended.
+            on_closed: Called once with this connection, when the connection has ended.
         """
         self.link = link
         self._address = address
@@ -126,13 +134,17 @@ class ServerConnection:
         self.number: Worker = -1
         """The number of the worker at the other end; -1 before the handshake is done."""
         self.calls_served = 0
+        """The number of calls that have arrived, without those made by `remote`."""
         self._is_closed = False
         parts.poller.watch(link, self._read)
 
     # Reading
 
     def _read(self) -> None:
-        """Called by the leader: processes the frames that have arrived. Raises nothing."""
+        """Called by the leader of the executor: processes the frames that have arrived. Raises nothing.
+
+        A frame that is wrong closes the connection.
+        """
         try:
             frames = self.link.receive()
             frames.reverse()
@@ -177,7 +189,10 @@ class ServerConnection:
     def _receive(
         self, kind: int, flags: int, callee_size: int, call_id: int, frame: bytes, buffers: Sequence[memoryview]
     ) -> None:
-        """Processes a frame that is not a call, or is a call with flags. Raises `ProtocolError` if it is wrong."""
+        """Processes a frame that is not a call, or is a call with flags.
+
+        Raises `ProtocolError` if the frame cannot be read, or is of a kind that a caller may not send.
+        """
         if kind in (CALL, KEEP):
             self._receive_request(kind, flags, callee_size, call_id, frame, buffers)
         elif kind == CONTROL:
@@ -193,9 +208,10 @@ class ServerConnection:
     def _receive_request(
         self, kind: int, flags: int, callee_size: int, call_id: int, frame: bytes, buffers: Sequence[memoryview]
     ) -> None:
-        """Queues a request that has references or annotations, or is a remote call.
+        """Queues a request that was made by `remote`, or has references or annotations.
 
-        Raises `ProtocolError` if it cannot be read. A request with very many references is read in the executor.
+        A request with more than `MANY_REFERENCES` references is read later, by a job of the executor. Raises
+        `ProtocolError` if the request cannot be read.
         """
         at = HEADER_SIZE + callee_size
         callee = bytes(frame[HEADER_SIZE:at])
@@ -211,7 +227,10 @@ class ServerConnection:
             self._parts.executor.ready.append(invocation)
 
     def _take_and_run(self, take: Callable[[], Invocation | None]) -> None:
-        """In the executor: reads a request with very many references with `take`, and runs it."""
+        """Called in the executor: reads a request with `take`, and runs it.
+
+        Closes the connection if it cannot be read.
+        """
         try:
             invocation = take()
         except (ProtocolError, MemoryError) as error:
@@ -223,9 +242,10 @@ class ServerConnection:
     def _take_request(
         self, kind: int, flags: int, call_id: int, callee: bytes, at: int, frame: bytes, buffers: Sequence[memoryview]
     ) -> Invocation | None:
-        """Counts the references of a request. Returns its invocation; None if the same request had arrived before.
+        """Counts the references of a request, and returns its invocation; None if the same request had arrived before.
 
-        Raises `ProtocolError` if the request cannot be read, or its head is too large.
+        `at` is the offset in `frame` after the callee. Raises `ProtocolError` if the request cannot be read, or its
+        head is too large.
         """
         store = self._parts.store
         value, annotations = None, None
@@ -264,7 +284,10 @@ class ServerConnection:
     # The handshake
 
     def _receive_handshake(self, frame: bytes) -> None:
-        """Processes one message of the handshake. Raises `ProtocolError` if the other end is refused."""
+        """Processes one message of the handshake, and answers it. The last message admits the other end.
+
+        Raises `ProtocolError` if the message is wrong, or the other end may not connect.
+        """
         handshake, link = self._handshake, self.link
         if handshake is None:
             # Only when the first message has arrived, because an encrypted link has no `binding` before.
@@ -290,7 +313,7 @@ class ServerConnection:
         self._admission.admitted(self, hello)
 
     def _turn_away(self, error: ProtocolError) -> None:
-        """Tells the other end why it is refused, in a form that all versions understand. Closes the connection."""
+        """Tells the other end why it is refused, in a form that all versions understand, and closes the connection."""
         refusal = error.refusal if isinstance(error, _NotAdmittedError) else refusal_for(error)
         with suppress(OSError):
             self.link.send(encode(refusal))
@@ -302,11 +325,11 @@ class ServerConnection:
         return self._peer is not None
 
     def worker_number(self) -> Worker:
-        """Returns the number of the worker at the other end; -1 before the handshake is done."""
+        """Returns the number of the worker at the other end; -1 before the handshake has succeeded."""
         return self.number
 
     def peer_info(self) -> WorkerInfo | None:
-        """Returns the worker at the other end; None before the handshake is done."""
+        """Returns the name and id of the worker at the other end; None before the handshake has succeeded."""
         peer = self._peer
         if peer is None:
             return None
@@ -317,13 +340,13 @@ class ServerConnection:
     def check_reply_size(
         self, function: Callable[..., Any] | str, handles: int, payload: bytes, buffers: Sequence[memoryview]
     ) -> None:
-        """Raises `SerializationError` if a reply is larger than the caller accepts.
+        """Raises `SerializationError` if a reply is larger than the caller accepts; otherwise does nothing.
 
         Args:
             function: The function, for the error message.
             handles: The number of references in the reply.
             payload: The pickled result.
-            buffers: The buffers of the result.
+            buffers: The buffers of the result; may be empty.
         """
         if handles > FEW_HANDLES:
             check_number(handles)
@@ -335,7 +358,12 @@ class ServerConnection:
             )
 
     def reply(self, frame: bytes, buffers: list[memoryview] | None) -> None:
-        """Sends a reply. If that fails, closes the connection. Raises nothing."""
+        """Sends a reply. If that fails, closes the connection. Raises nothing.
+
+        Args:
+            frame: The reply.
+            buffers: The buffers of the result; None for none. The link empties the list.
+        """
         try:
             self.link.send(frame, buffers)
         except ConnectionError:
@@ -352,13 +380,21 @@ class ServerConnection:
     # The end
 
     def refuse(self, error: BaseException) -> None:
-        """Closes the connection because a frame is wrong, and logs the error. Raises nothing."""
+        """Closes the connection because of a wrong frame, and logs `error` as a warning. Raises nothing."""
         why = quoted(str(error) or type(error).__name__)
         logger.warning("worker %r: connection from %s closed: %s", self._me(), self, why)
         self.close()
 
     def dismiss(self, kind: str, why: str) -> None:
-        """Closes the connection of a stranger. Logs why, once for each kind of reason and address."""
+        """Closes the connection of a stranger, and logs why.
+
+        Only the first time for each address and kind is logged as a warning or information; later ones as debug
+        messages.
+
+        Args:
+            kind: A short name for the kind of reason. "left" means that the stranger is no reason for a warning.
+            why: The reason, for the log.
+        """
         # An end that closes the connection itself may be a worker of the group that timed out: no reason to warn.
         level = logging.INFO if kind == "left" else logging.WARNING
         if not self._credentials.stranger_log.is_new(self.link.address, kind):
@@ -367,7 +403,10 @@ class ServerConnection:
         self.close()
 
     def close(self) -> None:
-        """Closes the connection. Requests from it continue to run; their replies are dropped. May be called twice."""
+        """Closes the connection. Does nothing the second time.
+
+        Requests from it continue to run, and their replies are dropped.
+        """
         if self._is_closed:
             return
         self._is_closed = True
@@ -382,15 +421,16 @@ class ServerConnection:
         return self._is_closed
 
     def has_unsent(self) -> bool:
-        """Returns whether part of a reply is still to be sent, because the caller has not read enough."""
+        """Returns whether part of a reply still waits to be sent; False if the connection is closed."""
         return not self._is_closed and self.link.unsent_bytes() > 0
 
     def abandon(self) -> None:
-        """In a forked child: marks the connection as closed here, and leaves the link to the parent."""
+        """Called in a forked child: marks the child's copy as closed. The connection of the parent is not affected."""
         self._is_closed = True
         self.link.abandon()
 
     def _me(self) -> str:
+        """Returns the name of this worker."""
         return self._admission.me.name
 
     def __str__(self) -> str:
@@ -398,9 +438,10 @@ class ServerConnection:
 
 
 class _NotAdmittedError(ProtocolError):
-    """A worker knows the secret, but may not connect for another reason, such as a wrong group."""
+    """A worker that knows the secret may not connect for another reason, such as a wrong group."""
 
     def __init__(self, refusal: Refused) -> None:
+        """Creates the error from the message that is sent to the other end."""
         super().__init__(refusal.reason)
         self.refusal = refusal
 
@@ -408,14 +449,14 @@ class _NotAdmittedError(ProtocolError):
 def excess_of(
     limits: tuple[int, int], head: int, handles: int, payload: bytes, buffers: Sequence[memoryview]
 ) -> str | None:
-    """Returns text that says by how much a frame is larger than the other end accepts; None if it is not.
+    """Returns text that says how large a frame is and how large it may be; None if it is not too large.
 
     Args:
-        limits: The most bytes of a head and of a frame that the other end accepts; 0 for no limit.
+        limits: The most bytes of a head and of a whole frame that the other end accepts; 0 for no limit.
         head: The number of bytes of the head, without references.
-        handles: The number of references.
+        handles: The number of references in the frame.
         payload: The payload.
-        buffers: The buffers.
+        buffers: The buffers; may be empty.
     """
     max_head, max_message = limits
     head += SECTION_SIZE + handles * HANDLE_SIZE
@@ -436,14 +477,19 @@ class PendingHandshakes:
     """
 
     def __init__(self, limits: Limits) -> None:
+        """Creates an empty collection.
+
+        `limits` has the largest number of connections, and the seconds for each handshake.
+        """
         self._limits = limits
         self._until: dict[ServerConnection, float] = {}  # oldest first
 
     def __len__(self) -> int:
+        """Returns the number of connections in this collection, including some whose handshake has just succeeded."""
         return len(self._until)
 
     def add(self, connection: ServerConnection) -> None:
-        """Adds a new connection. Closes those that have timed out, and the oldest if there are too many."""
+        """Adds a new connection. Closes those that have timed out, and the oldest ones if there are too many."""
         for admitted in [each for each in list(self._until) if each.is_admitted()]:
             self._until.pop(admitted, None)
         self.expire()
@@ -460,7 +506,7 @@ class PendingHandshakes:
         self._until.pop(connection, None)
 
     def expire(self) -> None:
-        """Closes the connections that have not finished their handshake in time."""
+        """Closes the connections whose handshake has taken too long. Does nothing if there are none."""
         now = monotonic()
         for connection, until in list(self._until.items()):
             if connection.is_admitted():

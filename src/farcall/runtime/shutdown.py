@@ -40,11 +40,20 @@ _ANSWER: Final = 1.0
 """Seconds that the store may take to answer after the deadline."""
 _FIRST_PAUSE: Final = 0.5e-3
 _LONGEST_PAUSE: Final = 20e-3
+"""Seconds between two checks whether this worker is idle: the first pause, doubled up to the longest."""
 _WHY_MISSING: Final = "%s has not been called there, or functions still run there"
 
 
 class Occasion(NamedTuple):
-    """Why workers wait for each other: the prefix of their keys in the store, and texts for messages."""
+    """Why workers wait for each other: the prefix of their keys in the store, and texts for messages.
+
+    Attributes:
+        prefix: The prefix of the workers' keys in the store. All workers use the same.
+        function: The function that waits, such as "shutdown()".
+        purpose: Completes "waited for the others ...", such as "to shut down".
+        giving_up: Completes "worker 'a' ... while calls were still under way", such as "shut down".
+        afterwards: What is the case after a failure, such as "everything is closed here now".
+    """
 
     prefix: str
     function: str
@@ -57,7 +66,7 @@ _SHUTDOWN: Final = Occasion("shutdown/", "shutdown()", "to shut down", "shut dow
 
 
 class Leaver(Protocol):
-    """The methods of the agent that this module calls. `Agent` implements them."""
+    """What this module needs from the agent of this worker. `Agent` implements it."""
 
     @property
     def info(self) -> WorkerInfo:
@@ -67,32 +76,45 @@ class Leaver(Protocol):
         """Returns whether no function runs here for others, and no reply or acknowledgement is expected."""
 
     def busy_report(self) -> str:
-        """Returns text that says why this worker is not idle."""
+        """Returns text that says why this worker is not idle, for messages."""
 
     def calls_started(self) -> int:
         """Returns the number of calls that this worker has made so far."""
 
     def everybody(self) -> list[tuple[WorkerInfo, bool]]:
-        """Returns all workers of the group, sorted by rank, each with whether it has left or was lost."""
+        """Returns all workers of the group, sorted by id.
+
+        The second item is True if the worker has left or was lost.
+        """
 
     def lost(self) -> list[str]:
-        """Returns the names of the workers that were lost; not of those that left in order."""
+        """Returns the names of the workers that were lost, but not of those that have left; empty if there are none."""
 
     def is_expelled(self) -> bool:
         """Returns whether the group has declared this worker lost."""
 
 
 def deadline_of(timeout: float) -> float:
-    """Returns the time on the monotonic clock when the timeout expires; `FOREVER` if the timeout is 0."""
+    """Returns when a timeout that begins now expires, as a time of the monotonic clock.
+
+    Args:
+        timeout: Seconds; 0 means no timeout, and returns `FOREVER`.
+    """
     return monotonic() + timeout if timeout else FOREVER
 
 
 def wait_for_everybody(leaver: Leaver, rendezvous: Rendezvous, deadline: float, occasion: Occasion = _SHUTDOWN) -> None:
-    """Waits until no call is running on any worker of the group.
+    """Waits until all workers of a fixed group have called this and no call is running on any of them.
+
+    Args:
+        leaver: This worker.
+        rendezvous: The rendezvous of the group, in whose store the workers exchange how many calls they have made.
+        deadline: Until when to wait, as a time of the monotonic clock; `FOREVER` for no limit.
+        occasion: Why the workers wait. All workers must give the same one, and each may be used once.
 
     Raises:
-        ShutdownError: The deadline has passed, a worker was lost, or this worker was expelled. If a worker was lost,
-            the error is raised when this worker is idle, and names the lost worker.
+        ShutdownError: The deadline has passed, a worker was lost, the store failed, or this worker was expelled. If a
+            worker was lost, the error is raised when this worker is idle, and names the lost worker.
     """
     before = None
     number = 0
@@ -112,34 +134,53 @@ def wait_for_everybody(leaver: Leaver, rendezvous: Rendezvous, deadline: float, 
 
 
 def confirm_leave(leaver: Leaver, rendezvous: Rendezvous, deadline: float) -> None:
-    """Confirms that `wait_for_everybody` has returned here, and waits until all workers have confirmed it.
+    """Waits until `wait_for_everybody` has returned on all workers. To be called after it, by each worker.
 
-    After that, no worker takes the end of a connection for the loss of a worker. Raises `ShutdownError` as
-    `wait_for_everybody` does.
+    From then on, no worker takes the end of a connection for the loss of a worker.
+
+    Args:
+        leaver: This worker.
+        rendezvous: The rendezvous of the group.
+        deadline: Until when to wait, as a time of the monotonic clock; `FOREVER` for no limit.
+
+    Raises:
+        ShutdownError: The deadline has passed, a worker was lost, the store failed, or this worker was expelled.
     """
     _sum_call_counts(leaver, rendezvous, "farewell/", deadline)
 
 
 def wait_at_barrier(leaver: Leaver, rendezvous: Rendezvous, deadline: float, occasion: Occasion) -> None:
-    """Waits until all workers have called this with the same occasion, whether they are idle or not.
+    """Waits until all workers of a fixed group have called this with the same occasion, even if calls are running.
 
-    Raises `ShutdownError` as `wait_for_everybody` does.
+    Args:
+        leaver: This worker.
+        rendezvous: The rendezvous of the group.
+        deadline: Until when to wait, as a time of the monotonic clock; `FOREVER` for no limit.
+        occasion: Why the workers wait. Each may be used once.
+
+    Raises:
+        ShutdownError: The deadline has passed, a worker was lost, the store failed, or this worker was expelled.
     """
     _refuse_if_lost(leaver, occasion)
     _sum_call_counts(leaver, rendezvous, occasion.prefix, deadline, occasion)
 
 
 def finish_what_has_begun(leaver: Leaver, deadline: float) -> None:
-    """Waits until this worker is idle or the deadline has passed. Raises nothing.
+    """Waits until this worker is idle, the deadline has passed, or this worker was expelled. Raises nothing.
 
-    For the case that a worker was lost: the others are not waited for, but functions that run here should end.
+    Used when a worker was lost: the others are not waited for, but functions that run here should end. `deadline` is a
+    time of the monotonic clock; `FOREVER` for no limit.
     """
     with suppress(ShutdownError):
         wait_until_idle(leaver, deadline)
 
 
 def wait_until_idle(leaver: Leaver, deadline: float) -> None:
-    """Waits until this worker is idle, whatever the others do.
+    """Waits until this worker is idle (`Leaver.is_idle`), whatever the others do. Logs a warning after some seconds.
+
+    Args:
+        leaver: This worker.
+        deadline: Until when to wait, as a time of the monotonic clock; `FOREVER` for no limit.
 
     Raises:
         ShutdownError: The deadline has passed, or this worker was expelled.
@@ -150,6 +191,10 @@ def wait_until_idle(leaver: Leaver, deadline: float) -> None:
 def _wait_until_idle(
     leaver: Leaver, rendezvous: Rendezvous | None, prefix: str, deadline: float, occasion: Occasion = _SHUTDOWN
 ) -> None:
+    """Does what `wait_until_idle` does. With a `rendezvous`, warns only if all other workers wait for this one.
+
+    `prefix` is the prefix of the keys in the store of workers that wait.
+    """
     pause = _FIRST_PAUSE
     never = threading.Event()
     warn_at = monotonic() + SILENCE
@@ -176,6 +221,7 @@ def _wait_until_idle(
 
 
 def _refuse_if_expelled(leaver: Leaver, occasion: Occasion) -> None:
+    """Raises `ShutdownError` if the group has declared this worker lost; otherwise does nothing."""
     if leaver.is_expelled():
         raise ShutdownError(
             f"worker {leaver.info.name!r} was declared lost by its group, and had nobody to wait for; "
@@ -184,6 +230,10 @@ def _refuse_if_expelled(leaver: Leaver, occasion: Occasion) -> None:
 
 
 def _all_others_wait(rendezvous: Rendezvous, prefix: str) -> bool:
+    """Returns whether all other workers have written a key with `prefix` into the store.
+
+    False if the store does not answer.
+    """
     assert rendezvous.world_size is not None  # an open group has no fixed set of workers to wait for
     others = rendezvous.world_size - 1
     try:
@@ -194,11 +244,13 @@ def _all_others_wait(rendezvous: Rendezvous, prefix: str) -> bool:
 
 
 def _refuse_if_lost(leaver: Leaver, occasion: Occasion) -> None:
+    """Raises `ShutdownError` with the names of lost workers; does nothing if none was lost."""
     if lost := leaver.lost():
         raise _lost_before(leaver, sorted(lost), occasion)
 
 
 def _lost_before(leaver: Leaver, lost: list[str], occasion: Occasion) -> ShutdownError:
+    """Returns the error that says which workers were lost. `lost` has their names, at least one."""
     happened = "was lost before it came" if len(lost) == 1 else "were lost before they came"
     return ShutdownError(
         f"worker {leaver.info.name!r} waited for the others {occasion.purpose}, but {_listed(lost)} {happened}; "
@@ -207,15 +259,17 @@ def _lost_before(leaver: Leaver, lost: list[str], occasion: Occasion) -> Shutdow
 
 
 def _listed(names: list[str]) -> str:
+    """Returns quoted names, separated by commas."""
     return ", ".join(map(repr, names))
 
 
 def _sum_call_counts(
     leaver: Leaver, rendezvous: Rendezvous, prefix: str, deadline: float, occasion: Occasion = _SHUTDOWN
 ) -> int:
-    """Writes the number of calls of this worker into the store, waits for those of all others, and returns the sum.
+    """Writes how many calls this worker has made into the store, waits for the numbers of all workers, and adds them.
 
-    Raises `ShutdownError` as `wait_for_everybody` does.
+    Returns the sum. Raises `ShutdownError` if the deadline has passed, a worker was lost, the store failed, or this
+    worker was expelled. `deadline` is a time of the monotonic clock.
     """
     own = f"{prefix}{leaver.info.id}"
     try:
@@ -239,10 +293,11 @@ def _sum_call_counts(
 
 
 def _write_call_count(leaver: Leaver, rendezvous: Rendezvous, key: str, deadline: float, occasion: Occasion) -> None:
-    """Writes the number of calls of this worker into the store.
+    """Writes how many calls this worker has made into the store, under `key`.
 
-    Tries again until the deadline while the store does not answer: its host may be stopped for a while without being
-    lost. Raises `RendezvousTimeoutError` after the deadline, and `RendezvousError` if the store fails.
+    If the store does not answer, tries again until the deadline, a time of the monotonic clock: the host of the store
+    may be stopped for a while without being lost. Raises `RendezvousTimeoutError` after the deadline, and
+    `RendezvousError` if the store fails.
     """
     value = str(leaver.calls_started()).encode()
     has_logged = False
@@ -263,9 +318,10 @@ def _write_call_count(leaver: Leaver, rendezvous: Rendezvous, key: str, deadline
 def _collect(
     leaver: Leaver, rendezvous: Rendezvous, prefix: str, deadline: float, occasion: Occasion
 ) -> Mapping[str, bytes]:
-    """Waits for the numbers of all workers in the store, and returns them by key.
+    """Waits until all workers have written a key with `prefix` into the store. Returns the values by key.
 
     Checks every few seconds whether a missing worker was lost: if its process is stopped, the store does not notice.
+    `deadline` is a time of the monotonic clock.
 
     Raises:
         ShutdownError: A missing worker was lost, or this worker was expelled.
@@ -298,5 +354,9 @@ def _collect(
 
 
 def _missing(leaver: Leaver, prefix: str, error: RendezvousTimeoutError, only_lost: bool = False) -> list[str]:
+    """Returns the names of workers whose key with `prefix` was not in the store when `error` was raised.
+
+    With `only_lost`, returns only those of them that have left or were lost. Returns an empty list if there are none.
+    """
     came = {int(key.removeprefix(prefix)) for key in error.present if key.startswith(prefix)}
     return [info.name for info, gone in leaver.everybody() if info.id not in came and gone >= only_lost]

@@ -27,9 +27,10 @@ _MAX_SLEEP_S: Final = 3600.0
 
 
 class Timers:
-    """The thread of one worker that calls scheduled functions at their time."""
+    """One thread of a worker that calls functions at given times."""
 
     def __init__(self, name: str) -> None:
+        """Creates the thread. `start` starts it. `name` is the name of this worker."""
         self._name = name
         self._gate = Gate()
         self._added: deque[tuple[float, int, Callable[[], None]]] = deque()
@@ -40,26 +41,32 @@ class Timers:
         self._thread = threading.Thread(target=self._run, name=f"farcall-{name}-timers", daemon=True)
 
     def start(self) -> None:
-        """Starts the thread. Raises `RuntimeError` if the system cannot create one."""
+        """Starts the thread. Must be called once. Raises `RuntimeError` if the system cannot create a thread."""
         self._thread.start()
 
     def schedule(self, when: float, function: Callable[[], None]) -> None:
-        """Schedules one call of `function`, at the time `when` on the monotonic clock or soon after.
+        """Schedules one call of `function` by the thread of this object. Takes no lock, so finalizers may call it.
 
-        A time in the past means at once. If the function raises, the error is logged.
+        Args:
+            when: When to call it, as a time of the monotonic clock. A time in the past means at once.
+            function: The function. It must be quick and must not block. Errors that it raises are logged.
         """
         self._added.append((when, next(self._numbers), function))
         if when < self._sleeps_until:
             self._gate.open()
 
     def close(self) -> None:
-        """Ends the thread and waits for it. Functions that are still scheduled are not called. May be called twice."""
+        """Ends the thread and waits for it. Functions that are still scheduled are never called.
+
+        May be called twice.
+        """
         self._is_closing = True
         self._gate.open()
         if self._thread.ident is not None and self._thread is not threading.current_thread():
             self._thread.join()
 
     def _run(self) -> None:
+        """The function of the thread: calls each scheduled function when it is due, until `close`."""
         while not self._is_closing:
             self._take_added()
             entries = self._entries
@@ -77,5 +84,6 @@ class Timers:
             self._sleeps_until = 0.0
 
     def _take_added(self) -> None:
+        """Moves the entries that `schedule` has queued to the heap."""
         while self._added:
             heapq.heappush(self._entries, self._added.popleft())

@@ -78,7 +78,8 @@ class AllowList:
     """The allow-list of one worker. It is also the `Guard` of the restricted unpickler.
 
     Args:
-        entries: Names and patterns. An empty list allows only what is always allowed.
+        entries: Names such as `service.predict` and patterns such as `service.*`. Without entries, only what is always
+            allowed is allowed; see the module.
         worker: The name of the worker, for error messages, which other workers receive; "this worker" if empty.
     """
 
@@ -92,10 +93,10 @@ class AllowList:
     # Calls
 
     def check_function(self, module: str, name: str) -> None:
-        """Raises `NotAllowedError` if other workers may not call that function. Imports nothing.
+        """Returns None if other workers may call the function, else raises `NotAllowedError`. Imports nothing.
 
         Args:
-            module: The name of the function's module.
+            module: The name of the function's module. It need not exist.
             name: The name of the function within the module, such as `predict` or `Model.step`.
         """
         full = f"{module}.{name}"
@@ -103,13 +104,16 @@ class AllowList:
             raise NotAllowedError(self._refusal(f"calls of `{full}`"))
 
     def has(self, full: str) -> bool:
-        """Returns whether exactly that full name is an entry. Patterns and names above it do not count."""
+        """Returns True if exactly the full name `full` is an entry, such as `service.predict`.
+
+        Patterns that match it, and entries for its module or class, do not count.
+        """
         return full in self._names
 
     def check_listed(self, full: str) -> None:
-        """Returns if an entry of the list matches that full name, else raises `NotAllowedError`.
+        """Returns None if an entry of the list matches the full name `full`, else raises `NotAllowedError`.
 
-        For names that are not functions of a module, such as torch operators; marks do not count.
+        It is for names that are not functions of a module, such as torch operators. `farcall.exposed` does not count.
         """
         if not self._is_listed(full):
             raise NotAllowedError(
@@ -117,10 +121,11 @@ class AllowList:
             )
 
     def check_method(self, value: object, name: str) -> None:
-        """Raises `NotAllowedError` if other workers may not call that method of that value.
+        """Returns None if other workers may call the method `name` of `value`, else raises `NotAllowedError`.
 
-        A method is allowed if its class or the method itself is on the list or marked, looked up by the class of the
-        value. Private methods need an exact entry or a mark of their own; `__call__` counts as public.
+        A method is allowed if its class or the method itself is on the list or marked by `farcall.exposed`. The list is
+        searched for the class of `value`, not for its base classes. Private methods need an exact entry or a mark of
+        their own; `__call__` counts as public.
         """
         cls = type(value)
         full = f"{cls.__module__}.{cls.__qualname__}.{name}"
@@ -135,7 +140,7 @@ class AllowList:
         raise NotAllowedError(self._refusal(f"calls of `{full}`"))
 
     def check_by_value(self) -> None:
-        """Always raises `NotAllowedError`: a function that is sent with its code cannot be checked by its name."""
+        """Always raises `NotAllowedError`: for a function that is sent with its code, which has no name to check."""
         raise NotAllowedError(
             f"functions that are sent by value (lambdas, closures, partials, methods of an object) are not allowed on "
             f"{self._worker}, because its option allow has names only. Call a function of a module and pass its "
@@ -146,9 +151,13 @@ class AllowList:
     # Loading
 
     def check_name(self, module: str, name: str) -> None:
-        """Returns if a message may contain the name of a function or class, else raises `NotAllowedError`.
+        """Returns None if a message may contain the name of this function or class, else raises `NotAllowedError`.
 
-        Imports nothing. See `Guard`.
+        Imports nothing. `check_found` must follow when the object was looked up.
+
+        Args:
+            module: The name of the module.
+            name: The name within the module.
         """
         full = f"{module}.{name}"
         if not (
@@ -157,7 +166,10 @@ class AllowList:
             raise NotAllowedError(self._refusal(f"messages that contain `{full}`"))
 
     def check_found(self, module: str, name: str, found: object) -> None:
-        """Raises `NotAllowedError` if the object found under an allowed name may not be used. See `Guard`.
+        """Returns None if the object found under an allowed name may be used, else raises `NotAllowedError`.
+
+        The object must be a function or a class, and must also be allowed under the name of the place where it is
+        defined. An exact entry for its name makes up for both.
 
         Args:
             module: The name of the module in which it was looked up.
@@ -180,7 +192,11 @@ class AllowList:
             raise NotAllowedError(self._refusal(f"uses of `{home}` under the name `{full}`"))
 
     def _refusal(self, what: str) -> str:
-        """Returns the error message for something that is not allowed. `what` names it, as a plural: "lambdas"."""
+        """Returns the error message for something that is not allowed.
+
+        Args:
+            what: What is not allowed, as a plural, for example "calls of `os.system`".
+        """
         return (
             f"{quoted(what)} are not allowed on {self._worker}; add the name to the option allow there, or mark the "
             "function or class with farcall.exposed if it is your own"
@@ -189,13 +205,16 @@ class AllowList:
     # Names
 
     def _is_listed(self, full: str) -> bool:
-        """Returns whether a full name is an entry, or has no private parts and is matched by an entry."""
+        """Returns True if the full name is an entry itself, or has no private part and matches an entry."""
         if full in self._names:
             return True
         return not any(part.startswith("_") for part in _below_module(full)) and self._matches(full)
 
     def _matches(self, full: str) -> bool:
-        """Returns whether a pattern matches a full name, or the name, its class or its module is an entry."""
+        """Returns True if a pattern matches the full name, or if the name or a beginning of it is an entry.
+
+        A beginning is its class, its module or a package of it.
+        """
         if self._patterns is not None and self._patterns.match(full):
             return True
         end = len(full)
@@ -207,7 +226,7 @@ class AllowList:
 
 
 def _below_module(full: str) -> list[str]:
-    """Returns the parts of a full name, without a leading `__main__`, which is not meant to be private."""
+    """Returns the parts of a full name, without a leading `__main__`, which does not count as private."""
     parts = full.split(".")
     return parts[1:] if parts[0] in ("__main__", "__mp_main__") else parts
 
@@ -216,7 +235,7 @@ def _home(name: str, found: object) -> str:
     """Returns the full name of the place where an object is defined, which may not be where it was found.
 
     Args:
-        name: The name under which it was found; used if the object does not know its own.
+        name: The name under which it was found. It is used if the object does not know its own name.
         found: The object.
     """
     module = getattr(found, "__module__", None)
@@ -245,7 +264,7 @@ def _is_exposed(module: str, name: str) -> bool:
 
 
 def _is_marked(target: Any) -> bool:
-    """Returns whether an object itself is marked by `exposed`; False for one that has no attributes."""
+    """Returns True if the function or class itself is marked by `exposed`; False for an object without attributes."""
     function = getattr(target, "__func__", target) if isinstance(target, (staticmethod, classmethod)) else target
     try:
         return vars(function).get(EXPOSED) is True

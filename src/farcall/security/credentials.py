@@ -32,7 +32,7 @@ class CredentialOptions(LimitOptions, Protocol):
 
 
 def credentials_from_options(options: CredentialOptions) -> Credentials:
-    """Returns the credentials that the options describe.
+    """Returns the credentials that `options` describe. May create the secret file of this user; see `find_secret`.
 
     Raises:
         UsageError: There is no usable secret, or a TLS file is missing or not usable. TLS files are checked even if
@@ -54,9 +54,9 @@ class Credentials:
     encryption: Encryption | None = None
     """The certificate for connections to other hosts. None means that no connection is encrypted."""
     limits: Limits = field(default_factory=Limits)
-    """What strangers may do."""
+    """What the other end of a connection may do before it has proved that it knows the secret."""
     stranger_log: StrangerLog = field(default_factory=StrangerLog)
-    """Which failures of strangers have been logged."""
+    """Which failed handshakes have been logged, so that they are logged only once."""
 
     def client_handshake(
         self, purpose: Purpose, hello: Hello, other: str, binding: bytes
@@ -64,8 +64,9 @@ class Credentials:
         """Returns a handshake for a connection that this worker makes, and the hello to send first.
 
         Args:
-            purpose: What the connection is for.
-            hello: Who this worker is and which worker it wants to reach. It is copied with a fresh nonce.
+            purpose: What the connection is for: calls, or the store of a rendezvous.
+            hello: Who this worker is and which worker it wants to reach. The returned hello is a copy with a fresh
+                nonce.
             other: The name of the other end, for error messages.
             binding: The fingerprint of the other end's certificate; empty if the connection is not encrypted.
         """
@@ -76,7 +77,7 @@ class Credentials:
         """Returns a handshake for a connection that another process makes to this worker.
 
         Args:
-            purpose: What the connection is for.
+            purpose: What the connection is for: calls, or the store of a rendezvous.
             address: The address at which this worker listens; the other end must have dialed it. It is not checked on
                 encrypted connections to the store, whose address may have been translated on the way (NAT) and which
                 are bound to the certificate already.

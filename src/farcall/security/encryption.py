@@ -35,10 +35,10 @@ LIFETIME: Final = datetime.timedelta(days=30)
 class Encryption:
     """The TLS certificate and contexts of one worker. Its methods may be called by any thread.
 
-    Without arguments, the worker creates a certificate for itself when a method is called for the first time.
+    Without arguments, the worker creates a key and a certificate for itself when a method is called for the first time.
 
     Args:
-        certificate: The path of a PEM file with this worker's certificate.
+        certificate: The path of a PEM file with this worker's certificate; None to create one.
         key: The path of a PEM file with the certificate's private key, without a passphrase.
         authority: The path of a PEM file with the certificate of the authority that signed those of all workers.
 
@@ -112,11 +112,13 @@ def check_own_certificate(
 ) -> None:
     """Checks a worker's certificate as the other workers will, by a TLS handshake of the worker with itself.
 
+    Returns None if the certificate is accepted.
+
     Args:
         certificate: The path of the certificate, for the error message.
         authority: The path of the authority's certificate, for the error message.
-        listening: The context for accepted connections.
-        connecting: The context for connections made.
+        listening: The context for connections that the worker accepts.
+        connecting: The context for connections that the worker makes.
 
     Raises:
         UsageError: One end of the handshake refuses the certificate. The message gives OpenSSL's reason.

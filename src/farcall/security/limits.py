@@ -21,7 +21,10 @@ _MAX_LOG_ENTRIES: Final = 1024
 
 @dataclass(frozen=True)
 class Limits:
-    """The limits for strangers, which have not proved that they know the secret, at a worker or a store."""
+    """What strangers may do at a worker or a store.
+
+    A stranger is the other end of a connection that has not proved yet that it knows the secret.
+    """
 
     max_strangers: int = _MAX_STRANGERS
     """How many strangers may be connected at once. When one more connects, the oldest is disconnected."""
@@ -73,7 +76,7 @@ class StrangerLog:
         self._seen: dict[tuple[str, str], None] = {}
 
     def is_new(self, address: str, kind: str) -> bool:
-        """Returns True, and remembers the failure, if it is the first of its kind from that address; else False.
+        """Returns True if this is the first failure of its kind from that address, and remembers it; else False.
 
         Args:
             address: Where the stranger connected from. A port at its end is ignored.

@@ -59,14 +59,14 @@ _SAME_SECRET_ADVICE: Final = (
 def compute_proof(
     secret: Secret, side: bytes, purpose: Purpose, hello: bytes, challenge: bytes, binding: bytes
 ) -> bytes:
-    """Returns the proof of one end of a connection, 32 bytes.
+    """Returns the proof with which one end of a connection shows that it knows the secret: 32 bytes.
 
     Args:
         secret: The secret of the group.
-        side: `_CLIENT` or `_SERVER`, the end that sends the proof.
-        purpose: What the connection is for.
-        hello: The client's hello, as it was sent.
-        challenge: The server's nonce.
+        side: Which end sends the proof: `_CLIENT` for the end that connects, `_SERVER` for the end that listens.
+        purpose: What the connection is for: calls, or the store of a rendezvous.
+        hello: The client's `Hello` message, encoded as it was sent.
+        challenge: The nonce (random bytes that are used once) of the server's `Challenge` message.
         binding: The fingerprint of the server's certificate; empty if the connection is not encrypted.
     """
     parts = (_SCHEME, side, bytes([purpose]), hello, challenge, binding)
@@ -75,14 +75,14 @@ def compute_proof(
 
 
 class EncryptionRequired(PeerRefusedError):
-    """The two ends of an unencrypted connection over loopback are in different network namespaces; it must use TLS."""
+    """The two ends of an unencrypted connection over loopback are in different network namespaces: it must use TLS."""
 
 
 def refusal_for(error: ProtocolError) -> Refused:
-    """Returns the refusal to send to a stranger whose handshake failed with `error`.
+    """Returns the message with which a server refuses a client whose handshake failed with `error`.
 
-    For a wrong secret it does not say where this worker has its own secret from; that is only for this worker's log.
-    For other errors it contains the text of the error.
+    For a wrong secret the message does not contain the text of the error, which says where this worker has its secret
+    from. For other errors it does.
     """
     if isinstance(error, EncryptionRequired):
         return Refused(str(error), encrypt=True)
@@ -92,14 +92,15 @@ def refusal_for(error: ProtocolError) -> Refused:
 
 
 class ClientHandshake:
-    """The handshake of the end that connects.
+    """The handshake at the end that connects.
 
-    Send the hello, pass each message that arrives to `take`, and send what `take` returns, until `outcome` is set.
+    Send `hello`, pass each message that arrives to `take`, and send what `take` returns, until `outcome` is not None.
+    Then call `welcome`.
 
     Args:
         secret: The secret of the group.
-        purpose: What the connection is for.
-        hello: The hello that was sent.
+        purpose: What the connection is for: calls, or the store of a rendezvous.
+        hello: The `Hello` message that this end sends, with a nonce of `NONCE_SIZE` random bytes.
         other: The name of the other end, for error messages.
         binding: The fingerprint of the other end's certificate; empty if the connection is not encrypted.
 
@@ -122,13 +123,13 @@ class ClientHandshake:
         """Processes the next message of the other end.
 
         Args:
-            message: The message.
+            message: The message: a `Challenge`, then a `Proof`, then a `Welcome`. A `Refused` may come at any time.
 
         Returns:
-            The message to send next, or None if there is nothing to send.
+            This end's proof, to be sent next, after a `Challenge`; None after any other message.
 
         Raises:
-            AuthenticationError: The two ends do not have the same secret.
+            AuthenticationError: The two ends do not have the same secret, or another process relays the connection.
             EncryptionRequired: This end must connect again with TLS.
             ProtocolError: The message is not valid at this point of the handshake.
         """
@@ -161,7 +162,7 @@ class ClientHandshake:
         raise ProtocolError(f"{self._other} answered {self._last_sent()} with a {type(message).__name__}")
 
     def welcome(self) -> Welcome:
-        """Returns the other end's welcome. Call it only when `outcome` is set.
+        """Returns the `Welcome` message of the other end. Call it only when `outcome` is not None.
 
         Raises:
             PeerRefusedError: The other end refused the connection; the message quotes its reason.
@@ -172,26 +173,31 @@ class ClientHandshake:
         raise PeerRefusedError(f"{self._other} refused the connection: {quoted(self.outcome.reason)}")
 
     def _proof(self, side: bytes, challenge: bytes) -> bytes:
-        """Returns the proof of one end, `_CLIENT` or `_SERVER`, for this connection and the server's nonce."""
+        """Returns the proof of the end `side` (`_CLIENT` or `_SERVER`) for this connection.
+
+        `challenge` is the nonce of the server's `Challenge` message.
+        """
         return compute_proof(self._secret, side, self._purpose, self._hello, challenge, self._binding)
 
     def _last_sent(self) -> str:
-        """Returns which message this end sent last, for error messages."""
+        """Returns what this end sent last, for error messages: the hello, or its proof."""
         return "a hello" if self._challenge is None else "the proof of the secret"
 
 
 class ServerHandshake:
-    """The handshake of the end that listens.
+    """The handshake at the end that listens.
 
-    Pass each message that arrives to `take`, and send what `take` returns, until `is_proven` is true.
+    Pass each message that arrives to `take`, and send what `take` returns, until `is_proven` is True. Then send a
+    `Welcome` or a `Refused`.
 
     Args:
         secret: The secret of the group.
-        purpose: What the connection is for.
+        purpose: What the connection is for: calls, or the store of a rendezvous.
         nonce: `NONCE_SIZE` random bytes that were never used before.
-        address: The address at which this end listens, if the other end must have dialed exactly that; else empty.
+        address: The address that the other end must have dialed, which is where this end listens; empty for any
+            address.
         binding: The fingerprint of this end's certificate; empty if the connection is not encrypted.
-        network: The network namespace of the connection, if the other end must be in the same one; else empty.
+        network: The network namespace in which the other end must be; empty for any.
 
     Attributes:
         hello: What the other end says about itself; None until it has arrived. Do not trust it before `is_proven`.
@@ -221,14 +227,14 @@ class ServerHandshake:
         """Processes the next message of the other end.
 
         Args:
-            message: The message, decoded.
-            body: The same message, as it arrived. Proofs are computed over these bytes.
+            message: The message, decoded: a `Hello`, then a `Proof`.
+            body: The same message as bytes, as it arrived. Proofs are computed over these bytes.
 
         Returns:
-            The message to send next.
+            The message to send next: the `Challenge` after a `Hello`, this end's `Proof` after a `Proof`.
 
         Raises:
-            AuthenticationError: The other end's proof is wrong, or it dialed another address.
+            AuthenticationError: The other end's proof is wrong, or it dialed another address than `address`.
             EncryptionRequired: The other end is in another network namespace and must connect again with TLS.
             ProtocolError: The message is not valid at this point of the handshake.
         """
@@ -259,5 +265,5 @@ class ServerHandshake:
         raise ProtocolError(f"it sent a {type(message).__name__} where {expected} was expected")
 
     def _proof(self, side: bytes) -> bytes:
-        """Returns the proof of one end, `_CLIENT` or `_SERVER`, for this connection."""
+        """Returns the proof of the end `side` (`_CLIENT` or `_SERVER`) for this connection."""
         return compute_proof(self._secret, side, self._purpose, self._body, self._nonce, self._binding)

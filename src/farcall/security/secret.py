@@ -70,7 +70,7 @@ class Secret:
         return f"<Secret from {self.source}>"
 
     def __reduce__(self) -> NoReturn:
-        """Raises `TypeError`: a secret must not be in a pickle."""
+        """Always raises `TypeError`: a secret must not be in a pickle, nor be copied."""
         raise TypeError("a secret cannot be pickled or copied")
 
 
@@ -125,7 +125,11 @@ def find_secret(chosen: str | None = None, environ: Mapping[str, str] = os.envir
 def secret_path(environ: Mapping[str, str] = os.environ) -> str:
     """Returns the path of this user's secret file, whether it exists or not.
 
-    The path is `farcall/secret` in the directory `XDG_STATE_HOME`, or in `~/.local/state` if that is not set.
+    The path is `farcall/secret` in the directory `XDG_STATE_HOME`, or in `~/.local/state` if that variable is not set
+    or not an absolute path.
+
+    Args:
+        environ: The environment variables.
     """
     state = environ.get("XDG_STATE_HOME", "")
     if not os.path.isabs(state):  # the XDG specification says to ignore a relative path

@@ -46,11 +46,12 @@ def wrap_buffers(arguments: Sequence[Any]) -> list[Any]:
     """Returns the arguments of a call with plain memory replaced by wrappers that pickle sends as buffers.
 
     Args:
-        arguments: The positional arguments (a tuple) and the keyword arguments (a dict).
+        arguments: Two elements: the positional arguments (a tuple) and the keyword arguments (a dict). Both may be
+            empty.
 
     Returns:
-        The same two. `bytes`, `bytearray` and `array` of less than `BUFFER_MIN_BYTES` bytes, and all other values, are
-        left as they are.
+        A list of the two. Values that are not plain memory, and `bytes`, `bytearray` and `array` of less than
+        `BUFFER_MIN_BYTES` bytes, are left as they are.
     """
     values, named = arguments
     wrapped: dict[int, _WrappedBuffer] = {}
@@ -81,6 +82,9 @@ class _WrappedBuffer:
 def reduce_buffer(value: Any) -> tuple[Any, ...]:
     """Returns what `__reduce__` returns for plain memory: a function that rebuilds it, and its arguments.
 
+    Args:
+        value: A `bytes`, `bytearray`, `memoryview` or `array.array`. The type is not checked.
+
     Raises:
         TypeError: `value` is a memoryview whose format the receiver could not rebuild.
     """
@@ -97,29 +101,33 @@ def reduce_buffer(value: Any) -> tuple[Any, ...]:
 
 
 def rebuild_bytes(memory: Any) -> bytes:
-    """Returns received memory as `bytes`, copied unless it is `bytes`. Raises `TypeError` if it is not plain memory."""
+    """Returns the received memory as `bytes`, copied unless it is `bytes` already.
+
+    Raises `TypeError` if `memory` is not `bytes`, `bytearray` or a `memoryview`.
+    """
     return memory if type(memory) is bytes else bytes(_view_memory(memory))
 
 
 def rebuild_bytearray(memory: Any) -> bytearray:
-    """Returns the received memory as a `bytearray`. Raises `TypeError` if it is not plain memory.
+    """Returns the received memory as a `bytearray`.
 
-    A `bytearray` is returned as it is: the message was received into it, and nothing else uses it.
+    One that is a `bytearray` already is returned as it is, else it is copied. The message was received into it, and
+    nothing else uses it. Raises `TypeError` if `memory` is not `bytes`, `bytearray` or a `memoryview`.
     """
     return memory if type(memory) is bytearray else bytearray(_view_memory(memory))
 
 
 def rebuild_memoryview(memory: Any, form: str, shape: tuple[int, ...], readonly: bool) -> memoryview:
-    """Returns a memoryview of the received memory, with the format and shape that the sender's had.
+    """Returns a memoryview of the received memory, with the format and shape that the sender's had. Does not copy.
 
     Args:
-        memory: The received memory.
+        memory: The received memory: `bytes`, `bytearray` or a `memoryview`.
         form: The format of the items, as in `memoryview.format`.
         shape: The shape; ignored if the memory is empty.
         readonly: Whether the result is read-only.
 
     Raises:
-        TypeError: `memory` is not plain memory, or does not fit the format and shape.
+        TypeError: `memory` is of another type, or does not fit the format and shape.
         ValueError: The format or the shape is not valid.
     """
     view = _view_memory(memory).cast("B")
@@ -129,9 +137,10 @@ def rebuild_memoryview(memory: Any, form: str, shape: tuple[int, ...], readonly:
 
 
 def rebuild_array(typecode: str, memory: Any) -> array[Any]:
-    """Returns the received memory as an `array.array` of that typecode.
+    """Returns the received memory as an `array.array` with that typecode, such as "d". The memory is copied.
 
-    Raises `TypeError` if it is not plain memory, and `ValueError` if the typecode is unknown or does not fit its size.
+    Raises `TypeError` if `memory` is not `bytes`, `bytearray` or a `memoryview`, and `ValueError` if the typecode is
+    unknown or does not fit its size.
     """
     made: array[Any] = array(typecode)
     made.frombytes(_view_memory(memory))

@@ -38,16 +38,18 @@ BYTECODE_VERSION: Final = f"{platform.python_implementation()} {sys.version_info
 def dumps_by_value(
     value: Any, buffer_callback: Callable[[PickleBuffer], bool] | None, reducers: Mapping[type, Reducer] | None = None
 ) -> bytes:
-    """Returns the pickle of a value, with functions and classes by value where pickle cannot name them.
+    """Returns the pickle of a value, with functions and classes by value where pickle cannot send them by name.
 
     Args:
         value: The value.
-        buffer_callback: As in `pickle.dumps`; None keeps all buffers in the pickle.
+        buffer_callback: Called with each buffer of the value, as in `pickle.dumps`: the buffer stays out of the pickle
+            if it returns a false value. None keeps all buffers in the pickle.
         reducers: A table of reducers to use instead of `registry.REDUCERS`; None uses that table. Must raise `KeyError`
             for a type without a reducer.
 
     Raises:
-        Exception: What pickle, cloudpickle or a reducer raises for a value that cannot be pickled.
+        Exception: What pickle, cloudpickle or a reducer raises for a value that cannot be pickled, such as `TypeError`
+            or `pickle.PicklingError`.
     """
     file = io.BytesIO()
     pickler = _Pickler(file, 5, buffer_callback=buffer_callback)
@@ -79,12 +81,13 @@ class _Pickler(cloudpickle.Pickler):  # type: ignore[misc]  # cloudpickle has no
     """cloudpickle's pickler with the differences that the head of this module lists."""
 
     reducers: Mapping[type, Reducer] | None = None
-    """See `dumps_by_value`."""
+    """The table of reducers to use; None uses `registry.REDUCERS`."""
 
     def reducer_override(self, obj: Any) -> Any:
         """Returns how to pickle `obj`, as `__reduce__` does, or `NotImplemented` to leave it to pickle.
 
-        Raises what a registered reducer raises.
+        Raises `TypeError` for an open text file and a memoryview that cannot be rebuilt, and what a registered reducer
+        raises.
         """
         in_main = isinstance(obj, (FunctionType, type)) and getattr(obj, "__module__", None) == "__main__"
         if in_main and not is_interactive() and leads_to("__main__", obj.__qualname__, obj):

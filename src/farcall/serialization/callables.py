@@ -61,7 +61,11 @@ def leads_to(module: str, qualname: str, target: object) -> bool:
 
 
 def encode_function(function: Callable[..., Any]) -> bytes | None:
-    """Returns the encoded name of a function; None if the function must be sent by value. Never raises."""
+    """Returns the encoded name of a function: its module, a zero byte and its dotted path in the module, in UTF-8.
+
+    Returns None if the function cannot be found by name on other workers, so that it must be sent by value. Never
+    raises.
+    """
     known = _encoded.get(id(function))
     if known is not None:
         blob, module, path = known
@@ -77,8 +81,8 @@ def resolve_function(blob: bytes, worker: str = "") -> Any:
     """Returns the function with an encoded name; imports its module if necessary.
 
     Args:
-        blob: The encoded name.
-        worker: The name of this worker, for error messages.
+        blob: The encoded name, as `encode_function` returned it: the module, a zero byte and the dotted path.
+        worker: The name of this worker, for error messages; empty if unknown.
 
     Raises:
         SerializationError: The name is not valid, the module cannot be imported, or it has no such function.

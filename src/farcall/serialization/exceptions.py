@@ -170,13 +170,13 @@ def _encode_short_failure(worker: str, function: str, nodes: list[_Node]) -> byt
 
 
 def encode_failure_text(type_name: str, message: str, worker: str, function: str) -> bytes:
-    """Returns the payload of a failure without an exception, only with text. `decode_failure` gives a `RemoteError`.
+    """Returns the payload of a failure that has only text. `decode_failure` returns a `RemoteError` for it.
 
     Args:
         type_name: The name of the type of the error.
         message: Its text.
-        worker: The name of the worker.
-        function: The name of the function.
+        worker: The name of the worker on which it happened.
+        function: The name of the function that was called.
     """
     return pickle.dumps((worker, function, [tuple(_Node(type_name, message, [], None, None, None, False))]), 5)
 
@@ -187,9 +187,9 @@ def decode_failure(payload: Buffer, load: Loader | None = None) -> BaseException
     Raises nothing itself; what a signal handler raises meanwhile passes through.
 
     Args:
-        payload: The payload of the failure.
-        load: Unpickles the parts that need classes of the user. None trusts the sender and uses `loads`; with a loader,
-            the rules for untrusted senders apply.
+        payload: What `encode_failure` or `encode_failure_text` returned.
+        load: Unpickles the parts that need classes of the user. None trusts the sender and uses `loads`; with a
+            function, the rules for untrusted senders apply.
     """
     try:
         worker, function, nodes = _read(payload)
@@ -472,8 +472,14 @@ class _Encoder:
 def _rebuild(worker: str, function: str, nodes: list[_Node], load: Loader | None) -> BaseException:
     """Returns the exception that checked nodes describe, with its causes and contexts.
 
-    An exception that cannot be rebuilt becomes a `RemoteError`; the others are not affected. `load` is as in
-    `decode_failure`. Raises `ValueError` for cyclic groups.
+    An exception that cannot be rebuilt becomes a `RemoteError`; the others are not affected. Raises `ValueError` for
+    cyclic groups.
+
+    Args:
+        worker: The name of the worker that raised it.
+        function: The name of the function that was called.
+        nodes: The nodes, that of the raised exception first.
+        load: Unpickles the parts that need classes of the user; None trusts the sender and uses `loads`.
     """
     built: dict[int, BaseException] = {}
     unfilled: set[int] = set()
@@ -627,9 +633,9 @@ def _fill(error: BaseException, kind: str, state: _State, built: dict[int, BaseE
 
 
 def _settable(error: BaseException, state: _State, trusted: bool) -> _State:
-    """Returns the state without the attributes that must not be set on the exception; see `is_dropped`.
+    """Returns the state without the attributes that must not be set on `error`, because the interpreter would use them.
 
-    If the sender is not trusted, also without reserved names and names that hide methods.
+    If the sender is not `trusted`, also without names like `__this__` and names that would hide methods.
     """
 
     def is_settable(name: str) -> bool:

@@ -101,10 +101,10 @@ def dumps(value: Any) -> Pickled:
 
 
 def dumps_inline(value: Any) -> bytes:
-    """Returns the payload of a value with all its buffers inside. None is pickled as well.
+    """Returns the payload of a value with all its buffers inside. None is pickled as well, unlike in `dumps`.
 
     Raises:
-        Exception: What pickle raises for a value that cannot be pickled.
+        Exception: What pickle raises for a value that cannot be pickled, such as `TypeError` or `pickle.PicklingError`.
     """
     return _pickle(value, None)
 
@@ -149,7 +149,7 @@ def not_rebuilt_error(what: str, where: str, reason: BaseException | None) -> Se
     Args:
         what: What cannot be rebuilt, such as "the result of `add`".
         where: On which worker, such as "here".
-        reason: The exception that `loads` got.
+        reason: The exception that was raised while it was rebuilt.
     """
     if isinstance(reason, SerializationError):  # its text contains advice
         return SerializationError(f"{what} cannot be rebuilt {where}: {reason}")
@@ -206,9 +206,14 @@ def dumps_arguments(
 
 
 def loads_arguments(payload: Buffer, buffers: Sequence[Buffer] = ()) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """Rebuilds the arguments of a call: the positional and the keyword arguments.
+    """Rebuilds the arguments of a call. Unpickles whatever the payload contains, so use it for trusted senders only.
 
-    If the function was sent by value, it is the first positional argument. An empty payload means no arguments.
+    Args:
+        payload: What `dumps_arguments` returned; an empty one means no arguments.
+        buffers: The buffers that came with it, in order. Large arrays use their memory.
+
+    Returns:
+        The positional and the keyword arguments. If the function was sent by value, it is the first positional one.
 
     Raises:
         SerializationError: An argument cannot be rebuilt here.

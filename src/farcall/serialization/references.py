@@ -43,20 +43,24 @@ class collecting:  # noqa: N801 (reads as a word: with collecting() as handles: 
     __slots__ = ("_before",)
 
     def __enter__(self) -> dict[Any, int]:
+        """Begins to collect. Returns the dict that pickling fills: handles with their indexes."""
         self._before = _thread.collected
         handles: dict[Any, int] = {}
         _thread.collected = handles
         return handles
 
     def __exit__(self, *_: object) -> None:
+        """Ends collecting; the enclosing context goes on."""
         _thread.collected = self._before
 
 
 class offering:  # noqa: N801
     """A context manager in which the payload of a message is unpickled, by this thread.
 
+    Inside, `take_offered` finds the handles. Contexts can be nested: the inner one counts.
+
     Args:
-        handles: The handles that came with the message, in the order of their indexes.
+        handles: The handles that came with the message, in the order of their indexes; may be empty.
     """
 
     __slots__ = ("_before", "_handles")
@@ -65,10 +69,12 @@ class offering:  # noqa: N801
         self._handles = handles
 
     def __enter__(self) -> None:
+        """Begins to offer the handles."""
         self._before = _thread.offered
         _thread.offered = self._handles
 
     def __exit__(self, *_: object) -> None:
+        """Ends offering; the handles of the enclosing context are offered again."""
         _thread.offered = self._before
 
 
@@ -92,18 +98,21 @@ def collect(handle: Any, subject: object) -> int:
 
 
 def offered() -> Sequence[Any]:
-    """Returns the handles of the message that is being unpickled; empty if there is none.
+    """Returns the handles of the message that is being unpickled by this thread; empty if there is none.
 
-    For code that unpickles a part of the message later, and must then offer the same handles.
+    For code that unpickles a part of the message later, and must then offer the same handles by `offering`.
     """
     return _thread.offered
 
 
 def take_offered(place: int) -> Any:
-    """Returns the handle with that index in the message that is being unpickled. Pickles of references call this.
+    """Returns the handle with the index `place` in the message that is being unpickled.
+
+    Pickles of references call this.
 
     Raises:
-        SerializationError: The message has no such handle, or no message is being unpickled.
+        SerializationError: The message has no handle with that index, `place` is not an index, or no message is being
+            unpickled.
     """
     try:
         if type(place) is not int or place < 0:

@@ -53,6 +53,10 @@ def register_family_reducer(base: type, reduce: Reducer) -> None:
 
     Replaces an earlier reducer of the family. A reducer that `register_reducer` registered for exactly one of these
     types takes precedence.
+
+    Args:
+        base: The type at the head of the family.
+        reduce: Returns for an object what `__reduce__` returns. What it raises makes pickling fail.
     """
     _families[base] = reduce
     REDUCERS.setdefault(base, reduce)  # so that the table is not empty, and is used
@@ -78,10 +82,12 @@ def dumps_reduced(value: Any, buffer_callback: Callable[[pickle.PickleBuffer], A
 
     Args:
         value: The value.
-        buffer_callback: As in `pickle.dumps`; None keeps all buffers in the pickle.
+        buffer_callback: Called with each buffer of the value, as in `pickle.dumps`: the buffer stays out of the pickle
+            if it returns a false value. None keeps all buffers in the pickle.
 
     Raises:
-        Exception: What pickle or a reducer raises for a value that cannot be pickled.
+        Exception: What pickle or a reducer raises for a value that cannot be pickled, such as `TypeError` or
+            `pickle.PicklingError`.
     """
     file = io.BytesIO()
     _Pickler(file, 5, buffer_callback=buffer_callback).dump(value)

@@ -19,16 +19,16 @@ _MAX_TRIALS: Final = 1000
 
 
 def find_unpicklable(root: str, value: Any, is_picklable: Callable[[Any], bool]) -> tuple[str, Any]:
-    """Returns the innermost part of a value that cannot be pickled, and the path to it as text.
+    """Returns the innermost part of a value that cannot be pickled, and the path to it as text. Never raises.
 
     Args:
         root: The name of the value, with which the path begins.
         value: The value, which cannot be pickled.
-        is_picklable: Tells whether a part can be pickled.
+        is_picklable: Returns whether a part can be pickled.
 
     Returns:
-        The path, such as "config['lock']", and the part. These are `root` and `value` if no part alone is to blame, or
-        if it is not found within the limits.
+        The path, such as "config['lock']", and the part. These are `root` and `value` if every part can be pickled by
+        itself. The search stops early after some levels or many parts, with the part that it has reached.
     """
     path = root
     trials = 0
@@ -109,7 +109,10 @@ def _parts_of_function(function: FunctionType) -> Iterator[tuple[str, Any]]:
 
 
 def _parts_of_object(value: Any) -> Iterator[tuple[str, Any]]:
-    """Yields the parts of an object that `__reduce_ex__` returns: attributes, arguments and items, as `_parts` does."""
+    """Yields the parts of an object that `__reduce_ex__` returns: attributes, arguments and items, as `_parts` does.
+
+    Yields nothing for an object that pickle sends by name. Raises what `__reduce_ex__` raises.
+    """
     reduced = value.__reduce_ex__(5)
     if isinstance(reduced, str):
         return

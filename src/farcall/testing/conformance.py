@@ -45,7 +45,7 @@ from farcall.transports.shm_segments import SegmentPool
 TIMEOUT_S: Final = 20.0
 """Seconds after which a test gives up on something that should happen at once."""
 HANDSHAKE_LIMIT: Final = 1000
-"""Bytes of a frame that the links of these tests take before they are established."""
+"""The largest frame, in bytes, that the links of these tests accept before they are established."""
 
 _FRAME_SIZES: Final = (0, 1, 3, 4, 5, 100, 4096, 16_000, 16_384, 16_385, 65_535, 65_536, 65_537, 600_000, 5 << 20)
 _BUFFER_SIZES: Final[tuple[list[int], ...]] = (
@@ -65,7 +65,7 @@ _BUFFER_SIZES: Final[tuple[list[int], ...]] = (
 
 
 class FakeWorker:
-    """Stands for a worker: the poller, memory and options that its links share. It has no threads of its own.
+    """Stands for a worker: the poller, the memory and the options that its links share. It has no threads of its own.
 
     Attributes:
         problems: The warnings of the pool of shared memory; empty if there were none.
@@ -85,7 +85,7 @@ class FakeWorker:
             spin_s: How many seconds a waiting thread polls before it sleeps.
         """
         self.problems: list[str] = []
-        """What the pool of shared memory has warned of."""
+        """The warnings of the pool of shared memory."""
         segments = SegmentPool(shared_memory, 128, self.problems.append)
         self.poller = Poller(spin_s, use_rings)
         self.options = LinkOptions(
@@ -93,11 +93,9 @@ class FakeWorker:
         )
 
     def turn(self, seconds: float = 0.0) -> int:
-        """Waits up to `seconds` for events of its links, and calls their handlers.
+        """Waits up to `seconds` for events of the links of this worker, and calls the handlers of these links.
 
-        Returns how many handlers were called.
-
-        Returns 0 if nothing has happened. Raises what a handler raises.
+        Returns how many handlers were called; 0 if nothing has happened. Raises what a handler raises.
         """
         handlers = self.poller.wait(seconds)
         for handler in handlers:
@@ -115,7 +113,7 @@ class FakeWorker:
     def serving(self) -> Iterator[None]:
         """Context manager: inside it, a thread calls `turn` again and again.
 
-        Raises at its end what a handler has raised.
+        At its end, what a handler raised in that thread is raised here.
         """
         is_over = threading.Event()
 
@@ -171,7 +169,7 @@ class TransportConformance:
     shared_memory = 1 << 28
     """Bytes of shared memory that a worker of these tests may use. 0: none."""
     large_bytes = 32 << 20
-    """More than the transport takes while the other end does not receive."""
+    """A size in bytes that is more than the transport queues while the other end does not receive."""
     large_frames_wait = True
     """Whether the sender of a large frame waits until the other end receives. False if it is put into shared memory."""
 
@@ -1144,9 +1142,9 @@ PROLOGUE: Final = pack_prologue()
 
 
 def open_links(transport: Transport, listener: Listener) -> tuple[Link, Link]:
-    """Returns the connecting end and the accepted end of a new connection, which is in its handshake.
+    """Connects to `listener`, and returns the connecting end and the accepted end. Both are in their handshake.
 
-    Raises `AssertionError` if the two ends are not connected within `TIMEOUT_S` seconds.
+    Raises `AssertionError` if they are not connected within `TIMEOUT_S` seconds.
     """
     ours: list[Link] = []
     join = in_thread(lambda: ours.append(transport.connect(listener.address, TIMEOUT_S, HANDSHAKE_LIMIT)))
@@ -1157,7 +1155,7 @@ def open_links(transport: Transport, listener: Listener) -> tuple[Link, Link]:
 
 
 def accept(listener: Listener) -> Link:
-    """Waits for a connection and returns its accepted end.
+    """Waits for a connection at `listener`, and returns its accepted end.
 
     Raises `AssertionError` if none comes in `TIMEOUT_S` seconds.
     """
@@ -1168,9 +1166,10 @@ def accept(listener: Listener) -> Link:
 
 
 def receive_until(links: Sequence[Link], is_done: Callable[[], bool]) -> None:
-    """Reads on the given links until `is_done()` is true, because both ends of TLS must read to connect.
+    """Reads on all `links` until `is_done()` is true and none is readable.
 
-    Raises `AssertionError` if a link receives a frame, or after `TIMEOUT_S` seconds. No links: only waits.
+    Both ends of TLS must read while they connect. Raises `AssertionError` if a link receives a frame, or after
+    `TIMEOUT_S` seconds. Without links it only waits.
     """
     deadline = monotonic() + TIMEOUT_S
     while not is_done() or any(is_readable(link, 0) for link in links):
@@ -1254,13 +1253,19 @@ def receive_frames(link: Link, count: int, meanwhile: Callable[[], object] = lam
 
 
 def receive_with_buffers(link: Link) -> tuple[bytes, Sequence[memoryview]]:
-    """Waits for exactly one frame, and returns its bytes and its buffers. Raises what `receive_frames` raises."""
+    """Waits for exactly one frame, and returns its bytes and its buffers.
+
+    Raises `AssertionError` if none or several come in `TIMEOUT_S` seconds, and `ConnectionError` if the link has ended.
+    """
     ((frame, buffers),) = receive_frames(link, 1)
     return bytes(frame), buffers
 
 
 def receive(link: Link) -> bytes:
-    """Waits for exactly one frame, and returns its bytes. Raises what `receive_frames` raises."""
+    """Waits for exactly one frame, and returns its bytes.
+
+    Raises `AssertionError` if none or several come in `TIMEOUT_S` seconds, and `ConnectionError` if the link has ended.
+    """
     return receive_with_buffers(link)[0]
 
 
@@ -1283,7 +1288,7 @@ def assert_ends(link: Link) -> None:
 
 
 def fill(link: Link) -> int:
-    """Sends numbered frames until 256 KiB are queued. Returns how many frames were sent.
+    """Sends numbered frames that nobody receives, until 256 KiB are queued. Returns how many frames were sent.
 
     Raises `AssertionError` if the link accepts 100,000 frames.
     """
@@ -1302,9 +1307,9 @@ def new_buffers(sizes: Sequence[int], seed: int = 0) -> list[memoryview]:
 
 
 def is_readable(end: Link | Listener, seconds: float = TIMEOUT_S) -> bool:
-    """Returns whether the descriptor of a link or listener polls readable within `seconds`.
+    """Returns True if the descriptor of a link or listener is or becomes readable within `seconds`; else False.
 
-    Raises `OSError` if closed.
+    Raises `OSError` if the link or listener is closed.
     """
     poll = select.poll()
     poll.register(end.fileno(), select.POLLIN)
@@ -1357,7 +1362,12 @@ def ignore_connection_error(call: Callable[..., object], *args: object) -> None:
 
 
 class in_thread:  # noqa: N801 (reads as a verb: join = in_thread(work))
-    """Runs `work(*args)` in a new thread. Call the object to wait for the end."""
+    """Starts `work(*args)` in a new thread at once. Call the object to wait for the end of the work.
+
+    Args:
+        work: The function.
+        *args: Its arguments.
+    """
 
     def __init__(self, work: Callable[..., object], *args: object) -> None:
         self._failure: BaseException | None = None
@@ -1375,9 +1385,9 @@ class in_thread:  # noqa: N801 (reads as a verb: join = in_thread(work))
         return self._thread.is_alive()
 
     def __call__(self) -> None:
-        """Waits for the end of the thread. Raises what the work raised.
+        """Waits until the work has ended. Raises what the work raised.
 
-        Raises `AssertionError` if the thread does not end in twice `TIMEOUT_S` seconds.
+        Raises `AssertionError` if it does not end in twice `TIMEOUT_S` seconds.
         """
         self._thread.join(2 * TIMEOUT_S)
         assert not self._thread.is_alive(), "the work does not end"

@@ -33,10 +33,13 @@ class FaultyAgent(Agent):
     """An agent whose messages fail as a test says.
 
     If the options are not `FaultyRpcBackendOptions`, nothing fails until the test changes `faults`.
+
+    Attributes:
+        faults: What goes wrong. A test may change it at any time.
     """
 
     named: Mapping[bytes, Names] | None = None
-    """For a subclass: which functions torch calls under names of their own. See `Rules`."""
+    """Functions that have message names of their own in torch, for a subclass to set. See `Rules`. None for none."""
 
     def __init__(
         self,
@@ -56,11 +59,12 @@ class FaultyAgent(Agent):
             credentials: Secret and encryption; None for those of this user.
 
         Raises:
-            RpcError: As `Agent` raises. Nothing is left running.
+            RpcError: The agent could not join, for example because its name is taken (`RendezvousError`). Nothing is
+                left running.
         """
         faulty = options if isinstance(options, FaultyRpcBackendOptions) else FaultyRpcBackendOptions()
         self.faults = Faults(name, faulty, self.get_worker_info, self.named)
-        """What goes wrong."""
+        """What goes wrong. A test may change it at any time."""
         wrapped = {scheme: FaultyTransport(transport, self.faults) for scheme, transport in transports.items()}
         try:
             super().__init__(name, rendezvous, options, wrapped, credentials)
@@ -69,7 +73,12 @@ class FaultyAgent(Agent):
             raise
 
     def submit_own_call(self, callee: bytes, job: Job) -> None:
-        """Runs a remote call of this worker to itself: now, or later if remote calls of `callee` are delayed."""
+        """Queues a call that this worker has made to itself with `remote`: at once, or later if such calls are delayed.
+
+        Args:
+            callee: The function, as encoded in the frame of a call.
+            job: The job that runs the call.
+        """
         delay = self.faults.own_remote_call_delay(callee)
         if delay:
             submit = super().submit_own_call
@@ -81,11 +90,11 @@ class FaultyAgent(Agent):
         """Leaves the group and releases all resources. Messages that are still delayed or frozen are dropped.
 
         Args:
-            graceful: Whether to wait first until all workers are done.
-            timeout: How many seconds to wait; 0 means no limit.
+            graceful: Whether to wait first until the work of all workers is done; in an open group, of this one.
+            timeout: How many seconds to wait at most; 0 means no limit. Ignored if `graceful` is False.
 
         Raises:
-            ShutdownError: The wait failed. All resources have been released all the same.
+            ShutdownError: The wait timed out, or a worker was lost. All resources have been released all the same.
         """
         try:
             super().shutdown(graceful, timeout)
@@ -93,16 +102,16 @@ class FaultyAgent(Agent):
             self.faults.relay.close()
 
     def close_after_leaving(self) -> None:
-        """Releases all resources of a worker that has left its group, and drops messages that are still delayed."""
+        """Releases all resources. To be called after `wait_to_leave`. Messages that are still delayed are dropped."""
         try:
             super().close_after_leaving()
         finally:
             self.faults.relay.close()
 
     def abandon(self) -> None:
-        """Called in a forked child: closes the child's copies of descriptors.
+        """Called in a forked child: closes the child's copies of descriptors. The agent of the parent is not disturbed.
 
-        Later calls raise `ForkedProcessError`.
+        Later calls in the child raise `ForkedProcessError`.
         """
         super().abandon()
         self.faults.relay.abandon()
@@ -112,14 +121,14 @@ def faults(agent: RpcAgent | None = None) -> Faults:
     """Returns the faults of a faulty agent, with which a test changes what fails.
 
     Args:
-        agent: The agent, for example `group[0]` of a `LocalGroup`. None means the agent of this process.
+        agent: The agent, for example `group.agents[0]` of a `LocalGroup`. None means the agent of this process.
 
     Raises:
         UsageError: `agent` is not an agent, or not a faulty one.
         NotInitializedError: No agent was given, and this process has none.
 
     Example:
-        >>> faults(group[0]).cut("worker1")
+        >>> faults(group.agents[0]).cut("worker1")
     """
     agent = agent if agent is not None else current_agent()
     if not isinstance(agent, RpcAgent):
@@ -137,7 +146,10 @@ def faults(agent: RpcAgent | None = None) -> Faults:
 def _construct_options(rpc_timeout: float, init_method: str, **chosen: Any) -> FaultyRpcBackendOptions:
     """Returns options for the faulty agent.
 
-    Raises `UsageError` for a wrong value, `BackendError` for an unknown option.
+    Args:
+        rpc_timeout: The default timeout of calls in seconds; 0 for no timeout. A wrong value raises `UsageError`.
+        init_method: The rendezvous URL.
+        **chosen: Further options of `FaultyRpcBackendOptions`. An unknown one raises `BackendError`.
     """
     return FaultyRpcBackendOptions(rpc_timeout=rpc_timeout, init_method=init_method, **chosen)
 
@@ -145,7 +157,17 @@ def _construct_options(rpc_timeout: float, init_method: str, **chosen: Any) -> F
 def _init_agent(
     store: None, name: str, rank: int, world_size: int | None, rpc_backend_options: FaultyRpcBackendOptions
 ) -> RpcAgent:
-    """Returns a new faulty agent that has joined its group. Raises what `join_group` raises."""
+    """Returns a new faulty agent that has joined its group.
+
+    Raises `RpcError` if the group cannot be joined.
+
+    Args:
+        store: Ignored.
+        name: The name of this worker.
+        rank: Its rank.
+        world_size: The number of workers; None for an open group.
+        rpc_backend_options: The options of the agent.
+    """
     return join_group(FaultyAgent, name, rank, world_size, rpc_backend_options)
 
 

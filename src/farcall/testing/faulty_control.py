@@ -20,7 +20,13 @@ from farcall.testing.faulty_rules import Rules
 
 
 class Conditions(NamedTuple):
-    """The state of the network between this worker and another one. The default is a network without faults."""
+    """The state of the network between this worker and another one. `Conditions()` is a network without faults.
+
+    Attributes:
+        is_cut: Connections between the two are broken, and none can be made.
+        is_frozen: Messages are held. Connections stay open.
+        slow_s: By how many seconds every message is delayed; 0 for not at all.
+    """
 
     is_cut: bool = False
     is_frozen: bool = False
@@ -32,24 +38,29 @@ _USUAL: Final = Conditions()
 
 
 class SentMessages:
-    """What is remembered about the messages to one worker, whichever connection they were sent on."""
+    """What a faulty agent remembers about its messages to one worker, whichever connection they were sent on.
+
+    Attributes:
+        unacknowledged: The numbers of messages whose acknowledgements are dropped. A message is removed from it when it
+            is sent again.
+    """
 
     def __init__(self) -> None:
         self.unacknowledged: set[int] = set()
-        """Numbers of messages whose acknowledgements are dropped, until the messages are sent again."""
+        """The numbers of messages whose acknowledgements are dropped, until the messages are sent again."""
         self._late: dict[int | str, list[Callable[[], None]]] = {}
 
     def add_late(self, key: int | str, release: Callable[[], None]) -> None:
-        """Remembers a late message until another message with the same key is sent.
+        """Stores a late message until another message with the same key is sent.
 
         Args:
-            key: The number of a message about references, or the name of a call.
-            release: Delivers the late message.
+            key: The number of a control message or of a call by `remote`, or the name of another call.
+            release: Delivers the late message. `take_late` returns it.
         """
         self._late.setdefault(key, []).append(release)
 
     def take_late(self, key: int | str) -> list[Callable[[], None]]:
-        """Returns the functions that deliver the late messages with a key, and forgets them; empty if none."""
+        """Removes and returns the functions that deliver the late messages with this key; empty if there are none."""
         return self._late.pop(key, [])
 
 
@@ -60,7 +71,7 @@ class Faults:
     afterwards.
 
     Example:
-        >>> faults(group[0]).cut("worker1")
+        >>> faults(group.agents[0]).cut("worker1")
     """
 
     def __init__(
@@ -75,8 +86,8 @@ class Faults:
         Args:
             name: The name of its worker.
             options: What goes wrong from the beginning.
-            check_worker: Raises `UnknownWorkerError` if there is no worker of that name.
-            named: See `Rules`.
+            check_worker: Called with the name of a worker. Raises `UnknownWorkerError` if there is none.
+            named: Functions that have message names of their own in torch; None for none. See `Rules`.
         """
         self.name = name
         self.rules = Rules(options, named)
@@ -88,10 +99,10 @@ class Faults:
     # Messages
 
     def fail(self, message: str, sends: int = 1, failure: Failure | str = Failure.ERROR) -> None:
-        """Makes messages of this worker fail from now on.
+        """Makes messages of one name that this worker sends fail from now on.
 
         Args:
-            message: The name of the message, one of `MESSAGES` of `faulty_options`.
+            message: The name of the messages, one of `MESSAGES` of `faulty_options`, for example `RREF_FORK_REQUEST`.
             sends: How many sends of each such message fail before it goes through; 0 for none. Earlier failures do not
                 count.
             failure: How they fail: a `Failure` or its text.
@@ -104,11 +115,11 @@ class Faults:
             self.rules.fail(message, sends, failure)
 
     def delay(self, message: str, seconds: float) -> None:
-        """Makes all messages of a name arrive later.
+        """Delays all messages of one name that this worker sends from now on.
 
         Args:
-            message: The name of the message, one of `MESSAGES` of `faulty_options`.
-            seconds: How much later; 0 ends the delay.
+            message: The name of the messages, one of `MESSAGES` of `faulty_options`, for example `PYTHON_CALL`.
+            seconds: How much later they arrive; 0 ends the delay.
 
         Raises:
             UsageError: `message` is unknown, or `seconds` is negative, infinite or not a number. Nothing has changed.
@@ -122,8 +133,8 @@ class Faults:
     def cut(self, worker: str) -> None:
         """Breaks all connections between this worker and another one, and lets none be made until `heal`.
 
-        If the cut lasts longer than `heartbeat_patience`, and no third worker reaches both, one of the two is declared
-        lost.
+        Ends an earlier `freeze` or `slow` of that worker. If the cut lasts longer than the option `heartbeat_patience`,
+        and no third worker reaches both, one of the two is declared lost.
 
         Args:
             worker: The name of the other worker.
@@ -136,8 +147,8 @@ class Faults:
     def freeze(self, worker: str) -> None:
         """Holds all messages between this worker and another one until `heal`. Connections stay open; nothing is lost.
 
-        If the freeze lasts longer than `heartbeat_patience`, and no third worker reaches both, one of the two is
-        declared lost.
+        Ends an earlier `cut` or `slow` of that worker. If the freeze lasts longer than the option `heartbeat_patience`,
+        and no third worker reaches both, one of the two is declared lost.
 
         Args:
             worker: The name of the other worker.
@@ -150,9 +161,11 @@ class Faults:
     def slow(self, worker: str, seconds: float) -> None:
         """Makes every message between this worker and another one arrive later, until `heal`.
 
+        Ends an earlier `cut` or `freeze` of that worker.
+
         Args:
             worker: The name of the other worker.
-            seconds: How much later.
+            seconds: How much later; 0 for not at all.
 
         Raises:
             UnknownWorkerError: There is no such worker.
@@ -162,6 +175,8 @@ class Faults:
 
     def heal(self, worker: str | None = None) -> None:
         """Ends `cut`, `freeze` and `slow` between this worker and another one. Does nothing if there are none.
+
+        Failures and delays by `fail` and `delay` stay.
 
         Args:
             worker: The name of the other worker; None for all others.
@@ -174,7 +189,10 @@ class Faults:
                 self._set_conditions(each, _USUAL)
 
     def _set_conditions(self, worker: str, conditions: Conditions) -> None:
-        """Sets the state of the network to a worker, and applies it to the open links. Raises `UnknownWorkerError`."""
+        """Sets the state of the network between this worker and `worker`, and applies it to the open links.
+
+        Raises `UnknownWorkerError` if there is no such worker.
+        """
         if conditions is not _USUAL or worker not in self._conditions:
             self._check_worker(worker)
         with self.relay.lock:
@@ -186,9 +204,12 @@ class Faults:
                     link.apply_conditions()
 
     def own_remote_call_delay(self, callee: bytes) -> float:
-        """Returns by how many seconds a remote call of this worker to itself is delayed; 0 for none.
+        """Returns by how many seconds a call by `remote` of this worker to itself is delayed; 0 for none.
 
         Such a call sends no message, so no link can delay it.
+
+        Args:
+            callee: The function, as encoded in the frame of a call.
         """
         with self.relay.lock:
             return self.rules.delay_of(self.rules.name_of_remote_call(callee))
@@ -196,9 +217,13 @@ class Faults:
     # For links, under the relay's lock
 
     def conditions(self, worker: str) -> Conditions:
-        """Returns the state of the network between this worker and another one; without faults if none were set."""
+        """Returns the state of the network between this worker and another one; `Conditions()` if nothing was set.
+
+        Args:
+            worker: The name of the other worker. An unknown name counts as one for which nothing was set.
+        """
         return self._conditions.get(worker, _USUAL)
 
     def sent_to(self, number: Worker) -> SentMessages:
-        """Returns what is remembered about messages to the worker with that number; a new record the first time."""
+        """Returns what is remembered about messages to the worker with the id `number`; at first nothing."""
         return self._sent[number]

@@ -7,8 +7,8 @@ while the inbox has frames, and hung up when the link has ended.
 
 How messages are lost
 - A network loses no message of a connection that goes on, and the runtime counts on that. So messages that must arrive
-  (remote calls, and messages about references) are lost only along with their connection. The agent sends them again on
-  the next one. Calls under way would fail, so the connection breaks when there are none, if that is soon.
+  (calls by `remote`, and control messages) are lost only along with their connection. The agent sends them again on the
+  next one. Calls under way would fail, so the connection breaks when there are none, if that is soon.
 - Calls and replies are lost alone, because no worker sends them again. The references that they carry arrive, as they
   do when a connection is lost.
 
@@ -49,15 +49,15 @@ from farcall.transports.base import FOREVER, Frame, Link, LinkOptions, Listener,
 from farcall.transports.sockets import OwnSocket
 
 QUIET_S: Final = 0.05
-"""A connection breaks only after so long without a call: a call often follows messages about references."""
+"""A connection breaks only after this many seconds without a call, because a call often follows control messages."""
 MAX_BUSY_S: Final = 5.0
-"""A connection that is to break breaks after this time, though calls are under way."""
+"""A connection that is to break breaks after this many seconds even if calls are running."""
 MAX_LATE_S: Final = 5.0
-"""A late message arrives after this time, though no other message was sent."""
+"""A late message arrives after this many seconds even if no other message was sent."""
 _BEHIND_S: Final = 0.02
-"""How long after the other message a late one arrives. They may be on two connections, so nothing else orders them."""
+"""How many seconds after the later message a late one is sent. They may be on two connections, without an order."""
 MAX_SLEEP_S: Final = 1.0
-"""How long a thread that waits sleeps before it looks whether a signal handler has received for it."""
+"""How many seconds `wait` sleeps before it checks whether a signal handler has received the frames."""
 _FLUSH_INTERVAL_S: Final = 0.01
 _MAX_UNREAD: Final = 64
 """With so many frames in the inbox, the inner link is not read."""
@@ -66,7 +66,12 @@ _NO_WAIT: Final = 0.0
 
 
 class _Flow:
-    """The frames of one direction of a link that are not passed on yet."""
+    """The frames of one direction of a link that are not passed on yet.
+
+    Attributes:
+        waiting: Functions that each pass one frame on, in the order of the frames.
+        held: How many more frames a timer or a later message will append to `waiting`.
+    """
 
     def __init__(self) -> None:
         self.waiting: deque[Callable[[], None]] = deque()  # each passes one frame on, in this order
@@ -74,23 +79,29 @@ class _Flow:
 
 
 class FaultyLink:
-    """A `Link` around another link, on which frames fail, are delayed or are held as the faults say."""
+    """A `Link` around another link, on which frames fail, are delayed or are held as the faults say.
+
+    Attributes:
+        address: The address of the inner link.
+        is_established: Whether `establish` was called.
+        peer: The name of the worker at the other end; empty until the handshake has told it.
+    """
 
     def __init__(self, inner: Link, faults: Faults, is_connecting: bool) -> None:
         """Wraps a link that is in its handshake.
 
         Args:
-            inner: The link to the other worker. This object owns it from now on.
+            inner: The link to the other worker. This object owns it from now on, and closes it.
             faults: What goes wrong.
             is_connecting: Whether this end connected; False if it was accepted.
 
         Raises:
-            OSError: There are no descriptors left, or the agent has ended. The inner link is closed.
+            OSError: There are no descriptors left, or the agent has ended. `inner` is closed.
         """
         self.address = inner.address
         self.is_established = False
         self.peer = ""
-        """The name of the worker at the other end; empty until it is known."""
+        """The name of the worker at the other end; empty until the handshake has told it."""
         self._number: Worker = -1  # of that worker
         self.counts, self.flush, self.unsent_bytes = inner.counts, inner.flush, inner.unsent_bytes
         self.sweep, self.prepare_fork = inner.sweep, inner.prepare_fork
@@ -128,7 +139,7 @@ class FaultyLink:
 
     @property
     def backlog(self) -> int:
-        """The number of bytes that wait to be sent.
+        """The number of bytes that wait to be sent on the inner link; 0 if there are none.
 
         Frames that the faults hold do not count, so that callers do not stop.
         """
@@ -145,26 +156,31 @@ class FaultyLink:
         return self._inner.binding
 
     def fileno(self) -> int:
-        """Returns a descriptor that is readable when frames have arrived. Raises `ConnectionAbortedError` if closed."""
+        """Returns a descriptor that is readable when frames have arrived or the link has ended.
+
+        Raises `ConnectionAbortedError` if this end is closed.
+        """
         return self._open_end().fileno()
 
     def _open_end(self) -> OwnSocket:
-        """Returns the socket of the agent. Raises `ConnectionAbortedError` if the link is closed."""
+        """Returns the agent's end of the socket pair. Raises `ConnectionAbortedError` if this end is closed."""
         end = self._agent_end
         if end is None:
             raise ConnectionAbortedError(f"the link to {self.address} is closed")
         return end
 
     def establish(self, options: LinkOptions, deadline: float | None = None) -> None:
-        """Ends the handshake of the inner link. See `Link.establish`.
+        """Completes the handshake of the inner link, so that frames of any size can be sent. See `Link.establish`.
 
         Args:
-            options: What the links of this worker share. The poller is replaced by that of the relay.
-            deadline: At the connecting end, when to stop waiting for the other end; None at the accepted end.
+            options: The options of all links of this worker. The poller is replaced by that of the relay.
+            deadline: Until when the connecting end waits for the other end, as a time of the monotonic clock. None at
+                the accepted end, which does not wait.
 
         Raises:
-            TimeoutError: The other end did not answer before the deadline.
+            TimeoutError: The other end did not answer before `deadline`.
             ConnectionError: The link is closed or broken.
+            ProtocolError: The answer of the other end cannot be read.
         """
         options = options._replace(poller=self._relay.poller, spin_s=0.0)
         with self._relay.lock:
@@ -177,7 +193,10 @@ class FaultyLink:
         self._establish_inner(options, deadline)
 
     def _establish_inner(self, options: LinkOptions, deadline: float | None) -> None:
-        """Establishes the inner link, and reads it from then on. Raises what `establish` raises."""
+        """Completes the handshake of the inner link, and lets the relay read it.
+
+        `options`, `deadline` and the errors are those of `establish`.
+        """
         self._inner.establish(options, deadline)  # the connecting end waits, and reads the inner link itself
         with self._relay.lock:
             self._must_not_read = False
@@ -205,19 +224,20 @@ class FaultyLink:
             self._advance()
 
     def send_kept(self, frame: bytes, buffers: list[memoryview], deadline: float = FOREVER) -> list[memoryview]:
-        """Sends one frame as `send` does, and returns copies of its buffers.
+        """Sends one frame as `send` does, and returns copies of its buffers, which do not change later.
 
-        Raises `ConnectionError` if the link is closed.
+        `deadline` is ignored. Raises `ConnectionError` if the link is closed or broken.
         """
         kept = _copies(buffers)
         self.send(frame, list(kept), deadline)
         return kept
 
     def receive(self) -> list[Frame]:
-        """Returns the frames that have arrived; an empty list if there are none. Does not wait.
+        """Returns the frames that have arrived, each with its buffers; an empty list if there are none. Does not wait.
 
         Raises:
-            ConnectionError: The link has ended, or the faults have broken it, and all frames were received.
+            ConnectionError: The link has ended or the faults have broken it, and all frames were received; or this end
+                is closed.
             ProtocolError: The other end has sent invalid bytes.
         """
         with self._relay.lock:
@@ -233,10 +253,13 @@ class FaultyLink:
             return received
 
     def wait(self, seconds: float | None) -> bool:
-        """Waits until frames have arrived or the link has ended. Returns True then, or False after `seconds`.
+        """Waits until frames have arrived or the link has ended, and returns True. Returns False when the time is over.
 
-        May return False early if a signal handler has received the frames. None means no limit. Raises
-        `ConnectionAbortedError` if this end is closed.
+        May return False early if a signal handler has received the frames. Raises `ConnectionAbortedError` if this end
+        is closed.
+
+        Args:
+            seconds: How long to wait at most; None for no limit, 0 to only look.
         """
         end = self._open_end()  # its descriptor stays open though another thread closes the link
         poll = select.poll()
@@ -251,20 +274,26 @@ class FaultyLink:
                 return False
 
     def _check_open(self) -> None:
-        """Raises `ConnectionAbortedError` if the link is closed or has ended."""
+        """Raises `ConnectionAbortedError` if this end is closed, or the link has ended."""
         self._open_end()
         if self.has_hung_up():
             raise ConnectionAbortedError(str(self._error))
 
     def has_hung_up(self) -> bool:
-        """Returns whether the other end, the faults or the agent itself has ended the link."""
+        """Returns True if the link has ended: the other end or the agent has closed it, or the faults have broken it.
+
+        Frames that arrived before may still wait to be received.
+        """
         return self._is_detached or self._is_disconnected
 
     def note_hang_up(self) -> None:
         """Does nothing: a waiting thread notices the end of the link by itself."""
 
     def close(self) -> None:
-        """Closes this end. Frames that are held for the other worker are still sent. May be called again."""
+        """Closes this end for the agent. Frames that were sent before, and are held or queued, still go out.
+
+        May be called again.
+        """
         with self._relay.lock:
             end, self._agent_end = self._agent_end, None
             if end is not None:
@@ -274,7 +303,7 @@ class FaultyLink:
                 self._advance()
 
     def abandon(self) -> None:
-        """Called in a forked child: closes the child's copies of descriptors without disturbing the parent."""
+        """Called in a forked child: closes the child's copies of descriptors. The parent's link stays as it is."""
         end, self._agent_end = self._agent_end, None
         if end is not None:
             end.abandon()
@@ -284,17 +313,14 @@ class FaultyLink:
     # Passing frames on
 
     def _send_on(self, frame: bytes, buffers: Sequence[memoryview] = (), delay: float = 0.0) -> None:
-        """Queues a frame for the other worker, to be sent now or after `delay` seconds.
+        """Queues a frame for the other worker, to be sent now or after `delay` seconds. The buffers are copied.
 
         Raises `ConnectionError` if the inner link is closed or broken.
         """
         self._deliver(self._outbound, partial(self._inner.send, frame, _copies(buffers), _NO_WAIT), delay)
 
     def _put(self, frame: bytes, buffers: Sequence[memoryview] = ()) -> None:
-        """Gives a frame to the agent: puts it into the inbox, now or when the faults allow.
-
-        Drops it if the link has ended.
-        """
+        """Puts a frame into the agent's inbox, now or when the faults allow it. Drops it if the link has ended."""
 
         def put() -> None:
             if not self.has_hung_up():
@@ -307,10 +333,12 @@ class FaultyLink:
     def _deliver(self, flow: _Flow, pass_on: Callable[[], None], delay: float = 0.0) -> None:
         """Passes a frame on in one direction: now, after a delay, or when the network is not frozen any more.
 
+        Raises what `pass_on` raises if it is called now.
+
         Args:
             flow: The direction.
             pass_on: Passes the frame on.
-            delay: Seconds, in addition to those of `Faults.slow`.
+            delay: Seconds, in addition to those of `Faults.slow`. While the relay is closing, there is no delay.
         """
         delay += self._conditions().slow_s
         if delay and not self._relay.is_closing:
@@ -328,17 +356,17 @@ class FaultyLink:
             self._advance()
 
     def _pass_on(self, flow: _Flow) -> None:
-        """Passes on the waiting frames of one direction, unless the network is frozen.
+        """Passes on all waiting frames of one direction, in order. Does nothing while the network is frozen.
 
-        Raises what the inner link raises.
+        Raises what the functions in `flow.waiting` raise, for example `ConnectionError` from the inner link.
         """
         while flow.waiting and not self._conditions().is_frozen:
             flow.waiting.popleft()()
 
     def _advance(self) -> None:
-        """Passes on all frames that can be passed on now.
+        """Passes on all frames of both directions that can be passed on now.
 
-        Disconnects if the agent has closed the link and nothing is left.
+        Closes the inner link if the link has ended for the agent and nothing is left to send.
         """
         if self._is_disconnected:
             return
@@ -355,7 +383,10 @@ class FaultyLink:
         self._watch()
 
     def _watch(self) -> None:
-        """Makes the relay read the inner link, or stop reading it, as the state of the link requires."""
+        """Makes the relay read the inner link, or stop reading it.
+
+        It is not read while the network is frozen, the inbox is full, or the inner link may not be read.
+        """
         must_wait = self._must_not_read or self._conditions().is_frozen or len(self._inbox) >= _MAX_UNREAD
         is_watched = not must_wait and not self._is_disconnected
         if is_watched != self._is_watched:
@@ -366,9 +397,9 @@ class FaultyLink:
                 self._relay.poller.unwatch(self._inner)
 
     def _read_inner(self) -> None:
-        """Called by the relay: receives the frames of the inner link and judges them.
+        """Called by the relay: receives the frames of the inner link, and passes them through the faults to the agent.
 
-        An error ends the link for the agent.
+        If that raises, the agent gets the error from `receive`, after the last frame.
         """
         if not self._is_watched:
             return  # an old event
@@ -388,15 +419,15 @@ class FaultyLink:
     # The other end
 
     def _conditions(self) -> Conditions:
-        """Returns the state of the network to the other worker; without faults while that worker is not known."""
+        """Returns the state of the network to the other worker; without faults until that worker is known."""
         return self._faults.conditions(self.peer)
 
     def _sent_messages(self) -> SentMessages:
-        """Returns what is remembered about messages to the other worker."""
+        """Returns what is remembered about messages to the other worker, on this and earlier connections."""
         return self._faults.sent_to(self._number)
 
     def _send_handshake(self, frame: bytes) -> None:
-        """Sends a frame of the handshake, and learns from it which worker is at the other end.
+        """Sends a frame of the handshake. At the connecting end, the hello tells which worker is at the other end.
 
         Raises `ConnectionAbortedError` if the faults have cut that worker off.
         """
@@ -408,7 +439,10 @@ class FaultyLink:
         self._send_on(frame)
 
     def _receive_handshake(self, frame: bytes) -> None:
-        """Gives a received frame of the handshake to the agent, and learns from it which worker is at the other end."""
+        """Gives a received frame of the handshake to the agent. A hello in it tells which worker is at the other end.
+
+        A frame that cannot be read is given to the agent as well, which refuses it.
+        """
         try:
             message = unpack(bytes(frame), self.address)
         except ProtocolError:
@@ -419,12 +453,15 @@ class FaultyLink:
         self._put(frame)
 
     def _identify(self, name: str, number: Worker) -> None:
-        """Sets the name and the number of the worker at the other end, and applies the faults for it."""
+        """Stores the name and the id of the worker at the other end, and applies the faults for that worker."""
         self.peer, self._number = name, number
         self.apply_conditions()
 
     def apply_conditions(self) -> None:
-        """Applies the faults between the two workers: breaks the link if it is cut, else passes frames on."""
+        """Applies a change of the network between the two workers.
+
+        Breaks the link if the other worker is cut off. Otherwise passes on the frames that can be passed on now.
+        """
         if self._conditions().is_cut:
             self._break(f"the faulty agent has cut worker {self.peer!r} off; it can be reached again after heal()")
             self.disconnect()
@@ -434,7 +471,7 @@ class FaultyLink:
     # What the agent sends
 
     def _send(self, frame: bytes, buffers: Sequence[memoryview]) -> None:
-        """Judges a frame of the agent, and sends it, holds it or drops it.
+        """Decides what happens to a frame of the agent, and sends it, holds it or drops it.
 
         Raises `ConnectionError` if it cannot be sent.
         """
@@ -454,7 +491,9 @@ class FaultyLink:
             self._send_on(frame, buffers)
 
     def _send_call(self, frame: bytes, buffers: Sequence[memoryview], flags: int, callee: bytes, call_id: int) -> None:
-        """Judges a call, and sends it, holds it, drops it, or answers it with an error.
+        """Decides what happens to a call, and sends it, holds it, drops it, or answers it with an error.
+
+        References in a call that is dropped or answered are sent all the same.
 
         Args:
             frame: The whole frame.
@@ -484,7 +523,13 @@ class FaultyLink:
             release()
 
     def _refuse(self, call_id: int, callee: bytes, reason: str) -> None:
-        """Answers a call with a `WorkerLostError` error, as if the other worker could not be reached."""
+        """Answers a call of the agent with a `WorkerLostError`, as if the other worker could not be reached.
+
+        Args:
+            call_id: The id of the call.
+            callee: The function or reference that it names, for the message.
+            reason: Why it failed, for the message.
+        """
         # A callee that names a reference begins with a small number.
         function = f"`{callee.decode().replace(chr(0), '.')}`" if callee[:1] > frames.TYPE else "a function or a value"
         error = WorkerLostError(f"worker {self.peer!r} was not asked for {function}: {reason}", self.peer)
@@ -492,7 +537,10 @@ class FaultyLink:
         self._put(frames.pack_reply(frames.FAILURE, call_id, failure))
 
     def _send_control(self, frame: bytes) -> None:
-        """Sends messages about references. Each message that has a name is judged and sent in a frame of its own."""
+        """Sends the control messages in a frame of the agent. A message that has a name in torch gets its own frame.
+
+        The faults apply to these only. The others are sent together, with the acknowledgement.
+        """
         acknowledged, messages = unpack_control(frame[HEADER_SIZE:])
         unnamed = [each for each in messages if not name_of_reference_message(each[1])]
         if unnamed or acknowledged:
@@ -503,13 +551,15 @@ class FaultyLink:
                 self._send_reliably(name, number, _pack_control(0, [(number, message)]))
 
     def _send_reliably(self, name: str, number: int, frame: bytes, buffers: Sequence[memoryview] = ()) -> None:
-        """Judges a message that is sent again if the connection breaks, and sends it, holds it or breaks the link.
+        """Decides what happens to a message that is sent again after a break: a control message or a call by `remote`.
+
+        Sends it, holds it or drops it. If it fails, the link is broken, so that the agent sends it again.
 
         Args:
-            name: The name of the message.
+            name: The name of the message; empty if no rule applies to it.
             number: Its number, by which the other worker acknowledges it.
             frame: The frame.
-            buffers: Its buffers.
+            buffers: Its buffers; may be empty.
         """
         sent = self._sent_messages()
         sent.unacknowledged.discard(number)
@@ -532,7 +582,13 @@ class FaultyLink:
             release()
 
     def _hold(self, key: int | str, frame: bytes, buffers: Sequence[memoryview]) -> None:
-        """Holds a late frame until a message with the same key is sent to the worker, at most `MAX_LATE_S` seconds."""
+        """Holds a late frame until a message with the same key is sent to that worker, at most `MAX_LATE_S` seconds.
+
+        Args:
+            key: The number of the message, or for a call its name.
+            frame: The frame.
+            buffers: Its buffers, which are copied; may be empty.
+        """
         self._outbound.held += 1
         send = partial(self._inner.send, frame, _copies(buffers), _NO_WAIT)
         late = [partial(self._release, self._outbound, send)]
@@ -547,9 +603,9 @@ class FaultyLink:
     # What comes from the other worker
 
     def _receive(self, frame: bytes, buffers: Sequence[memoryview]) -> None:
-        """Judges a received frame, and gives the agent what is left of it.
+        """Gives the agent a received frame as the faults change it, or nothing if they drop it.
 
-        Frames that cannot be read are given as they are.
+        A frame that cannot be read is given unchanged, for the agent to refuse.
         """
         received: Frame | None = frame, buffers
         try:
@@ -560,9 +616,11 @@ class FaultyLink:
             self._put(*received)
 
     def _judge_received(self, frame: bytes, buffers: Sequence[memoryview]) -> Frame | None:
-        """Returns what the agent gets instead of a received frame; None for nothing.
+        """Returns what the agent gets in place of a received frame; None if the faults drop it.
 
-        Raises `ProtocolError` or `struct.error` if the frame cannot be read.
+        Drops replies and acknowledgements that the faults lose, but not the references in them. Takes the value out of
+        the reply to a call by `remote`, so that `to_here` has to send a message. Raises `ProtocolError` or
+        `struct.error` if the frame cannot be read.
         """
         kind, flags, _, _, call_id = frames.unpack_header(frame)
         if kind in (frames.RESULT, frames.FAILURE):
@@ -588,7 +646,12 @@ class FaultyLink:
     # The end
 
     def _break_when_quiet(self, reason: str, deadline: float) -> None:
-        """Breaks the link when no call is running on it, or at the deadline; but not while the network is frozen."""
+        """Breaks the link soon, when no call is running on it, or at `deadline`; but not while the network is frozen.
+
+        Args:
+            reason: Why, for the errors of the agent.
+            deadline: A time of the monotonic clock.
+        """
 
         def try_to_break() -> None:
             now = monotonic()
@@ -603,22 +666,26 @@ class FaultyLink:
             self._relay.call_later(QUIET_S, try_to_break)
 
     def _break(self, reason: str) -> None:
-        """Ends the link for the agent; its errors quote `reason`. Does nothing if it has ended. Call `_advance` next.
+        """Ends the link for the agent, which finds `reason` in its errors. Does nothing if the link has ended.
 
-        Frames that are held for the other worker are still sent.
+        Frames that are held for the other worker are still sent. The caller must call `_advance` next, or `disconnect`.
         """
         if not self.has_hung_up():
             self._error = ConnectionAbortedError(reason)
             self._detach()
 
     def _detach(self) -> None:
-        """Marks the link as ended for the agent, and drops the frames that were to be received."""
+        """Records that the link has ended for the agent, and drops the frames that it has not received."""
         self._is_detached = True
         self._inbound = _Flow()
         self._relay_end.close()  # hangs up
 
     def finish(self) -> None:
-        """Called when the agent ends: sends what is queued, and disconnects when that is done. May be called again."""
+        """Called repeatedly while the agent ends: sends what is queued. Frames that are still delayed are dropped.
+
+        Closes the inner link if nothing is left to send and the agent has closed this link, or if the network is
+        frozen.
+        """
         self._inbound.held = self._outbound.held = 0
         if self._conditions().is_frozen:
             self.disconnect()
@@ -626,7 +693,10 @@ class FaultyLink:
             self._advance()
 
     def disconnect(self) -> None:
-        """Closes the link in both directions at once. Frames that were not sent are lost. May be called again."""
+        """Closes the inner link at once. Frames that were not sent are lost, and the link has ended for the agent.
+
+        May be called again.
+        """
         if not self._is_disconnected:
             self._is_disconnected = True
             self._watch()
@@ -652,12 +722,17 @@ def _sections(frame: bytes, at: int, flags: int) -> tuple[bytes, bytes, bytes]:
 
 
 def _pack_control(acknowledged: int, messages: Sequence[tuple[int, Message]]) -> bytes:
-    """Returns the CONTROL frame with an acknowledgement (0 for none) and messages about references, perhaps none."""
+    """Returns the frame with an acknowledgement and control messages about references.
+
+    Args:
+        acknowledged: The number up to which messages of the other worker have arrived; 0 for none.
+        messages: Messages with their numbers; may be empty.
+    """
     return frames.pack_message(frames.CONTROL, pack_control(acknowledged, messages))
 
 
 def _explain(name: str, verdict: Verdict) -> str:
-    """Returns why a message failed, for error messages: its name, how it failed, and which attempt this was."""
+    """Returns why a message failed, for error messages: its name, how it failed, and which of its sends this was."""
     return f"the faulty agent let this {name} fail ({verdict.failure}; {verdict.attempt} of {verdict.attempts} sends)"
 
 
@@ -667,7 +742,12 @@ def _copies(buffers: Sequence[memoryview]) -> list[memoryview]:
 
 
 class FaultyListener:
-    """A `Listener` that wraps each link of an inner listener in a `FaultyLink`."""
+    """A `Listener` that wraps each link that an inner listener accepts in a `FaultyLink`.
+
+    Args:
+        inner: The listener.
+        faults: What goes wrong on the links.
+    """
 
     def __init__(self, inner: Listener, faults: Faults) -> None:
         self.address = inner.address
@@ -685,7 +765,12 @@ class FaultyListener:
 
 
 class FaultyTransport:
-    """A `Transport` of the same scheme as the inner transport, whose links are `FaultyLink`s."""
+    """A `Transport` whose links are `FaultyLink`s around those of an inner transport. It has the same scheme.
+
+    Args:
+        inner: The transport.
+        faults: What goes wrong on the links.
+    """
 
     def __init__(self, inner: Transport, faults: Faults) -> None:
         self.scheme = inner.scheme
@@ -721,5 +806,12 @@ class FaultyTransport:
         return self._connect(self._inner.connect, address, timeout, handshake_limit)
 
     def _connect(self, connect: Callable[..., Link], address: str, timeout: float, handshake_limit: int) -> FaultyLink:
-        """Connects with a method of the inner transport, and wraps the link. Raises `OSError` if that fails."""
+        """Connects with a method of the inner transport, and wraps the link. Raises `OSError` if that fails.
+
+        Args:
+            connect: The method. It takes the other three arguments.
+            address: The address of the listener.
+            timeout: How many seconds connecting may take.
+            handshake_limit: The largest frame in bytes during the handshake.
+        """
         return FaultyLink(connect(address, timeout, handshake_limit), self._faults, is_connecting=True)

@@ -36,11 +36,17 @@ _MEANING: Final[Mapping[str, str]] = {
     CLEANUP: "",  # farcall has no such message: the name is accepted, and nothing is sent under it
 }
 MESSAGES: Final = tuple(_MEANING)
-"""All names that are accepted."""
+"""All message names that the options and `Faults` accept."""
 
 
 class Names(NamedTuple):
-    """The names under which torch sends calls and remote calls of one function; empty if no known name means them."""
+    """The message names under which torch sends the calls of one function.
+
+    Attributes:
+        call: The name of calls by `rpc_sync` and `rpc_async`; empty if it is none of `MESSAGES`, so that no rule
+            applies.
+        remote_call: The name of calls by `remote`; empty likewise.
+    """
 
     call: str = ""
     remote_call: str = ""
@@ -50,13 +56,14 @@ class Failure(StrEnum):
     """How a message fails. The text of each member can be used instead of the member."""
 
     ERROR = "error"
-    """torch's way: the sender is told at once. A call raises `WorkerLostError`; what must arrive is sent again."""
+    """As in torch: the sender is told at once. A call raises `WorkerLostError`. Other messages are sent again."""
     REQUEST_LOST = "request lost"
     """The message does not arrive, and the sender is not told. A call ends by its timeout."""
     REPLY_LOST = "reply lost"
-    """The message arrives. What answers it does not: the result of a call, the acknowledgement of anything else."""
+    """The message arrives, its answer does not: the result of a call, the acknowledgement of any other message."""
     LATE = "late"
-    """The message is under way while the sender sends again, and arrives after that."""
+    """The message arrives after a later one, or after 5 seconds if there is none. The later one is the next send of the
+    same message or, for calls, the next call of the same name to that worker."""
 
 
 @dataclass(kw_only=True)
@@ -69,20 +76,23 @@ class FaultyRpcBackendOptions(RpcBackendOptions):
     """
 
     messages_to_fail: list[str] = field(default_factory=list)
-    """The names of messages that fail."""
+    """The names of messages that fail, each one of `MESSAGES`. By default none."""
 
     messages_to_delay: dict[str, float] = field(default_factory=dict)
-    """For a message's name: how many seconds later such messages arrive."""
+    """How many seconds later messages arrive, by the name of the message. By default none is delayed."""
 
     num_fail_sends: int = 1
-    """How many sends of each such message fail before it goes through. A call with the same function and arguments is
-    the same message, as in torch."""
+    """How many sends of each message in `messages_to_fail` fail before it goes through; 0 for none. A call with the
+    same function and arguments is the same message, as in torch."""
 
     failures: dict[str, Failure] = field(default_factory=dict)
-    """For the name of a message in `messages_to_fail`: how it fails, if not by `Failure.ERROR`."""
+    """How messages fail, by the name of the message. Names that are not here fail by `Failure.ERROR`."""
 
     def __setattr__(self, name: str, value: Any) -> None:
-        """Checks and sets one option. Raises `UsageError` for a wrong value."""
+        """Checks and sets one option.
+
+        Raises `UsageError`, and changes nothing, if the option cannot have this value.
+        """
         check = _CHECKS.get(name)
         super().__setattr__(name, check(value) if check is not None else value)
 
@@ -92,7 +102,9 @@ FaultyTensorPipeRpcBackendOptions = FaultyRpcBackendOptions
 
 
 def meaning(message: str) -> str:
-    """Returns farcall's name for a message that torch's name means; empty if farcall sends no such message.
+    """Returns farcall's name for a message name of torch, for example `PYTHON_CALL` for `SCRIPT_CALL`.
+
+    Returns an empty text if farcall sends no such message.
 
     Raises:
         UsageError: `message` is not one of `MESSAGES`.
@@ -118,7 +130,10 @@ def check_sends(sends: int) -> int:
 
 
 def check_failure(failure: str) -> Failure:
-    """Returns a way to fail, given as a `Failure` or its text. Raises `UsageError` for anything else."""
+    """Returns the `Failure` for a member or its text, for example "late".
+
+    Raises `UsageError` for anything else.
+    """
     try:
         return Failure(failure)
     except ValueError:
@@ -127,9 +142,9 @@ def check_failure(failure: str) -> Failure:
 
 
 def _check_list(value: Any) -> list[str]:
-    """Returns the names of messages as a list.
+    """Returns the names of messages as a list; empty for an empty iterable.
 
-    Raises `UsageError` for an unknown name, a single str, or no iterable.
+    Raises `UsageError` if `value` is a single str or not iterable, or contains an unknown name.
     """
     if isinstance(value, str) or not isinstance(value, Iterable):
         raise UsageError(f"messages_to_fail must be a list of names such as ['RREF_FORK_REQUEST'], not {value!r}")
@@ -140,9 +155,14 @@ def _check_list(value: Any) -> list[str]:
 
 
 def _check_dict(option: str, check: Callable[[Any], Any], value: Any) -> dict[str, Any]:
-    """Returns a dict by the names of messages with its values checked by `check`; empty for an empty mapping.
+    """Returns a copy of a dict from message names to values, with each value as `check` returns it.
 
-    Raises `UsageError`, which names `option`, for anything but a mapping, and for an unknown name or a wrong value.
+    Raises `UsageError` if `value` is not a mapping, or contains an unknown name or a value that `check` refuses.
+
+    Args:
+        option: The name of the option, for the message.
+        check: Takes a value and returns it, perhaps converted, or raises `UsageError`.
+        value: The dict; may be empty.
     """
     if not isinstance(value, Mapping):
         raise UsageError(f"{option} must be a dict by the names of messages, not {value!r}")

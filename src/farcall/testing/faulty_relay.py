@@ -25,17 +25,23 @@ if TYPE_CHECKING:
 logger = logging.getLogger("farcall")
 
 CLOSE_TIMEOUT_S: Final = 1.0
-"""At the end: how long frames that the agent has sent may take to go out."""
+"""How many seconds `close` gives the links to send the frames that are queued."""
 _CLOSE_INTERVAL_S: Final = 0.01
 
 
 class Relay:
-    """The thread that reads the links of one faulty agent and delivers delayed messages."""
+    """The thread that reads the links of one faulty agent, and delivers messages that were delayed.
+
+    Attributes:
+        lock: Held while anything about the links or the timers is read or changed.
+        poller: Watches the inner links, which lead to the other workers.
+        links: The open links of the agent.
+    """
 
     def __init__(self) -> None:
         self.lock = threading.RLock()  # a finalizer may send in the middle of a send of its own thread
         self.poller = Poller(0.0, use_rings=False)
-        """For the inner links."""
+        """Watches the inner links, which lead to the other workers."""
         self.links: set[FaultyLink] = set()
         self._timers: list[tuple[float, int, Callable[[], None]]] = []  # a heap
         self._numbers = itertools.count()  # timers of one moment go off in the order in which they were set
@@ -44,13 +50,13 @@ class Relay:
 
     @property
     def is_closing(self) -> bool:
-        """Whether `close` or `abandon` was called, so that no more links and timers are accepted."""
+        """True once `close` or `abandon` was called. No links and timers are accepted from then on."""
         return self._deadline is not None
 
     def add(self, link: FaultyLink) -> bool:
-        """Adds a link, and starts the thread if necessary. The caller must hold the lock.
+        """Adds a link, starts the thread if it does not run yet, and returns True. The caller must hold the lock.
 
-        Returns True; or False, and does nothing, if the relay is closing.
+        Returns False, and changes nothing, if the relay is closing.
         """
         if self.is_closing:
             return False
@@ -59,9 +65,9 @@ class Relay:
         return True
 
     def call_later(self, seconds: float, function: Callable[[], None]) -> None:
-        """Calls a function after `seconds`, on the thread of the relay and under the lock.
+        """Calls a function `seconds` from now, on the thread of the relay and under the lock. Logs what it raises.
 
-        Does nothing if the relay is closing, and never calls the function if the relay closes before.
+        Does nothing if the relay is closing. If the relay closes before the time has come, the function is not called.
         """
         with self.lock:
             if not self.is_closing:
@@ -70,7 +76,7 @@ class Relay:
                 self.poller.wake()
 
     def _start(self) -> None:
-        """Starts the thread unless it runs."""
+        """Starts the thread, unless it has been started before."""
         if self._thread is None:
             thread = threading.Thread(target=self._run, name="farcall-faults", daemon=True)
             thread.start()
@@ -88,7 +94,10 @@ class Relay:
         self._disconnect_all()
 
     def _has_ended(self) -> bool:
-        """Returns whether the thread has to end: all links are finished, or the time for that is over."""
+        """Returns True if the thread has to end: the relay is closing, and no link is left or its time is over.
+
+        While the relay is closing, this also makes the links send what is queued.
+        """
         with self.lock:
             if self._deadline is None:
                 return False
@@ -97,21 +106,22 @@ class Relay:
             return not self.links or monotonic() >= self._deadline
 
     def _seconds_to_wait(self) -> float | None:
-        """Returns how long the thread may wait for events; None if there are no timers."""
+        """Returns how many seconds the thread may wait for events; None for no limit, if there are no timers."""
         with self.lock:
             if self._deadline is not None:
                 return _CLOSE_INTERVAL_S
             return max(0.0, self._timers[0][0] - monotonic()) if self._timers else None
 
     def _call_timers(self) -> None:
-        """Calls the functions of all timers that are due. The caller must hold the lock."""
+        """Calls the functions of all timers whose time has come. The caller must hold the lock."""
         while self._timers and self._timers[0][0] <= monotonic():
             heapq.heappop(self._timers)[2]()
 
     def close(self) -> None:
-        """Ends the thread. Links that the agent has closed send what is queued; everything else is dropped.
+        """Ends the thread. Links that are still open send the frames that are queued, then all links are closed.
 
-        Waits at most twice `CLOSE_TIMEOUT_S`. Does nothing the second time.
+        Delayed messages whose time has not come, and messages on a frozen network, are dropped. Waits at most twice
+        `CLOSE_TIMEOUT_S`. A second call does nothing.
         """
         with self.lock:
             if self.is_closing:
@@ -133,7 +143,10 @@ class Relay:
             self.poller.close()
 
     def abandon(self) -> None:
-        """Called in a forked child, where the thread does not exist: closes the child's copies of descriptors."""
+        """Called in a forked child, where the thread does not exist: closes the child's copies of descriptors.
+
+        The links of the parent are not disturbed.
+        """
         self.lock = threading.RLock()  # the thread of the parent may have held the old one
         self._deadline = 0.0
         for link in list(self.links):

@@ -26,34 +26,45 @@ _REFERENCE_MESSAGES: Final[dict[type, str]] = {
 
 
 class Verdict(NamedTuple):
-    """What happens to one send of a message. The default is: the message goes through without delay."""
+    """What happens to one send of a message. `Verdict()` means that the message goes through without delay.
+
+    Attributes:
+        failure: How this send fails; None if it goes through.
+        attempt: If it fails, which of the failing sends of this message it is, counted from 1; else 0.
+        attempts: If it fails, how many sends of this message fail in all; else 0.
+        delay: By how many seconds the message is delayed; 0 for not at all.
+    """
 
     failure: Failure | None = None
     attempt: int = 0
-    """Which of the sends that fail this is, counted from 1."""
+    """If it fails: which of the failing sends of this message it is, counted from 1. Else 0."""
     attempts: int = 0
-    """How many sends of the message fail in all."""
+    """If it fails: how many sends of this message fail in all. Else 0."""
     delay: float = 0.0
-    """Seconds."""
+    """By how many seconds the message is delayed; 0 for not at all."""
 
 
 class _FailRule(NamedTuple):
-    """How messages of one name fail, and how many sends of each."""
+    """How messages of one name fail (`failure`), and how many sends of each such message do (`sends`)."""
 
     failure: Failure
     sends: int
 
 
 class Rules:
-    """Which messages fail, how, and how often; and which messages are delayed."""
+    """Says of each message that is sent whether it fails, and how, and by how much it is delayed."""
 
     def __init__(self, options: FaultyRpcBackendOptions, named: Mapping[bytes, Names] | None = None) -> None:
         """Creates the rules that the options describe.
 
         Args:
             options: The options of the faulty agent.
-            named: The names under which torch sends calls of certain functions, by the callee in the frame of the call.
-                None means that torch calls all functions `PYTHON_CALL`.
+            named: Functions that have message names of their own in torch. Maps a function, encoded as in the frame of
+                a call, to the names of its calls. None for no such functions: then a call is a `PYTHON_CALL` or
+                `PYTHON_REMOTE_CALL`.
+
+        Raises:
+            UsageError: The options contain an unknown message name.
         """
         self._named = named or {}
         self._told_apart = {name for each in self._named.values() for name in each if name}
@@ -67,11 +78,11 @@ class Rules:
             self.delay(name, max(seconds, self._delays.get(self._meaning(name), 0.0)))
 
     def fail(self, message: str, sends: int, failure: Failure) -> None:
-        """Makes sends of messages fail from now on. Earlier failures do not count any more.
+        """Sets how messages of one name fail from now on. Earlier failures do not count any more.
 
         Args:
-            message: The name of the messages.
-            sends: How many sends of each such message fail; 0 for none.
+            message: The name of the messages, for example `RREF_FORK_REQUEST`.
+            sends: How many sends of each such message fail before it goes through; 0 for none.
             failure: How they fail.
 
         Raises:
@@ -82,34 +93,52 @@ class Rules:
         self._failed = {key: count for key, count in self._failed.items() if key[0] != name}
 
     def delay(self, message: str, seconds: float) -> None:
-        """Delays all messages of a name from now on. 0 seconds ends the delay.
+        """Sets by how many seconds messages of one name are delayed from now on; 0 for no delay.
 
-        Raises `UsageError` for an unknown name.
+        Raises `UsageError` if `message` is not a known name.
         """
         self._delays[self._meaning(message)] = seconds
 
     def _meaning(self, message: str) -> str:
-        """Returns farcall's name for a message. Raises `UsageError` for an unknown name."""
+        """Returns farcall's name for a message name of torch; empty if farcall sends no such message.
+
+        Raises `UsageError` for an unknown name.
+        """
         return message if message in self._told_apart else meaning(message)
 
     def name_of_call(self, callee: bytes) -> str:
-        """Returns the name of a call of `callee`; empty if no rule can apply to it."""
+        """Returns the message name of a call by `rpc_sync` or `rpc_async`, or of a fetch.
+
+        Args:
+            callee: The function, method or value, as encoded in the frame of the call.
+
+        Returns:
+            The name, for example `PYTHON_CALL`; empty for a function of `named` that torch sends under no known name.
+        """
         named = self._named.get(callee)
         if named is not None:
             return named.call
         return names.FETCH if callee[:1] == VALUE else names.CALL
 
     def name_of_remote_call(self, callee: bytes) -> str:
-        """Returns the name of a remote call of `callee`; empty if no rule can apply to it."""
+        """Returns the message name of a call by `remote`.
+
+        Args:
+            callee: The function or method, as encoded in the frame of the call.
+
+        Returns:
+            The name, for example `PYTHON_REMOTE_CALL`; empty for a function of `named` that torch sends under no known
+            name.
+        """
         named = self._named.get(callee)
         return named.remote_call if named is not None else names.REMOTE_CALL
 
     def judge(self, name: str, message: Hashable) -> Verdict:
-        """Returns what happens to this send of a message, and counts it if it fails.
+        """Decides what happens to one send of a message. Each call counts as one send.
 
         Args:
-            name: The name of the message. A message with an empty name always goes through.
-            message: Identifies the message, so that a second send of the same message is recognised.
+            name: The name of the message. A message with an empty name always goes through without delay.
+            message: Identifies the message, so that it is recognised when it is sent a second time.
         """
         rule = self._failing.get(name) if name else None
         count = self._failed.get((name, message), 0)
@@ -119,12 +148,12 @@ class Rules:
         return Verdict(rule.failure, count + 1, rule.sends)
 
     def delay_of(self, name: str) -> float:
-        """Returns by how many seconds messages of a name are delayed; 0 for an empty name, or if not delayed."""
+        """Returns by how many seconds messages of a name are delayed; 0 if they are not, or `name` is empty."""
         return self._delays.get(name, 0.0) if name else 0.0
 
 
 def name_of_reference_message(message: Message) -> str:
-    """Returns torch's name for a message about a reference.
+    """Returns torch's name for a message about a reference, for example `RREF_USER_DELETE`.
 
     Returns an empty text for messages that torch does not have, such as the answers of owners.
     """

@@ -47,14 +47,19 @@ from farcall.transports.registry import new_transport
 T = TypeVar("T")
 
 TRANSPORTS: Final = ("memory", "unix", "tcp")
-"""What the workers of a `LocalGroup` can be connected by."""
+"""The transports by which the workers of a `LocalGroup` can be connected."""
 
 _groups: Final[weakref.WeakValueDictionary[int, LocalGroup]] = weakref.WeakValueDictionary()
 _numbers: Final = itertools.count(1)
 
 
 class Agents(Sequence[Agent]):
-    """The agents of a `LocalGroup`, by place or by name."""
+    """The agents of a `LocalGroup`, in the order of its workers. An agent is found by position or by worker name.
+
+    Args:
+        agents: The agents. The list may change later.
+        names: Returns the names of their workers, in the same order.
+    """
 
     def __init__(self, agents: list[Agent], names: Callable[[], tuple[str, ...]]) -> None:
         self._agents = agents
@@ -65,7 +70,11 @@ class Agents(Sequence[Agent]):
     @overload
     def __getitem__(self, which: slice) -> list[Agent]: ...
     def __getitem__(self, which: int | str | slice) -> Agent | list[Agent]:
-        """Returns the agent of that place or name. Raises `UsageError` if there is none."""
+        """Returns the agent at a position or of a worker name; for a slice of positions, a list of agents.
+
+        Raises:
+            UsageError: There is no such position or name.
+        """
         if isinstance(which, slice):
             return self._agents[which]
         try:
@@ -81,7 +90,12 @@ class Agents(Sequence[Agent]):
 
 
 class LocalGroup(Group):
-    """A group of workers in this process. As a `Group` it is its first worker.
+    """A group of workers in this process. Used as a `Group`, it acts as its first worker.
+
+    Attributes:
+        names: The names of the workers, in the order of their ranks or, in an open group, as they joined.
+        agents: Their agents, in the same order. `agents["worker1"]` works as well.
+        network: Where the agents listen if `transport` is "memory".
 
     Example:
         with LocalGroup(2) as group:
@@ -128,7 +142,7 @@ class LocalGroup(Group):
         super().__init__()
         self._transport = transport
         self.network = MemoryNetwork()
-        """Where the agents listen; a test may connect to them by itself."""
+        """The network of the transport "memory". A test may connect to the agents through it."""
         self._number = next(_numbers)
         self._worker_options = options or RpcBackendOptions()
         self._is_open = is_open
@@ -138,16 +152,16 @@ class LocalGroup(Group):
         self._credentials = Credentials(Secret(secrets.token_hex(32)), limits=limits_from_options(self._worker_options))
         self._agents: list[Agent] = self._start()
         self.agents = Agents(self._agents, lambda: self.names)
-        """The agents of the workers, by place or by name."""
+        """The agents of the workers, by position in `names` or by name."""
         for agent in self._agents:
             current.add(agent, self)
         self._agent = self._agents[0]
         _groups[self._number] = self
 
     def _start(self) -> list[Agent]:
-        """Starts all agents and returns them by rank.
+        """Starts the agents of all workers, and returns them in the order of `names`.
 
-        Raises the first error after it has shut down the agents that started.
+        If one fails, shuts down those that have started, and raises the first error.
         """
         started: dict[int, Agent] = {}
         failures: list[BaseException] = []
@@ -170,7 +184,15 @@ class LocalGroup(Group):
         return [started[rank] for rank in range(len(self.names))]
 
     def _new_agent_of(self, rank: int, name: str) -> Agent:
-        """Returns a new agent that has joined the group and was started. Raises what `Agent` raises."""
+        """Returns a new agent that has joined the group and was started.
+
+        Args:
+            rank: The rank of the worker; ignored in an open group.
+            name: Its name.
+
+        Raises:
+            RpcError: The agent could not join, for example because its name is taken (`RendezvousError`).
+        """
         store = self._store.another_end()
         rendezvous = Rendezvous(
             store, -1 if self._is_open else rank, None if self._is_open else len(self.names), "", self._run
@@ -186,7 +208,7 @@ class LocalGroup(Group):
         return agent
 
     def _new_transport(self) -> Transport:
-        """Returns a new transport of the kind of this group."""
+        """Returns a new transport of the kind that the argument `transport` of the constructor names."""
         if self._transport == "memory":
             return MemoryTransport(self.network)
         return new_transport(self._transport, None)
@@ -213,9 +235,9 @@ class LocalGroup(Group):
         """Shuts down one worker, and removes it from this object.
 
         Args:
-            which: The rank or the name of the worker.
-            graceful: Whether it waits first until all workers are done.
-            timeout: How many seconds it waits; 0 means no limit.
+            which: The position of the worker in `names`, or its name.
+            graceful: Whether the worker waits first until the work of all workers is done; in an open group, its own.
+            timeout: How many seconds it waits at most; 0 means no limit. Ignored if `graceful` is False.
 
         Raises:
             UsageError: There is no such worker.
@@ -240,14 +262,14 @@ class LocalGroup(Group):
         """Makes worker `which` call `farcall.remote`: worker `to` runs the function and keeps the result.
 
         Args:
-            which: The rank or the name of the calling worker.
+            which: The calling worker: its position in `names`, or its name.
             to: The worker that runs the function: its name, rank or `WorkerInfo`.
             func: The function.
             args: Its positional arguments; None for none.
             kwargs: Its keyword arguments; None for none.
 
         Returns:
-            A reference that belongs to `which`: using it makes calls of that worker.
+            A reference to the result. It belongs to `which`: using it makes calls of that worker.
 
         Raises:
             UsageError: There is no worker `which`, or an argument is wrong as in `farcall.remote`.
@@ -256,7 +278,11 @@ class LocalGroup(Group):
         return RRef.of(self.agents[which].remote(to, func, args, kwargs))
 
     def rref(self, which: int | str, value: T) -> RRef[T]:
-        """Returns a reference to a value that worker `which` owns, as `farcall.RRef(value)` does there.
+        """Returns a reference to a value that worker `which` owns, as `farcall.RRef(value)` does on that worker.
+
+        Args:
+            which: The position of the worker in `names`, or its name.
+            value: The value; anything.
 
         Raises:
             UsageError: There is no such worker.
@@ -264,7 +290,10 @@ class LocalGroup(Group):
         return RRef.of(self.agents[which].reference_store.own(value))
 
     def references(self, which: int | str) -> Inventory:
-        """Returns the references that worker `which` owns and holds, as `farcall.references()` does there.
+        """Returns the references that a worker owns and holds, as `farcall.references()` does on that worker.
+
+        Args:
+            which: The position of the worker in `names`, or its name.
 
         Raises:
             UsageError: There is no such worker.
@@ -272,7 +301,14 @@ class LocalGroup(Group):
         return self.agents[which].reference_store.inventory()
 
     def __getitem__(self, which: int | str) -> Group:
-        """Returns the group as the worker with that rank or name sees it. Raises `UsageError` if there is none."""
+        """Returns the group as one worker sees it.
+
+        Args:
+            which: The position of the worker in `names`, or its name.
+
+        Raises:
+            UsageError: There is no such worker.
+        """
         return Group.of(self.agents[which])
 
     def __reduce__(self) -> tuple[Any, ...]:  # type: ignore[override]
@@ -282,11 +318,12 @@ class LocalGroup(Group):
         """Shuts down all workers at the same time. Does nothing for workers that are shut down already.
 
         Args:
-            graceful: Whether they wait first until all workers are done.
-            timeout: How many seconds they wait; 0 or None means no limit.
+            graceful: Whether they wait first until the work of all workers is done; in an open group, each its own.
+            timeout: How many seconds each waits at most; 0 or None means no limit. Ignored if `graceful` is False.
 
         Raises:
-            ShutdownError: The first error of a worker. All workers are shut down all the same.
+            ShutdownError: A graceful shutdown failed; the first error if several did. All workers are shut down all the
+                same.
         """
         failures: list[BaseException] = []
 
@@ -303,14 +340,19 @@ class LocalGroup(Group):
             raise failures[0]
 
     def _join(self) -> None:
-        """The workers run since this object was made."""
+        """Does nothing when the `with` block is entered: the workers run since this object was created."""
 
     def _leave(self, graceful: bool) -> None:
+        """Shuts down all workers at once when the `with` block is left. `graceful` is ignored."""
         self.shutdown(graceful=False)
 
 
 def _in_threads(calls: Sequence[tuple[Any, tuple[Any, ...]]]) -> None:
-    """Runs the calls, each a function with its arguments, in threads of their own, and waits for all of them."""
+    """Runs all calls at the same time, each in a thread of its own, and waits until all have ended.
+
+    Args:
+        calls: Each is a function with a tuple of its arguments. The functions must not raise.
+    """
     threads = [threading.Thread(target=function, args=args, daemon=True) for function, args in calls]
     for thread in threads:
         thread.start()
@@ -319,9 +361,9 @@ def _in_threads(calls: Sequence[tuple[Any, tuple[Any, ...]]]) -> None:
 
 
 def _group_of_this_process(number: int) -> LocalGroup:
-    """Returns the group with that number.
+    """Called by the unpickler: returns the `LocalGroup` of this process with that number.
 
-    Raises `UsageError` if it is in another process or does not exist any more.
+    Raises `UsageError` if the group is in another process or does not exist any more.
     """
     group = _groups.get(number)
     if group is None:

@@ -28,27 +28,30 @@ class _Keys:
 
 
 class MemoryStore(Store):
-    """One worker's end of a store in memory. All methods raise `RendezvousError` once this end is closed."""
+    """One worker's end of a store in memory. Its methods raise `RendezvousError` once this end is closed.
+
+    `close` and `another_end` still work then. A new `MemoryStore()` has no keys.
+    """
 
     def __init__(self) -> None:
         self._keys = _Keys()
         self._closed = False
 
     def another_end(self) -> MemoryStore:
-        """Returns an end with the same keys for another worker, which has to close it."""
+        """Returns another end with the same keys, for another worker. That worker has to close it."""
         end = MemoryStore()
         end._keys = self._keys
         return end
 
     def set(self, key: str, value: bytes) -> None:
-        """Sets a key, replacing any earlier value, and wakes threads that wait for it."""
+        """Sets a key, replacing any earlier value, and wakes threads that wait for the key."""
         with self._keys.changed:
             self._check_open()
             self._keys.values[key] = value
             self._keys.changed.notify_all()
 
     def set_new(self, key: str, value: bytes) -> bytes:
-        """Sets a key unless it exists. Returns the value that the key has now."""
+        """Sets a key unless it exists. Returns the value that the key has now, which may be an earlier one."""
         with self._keys.changed:
             self._check_open()
             there = self._keys.values.setdefault(key, value)
@@ -56,9 +59,9 @@ class MemoryStore(Store):
             return there
 
     def get(self, key: str, timeout: float) -> bytes:
-        """Waits up to `timeout` seconds for a key and returns its value.
+        """Waits up to `timeout` seconds for a key, and returns its value. With 0 it does not wait.
 
-        Raises `RendezvousTimeoutError` if it does not appear.
+        Raises `RendezvousTimeoutError` if the key does not appear in time.
         """
         with self._keys.changed:
             self._check_open()
@@ -67,9 +70,10 @@ class MemoryStore(Store):
             return self._keys.values[key]
 
     def add(self, key: str, amount: int) -> int:
-        """Adds to a counter, which is 0 if the key does not exist, and returns the sum.
+        """Adds `amount` to a counter, which is 0 if the key does not exist, and returns the sum.
 
-        Raises `RendezvousError` if the key holds a value that is not a decimal number, or the sum would exceed 64 bits.
+        Raises `RendezvousError`, and changes nothing, if the key holds a value that is not a decimal number, or the sum
+        would exceed 64 bits.
         """
         with self._keys.changed:
             self._check_open()
@@ -84,7 +88,12 @@ class MemoryStore(Store):
             return total
 
     def delete(self, key: str, expected: bytes | None = None) -> bool:
-        """Deletes a key. Returns False if it does not exist, or has another value than `expected`, if that is given."""
+        """Deletes a key, and returns True; returns False if there was nothing to delete.
+
+        Args:
+            key: The key. One that does not exist gives False.
+            expected: If given, the key is deleted only if it has this value.
+        """
         with self._keys.changed:
             self._check_open()
             there = self._keys.values.get(key)
@@ -102,7 +111,7 @@ class MemoryStore(Store):
     def collect(self, prefix: str, count: int, timeout: float) -> Mapping[str, bytes]:
         """Waits until at least `count` keys begin with `prefix`, and returns all of them with their values.
 
-        Raises `RendezvousTimeoutError`, with the keys that are there, after `timeout` seconds.
+        Raises `RendezvousTimeoutError`, with the keys that exist, if there are fewer after `timeout` seconds.
         """
         with self._keys.changed:
             self._check_open()
@@ -115,16 +124,16 @@ class MemoryStore(Store):
             return self._keys.under(prefix)
 
     def close(self, early: bool = False, timeout: float = 0.0) -> None:
-        """Closes this end, and ends its waits. The other ends keep the keys.
+        """Closes this end. Threads that wait at this end raise `RendezvousError`. The other ends keep the keys.
 
-        Waits for nobody; the arguments are ignored.
+        Does not wait; both arguments are ignored.
         """
         with self._keys.changed:
             self._closed = True
             self._keys.changed.notify_all()
 
     def _wait(self, there: Callable[[], bool], timeout: float) -> bool:
-        """Waits until `there()` is true. Returns False after `timeout` seconds.
+        """Waits until `there()` is true, and returns True. Returns False after `timeout` seconds.
 
         Raises `RendezvousError` if this end is closed meanwhile. The caller must hold the condition's lock.
         """

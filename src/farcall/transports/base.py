@@ -36,18 +36,21 @@ Frame: TypeAlias = tuple[bytes, Sequence[memoryview]]
 """A received frame: its bytes and its buffers. The buffers are writable."""
 
 FOREVER = float("inf")
+"""The deadline of a caller that waits without a limit."""
 
 
 class LinkOptions(NamedTuple):
     """The options that all established links of one worker share."""
 
     poller: Poller
+    """Waits for frames on all links of this worker, and flushes links that have queued frames."""
     segments: SegmentPool
-    """Shared memory that this worker writes into."""
+    """Creates the shared memory that this worker writes into."""
     received: BufferPool
     """Memory for large buffers that arrive."""
     spin_s: float
-    """Seconds for which a thread spins before it sleeps; 0 to sleep at once."""
+    """Seconds for which a thread that waits for frames checks for them again and again before it sleeps; 0 to sleep at
+    once."""
     copy_shared: bool
     """Whether buffers that arrive in shared memory are copied at once. Needed if they are checked before they are
     used, because the other end could change them in between."""
@@ -77,124 +80,170 @@ class Link(Protocol):
     address: str
     """The address of the other end, for log and error messages."""
     is_established: bool
+    """Whether `establish` was called, so that the handshake is over."""
 
     @property
     def backlog(self) -> int:
-        """The number of bytes that wait to be sent. Best a plain attribute, because every call reads it."""
+        """The number of bytes that wait in this process to be sent; 0 if all were sent.
+
+        An implementation should have a plain attribute of this name, because every call reads it.
+        """
 
     @property
     def network(self) -> str:
         """Text that is the same at both ends of an unencrypted loopback link if they are in one network namespace.
 
-        Empty for all other links. Valid after the first frame was received.
+        Empty for all other links. Valid only after the first frame was received.
         """
 
     @property
     def binding(self) -> bytes:
-        """The fingerprint of the accepting end's certificate, at both ends of an encrypted link; else empty.
+        """The fingerprint of the certificate of the end that accepted the link; the same at both ends.
 
-        Valid after the first frame was received.
+        Empty for a link without encryption. Valid only after the first frame was received.
         """
 
     def fileno(self) -> int:
-        """Returns a descriptor for the poller, readable when frames may have arrived. Raises `OSError` if closed."""
+        """Returns a file descriptor that is readable when frames may have arrived.
+
+        Raises:
+            OSError: The link is closed.
+        """
 
     def send(self, frame: bytes, buffers: list[memoryview] | None = None, deadline: float = FOREVER) -> None:
-        """Sends one frame.
+        """Sends one frame, or queues it if the other end does not read fast enough.
 
         Args:
             frame: The bytes of the frame.
-            buffers: The buffers of the frame. The link empties the list. Buffers that nothing else refers to may be
-                sent without a copy.
-            deadline: When to stop waiting until a large frame is sent, on the monotonic clock. The rest is copied and
-                queued then.
+            buffers: The buffers of the frame; None or an empty list for none. The link empties the list. Buffers that
+                nothing else refers to may be sent without a copy.
+            deadline: Until when to wait while a large frame is sent, as a time of the monotonic clock. After that the
+                rest of the frame is copied and queued, and no error is raised.
 
         Raises:
             ConnectionError: The link is closed or broken. The frame was sent in part or not at all.
         """
 
     def send_kept(self, frame: bytes, buffers: list[memoryview], deadline: float = FOREVER) -> list[memoryview]:
-        """Sends a frame that may have to be sent again on another link. The arguments are those of `send`.
+        """Sends one frame like `send`, and returns copies of its buffers for sending it again on another link.
 
-        Returns copies of the buffers, which do not change when the program changes the originals; empty for no buffers.
-        Raises `ConnectionError` if the link is closed or broken.
+        Args:
+            frame: The bytes of the frame.
+            buffers: The buffers of the frame. The list may be empty afterwards.
+            deadline: Until when to wait while a large frame is sent, as for `send`.
+
+        Returns:
+            A copy of each buffer, which does not change when the program changes the original; an empty list for no
+            buffers.
+
+        Raises:
+            ConnectionError: The link is closed or broken.
         """
 
     def receive(self) -> list[Frame]:
-        """Returns the frames that have arrived; an empty list if there are none. Does not wait.
+        """Returns the frames that have arrived since the last call; an empty list if there are none. Does not wait.
 
         Raises:
-            ConnectionError: The other end has closed the link, and all of its frames were received.
-            ProtocolError: The other end has sent bytes that are not a frame, or a frame that is too large.
+            ConnectionError: This end has closed the link; or the link is broken or closed by the other end, and all
+                frames that have arrived were returned before.
+            ProtocolError: The other end has sent bytes that are not a frame, or a frame that is too large. The link
+                cannot be used any more.
         """
 
     def wait(self, seconds: float | None) -> bool:
-        """Waits until frames may have arrived, the link is closed, or `seconds` have passed (None for no limit).
+        """Waits until frames may have arrived, the link is closed, or the time is over. Only for the thread that reads.
 
-        Returns True if `receive` should be called, else False. Only for the thread that reads the link. Signal handlers
-        run during the wait, and their exceptions are raised here. After a signal handler this may return False early;
-        it does so within a second if the handler has received frames of this link.
+        Signal handlers run during the wait, and their exceptions are raised here. After a signal handler this may
+        return False early; it does so within a second if the handler has received frames of this link.
+
+        Args:
+            seconds: How long to wait at most; None for no limit, 0 to only look.
+
+        Returns:
+            True if `receive` should be called, else False.
+
+        Raises:
+            ConnectionError: This end has closed the link before.
         """
 
     def has_hung_up(self) -> bool:
-        """Returns whether the other end has closed the link. Frames that it sent before may still be received."""
+        """Returns whether the other end has closed the link. Frames that it sent before may still wait to be received.
+
+        Raises:
+            ConnectionError: This end has closed the link.
+        """
 
     def note_hang_up(self) -> None:
-        """Ends `wait` in another thread, and makes later ones return at once: the other end has closed the link."""
+        """Notes that the other end has closed the link: `wait` in another thread ends, later ones return at once."""
 
     def flush(self) -> None:
-        """Sends queued frames as far as that is possible without waiting. Raises `ConnectionError` if that fails."""
+        """Sends queued frames as far as that is possible without waiting. Does nothing if none are queued.
+
+        Raises:
+            ConnectionError: The link is closed or broken.
+        """
 
     def unsent_bytes(self) -> int:
-        """Returns the number of bytes that wait to be sent.
+        """Returns the number of bytes that wait in this process to be sent; 0 if `close` would lose none.
 
-        Returns at least 1 if the other end has not opened a shared segment that it was sent.
+        It is at least 1 while the other end has not opened a shared segment that it was sent, because `close` removes
+        that segment.
         """
 
     def establish(self, options: LinkOptions, deadline: float | None = None) -> None:
-        """Ends the handshake.
+        """Completes the handshake: from now on, frames of up to `options.max_frame_size` bytes are received.
+
+        Both ends must call this when both are authenticated.
 
         Args:
             options: The options of all links of this worker.
-            deadline: How long the connecting end waits until both ends have agreed on shared memory. None at the
-                accepting end, which does not wait.
+            deadline: Until when the connecting end waits for the other end to agree on shared memory, as a time of the
+                monotonic clock. None at the accepting end, which does not wait.
 
         Raises:
             ConnectionError: The other end has closed the link.
-            TimeoutError: The other end did not answer before the deadline.
+            TimeoutError: The other end did not answer before `deadline`.
             ProtocolError: The answer of the other end cannot be read.
         """
 
     def counts(self) -> LinkCounts:
-        """Returns the numbers of bytes that were received and sent so far."""
+        """Returns the numbers of bytes that this link has received and sent so far."""
 
     def sweep(self, before: float) -> None:
-        """Frees memory that was not used since the time `before` on the monotonic clock.
+        """Frees memory that was last used before `before`. Does nothing if there is none.
 
-        Does nothing if there is none.
+        Args:
+            before: A time of the monotonic clock.
         """
 
     def prepare_fork(self) -> None:
-        """Called before this process forks: makes sure that memory which the child inherits is not written again."""
+        """Must be called before this process forks: memory that the child inherits is not written again."""
 
     def close(self) -> None:
-        """Closes the link in both directions. Frames that were sent before may still arrive. May be called twice."""
+        """Closes the link in both directions, and drops queued frames. May be called twice.
+
+        Frames that have left this process may still arrive. `send` and `receive` raise `ConnectionError` from then on.
+        """
 
     def abandon(self) -> None:
-        """In a forked child: closes the descriptors here, without closing the parent's link. Raises nothing."""
+        """Closes the descriptors in a forked child. The link stays open in the parent. Raises nothing."""
 
 
 class Listener(Protocol):
-    """Accepts connections of other workers at one address."""
+    """Accepts connections from other workers at one address."""
 
     address: str
     """The address to pass to `Transport.connect`."""
 
     def fileno(self) -> int:
-        """Returns a descriptor that is readable when a link can be accepted. Raises `OSError` if closed."""
+        """Returns a file descriptor that is readable when a link can be accepted.
+
+        Raises:
+            OSError: The listener is closed.
+        """
 
     def accept(self) -> Link | None:
-        """Returns the next link, or None if there is none now. Does not wait.
+        """Returns the next link, which is in its handshake; None if nobody has connected. Does not wait.
 
         Raises:
             OSError: The listener is closed, or the process has no file descriptors left.
@@ -204,35 +253,36 @@ class Listener(Protocol):
         """Stops listening. Links that were accepted stay open. May be called twice."""
 
     def abandon(self) -> None:
-        """In a forked child: closes the descriptor here. The parent continues to listen. Raises nothing."""
+        """Closes the descriptor in a forked child. The parent continues to listen. Raises nothing."""
 
 
 class Transport(Protocol):
     """A way to connect workers. A worker has one object of each transport. Transports have no threads."""
 
     scheme: str
-    """The first part of all addresses of this transport."""
+    """The first part of all addresses of this transport, before the colon: `tcp`, for example."""
 
     def listen(self, host: str | None, handshake_limit: int) -> Listener:
-        """Returns a listener at a free address.
+        """Returns a listener at a free address of this host.
 
         Args:
-            host: The address of the interface to use. Transports that stay on one host ignore it.
-            handshake_limit: The most bytes of a frame that a link accepts before it is established.
+            host: The address of the network interface to listen at; None to let the transport choose. Transports that
+                stay on one host ignore it.
+            handshake_limit: The most bytes of a frame that an accepted link receives before it is established.
 
         Raises:
             OSError: The transport cannot be used here, for example because there is no directory for sockets.
         """
 
     def connect(self, address: str, timeout: float, handshake_limit: int) -> Link:
-        """Returns a link to a listener, which is in its handshake.
+        """Connects to a listener, and returns the link, which is in its handshake.
 
         Args:
-            address: The address of the listener.
-            timeout: How many seconds to wait at most.
-            handshake_limit: The most bytes of a frame that the link accepts before it is established.
+            address: The `address` of the listener.
+            timeout: How many seconds to wait for the connection at most.
+            handshake_limit: The most bytes of a frame that the link receives before it is established.
 
         Raises:
-            OSError: Nothing listens at that address, or the timeout has expired (`TimeoutError`).
+            OSError: Nothing listens at that address; `TimeoutError` if the timeout has expired.
             ProtocolError: The program that listens there is not a worker, or only one end uses encryption.
         """

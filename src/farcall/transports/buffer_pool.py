@@ -26,6 +26,7 @@ POOLED_MIN_BYTES: Final = 1 << 20
 _ROUND_TO_BYTES: Final = 1 << 21
 """Sizes are rounded up to this, the size of a huge page."""
 _MAX_KEPT_BYTES: Final = 1 << 30
+"""The most unused bytes of a default pool."""
 
 
 def default_buffer_pool() -> BufferPool:
@@ -34,10 +35,14 @@ def default_buffer_pool() -> BufferPool:
 
 
 class BufferPool:
-    """The memory for received buffers of all links of one worker."""
+    """The memory for large buffers that arrive on all links of one worker. It is reused when no view of it is left."""
 
     def __init__(self, max_kept_bytes: int) -> None:
-        """Creates an empty pool that keeps at most `max_kept_bytes` of unused memory."""
+        """Creates an empty pool.
+
+        Args:
+            max_kept_bytes: The most bytes of unused memory that the pool keeps; 0 to keep none.
+        """
         self._max_kept_bytes = max_kept_bytes
         self._lock = threading.RLock()  # a finalizer that receives frames may interrupt its own thread
         self._free: list[_Block] = []
@@ -46,7 +51,10 @@ class BufferPool:
         self._returned: deque[_Block] = deque()
 
     def take(self, size: int) -> memoryview:
-        """Returns writable memory of that size. Its contents are undefined, and zero if it is small.
+        """Returns writable memory, which returns to the pool when its last view is dropped.
+
+        Args:
+            size: The number of bytes. Memory of less than 1 MiB is new and zero; larger memory has undefined contents.
 
         Raises:
             MemoryError: The process has no address space left for it.
@@ -69,6 +77,10 @@ class BufferPool:
         return block.new_view(self._returned)[:size]
 
     def _collect_returned(self) -> None:
+        """Adds memory without views to the unused memory, or frees it if that would be too much.
+
+        The caller has the lock.
+        """
         while self._returned:
             block = self._returned.popleft()
             self._taken.discard(block)
@@ -77,13 +89,17 @@ class BufferPool:
                 self._free.append(block)
 
     def kept_bytes(self) -> int:
-        """Returns the number of unused bytes that the pool keeps."""
+        """Returns the number of bytes of unused memory that the pool keeps."""
         with self._lock:
             self._collect_returned()
             return sum(each.capacity for each in self._free)
 
     def sweep(self, before: float) -> None:
-        """Frees memory that returned to the pool before the time `before` on the monotonic clock. Raises nothing."""
+        """Frees unused memory whose last view was dropped before `before`. Raises nothing.
+
+        Args:
+            before: A time of the monotonic clock.
+        """
         with self._lock:
             self._collect_returned()
             self._free = [block for block in self._free if block.returned_at >= before]
@@ -94,7 +110,7 @@ class BufferPool:
         self.sweep(float("inf"))
 
     def abandon(self) -> None:
-        """In a forked child: closes the pool. Replaces the lock, which another thread of the parent may have held."""
+        """Closes the pool in a forked child, also if another thread of the parent was using it."""
         self._lock = threading.RLock()
         self.close()
 
@@ -105,6 +121,7 @@ class _Block:
     __slots__ = ("_exporter_type", "_memory", "_noticed", "capacity", "returned_at")
 
     def __init__(self, capacity: int) -> None:
+        """Maps `capacity` bytes of new memory. Raises `MemoryError` if there is no address space left."""
         import ctypes  # imported here, because only workers that receive large buffers need it
 
         self.capacity = capacity
@@ -118,13 +135,17 @@ class _Block:
         self._exporter_type: Any = type("_Exporter", (ctypes.c_char * capacity,), {})
 
     def new_view(self, returned: deque[_Block]) -> memoryview:
-        """Returns a view of all its memory. When no view is left, the block is appended to `returned`."""
+        """Returns a view of the whole block.
+
+        When the last view of it is dropped, the block is appended to `returned`.
+        """
         exporter = self._exporter_type.from_buffer(self._memory)
         self._noticed = weakref.ref(exporter, lambda _: returned.append(self))
         return memoryview(exporter).cast("B")
 
 
 def _map_memory(size: int) -> mmap.mmap:
+    """Returns `size` bytes of new memory. Raises `MemoryError` if there is no address space left."""
     try:
         return mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     except OSError as error:

@@ -32,6 +32,7 @@ ANNOUNCE: Final = 2
 CHUNK: Final = 3
 
 MAX_BUFFERS: Final = 0xFFFF
+"""The most buffers of one frame."""
 MAX_INTERLEAVED: Final = 64
 """The most frames of a link that are sent in chunks with others between them. Each has a thread that sends it."""
 _MAX_UNFINISHED: Final = MAX_INTERLEAVED + 1
@@ -44,10 +45,10 @@ _FRAME_SIZE: Final = struct.Struct("<Q")
 
 
 def sizes_of(buffers: Sequence[memoryview]) -> bytes:
-    """Returns the sizes of the buffers as encoded in a header.
+    """Returns the sizes of the buffers as encoded in a header, 8 bytes each; empty bytes for no buffers.
 
     Raises:
-        ValueError: There are more than `MAX_BUFFERS`.
+        ValueError: There are more than `MAX_BUFFERS` buffers.
     """
     if len(buffers) > MAX_BUFFERS:
         raise ValueError(f"a frame has {len(buffers)} buffers; at most {MAX_BUFFERS} are allowed")
@@ -55,26 +56,42 @@ def sizes_of(buffers: Sequence[memoryview]) -> bytes:
 
 
 def unpack_sizes(header: Buffer, at: int, count: int) -> tuple[int, ...]:
-    """Returns `count` sizes at offset `at` of a header. Raises `ProtocolError` if the header is too short."""
+    """Returns sizes of 8 bytes each from a header.
+
+    Args:
+        header: The header.
+        at: The offset of the first size.
+        count: How many sizes to return; 0 gives an empty tuple.
+
+    Raises:
+        ProtocolError: The header is too short.
+    """
     if len(header) < at + 8 * count:
         raise ProtocolError("the other end sent a header that is too short")
     return struct.unpack_from(f"<{count}Q", header, at)
 
 
 def pack_inline(frame: bytes, buffers: Sequence[memoryview]) -> bytes:
-    """Returns the header of a frame that is sent with its buffers in one piece.
+    """Returns the header of an internal frame that has a frame and its buffers in one piece.
 
-    Raises `ValueError` if there are more than `MAX_BUFFERS` buffers.
+    The caller sends the frame and the buffers after it.
+
+    Raises:
+        ValueError: There are more than `MAX_BUFFERS` buffers.
     """
     sizes = sizes_of(buffers)
     return _HEADER.pack(INLINE, 0, len(buffers), len(frame)) + sizes
 
 
 def unpack_inline(data: bytes, max_frame_size: int) -> Frame:
-    """Returns the frame and its buffers. The buffers are copies, so that they are writable.
+    """Returns the frame and the buffers in an INLINE frame. The buffers are writable copies.
+
+    Args:
+        data: The internal frame.
+        max_frame_size: The most bytes that the frame may have with its buffers.
 
     Raises:
-        ProtocolError: The frame is larger than `max_frame_size` with its buffers, or cannot be read.
+        ProtocolError: The frame is larger than that, or `data` cannot be read.
     """
     _, _, count, frame_size = _unpack(_HEADER, data)
     sizes = unpack_sizes(data, _HEADER.size, count)
@@ -93,30 +110,45 @@ def unpack_inline(data: bytes, max_frame_size: int) -> Frame:
 
 
 def pack_announcement(number: int, frame: Buffer, buffers: Sequence[memoryview]) -> bytes:
-    """Returns the internal frame that announces a frame which follows in chunks.
+    """Returns the internal frame that announces a frame whose bytes follow in chunks.
 
-    Raises `ValueError` if there are more than `MAX_BUFFERS` buffers.
+    Args:
+        number: The id of the frame, which its chunks have as well.
+        frame: The bytes of the frame.
+        buffers: The buffers of the frame.
+
+    Raises:
+        ValueError: There are more than `MAX_BUFFERS` buffers.
     """
     sizes = sizes_of(buffers)
     return _HEADER.pack(ANNOUNCE, 0, len(buffers), number) + _FRAME_SIZE.pack(len(frame)) + sizes
 
 
 def pack_supply(number: int, segment: int, buffers: Sequence[memoryview]) -> bytes:
-    """Returns the internal frame that announces the buffers of a segment that the receiver could not open.
+    """Returns the internal frame that announces the buffers of a shared segment, whose bytes follow in chunks.
 
-    Raises `ValueError` if there are more than `MAX_BUFFERS` buffers.
+    Args:
+        number: The id that the chunks have as well.
+        segment: The number of the segment, which the receiver could not open.
+        buffers: The buffers in the segment.
+
+    Raises:
+        ValueError: There are more than `MAX_BUFFERS` buffers.
     """
     sizes = sizes_of(buffers)
     return _HEADER.pack(ANNOUNCE, 1, len(buffers), number) + _FRAME_SIZE.pack(segment) + sizes
 
 
 def pack_chunk_header(number: int) -> bytes:
-    """Returns the header of a chunk of the frame with this id."""
+    """Returns the header of a chunk of the frame that was announced with the id `number`."""
     return _CHUNK_HEADER.pack(CHUNK, number)
 
 
 def chunks_of(frame: Buffer, buffers: Sequence[memoryview], max_bytes: int) -> Iterator[memoryview]:
-    """Yields the bytes of a frame and its buffers in pieces of at most `max_bytes`. Yields nothing for empty ones."""
+    """Yields the bytes of a frame and then those of its buffers, in pieces of at most `max_bytes`.
+
+    No piece has bytes of two buffers. A frame or buffer without bytes has no piece.
+    """
     for piece in (memoryview(frame), *buffers):
         view = piece.cast("B") if piece.nbytes else piece
         for begin in range(0, view.nbytes, max_bytes):
@@ -124,7 +156,7 @@ def chunks_of(frame: Buffer, buffers: Sequence[memoryview], max_bytes: int) -> I
 
 
 class Assembler:
-    """Assembles the large frames of one direction of a link."""
+    """Assembles the large frames that arrive on one link from their chunks."""
 
     def __init__(
         self,
@@ -135,10 +167,10 @@ class Assembler:
         """Creates an assembler without frames.
 
         Args:
-            new_buffer: Returns memory of a given size, which the kernel allocates only where it is written.
-            max_frame_size: The most bytes of a frame with its buffers.
-            complete: Given the number of a segment and the buffers in it, returns the frame that they belong to. None
-                if the link does not use shared memory.
+            new_buffer: Returns writable memory of a given size. It should use up memory only where it is written.
+            max_frame_size: The most bytes of a frame with its buffers. Larger ones are refused.
+            complete: Returns the frame that the buffers of a shared segment belong to, given the number of the segment
+                and the buffers. None if the link does not use shared memory.
         """
         self._new_buffer = new_buffer
         self._max_frame_size = max_frame_size
@@ -146,11 +178,17 @@ class Assembler:
         self._unfinished: dict[int, _LargeFrame] = {}
 
     def announce(self, data: bytes) -> Frame | None:
-        """Starts to assemble an announced frame. Returns the frame if it is empty, so that no chunk follows; else None.
+        """Processes an ANNOUNCE frame: begins to assemble a frame whose chunks follow.
+
+        Args:
+            data: The internal frame.
+
+        Returns:
+            The frame, if it has no bytes at all, so that no chunk follows; otherwise None.
 
         Raises:
-            ProtocolError: The frame is too large, its id is in use, too many frames are not complete, or the
-                announcement cannot be read.
+            ProtocolError: The frame is too large, its id is in use, too many frames are incomplete, or `data` cannot be
+                read.
         """
         _, is_supply, count, number = _unpack(_HEADER, data)
         frame_size, *sizes = unpack_sizes(data, _HEADER.size, count + 1)
@@ -169,12 +207,17 @@ class Assembler:
         return None
 
     def space_for(self, header: Buffer, size: int) -> memoryview:
-        """Returns the memory into which `size` bytes of the chunk with that header must be received.
+        """Returns the memory into which the next bytes of a chunk must be received.
 
         The caller must call `fill` afterwards.
 
+        Args:
+            header: The header of the chunk.
+            size: The number of bytes of the chunk, without its header.
+
         Raises:
-            ProtocolError: No such frame was announced, or the chunk is empty or larger than the rest of its buffer.
+            ProtocolError: No frame with that id was announced, or the chunk is empty or larger than the rest of its
+                buffer.
         """
         large = self._find(header)
         if large.space is None or not 0 < size <= large.space.nbytes:
@@ -182,9 +225,17 @@ class Assembler:
         return large.space[:size]
 
     def fill(self, header: Buffer, size: int) -> Frame | None:
-        """Notes that `size` bytes of a chunk were received. Returns the frame if it is complete; else None.
+        """Notes that the memory of `space_for` has been filled.
 
-        Raises `ProtocolError` if no such frame was announced.
+        Args:
+            header: The header of the chunk.
+            size: The number of bytes of the chunk, without its header.
+
+        Returns:
+            The frame if it is complete; otherwise None.
+
+        Raises:
+            ProtocolError: No frame with that id was announced, or there is no memory for its next buffer.
         """
         large = self._find(header)
         large.advance(size)
@@ -195,6 +246,7 @@ class Assembler:
         return self._finish(large)
 
     def _finish(self, large: _LargeFrame) -> Frame:
+        """Returns a complete frame. Raises `ProtocolError` if it consists of buffers that were not requested."""
         if large.segment is None:
             return large.frame()
         if self._complete is None:
@@ -202,15 +254,23 @@ class Assembler:
         return self._complete(large.segment, large.frame()[1])
 
     def add_chunk(self, data: bytes) -> Frame | None:
-        """Adds a chunk, with its header. Returns the frame if it is complete; else None.
+        """Processes a CHUNK frame that has arrived as a whole.
 
-        Raises `ProtocolError` if no such frame was announced, or the chunk does not fit.
+        Args:
+            data: The internal frame: the header and the bytes of the chunk.
+
+        Returns:
+            The frame that the chunk belongs to, if it is complete; otherwise None.
+
+        Raises:
+            ProtocolError: No frame with that id was announced, or the chunk does not fit into it.
         """
         size = len(data) - CHUNK_HEADER_SIZE
         self.space_for(data, size)[:] = memoryview(data)[CHUNK_HEADER_SIZE:]
         return self.fill(data, size)
 
     def _find(self, header: Buffer) -> _LargeFrame:
+        """Returns the incomplete frame that a chunk belongs to. Raises `ProtocolError` if it was not announced."""
         _, number = _unpack(_CHUNK_HEADER, header)
         large = self._unfinished.get(number)
         if large is None:
@@ -224,6 +284,13 @@ class _LargeFrame:
     __slots__ = ("_new_buffer", "_parts", "_sizes", "segment", "space")
 
     def __init__(self, sizes: Sequence[int], segment: int | None, new_buffer: Callable[[int], memoryview]) -> None:
+        """Takes memory for the first part of a frame.
+
+        Args:
+            sizes: The sizes of the frame itself and of its buffers.
+            segment: The number of the shared segment that the buffers were in; None for an ordinary frame.
+            new_buffer: Returns writable memory of a given size.
+        """
         self._sizes = sizes
         self.segment = segment
         self._new_buffer = new_buffer
@@ -233,6 +300,10 @@ class _LargeFrame:
 
     def _next_space(self) -> memoryview | None:
         # One buffer after the other: memory is taken as bytes arrive, not when they are announced.
+        """Returns memory for the next part that is not empty; None if there is none.
+
+        Raises `ProtocolError` without memory.
+        """
         while len(self._parts) < len(self._sizes):
             try:
                 part = self._new_buffer(self._sizes[len(self._parts)])
@@ -244,16 +315,22 @@ class _LargeFrame:
         return None
 
     def advance(self, count: int) -> None:
+        """Notes that `count` bytes were received into `space`, which must exist."""
         assert self.space is not None
         self.space = self.space[count:] if count < self.space.nbytes else self._next_space()
 
     def frame(self) -> Frame:
         # A view, because copying a large pickle would take time.
+        """Returns the complete frame and its buffers. The frame is a view, without a copy."""
         return self._parts[0].toreadonly(), self._parts[1:]  # type: ignore[return-value]
 
 
 def check_size(size: int, limit: int) -> None:
-    """Raises `ProtocolError` if the size of a frame exceeds the limit."""
+    """Checks the size of a frame that the other end has sent.
+
+    Raises:
+        ProtocolError: `size` is greater than `limit`.
+    """
     if size > limit:
         raise ProtocolError(
             f"the other end sent a frame of {size:,} bytes; this worker takes {limit:,} at most (max_message_size)"
@@ -261,6 +338,7 @@ def check_size(size: int, limit: int) -> None:
 
 
 def _unpack(layout: struct.Struct, data: Buffer) -> tuple[int, ...]:
+    """Returns the fields at the beginning of `data`. Raises `ProtocolError` if it is too short."""
     if len(data) < layout.size:
         raise ProtocolError("the other end sent a header that is too short")
     return layout.unpack_from(data)

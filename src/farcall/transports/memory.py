@@ -23,14 +23,22 @@ class MemoryNetwork:
     """The listeners of one test, by address. Workers connect to each other in the same network only."""
 
     def __init__(self, backlog: int = BACKLOG) -> None:
-        """Creates a network without listeners. Each listener will queue at most `backlog` connections."""
+        """Creates a network without listeners.
+
+        Args:
+            backlog: How many connections wait at each listener to be accepted, at most.
+        """
         self.backlog: Final = backlog
         self._changed = threading.Condition()
         self._listeners: dict[str, MemoryListener] = {}
         self._used = 0
 
     def listen(self, handshake_limit: int) -> MemoryListener:
-        """Returns a listener at an address that was never used before in this network."""
+        """Returns a listener at an address that was never used before in this network.
+
+        Args:
+            handshake_limit: The most bytes of a frame that an accepted link receives before it is established.
+        """
         with self._changed:
             self._used += 1
             listener = MemoryListener(self, f"memory:{self._used}", self._changed, handshake_limit)
@@ -38,10 +46,15 @@ class MemoryNetwork:
         return listener
 
     def connect(self, address: str, timeout: float, handshake_limit: int) -> StreamLink:
-        """Returns a link to the listener at that address.
+        """Connects to the listener at an address, and returns the link, which is in its handshake.
+
+        Args:
+            address: The address of the listener.
+            timeout: How many seconds to wait if the queue of the listener is full; 0 to not wait.
+            handshake_limit: The most bytes of a frame that the link receives before it is established.
 
         Raises:
-            ConnectionRefusedError: There is no listener at that address.
+            ConnectionRefusedError: There is no listener at that address in this network.
             TimeoutError: The queue of the listener was full until the timeout expired.
         """
         with self._changed:
@@ -58,25 +71,34 @@ class MemoryNetwork:
         return StreamLink(ours, address, handshake_limit)
 
     def forget(self, listener: MemoryListener) -> None:
-        """Removes a listener. Does nothing if it was removed before."""
+        """Removes a listener, so that nobody can connect to it. Does nothing if it was removed before."""
         with self._changed:
             self._listeners.pop(listener.address, None)
             self._changed.notify_all()
 
     def _has_room(self, address: str) -> bool:
+        """Returns whether a connection need not wait: the listener's queue has room, or there is no such listener."""
         listener = self._listeners.get(address)
         return listener is None or len(listener.waiting) < self.backlog
 
 
 class MemoryListener:
-    """A listener in a `MemoryNetwork`. Created by `MemoryNetwork.listen`."""
+    """A listener in a `MemoryNetwork`, created by `MemoryNetwork.listen`. `Listener` describes the methods."""
 
     def __init__(
         self, network: MemoryNetwork, address: str, changed: threading.Condition, handshake_limit: int
     ) -> None:
+        """Creates a listener without connections.
+
+        Args:
+            network: The network of the listener.
+            address: Its address.
+            changed: The condition of the network, which is notified when the queue of the listener has room.
+            handshake_limit: The most bytes of a frame that an accepted link receives before it is established.
+        """
         self.address = address
         self.waiting: deque[socket.socket] = deque()
-        """Sockets that are not accepted yet. The network appends to it."""
+        """The sockets of connections that are not accepted yet. The network appends to it."""
         self._network = network
         self._changed = changed
         self._handshake_limit = handshake_limit
@@ -84,18 +106,20 @@ class MemoryListener:
         self._counter: int | None = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC | os.EFD_SEMAPHORE)
 
     def fileno(self) -> int:
-        """Returns a descriptor that is readable when a link can be accepted.
+        """Returns a file descriptor that is readable when a link can be accepted.
 
-        Raises `OSError` if the listener is closed.
+        Raises:
+            OSError: The listener is closed.
         """
         if self._counter is None:
             raise OSError(errno.EBADF, f"the listener at {self.address} is closed")
         return self._counter
 
     def accept(self) -> StreamLink | None:
-        """Returns the next link; None if there is none now. Does not wait.
+        """Returns the next link, which is in its handshake; None if nobody has connected. Does not wait.
 
-        Raises `OSError` if the listener is closed.
+        Raises:
+            OSError: The listener is closed.
         """
         with self._changed:
             counter = self.fileno()
@@ -106,7 +130,7 @@ class MemoryListener:
             return StreamLink(self.waiting.popleft(), f"{self.address} (the connecting end)", self._handshake_limit)
 
     def close(self) -> None:
-        """Stops listening. Links that were accepted stay open; links that were not are closed. May be called twice."""
+        """Stops listening. Accepted links stay open, waiting connections are closed. May be called twice."""
         with self._changed:
             counter, self._counter = self._counter, None
             if counter is None:
@@ -117,7 +141,7 @@ class MemoryListener:
                 self.waiting.popleft().close()
 
     def abandon(self) -> None:
-        """In a forked child: closes the descriptor here. The parent continues to listen. Raises nothing."""
+        """Closes the descriptor in a forked child. The parent continues to listen. Raises nothing."""
         counter, self._counter = self._counter, None
         if counter is not None:
             os.close(counter)
@@ -129,25 +153,28 @@ class MemoryTransport:
     scheme = "memory"
 
     def __init__(self, network: MemoryNetwork) -> None:
+        """Creates a transport whose workers can connect to all listeners in `network`."""
         self._network = network
 
     def listen(self, host: str | None, handshake_limit: int) -> MemoryListener:
-        """Returns a listener at a new address. `host` is ignored.
+        """Returns a listener at a new address of the network.
 
-        `handshake_limit` is the most bytes of a frame that a link accepts before it is established.
+        Args:
+            host: Ignored.
+            handshake_limit: The most bytes of a frame that an accepted link receives before it is established.
         """
         return self._network.listen(handshake_limit)
 
     def connect(self, address: str, timeout: float, handshake_limit: int) -> StreamLink:
-        """Returns a link to the listener at `address`, which is in its handshake.
+        """Connects to the listener at an address, and returns the link, which is in its handshake.
 
         Args:
             address: The address of the listener.
-            timeout: How many seconds to wait if the queue of the listener is full.
-            handshake_limit: The most bytes of a frame that the link accepts before it is established.
+            timeout: How many seconds to wait if the queue of the listener is full; 0 to not wait.
+            handshake_limit: The most bytes of a frame that the link receives before it is established.
 
         Raises:
-            ConnectionRefusedError: There is no listener at that address.
-            TimeoutError: The timeout expired.
+            ConnectionRefusedError: There is no listener at that address in this network.
+            TimeoutError: The queue of the listener was full until the timeout expired.
         """
         return self._network.connect(address, timeout, handshake_limit)

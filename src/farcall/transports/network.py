@@ -33,9 +33,10 @@ _UNUSABLE_V6: Final = 0x08 | 0x40  # IFA_F_DADFAILED, IFA_F_TENTATIVE of linux/i
 
 
 def numeric_host(sockaddr: tuple[Any, ...]) -> str:
-    """Returns the host of an IPv4 or IPv6 socket address as text, with `%interface` if the address has a scope.
+    """Returns the host of a socket address as text, with `%interface` if it is an IPv6 address with a scope.
 
-    The address must be one that the socket module returned; this is not checked.
+    Args:
+        sockaddr: An IPv4 or IPv6 address as the socket module returns it. This is not checked.
     """
     host: str = sockaddr[0]
     scope: int = sockaddr[3] if len(sockaddr) == 4 else 0
@@ -48,14 +49,18 @@ def numeric_host(sockaddr: tuple[Any, ...]) -> str:
 
 
 def is_loopback(host: str) -> bool:
-    """Returns whether a numeric address is a loopback address. Raises `ValueError` if it is not numeric."""
+    """Returns whether a numeric address, IPv4 or IPv6, is a loopback address.
+
+    Raises:
+        ValueError: `host` is not a numeric address; also for a host name and for empty text.
+    """
     address = ipaddress.ip_address(host)
     mapped = getattr(address, "ipv4_mapped", None)
     return bool((mapped or address).is_loopback)
 
 
 def is_local(host: str) -> bool:
-    """Returns whether it is a numeric address of this machine. Returns False for a host name."""
+    """Returns whether `host` is a numeric address of this machine; False for a host name and for empty text."""
     try:
         return is_loopback(host) or host in local_addresses()
     except ValueError:  # a host name, which may resolve to any host
@@ -63,7 +68,16 @@ def is_local(host: str) -> bool:
 
 
 def resolve(host: str, port: int, kind: socket.SocketKind) -> list[tuple[Any, ...]]:
-    """Returns the result of `getaddrinfo`. Raises `OSError` with the host if it cannot be resolved."""
+    """Returns the addresses of a host as `socket.getaddrinfo` returns them, for sockets of this kind.
+
+    Args:
+        host: A host name or a numeric address.
+        port: The port that the addresses get; 0 for any.
+        kind: The kind of socket, such as `socket.SOCK_STREAM`.
+
+    Raises:
+        OSError: The host cannot be resolved. The error has its name.
+    """
     try:
         return list(socket.getaddrinfo(host, port, type=kind))
     except (socket.gaierror, ValueError) as error:  # ValueError: text that cannot be a host name
@@ -79,11 +93,14 @@ def interface_address(interface: str) -> str:
     """Returns the address to listen on for an interface.
 
     Args:
-        interface: The name of an interface (`eth0`), or an address of this machine. For a name, its IPv4 address is
-            returned, or its IPv6 address if it has no other. An address is returned unchanged.
+        interface: The name of an interface (`eth0`), or an address of this machine.
+
+    Returns:
+        For a name, the IPv4 address of the interface, or an IPv6 address if it has no other. An address is returned
+        unchanged.
 
     Raises:
-        UsageError: It is neither. The error lists the interfaces of this machine.
+        UsageError: `interface` is neither an interface that is up nor an address of this machine. The error lists both.
     """
     interfaces = _interfaces()
     addresses = interfaces.get(interface)
@@ -99,7 +116,14 @@ def interface_address(interface: str) -> str:
 
 
 def local_address_towards(host: str, port: int) -> str:
-    """Returns the address of this machine on the route to a peer, at which the peer can reach it. Sends nothing.
+    """Returns the address of this machine at which a peer can reach it. Sends nothing.
+
+    Args:
+        host: The host of the peer, a name or a numeric address.
+        port: A port of the peer. It does not matter which.
+
+    Returns:
+        The source address that the kernel would use on its route to the peer.
 
     Raises:
         OSError: The host cannot be resolved, or there is no route to it.
@@ -118,9 +142,11 @@ def local_address_towards(host: str, port: int) -> str:
 def network_identity(sock: socket.socket | None = None) -> str:
     """Returns text that is the same for two sockets in one network namespace of one kernel.
 
-    Such sockets have the same loopback interface. The text begins with `host_identity` and a slash. Without a socket,
-    the network namespace of the current thread is used. Virtual machines that were cloned while running may have the
-    same text.
+    Such sockets have the same loopback interface. The text begins with the result of `host_identity` and a slash.
+    Virtual machines that were cloned while running may have the same text.
+
+    Args:
+        sock: The socket; None for the network namespace of the current thread.
     """
     with contextlib.ExitStack() as stack:
         if sock is None:
@@ -144,14 +170,14 @@ def _this_host() -> str:
 
 
 def are_on_one_host(one: str, other: str) -> bool:
-    """Returns whether two texts of `network_identity` come from one kernel."""
+    """Returns whether two texts from `network_identity` come from one kernel."""
     return one.partition("/")[0] == other.partition("/")[0]
 
 
 def host_identity() -> str:
-    """Returns text that is the same for two processes under one kernel, also in different containers.
+    """Returns text that is the same for all processes under one kernel, also in different containers.
 
-    It is a hint, not a proof: virtual machines that were cloned while running may have the same text.
+    It is a hint, not a proof: virtual machines that were cloned while running may have the same text. Raises nothing.
     """
     try:
         with open("/proc/sys/kernel/random/boot_id", encoding="ascii") as file:
@@ -161,7 +187,10 @@ def host_identity() -> str:
 
 
 def _interfaces() -> dict[str, list[str]]:
-    """Returns the addresses of every interface that is up and has any, IPv4 before IPv6; empty if not available."""
+    """Returns the addresses of every interface that is up, by its name, IPv4 before IPv6.
+
+    Interfaces without an address are left out. Returns an empty dictionary if the kernel does not list its interfaces.
+    """
     try:
         names = [name for _, name in socket.if_nameindex()]
     except OSError:
@@ -184,6 +213,7 @@ def _interfaces() -> dict[str, list[str]]:
 
 
 def _is_up(probe: socket.socket, name: str) -> bool:
+    """Returns whether an interface is up; False if it does not exist. `probe` is any IPv4 socket."""
     try:
         (flags,) = struct.unpack_from("H", _ask(probe, _SIOCGIFFLAGS, name), 16)
     except OSError:
@@ -193,6 +223,7 @@ def _is_up(probe: socket.socket, name: str) -> bool:
 
 def _ask(probe: socket.socket, question: int, interface: str) -> bytes:
     # A struct ifreq: the name in 16 bytes, then at most 24 bytes for the answer.
+    """Returns the kernel's answer to an ioctl about an interface, a struct ifreq. Raises `OSError` if there is none."""
     return fcntl.ioctl(probe, question, struct.pack("16s24x", interface.encode()))
 
 
@@ -216,12 +247,13 @@ def _ipv6_addresses() -> list[tuple[str, str]]:
 
 
 def _preference(address: str) -> tuple[bool, bool]:
+    """Returns a key for sorting addresses: IPv4 before IPv6, and of each the link-local ones last."""
     parsed = ipaddress.ip_address(address)
     return parsed.version == 6, parsed.is_link_local
 
 
 def _is_ours(address: str) -> bool:
-    """Returns whether this machine can listen at an address, by trying to bind to it.
+    """Returns whether this machine can listen at an address, by trying to bind to it. False if it is not numeric.
 
     The list of interfaces is not enough: the kernel has more addresses, such as 127.0.0.2 and aliases.
     """

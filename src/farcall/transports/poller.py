@@ -39,12 +39,14 @@ from farcall._native import rings
 from farcall.transports.base import Link
 
 Handler: TypeAlias = Callable[[], None]
+"""A function without arguments that the leader calls after an event."""
 
 _READ: Final = select.EPOLLIN | select.EPOLLRDHUP
 _HANG_UP: Final = select.EPOLLRDHUP
 _ALWAYS: Final = select.EPOLLHUP | select.EPOLLERR
 """Events that the kernel always reports."""
 _MAX_SPIN_S: Final = 100e-6
+"""The longest time for which `wait` spins before it sleeps."""
 MAX_SLEEP_S: Final = 1.0
 """How long the standby thread sleeps at most before it checks whether it is needed."""
 
@@ -53,7 +55,7 @@ class Pollable(Protocol):
     """An object with a file descriptor, such as a link or a listener."""
 
     def fileno(self) -> int:
-        """Returns the descriptor. Raises `OSError` if the object is closed."""
+        """Returns the file descriptor. Raises `OSError` if the object is closed."""
 
 
 class _Entry(NamedTuple):
@@ -65,19 +67,24 @@ class _Entry(NamedTuple):
 
 
 class Poller:
-    """Waits for the links, listeners and events of one worker, and says which handlers to call."""
+    """Waits for the links and listeners of one worker, and says which handlers to call.
+
+    The *leader* is the thread that calls `wait` and then the handlers. The *standby thread* is woken when frames arrive
+    while the leader runs user code. A *ring* is a queue of frames in shared memory.
+    """
 
     def __init__(self, spin_s: float, use_rings: bool = True) -> None:
-        """Creates a poller without links.
+        """Creates a poller that watches nothing.
 
         Args:
-            spin_s: Seconds for which `wait` spins before it sleeps, at most 0.1 ms; 0 to sleep at once.
+            spin_s: Seconds for which `wait` checks for events again and again before it sleeps, at most 0.1 ms; 0 to
+                sleep at once.
             use_rings: Whether links may have rings. Has no effect without the C extension.
         """
         self.leader_event = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
-        """An eventfd that wakes the leader. The other end of each link with a ring gets it."""
+        """An eventfd that wakes the leader. The other end of each link with a ring gets it as a descriptor."""
         self.standby_event = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
-        """An eventfd that wakes the standby thread. The other end of each link with a ring gets it."""
+        """An eventfd that wakes the standby thread. The other end of each link with a ring gets it as a descriptor."""
         self._epoll = select.epoll()  # of the leader
         self._standby_epoll = select.epoll()
         self._rare = select.epoll()  # sockets that report hang-ups and connections; always in the standby epoll
@@ -105,9 +112,16 @@ class Poller:
     # Watching
 
     def watch(self, link: Link, handler: Handler) -> None:
-        """Has the leader call the handler whenever frames arrive on the link, or the other end closes it.
+        """Makes `wait` return `handler` whenever frames arrive on the link, or the other end closes it.
 
-        Replaces an earlier handler of the link. Raises `OSError` if the link is closed.
+        Replaces an earlier handler of the link.
+
+        Args:
+            link: The link.
+            handler: The function that the leader calls. It should call `link.receive`.
+
+        Raises:
+            OSError: The link is closed.
         """
         with self._lock:
             ring = getattr(link, "ring", None)
@@ -124,28 +138,48 @@ class Poller:
             self.wake()
 
     def watch_hang_up(self, link: Link, handler: Handler) -> None:
-        """Has the leader call the handler only when the other end closes the link: another thread reads its frames.
+        """Makes `wait` return `handler` only when the other end closes the link. Another thread reads its frames.
 
-        Replaces an earlier handler of the link. Raises `OSError` if the link is closed.
+        Replaces an earlier handler of the link.
+
+        Args:
+            link: The link.
+            handler: The function that the leader calls.
+
+        Raises:
+            OSError: The link is closed.
         """
         with self._lock:
             self._forget_ring(link)
             self._register(link, handler, _HANG_UP)
 
     def watch_listener(self, listener: Pollable, handler: Handler) -> None:
-        """Has the leader call the handler whenever a link can be accepted. Raises `OSError` if closed."""
+        """Makes `wait` return `handler` whenever a link can be accepted.
+
+        Replaces an earlier handler of the listener.
+
+        Args:
+            listener: The listener.
+            handler: The function that the leader calls. It should call `listener.accept`.
+
+        Raises:
+            OSError: The listener is closed.
+        """
         with self._lock:
             self._register(listener, handler, select.EPOLLIN)
 
     def note_ring(self, link: Link) -> None:
-        """Updates the registration of a link that now has a ring. Does nothing if its frames are not watched."""
+        """Notes that a link has a ring now, so that frames in it are noticed. Called by the link.
+
+        Does nothing if `watch` was not called for the link. Raises `OSError` if the link is closed.
+        """
         with self._lock:
             entry = self._entries.get(link.fileno())
             if entry is not None and entry.link is link and entry.events & select.EPOLLIN:
                 self.watch(link, entry.handler)
 
     def unwatch(self, source: Pollable) -> None:
-        """Removes the handler of a link or listener. Call it before that is closed.
+        """Removes the handler of a link or listener, which should be closed only afterwards.
 
         Does nothing if there is no handler.
         """
@@ -163,12 +197,17 @@ class Poller:
                 self._unregister(descriptor, entry.events)
 
     def _forget_ring(self, link: Any) -> None:
+        """Watches the ring of a link no longer. Does nothing if it has none, or if it is not watched."""
         ring = getattr(link, "ring", None)
         if ring is not None and self._ring_handlers.pop(ring, None) is not None:
             self._waiter.watch(tuple(self._ring_handlers))
             ring.unwatch()
 
     def _register(self, source: Any, handler: Handler, events: int) -> None:
+        """Watches a descriptor for events, instead of what it was watched for before.
+
+        Raises `OSError` if `source` is closed.
+        """
         descriptor = source.fileno()
         if source in self._awaiting_room:
             events |= select.EPOLLOUT
@@ -184,6 +223,10 @@ class Poller:
         self._stream_count += _is_stream(events)
 
     def _unregister(self, descriptor: int, events: int) -> None:
+        """Watches a descriptor no longer for `events`.
+
+        Does nothing if the poller is closed, or the descriptor was closed.
+        """
         if self._is_closed:
             return
         for epoll in (self._epoll, self._standby_home(events)):
@@ -200,9 +243,14 @@ class Poller:
         return self._streams if _is_stream(events) else self._rare
 
     def await_room(self, link: Link, is_waiting: bool) -> None:
-        """Called by links: with `is_waiting`, has the leader call `link.flush` when there is room; else stops that.
+        """Notes whether a link has queued frames. While it has, the leader calls `link.flush` when there is room.
 
-        Raises `OSError` if the link is closed.
+        Args:
+            link: The link, which calls this itself.
+            is_waiting: Whether it has queued frames.
+
+        Raises:
+            OSError: The link is closed.
         """
         with self._lock:
             if getattr(link, "ring", None) is not None:
@@ -228,9 +276,15 @@ class Poller:
     # Waiting
 
     def wait(self, seconds: float | None) -> list[Handler]:
-        """Waits until there are events, or `seconds` have passed (None for no limit). Returns the handlers to call.
+        """Waits until there are events, and returns the handlers to call. Only for the leader.
 
-        Only for the leader. Returns early after `wake`, perhaps with an empty list. Raises what signal handlers raise.
+        Exceptions of signal handlers are raised here.
+
+        Args:
+            seconds: How long to wait at most; None for no limit, 0 to only look.
+
+        Returns:
+            The handlers; an empty list if the time is over. After `wake` it returns early, perhaps with an empty list.
         """
         self._is_running = False
         if self._is_armed:
@@ -254,15 +308,18 @@ class Poller:
         return handlers
 
     def skip_spin(self) -> None:
-        """Called by links in the middle of a large frame: lets the next `wait` sleep, so that larger pieces arrive."""
+        """Lets the next `wait` sleep without spinning, so that larger pieces of a large frame arrive.
+
+        Called by links.
+        """
         self._waiter.skip_spin()
 
     def wake(self) -> None:
-        """Makes the leader return from `wait`, or from its next one."""
+        """Makes the leader return from `wait`. If it is not in `wait`, its next `wait` returns at once."""
         os.eventfd_write(self.leader_event, 1)
 
     def run(self, has_more: bool) -> None:
-        """Called by the leader before it runs user code. From now on, frames that arrive wake the standby thread.
+        """Notes that the leader is about to run user code: frames that arrive from now on wake the standby thread.
 
         Args:
             has_more: Whether more requests are queued. Then the standby thread is woken at once.
@@ -273,11 +330,11 @@ class Poller:
             self._arm_standby(True)
 
     def block(self, has_more: bool) -> None:
-        """Called by the leader when its function waits for a call of its own, and gives up the lead.
+        """Notes that the function that the leader runs waits for a call of its own, so another thread must read.
 
         Args:
-            has_more: Whether more requests are queued. Then the standby thread is woken at once, else by the next
-                frame.
+            has_more: Whether more requests are queued. Then the standby thread is woken at once; otherwise the next
+                frame that arrives wakes it.
         """
         self._is_running = True
         self._waiter.run(has_more, True)
@@ -285,12 +342,13 @@ class Poller:
             self._arm_standby(True)
 
     def _arm_standby(self, is_armed: bool) -> None:
+        """Sets whether frames that arrive through sockets wake the standby thread."""
         self._is_armed = is_armed
         events = select.EPOLLIN | select.EPOLLONESHOT if is_armed else 0
         self._standby_epoll.modify(self._streams.fileno(), events)
 
     def stand_by(self) -> None:
-        """Waits until this thread may be needed, at most `MAX_SLEEP_S`. Only for the standby thread."""
+        """Sleeps until this thread may be needed, at most `MAX_SLEEP_S`. Only for the standby thread."""
         self._standby_epoll.poll(MAX_SLEEP_S)
         self._is_armed = False  # a socket event has disarmed it: the leader must arm it for its next function
         try:
@@ -299,21 +357,24 @@ class Poller:
             pass
 
     def clear_alert(self) -> None:
-        """Called by the standby thread before it checks for work: later frames wake it again."""
+        """Makes later frames wake the standby thread again. That thread calls this before it looks for work."""
         self._waiter.clear_alert()
 
     def has_rare_events(self) -> bool:
-        """Returns whether there are connections or hang-ups that the leader has not handled yet."""
+        """Returns whether there are new connections or hang-ups that the leader has not handled yet."""
         return bool(self._rare.poll(0))
 
     def wake_standby(self) -> None:
-        """Makes the standby thread return from `stand_by`, or from its next one."""
+        """Makes the standby thread return from `stand_by`. If it is not in `stand_by`, its next one returns at once."""
         os.eventfd_write(self.standby_event, 1)
 
     # The end
 
     def close(self) -> None:
-        """Closes the descriptors. No thread may be in `wait` or `stand_by`. May be called twice."""
+        """Closes the descriptors, and forgets all handlers. No thread may be in `wait` or `stand_by`.
+
+        May be called twice.
+        """
         with self._lock:
             if self._is_closed:
                 return
@@ -329,17 +390,19 @@ class Poller:
             os.close(self.standby_event)
 
     def abandon(self) -> None:
-        """In a forked child: closes the descriptors here. The parent's poller continues to work."""
+        """Closes the descriptors in a forked child. The poller of the parent continues to work."""
         self._lock = threading.RLock()
         self.close()
 
 
 def _is_stream(events: int) -> bool:
-    """Returns whether a descriptor that is watched for these events carries frames."""
+    """Returns whether a descriptor that is watched for these events is a socket that carries frames."""
     return events & _READ == _READ
 
 
 def _flusher(link: Link) -> Handler:
+    """Returns a handler that calls `link.flush` and ignores a `ConnectionError`."""
+
     def flush() -> None:
         try:
             link.flush()
@@ -350,9 +413,17 @@ def _flusher(link: Link) -> Handler:
 
 
 class _PlainWaiter:
-    """Replaces `_native.rings.Waiter` without rings: spins on epoll for a short time, then sleeps."""
+    """Waits for the events of an epoll, for a poller without rings. Has the methods of `_native.rings.Waiter`."""
 
     def __init__(self, epoll: select.epoll, leader_event: int, standby_event: int, spin_s: float) -> None:
+        """Creates a waiter.
+
+        Args:
+            epoll: The epoll of the leader.
+            leader_event: The eventfd that wakes the leader.
+            standby_event: The eventfd that wakes the standby thread.
+            spin_s: Seconds for which `wait` spins before it sleeps, at most 0.1 ms.
+        """
         self._epoll = epoll
         self._leader_event = leader_event
         self._standby_event = standby_event
@@ -362,10 +433,12 @@ class _PlainWaiter:
         self._epoll.register(leader_event, select.EPOLLIN | select.EPOLLET)
 
     def watch(self, pairs: tuple[Any, ...]) -> None:
+        """Does nothing for an empty tuple. Raises `TypeError` for rings, which need the C extension."""
         if pairs:
             raise TypeError("rings need the C extension")
 
     def wait(self, seconds: float | None) -> list[tuple[int, int]]:
+        """Waits for at most `seconds` (None for no limit). Returns pairs of descriptor and events, perhaps none."""
         poll = self._epoll.poll
         start = monotonic()
         stop = start + self._spin_s if self._spins else start
@@ -377,12 +450,15 @@ class _PlainWaiter:
         return [event for event in events if event[0] != self._leader_event]
 
     def skip_spin(self) -> None:
+        """Lets the next `wait` sleep without spinning."""
         self._spins = False
 
     def run(self, has_more: bool, is_blocked: bool) -> None:
+        """Wakes the standby thread if `has_more`, unless it was woken and has not called `clear_alert` since."""
         if has_more and not self._is_alerted:
             self._is_alerted = True
             os.eventfd_write(self._standby_event, 1)
 
     def clear_alert(self) -> None:
+        """Lets `run` wake the standby thread again."""
         self._is_alerted = False

@@ -25,10 +25,15 @@ _lock: Final = threading.Lock()
 
 
 def register(name: str, factory: Factory) -> None:
-    """Registers a transport under a name, which must be the scheme of its addresses.
+    """Registers a transport under a name, so that options can name it.
+
+    Args:
+        name: The name, a Python identifier in ASCII such as `tcp`. It must be the scheme of the transport's addresses.
+        factory: Creates the transport for one worker. It is called with the worker's certificates, or None if the
+            worker does not encrypt.
 
     Raises:
-        UsageError: The name is registered already, or is not a valid scheme.
+        UsageError: The name is registered already, or is not a valid name. Nothing is changed.
     """
     if not (name.isascii() and name.isidentifier()):
         raise UsageError(f"{name!r} cannot be a transport's name: use letters, digits and underscores, as in 'tcp'")
@@ -39,9 +44,10 @@ def register(name: str, factory: Factory) -> None:
 
 
 def unregister(name: str) -> None:
-    """Removes a transport from the registry. Transports that were created stay usable.
+    """Removes a transport from the registry. Transports that were created before stay usable.
 
-    Raises `UsageError` if there is none with that name.
+    Raises:
+        UsageError: No transport has that name.
     """
     with _lock:
         if _factories.pop(name, None) is None:
@@ -49,7 +55,15 @@ def unregister(name: str) -> None:
 
 
 def new_transport(name: str, encryption: Encryption | None) -> Transport:
-    """Returns a new transport of that name. Raises `UsageError`, with all known names, if there is none."""
+    """Returns a new transport for one worker.
+
+    Args:
+        name: The name of a registered transport, such as `tcp`.
+        encryption: The certificates of the worker; None if the worker does not encrypt.
+
+    Raises:
+        UsageError: No transport has that name. The error lists the names that exist.
+    """
     with _lock:
         factory = _factories.get(name)
         if factory is None:
@@ -58,4 +72,5 @@ def new_transport(name: str, encryption: Encryption | None) -> Transport:
 
 
 def _unknown(name: str) -> UsageError:
+    """Returns the error for a name that is not registered, with all names that are."""
     return UsageError(f"there is no transport named {name!r}; there are {', '.join(sorted(_factories))}")

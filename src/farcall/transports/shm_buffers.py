@@ -64,11 +64,12 @@ logger = logging.getLogger("farcall")
 
 
 def default_segment_pool(worker: str, max_bytes: int | None) -> SegmentPool:
-    """Returns the segment pool of a worker.
+    """Returns a new pool for all shared segments that a worker writes into. Its problems are logged as warnings.
 
     Args:
-        worker: The name of the worker, for the log.
-        max_bytes: The option `shared_memory`; 0 for none, None for a quarter of the machine's memory, at most 4 GiB.
+        worker: The name of the worker, for log messages.
+        max_bytes: The most bytes of all segments, from the option `shared_memory`. 0 turns shared memory off. None
+            stands for a quarter of the machine's memory, but at most 4 GiB.
     """
     if max_bytes is None:
         max_bytes = min(_MAX_DEFAULT_BYTES, os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // 4)
@@ -80,7 +81,11 @@ def default_segment_pool(worker: str, max_bytes: int | None) -> SegmentPool:
 
 
 class SharedBuffers:
-    """Sends and receives the large buffers of one link in shared memory."""
+    """Sends and receives the large buffers of one link in shared memory.
+
+    One end *offers* a segment, and the other end tries to open it. Buffers are sent in shared memory only if that
+    works.
+    """
 
     def __init__(
         self,
@@ -89,13 +94,14 @@ class SharedBuffers:
         send_internal: Callable[..., None],
         send_supply: Callable[[int, list[memoryview]], None],
     ) -> None:
-        """Creates it. Nothing is sent in shared memory until the other end has opened a segment.
+        """Creates the state of one link. No SHARED frame is sent before `note_opened` is called.
 
         Args:
             options: The options of the link.
-            process: The id of the process at the other end.
-            send_internal: Sends an internal frame that consists of the given parts.
-            send_supply: Sends the buffers of a segment, given its number, without shared memory. Must not wait.
+            process: The process id of the other end, which is on this host.
+            send_internal: Sends one internal frame, which consists of all its arguments one after the other.
+            send_supply: Sends the buffers of a segment without shared memory. It is called with the number of the
+                segment and copies of the buffers, and must not wait.
         """
         self._pool = options.segments
         self._received = options.received
@@ -109,7 +115,8 @@ class SharedBuffers:
         self._offer_at = monotonic() + RETRY_S
         self._reader: SegmentReader | None = None
         self.bytes_in = self.bytes_out = self.bytes_returned = 0
-        """The numbers of bytes that were received, sent and sent back in shared memory."""
+        """How many bytes of buffers were received and sent in shared memory, and which part of the received ones the
+        other end has sent back in segments of this end."""
         self._incomplete: dict[int, tuple[bytes, Sequence[int], bool]] = {}
         """Frames whose segment could not be opened, by the number of the segment: the frame, the sizes of its buffers,
         and whether the first buffer is the frame itself."""
@@ -117,11 +124,24 @@ class SharedBuffers:
     # Agreement
 
     def offer(self) -> tuple[int, bytes]:
-        """Returns the descriptor and token of a segment that the other end can try to open; -1 if there is none."""
+        """Returns an offer for the other end: a segment of this end that it can try to open with `try_offer`.
+
+        Returns:
+            The file descriptor of the segment in this process and the token of this end's segments. The descriptor is
+            -1 if this end cannot use shared memory now.
+        """
         return self._pool.probe_descriptor(), self._pool.token
 
     def try_offer(self, descriptor: int, token: bytes) -> bool:
-        """Tries to open a segment that the other end has offered. Returns whether that worked."""
+        """Tries to open a segment that the other end has offered. If that works, this end can receive SHARED frames.
+
+        Args:
+            descriptor: The file descriptor of the segment in the process of the other end; negative if it offers none.
+            token: The token of the other end's segments.
+
+        Returns:
+            Whether the segment could be opened. False also if shared memory is turned off here. No error is raised.
+        """
         if descriptor < 0 or not self._pool.is_enabled:
             return False
         reader = SegmentReader(self._process, token)
@@ -135,10 +155,11 @@ class SharedBuffers:
         return True
 
     def note_opened(self) -> None:
-        """Notes that the other end could open the offered segment, so that SHARED frames may be sent."""
+        """Notes that the other end could open the offered segment, so that this end may send SHARED frames."""
         self._peer_reads = True
 
     def _offer_again(self) -> None:
+        """Sends another offer if the last one is at least `RETRY_S` ago and there is a segment to offer."""
         if monotonic() >= self._offer_at:
             self._offer_at = monotonic() + RETRY_S
             descriptor, token = self.offer()
@@ -148,10 +169,23 @@ class SharedBuffers:
     # Sending
 
     def send(self, frame: bytes, buffers: list[memoryview]) -> bool:
-        """Sends a frame with its buffers in shared memory, empties the list, and returns True.
+        """Sends a frame with its buffers in shared memory, if that is possible. Does not wait for the other end.
 
-        Returns False if shared memory cannot be used for this frame; then `buffers` has buffers to send another way. If
-        the buffers came from the other end and nothing else refers to them, they are sent back without a copy.
+        Buffers that came from the other end are sent back without a copy if nothing outside of `buffers` refers to
+        them. All others are copied into a segment.
+
+        Args:
+            frame: The bytes of the frame.
+            buffers: The buffers of the frame, perhaps none.
+
+        Returns:
+            True if the frame was sent; `buffers` is empty then. False if nothing was sent, because the frame with its
+            buffers is smaller than `SHM_MIN_BYTES`, has too many buffers, no segment is available, or the other end
+            cannot open segments. Then the caller must send `frame` and `buffers` another way; the items of `buffers`
+            may be copies now.
+
+        Raises:
+            ConnectionError: The link is closed or broken.
         """
         total = len(frame) + sum([buffer.nbytes for buffer in buffers])
         if total < SHM_MIN_BYTES or len(buffers) >= MAX_BUFFERS:  # one more may be needed for the frame itself
@@ -168,7 +202,10 @@ class SharedBuffers:
         return True
 
     def _write_and_send(self, frame: bytes, buffers: list[memoryview]) -> bool:
-        """Copies the buffers into a segment and sends the frame. Returns False if there is no segment."""
+        """Copies the buffers into a segment and sends the frame.
+
+        Returns False, with nothing sent, if there is no segment.
+        """
         has_frame = len(frame) > FRAME_INLINE_MAX_BYTES
         written = [memoryview(frame), *buffers] if has_frame else buffers
         place = self._writer.write(written)
@@ -178,11 +215,19 @@ class SharedBuffers:
         return True
 
     def _send_shared(self, frame: bytes, written: Sequence[memoryview], place: Place, has_frame: bool) -> None:
+        """Sends the SHARED frame for buffers that were written into the segment `place`.
+
+        With `has_frame`, the first of `written` is the frame itself, and `frame` is empty.
+        """
         header = _SHARED_HEADER.pack(SHARED, has_frame, len(written), *place)
         self._send_internal(header, sizes_of(written), frame)
         self.bytes_out += sum([buffer.nbytes for buffer in written])
 
     def _send_back(self, frame: bytes, buffers: list[memoryview], returnable: ReturnableBuffers) -> bool:
+        """Sends buffers back in the segment in which they came, or copies in another one if other views exist.
+
+        Returns False if neither is possible. Then nothing was sent, and `buffers` has copies of the buffers.
+        """
         with returnable:
             buffers.clear()  # the last views at this end, unless the program has kept some
             if not returnable.give_back():
@@ -201,9 +246,18 @@ class SharedBuffers:
         return True
 
     def send_kept(self, frame: bytes, buffers: list[memoryview]) -> list[memoryview] | None:
-        """Sends a frame, empties the list, and returns copies of the buffers, which do not change.
+        """Sends a frame with its buffers in shared memory, and returns copies with which it can be sent again.
 
-        Returns None if shared memory cannot be used for this frame. Then nothing was sent.
+        Args:
+            frame: The bytes of the frame.
+            buffers: The buffers of the frame. The list is emptied if the frame was sent.
+
+        Returns:
+            A copy of each buffer, which does not change when the program changes the original. None if shared memory
+            cannot be used for this frame; then nothing was sent and `buffers` is unchanged.
+
+        Raises:
+            ConnectionError: The link is closed or broken.
         """
         if len(frame) > FRAME_INLINE_MAX_BYTES or len(buffers) >= MAX_BUFFERS:
             return None
@@ -223,10 +277,19 @@ class SharedBuffers:
     # Receiving
 
     def receive(self, data: bytes) -> Frame | None:
-        """Processes an internal frame of this module. Returns the frame that it contains; None if it contains none.
+        """Processes an internal frame of a kind that the module docstring lists.
+
+        Args:
+            data: The internal frame. It must not be empty.
+
+        Returns:
+            The frame of the other end that `data` carries, with its buffers. None if it carries none, or if its segment
+            cannot be opened now: then its buffers are requested, and `complete` returns the frame later.
 
         Raises:
-            ProtocolError: It is not a frame of this module, or names memory that does not exist.
+            ProtocolError: The kind is unknown, a header is too short, or a segment is named that does not exist or was
+                not sent.
+            ConnectionError: An answer cannot be sent, because the link is closed or broken.
         """
         kind = data[0]
         if kind == SHARED:
@@ -246,6 +309,12 @@ class SharedBuffers:
         return None
 
     def _receive_shared(self, data: bytes) -> Frame | None:
+        """Returns the frame in a SHARED frame.
+
+        Requests the buffers and returns None if the segment cannot be opened now.
+
+        Raises `ProtocolError` if the frame is not valid, is too large, or this end has not opened an offered segment.
+        """
         if len(data) < _SHARED_HEADER.size or self._reader is None:
             raise ProtocolError("the other end sent a frame in shared memory, which this end has not agreed to")
         _, has_frame, count, descriptor, number = _SHARED_HEADER.unpack_from(data)
@@ -269,6 +338,7 @@ class SharedBuffers:
         return _with_frame(frame, buffers, bool(has_frame))
 
     def _receive_returned(self, data: bytes) -> Frame:
+        """Returns the frame in a RETURNED frame. Raises `ProtocolError` if the other end does not have that segment."""
         if len(data) < _RETURNED_HEADER.size:
             raise ProtocolError("the other end sent a header that is too short")
         _, count, number = _RETURNED_HEADER.unpack_from(data)
@@ -285,15 +355,24 @@ class SharedBuffers:
         return data[_RETURNED_HEADER.size + 16 * count :], buffers
 
     def _copy(self, view: memoryview) -> memoryview:
+        """Returns a copy of a buffer in memory of this process."""
         copy = self._received.take(view.nbytes)
         copy_bytes(copy, view)
         return copy
 
     def complete(self, segment: int, buffers: Sequence[memoryview]) -> Frame:
-        """Returns the frame that waits for the buffers of a segment that could not be opened, with these buffers.
+        """Returns a frame whose segment could not be opened, when its buffers have arrived without shared memory.
+
+        Args:
+            segment: The number of the segment.
+            buffers: The buffers that have arrived.
+
+        Returns:
+            The frame and its buffers.
 
         Raises:
-            ProtocolError: Buffers of that segment and of these sizes were not requested.
+            ProtocolError: No frame waits for that segment, or the sizes of the buffers are not those that were
+                requested.
         """
         frame, sizes, has_frame = self._incomplete.pop(segment, (b"", (), False))
         if not sizes or [buffer.nbytes for buffer in buffers] != list(sizes):
@@ -301,6 +380,10 @@ class SharedBuffers:
         return _with_frame(frame, buffers, has_frame)
 
     def _supply(self, data: bytes) -> None:
+        """Processes a MISSING frame: sends the buffers of that segment without shared memory, and frees the segment.
+
+        Raises `ProtocolError` if the other end does not have that segment.
+        """
         if len(data) < _MISSING_HEADER.size:
             raise ProtocolError("the other end sent a header that is too short")
         _, count, number = _MISSING_HEADER.unpack_from(data)
@@ -317,40 +400,48 @@ class SharedBuffers:
     # Memory, and the end
 
     def has_unopened(self) -> bool:
-        """Returns whether the other end has yet to open a segment that it was sent. After `close` it could not."""
+        """Returns whether the other end was sent a segment that it has not opened yet.
+
+        After `close` the other end could not open it any more.
+        """
         return self._writer.has_unopened()
 
     def sweep(self, before: float) -> None:
-        """Frees memory that was not used since the time `before` on the monotonic clock.
+        """Frees shared memory without views that was last used before `before`. Does nothing if there is none.
 
-        Does nothing if there is none.
+        Args:
+            before: A time of the monotonic clock.
         """
         self._writer.sweep(before)
         if self._reader is not None:
             self._reader.sweep(before - RETRY_S)  # later than the writer does, so that it need not map them again
 
     def prepare_fork(self) -> None:
-        """Called before this process forks: makes sure that memory which the child inherits is not written again."""
+        """Must be called before this process forks: memory that the child inherits is not written again."""
         self._writer.prepare_fork()
         if self._reader is not None:
             self._reader.prepare_fork()
 
     def close(self) -> None:
-        """Sends and receives no more. Buffers that were received stay valid. May be called twice."""
+        """Closes all segments of this end, and frees the state. May be called twice.
+
+        Buffers that were received stay valid. Frames that wait for buffers are dropped.
+        """
         self._reader = None
         self._incomplete.clear()
         self._writer.close()
 
     def abandon(self) -> None:
-        """In a forked child: closes the descriptors here. The parent continues to use the memory."""
+        """Closes the descriptors of this end's segments in a forked child. The parent continues to use the memory."""
         self._reader = None
         self._writer.abandon()
 
 
 def _with_frame(frame: bytes, buffers: Sequence[memoryview], has_frame: bool) -> Frame:
-    """Returns a frame and its buffers. With `has_frame`, the first of `buffers` is the frame itself.
+    """Returns a received frame and its buffers.
 
-    Raises `ProtocolError` if that one is missing.
+    With `has_frame`, the first of `buffers` is the frame itself and `frame` is not used. Raises `ProtocolError` if it
+    is missing.
     """
     if not has_frame:
         return frame, buffers
@@ -360,5 +451,5 @@ def _with_frame(frame: bytes, buffers: Sequence[memoryview], has_frame: bool) ->
 
 
 def is_shared_kind(data: Buffer) -> bool:
-    """Returns whether an internal frame is of a kind of this module. False if it is empty."""
+    """Returns whether an internal frame is one that `SharedBuffers.receive` processes; False if `data` is empty."""
     return bool(data) and SHARED <= data[0] <= MISSING

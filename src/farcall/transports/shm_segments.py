@@ -54,10 +54,13 @@ from typing import Any, Final, NamedTuple
 RETRY_S: Final = 1.0
 """Seconds between a failure to create a segment and the next attempt."""
 _WARN_INTERVAL_S: Final = 60.0
+"""Seconds between two warnings of one pool, at least."""
 MAX_SEGMENTS_PER_LINK: Final = 16
+"""The most segments that this worker has for one peer."""
 _MAX_MAPPINGS: Final = 2 * MAX_SEGMENTS_PER_LINK
 """The most mappings of one reader. More than segments of a link: the writer may drop segments that are still mapped."""
 _MIN_CAPACITY: Final = 1 << 18
+"""The bytes of the smallest segment that is made for buffers."""
 _SIZES_PER_DOUBLING: Final = 8
 """The number of different capacities between a size and its double. More waste less memory, but are reused less."""
 _SEALS: Final = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL
@@ -78,10 +81,14 @@ _KEPT: Final = 2
 _RELEASE_LOCK_BYTES: Final = 1 << 20
 """From this size on, copies release the interpreter's lock, if numpy is imported."""
 _NO_ACCESS: Final = frozenset((errno.EMFILE, errno.ENFILE, errno.ENOMEM, errno.EAGAIN, errno.EACCES, errno.EPERM))
+"""The error numbers that say that this process may not, or cannot now, open a segment that may be valid."""
 
 
 class Place(NamedTuple):
-    """Where the buffers of a frame are: the descriptor of a segment in the writer's process, and its number."""
+    """Which segment has the buffers of a frame.
+
+    The sender puts this into the frame, and the receiver opens the segment.
+    """
 
     descriptor: int
     """The file descriptor of the segment in the writer's process."""
@@ -90,18 +97,24 @@ class Place(NamedTuple):
 
 
 class CannotOpenError(Exception):
-    """This process cannot open or map a segment now, although the segment is valid."""
+    """This process cannot open or map a segment now, for example because it has no descriptors left.
+
+    The segment itself may be valid. A segment that does not exist raises `OSError` instead.
+    """
 
 
 class SegmentPool:
-    """Creates the segments of one worker, and limits their number and size."""
+    """Creates the shared segments that one worker writes into, and limits their number and total size.
+
+    A segment counts towards the limits from `create` to `remove`. All methods may be called in any thread.
+    """
 
     def __init__(self, max_bytes: int, max_segments: int, warn: Callable[[str], object]) -> None:
-        """Creates a pool.
+        """Creates a pool without segments.
 
         Args:
-            max_bytes: The most bytes of all segments together; 0 turns shared memory off.
-            max_segments: The most segments. Each needs a descriptor.
+            max_bytes: The most bytes of all segments together. 0 turns shared memory off: `create` then returns None.
+            max_segments: The most segments at a time. Each needs a file descriptor.
             warn: Called with a message when a segment cannot be created, at most once a minute.
         """
         self.token = secrets.token_bytes(TOKEN_SIZE)
@@ -119,7 +132,13 @@ class SegmentPool:
         self._warned_at = -_WARN_INTERVAL_S
 
     def probe_descriptor(self) -> int:
-        """Returns the descriptor of an empty segment that a peer can try to open; -1 if there is none."""
+        """Returns the file descriptor of an empty segment, which a peer can try to open.
+
+        The first call creates this segment. Later calls return the same descriptor.
+
+        Returns:
+            The descriptor; -1 if shared memory is turned off, or if the segment cannot be created now.
+        """
         with self._lock:
             if self._probe is None and self.is_enabled:
                 probe = self.create(0)
@@ -130,7 +149,15 @@ class SegmentPool:
             return self._probe.descriptor if self._probe is not None else -1
 
     def create(self, capacity: int) -> _WriterSegment | None:
-        """Returns a new segment of `capacity` bytes; None if a limit is reached or the system cannot create one."""
+        """Creates a segment, which counts towards the limits until `remove` is called for it.
+
+        Args:
+            capacity: How many bytes of buffers the segment can hold; 0 for a segment that is only opened as a test.
+
+        Returns:
+            The segment. None if the pool is closed or turned off, if a limit of the pool would be exceeded, if the
+            system cannot create a segment, or if the last failure to create one is less than `RETRY_S` ago.
+        """
         with self._lock:
             if not self.is_enabled or self._bytes_left < capacity or not self._segments_left:
                 return None
@@ -153,6 +180,7 @@ class SegmentPool:
         return segment
 
     def _note_failure(self, error: Exception) -> None:
+        """Warns that a segment could not be created, unless a warning is too recent, and sets when to try again."""
         with self._lock:
             now = monotonic()
             must_warn = not self._is_failing and now >= self._warned_at + _WARN_INTERVAL_S
@@ -164,12 +192,16 @@ class SegmentPool:
             self._warn(f"no shared memory can be had ({error})")
 
     def _count_back(self, capacity: int) -> None:
+        """Counts one segment of `capacity` bytes less towards the limits, because it was not created."""
         with self._lock:
             self._bytes_left += capacity
             self._segments_left += 1
 
     def remove(self, segment: _WriterSegment) -> None:
-        """Subtracts a segment from the counts. May be called twice for a segment."""
+        """Counts a segment no longer towards the limits of the pool. The segment itself is not closed.
+
+        A second call for the same segment does nothing.
+        """
         with self._lock:
             if segment.is_counted:  # no calls below: an interrupt in between would make the counts wrong
                 segment.is_counted = False
@@ -177,11 +209,14 @@ class SegmentPool:
                 self._segments_left += 1
 
     def is_short(self) -> bool:
-        """Returns whether more than half of the bytes or segments are in use."""
+        """Returns whether more than half of the allowed bytes, or of the allowed segments, are in use."""
         return 2 * self._bytes_left < self._max_bytes or 2 * self._segments_left < self._max_segments
 
     def close(self) -> None:
-        """Creates no more segments. Existing segments stay with their writers. May be called twice."""
+        """Makes `create` return None from now on, and closes the segment of `probe_descriptor`.
+
+        Segments that exist stay usable, and their writers must close them. May be called twice.
+        """
         self.is_enabled = False
         probe, self._probe = self._probe, None
         if probe is not None:
@@ -189,23 +224,38 @@ class SegmentPool:
 
 
 class SegmentWriter:
-    """The segments of this worker that one peer reads."""
+    """The segments that this worker writes for one peer, the *reader*. Methods may be called in any thread."""
 
     def __init__(self, pool: SegmentPool) -> None:
+        """Creates a writer without segments. `pool` creates its segments when they are needed."""
         self._pool = pool
         self._segments: list[_WriterSegment] = []
         self._lock = threading.RLock()
         self._is_closed = False
 
     def write(self, buffers: Sequence[memoryview]) -> Place | None:
-        """Copies the buffers into a segment. Returns the segment; None if none is available."""
+        """Copies buffers into one segment that is not in use, which is created if necessary. Does not wait.
+
+        Args:
+            buffers: The buffers of one frame. If there are none, an empty segment is used all the same.
+
+        Returns:
+            The segment, now in use, for the frame that tells the reader about it. None if all segments are in use and
+            no other one can be created: then nothing was copied.
+        """
         segment = self._write(buffers)
         return None if segment is None else segment.place
 
     def write_and_keep(self, buffers: Sequence[memoryview]) -> tuple[Place, list[memoryview]] | None:
-        """Copies the buffers into a segment. Returns the segment and views of the copies; None if none is available.
+        """Copies buffers into one segment like `write`, and also returns views of the copies.
 
-        The segment is not used again while one of these views exists.
+        The segment is not used for another frame while one of these views exists, even if the reader has freed it.
+
+        Args:
+            buffers: The buffers of one frame.
+
+        Returns:
+            The segment, and one view for each buffer in the same order. None if no segment is available.
         """
         segment = self._write(buffers)
         if segment is None:
@@ -217,9 +267,10 @@ class SegmentWriter:
             raise
 
     def free(self, number: int) -> None:
-        """Makes a segment available again, which the reader has not opened and will not open.
+        """Makes a segment available for another frame. The reader must not have opened it for the current one.
 
-        Does nothing if there is none with that number.
+        Args:
+            number: The number of the segment. Nothing happens if no segment of this writer has it.
         """
         with self._lock:
             for segment in self._segments:
@@ -227,12 +278,19 @@ class SegmentWriter:
                     segment.free()
 
     def contents(self, number: int, sizes: Sequence[int]) -> list[memoryview]:
-        """Returns views of the buffers in a segment that the reader cannot open.
+        """Returns the buffers in a segment that the reader was sent but cannot open.
 
-        The caller must call `free` when it does not need them any more.
+        The caller must call `free` when it does not need the views any more.
+
+        Args:
+            number: The number of the segment.
+            sizes: The size of each buffer in bytes, in the order in which the buffers were written.
+
+        Returns:
+            One view of the segment for each size.
 
         Raises:
-            OSError: The reader was not sent such a segment, or it cannot hold buffers of these sizes.
+            OSError: No segment with that number is in use by the reader, or the segment is too small for these sizes.
         """
         with self._lock:
             for segment in self._segments:
@@ -241,10 +299,21 @@ class SegmentWriter:
         raise OSError(f"buffers of {sizes} bytes are not in segment {number}")
 
     def take_returned(self, number: int, offsets: Sequence[int], sizes: Sequence[int]) -> list[memoryview]:
-        """Returns the buffers that the reader has sent back in a segment.
+        """Returns the buffers that the reader has sent back in a segment of this writer, and frees the segment.
+
+        The segment is used for another frame only after all views that are returned here were dropped.
+
+        Args:
+            number: The number of the segment.
+            offsets: Where each buffer begins, in bytes from the first buffer byte of the segment.
+            sizes: The size of each buffer in bytes, one for each offset.
+
+        Returns:
+            One writable view for each buffer, in the same order.
 
         Raises:
-            OSError: The reader does not have that segment, or it cannot hold such buffers.
+            OSError: No segment with that number is in use by the reader, or the buffers overlap, are not aligned to 64
+                bytes, or reach beyond the end of the segment. The segment stays as it was.
         """
         with self._lock:
             for segment in self._segments:
@@ -259,7 +328,12 @@ class SegmentWriter:
             return returned
 
     def is_short(self) -> bool:
-        """Returns whether segments are running out, because the program keeps buffers that were sent back in them."""
+        """Returns whether buffers that were sent back should be copied, because segments are running out.
+
+        Returns:
+            True if the program keeps buffers of `take_returned` in more than half of `MAX_SEGMENTS_PER_LINK` segments,
+            or if `SegmentPool.is_short` returns True.
+        """
         if 2 * len(self._segments) > MAX_SEGMENTS_PER_LINK:
             shown = sum(segment.is_shown() for segment in self._segments)
             if 2 * shown > MAX_SEGMENTS_PER_LINK:
@@ -267,6 +341,7 @@ class SegmentWriter:
         return self._pool.is_short()
 
     def _write(self, buffers: Sequence[memoryview]) -> _WriterSegment | None:
+        """Copies buffers into a segment, and returns the segment, which is now in use; None if none is available."""
         total = _end_of([buffer.nbytes for buffer in buffers])
         segment: _WriterSegment | None = None
         try:
@@ -283,7 +358,7 @@ class SegmentWriter:
         return segment
 
     def _claim(self, total: int) -> _WriterSegment | None:
-        """Marks the smallest free segment that is large enough as in use, and returns it; None if there is none."""
+        """Marks the smallest free segment of at least `total` bytes as in use. Returns it; None if there is none."""
         while True:
             smallest: _WriterSegment | None = None
             for each in self._segments:
@@ -297,7 +372,10 @@ class SegmentWriter:
                 return smallest
 
     def _add(self, total: int) -> bool:
-        """Creates a segment, and removes unused ones if a limit is reached. Returns whether it was created."""
+        """Creates a segment of at least `total` bytes, and removes unused segments if a limit is reached.
+
+        Returns whether the segment was created. Returns False if the writer is closed.
+        """
         if self._is_closed or (len(self._segments) >= MAX_SEGMENTS_PER_LINK and not self._drop_oldest()):
             return False
         capacity = _rounded_capacity(total)
@@ -309,7 +387,7 @@ class SegmentWriter:
         return segment is not None
 
     def _drop_oldest(self) -> bool:
-        """Removes the segment that was unused for the longest time. Returns False if all are in use."""
+        """Removes the unused segment whose last use is the longest ago. Returns False if all segments are in use."""
         unused = [each for each in self._segments if each.state() != _IN_USE and not each.has_views()]
         for segment in sorted(unused, key=lambda segment: segment.used_at):
             state = self._withdraw(segment)
@@ -319,9 +397,9 @@ class SegmentWriter:
         return False
 
     def _withdraw(self, segment: _WriterSegment) -> int:
-        """Removes a segment from the list, unless a signal handler or finalizer has just claimed it.
+        """Claims a segment and removes it from the list, unless a signal handler or finalizer has just claimed it.
 
-        Returns its previous state. If that is not `_IN_USE`, the caller must call `_give_up`.
+        Returns the previous state of the segment. If that is not `_IN_USE`, the caller must call `_give_up`.
         """
         state = segment.claim()
         if state != _IN_USE:
@@ -329,18 +407,29 @@ class SegmentWriter:
         return state
 
     def _give_up(self, segment: _WriterSegment, state: int) -> None:
+        """Closes a segment that `_withdraw` has removed from the list, and counts it no longer in the pool.
+
+        `state` is what `_withdraw` returned. The memory is freed at once only if that is `_FREE` and no view exists.
+        """
         if state == _FREE and not segment.has_views():
             segment.give_memory_back()
         segment.close()
         self._pool.remove(segment)
 
     def has_unopened(self) -> bool:
-        """Returns whether the reader has yet to open a segment that it was sent. After `close` it could not."""
+        """Returns whether the reader was sent a segment that it has not opened yet.
+
+        After `close` the reader could not open it any more.
+        """
         with self._lock:
             return any(each.is_handed_out() and not each.is_mapped() for each in self._segments)
 
     def sweep(self, before: float) -> None:
-        """Removes segments that the reader keeps for ever, and free ones that were last used before that time."""
+        """Removes free segments that were last used before `before`, and all that the reader keeps for ever.
+
+        Args:
+            before: A time of the monotonic clock.
+        """
         with self._lock:
             idle = [
                 each
@@ -353,7 +442,11 @@ class SegmentWriter:
                 self._give_up(segment, state)
 
     def prepare_fork(self) -> None:
-        """Removes the segments whose returned buffers are in use, so that a forked child does not see them change."""
+        """Gives up the segments of which the program still has buffers from `take_returned`.
+
+        Must be called before this process forks: the segments are never written again, so the child does not see its
+        inherited buffers change. Other segments stay as they are.
+        """
         with self._lock:
             for segment in [each for each in self._segments if each.is_shown()]:
                 self._segments.remove(segment)
@@ -361,7 +454,10 @@ class SegmentWriter:
                 self._pool.remove(segment)
 
     def close(self) -> None:
-        """Removes all segments. Buffers that the reader has mapped stay valid there. May be called twice."""
+        """Closes and removes all segments. `write` returns None from then on. May be called twice.
+
+        Buffers that the reader has mapped stay valid at the reader.
+        """
         with self._lock:
             self._is_closed = True
             while True:
@@ -374,7 +470,10 @@ class SegmentWriter:
                 del self._segments[-1:]
 
     def abandon(self) -> None:
-        """In a forked child: closes the descriptors here. The parent continues to use the segments."""
+        """Closes the descriptors of all segments in a forked child. The parent continues to use the segments.
+
+        `write` returns None in the child from then on.
+        """
         self._lock = threading.RLock()
         self._is_closed = True
         segments, self._segments = self._segments, []
@@ -383,9 +482,19 @@ class SegmentWriter:
 
 
 class _WriterSegment:
-    """One shared segment, in the process that writes it."""
+    """One shared segment, mapped in the process that created it and writes into it."""
 
     def __init__(self, capacity: int, token: bytes, number: int) -> None:
+        """Creates and maps a segment, which is free.
+
+        Args:
+            capacity: How many bytes of buffers it can hold.
+            token: The token of the writer's pool, of `TOKEN_SIZE` bytes.
+            number: A number that no other segment of the pool ever has.
+
+        Raises:
+            OSError: The system cannot create the segment.
+        """
         if capacity:
             import ctypes  # noqa: F401 (for `_new_exporter`, where it must not fail: importing takes descriptors)
 
@@ -411,7 +520,7 @@ class _WriterSegment:
             raise
 
     def claim(self) -> int:
-        """Marks the segment as in use. Returns its previous state.
+        """Marks the segment as in use, unless it is already. Returns its previous state: `_FREE`, `_IN_USE` or `_KEPT`.
 
         There is no call between reading and writing the state, because a signal handler or finalizer could claim the
         segment during a call.
@@ -423,39 +532,55 @@ class _WriterSegment:
         return state
 
     def free(self) -> None:
+        """Marks the segment as free, whatever its state is."""
         self._is_claimed = False
         self._bytes[_STATE_AT] = _FREE
 
     def is_handed_out(self) -> bool:
-        """Returns whether the reader was sent this segment, and has not freed it."""
+        """Returns whether this writer has claimed the segment for the reader, which has neither freed nor kept it."""
         return self._is_claimed and self.state() == _IN_USE
 
     def state(self) -> int:
+        """Returns the state byte: `_FREE`, `_IN_USE` or `_KEPT`. A faulty reader may have written another value."""
         return self._bytes[_STATE_AT]
 
     def is_free(self) -> bool:
+        """Returns whether the state is `_FREE` and this end has no views, so that another frame may use the segment."""
         return self._bytes[_STATE_AT] == _FREE and not self.has_views()
 
     def is_mapped(self) -> bool:
+        """Returns whether the reader says that it has the segment mapped."""
         return self._bytes[_MAPPED_AT] != 0
 
     def has_views(self) -> bool:
+        """Returns whether a view from `keep_views` or `show_views` exists."""
         return (self._kept is not None and self._kept() is not None) or self.is_shown()
 
     def is_shown(self) -> bool:
+        """Returns whether a view from `show_views` exists."""
         return self._shown is not None and self._shown() is not None
 
     def contents(self, sizes: Sequence[int]) -> list[memoryview]:
+        """Returns one view for each size, of the buffers that `fill` has written.
+
+        They do not keep the segment in use.
+        """
         return _slices(self._bytes[_DATA_AT:], _offsets(sizes), sizes)
 
     def keep_views(self, sizes: Sequence[int]) -> list[memoryview]:
-        """Returns views of the buffers. While one of them exists, `has_views` returns True."""
+        """Returns one view for each size, of the buffers that `fill` has written.
+
+        While one of the views exists, `has_views` returns True.
+        """
         exporter = self._new_exporter()
         self._kept = weakref.ref(exporter)
         return _slices(memoryview(exporter).cast("B")[_DATA_AT:], _offsets(sizes), sizes)
 
     def show_views(self, offsets: Sequence[int], sizes: Sequence[int]) -> list[memoryview]:
-        """Returns views of buffers that were sent back. While one exists, `has_views` and `is_shown` return True."""
+        """Returns one view for each offset and size, of buffers that the reader has sent back.
+
+        While one of the views exists, `has_views` and `is_shown` return True.
+        """
         exporter = self._new_exporter()
         self._shown = weakref.ref(exporter)
         return _slices(memoryview(exporter).cast("B")[_DATA_AT:], offsets, sizes)
@@ -469,6 +594,7 @@ class _WriterSegment:
         return self._exporter_type.from_buffer(self._bytes.obj)
 
     def fill(self, buffers: Sequence[memoryview]) -> None:
+        """Copies the buffers into the segment one after the other, each at a multiple of 64 bytes. They must fit."""
         begin = _DATA_AT
         for buffer in buffers:
             size = buffer.nbytes
@@ -476,27 +602,30 @@ class _WriterSegment:
             begin += _aligned(size)
 
     def give_memory_back(self) -> None:
-        """Frees the pages of the segment at once, although the reader may still have it mapped."""
+        """Frees the pages of the segment at once, although the reader may still have it mapped.
+
+        The buffers in it are lost.
+        """
         memory: Any = self._bytes.obj
         for at in range(_DATA_AT, len(memory), _FREE_STEP_BYTES):
             memory.madvise(mmap.MADV_REMOVE, at, min(_FREE_STEP_BYTES, len(memory) - at))
 
     def close(self) -> None:
-        """Closes the descriptor. May be called twice."""
+        """Closes the descriptor of the segment. Mappings and views stay valid. May be called twice."""
         descriptor, self.descriptor = self.descriptor, -1
         if descriptor >= 0:
             os.close(descriptor)
 
 
 class SegmentReader:
-    """The segments of one peer that this worker reads."""
+    """The segments of one peer, the *writer*, which this worker has mapped. Methods may be called in any thread."""
 
     def __init__(self, process: int, token: bytes) -> None:
-        """Creates a reader.
+        """Creates a reader without mappings. Nothing is opened yet.
 
         Args:
-            process: The id of the writer's process.
-            token: The first bytes of the writer's segments.
+            process: The process id of the writer, on this host.
+            token: The token of the writer's `SegmentPool`. A segment that does not begin with it is refused.
         """
         self._process = process
         self._token = token
@@ -504,20 +633,33 @@ class SegmentReader:
         self._lock = threading.RLock()
 
     def check(self, descriptor: int) -> None:
-        """Tries to open the segment with that descriptor in the writer's process.
+        """Tries to open a segment of the writer, and closes it again.
+
+        Args:
+            descriptor: The file descriptor of the segment in the writer's process.
 
         Raises:
-            OSError: It is not a segment of the peer.
-            CannotOpenError: This process cannot open it now.
+            OSError: The descriptor does not exist, or is not a segment of the writer.
+            CannotOpenError: This process may not, or cannot now, open or map it.
         """
         self._open(descriptor)
 
     def read(self, place: Place, sizes: Sequence[int]) -> list[memoryview]:
-        """Returns the buffers of a frame as views of its segment. When all views are dropped, the segment is free.
+        """Returns the buffers of a frame as views of the segment that has them. Maps the segment if necessary.
+
+        When the last of the views is dropped, the segment becomes free for the writer.
+
+        Args:
+            place: The segment.
+            sizes: The size of each buffer in bytes, in the order in which the buffers were written.
+
+        Returns:
+            One writable view for each size.
 
         Raises:
-            OSError: The segment does not exist, has another number, is too small, or is in use.
-            CannotOpenError: This process cannot open or map the segment now, although the frame is valid.
+            OSError: The segment does not exist, has another number, is too small for these sizes, or still has views of
+                an earlier frame; or the writer has too many segments.
+            CannotOpenError: This process may not, or cannot now, open or map the segment. The frame may be valid.
         """
         with self._lock:
             mapping = self._mappings.get(place.number)
@@ -534,10 +676,10 @@ class SegmentReader:
             return mapping.new_views(sizes)
 
     def _make_room(self) -> None:
-        """Unmaps the oldest unused segment if there are too many mappings, each of which needs a descriptor.
+        """Unmaps the unused segment whose last use is the longest ago, if there are `_MAX_MAPPINGS` mappings.
 
         Raises:
-            OSError: All mappings are in use, which is more than a correct writer has.
+            OSError: All mappings are in use. A correct writer has fewer segments.
         """
         if len(self._mappings) < _MAX_MAPPINGS:
             return
@@ -549,9 +691,16 @@ class SegmentReader:
         oldest.note_unmapped()
 
     def find_returnable(self, buffers: Sequence[memoryview]) -> ReturnableBuffers | None:
-        """Returns what sends buffers back without a copy, if they are in one segment and at least half of it.
+        """Finds out whether buffers can be sent back to the writer in the segment in which they came.
 
-        Returns None otherwise. A smaller part should be copied, because the writer could not use the whole segment.
+        They can if all of them are in one segment, and make up at least half of the bytes of the last frame in it. A
+        smaller part should be copied, because the writer could not use the whole segment meanwhile.
+
+        Args:
+            buffers: The buffers to send, at least one.
+
+        Returns:
+            The object that sends them back; None if they cannot be sent back.
         """
         with self._lock:
             mappings = list(self._mappings.values())
@@ -569,6 +718,11 @@ class SegmentReader:
         return ReturnableBuffers(mapping, offsets, sizes, self._lock)
 
     def _open(self, descriptor: int) -> mmap.mmap:
+        """Opens and maps the writer's segment with that file descriptor, and returns the mapping.
+
+        Raises `CannotOpenError` if this process may not or cannot do that now, and `OSError` if it is no segment of the
+        writer.
+        """
         path = f"/proc/{self._process}/fd/{descriptor}"
         try:
             opened = os.open(path, os.O_RDWR | os.O_CLOEXEC | os.O_NONBLOCK | os.O_NOCTTY)
@@ -593,7 +747,11 @@ class SegmentReader:
         return memory
 
     def sweep(self, before: float) -> None:
-        """Unmaps unused segments that were last used before that time. `read` maps them again if necessary."""
+        """Unmaps segments without views that were last used before `before`. `read` maps them again if necessary.
+
+        Args:
+            before: A time of the monotonic clock.
+        """
         with self._lock:
             for number, mapping in list(self._mappings.items()):
                 if mapping.used_at < before and not mapping.is_in_use():
@@ -601,7 +759,10 @@ class SegmentReader:
                     mapping.note_unmapped()
 
     def prepare_fork(self) -> None:
-        """Marks segments in use as kept for ever, so that the writer does not change memory that a child inherits."""
+        """Marks all segments that have views as kept: the writer never uses them again.
+
+        Must be called before this process forks, so that memory that the child inherits does not change.
+        """
         with self._lock:
             for number, mapping in list(self._mappings.items()):
                 if mapping.has_views():
@@ -610,10 +771,10 @@ class SegmentReader:
 
 
 class ReturnableBuffers:
-    """Buffers of a received frame that may be sent back to their writer without a copy.
+    """Buffers of a received frame that can perhaps be sent back to their writer without a copy.
 
-    Inside of `with`, the segment is not freed when its last view is dropped. So a caller drops all its own views inside
-    of `with`, and then calls `give_back`, which returns whether no other views exist.
+    Use it like this: inside of `with`, drop all views of the buffers, then call `give_back`. Inside of `with`, the
+    segment is not freed when its last view is dropped.
     """
 
     __slots__ = ("_lock", "_mapping", "_unfreed", "number", "offsets", "sizes")
@@ -621,6 +782,14 @@ class ReturnableBuffers:
     def __init__(
         self, mapping: _Mapping, offsets: Sequence[int], sizes: Sequence[int], lock: AbstractContextManager[object]
     ) -> None:
+        """Prepares to send back buffers of a mapped segment.
+
+        Args:
+            mapping: The mapping of the segment.
+            offsets: Where each buffer begins, in bytes from the first buffer byte of the segment.
+            sizes: The size of each buffer in bytes, one for each offset.
+            lock: The lock of the `SegmentReader` that has the mapping.
+        """
         self._mapping = mapping
         self._lock = lock
         self._unfreed = mapping.unfreed
@@ -629,19 +798,24 @@ class ReturnableBuffers:
         self.sizes = sizes
 
     def __enter__(self) -> None:
+        """Keeps the segment from being freed. Returns nothing."""
         self._mapping.holders.append(self)
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
+        """Frees the segment if nothing else uses it, unless `give_back` has returned True."""
         self._mapping.holders.remove(self)
         if self._unfreed:
             self._mapping.hand_back(self._unfreed)
 
     def give_back(self) -> bool:
-        """Returns True if no view of the segment exists: then the caller must send the frame that returns it.
+        """Decides whether the segment goes back to its writer. Must be called inside of `with`.
 
-        Returns False if the program still refers to the segment, which is then freed later as usual.
+        Returns:
+            True if no view of the segment exists any more: the caller must send the frame that returns the segment.
+            False if a view still exists, or the segment is kept for ever: the caller must send copies, and the segment
+            is freed later as usual.
         """
         with self._lock:  # so that `prepare_fork` runs either before or after this
             if not self._mapping.is_held_only_by(self):
@@ -650,14 +824,20 @@ class ReturnableBuffers:
             return True
 
     def views(self) -> list[memoryview]:
-        """Returns views of the buffers, for a caller that must copy them. They are valid only inside of `with`."""
+        """Returns one view for each buffer, for a caller that must copy them. They are valid only inside of `with`."""
         return self._mapping.plain_views(self.offsets, self.sizes)
 
 
 class _Mapping:
-    """One shared segment, mapped in the process that reads it."""
+    """One shared segment of the writer, mapped in the process that reads it."""
 
     def __init__(self, memory: mmap.mmap, number: int) -> None:
+        """Marks a segment as mapped, and prepares to make views of it.
+
+        Args:
+            memory: The mapping of the whole segment.
+            number: The number of the segment.
+        """
         import ctypes
 
         self.number = number
@@ -675,23 +855,31 @@ class _Mapping:
         self._exporter: weakref.ref[Any] | None = None
 
     def note_unmapped(self) -> None:
+        """Tells the writer, by a byte in the segment, that this process does not have the segment mapped any more."""
         self._state[_MAPPED_AT] = 0
 
     def keep_for_good(self) -> None:
+        """Marks the segment as kept, so that the writer never uses it again."""
         self._is_kept = True
         self._state[_STATE_AT] = _KEPT
 
     def has_views(self) -> bool:
+        """Returns whether a view from `new_views` exists."""
         return self._exporter is not None and self._exporter() is not None
 
     def is_in_use(self) -> bool:
+        """Returns whether a view from `new_views` exists, or a `ReturnableBuffers` of this segment is inside `with`."""
         return bool(self.holders) or self.has_views()
 
     def is_held_only_by(self, holder: ReturnableBuffers) -> bool:
+        """Returns whether no view exists, only `holder` is inside `with`, and the segment is not kept for ever."""
         return not self.has_views() and self.holders == [holder] and not self._is_kept
 
     def new_views(self, sizes: Sequence[int]) -> list[memoryview]:
-        """Returns views of the buffers of a new frame. Raises `OSError` if the segment is in use or too small."""
+        """Returns one view for each size, of the buffers of a new frame. Dropping the last view frees the segment.
+
+        Raises `OSError` if the segment is in use or too small.
+        """
         filled = _end_of(sizes)
         if _DATA_AT + filled > len(self._memory) or self.is_in_use():
             raise OSError(f"a segment of {len(self._memory)} bytes, perhaps in use, was said to hold {sizes}")
@@ -703,13 +891,15 @@ class _Mapping:
         return _slices(memoryview(exporter).cast("B")[_DATA_AT:], _offsets(sizes), sizes)
 
     def plain_views(self, offsets: Sequence[int], sizes: Sequence[int]) -> list[memoryview]:
-        """Returns views of the buffers at these offsets, which do not keep the segment in use; empty for no buffers."""
+        """Returns one view for each offset and size. The views do not keep the segment in use."""
         return _slices(memoryview(self._memory)[_DATA_AT:], offsets, sizes)
 
     def hand_back(self, unfreed: list[int]) -> None:
-        """Frees the segment for the writer, unless it is still in use. Does nothing if `unfreed` is empty.
+        """Frees the segment for the writer, unless the segment is in use or kept for ever.
 
-        `unfreed` is the list of the frame for which the segment is freed. It is emptied.
+        Args:
+            unfreed: The list `unfreed` of the frame that the segment is freed for. It is emptied. If it is empty
+                already, the segment was freed before, and nothing happens.
         """
         if self.is_in_use():
             return
@@ -722,9 +912,12 @@ class _Mapping:
 
 
 def copy_bytes(target: memoryview, source: memoryview) -> None:
-    """Copies a buffer into another of the same size. For a large one, releases the interpreter's lock if possible.
+    """Copies all bytes of `source` into `target`, which must have the same size.
 
-    Raises `ValueError` if the sizes differ.
+    For 1 MiB or more, other threads can run meanwhile if numpy is imported.
+
+    Raises:
+        ValueError: The sizes differ.
     """
     numpy: Any = sys.modules.get("numpy") if target.nbytes >= _RELEASE_LOCK_BYTES else None
     if numpy is None:
@@ -734,6 +927,7 @@ def copy_bytes(target: memoryview, source: memoryview) -> None:
 
 
 def _aligned(size: int) -> int:
+    """Returns `size` rounded up to a multiple of 64."""
     return -(-size // _ALIGNMENT) * _ALIGNMENT
 
 
@@ -755,11 +949,18 @@ def _offsets(sizes: Sequence[int]) -> list[int]:
 
 
 def _slices(data: memoryview, offsets: Sequence[int], sizes: Sequence[int]) -> list[memoryview]:
+    """Returns one view of `data` for each offset and size.
+
+    Raises `ValueError` if there are not as many offsets as sizes.
+    """
     return [data[begin : begin + size] for begin, size in zip(offsets, sizes, strict=True)]
 
 
 def _lie_apart(offsets: Sequence[int], sizes: Sequence[int], capacity: int) -> bool:
-    """Returns whether buffers are aligned, do not overlap, and are within the capacity."""
+    """Returns whether buffers at these offsets and of these sizes are valid in a segment of `capacity` bytes.
+
+    They must begin at multiples of 64, not overlap, and end within the capacity. True for no buffers.
+    """
     end = 0
     for offset, size in sorted(zip(offsets, sizes, strict=True)):
         if offset < end or offset % _ALIGNMENT:
@@ -769,7 +970,10 @@ def _lie_apart(offsets: Sequence[int], sizes: Sequence[int], capacity: int) -> b
 
 
 def _rounded_capacity(total: int) -> int:
-    """Returns the capacity of a segment for `total` bytes, rounded up so that other frames fit as well."""
+    """Returns the capacity for a segment that has to hold `total` bytes: at least `_MIN_CAPACITY`, and rounded up.
+
+    Rounding makes it more likely that later frames fit as well.
+    """
     if total <= _MIN_CAPACITY:
         return _MIN_CAPACITY
     step = (1 << (total - 1).bit_length() - 1) // _SIZES_PER_DOUBLING
@@ -777,7 +981,7 @@ def _rounded_capacity(total: int) -> int:
 
 
 def _address_of(buffer: memoryview) -> int:
-    """Returns the address of a buffer in memory; 0 if it is empty or its address cannot be found."""
+    """Returns the address of a buffer in memory; 0 if the buffer is empty, or read-only while numpy is not imported."""
     if not buffer.nbytes:
         return 0
     if buffer.readonly:

@@ -18,17 +18,24 @@ have a lower limit."""
 
 
 class OwnSocket(socket.socket):
-    """A socket that is closed with its last reference. Without `release` before, that gives a `ResourceWarning`."""
+    """A non-blocking socket whose descriptor is closed when nothing refers to the socket any more.
+
+    If neither `release` nor `abandon` was called before, a `ResourceWarning` is given.
+    """
 
     __slots__ = ("released",)
 
     def __init__(self, sock: socket.socket) -> None:
+        """Takes over the descriptor of `sock`, which cannot be used any more, and makes it non-blocking."""
         self.released = False
         super().__init__(sock.family, sock.type, sock.proto, fileno=sock.detach())
         self.setblocking(False)
 
     def release(self) -> None:
-        """Ends the stream now. The descriptor is closed with the last reference. May be called twice."""
+        """Ends the stream in both directions now. The descriptor is closed later, with the last reference.
+
+        May be called twice.
+        """
         self.released = True
         try:
             self.shutdown(socket.SHUT_RDWR)
@@ -36,7 +43,7 @@ class OwnSocket(socket.socket):
             pass  # not connected any more
 
     def abandon(self) -> None:
-        """In a forked child: closes the descriptor here, without ending the parent's stream."""
+        """Closes the descriptor at once in a forked child. The stream of the parent stays open."""
         self.released = True
         self.close()
 

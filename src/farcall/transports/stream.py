@@ -49,7 +49,9 @@ from farcall.transports.large_frames import (
 from farcall.transports.sockets import OwnSocket
 
 INTERNAL: Final = 1 << 31
+"""The bit of a frame's word that marks a frame for the link itself, not for its user."""
 WORD: Final = struct.Struct("<I")
+"""The four bytes before each frame: its size, and the bit `INTERNAL`."""
 _WORD_SIZE: Final = WORD.size
 RECEIVE_BYTES: Final = 1 << 15
 """Bytes to read at once. From 128 KiB on, malloc gets new memory from the kernel each time, which takes longer than a
@@ -57,25 +59,31 @@ small call."""
 WHOLE_MAX_BYTES: Final = 1 << 16
 """Larger frames are sent in chunks."""
 CHUNK_BYTES: Final = 1 << 19
+"""The most bytes of one chunk of a large frame."""
 _MAX_PIECE_BYTES: Final = WHOLE_MAX_BYTES + CHUNK_BYTES
 """The largest size on the wire, also of internal frames with their headers: a table of 65,535 buffers fits."""
 _MAX_PIECES: Final = 64
+"""The most queued pieces that one system call sends."""
 _MAX_SEND_BYTES: Final = 1 << 18
+"""After this many bytes, no further queued piece is sent with the same system call."""
 _WRITABLE_POLL_MS: Final = 100
+"""How many milliseconds a thread waits for room in the socket before it checks the queue again."""
 _MAX_SLEEP_S: Final = 1.0
+"""How many seconds `wait` sleeps before it checks whether a signal handler has received the frames."""
 
 
 class StreamLink:
-    """A link over a connected stream socket, which the link takes over and closes."""
+    """A link over a connected stream socket. `Link` describes the methods."""
 
     def __init__(self, sock: socket.socket, address: str, handshake_limit: int, network: str = "") -> None:
-        """Creates a link that is in its handshake.
+        """Creates a link that is in its handshake. It sends nothing yet.
 
         Args:
-            sock: The connected socket. The link takes it over.
-            address: The address of the other end, for messages.
-            handshake_limit: The most bytes of a frame that the link accepts before it is established.
-            network: The property `network` of the link; empty for most links.
+            sock: The connected socket. The link takes it over and closes it.
+            address: The address of the other end, for log and error messages.
+            handshake_limit: The most bytes of a frame that the link receives before it is established.
+            network: The property `network` of the link: text that names the network namespace of an unencrypted
+                loopback link; empty for all other links.
         """
         self.address = address
         self.network = network
@@ -100,7 +108,7 @@ class StreamLink:
         self._first_bytes = pack_prologue()  # sent with the first frame
         self._queue: deque[Buffer] = deque()
         self.backlog = 0
-        """See `Link`."""
+        """The number of queued bytes; see `Link`."""
         self._appended: deque[bytes] = deque()  # by threads that could not get the lock
         self._broken = ""  # why nothing can be sent any more (text, as an error object would be a cycle)
         self._is_awaiting_room = False  # the poller calls `flush` when the socket has room
@@ -111,40 +119,53 @@ class StreamLink:
 
     @property
     def binding(self) -> bytes:
-        """The fingerprint of the accepting end's certificate; empty if the socket is not encrypted, or is closed."""
+        """The fingerprint of the certificate of the end that accepted the link.
+
+        Empty if the link is not encrypted or is closed, and at the connecting end before the TLS handshake is done.
+        """
         return getattr(self._socket, "binding", b"")
 
     def fileno(self) -> int:
-        """Returns the descriptor of the socket.
+        """Returns the file descriptor of the socket.
 
-        Raises `ConnectionAbortedError`, an `OSError`, if the link is closed.
+        Raises:
+            ConnectionAbortedError: The link is closed. It is an `OSError`.
         """
         return self._open_socket().fileno()
 
     def _open_socket(self) -> OwnSocket:
+        """Returns the socket. Raises `ConnectionAbortedError` if the link is closed."""
         sock = self._socket
         if sock is None:
             raise ConnectionAbortedError(f"the link to {self.address} is closed")
         return sock
 
     def establish(self, options: LinkOptions, deadline: float | None = None) -> None:
-        """Ends the handshake. Does not wait, because the ends have nothing to agree on; `deadline` is ignored."""
+        """Completes the handshake: from now on frames of up to `options.max_frame_size` bytes can be received.
+
+        Does not wait, because the two ends have nothing to agree on.
+
+        Args:
+            options: The options of all links of this worker.
+            deadline: Ignored.
+        """
         self._options = options
         self._max_frame_size = options.max_frame_size
         self._assembler = Assembler(options.received.take, options.max_frame_size)
         self.is_established = True
 
     def counts(self) -> LinkCounts:
-        """Returns the numbers of bytes that were received and sent so far."""
+        """Returns the numbers of bytes that were received and sent so far, including the sizes of frames."""
         return LinkCounts(self._bytes_in, self._bytes_out)
 
     # Receiving
 
     def receive(self) -> list[Frame]:
-        """Returns the frames that have arrived; an empty list if there are none. Does not wait.
+        """Returns the frames that have arrived; an empty list if no frame is complete. Does not wait.
 
         Raises:
-            ConnectionError: The link is closed or broken, or the other end has closed it and all frames were received.
+            ConnectionError: The link is closed or broken, or the other end has closed it and all frames were returned
+                before.
             ProtocolError: The other end has sent bytes that are not a frame, or a frame that is too large.
         """
         frames: list[Frame] = []
@@ -174,12 +195,14 @@ class StreamLink:
         return frames
 
     def _receive_handshake(self, sock: OwnSocket) -> list[Frame]:
-        """Receives one frame of the handshake, and no byte after it. Returns an empty list if it is not complete.
+        """Receives one frame of the handshake, and no byte after it.
+
+        Returns an empty list if the frame is not complete.
 
         The other end may send frames of any kind right after the last frame of its handshake. They must stay in the
         socket until this end is established: before, they would be refused, or given to code that expects a handshake.
-        Raises `ProtocolError` if the bytes are not those of a handshake, and `ConnectionError` if the connection has
-        ended.
+        Raises `ProtocolError` if the bytes are not those of a handshake, `ConnectionError` if the other end has closed
+        the connection, and `BlockingIOError` if no bytes have arrived.
         """
         frames: list[Frame] = []
         for _ in range(2):  # the size, then the frame. Bytes that come later are read at the next event
@@ -194,7 +217,10 @@ class StreamLink:
         return frames
 
     def _handshake_bytes_missing(self) -> int:
-        """Returns how many bytes are missing of the prologue and the size of the next frame, or of that frame."""
+        """Returns how many bytes are missing until the next step of the handshake can be read.
+
+        First these are the bytes up to the size of the next frame, then those of the frame itself.
+        """
         head = _WORD_SIZE + (PROLOGUE_SIZE if self._prologue_is_due else 0)
         if len(self._rest) < head:
             return head - len(self._rest)
@@ -202,7 +228,7 @@ class StreamLink:
         return head + size - len(self._rest)
 
     def _parse(self, data: bytes, frames: list[Frame]) -> None:
-        """Appends the complete frames in the data to `frames`, and keeps the rest in `_rest`.
+        """Appends the complete frames in `data` to `frames`, and keeps the bytes of an incomplete frame in `_rest`.
 
         Raises `ProtocolError` if the data is not a frame, or a frame is too large.
         """
@@ -239,9 +265,11 @@ class StreamLink:
         self._rest = data[at:]
 
     def _begin_chunk(self, data: bytes, begin: int, size: int, frames: list[Frame]) -> int:
-        """Copies the part of a chunk that is in the data. Returns the offset of the end of that part.
+        """Copies the part of a chunk that is in `data` into its buffer, and prepares to receive the rest there.
 
-        Raises `ProtocolError` if the chunk was not announced, or is too large.
+        `begin` is the offset of the chunk's header, and `size` that of header and chunk. Appends a completed frame to
+        `frames`. Returns the offset of the end of the part. Raises `ProtocolError` if the chunk was not announced, or
+        does not fit.
         """
         assert self._assembler is not None
         header_end = begin + CHUNK_HEADER_SIZE
@@ -259,8 +287,8 @@ class StreamLink:
 
         Appends a completed frame to `frames`.
 
-        Does nothing if no bytes have arrived. Raises `ConnectionError` if the other end has closed the connection, and
-        `ProtocolError` if the chunk does not fit.
+        Raises `BlockingIOError` if no bytes have arrived, `ConnectionError` if the other end has closed the connection,
+        and `ProtocolError` if a buffer cannot be allocated.
         """
         while self._space is not None:
             space = self._space
@@ -279,6 +307,7 @@ class StreamLink:
                 return
 
     def _finish_chunk(self, frames: list[Frame]) -> None:
+        """Appends a frame to `frames` if the chunk that is being received is complete and was the frame's last one."""
         assert self._assembler is not None
         if self._space is not None and not self._space.nbytes:
             self._space = None
@@ -287,9 +316,9 @@ class StreamLink:
                 frames.append(whole)
 
     def _receive_internal(self, data: bytes) -> Frame | None:
-        """Processes an internal frame. Returns the frame for the user of the link that it completes; else None.
+        """Processes an internal frame. Returns the frame for the user of the link that it completes; None if none.
 
-        Raises `ProtocolError` if it cannot be read.
+        Raises `ProtocolError` if it is of an unknown kind, or cannot be read.
         """
         assert self._assembler is not None
         kind = data[0] if data else 0
@@ -300,12 +329,17 @@ class StreamLink:
         raise ProtocolError(f"{self.address} sent an internal frame of unknown kind {kind}")
 
     def wait(self, seconds: float | None) -> bool:
-        """Waits until bytes have arrived or the other end has closed the link.
+        """Waits until bytes have arrived, the other end has closed the link, or the time is over.
 
-        Returns True then, or False after `seconds`.
+        Args:
+            seconds: How long to wait at most; None for no limit, 0 to only look.
 
-        None means no limit. Returns False early if a signal handler has received the bytes. Raises
-        `ConnectionAbortedError` if this end is closed, and what a signal handler raises.
+        Returns:
+            True if `receive` should be called. False after `seconds`, or earlier if a signal handler has received the
+            bytes.
+
+        Raises:
+            ConnectionAbortedError: This end was closed before. Exceptions of signal handlers are raised as well.
         """
         sock = self._open_socket()  # keep a reference, so that `close` by another thread does not free the descriptor
         poll, self._poll = self._poll, None  # a signal handler that waits has to use another one
@@ -326,7 +360,10 @@ class StreamLink:
             self._poll = poll
 
     def _sleep(self, poll: select.poll, until: float) -> bool:
-        """Sleeps until the socket is readable, and returns True. Returns False after `until`."""
+        """Sleeps until the socket is readable, and returns True.
+
+        Returns False after the time `until` of the monotonic clock, or if a signal handler has received bytes.
+        """
         before = self._bytes_in
         while True:
             left = min(max(0.0, until - monotonic()), _MAX_SLEEP_S)
@@ -339,7 +376,8 @@ class StreamLink:
     def has_hung_up(self) -> bool:
         """Returns whether the other end has closed the link, or the socket is broken.
 
-        Raises `ConnectionAbortedError` if this end is closed.
+        Raises:
+            ConnectionAbortedError: This end is closed.
         """
         sock = self._open_socket()  # keep a reference, as in `wait`
         poll = select.poll()
@@ -352,12 +390,13 @@ class StreamLink:
     # Sending
 
     def send(self, frame: bytes, buffers: list[memoryview] | None = None, deadline: float = FOREVER) -> None:
-        """Sends one frame.
+        """Sends one frame, or queues the part of it that the socket does not accept.
 
         Args:
             frame: The bytes of the frame; may be empty.
-            buffers: The buffers of the frame; None for none. The list is emptied.
-            deadline: When to stop waiting until a large frame is sent. The rest is copied and queued then.
+            buffers: The buffers of the frame; None or an empty list for none. The list is emptied.
+            deadline: Until when to wait while a large frame is sent, as a time of the monotonic clock. After that the
+                rest is copied and queued, and no error is raised.
 
         Raises:
             ConnectionError: The link is closed or broken.
@@ -370,15 +409,28 @@ class StreamLink:
             self._send_bytes(WORD.pack(len(frame)) + frame)
 
     def send_kept(self, frame: bytes, buffers: list[memoryview], deadline: float = FOREVER) -> list[memoryview]:
-        """Sends a frame as `send` does, and returns copies of its buffers, which never change; empty for no buffers.
+        """Sends one frame like `send`, and returns copies of its buffers for sending it again on another link.
 
-        Raises `ConnectionError` if the link is closed or broken.
+        Args:
+            frame: The bytes of the frame; may be empty.
+            buffers: The buffers of the frame. Unlike `send`, this does not empty the list.
+            deadline: Until when to wait while a large frame is sent, as for `send`.
+
+        Returns:
+            A copy of each buffer, which never changes; an empty list for no buffers.
+
+        Raises:
+            ConnectionError: The link is closed or broken.
         """
         kept = [memoryview(bytes(buffer)) for buffer in buffers]
         self.send(frame, list(kept), deadline)
         return kept
 
     def _send_with_buffers(self, frame: bytes, buffers: list[memoryview], deadline: float) -> None:
+        """Sends a frame that has buffers: in one piece if it is small, else in chunks. Empties `buffers`.
+
+        Raises `ConnectionError` if the link is closed or broken.
+        """
         if len(frame) + sum([buffer.nbytes for buffer in buffers]) <= WHOLE_MAX_BYTES:
             self._send_internal(pack_inline(frame, buffers), frame, *buffers)
         else:
@@ -419,12 +471,14 @@ class StreamLink:
             self._send_appended()
 
     def _try_lock(self) -> bool:
+        """Takes the lock for sending if it is free. Returns whether it was; does not wait."""
         if not self._lock.acquire(False):
             return False
         self._sender = get_ident()
         return True
 
     def _unlock(self) -> None:
+        """Releases the lock for sending, which this thread must hold."""
         self._sender = 0
         self._lock.release()
 
@@ -433,9 +487,10 @@ class StreamLink:
         return self._sender == get_ident()
 
     def _send_appended(self) -> None:
-        """Sends the frames that were appended while another thread was sending.
+        """Sends the frames that were appended to the list while another thread was sending.
 
-        To be called after the lock was released, so that no appended frame is left.
+        To be called after the lock was released, so that no appended frame is left. Raises `ConnectionError` if the
+        link is closed or broken.
         """
         while self._appended and self._try_lock():
             try:
@@ -448,6 +503,7 @@ class StreamLink:
                 self._unlock()
 
     def _check_broken(self) -> None:
+        """Raises `ConnectionAbortedError`, and drops queued frames, if the link is closed or broken."""
         if self._broken or self._socket is None:
             self._queue.clear()
             self._appended.clear()
@@ -455,7 +511,7 @@ class StreamLink:
             raise ConnectionAbortedError(f"the link to {self.address} is closed: {self._broken or 'by this end'}")
 
     def _write(self, pieces: tuple[Buffer, ...] | list[Buffer]) -> int:
-        """Writes pieces to the socket. Returns how many bytes it accepted, 0 if it is full.
+        """Writes pieces to the socket. Returns how many bytes the socket has accepted, 0 if it is full.
 
         Raises `ConnectionError` if the connection is closed or broken.
         """
@@ -473,6 +529,10 @@ class StreamLink:
         return sent
 
     def _enqueue(self, pieces: Iterable[Buffer]) -> None:
+        """Queues bytes, and asks the poller to call `flush` when the socket has room. The caller must hold the lock.
+
+        Raises `ConnectionAbortedError` in the handshake, when nothing may be queued.
+        """
         for piece in pieces:
             if len(piece):
                 self._queue.append(piece)
@@ -484,11 +544,15 @@ class StreamLink:
             self._options.poller.await_room(self, True)
 
     def _queue_appended(self) -> None:
+        """Moves the frames of other threads from the list to the queue. The caller must hold the lock."""
         while self._appended:
             self._enqueue((self._appended.popleft(),))
 
     def _write_queue(self) -> None:
-        """Writes queued bytes as far as the socket accepts them. Raises `ConnectionError` as `_write` does."""
+        """Writes queued bytes as far as the socket accepts them. The caller must hold the lock.
+
+        Raises `ConnectionError` if the connection is closed or broken.
+        """
         queue = self._queue
         while queue:
             pieces, size = _next_pieces(queue)
@@ -502,9 +566,10 @@ class StreamLink:
             self._options.poller.await_room(self, False)
 
     def flush(self) -> None:
-        """Sends queued frames as far as that is possible without waiting.
+        """Sends queued frames as far as that is possible without waiting. Does nothing if none are queued.
 
-        Raises `ConnectionError` if the link is broken.
+        Raises:
+            ConnectionError: The link is closed or broken.
         """
         if self._try_lock():  # otherwise the thread that is sending sends the queue as well
             try:
@@ -517,12 +582,17 @@ class StreamLink:
                 self._send_appended()
 
     def unsent_bytes(self) -> int:
-        """Returns the number of bytes that wait to be sent."""
+        """Returns the number of bytes that are queued; 0 if all were sent."""
         return self.backlog
 
     # Large frames
 
     def _send_chunks(self, frame: Buffer, buffers: Iterable[memoryview], deadline: float) -> None:
+        """Sends a large frame and its buffers in chunks, without a copy. Waits until the socket has accepted them.
+
+        From `deadline` on, a time of the monotonic clock, the rest is copied and queued. Raises `ConnectionError` if
+        the link is closed or broken.
+        """
         buffers = tuple(buffers)
         number = next(self._numbers)
         announcement = pack_announcement(number, frame, buffers)
@@ -543,12 +613,13 @@ class StreamLink:
             self._chunk_permits.append(True)
 
     def _max_chunk_bytes(self) -> int:
+        """Returns the most bytes of a chunk."""
         return CHUNK_BYTES
 
     def _send_contiguous(
         self, announcement: bytes, header: bytes, frame: Buffer, buffers: Sequence[memoryview]
     ) -> None:
-        """Queues a large frame in one step, so that no other contiguous frame is between its chunks. Does not wait.
+        """Queues a large frame in one step, so that no other frame of this kind is between its chunks. Does not wait.
 
         This costs a copy, and is only for frames beyond `MAX_INTERLEAVED`. Raises `ConnectionError` if the link is
         closed or broken.
@@ -559,10 +630,10 @@ class StreamLink:
         self._send_bytes(b"".join(parts))
 
     def _close_after_interrupt(self, error: BaseException) -> None:
-        """Closes the link after an exception of a signal handler, because a large frame was sent only in part.
+        """Closes the link after an exception that has interrupted the sending of a large frame.
 
-        The other end would wait for the rest for ever, and queued memory may be changed by its owner. Does nothing for
-        a `ConnectionError`.
+        The other end would wait for the rest of the frame for ever, and queued memory may be changed by its owner. Does
+        nothing if `error` is a `ConnectionError`.
         """
         if not isinstance(error, ConnectionError):
             self._broken = f"a send was interrupted by {type(error).__name__}"
@@ -597,7 +668,7 @@ class StreamLink:
             self._copy_queue()
 
     def _copy_queue(self) -> None:
-        """Replaces queued memory by copies: its owner stops waiting, and may change it."""
+        """Replaces queued memory by copies, because its owner does not wait any longer and may change it."""
         self._lock.acquire()  # a short wait: no thread that holds the lock waits
         self._sender = get_ident()
         try:
@@ -610,7 +681,8 @@ class StreamLink:
     def _wait_until_sent(self, deadline: float) -> bool:
         """Waits until the queue is empty, and returns True.
 
-        Returns False if the deadline has passed, or if this thread must not wait.
+        Returns False after the time `deadline` of the monotonic clock, or at once if this thread must not wait: it
+        interrupts its own `send`, or it reads the links of this worker.
 
         Raises:
             ConnectionError: The link is closed or broken.
@@ -636,20 +708,23 @@ class StreamLink:
     # The end
 
     def sweep(self, before: float) -> None:
-        """Does nothing: the link keeps no unused memory."""
+        """Does nothing, because the link keeps no unused memory."""
 
     def prepare_fork(self) -> None:
         """Does nothing: the link shares no memory with the other end."""
 
     def close(self) -> None:
-        """Closes the link in both directions. Frames that were sent before may still arrive. May be called twice."""
+        """Closes the link in both directions, and drops queued frames. May be called twice.
+
+        Frames that the socket has accepted may still arrive.
+        """
         self._is_closed = True
         sock, self._socket = self._socket, None
         if sock is not None:
             sock.release()
 
     def abandon(self) -> None:
-        """In a forked child: closes the descriptor here, without closing the parent's link. Raises nothing."""
+        """Closes the descriptor in a forked child. The link stays open in the parent. Raises nothing."""
         self._is_closed = True
         sock, self._socket = self._socket, None
         if sock is not None:

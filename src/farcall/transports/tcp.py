@@ -37,7 +37,7 @@ _MAX_WAIT_S: Final = 3600.0
 
 
 class TcpTransport:
-    """The transport with the scheme `tcp`: TCP, encrypted between hosts."""
+    """The transport with the scheme `tcp`, for workers on different hosts. `Transport` describes the methods."""
 
     scheme = "tcp"
 
@@ -45,25 +45,30 @@ class TcpTransport:
         """Creates a transport.
 
         Args:
-            encryption: Certificates for links between hosts; None to encrypt nothing.
-            even_on_loopback: Whether links on loopback are encrypted as well. For tests without a second host.
+            encryption: The certificates with which links between hosts are encrypted; None to encrypt no link.
+            even_on_loopback: Whether links on loopback are encrypted as well, for tests without a second host. Has no
+                effect if `encryption` is None.
         """
         self._encryption = encryption
         self._even_on_loopback = even_on_loopback
 
     def _encryption_for(self, host: str) -> Encryption | None:
-        """Returns the encryption of a link whose listener has that numeric address; None for no encryption."""
+        """Returns the encryption of a link to a listener with that numeric address; None for no encryption.
+
+        Raises `ValueError` if the address is not numeric.
+        """
         return self._encryption if self._even_on_loopback or not is_loopback(host) else None
 
     def listen(self, host: str | None, handshake_limit: int) -> TcpListener:
         """Returns a listener on a free port.
 
         Args:
-            host: An address of this machine; None means 127.0.0.1.
-            handshake_limit: The most bytes of a frame that a link accepts before it is established.
+            host: An address of this machine, or a name for it; None or empty text for 127.0.0.1.
+            handshake_limit: The most bytes of a frame that an accepted link receives before it is established.
 
         Raises:
-            OSError: The host is not an address of this machine, or is `0.0.0.0`, which other workers could not dial.
+            OSError: `host` cannot be resolved, is not an address of this machine, or stands for all of them
+                (`0.0.0.0`), to which other workers could not connect.
         """
         host = host or "127.0.0.1"
         failure = OSError(errno.EADDRNOTAVAIL, "no such address", host)
@@ -84,19 +89,36 @@ class TcpTransport:
         raise failure
 
     def connect(self, address: str, timeout: float, handshake_limit: int) -> StreamLink:
-        """Returns a link to a listener, encrypted if the listener is on another host. Waits at most `timeout` seconds.
+        """Connects to a listener, and returns the link, which is in its handshake. It is encrypted unless on loopback.
 
-        The addresses of a host name are tried one by one. The timeout does not limit the time for resolving a host
-        name.
+        All addresses of a host name are tried one after the other.
+
+        Args:
+            address: The address of the listener, such as `tcp:192.0.2.7:4000`.
+            timeout: How many seconds to wait at most, without the time for resolving a host name.
+            handshake_limit: The most bytes of a frame that the link receives before it is established.
 
         Raises:
-            OSError: The address is not valid, nothing listens there, or the timeout has expired (`TimeoutError`).
-            EncryptionError: Only one end uses encryption, or one refuses the other's certificate.
+            OSError: The address is not valid, or nothing listens there; `TimeoutError` if the timeout has expired.
+            EncryptionError: Only one end uses encryption, or one end refuses the certificate of the other.
+            ProtocolError: The program that listens there is not a worker.
         """
         return self._connect(address, timeout, handshake_limit, self._encryption_for)
 
     def connect_encrypted(self, address: str, timeout: float, handshake_limit: int) -> StreamLink:
-        """Connects as `connect` does, but always encrypts. Raises `EncryptionError` if this worker does not encrypt."""
+        """Connects to a listener like `connect`, but encrypts the link even if the listener is on loopback.
+
+        Args:
+            address: The address of the listener.
+            timeout: How many seconds to wait at most.
+            handshake_limit: The most bytes of a frame that the link receives before it is established.
+
+        Raises:
+            EncryptionError: This worker has no certificates, the other end does not encrypt, or one end refuses the
+                certificate of the other.
+            OSError: The address is not valid, or nothing listens there; `TimeoutError` if the timeout has expired.
+            ProtocolError: The program that listens there is not a worker.
+        """
         if self._encryption is None:
             raise EncryptionError(
                 f"{address} is on another host or in another network namespace and wants encryption, and this worker "
@@ -107,6 +129,13 @@ class TcpTransport:
     def _connect(
         self, address: str, timeout: float, handshake_limit: int, encryption_for: Callable[[str], Encryption | None]
     ) -> StreamLink:
+        """Connects to the first address of a host that accepts.
+
+        Each address gets an equal share of the time that is left.
+
+        `encryption_for` returns the encryption for a numeric address; None for none. Raises what `connect` raises: the
+        error of the last address that was tried.
+        """
         deadline = monotonic() + timeout
         host, port = _parse_address(address)
         candidates = resolve(host, port, socket.SOCK_STREAM)
@@ -136,7 +165,7 @@ class TcpTransport:
 
 
 class TcpListener:
-    """A listening TCP socket on one address."""
+    """A listening TCP socket on one address. `Listener` describes the methods."""
 
     def __init__(
         self, sock: socket.socket, encryption: Encryption | None, must_encrypt: bool, handshake_limit: int
@@ -144,10 +173,10 @@ class TcpListener:
         """Creates a listener on a listening socket.
 
         Args:
-            sock: The socket. The listener takes it over.
-            encryption: The certificates; None to encrypt nothing.
-            must_encrypt: Whether every link is encrypted. If not, a link is encrypted if the other end begins with TLS.
-            handshake_limit: See `Transport.listen`.
+            sock: The socket. The listener takes it over and closes it.
+            encryption: The certificates for encrypted links; None to encrypt no link.
+            must_encrypt: True to encrypt every link. False to encrypt a link only if the other end begins with TLS.
+            handshake_limit: The most bytes of a frame that an accepted link receives before it is established.
         """
         self.address = _format_address(sock.getsockname())
         self._socket: OwnSocket | None = OwnSocket(sock)
@@ -156,21 +185,24 @@ class TcpListener:
         self._handshake_limit = handshake_limit
 
     def fileno(self) -> int:
-        """Returns a descriptor that is readable when a link can be accepted.
+        """Returns a file descriptor that is readable when a link can be accepted.
 
-        Raises `OSError` if the listener is closed.
+        Raises:
+            OSError: The listener is closed.
         """
         return self._open_socket().fileno()
 
     def _open_socket(self) -> OwnSocket:
+        """Returns the listening socket. Raises `OSError` if the listener is closed."""
         if self._socket is None:
             raise OSError(errno.EBADF, f"the listener at {self.address} is closed")
         return self._socket
 
     def accept(self) -> StreamLink | None:
-        """Returns the next link; None if there is none now. Does not wait.
+        """Returns the next link, which is in its handshake; None if nobody has connected. Does not wait.
 
-        Raises `OSError` if the listener is closed, or the process has no file descriptors left.
+        Raises:
+            OSError: The listener is closed, or the process has no file descriptors left.
         """
         try:
             sock, peer = self._open_socket().accept()
@@ -193,7 +225,7 @@ class TcpListener:
             sock.release()
 
     def abandon(self) -> None:
-        """In a forked child: closes the descriptor here. The parent continues to listen. Raises nothing."""
+        """Closes the descriptor in a forked child. The parent continues to listen. Raises nothing."""
         sock, self._socket = self._socket, None
         if sock is not None:
             sock.abandon()
@@ -203,13 +235,14 @@ class _LoopbackLink(StreamLink):
     """A link that was accepted on loopback. Its first byte shows whether it is encrypted."""
 
     def __init__(self, sock: socket.socket, address: str, handshake_limit: int, encryption: Encryption) -> None:
+        """Creates a link that is in its handshake. `encryption` is used if the other end begins with TLS."""
         super().__init__(sock, address, handshake_limit, network_identity(sock))
         self._encryption: Encryption | None = encryption
 
     def receive(self) -> list[Frame]:
-        """Returns the frames that have arrived, as `StreamLink.receive` does.
+        """Returns the frames that have arrived like `StreamLink.receive`, with the same errors.
 
-        Decides first whether the link is encrypted.
+        Before the first frame it decides whether the link is encrypted.
         """
         if self._encryption is not None:
             try:
@@ -223,7 +256,7 @@ class _LoopbackLink(StreamLink):
         return super().receive()
 
     def _decide(self, encryption: Encryption) -> None:
-        """Turns encryption on if the first byte is that of TLS. Raises `BlockingIOError` if it has not arrived yet."""
+        """Turns encryption on if the first byte is that of TLS. Raises `BlockingIOError` if no byte has arrived yet."""
         sock = self._open_socket()
         if sock.recv(1, socket.MSG_PEEK) == _TLS_HANDSHAKE:
             from farcall.transports.tls import TlsSocket
@@ -236,6 +269,10 @@ class _LoopbackLink(StreamLink):
 
 
 def _encrypt(sock: socket.socket, encryption: Encryption, seconds: float) -> OwnSocket:
+    """Returns an encrypted socket over a connected one, after the TLS handshake.
+
+    Raises `TimeoutError` after `seconds`, and `OSError` if the TLS handshake fails.
+    """
     from farcall.transports.tls import TlsSocket  # imported here, because it imports ssl
 
     sock.setblocking(False)
@@ -249,6 +286,10 @@ def _encrypt(sock: socket.socket, encryption: Encryption, seconds: float) -> Own
 
 
 def _dial(sock: socket.socket, sockaddr: Any, seconds: float) -> None:
+    """Connects a socket.
+
+    Raises `TimeoutError` after `seconds`, at once if that is not positive, and `OSError` on failure.
+    """
     if seconds <= 0:
         raise TimeoutError
     sock.settimeout(min(seconds, _MAX_WAIT_S))
@@ -259,17 +300,23 @@ def _dial(sock: socket.socket, sockaddr: Any, seconds: float) -> None:
 
 
 def _tuned(sock: socket.socket) -> socket.socket:
+    """Makes a socket send small frames at once and notice a dead peer, and returns the socket."""
     sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
     sock.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
     return sock
 
 
 def _format_address(sockaddr: Any) -> str:
+    """Returns the address `tcp:host:port` for a socket address."""
     host = numeric_host(sockaddr)
     return f"tcp:[{host}]:{sockaddr[1]}" if ":" in host else f"tcp:{host}:{sockaddr[1]}"
 
 
 def _parse_address(address: str) -> tuple[str, int]:
+    """Returns the host and port of an address `tcp:host:port` or `tcp:[ipv6]:port`.
+
+    Raises `OSError` if it is not valid.
+    """
     scheme, _, rest = address.partition(":")
     host, _, port = rest.rpartition(":")
     if host.startswith("[") and host.endswith("]"):

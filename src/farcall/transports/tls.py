@@ -56,6 +56,7 @@ if TYPE_CHECKING:
     import ssl
 
 _RECORD: Final = 16 * 1024
+"""The most bytes of data in a record."""
 _OVERHEAD: Final = 5 + 256
 """The most bytes of a record in addition to its data (RFC 8446, 5.2)."""
 _BLOCK: Final = 256 * 1024
@@ -63,6 +64,7 @@ _BLOCK: Final = 256 * 1024
 _SEALED_EXTRA: Final = 5 + 1 + 16
 """The bytes of a record of ours in addition to its data: header, type and the tag of AES-GCM or ChaCha20-Poly1305."""
 _NOTHING: Final = memoryview(b"")
+"""No bytes."""
 _FIRST_BYTES: Final = (b"\x16", b"\x15")
 """The possible first bytes of a TLS connection: a handshake record or an alert (RFC 8446, 5.1)."""
 _HEADER: Final = 5
@@ -75,18 +77,19 @@ MAX_HANDSHAKE_RECORDS: Final = 64
 MAX_HANDSHAKE_BYTES: Final = 256 * 1024
 """The most bytes of a handshake. Certificate chains are the largest part."""
 _RECORDS_PER_CALL: Final = 16
+"""The most records that OpenSSL gets at a time, and that one call processes in the TLS handshake."""
 _READS_PER_CALL: Final = 4
 """A record needs up to three reads, and one more shows the end of a stream in the middle of a record."""
 
 
 class Encryption(Protocol):
-    """The certificates of a worker, and how those of other workers are checked. See `security.encryption`."""
+    """The certificates of a worker, and how it checks those of other workers. Implemented by `security.encryption`."""
 
     def listening(self) -> ssl.SSLContext:
-        """Returns the context for the accepting end."""
+        """Returns the TLS context for links that this worker accepts."""
 
     def connecting(self) -> ssl.SSLContext:
-        """Returns the context for the connecting end."""
+        """Returns the TLS context for links that this worker opens."""
 
     def fingerprint(self) -> bytes:
         """Returns the SHA-256 fingerprint of the certificate of this worker."""
@@ -108,7 +111,10 @@ def _take_buffer() -> memoryview:
 
 
 class TlsSocket(OwnSocket):
-    """An encrypted socket over a connected TCP socket, which it takes over. All its errors are `OSError`s."""
+    """An encrypted socket over a connected TCP socket, with the methods of a socket that links and stores use.
+
+    The TLS handshake happens during the first `recv` or `send`, or in `do_handshake`. All errors are `OSError`s.
+    """
 
     __slots__ = (
         "_ended",
@@ -133,6 +139,13 @@ class TlsSocket(OwnSocket):
     )
 
     def __init__(self, sock: socket.socket, encryption: Encryption, listens: bool) -> None:
+        """Takes over a connected TCP socket. Sends and receives nothing yet.
+
+        Args:
+            sock: The TCP socket. Its timeout becomes the timeout of this object.
+            encryption: The certificates.
+            listens: Whether this is the end that accepted the connection.
+        """
         import ssl
 
         timeout = sock.gettimeout()
@@ -157,14 +170,20 @@ class TlsSocket(OwnSocket):
         self._unsent = _NOTHING  # encrypted bytes that the kernel has not accepted
         self._owed = 0  # the number of data bytes in `_unsent` that were not reported as sent
         self.binding = encryption.fingerprint() if listens else b""
-        """The fingerprint of the certificate of the accepting end. Empty at the connecting end before the handshake."""
+        """The SHA-256 fingerprint of the certificate of the accepting end. Empty at the connecting end before the
+        handshake."""
 
     def do_handshake(self, timeout: float) -> None:
-        """At the connecting end: waits until the TLS handshake is done.
+        """Waits until the TLS handshake is done. Only for the connecting end.
+
+        Args:
+            timeout: How many seconds to wait at most; 0 does not wait.
 
         Raises:
-            TimeoutError: The timeout expired.
-            OSError: The handshake failed. See `tls_failures` for the types.
+            TimeoutError: The timeout has expired.
+            EncryptionError: The other end does not encrypt, or one end refuses the certificate of the other.
+            ProtocolError: The other end has sent bytes that are not TLS.
+            ConnectionError: The other end has closed the connection.
         """
         deadline = time.monotonic() + timeout
         while True:
@@ -177,23 +196,37 @@ class TlsSocket(OwnSocket):
             self._wait(select.POLLIN, deadline, "no encrypted connection in time")
 
     def settimeout(self, value: float | None) -> None:
-        """Sets the timeout of blocking methods in seconds: None waits for ever, 0 raises `BlockingIOError` at once."""
+        """Sets how many seconds `recv`, `recv_into` and `sendall` wait at most.
+
+        Args:
+            value: The seconds; None to wait without a limit, 0 to raise `BlockingIOError` instead of waiting.
+        """
         self._timeout = value
 
     def gettimeout(self) -> float | None:
-        """Returns the timeout of blocking methods in seconds; None for no limit."""
+        """Returns the seconds that `settimeout` has set; None for no limit, 0 for no waiting."""
         return self._timeout
 
     def setblocking(self, flag: bool) -> None:
-        """True waits without limit from now on; False raises `BlockingIOError` instead of waiting."""
+        """Makes blocking methods wait without a limit (`flag` True), or raise `BlockingIOError` instead of waiting."""
         self._timeout = None if flag else 0.0
 
     # Receiving
 
     def recv(self, size: int, flags: int = 0) -> bytes:
-        """Returns up to `size` decrypted bytes, at most 256 KiB; empty at the end of the stream. `flags` is ignored.
+        """Returns decrypted bytes, as soon as there are any.
 
-        Raises `BlockingIOError` or `TimeoutError` if no data comes in time, and `OSError` if the connection is broken.
+        Args:
+            size: The most bytes to return. More than 256 KiB counts as 256 KiB.
+            flags: Ignored.
+
+        Returns:
+            At least one byte; empty bytes at the end of the stream.
+
+        Raises:
+            BlockingIOError: No data is there, and the timeout is 0.
+            TimeoutError: No data came within the timeout.
+            OSError: The connection is broken, or the TLS handshake failed.
         """
         buffer = _take_buffer()
         try:
@@ -202,10 +235,20 @@ class TlsSocket(OwnSocket):
             _free_buffers.append(buffer)
 
     def recv_into(self, buffer: Any, nbytes: int = 0, flags: int = 0) -> int:
-        """Receives decrypted bytes into `buffer`, and returns how many; 0 at the end of the stream.
+        """Receives decrypted bytes into `buffer`, as soon as there are any.
 
-        `nbytes` and `flags` are ignored. Raises `BlockingIOError` or `TimeoutError` if no data comes in time, and
-        `OSError` if the connection is broken.
+        Args:
+            buffer: Writable memory of bytes, such as a `memoryview`, not empty.
+            nbytes: Ignored.
+            flags: Ignored.
+
+        Returns:
+            The number of bytes that were received; 0 at the end of the stream.
+
+        Raises:
+            BlockingIOError: No data is there, and the timeout is 0.
+            TimeoutError: No data came within the timeout.
+            OSError: The connection is broken, or the TLS handshake failed.
         """
         timeout = self.gettimeout()
         deadline = None if timeout is None else time.monotonic() + timeout
@@ -219,9 +262,9 @@ class TlsSocket(OwnSocket):
             self._wait(select.POLLIN, deadline, "timed out")
 
     def _receive(self, view: memoryview) -> int:
-        """Receives data into `view`. Returns the number of bytes, 0 at the end of the stream.
+        """Receives data into `view` without waiting. Returns the number of bytes, 0 at the end of the stream.
 
-        Raises `BlockingIOError` if no data has arrived.
+        Raises `BlockingIOError` if no whole record with data has arrived, and `OSError` if the connection is broken.
         """
         if not self._ready:
             self._advance()
@@ -248,7 +291,8 @@ class TlsSocket(OwnSocket):
     def _receive_much(self, view: memoryview, size: int) -> int | None:
         """Receives at most `size` encrypted bytes, and decrypts all of them into `view`.
 
-        Returns the number of decrypted bytes, None at the end of the stream.
+        Returns the number of decrypted bytes, which may be 0; None at the end of the stream. Raises `BlockingIOError`
+        if no bytes have arrived.
         """
         buffer = _take_buffer()
         try:
@@ -262,9 +306,10 @@ class TlsSocket(OwnSocket):
             _free_buffers.append(buffer)
 
     def _receive_little(self, view: memoryview) -> int | None:
-        """Receives about one record and decrypts it. What does not fit stays here, and a byte of it in the kernel.
+        """Receives about one record, and decrypts it into `view`. Data that does not fit is kept for the next call.
 
-        Returns the number of decrypted bytes, None at the end of the stream.
+        Meanwhile one byte stays in the kernel, so that the socket stays readable. Returns the number of decrypted
+        bytes, which may be 0; None at the end of the stream. Raises `BlockingIOError` if no bytes have arrived.
         """
         data = super().recv(_RECORD + _OVERHEAD, socket.MSG_PEEK)
         if not data:
@@ -276,6 +321,7 @@ class TlsSocket(OwnSocket):
         return self._decrypt(view)
 
     def _drop_held(self) -> None:
+        """Removes the byte that `_receive_little` has left in the kernel. Does nothing if there is none."""
         if self._held:
             self._held = False
             super().recv(1)
@@ -312,7 +358,10 @@ class TlsSocket(OwnSocket):
         return total
 
     def _feed(self, limit: int) -> bool:
-        """Passes the next records to OpenSSL, at most `limit` of them. Returns whether one of them is whole."""
+        """Passes the next encrypted bytes to OpenSSL, up to the end of `limit` records.
+
+        Returns whether they complete at least one record.
+        """
         data = self._undecrypted
         end = records = 0
         while end < len(data) and records < limit:
@@ -345,6 +394,7 @@ class TlsSocket(OwnSocket):
         return size + rest
 
     def _count_records_without_data(self, count: int) -> None:
+        """Counts records that had no data. Raises `ProtocolError` if there are more than `MAX_EMPTY_RECORDS` in all."""
         self._records_without_data += count
         if self._records_without_data > MAX_EMPTY_RECORDS:
             raise ProtocolError(
@@ -354,10 +404,18 @@ class TlsSocket(OwnSocket):
     # Sending
 
     def send(self, data: Buffer, flags: int = 0) -> int:  # type: ignore[override]
-        """Encrypts and sends data, and returns how many bytes of it were accepted. `flags` is ignored.
+        """Encrypts and sends data, as much as the kernel accepts. Does not wait, whatever the timeout is.
 
-        If fewer than all were accepted, the next call must be with the rest of `data`. Raises `BlockingIOError` if none
-        can be accepted now, and `OSError` if the connection is broken.
+        Args:
+            data: The data. If not all of it was accepted, the next call must be with the rest of it.
+            flags: Ignored.
+
+        Returns:
+            How many bytes of `data` were accepted; 0 only if it is empty.
+
+        Raises:
+            BlockingIOError: No bytes can be accepted now, or the TLS handshake is not done.
+            OSError: The connection is broken, or the TLS handshake failed.
         """
         with self._lock:
             if not self._ready:
@@ -365,9 +423,17 @@ class TlsSocket(OwnSocket):
             return self._send(memoryview(data).cast("B"))
 
     def sendmsg(self, buffers: Sequence[Buffer], *_: Any) -> int:  # type: ignore[override]
-        """Sends several buffers as `send` does. Returns the number of bytes that were accepted; 0 for no buffers.
+        """Encrypts and sends several buffers, as much as the kernel accepts. Does not wait.
 
-        Raises `BlockingIOError` if none can be accepted now, and `OSError` if the connection is broken.
+        Args:
+            buffers: The buffers. If not all bytes were accepted, the next call must be with the rest of them.
+
+        Returns:
+            How many bytes were accepted; 0 only if there are none.
+
+        Raises:
+            BlockingIOError: No bytes can be accepted now, or the TLS handshake is not done.
+            OSError: The connection is broken, or the TLS handshake failed.
         """
         with self._lock:
             if not self._ready:
@@ -386,9 +452,17 @@ class TlsSocket(OwnSocket):
             return total
 
     def sendall(self, data: Buffer, flags: int = 0) -> None:  # type: ignore[override]
-        """Sends all data, and waits until it is accepted. The timeout starts again whenever some data was accepted.
+        """Encrypts and sends all data, and waits until the kernel has accepted it.
 
-        `flags` is ignored. Raises `TimeoutError`, and `OSError` if the connection is broken.
+        Args:
+            data: The data; nothing is sent if it is empty.
+            flags: Ignored.
+
+        Raises:
+            TimeoutError: The kernel accepted nothing for as long as the timeout. It starts again when some data was
+                accepted.
+            BlockingIOError: The kernel does not accept all data, and the timeout is 0.
+            OSError: The connection is broken, or the TLS handshake failed.
         """
         rest = memoryview(data).cast("B")
         timeout = self.gettimeout()
@@ -402,6 +476,10 @@ class TlsSocket(OwnSocket):
                 self._wait(select.POLLOUT, deadline, "timed out")
 
     def _send(self, data: memoryview) -> int:
+        """Encrypts and sends data. Returns how many bytes were accepted.
+
+        Raises `BlockingIOError` if none can be accepted now, and `OSError` if the connection is broken.
+        """
         import ssl
 
         self._flush()
@@ -436,7 +514,10 @@ class TlsSocket(OwnSocket):
         return total
 
     def _read_alert(self) -> OSError | None:
-        """After sending failed: returns the error for the alert that the other end sent before it closed; else None."""
+        """Returns the error for the TLS alert that the other end has sent before it closed; None if there is none.
+
+        Called after sending has failed.
+        """
         try:
             self._drop_held()
             self._undecrypted = memoryview(super().recv(_RECORD))
@@ -448,18 +529,23 @@ class TlsSocket(OwnSocket):
         return None
 
     def _flush(self) -> None:
-        """Sends the rest of the encrypted bytes. Raises `BlockingIOError` if the kernel does not accept all."""
+        """Sends encrypted bytes that the kernel did not accept before.
+
+        Raises `BlockingIOError` if it does not accept all now.
+        """
         while self._unsent:
             self._unsent = self._unsent[super().send(self._unsent) :]
 
     # The TLS handshake
 
     def _advance(self) -> None:
-        """Continues the TLS handshake.
+        """Continues the TLS handshake without waiting, and returns when it is done.
 
         Raises:
             BlockingIOError: The handshake is not done yet.
-            OSError: The handshake failed. See `tls_failures` for the types.
+            EncryptionError: The other end does not encrypt, or one end refuses the certificate of the other.
+            ProtocolError: The other end has sent bytes that are not TLS, or too many.
+            ConnectionError: The other end has closed the connection.
         """
         import ssl
 
@@ -501,12 +587,20 @@ class TlsSocket(OwnSocket):
         raise BlockingIOError(errno.EAGAIN, "the TLS handshake goes on after other connections had their turn")
 
     def _say_below(self) -> None:
+        """Sends the bytes that OpenSSL has produced for the TLS handshake.
+
+        Raises `OSError` if the kernel does not accept all.
+        """
         data = self._outgoing.read()
         if data and super().send(data) != len(data):  # it fits into the empty buffer of a socket
             raise ConnectionError("the kernel does not take what begins an encrypted connection")
 
     def _wait(self, event: int, deadline: float | None, why: str) -> None:
-        """Waits until the socket is ready. Raises `TimeoutError` after the deadline, even if the socket is ready."""
+        """Waits until the socket is ready for `event`, POLLIN or POLLOUT.
+
+        Raises `TimeoutError`, with the text `why`, after the time `deadline` of the monotonic clock, even if the socket
+        is ready. None means no limit.
+        """
         poll = select.poll()
         poll.register(self.fileno(), event)
         left = None if deadline is None else deadline - time.monotonic()
@@ -517,7 +611,10 @@ class TlsSocket(OwnSocket):
 
 
 def _joined(buffers: Sequence[Buffer]) -> list[memoryview]:
-    """Returns the buffers without empty ones. Joins small ones in a row, because each piece needs a record."""
+    """Returns the bytes of all buffers as fewer pieces, because each piece needs a TLS record of its own.
+
+    Small buffers in a row are joined, and empty ones are left out. Returns an empty list for no bytes.
+    """
     pieces: list[memoryview] = []
     small: list[Buffer] = []
     for buffer in buffers:

@@ -30,11 +30,15 @@ _OUT_OF_TIME: Final = (9, 10)  # X509_V_ERR_CERT_NOT_YET_VALID, X509_V_ERR_CERT_
 
 
 def explained(error: ssl.SSLError, has_begun: bool) -> OSError:
-    """Returns the error for a failure that OpenSSL has reported.
+    """Returns the error to raise for a failure that OpenSSL has reported.
 
     Args:
         error: The failure.
-        has_begun: Whether encrypted data was received before. Then the error is a `ConnectionError`.
+        has_begun: Whether encrypted data was received on the connection before.
+
+    Returns:
+        A `ConnectionError` if `has_begun`. Otherwise an `EncryptionError` if one end refuses the other, or a
+        `ProtocolError` if the bytes were not TLS 1.3.
     """
     reason = error.reason or str(error)
     if has_begun:
@@ -59,9 +63,13 @@ def explained(error: ssl.SSLError, has_begun: bool) -> OSError:
 
 
 def not_tls(beginning: bytes) -> ProtocolError:
-    """Returns the error for a connection whose first bytes are not TLS.
+    """Returns the error to raise for a connection whose first bytes are not TLS.
 
-    It is an `EncryptionError` if the other end is a worker that does not encrypt, else a `ProtocolError`.
+    Args:
+        beginning: The first bytes that were received.
+
+    Returns:
+        An `EncryptionError` if the other end is a worker that does not encrypt; otherwise a `ProtocolError`.
     """
     if is_plain(beginning):
         return EncryptionError(f"the other side does not encrypt, and this worker does: {_ALIKE}")
@@ -69,12 +77,12 @@ def not_tls(beginning: bytes) -> ProtocolError:
 
 
 def is_plain(beginning: bytes) -> bool:
-    """Returns whether these first bytes can begin an unencrypted connection of farcall. True for no bytes."""
+    """Returns whether these can be the first bytes of an unencrypted connection of farcall; True if there are none."""
     return PLAIN.startswith(beginning[: len(PLAIN)])
 
 
 def ended_early() -> ConnectionResetError:
-    """Returns the error for a connection that ended before it was encrypted."""
+    """Returns the error to raise for a connection that the other end has closed before it was encrypted."""
     return ConnectionResetError(
         "the other side closed the connection before it was encrypted: it may be starting or ending just now; if not, "
         f"its log says why ({_ALIKE})"

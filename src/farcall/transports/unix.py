@@ -78,6 +78,7 @@ RING_BYTES: Final = 1 << 16
 _RING_WHOLE_MAX_BYTES: Final = RING_BYTES // 4
 """Larger frames are sent in chunks of this size, so that other frames can be sent in between."""
 _MAX_LONG_BYTES: Final = 1 << 20
+"""The most bytes of an internal frame that is sent in LONG pieces."""
 _MAX_LONG_FRAMES: Final = 64
 """The most LONG frames at the same time. The longest, a table of 65,535 buffers, has half of `_MAX_LONG_BYTES`."""
 _SEALS: Final = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL
@@ -85,7 +86,9 @@ _WRITE_SEALS: Final = fcntl.F_SEAL_WRITE | 0x10  # F_SEAL_FUTURE_WRITE, for whic
 
 _MAX_PATH_BYTES: Final = 107  # unix(7): 108 with the null byte
 _GRACE_S: Final = 60.0
+"""Seconds for which a new file or directory is not removed, because another process may be setting it up."""
 _MAX_REMEMBERED_USERS: Final = 64
+"""For how many refused users a listener logs a warning, one for each."""
 _SEND_BUFFER_BYTES: Final = 2 << 20
 """The size of the kernel's buffer, with its overhead. About 5,000 small frames fit; with the default size, 280."""
 
@@ -93,16 +96,20 @@ _log = logging.getLogger(__name__)
 
 
 class UnixLink(StreamLink):
-    """A link to a process on this host, over a Unix socket and, if possible, a ring in shared memory."""
+    """A link to a process on this host: over a Unix socket first, then over a ring in shared memory if possible.
+
+    `Link` describes the methods.
+    """
 
     def __init__(self, sock: socket.socket, address: str, handshake_limit: int, process: int | None) -> None:
-        """Creates a link that is in its handshake.
+        """Creates a link that is in its handshake. It sends nothing yet.
 
         Args:
-            sock: The connected socket. The link takes it over.
-            address: The address of the other end, for messages.
-            handshake_limit: See `Transport`.
-            process: The id of the process at the other end; None if the kernel does not know it.
+            sock: The connected socket. The link takes it over and closes it.
+            address: The address of the other end, for log and error messages.
+            handshake_limit: The most bytes of a frame that the link receives before it is established.
+            process: The process id of the other end; None if the kernel does not know it, and shared memory cannot be
+                used.
         """
         super().__init__(sock, address, handshake_limit)
         self._process = process
@@ -123,16 +130,16 @@ class UnixLink(StreamLink):
     # Setting up
 
     def establish(self, options: LinkOptions, deadline: float | None = None) -> None:
-        """Ends the handshake, and sets up shared memory if both ends can use it.
+        """Completes the handshake, and sets up a ring and shared memory if both ends can use them.
 
         Args:
             options: The options of all links of this worker.
-            deadline: At the connecting end, when to stop waiting for the other end's answer. None at the accepting end,
-                which does not wait.
+            deadline: At the connecting end, until when to wait for the other end's answer, as a time of the monotonic
+                clock. None at the accepting end, which does not wait.
 
         Raises:
-            ConnectionError: The other end has closed the link.
-            TimeoutError: The other end did not answer before the deadline.
+            ConnectionError: The other end has closed the link, or this process has no descriptors left.
+            TimeoutError: The other end did not answer before `deadline`.
             ProtocolError: The answer cannot be read.
         """
         super().establish(options)
@@ -148,9 +155,11 @@ class UnixLink(StreamLink):
     def _set_up(self, options: LinkOptions, deadline: float) -> None:
         """At the connecting end: offers a ring and a segment, and waits for the answer.
 
+        `deadline` is a time of the monotonic clock.
+
         Raises:
             ConnectionError: The other end has closed the link, or this process has no descriptors left.
-            TimeoutError: The other end did not answer before the deadline.
+            TimeoutError: The other end did not answer before `deadline`.
             ProtocolError: The answer cannot be read.
         """
         memory = _new_ring_memory() if self._shared is not None and options.poller.has_rings else -1
@@ -175,7 +184,7 @@ class UnixLink(StreamLink):
             _close_all(self._descriptors)
 
     def _use_offered_ring(self, memory: int, options: LinkOptions) -> None:
-        """At the connecting end: uses the ring, which the other end has accepted.
+        """At the connecting end: uses the ring `memory`, which the other end has accepted.
 
         Raises:
             ProtocolError: The ring was not offered, or the descriptors of the other end are not events.
@@ -192,9 +201,9 @@ class UnixLink(StreamLink):
         self._descriptors = []
 
     def _send_with_descriptors(self, internal: bytes, descriptors: list[int]) -> None:
-        """Sends an internal frame with descriptors through the socket. It fits into the empty buffer of the socket.
+        """Sends an internal frame and file descriptors through the socket, which must have room for them.
 
-        Raises `ConnectionError` if the connection is closed or broken.
+        Raises `ConnectionError` if the connection is closed or broken, or if there is no room.
         """
         sock = self._open_socket()
         data = WORD.pack(len(internal) | INTERNAL) + internal
@@ -209,6 +218,11 @@ class UnixLink(StreamLink):
         self._bytes_out += sent
 
     def _wait_for_setup_done(self, deadline: float) -> tuple[int, int, bytes]:
+        """Waits for SETUP_DONE until `deadline` (monotonic clock). Returns its flags, descriptor and token.
+
+        Raises `TimeoutError` after the deadline, `ConnectionError` if the other end has closed the link, and
+        `ProtocolError` if something else arrives.
+        """
         self._due_kind = SETUP_DONE
         while self._due_kind:
             left = deadline - monotonic()
@@ -224,10 +238,12 @@ class UnixLink(StreamLink):
         return flags, descriptor, token
 
     def _receive_from_socket(self, size: int) -> list[Frame]:
-        """Receives at most `size` bytes, and descriptors, while the link is being set up. Returns complete frames.
+        """Receives at most `size` bytes, and file descriptors, while the link is being set up.
+
+        Returns complete frames; an empty list if there are none.
 
         Raises:
-            ConnectionError: The other end has closed the link.
+            ConnectionError: The link is closed or broken.
             ProtocolError: The bytes are not a frame, or there are too many descriptors.
         """
         try:
@@ -250,7 +266,7 @@ class UnixLink(StreamLink):
         return frames
 
     def _receive_setup(self) -> list[Frame]:
-        """At the accepting end: receives SETUP, and no byte after it. Returns an empty list.
+        """At the accepting end: receives and processes SETUP, and reads no byte after it. Returns an empty list.
 
         Raises `ProtocolError` if another frame comes first, and `ConnectionError` if the link is closed.
         """
@@ -291,9 +307,10 @@ class UnixLink(StreamLink):
         self._send_held_back()
 
     def _accept_ring(self, descriptors: list[int], options: LinkOptions) -> bool:
-        """At the accepting end: maps a ring and returns True, or returns False if it cannot be used.
+        """At the accepting end: maps the ring that was offered. Returns False if it cannot be used.
 
-        Takes the events out of `descriptors` if it is used. Raises `ProtocolError` if they are not events.
+        `descriptors` are the memory of the ring and two events. If the ring is used, the events are taken out of the
+        list. Raises `ProtocolError` if they are not events.
         """
         memory, *events = descriptors
         if not all(map(_is_event, events)):
@@ -308,7 +325,10 @@ class UnixLink(StreamLink):
         return True
 
     def _hold_back(self, frame: bytes, buffers: list[memoryview] | None) -> bool:
-        """Keeps a frame until SETUP is answered, and returns True. Returns False if SETUP was answered meanwhile."""
+        """Keeps a frame, with copies of its buffers, until SETUP is answered.
+
+        Returns False if it was answered meanwhile.
+        """
         with self._setup_lock:
             if self._before_setup is None:
                 return False
@@ -319,7 +339,10 @@ class UnixLink(StreamLink):
             return True
 
     def _send_held_back(self) -> None:
-        """Sends the frames that were held back. Other threads that call `send` wait until that is done."""
+        """Sends the frames that `_hold_back` has kept. Other threads that call `send` wait until that is done.
+
+        Raises `ConnectionError` if the link is closed or broken.
+        """
         with self._setup_lock:
             for frame, buffers in self._before_setup or ():
                 self._send_large(frame, buffers, 0.0)  # deadline 0: this thread is the leader, and must not wait
@@ -353,8 +376,10 @@ class UnixLink(StreamLink):
         """Returns the frames that have arrived; an empty list if there are none. Does not wait.
 
         Raises:
-            ConnectionError: The link is closed, or the other end has closed it and all of its frames were received.
-            ProtocolError: The other end has sent something that is not a frame, or a frame that is too large.
+            ConnectionError: The link is closed or broken, or the other end has closed it and all frames were returned
+                before.
+            ProtocolError: The other end has sent something that is not a frame, sent a frame that is too large, or
+                damaged the ring.
         """
         ring = self.ring
         if ring is None:
@@ -368,10 +393,12 @@ class UnixLink(StreamLink):
         return frames
 
     def _check_hang_up(self) -> None:
-        """Raises an error if the other end has closed the link. Called when the ring is empty.
+        """Raises an error if the other end has closed the link. Called when the ring was empty.
+
+        Does nothing if the link is open, or if the ring has frames again.
 
         Raises:
-            ConnectionResetError: The other end has closed the link, and the ring is still empty.
+            ConnectionResetError: The other end has closed the link, and the ring is empty.
             ProtocolError: The other end has sent bytes through the socket, although the link has a ring.
         """
         failure: ConnectionError = ConnectionResetError("the other end closed the connection")
@@ -387,7 +414,7 @@ class UnixLink(StreamLink):
             raise failure
 
     def _receive_internal(self, data: bytes) -> Frame | None:
-        """Processes an internal frame. Returns the frame that it completes; None if it completes none.
+        """Processes an internal frame. Returns the frame for the user of the link that it completes; None if none.
 
         Raises `ProtocolError` if it is empty, cannot be read, or is not allowed now.
         """
@@ -412,9 +439,11 @@ class UnixLink(StreamLink):
         return super()._receive_internal(data)
 
     def _receive_long(self, data: bytes) -> Frame | None:
-        """Adds a piece of a long internal frame, and processes that frame when it is complete; see `_receive_internal`.
+        """Adds a piece of a long internal frame.
 
-        Raises `ProtocolError` if the piece is too short, or there are too many incomplete frames.
+        With the last piece, processes the whole frame like `_receive_internal`.
+
+        Raises `ProtocolError` if the piece is too short, or there is too much of incomplete frames.
         """
         if len(data) < _LONG.size:
             raise ProtocolError(f"{self.address} sent a header that is too short")
@@ -431,9 +460,9 @@ class UnixLink(StreamLink):
         return self._receive_internal(bytes(pieces))
 
     def note_hang_up(self) -> None:
-        """Ends `wait` in another thread, and makes later ones return at once.
+        """Notes that the other end has closed the link: `wait` in another thread ends, later ones return at once.
 
-        Without a ring, the socket does that itself.
+        Without a ring this does nothing, because the socket itself ends the wait.
         """
         ring = self.ring
         if ring is not None:
@@ -442,12 +471,13 @@ class UnixLink(StreamLink):
     # Sending
 
     def send(self, frame: bytes, buffers: list[memoryview] | None = None, deadline: float = FOREVER) -> None:
-        """Sends one frame: through the ring, in shared memory, or through the socket.
+        """Sends one frame through the ring, in shared memory, or through the socket. Queues it if there is no room.
 
         Args:
             frame: The bytes of the frame; may be empty.
-            buffers: The buffers of the frame; None for none. The list is emptied.
-            deadline: When to stop waiting until a large frame is sent. The rest is copied and queued then.
+            buffers: The buffers of the frame; None or an empty list for none. The list is emptied.
+            deadline: Until when to wait while a large frame is sent, as a time of the monotonic clock. After that the
+                rest is copied and queued, and no error is raised.
 
         Raises:
             ConnectionError: The link is closed or broken.
@@ -461,9 +491,19 @@ class UnixLink(StreamLink):
             self._queue_for_ring((frame,))
 
     def send_kept(self, frame: bytes, buffers: list[memoryview], deadline: float = FOREVER) -> list[memoryview]:
-        """Sends a frame as `send` does, and returns copies of its buffers, which do not change any more.
+        """Sends one frame like `send`, and returns copies of its buffers for sending it again on another link.
 
-        Raises `ConnectionError` if the link is closed or broken.
+        Args:
+            frame: The bytes of the frame; may be empty.
+            buffers: The buffers of the frame. The list may be empty afterwards.
+            deadline: Until when to wait while a large frame is sent, as for `send`.
+
+        Returns:
+            A copy of each buffer, which does not change when the program changes the original; an empty list for no
+            buffers.
+
+        Raises:
+            ConnectionError: The link is closed or broken.
         """
         kept = self._shared.send_kept(frame, buffers) if self._shared is not None else None
         return kept if kept is not None else super().send_kept(frame, buffers, deadline)
@@ -500,7 +540,7 @@ class UnixLink(StreamLink):
             self._queue_for_ring((None, b"".join(parts)))
 
     def _long_pieces(self, data: bytes) -> list[bytes]:
-        """Returns an internal frame in pieces that fit into the ring; the frame itself if it fits."""
+        """Returns an internal frame as LONG pieces that fit into the ring, or only the frame itself if it fits."""
         if len(data) <= _RING_WHOLE_MAX_BYTES:
             return [data]
         number, step = next(self._numbers), _RING_WHOLE_MAX_BYTES - _LONG.size
@@ -509,9 +549,10 @@ class UnixLink(StreamLink):
         ]
 
     def _queue_for_ring(self, *entries: tuple[Any, ...]) -> None:
-        """Queues frames in one step until the ring has room. Raises `ConnectionAbortedError` if the link is closed.
+        """Queues frames in one step, and moves as many as possible into the ring.
 
-        Each entry is a tuple of a frame, or of None and an internal frame.
+        Each entry is a tuple of a frame, or of None and an internal frame. Raises `ConnectionAbortedError` if the link
+        is closed.
         """
         if self._socket is None:
             raise ConnectionAbortedError(f"the link to {self.address} is closed")
@@ -521,7 +562,11 @@ class UnixLink(StreamLink):
         self.flush()
 
     def flush(self) -> None:
-        """Sends queued frames as far as that is possible without waiting. Raises `ConnectionError` if that fails."""
+        """Sends queued frames as far as that is possible without waiting. Does nothing if none are queued.
+
+        Raises:
+            ConnectionError: The link is closed or broken.
+        """
         if self.ring is None:
             super().flush()
             return
@@ -535,7 +580,7 @@ class UnixLink(StreamLink):
                 return
 
     def _flush_ring(self) -> bool:
-        """Moves queued frames into the ring. Returns False if it is full: then the poller calls `flush` later."""
+        """Moves queued frames into the ring. Returns False if frames are left: then the poller calls `flush` later."""
         assert self._options is not None
         queue = self._ring_queue
         while queue:
@@ -560,12 +605,14 @@ class UnixLink(StreamLink):
         return True
 
     def _max_chunk_bytes(self) -> int:
+        """Returns the most bytes of a chunk, fewer if the link has a ring."""
         return super()._max_chunk_bytes() if self.ring is None else _RING_WHOLE_MAX_BYTES - CHUNK_HEADER_SIZE
 
     def _send_chunk(self, header: bytes, chunk: memoryview, deadline: float) -> None:
-        """Sends a chunk. Waits while the ring is full. At the deadline, the chunk is copied and queued.
+        """Sends a chunk, and waits while the ring is full.
 
-        Raises `ConnectionError` if the link is closed or broken.
+        At the time `deadline` of the monotonic clock, the chunk is copied and queued. Raises `ConnectionError` if the
+        link is closed or broken.
         """
         ring = self.ring
         if ring is None:
@@ -580,7 +627,10 @@ class UnixLink(StreamLink):
     def _send_contiguous(
         self, announcement: bytes, header: bytes, frame: Buffer, buffers: Sequence[memoryview]
     ) -> None:
-        """Queues a large frame in one step; see `StreamLink`. Raises `ConnectionError` if the link is closed."""
+        """Queues a large frame in one step, so that no other frame of this kind is between its chunks. Does not wait.
+
+        Raises `ConnectionError` if the link is closed or broken.
+        """
         if self.ring is None:
             super()._send_contiguous(announcement, header, frame, buffers)
             return
@@ -591,7 +641,8 @@ class UnixLink(StreamLink):
     def _wait_and_send_chunk(self, header: bytes, chunk: memoryview, deadline: float) -> bool:
         """Waits for room in the ring, sends a chunk, and returns True.
 
-        Returns False if there was no room before the deadline, or this thread must not wait.
+        Returns False after the time `deadline` of the monotonic clock, or at once if this thread must not wait, because
+        it reads the links of this worker.
 
         Raises:
             ConnectionAbortedError: The link was closed.
@@ -619,15 +670,16 @@ class UnixLink(StreamLink):
         self._send_contiguous(pack_supply(number, segment, buffers), pack_chunk_header(number), b"", buffers)
 
     def unsent_bytes(self) -> int:
-        """Returns the number of bytes that wait to be sent.
+        """Returns a number that is 0 if `close` would lose nothing: the number of queued bytes, and more.
 
-        Returns at least 1 if the other end has not opened a shared segment that it was sent.
+        It also counts frames that wait until the link is set up, and 1 if the other end has not opened a shared segment
+        that it was sent.
         """
         unopened = self._shared is not None and self._shared.has_unopened()
         return self.backlog + len(self._before_setup or ()) + unopened
 
     def counts(self) -> LinkCounts:
-        """Returns the numbers of bytes that were received and sent so far, whichever way they took."""
+        """Returns the numbers of bytes that were received and sent so far, by socket, ring and shared memory."""
         bytes_in, bytes_out = self._bytes_in, self._bytes_out
         ring, shared = self.ring, self._shared
         if ring is not None:
@@ -640,19 +692,19 @@ class UnixLink(StreamLink):
     # The end
 
     def sweep(self, before: float) -> None:
-        """Frees shared memory that was not used since the time `before` on the monotonic clock. Raises nothing."""
+        """Frees shared memory that was last used before `before`, a time of the monotonic clock. Raises nothing."""
         if self._shared is not None:
             self._shared.sweep(before)
 
     def prepare_fork(self) -> None:
-        """Called before this process forks: makes sure that memory which the child inherits is not written again."""
+        """Must be called before this process forks: memory that the child inherits is not written again."""
         if self._shared is not None:
             self._shared.prepare_fork()
 
     def close(self) -> None:
-        """Closes the link in both directions, and frees its memory. Received buffers stay valid.
+        """Closes the link in both directions, drops queued frames, and frees shared memory. May be called twice.
 
-        May be called twice.
+        Buffers that were received stay valid.
         """
         super().close()
         self._release_ring()
@@ -660,7 +712,7 @@ class UnixLink(StreamLink):
             self._shared.close()
 
     def abandon(self) -> None:
-        """In a forked child: closes the descriptors here, without closing the parent's link. Raises nothing."""
+        """Closes the descriptors in a forked child. The link stays open in the parent. Raises nothing."""
         super().abandon()
         self._setup_lock = threading.RLock()  # a thread of the parent may have held the lock
         self._release_ring()
@@ -668,7 +720,7 @@ class UnixLink(StreamLink):
             self._shared.abandon()
 
     def _release_ring(self) -> None:
-        """Closes the ring, drops queued frames, and closes descriptors. Does nothing if that was done."""
+        """Closes the ring, drops queued frames, and closes descriptors. Does nothing if that was done before."""
         with self._setup_lock:  # another thread may be in `close`
             ring, self.ring = self.ring, None
         if ring is not None:
@@ -730,11 +782,15 @@ def _is_ring_memory(descriptor: int) -> bool:
 
 
 def _is_event(descriptor: int) -> bool:
-    """Returns whether a descriptor is an eventfd. Writing to anything else could block this process."""
+    """Returns whether a descriptor is an eventfd. Writing to anything else could block this process.
+
+    Raises `OSError` if the descriptor is not open.
+    """
     return os.readlink(f"/proc/self/fd/{descriptor}") == "anon_inode:[eventfd]"
 
 
 def _close_all(descriptors: list[int]) -> None:
+    """Closes the descriptors, and empties the list."""
     while descriptors:
         try:
             descriptor = descriptors.pop()
@@ -749,23 +805,25 @@ class UnixTransport:
     scheme = "unix"
 
     def __init__(self, roots: Iterable[str] | None = None) -> None:
-        """Creates a transport.
+        """Creates a transport. Creates no directory yet.
 
         Args:
-            roots: Directories in which the directory of the sockets is created; the first that works is used. By
-                default the system's temporary directory, and `/tmp` if that path is too long for a socket.
+            roots: Directories in which the directory of the sockets may be created; the first that works is used. None
+                stands for the system's temporary directory, and `/tmp` in case that path is too long for a socket.
         """
         self._roots = None if roots is None else tuple(roots)
 
     def listen(self, host: str | None, handshake_limit: int) -> UnixListener:
         """Returns a listener with a new path, in a directory that only this user can access.
 
+        Also removes sockets of this user whose processes have ended.
+
         Args:
             host: Ignored.
-            handshake_limit: The most bytes of a frame that a link accepts before it is established.
+            handshake_limit: The most bytes of a frame that an accepted link receives before it is established.
 
         Raises:
-            OSError: No directory is writable, or all paths are too long.
+            OSError: No directory can be written to, or all paths are too long for a socket.
         """
         roots = (tempfile.gettempdir(), "/tmp") if self._roots is None else self._roots
         for root in roots:
@@ -788,16 +846,16 @@ class UnixTransport:
                 raise
 
     def connect(self, address: str, timeout: float, handshake_limit: int) -> UnixLink:
-        """Returns a link to a listener, which is in its handshake.
+        """Connects to a listener, and returns the link, which is in its handshake.
 
         Args:
             address: The address of the listener, `unix:/path`.
-            timeout: How many seconds to wait if the queue of the listener is full.
-            handshake_limit: The most bytes of a frame that the link accepts before it is established.
+            timeout: How many seconds to wait if the queue of the listener is full; 0 to not wait.
+            handshake_limit: The most bytes of a frame that the link receives before it is established.
 
         Raises:
             OSError: The address is not valid, nothing listens there, or the listener belongs to another user.
-            TimeoutError: The timeout expired.
+            TimeoutError: The timeout has expired.
         """
         path = _parse_address(address)
         deadline = monotonic() + timeout
@@ -820,16 +878,16 @@ class UnixTransport:
 
 
 class UnixListener:
-    """A listening Unix socket with a path in the file system."""
+    """A listening Unix socket with a path in the file system. `Listener` describes the methods."""
 
     def __init__(self, sock: socket.socket, path: str, directory: str | None, handshake_limit: int) -> None:
         """Creates a listener on a listening socket.
 
         Args:
-            sock: The socket. The listener takes it over.
-            path: The path of the socket.
-            directory: A directory to remove with the listener; None to remove none.
-            handshake_limit: See `Transport.listen`.
+            sock: The socket. The listener takes it over and closes it.
+            path: The path of the socket, which is removed with the listener.
+            directory: A directory that is removed with the listener; None to remove none.
+            handshake_limit: The most bytes of a frame that an accepted link receives before it is established.
         """
         self.address = f"unix:{path}"
         self._socket: OwnSocket | None = OwnSocket(sock)
@@ -839,9 +897,10 @@ class UnixListener:
         self._refused_users: set[int] = set()
 
     def fileno(self) -> int:
-        """Returns a descriptor that is readable when a link can be accepted.
+        """Returns a file descriptor that is readable when a link can be accepted.
 
-        Raises `OSError` if the listener is closed.
+        Raises:
+            OSError: The listener is closed.
         """
         return self._open_socket().fileno()
 
@@ -852,9 +911,14 @@ class UnixListener:
         return self._socket
 
     def accept(self) -> UnixLink | None:
-        """Returns the next link; None if there is none now, or if it is of another user. Does not wait.
+        """Returns the next link, which is in its handshake. Does not wait.
 
-        Raises `OSError` if the listener is closed, or the process has no file descriptors left.
+        Returns:
+            The link; None if nobody has connected, or if the connection is of another user. Such a connection is
+            closed.
+
+        Raises:
+            OSError: The listener is closed, or the process has no file descriptors left.
         """
         try:
             sock, _ = self._open_socket().accept()
@@ -878,16 +942,17 @@ class UnixListener:
             sock.release()
 
     def abandon(self) -> None:
-        """In a forked child: closes the descriptor here. The parent continues to listen. Raises nothing."""
+        """Closes the descriptor in a forked child. The parent continues to listen. Raises nothing."""
         sock, self._socket = self._socket, None
         if sock is not None:
             sock.abandon()
 
 
 def private_directory() -> str | None:
-    """Returns this user's directory in the system's temporary directory. Creates it if necessary.
+    """Returns the path of this user's directory in the system's temporary directory. Creates it if necessary.
 
-    Returns None if it cannot be created, or other users could access it.
+    Returns:
+        The path; None if the directory cannot be created, or if other users could access it.
     """
     directory = _shared_directory(tempfile.gettempdir())
     try:
@@ -898,6 +963,7 @@ def private_directory() -> str | None:
 
 
 def _parse_address(address: str) -> bytes:
+    """Returns the path in an address `unix:/path` as bytes. Raises `OSError` if the address is not valid."""
     scheme, _, path = address.partition(":")
     try:
         encoded = os.fsencode(path)
@@ -909,16 +975,19 @@ def _parse_address(address: str) -> bytes:
 
 
 def _peer_credentials(sock: socket.socket) -> tuple[int, int, int]:
-    """Returns the ids of the process, user and group at the other end, from the kernel. Raises `OSError` if closed."""
+    """Returns the ids of process, user and group at the other end, as the kernel knows them.
+
+    Raises `OSError` if the socket is closed.
+    """
     found = sock.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, struct.calcsize("3i"))
     process, user, group = struct.unpack("3i", found)
     return process, user, group
 
 
 def _checked_process(sock: socket.socket, address: str) -> int | None:
-    """Returns the id of the process that listens; None if the kernel does not know it.
+    """Returns the process id of the listening end; None if the kernel does not know it.
 
-    Raises `PermissionError` if the process belongs to another user.
+    Raises `PermissionError`, which names `address`, if the process belongs to another user.
     """
     process, user, _ = _peer_credentials(sock)
     if user != os.geteuid():
@@ -928,6 +997,7 @@ def _checked_process(sock: socket.socket, address: str) -> int | None:
 
 
 def _tuned(sock: socket.socket) -> socket.socket:
+    """Gives a socket a larger send buffer, and returns the socket."""
     sock.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, _SEND_BUFFER_BYTES)
     return sock
 
@@ -968,6 +1038,7 @@ def _choose_directory(roots: Iterable[str]) -> tuple[str, bool]:
 
 
 def _is_private(directory: str) -> bool:
+    """Returns whether a path is a directory of this user that nobody else can access; False if it does not exist."""
     try:
         found = os.lstat(directory)
     except OSError:
@@ -976,9 +1047,9 @@ def _is_private(directory: str) -> bool:
 
 
 def _remove_dead_sockets(directory: str) -> None:
-    """Removes sockets in a directory whose processes have ended.
+    """Removes the sockets in a directory on which no process listens any more.
 
-    Ignores errors, and a directory that does not exist.
+    Does nothing if the directory does not exist or is not private. Ignores errors.
     """
     if not _is_private(directory):
         return
@@ -993,6 +1064,7 @@ def _remove_dead_sockets(directory: str) -> None:
 
 
 def _is_dead(path: str) -> bool:
+    """Returns whether no process listens on the socket at a path. False for a new one that is being set up."""
     if path.endswith(".new") and _age_s(path) < _GRACE_S:
         return False
     with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as probe:
@@ -1004,6 +1076,7 @@ def _is_dead(path: str) -> bool:
 
 
 def _age_s(path: str) -> float:
+    """Returns how many seconds ago a file or directory was changed; 0 if it does not exist."""
     try:
         return time.time() - os.lstat(path).st_mtime
     except OSError:
@@ -1011,6 +1084,7 @@ def _age_s(path: str) -> float:
 
 
 def _remove(file: str | None, directory: str | None) -> None:
+    """Removes a file, and then a directory if it is empty; None for none. Ignores errors."""
     try:
         if file is not None:
             os.unlink(file)

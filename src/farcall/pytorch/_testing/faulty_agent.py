@@ -5,7 +5,7 @@ It differs from farcall's own faulty agent where torch's behaves differently:
 - Builtin operators and script functions have other message names (`SCRIPT_CALL`) than Python functions (`PYTHON_CALL`).
   Calls with interceptors, and gradients, have names in torch that no rule can match. Releasing a context of distributed
   autograd is a `CLEANUP_AUTOGRAD_CONTEXT_REQ`.
-- A remote call is not sent again. If it fails there is no value, and every use of the reference raises.
+- A call by `remote` is not sent again. If it fails there is no value, and every use of the reference raises.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ from farcall.testing.faulty_options import (
 def _message_names() -> dict[bytes, Names]:
     """Returns the message names of this package's own functions, which torch would send as other kinds of messages.
 
-    The keys are encoded functions; see `encode_function`.
+    The keys are functions, encoded by `encode_function`.
     """
     script, enveloped = Names(SCRIPT_CALL, SCRIPT_REMOTE_CALL), Names()
     functions: dict[Callable[..., Any], Names] = {
@@ -64,12 +64,13 @@ _MESSAGE_NAMES: Final = _message_names()
 
 @dataclass(kw_only=True)
 class FaultyTensorPipeRpcBackendOptions(TensorPipeRpcBackendOptions):
-    """The options of the default backend, and the failures to inject; see `FaultyRpcBackendOptions`.
+    """The options of the default backend, and the messages that fail or are delayed.
 
     Args:
-        messages_to_fail: The names of the messages that fail.
-        messages_to_delay: The names of messages, and the seconds by which each is delayed.
-        num_fail_sends: How many sends of each such message fail before one succeeds; 0, the default, for none.
+        messages_to_fail: The names of the messages that fail, for example `RREF_FORK_REQUEST`; none by default.
+        messages_to_delay: By how many seconds messages are delayed, by the name of the message; none by default.
+        num_fail_sends: How many sends of each message in `messages_to_fail` fail before one succeeds; 0, the default,
+            for none.
 
     Raises:
         UsageError: A name or number is not valid. Raised when an agent is created.
@@ -82,8 +83,8 @@ class FaultyTensorPipeRpcBackendOptions(TensorPipeRpcBackendOptions):
     def for_agent(self) -> RpcBackendOptions:
         """Returns the options for farcall's faulty agent.
 
-        Failures of remote calls are left out, because `FaultyTensorPipeAgent` injects them itself. Raises `UsageError`
-        if a message name or a number is not valid.
+        Failures of calls by `remote` are left out, because `FaultyTensorPipeAgent` makes these fail itself. Raises
+        `UsageError` if a message name or a number is not valid.
         """
         mine = super().for_agent()
         return FaultyRpcBackendOptions(
@@ -95,7 +96,7 @@ class FaultyTensorPipeRpcBackendOptions(TensorPipeRpcBackendOptions):
 
 
 class FaultyTensorPipeAgent(TensorPipeAgent, FaultyAgent):
-    """An agent that injects failures, for programs that are written for torch."""
+    """An agent whose messages fail or are delayed as its options say, for programs that are written for torch."""
 
     named: Mapping[bytes, Names] | None = _MESSAGE_NAMES
 
@@ -109,7 +110,17 @@ class FaultyTensorPipeAgent(TensorPipeAgent, FaultyAgent):
         reverse_device_maps: dict[str, DeviceMap],
         devices: list[torch.device],
     ) -> None:
-        """Joins the group, and injects the failures that `opts` describe. See `TensorPipeAgent` for the arguments.
+        """Joins the group.
+
+        Args:
+            store: A `torch.distributed.Store`, at which the workers find each other.
+            name: The name of this worker.
+            rank: Its rank.
+            world_size: The number of workers; None or 0 for an open group.
+            opts: The options, which say which messages fail or are delayed.
+            reverse_device_maps: For the name of each caller, a map from devices of this worker to devices of the
+                caller.
+            devices: The devices that calls may use on this worker.
 
         Raises:
             RuntimeError: torch does not accept the name.
@@ -123,15 +134,20 @@ class FaultyTensorPipeAgent(TensorPipeAgent, FaultyAgent):
 
 
 class _FailedRemoteCalls(ClientInterceptor):
-    """Makes remote calls fail: the caller gets a reference that never has a value."""
+    """An interceptor that makes calls by `remote` fail: the caller gets a reference that never has a value."""
 
     def __init__(self, agent: FaultyAgent, failing: Set[str]) -> None:
-        """Creates the interceptor for one agent. `failing` are the names of the remote calls that fail."""
+        """Creates the interceptor.
+
+        Args:
+            agent: The agent whose calls fail.
+            failing: The message names of the calls that fail: `PYTHON_REMOTE_CALL`, `SCRIPT_REMOTE_CALL`.
+        """
         self._agent = agent
         self._failing = failing
 
     def intercept(self, call: ClientCall, proceed: Callable[[ClientCall], Any]) -> Any:
-        """Returns a handle without a value for a remote call that is to fail. Lets all other calls proceed."""
+        """Returns a handle that never has a value if `call` is a call by `remote` that has to fail; else makes it."""
         if call.is_kept:
             callee = b"" if isinstance(call.function, str) else encode_function(call.function) or b""
             name = self._agent.faults.rules.name_of_remote_call(callee)
@@ -143,10 +159,10 @@ class _FailedRemoteCalls(ClientInterceptor):
 
 
 def _not_created(function: str, message: str) -> RpcTimeoutError:
-    """Returns the error for uses of a reference whose remote call failed.
+    """Returns the error that is raised when a reference is used whose call by `remote` failed.
 
     Args:
-        function: The name of the function.
+        function: The name of the function that was called.
         message: The name of the message that failed.
     """
     return RpcTimeoutError(

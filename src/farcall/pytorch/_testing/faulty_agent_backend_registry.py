@@ -27,9 +27,9 @@ def _faulty_tensorpipe_construct_rpc_backend_options_handler(
         rpc_timeout: The default timeout of calls in seconds; 0 for no timeout.
         init_method: The rendezvous URL.
         num_worker_threads: The number of threads that run requests.
-        messages_to_fail: The names of messages that fail; none by default.
-        messages_to_delay: The names of messages, and the seconds by which each is delayed; none by default.
-        num_fail_sends: How many sends of each such message fail.
+        messages_to_fail: The names of messages that fail; none by default. Names are checked when an agent is created.
+        messages_to_delay: By how many seconds messages are delayed, by the name of the message; none by default.
+        num_fail_sends: How many sends of each message in `messages_to_fail` fail before one succeeds; 0 for none.
         **kwargs: Further options of `TensorPipeRpcBackendOptions`, which raises if it does not know one.
     """
     return FaultyTensorPipeRpcBackendOptions(
@@ -46,9 +46,19 @@ def _faulty_tensorpipe_construct_rpc_backend_options_handler(
 def _faulty_tensorpipe_init_backend_handler(
     store: Any, name: str, rank: int, world_size: int, rpc_backend_options: Any
 ) -> FaultyTensorPipeAgent:
-    """Returns a new faulty agent, which has started.
+    """Starts a faulty agent, makes it the agent of this process, and returns it.
 
-    Raises `TypeError` if the store or the options have the wrong type.
+    Args:
+        store: A `torch.distributed.Store`, at which the workers find each other.
+        name: The name of this worker.
+        rank: Its rank.
+        world_size: The number of workers.
+        rpc_backend_options: The options, a `FaultyTensorPipeRpcBackendOptions`.
+
+    Raises:
+        TypeError: `store` or `rpc_backend_options` has the wrong type.
+        UsageError: A message name or a number in the options is not valid.
+        RendezvousError: The group could not be joined.
     """
     if not isinstance(store, dist.Store):
         raise TypeError(f"`store` must be a c10d::Store. {store}")

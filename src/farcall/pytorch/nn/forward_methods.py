@@ -17,16 +17,30 @@ from farcall.pytorch.rref import PyRRef
 
 
 def forward_async(self: Any, *args: Any, **kwargs: Any) -> Any:
-    """Calls the module on its owner, and returns a future of its result. The future fails with the error of the module.
+    """Calls the module on its owner, and returns a torch future of its result.
 
-    Raises what `rpc_async` raises if the owner is unknown.
+    The future fails with what the module or its constructor raised. Raises `RuntimeError` if this process is not a
+    worker.
+
+    Args:
+        self: The remote module.
+        *args: The positional arguments of the module.
+        **kwargs: Its keyword arguments.
     """
     rref = self.module_rref
     return api.rpc_async(rref.owner(), _remote_forward, (rref, self.device, self.is_device_map_set, *args), kwargs)
 
 
 def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
-    """Calls the module on its owner, and returns its result. Raises what the module or its constructor raised."""
+    """Calls the module on its owner, and returns its result.
+
+    Raises what the module or its constructor raised, and `RuntimeError` if the call timed out or the owner was lost.
+
+    Args:
+        self: The remote module.
+        *args: The positional arguments of the module.
+        **kwargs: Its keyword arguments.
+    """
     rref = self.module_rref
     return api.rpc_sync(rref.owner(), _remote_forward, (rref, self.device, self.is_device_map_set, *args), kwargs)
 
@@ -38,13 +52,13 @@ module_interface_cls = None
 def _remote_forward(
     module_rref: PyRRef[Any], device: str, is_device_map_set: bool, /, *args: Any, **kwargs: Any
 ) -> Any:
-    """Called remotely on the owner of the module: runs `forward`.
+    """Called remotely on the owner of the module: calls `forward` of the module, and returns its result.
 
     Args:
-        module_rref: The module.
-        device: Its device; arguments are moved there.
+        module_rref: A reference to the module. Raises `RuntimeError` if this worker is not the owner.
+        device: The device of the module. Arguments are moved there, unless it is "cpu".
         is_device_map_set: If False, the result is moved to the CPU.
-        *args: The arguments of `forward`.
+        *args: The positional arguments of `forward`.
         **kwargs: Its keyword arguments.
     """
     module = module_rref.local_value()
@@ -56,8 +70,8 @@ def _remote_forward(
 
 
 def move_tensors(value: Any, device: torch.device) -> Any:
-    """Returns the value with all its tensors, also those in lists, tuples and dicts, on a device.
+    """Returns a copy of the value with all its tensors on a device, also those in nested lists, tuples and dicts.
 
-    A value without tensors is returned as it is. Raises what torch raises if the device does not exist.
+    Values without tensors stay the same. Raises `RuntimeError` if the device does not exist.
     """
     return _pytree.tree_map_only(torch.Tensor, lambda tensor: tensor.to(device), value)

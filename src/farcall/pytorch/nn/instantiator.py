@@ -39,7 +39,11 @@ _generating: Final = threading.RLock()
 
 
 class Calls:
-    """The calls that compiled code has started on a remote module, by number."""
+    """The calls that compiled code has started on a remote module, by number.
+
+    Args:
+        remote_module: The remote module.
+    """
 
     def __init__(self, remote_module: Any) -> None:
         self._remote_module = remote_module
@@ -47,9 +51,9 @@ class Calls:
         self._futures: dict[int, Any] = {}
 
     def begin(self, *args: Any) -> int:
-        """Calls the module on its owner without waiting, and returns a number for `result`.
+        """Calls the module on its owner without waiting, and returns the number of the call, for `result`.
 
-        Raises what `rpc_async` raises.
+        Raises `RuntimeError` if this process is not a worker.
         """
         number = next(self._numbers)
         self._futures[number] = self._remote_module.forward_async(*args)
@@ -87,7 +91,11 @@ def get_arg_return_types_from_interface(module_interface: Any) -> tuple[str, str
 
 
 class _StringLoader(importlib.abc.SourceLoader):
-    """An import loader whose source code is a text in memory."""
+    """An import loader whose source code is a text in memory.
+
+    Args:
+        data: The source code.
+    """
 
     def __init__(self, data: str) -> None:
         self.data = data
@@ -118,14 +126,15 @@ class _StringLoader(importlib.abc.SourceLoader):
 def _do_instantiate_remote_module_template(
     generated_module_name: str, str_dict: Mapping[str, str], enable_moving_cpu_tensors_to_cuda: bool
 ) -> ModuleType:
-    """Returns the generated module of this name, and generates it the first time.
+    """Returns the generated module of this name; generates it the first time.
 
-    Raises what the generated code raises.
+    Raises what the generated code raises, for example `SyntaxError`.
 
     Args:
-        generated_module_name: The name.
-        str_dict: What the fields of the template are filled with. Raises `KeyError` if one is missing.
-        enable_moving_cpu_tensors_to_cuda: Which template is used; both are the same.
+        generated_module_name: The name, under which the module is also put into `sys.modules`.
+        str_dict: The texts for the fields of the template, by the names of the fields. Raises `KeyError` if one is
+            missing.
+        enable_moving_cpu_tensors_to_cuda: Has no effect, because both templates are the same.
     """
     with _generating:
         if generated_module_name in sys.modules:

@@ -124,7 +124,13 @@ class _RemoteModule(nn.Module):  # type: ignore[misc]  # torch may not be there 
     def _prepare_init(self, remote_device_str: str) -> bool:
         """Sets `on`, `device` and `is_device_map_set`, and returns True if the device is a GPU.
 
-        Raises as the constructor.
+        Args:
+            remote_device_str: `"name/device"` or `"rank:1/device"`. Without the device, `cpu`.
+
+        Raises:
+            ValueError: `remote_device_str` is malformed.
+            AssertionError: This process is not a worker.
+            RuntimeError: The worker does not exist.
         """
         if not api._is_current_rpc_agent_set():
             raise AssertionError("RemoteModule only works in RPC.")
@@ -139,11 +145,11 @@ class _RemoteModule(nn.Module):  # type: ignore[misc]  # torch may not be there 
         return bool(torch.device(self.device).type == "cuda")
 
     def _init_template(self, module_interface_cls: Any, enable_moving_cpu_tensors_to_cuda: bool) -> None:
-        """Sets the methods of this object.
+        """Sets `is_scriptable` and `generated_methods`.
 
         Args:
-            module_interface_cls: The interface for which methods are generated; None for methods that accept any
-                arguments.
+            module_interface_cls: The TorchScript interface for which methods are generated; None for methods that
+                accept any arguments.
             enable_moving_cpu_tensors_to_cuda: Has no effect.
 
         Raises:
@@ -158,12 +164,16 @@ class _RemoteModule(nn.Module):  # type: ignore[misc]  # torch may not be there 
         self.generated_methods = generated._generated_methods
 
     def _install_generated_methods(self) -> None:
-        """Binds `forward_async` and `forward` to this object."""
+        """Makes the functions in `generated_methods` methods of this object."""
         for method in self.generated_methods:
             setattr(self, method.__name__, types.MethodType(method, self))
 
     def _check_attribute_picklability(self) -> None:
-        """Raises `AttributeError` if an attribute is listed neither among those that are sent, nor among the others."""
+        """Returns None if it is known of each attribute of this object whether it is sent in calls.
+
+        Raises `AttributeError` for one that is neither in `_REMOTE_MODULE_PICKLED_ATTRIBUTES` nor in
+        `_REMOTE_MODULE_ATTRIBUTES_IGNORE_FOR_PICKLING`.
+        """
         for name in self.__dict__:
             if not _is_known(name):
                 raise AttributeError(
@@ -180,13 +190,14 @@ class _RemoteModule(nn.Module):  # type: ignore[misc]  # torch may not be there 
         This is how remote modules with an interface are shared, because they cannot be sent themselves.
 
         Args:
-            remote_device: Where the module is; see the constructor.
+            remote_device: Where the module is, `"name/device"` or `"rank:1/device"`. Without the device, `cpu`.
             module_rref: A reference to the module.
             _module_interface_cls: Its TorchScript interface; None for none.
 
         Raises:
             ValueError: `remote_device` is malformed, or `_module_interface_cls` is not an interface.
             AssertionError: This process is not a worker.
+            RuntimeError: The worker does not exist.
         """
         remote_module: RemoteModule = object.__new__(RemoteModule)
         enable_moving_cpu_tensors_to_cuda = remote_module._prepare_init(remote_device)
@@ -210,7 +221,8 @@ class _RemoteModule(nn.Module):  # type: ignore[misc]  # torch may not be there 
             recurse: Whether to include the parameters of submodules.
 
         Raises:
-            Exception: What `rpc_sync` raises if the owner cannot be asked, and what the module's constructor raised.
+            RuntimeError: The call timed out, or the owner was lost.
+            Exception: What the constructor of the module raised.
         """
         parameters: list[RRef[Any]] = api.rpc_sync(self.on, _param_rrefs, (self.module_rref, recurse))
         return parameters
@@ -220,16 +232,19 @@ class _RemoteModule(nn.Module):  # type: ignore[misc]  # torch may not be there 
         return self.module_rref
 
     def train(self, mode: bool = True) -> _RemoteModule:
-        """Sets the module to training mode, or to evaluation mode if `mode` is False. Returns this remote module."""
+        """Sets the module to training mode, or to evaluation mode if `mode` is False. Returns this remote module.
+
+        Raises `RuntimeError` if the owner does not answer, and what the constructor of the module raised.
+        """
         api.rpc_sync(self.on, _train, (self.module_rref, mode))
         return self
 
     def eval(self) -> _RemoteModule:
-        """Sets the module to evaluation mode. Returns this remote module."""
+        """Sets the module to evaluation mode. Returns this remote module. Raises the same errors as `train`."""
         return self.train(False)
 
     def parameters(self, recurse: bool = True) -> Any:
-        """Raises `ValueError`: use `remote_parameters`."""
+        """Always raises `ValueError`, which says to use `remote_parameters`."""
         raise ValueError(
             "Method ``parameters`` not supported for RemoteModule. Please use ``remote_parameters`` instead."
         )
@@ -257,7 +272,7 @@ class _RemoteModule(nn.Module):  # type: ignore[misc]  # torch may not be there 
 
 
 def _raise_not_supported(name: str) -> None:
-    """Raises `ValueError`: a remote module has no method of this name."""
+    """Always raises `ValueError`, which says that a remote module has no method `name`."""
     raise ValueError(f"Method ``{name}`` not supported for RemoteModule")
 
 
@@ -324,9 +339,9 @@ class RemoteModule(_RemoteModule):
 def _create_module(
     module_cls: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any], device: str
 ) -> nn.Module:
-    """Called remotely: creates a module on a device of this worker.
+    """Called remotely: creates `module_cls(*args, **kwargs)`, moves it to a device of this worker, and returns it.
 
-    Raises `ValueError` if the result is not a module.
+    Raises `ValueError` if the result is not a module, and what `module_cls` raises.
     """
     module = module_cls(*args, **kwargs)
     if not isinstance(module, nn.Module):
@@ -345,26 +360,43 @@ def _create_module_with_interface(
     device: str,
     module_interface_cls: Any,
 ) -> RRef[Any]:
-    """Called remotely: creates and compiles a module on this worker, and returns a reference to it.
+    """Called remotely: creates a module as `_create_module` does, compiles it, and returns a reference to it.
 
-    Raises `ValueError` if `module_cls` does not return a module, and `RuntimeError` if it cannot be compiled.
+    Args:
+        module_cls: A subclass of `torch.nn.Module`, or a function that returns a module.
+        args: Its positional arguments.
+        kwargs: Its keyword arguments.
+        device: The device to which the module is moved.
+        module_interface_cls: The TorchScript interface of the module. If None, the module is not compiled.
+
+    Raises:
+        ValueError: `module_cls` does not return a module.
+        RuntimeError: The module cannot be compiled.
     """
     module = _create_module(module_cls, args, kwargs, device)
     return RRef(module if module_interface_cls is None else torch.jit.script(module), module_interface_cls)
 
 
 def _instantiate_template(module_interface_cls: Any, enable_moving_cpu_tensors_to_cuda: bool) -> None:
-    """Generates the methods for an interface on this worker. Raises `ValueError` if it is not an interface."""
+    """Generates the methods for a TorchScript interface on this worker, for later use.
+
+    Raises `ValueError` if `module_interface_cls` is not an interface.
+    """
     instantiator.instantiate_scriptable_remote_module_template(module_interface_cls, enable_moving_cpu_tensors_to_cuda)
 
 
 def _param_rrefs(module_rref: PyRRef[Any], recurse: bool) -> list[RRef[Any]]:
-    """Called remotely: returns references to the parameters of a module of this worker."""
+    """Called remotely: returns references to the parameters of a module of this worker; an empty list if it has none.
+
+    Args:
+        module_rref: A reference to the module.
+        recurse: Whether to include the parameters of submodules.
+    """
     return [RRef(parameter) for parameter in module_rref.local_value().parameters(recurse)]
 
 
 def _train(module_rref: PyRRef[Any], mode: bool) -> None:
-    """Called remotely: sets a module of this worker to training or evaluation mode."""
+    """Called remotely: sets a module of this worker to training mode, or to evaluation mode if `mode` is False."""
     module_rref.local_value().train(mode)
 
 
@@ -372,9 +404,10 @@ def _train(module_rref: PyRRef[Any], mode: bool) -> None:
 
 
 def _remote_module_reducer(remote_module: RemoteModule) -> Any:
-    """Returns what is pickled of a remote module. Raises `SerializationError` if no message is being made.
+    """Returns what is pickled in place of a remote module.
 
-    Prints a warning for attributes that are listed neither as sent nor as not sent.
+    Prints a warning for each attribute of which it is not known whether it is sent. Raises `SerializationError` if this
+    thread is not writing a message of a call.
     """
     for name in remote_module.__dict__:
         if not _is_known(name):
@@ -393,7 +426,14 @@ def _remote_module_reducer(remote_module: RemoteModule) -> Any:
 
 
 def _remote_module_receiver(*remote_module_pickled_attrs: Any) -> RemoteModule:
-    """Returns the remote module that was sent as these values of `_REMOTE_MODULE_PICKLED_ATTRIBUTES`, in that order."""
+    """Returns the remote module that was sent.
+
+    Raises `SerializationError` if this thread is not reading a message.
+
+    Args:
+        *remote_module_pickled_attrs: The values of `_REMOTE_MODULE_PICKLED_ATTRIBUTES`, in that order. A wrong number
+            of them raises `TypeError`.
+    """
     attributes = _SerializedRemoteModule._make(remote_module_pickled_attrs)._asdict()
     remote_module: RemoteModule = object.__new__(RemoteModule)
     remote_module.__dict__.update(attributes)
@@ -404,7 +444,10 @@ def _remote_module_receiver(*remote_module_pickled_attrs: Any) -> RemoteModule:
 
 
 def _recursive_script_module_reducer(recursive_script_module: Any) -> Any:
-    """Returns what is pickled of a script module. Raises `RuntimeError` if it contains a remote module."""
+    """Returns what is pickled in place of a script module: the bytes that `torch.jit.save` writes.
+
+    Raises `RuntimeError` if the module is a compiled remote module, or torch cannot save it.
+    """
     if hasattr(recursive_script_module._c, "module_rref"):
         raise RuntimeError(
             "Passing a script RemoteModule over RPC is not supported. Please create a RemoteModule in the sender, "
@@ -416,7 +459,10 @@ def _recursive_script_module_reducer(recursive_script_module: Any) -> Any:
 
 
 def _recursive_script_module_receiver(recursive_script_module_serialized: bytes) -> Any:
-    """Returns a script module from what `torch.jit.save` has written. Raises `RuntimeError` if that is damaged."""
+    """Returns the script module in bytes that `torch.jit.save` has written.
+
+    Raises `RuntimeError` if the bytes are damaged.
+    """
     return _internal_rpc_pickler._script_module_receiver(recursive_script_module_serialized)
 
 

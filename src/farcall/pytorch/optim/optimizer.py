@@ -42,9 +42,10 @@ _compile_lock: Final = threading.Lock()
 
 @contextmanager
 def _compiling() -> Iterator[None]:
-    """Context manager for code that makes TorchScript compile: takes the lock, and hides deprecation warnings.
+    """Context manager for code that compiles TorchScript: admits one thread at a time, and hides deprecation warnings.
 
-    The user did not ask for TorchScript, so its deprecation warnings would be of no use. Other warnings are shown.
+    The user did not ask for TorchScript, so its deprecation warnings would be of no use. Other warnings are shown at
+    the end.
     """
     with _compile_lock:
         with warnings.catch_warnings(record=True) as caught:  # recorded, because some of torch's bypass the filters
@@ -56,7 +57,11 @@ def _compiling() -> Iterator[None]:
 
 
 class _CompiledStep(nn.Module):  # type: ignore[misc]  # torch may not be there when types are checked
-    """Wraps a functional optimizer in a module, because TorchScript compiles objects only as attributes of a module."""
+    """Wraps a functional optimizer in a module, because TorchScript compiles objects only as attributes of a module.
+
+    Args:
+        optim: The functional optimizer. Its `step` takes a list with one gradient, or None, for each parameter.
+    """
 
     def __init__(self, optim: Any) -> None:
         super().__init__()
@@ -72,14 +77,14 @@ with _compiling():
 
     @torch.jit.interface
     class _ScriptLocalOptimizerInterface:
-        """The TorchScript interface of an optimizer on one worker."""
+        """The TorchScript interface of an optimizer for the parameters of one worker."""
 
         def step(self, autograd_ctx_id: int) -> None:
             pass
 
 
 class _ScriptLocalOptimizer(nn.Module):  # type: ignore[misc]  # torch may not be there when types are checked
-    """A functional optimizer for the parameters of one worker. Its step is compiled."""
+    """An optimizer for the parameters of one worker, with a compiled step that ignores `.grad`."""
 
     compile_lock = _compile_lock
 
@@ -89,10 +94,10 @@ class _ScriptLocalOptimizer(nn.Module):  # type: ignore[misc]  # torch may not b
         """Creates and compiles the optimizer.
 
         Args:
-            optim_cls: A functional optimizer, or a class of `torch.optim` that has a functional version.
-            local_params_rref: References to parameters of this worker.
-            *args: Further arguments of the optimizer.
-            **kwargs: Further keyword arguments of the optimizer.
+            optim_cls: A class of `torch.optim` of which torch has a functional version, or a functional version itself.
+            local_params_rref: References to parameters that this worker owns. Others raise `RuntimeError`.
+            *args: Further positional arguments of the optimizer.
+            **kwargs: Its keyword arguments. The class raises `TypeError` for an unknown one.
         """
         super().__init__()
         self._local_params = [rref.local_value() for rref in local_params_rref]
@@ -105,7 +110,8 @@ class _ScriptLocalOptimizer(nn.Module):  # type: ignore[misc]  # torch may not b
     def step(self, autograd_ctx_id: int) -> None:
         """Applies the gradients of a distributed autograd context. Parameters without a gradient stay unchanged.
 
-        Raises `RuntimeError` if the context does not exist on this worker.
+        Args:
+            autograd_ctx_id: The id of the context. Raises `RuntimeError` if this worker does not know the context.
         """
         gradients = autograd._retrieve_context(autograd_ctx_id).gradients_of(self._local_params)
         if self._rate is not None and {None if each is None else each.layout for each in gradients} == _STRIDED:
@@ -116,9 +122,15 @@ class _ScriptLocalOptimizer(nn.Module):  # type: ignore[misc]  # torch may not b
 
 
 def _plain_sgd_rate(functional: Any, lr: Any = None, *args: Any, **kwargs: Any) -> float | None:
-    """Returns the learning rate if the optimizer is torch's SGD without any options; None for any other.
+    """Returns the learning rate if the optimizer is torch's SGD with nothing but a learning rate; None for any other.
 
-    Such a step is one addition for all parameters, which needs no compiled code.
+    A step of such an optimizer is one addition for all parameters, which needs no compiled code.
+
+    Args:
+        functional: The class of the functional optimizer.
+        lr: Its learning rate; None if it was not given.
+        *args: Its further positional arguments.
+        **kwargs: Its further keyword arguments.
     """
     is_plain = (
         functional.__module__ == _FUNCTIONAL_SGD[0]
@@ -130,10 +142,10 @@ def _plain_sgd_rate(functional: Any, lr: Any = None, *args: Any, **kwargs: Any) 
 
 
 class _LocalOptimizer:
-    """An optimizer for the parameters of one worker that takes the gradients from `.grad`."""
+    """An optimizer of `torch.optim` for the parameters of one worker. A step puts the gradients into `.grad` first."""
 
     global_lock = threading.Lock()
-    """Held during a step, because several optimizers of one worker may have the same parameters."""
+    """Held during a step of any `_LocalOptimizer`, because several of them may have the same parameters."""
 
     def __init__(
         self, optim_cls: Callable[..., Any], local_params_rref: Iterable[PyRRef[Any]], *args: Any, **kwargs: Any
@@ -141,18 +153,19 @@ class _LocalOptimizer:
         """Creates the optimizer.
 
         Args:
-            optim_cls: A class of `torch.optim`.
-            local_params_rref: References to parameters of this worker.
-            *args: Further arguments of the optimizer.
-            **kwargs: Further keyword arguments of the optimizer.
+            optim_cls: A class of `torch.optim`, or any other with such a constructor and a `step`.
+            local_params_rref: References to parameters that this worker owns. Others raise `RuntimeError`.
+            *args: Further positional arguments of the optimizer.
+            **kwargs: Its keyword arguments. The class raises `TypeError` for an unknown one.
         """
         self._local_params = [rref.local_value() for rref in local_params_rref]
         self.optim = optim_cls(self._local_params, *args, **kwargs)
 
     def step(self, autograd_ctx_id: int) -> None:
-        """Applies the gradients of a distributed autograd context.
+        """Puts this worker's gradients of a distributed autograd context into `.grad`, and makes a step.
 
-        Raises `RuntimeError` if the context does not exist on this worker.
+        Args:
+            autograd_ctx_id: The id of the context. Raises `RuntimeError` if this worker does not know the context.
         """
         gradients = autograd.get_gradients(autograd_ctx_id)
         with _LocalOptimizer.global_lock:
@@ -167,13 +180,13 @@ class _LocalOptimizer:
 def _new_local_optimizer(
     optim_cls: Callable[..., Any], local_params_rref: Sequence[PyRRef[Any]], *args: Any, **kwargs: Any
 ) -> RRef[Any]:
-    """Called remotely: creates an optimizer on this worker, and returns a reference to it.
+    """Called remotely: creates a `_LocalOptimizer` on this worker, and returns a reference to it.
 
     Args:
-        optim_cls: A class of `torch.optim`.
-        local_params_rref: References to parameters of this worker.
-        *args: Further arguments of the optimizer.
-        **kwargs: Further keyword arguments. The class raises if it does not know one.
+        optim_cls: A class of `torch.optim`, or any other with such a constructor and a `step`.
+        local_params_rref: References to parameters that this worker owns. Others raise `RuntimeError`.
+        *args: Further positional arguments of the optimizer.
+        **kwargs: Its keyword arguments. The class raises `TypeError` for an unknown one.
     """
     return RRef(_LocalOptimizer(optim_cls, local_params_rref, *args, **kwargs))
 
@@ -181,21 +194,24 @@ def _new_local_optimizer(
 def _new_script_local_optimizer(
     optim_cls: Callable[..., Any], local_params_rref: Sequence[PyRRef[Any]], *args: Any, **kwargs: Any
 ) -> RRef[Any]:
-    """Called remotely: creates a functional, compiled optimizer on this worker, and returns a reference to it.
+    """Called remotely: creates a `_ScriptLocalOptimizer` on this worker, and returns a reference to it.
 
     Args:
-        optim_cls: A functional optimizer, or a class of `torch.optim` that has a functional version.
-        local_params_rref: References to parameters of this worker.
-        *args: Further arguments of the optimizer.
-        **kwargs: Further keyword arguments. The class raises if it does not know one.
+        optim_cls: A class of `torch.optim` of which torch has a functional version, or a functional version itself.
+        local_params_rref: References to parameters that this worker owns. Others raise `RuntimeError`.
+        *args: Further positional arguments of the optimizer.
+        **kwargs: Its keyword arguments. The class raises `TypeError` for an unknown one.
     """
     return RRef(_ScriptLocalOptimizer(optim_cls, local_params_rref, *args, **kwargs))
 
 
 def _local_optimizer_step(local_optim_rref: PyRRef[Any], autograd_ctx_id: int) -> None:
-    """Called remotely: applies the gradients of a context with an optimizer of this worker.
+    """Called remotely: makes a step of an optimizer of this worker.
 
-    Raises `RuntimeError` if the context does not exist on this worker.
+    Args:
+        local_optim_rref: A reference to the optimizer. Raises `RuntimeError` if this worker does not own it.
+        autograd_ctx_id: The id of the context with the gradients. Raises `RuntimeError` if this worker does not know
+            it.
     """
     local_optim_rref.local_value().step(autograd_ctx_id)
 
@@ -203,8 +219,12 @@ def _local_optimizer_step(local_optim_rref: PyRRef[Any], autograd_ctx_id: int) -
 def _script_local_optimizer_step(local_optim_rref: PyRRef[Any], autograd_ctx_id: int) -> None:
     """Called remotely: makes a step of a functional optimizer of this worker.
 
-    Not compiled, as in torch, because compiled code does not accept references. The step that it calls is compiled.
-    Raises `RuntimeError` if the autograd context does not exist on this worker.
+    This function is not compiled, as in torch, because compiled code does not accept references. The step itself is.
+
+    Args:
+        local_optim_rref: A reference to the optimizer. Raises `RuntimeError` if this worker does not own it.
+        autograd_ctx_id: The id of the context with the gradients. Raises `RuntimeError` if this worker does not know
+            it.
     """
     local_optim_rref.local_value().step(autograd_ctx_id)
 
@@ -217,8 +237,14 @@ def _begin_step(
 ) -> Any:
     """Starts a step of an optimizer on another worker, and returns a future that is done when the step is.
 
-    If the worker knows the context already, a method is called through the reference, which is faster. Otherwise an
-    ordinary call takes the context to the worker.
+    If that worker knows the context already, a method is called through the reference, which is faster. Otherwise an
+    ordinary call takes the context there.
+
+    Args:
+        optimizer: A reference to the optimizer.
+        owner: The worker that has it.
+        context: The distributed autograd context with the gradients.
+        step: The function for the ordinary call: `_local_optimizer_step` or `_script_local_optimizer_step`.
     """
     agent: Any = current_agent()
     if owner.id in context.known_workers and rides_alone(RIDER, agent, owner):
@@ -229,16 +255,21 @@ def _begin_step(
 
 
 class _LocalStep:
-    """A step of this worker's own optimizer, with the interface of a future: `wait` makes the step."""
+    """A step of an optimizer of this worker, with the interface of a future. The step is made by `wait`, not before.
+
+    Args:
+        optimizer: A reference to the optimizer.
+        context_id: The id of the distributed autograd context with the gradients.
+    """
 
     def __init__(self, optimizer: RRef[Any], context_id: int) -> None:
         self._optimizer = optimizer
         self._context_id = context_id
 
     def wait(self) -> None:
-        """Makes the step, and returns None.
+        """Makes the step, and returns None. Call it once.
 
-        Raises what the step raises, such as `RuntimeError` for an unknown context.
+        Raises `RuntimeError` if this worker does not know the context, and what the optimizer raises.
         """
         self._optimizer.local_value().step(self._context_id)
 
@@ -260,9 +291,9 @@ class DistributedOptimizer:
 
         Args:
             optimizer_class: A class of `torch.optim`, or any other with such a constructor and a `step`.
-            params_rref: References to parameters, on any workers.
-            *args: Further arguments of the optimizers.
-            **kwargs: Further keyword arguments of the optimizers, for example `lr`.
+            params_rref: References to parameters, on any workers. Without references, steps do nothing.
+            *args: Further positional arguments of the optimizers.
+            **kwargs: Keyword arguments of the optimizers, for example `lr`.
 
         Raises:
             TypeError: One of `params_rref` is a parameter and not a reference.
@@ -300,13 +331,14 @@ class DistributedOptimizer:
     def step(self, context_id: int) -> None:
         """Applies the gradients of a distributed autograd context on all workers at the same time, and waits for all.
 
-        Parameters without a gradient in the context stay unchanged.
+        With a class that has a compiled version, parameters without a gradient in the context stay unchanged. Other
+        classes also use gradients that are in `.grad` already.
 
         Args:
             context_id: The id of the context.
 
         Raises:
-            RuntimeError: The context does not exist on this worker.
+            RuntimeError: This worker does not know the context. Nothing has changed.
             Exception: What a step raised on its worker. If several raised, the last one, with notes about the others.
                 The steps of other workers may have been made.
         """
@@ -324,19 +356,22 @@ class DistributedOptimizer:
 
 
 def _functional_class(optimizer_class: Any) -> Any:
-    """Returns torch's compiled version of an optimizer class; None if there is none, or TorchScript is disabled."""
+    """Returns torch's functional version of an optimizer class, which can be compiled; None if there is none.
+
+    Also returns None if TorchScript is disabled.
+    """
     return functional_optim_map.get(optimizer_class) if torch.jit._state._enabled else None
 
 
 def _wait_for_all(rpc_futs: Iterable[Any], owners: Sequence[WorkerInfo] = ()) -> list[Any]:
-    """Waits for all these calls, and returns their results in order.
+    """Waits until all calls have ended, and returns their results in order; an empty list for no calls.
 
     Args:
-        rpc_futs: The calls; each has a `wait`. May be empty.
-        owners: The worker of each, for the notes.
+        rpc_futs: The futures of the calls; each has a `wait`.
+        owners: The worker of each call, for the notes. If empty, the notes name no workers.
 
     Raises:
-        Exception: The last error, once all calls have ended, with notes about the others.
+        Exception: The error of the last call that failed, with notes about the other failures.
     """
     results: list[Any] = []
     failures: list[tuple[str, Exception]] = []

@@ -111,23 +111,36 @@ class Guard(Protocol):
     """Decides which functions and classes a pickle may use. `security.allowed.AllowList` is one."""
 
     def check_name(self, module: str, name: str) -> None:
-        """Returns if a pickle may use that name, else raises `NotAllowedError`. Called before anything is imported."""
+        """Raises `NotAllowedError` if a pickle may not use that name; returns None if it may.
+
+        Called before anything is imported.
+
+        Args:
+            module: The name of the module.
+            name: The dotted name in the module.
+        """
 
     def check_found(self, module: str, name: str, found: object) -> None:
-        """Returns if a pickle may use the object found under that name, else raises `NotAllowedError`."""
+        """Raises `NotAllowedError` if a pickle may not use the object that was found; returns None if it may.
+
+        Args:
+            module: The name of the module.
+            name: The dotted name in the module.
+            found: The object with that name.
+        """
 
 
 def find_allowed(module: str, name: str, guard: Guard) -> Any:
-    """Returns the object with that name, after the guard has allowed the name and the object.
+    """Returns the object with a dotted name in a module, after the guard has allowed the name and the object.
 
     Args:
-        module: The name of the module.
+        module: The name of the module. It is imported if necessary.
         name: The dotted name in the module.
-        guard: Decides.
+        guard: Decides whether the name and the object may be used.
 
     Raises:
         NotAllowedError: The guard does not allow it, or the name leads through something that is not a class.
-        Exception: What importing the module or looking up the name raises.
+        Exception: What importing the module or looking up the name raises, such as `ImportError` or `AttributeError`.
     """
     guard.check_name(module, name)
     target: Any = importlib.import_module("__main__" if module == "__mp_main__" else module)
@@ -148,6 +161,11 @@ class _FastUnpickler(pickle.Unpickler):
 
     Its opcodes cannot be overridden, so it cannot control what is called or changed. For any other name that the guard
     allows, `load` raises `_NeedsChecking`.
+
+    Args:
+        payload: The pickle.
+        buffers: The buffers that came with it, in order.
+        guard: Decides which names may be used.
     """
 
     def __init__(self, payload: Buffer, buffers: Sequence[Buffer], guard: Guard) -> None:
@@ -193,7 +211,13 @@ class _Memo(dict[int, Any]):
 
 
 class _CheckingUnpickler(pickle._Unpickler):
-    """Pickle's Python unpickler, with checks in the opcodes that call or change something."""
+    """Pickle's Python unpickler, with checks in the opcodes that call or change something.
+
+    Args:
+        payload: The pickle.
+        buffers: The buffers that came with it, in order.
+        guard: Decides which names may be used.
+    """
 
     dispatch: ClassVar[dict[int, Callable[[Any], None]]] = dict(pickle._Unpickler.dispatch)
     stack: list[Any]
@@ -573,10 +597,13 @@ def loads_restricted_arguments(
 ) -> tuple[tuple[Any, ...], dict[str, Any]]:
     """Rebuilds the arguments of a call from an untrusted sender: the positional and the keyword arguments.
 
-    The parameters are those of `loads_restricted`. An empty payload means no arguments.
+    Args:
+        payload: The payload; an empty one means no arguments.
+        buffers: The buffers that came with it, in order. Large arrays use their memory.
+        guard: Decides which functions and classes may be used.
 
     Raises:
-        NotAllowedError: As in `loads_restricted`.
+        NotAllowedError: The payload uses something that the guard does not allow, or breaks the rules of this module.
         SerializationError: The arguments cannot be rebuilt here, or the payload does not contain arguments.
     """
     if not payload:
