@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Any, Concatenate, Generic, NoReturn, ParamSpec
 
 from farcall.current import current_reference_store
 from farcall.errors import OwnerLostError, ReferenceRefusedError, RpcTimeoutError, UsageError, WorkerLostError
-from farcall.futures import DONE, Future, awaited_together
+from farcall.futures import DONE, Future, awaited_together, wait_or_cancel
 from farcall.gate import FOREVER
 from farcall.options import UNSET_RPC_TIMEOUT, CallOptions, call_timeout
 from farcall.protocol.frames import METHOD, PRESENCE, TYPE, VALUE
@@ -505,7 +505,7 @@ class Proxy:
 
 def _call(handle: Handle, timeout: float, method: str, /, *args: Any, **kwargs: Any) -> Any:
     """Calls a method of the value on the owner, waits, and returns the result. Raises what `RRef.rpc_sync` lists."""
-    return handle.reference_store.calling.call_on(handle, METHOD, method, args, kwargs, timeout).wait()
+    return wait_or_cancel(handle.reference_store.calling.call_on(handle, METHOD, method, args, kwargs, timeout))
 
 
 def _call_later(handle: Handle, timeout: float, method: str, /, *args: Any, **kwargs: Any) -> Future[Any]:

@@ -72,6 +72,7 @@ class TensorPipeAgent(Agent):
     """The agent of a worker, for programs written for torch."""
 
     function_runner = staticmethod(runner_of)
+    honours_deadlines = False  # as in torch: a timeout ends the wait, a started call runs to its end
 
     def __init__(
         self,

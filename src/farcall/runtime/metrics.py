@@ -108,6 +108,8 @@ def _count_client(connection: ClientConnection) -> Counts:
 def _count_server(connection: ServerConnection) -> Counts:
     return Counter(
         calls_served=connection.calls_served,
+        calls_expired=connection.calls_expired,
+        calls_cancelled=connection.calls_cancelled,
         bytes_waiting=connection.link.unsent_bytes(),
         **connection.link.counts()._asdict(),
     )

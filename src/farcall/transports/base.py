@@ -142,6 +142,9 @@ class Link(Protocol):
     def note_hang_up(self) -> None:
         """Ends `wait` in another thread, and makes later ones return at once: the other end has closed the link."""
 
+    def wake(self) -> None:
+        """Ends `wait` in another thread early; if no thread waits, the next `wait` returns at once. Raises nothing."""
+
     def flush(self) -> None:
         """Sends queued frames as far as that is possible without waiting. Raises `ConnectionError` if that fails."""
 
