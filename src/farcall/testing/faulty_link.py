@@ -277,6 +277,7 @@ class FaultyLink:
         """Closes this end. Frames that are held for the other worker are still sent. May be called again."""
         with self._relay.lock:
             end, self._agent_end = self._agent_end, None
+            self._wake_up = WakeUp()  # frees the descriptor of the old one when no thread polls it any more
             if end is not None:
                 end.release()
                 self._inbox.clear()
