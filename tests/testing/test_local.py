@@ -134,5 +134,7 @@ def test_a_reference_whose_owner_has_gone() -> None:
 
 @pytest.mark.parametrize("wrong", [3, "worker0", FaultyRpcBackendOptions()])
 def test_what_is_no_agent_has_no_faults(wrong: Any) -> None:
-    with pytest.raises(UsageError, match=r"is no agent: give faults\(\) one of a LocalGroup, group\.agents\[0\], or nothing"):
+    with pytest.raises(
+        UsageError, match=r"is no agent: give faults\(\) one of a LocalGroup, group\.agents\[0\], or nothing"
+    ):
         faults(wrong)
