@@ -27,7 +27,7 @@ from typing import Final
 
 from farcall.errors import ProtocolError
 from farcall.transports.base import Buffer, Frame, LinkOptions
-from farcall.transports.large_frames import MAX_BUFFERS, check_size, sizes_of, unpack_sizes
+from farcall.transports.large_frames import MAX_BUFFERS
 from farcall.transports.shm_segments import (
     MAX_SEGMENTS_PER_LINK,
     RETRY_S,
@@ -55,8 +55,9 @@ _MAX_SEGMENTS: Final = 128
 """The most segments of one worker. Each needs a descriptor."""
 _MAX_DEFAULT_BYTES: Final = 4 << 30
 
+# A header has the number of buffers as its third field. A table of 8 bytes for each number follows the header.
 _SHARED_HEADER: Final = struct.Struct("<BBHiIxxxx")
-_RETURNED_HEADER: Final = struct.Struct("<BxHI")
+_RETURNED_HEADER: Final = struct.Struct("<BBHI")
 _OFFER: Final = struct.Struct(f"<Bxxxi{TOKEN_SIZE}s")
 _MISSING_HEADER: Final = _RETURNED_HEADER
 
@@ -219,9 +220,10 @@ class SharedBuffers:
 
         With `has_frame`, the first of `written` is the frame itself, and `frame` is empty.
         """
-        header = _SHARED_HEADER.pack(SHARED, has_frame, len(written), *place)
-        self._send_internal(header, sizes_of(written), frame)
-        self.bytes_out += sum([buffer.nbytes for buffer in written])
+        sizes = [buffer.nbytes for buffer in written]
+        header = _SHARED_HEADER.pack(SHARED, has_frame, len(sizes), *place)
+        self._send_internal(header, _pack_table(sizes), frame)
+        self.bytes_out += sum(sizes)
 
     def _send_back(self, frame: bytes, buffers: list[memoryview], returnable: ReturnableBuffers) -> bool:
         """Sends buffers back in the segment in which they came, or copies in another one if other views exist.
@@ -239,9 +241,8 @@ class SharedBuffers:
                 return False
         # Sent outside of `with`: as soon as it is sent, the other end may use the segment for its next frame, which
         # another thread of this process may read before this one goes on.
-        count = len(returnable.sizes)
-        table = struct.pack(f"<{2 * count}Q", *returnable.offsets, *returnable.sizes)
-        self._send_internal(_RETURNED_HEADER.pack(RETURNED, count, returnable.number), table, frame)
+        header = _RETURNED_HEADER.pack(RETURNED, 0, len(returnable.sizes), returnable.number)
+        self._send_internal(header, _pack_table([*returnable.offsets, *returnable.sizes]), frame)
         self.bytes_out += sum(returnable.sizes)
         return True
 
@@ -315,12 +316,15 @@ class SharedBuffers:
 
         Raises `ProtocolError` if the frame is not valid, is too large, or this end has not opened an offered segment.
         """
-        if len(data) < _SHARED_HEADER.size or self._reader is None:
+        if self._reader is None:
             raise ProtocolError("the other end sent a frame in shared memory, which this end has not agreed to")
-        _, has_frame, count, descriptor, number = _SHARED_HEADER.unpack_from(data)
-        sizes = unpack_sizes(data, _SHARED_HEADER.size, count)
-        frame = data[_SHARED_HEADER.size + 8 * count :]
-        check_size(len(frame) + sum(sizes), self._max_frame_size)
+        (_, has_frame, count, descriptor, number), sizes, frame = _unpack(_SHARED_HEADER, data)
+        size = sum(sizes)
+        if len(frame) + size > self._max_frame_size:
+            raise ProtocolError(
+                f"the other end sent a frame of {len(frame) + size:,} bytes in shared memory; this worker takes "
+                f"{self._max_frame_size:,} at most (max_message_size)"
+            )
         try:
             buffers = self._reader.read(Place(descriptor, number), sizes)
         except CannotOpenError as error:
@@ -328,21 +332,18 @@ class SharedBuffers:
             if number in self._incomplete or len(self._incomplete) >= MAX_SEGMENTS_PER_LINK:
                 raise ProtocolError(f"two frames came in segment {number} at once, or too many segments") from None
             self._incomplete[number] = frame, sizes, bool(has_frame)
-            self._send_internal(_MISSING_HEADER.pack(MISSING, count, number), struct.pack(f"<{count}Q", *sizes))
+            self._send_internal(_MISSING_HEADER.pack(MISSING, 0, count, number), _pack_table(sizes))
             return None
         except (OSError, ValueError) as error:
             raise ProtocolError(f"the other end named shared memory that is not there: {error}") from None
-        self.bytes_in += sum(sizes)
+        self.bytes_in += size
         if self._copies:
             buffers = [self._copy(buffer) for buffer in buffers]
         return _with_frame(frame, buffers, bool(has_frame))
 
     def _receive_returned(self, data: bytes) -> Frame:
         """Returns the frame in a RETURNED frame. Raises `ProtocolError` if the other end does not have that segment."""
-        if len(data) < _RETURNED_HEADER.size:
-            raise ProtocolError("the other end sent a header that is too short")
-        _, count, number = _RETURNED_HEADER.unpack_from(data)
-        table = unpack_sizes(data, _RETURNED_HEADER.size, 2 * count)
+        (_, _, count, number), table, frame = _unpack(_RETURNED_HEADER, data, numbers_per_buffer=2)
         try:
             buffers = self._writer.take_returned(number, table[:count], table[count:])
         except OSError as error:
@@ -352,7 +353,7 @@ class SharedBuffers:
         self.bytes_returned += size
         if self._copies or self._writer.is_short():
             buffers = [self._copy(buffer) for buffer in buffers]
-        return data[_RETURNED_HEADER.size + 16 * count :], buffers
+        return frame, buffers
 
     def _copy(self, view: memoryview) -> memoryview:
         """Returns a copy of a buffer in memory of this process."""
@@ -384,10 +385,7 @@ class SharedBuffers:
 
         Raises `ProtocolError` if the other end does not have that segment.
         """
-        if len(data) < _MISSING_HEADER.size:
-            raise ProtocolError("the other end sent a header that is too short")
-        _, count, number = _MISSING_HEADER.unpack_from(data)
-        sizes = unpack_sizes(data, _MISSING_HEADER.size, count)
+        (_, _, _, number), sizes, _ = _unpack(_MISSING_HEADER, data)
         try:
             buffers = self._writer.contents(number, sizes)
         except OSError as error:
@@ -435,6 +433,27 @@ class SharedBuffers:
         """Closes the descriptors of this end's segments in a forked child. The parent continues to use the memory."""
         self._reader = None
         self._writer.abandon()
+
+
+def _pack_table(numbers: Sequence[int]) -> bytes:
+    """Returns numbers as they follow a header, 8 bytes each; empty bytes for no numbers."""
+    return struct.pack(f"<{len(numbers)}Q", *numbers)
+
+
+def _unpack(
+    header: struct.Struct, data: bytes, numbers_per_buffer: int = 1
+) -> tuple[tuple[int, ...], tuple[int, ...], bytes]:
+    """Returns the fields of the header of an internal frame, the numbers of its table, and the bytes after them.
+
+    Raises `ProtocolError` if `data` is too short for the header, or for the table that the header promises.
+    """
+    try:
+        fields = header.unpack_from(data)
+        count = fields[2] * numbers_per_buffer
+        table = struct.unpack_from(f"<{count}Q", data, header.size)
+    except struct.error:
+        raise ProtocolError("the other end sent a header that is too short") from None
+    return fields, table, data[header.size + 8 * count :]
 
 
 def _with_frame(frame: bytes, buffers: Sequence[memoryview], has_frame: bool) -> Frame:
