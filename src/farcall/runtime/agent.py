@@ -471,9 +471,9 @@ class Agent(RpcAgent):
     def after_reply(self, function: Callable[[], object]) -> None:
         """Calls a function after the reply to the call that this thread runs for another worker was sent.
 
-        If that call returns a coroutine or a pending future, `function` is called when it has returned, before the
-        reply. Errors that `function` raises are logged. If this thread runs no call for another worker, `function` is
-        called at once, and its errors are raised.
+        If that call returns a coroutine or a pending future, the reply is sent by another thread, which then calls
+        `function`. Errors that `function` raises are logged. If this thread runs no call for another worker, `function`
+        is called at once, and its errors are raised.
         """
         call_after_reply(function)
 

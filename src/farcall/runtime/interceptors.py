@@ -24,8 +24,8 @@ Rules
 - At the callee, the allow-list is checked and the arguments are unpickled before the first interceptor runs.
 - For an `async def` function `proceed` returns the coroutine, and for an `async_execution` function the future.
   Annotations of the reply may be set until the reply is sent.
-- `call.after_reply(function)` has a function called after the reply was sent, on the same thread, before that thread
-  runs anything else.
+- `call.after_reply(function)` has a function called after the reply was sent, on the thread that sent it, before that
+  thread runs anything else.
 - Without interceptors, a call executes one additional `if` on each side.
 """
 

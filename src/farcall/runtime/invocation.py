@@ -87,9 +87,9 @@ _serving = _Serving()
 def call_after_reply(function: Callable[[], object]) -> None:
     """Calls a function after the reply to the call that this thread runs for another worker was sent.
 
-    If that call returns a coroutine or a pending future, `function` is called when it has returned, before the reply.
-    Errors of `function` are logged. If this thread runs no call for another worker, `function` is called at once, and
-    its errors are raised.
+    If that call returns a coroutine or a pending future, the reply is sent by another thread, which then calls
+    `function`. Errors of `function` are logged. If this thread runs no call for another worker, `function` is called at
+    once, and its errors are raised.
     """
     invocation = _serving.invocation
     if invocation is None:
@@ -201,16 +201,18 @@ class Invocation:
                 result = self._await_async_execution(function, result)
             if type(result) is CoroutineType:  # not isinstance, which may run code of the result
                 parts.loop.run(result, lambda outcome, error: self._finish_later(function, outcome, error))
-            elif result is not _LATER:
-                outcome = [result]
-                del result  # this stack frame must not keep it: see the rules
-                self._finish(function, outcome)
+                return
+            if result is _LATER:
+                return
+            outcome = [result]
+            del result  # this stack frame must not keep it: see the rules
+            self._finish(function, outcome)
         except BaseException as error:
             self._fail(function, error)
         finally:
             _serving.invocation = None
-            if self._after_reply is not None:
-                self._call_after_reply()
+        if self._after_reply is not None:  # not reached if `_finish_later` sends the reply
+            self._call_after_reply()
 
     def _is_subject_there(self, subject: Value) -> bool:
         """Returns True if the request can be run now: the value of the reference that it uses is settled.
@@ -512,9 +514,9 @@ class Invocation:
     # After the reply
 
     def add_after_reply(self, function: Callable[[], object]) -> None:
-        """Has a function called when `run` ends: after the reply, or after a coroutine or pending future was returned.
+        """Has a function called after the reply was sent, by the thread that sent it. Its errors are logged.
 
-        Errors of the function are logged.
+        Must be called before the reply is sent; afterwards it has no effect.
         """
         if self._after_reply is None:
             self._after_reply = []
