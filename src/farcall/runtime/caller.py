@@ -245,12 +245,8 @@ class Caller:
         )
 
         def send(call: ClientCall) -> Future[Any]:
-            called = call.function
-            if handle is not None:
-                callee = self._callee_on(handle, METHOD, str(called))
-            else:
-                callee = encode_function(called) or b""  # type: ignore[arg-type]
-            future = self._call(peer, called, callee, call.args, call.kwargs, call.timeout, call)
+            callee = self._callee_of(call, handle)
+            future = self._call(peer, call.function, callee, call.args, call.kwargs, call.timeout, call)
             if handle is not None:
                 _keep_until_answered(future, handle)
             if unattended:
@@ -258,6 +254,23 @@ class Caller:
             return future
 
         return run_client_interceptors(self._interceptors.client, call, send)  # type: ignore[no-any-return]
+
+    def _callee_of(self, call: ClientCall, handle: Handle | None) -> bytes:
+        """Returns the encoded callee of a call that interceptors may have changed; empty if it must be pickled.
+
+        `handle` is that of the value whose method is called; None for a function. Raises `UsageError` if an interceptor
+        has set a function or timeout that is not valid.
+        """
+        check_timeout(call.timeout)
+        called = call.function
+        if handle is None:
+            callee = encode_function(called)  # type: ignore[arg-type]
+            if callee is None:
+                checked_function(called)  # type: ignore[arg-type]
+            return callee or b""
+        if not isinstance(called, str):
+            raise UsageError(f"an interceptor set {called!r} for the method {call.name!r}: it must be a method's name")
+        return self._callee_on(handle, METHOD, called)
 
     # Calls on references
 
@@ -436,13 +449,14 @@ class Caller:
         """
         interceptors = self._interceptors.client
         if not interceptors:
-            return self._send_remote(peer, function, callee, args or (), kwargs, keeps, {})
+            return self._send_remote(peer, function, callee, args or (), kwargs, keeps)
         call = ClientCall(
             peer.info, function, callable_name(function), tuple(args or ()), dict(kwargs or {}), self.rpc_timeout, True
         )
 
         def send(call: ClientCall) -> Handle:
-            return self._send_remote(peer, function, callee, call.args, call.kwargs, keeps, call.annotations)
+            callee = self._callee_of(call, keeps)
+            return self._send_remote(peer, call.function, callee, call.args, call.kwargs, keeps, call)
 
         return run_client_interceptors(interceptors, call, send)  # type: ignore[no-any-return]
 
@@ -454,17 +468,21 @@ class Caller:
         args: Sequence[Any],
         kwargs: Mapping[str, Any] | None,
         keeps: Handle | None,
-        annotations: Mapping[str, bytes],
+        intercepted: ClientCall | None = None,
     ) -> Handle:
         """Sends a call of `remote`, and returns a handle of the result.
 
-        Runs a call to this worker without sending it.
+        Runs a call to this worker without sending it. `intercepted` is the call as interceptors see it, which has the
+        annotations, and the timeout of connecting and sending; None without interceptors.
         """
+        annotations = intercepted.annotations if intercepted is not None else {}
+        timeout = intercepted.timeout if intercepted is not None else self.rpc_timeout
         payload, buffers, handles = self._pack_arguments(peer, function, callee, args, kwargs)
         store = self._store
         if peer.number == store.me:
             return self._remote_here(callee, payload, buffers, handles, keeps, annotations)
-        connection = peer.connection or self._connect(peer, function, self.rpc_timeout)
+        deadline = monotonic() + timeout if timeout else FOREVER
+        connection = peer.connection or self._connect(peer, function, timeout)
         self._check_size(connection, function, callee, len(handles) + 1, payload, buffers)
         packed_annotations = pack_annotations(annotations)
         future = connection.new_kept_call(function)
@@ -474,7 +492,6 @@ class Caller:
                 peer.number, handles, unacked, future.call_id, callee, payload, packed_annotations
             )
             handle.creation = future
-            deadline = monotonic() + self.rpc_timeout if self.rpc_timeout else FOREVER
             if buffers:
                 unacked.buffers = connection.send_kept(unacked.frame, buffers, deadline)
             else:

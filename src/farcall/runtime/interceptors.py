@@ -44,8 +44,8 @@ if TYPE_CHECKING:
 class ClientCall:
     """A call that this worker is about to make. Interceptors may change some attributes before they call `proceed`.
 
-    Changes of `function`, `args`, `kwargs`, `timeout` and `annotations` have an effect. If `is_kept` is set, only
-    changes of `args`, `kwargs` and `annotations` have one.
+    Changes of `function`, `args`, `kwargs`, `timeout` and `annotations` have an effect. The last `proceed` raises
+    `UsageError`, and nothing is sent, if `function` or `timeout` is not valid then.
     """
 
     __slots__ = ("annotations", "args", "function", "is_kept", "kwargs", "name", "reply_annotations", "timeout", "to")
@@ -70,7 +70,7 @@ class ClientCall:
         self.args: Sequence[Any] = args
         self.kwargs = kwargs
         self.timeout = timeout
-        """Seconds; 0 for no limit."""
+        """Seconds; 0 for no limit. If `is_kept` is set, the limit is for connecting and sending only."""
         self.is_kept = is_kept
         """Whether the result stays at the callee, as with `remote`. Then `proceed` returns a reference, not a
         future."""
