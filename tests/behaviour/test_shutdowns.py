@@ -153,6 +153,69 @@ def test_join_and_sync_return_when_all_workers_have_called_them_and_the_workers_
     assert call(group.agents[0], 1, echo, 1) == 1
 
 
+# -- Twice
+
+
+def test_a_second_graceful_shutdown_waits_for_the_first(group: LocalGroup, background: ThreadPoolExecutor) -> None:
+    gate = new_gate("work")
+    future = start(group.agents[0], 1, wait_at, "work", "done")
+    assert arrived["work"].wait(SOON)
+    leaving = [background.submit(agent.shutdown, True, SOON) for agent in group.agents for _ in range(2)]
+    assert call(group.agents[2], 0, echo, "still served") == "still served"
+    assert not any(one.done() for one in leaving)
+    gate.set()
+    for one in leaving:
+        one.result(SOON)
+    assert future.wait() == "done"
+
+
+def test_a_graceful_shutdown_after_another_one_does_nothing(group: LocalGroup) -> None:
+    group.shutdown(graceful=True, timeout=SOON)
+    for agent in group.agents:
+        agent.shutdown(graceful=True, timeout=SOON)
+
+
+def test_a_graceful_shutdown_after_one_that_was_not_does_nothing(group: LocalGroup) -> None:
+    for agent in group.agents:
+        agent.shutdown(graceful=False)
+        agent.shutdown(graceful=True, timeout=SOON)
+
+
+def test_a_shutdown_that_is_not_graceful_ends_a_graceful_one(group: LocalGroup, background: ThreadPoolExecutor) -> None:
+    gate = new_gate("work")
+    future = start(group.agents[0], 1, wait_at, "work")
+    assert arrived["work"].wait(SOON)
+    leaving = background.submit(group.agents[0].shutdown, True, 0.0)
+    eventually(lambda: leaving.running())
+    group.agents[0].shutdown(graceful=False)
+    gate.set()
+    leaving.exception(SOON)
+    assert isinstance(future.exception(SOON), RpcError)
+
+
+def test_a_graceful_shutdown_in_a_signal_handler_leaves_the_one_that_it_interrupts_alone(workers: StartWorkers) -> None:
+    script = """
+    import signal
+    def leave(_, frame):
+        while frame.f_back and frame.f_code.co_name != "shutdown":
+            frame = frame.f_back
+        if frame.f_code.co_name == "shutdown":  # else it has not begun, and the next signal comes soon
+            signal.setitimer(signal.ITIMER_REAL, 0)
+            rpc.shutdown()
+            open("go on", "w").close()
+    signal.signal(signal.SIGALRM, leave)
+    def work():
+        assert wait_for(lambda: os.path.exists("go on"), 20)
+        return "done"
+    start()
+    future = rpc.rpc_async("w0", work, timeout=0)
+    signal.setitimer(signal.ITIMER_REAL, 0.05, 0.05)
+    rpc.shutdown()
+    report(result=future.value())
+    """
+    assert workers(script, n=1).finish()[0]["result"] == "done"
+
+
 # -- Not graceful
 
 

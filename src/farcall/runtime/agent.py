@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any, Final
 from farcall.backends.interface import Key, MembershipChange, Metrics, RpcAgent, To
 from farcall.errors import ExpelledError, ForkedProcessError, NotInitializedError, RpcError, ShutdownError, UsageError
 from farcall.futures import Future
+from farcall.gate import FOREVER
 from farcall.options import RpcBackendOptions
 from farcall.protocol.ids import Worker, WorkerInfo
 from farcall.protocol.refcount import ReferenceCounts
@@ -114,6 +115,8 @@ class Agent(RpcAgent):
         self._lost: list[str] = []
         self._syncs = 0
         self._has_ended = self._is_closing = False
+        # Calls of `shutdown` that have not ended, oldest first: their threads' idents, and events for their ends.
+        self._shutdowns: list[tuple[int, threading.Event]] = []
         self.left: Inventory | None = None
         """The references that still existed at the end of `wait_to_leave`; None before."""
         self._servers: set[ServerConnection] = set()
@@ -610,8 +613,10 @@ class Agent(RpcAgent):
     def shutdown(self, graceful: bool = False, timeout: float = 0.0) -> None:
         """Leaves the group and releases all resources, even if an error is raised.
 
-        A second call with `graceful=False` does nothing. Ctrl-C ends the wait; the `KeyboardInterrupt` is raised after
-        everything is closed.
+        Does nothing if that was done before. If another thread is in `shutdown`, a graceful one waits until that has
+        ended, and then has nothing to do; one with `graceful=False` does not wait, and ends the wait of the other. A
+        graceful one in a signal handler that has interrupted a shutdown does nothing: that one goes on afterwards.
+        Ctrl-C ends the wait; the `KeyboardInterrupt` is raised after everything is closed.
 
         Args:
             graceful: Whether to wait first until no call is running on any worker; in an open group, until this worker
@@ -620,8 +625,35 @@ class Agent(RpcAgent):
 
         Raises:
             ShutdownError: The graceful shutdown timed out, a worker of a fixed group was lost, or this worker was
-                expelled.
+                expelled. Of several threads, only the first gets the error that the wait ended with.
         """
+        own = threading.get_ident(), threading.Event()
+        try:
+            self._shutdowns.append(own)
+            if not graceful or self._wait_for_other_shutdowns(own, timeout):
+                self._shut_down(graceful, timeout)
+        finally:
+            own[1].set()
+            self._shutdowns.remove(own)
+
+    def _wait_for_other_shutdowns(self, own: tuple[int, threading.Event], timeout: float) -> bool:
+        """Waits until the calls of `shutdown` that began before `own` have ended.
+
+        Returns whether there is something left to do. Raises `ShutdownError` after `timeout` seconds; 0 for no limit.
+        """
+        deadline = deadline_of(timeout)
+        for ident, has_ended in self._shutdowns[: self._shutdowns.index(own)]:
+            if ident == own[0]:
+                return False
+            if not has_ended.wait(None if deadline == FOREVER else max(0.0, deadline - monotonic())):
+                raise ShutdownError(
+                    f"worker {self.info.name!r}: another thread is in shutdown(), which did not end in {timeout:g} s. "
+                    "Call shutdown(graceful=False) to end it now"
+                )
+        return not self._has_ended
+
+    def _shut_down(self, graceful: bool, timeout: float) -> None:
+        """Does what `shutdown` does, whether or not another thread does it at the same time."""
         is_early, store_timeout = True, 0.0
         try:
             if graceful and self._entry.is_open:
