@@ -24,25 +24,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from farcall.protocol.handshake import Hello, Welcome
+from farcall.rendezvous import messages
 from farcall.rendezvous.handshake import StoreRefused
-from farcall.rendezvous.messages import (
-    Add,
-    Collect,
-    Delete,
-    Done,
-    Entries,
-    Failed,
-    Get,
-    GoodBye,
-    Number,
-    Read,
-    Reply,
-    Request,
-    Set,
-    SetNew,
-    TimedOut,
-    Value,
-)
 
 OPEN_GROUP_SUFFIX = "open"
 """The last part of the id of an open group, where a fixed group has its number of workers."""
@@ -72,7 +55,7 @@ class _Wait:
     """
 
     connection: int
-    request: Get | Collect
+    request: messages.Get | messages.Collect
     settled: bool = False
 
 
@@ -102,14 +85,14 @@ class StoreState:
         self._collects: dict[str, list[_Wait]] = {}
         self._deadlines: list[tuple[float, int, _Wait]] = []
         self._order = itertools.count()
-        self._replies: list[tuple[int, Reply]] = []
+        self._replies: list[tuple[int, messages.Reply]] = []
 
     @property
     def members(self) -> int:
         """How many workers are connected now."""
         return len(self._members)
 
-    def take_replies(self) -> list[tuple[int, Reply]]:
+    def take_replies(self) -> list[tuple[int, messages.Reply]]:
         """Returns the replies to send, each with the number of its connection, and forgets them.
 
         Empty if there are none.
@@ -170,7 +153,7 @@ class StoreState:
         self._collect_failures.pop(hello.rank, None)
         return Welcome(self._host_name, 0)
 
-    def handle(self, connection: int, request: Request, now: float) -> None:
+    def handle(self, connection: int, request: messages.Request, now: float) -> None:
         """Carries out a request of a connected worker.
 
         `take_replies` returns the reply, now or when the wait of a `Get` or `Collect` is over.
@@ -182,37 +165,37 @@ class StoreState:
         """
         self._members[connection].takes_part = True
         match request:
-            case Set():
+            case messages.Set():
                 self._put(request.key, request.value)
-                self._reply(connection, Done(request.id))
-            case SetNew():
+                self._reply(connection, messages.Done(request.id))
+            case messages.SetNew():
                 if request.key not in self._values:
                     self._put(request.key, request.value)
-                self._reply(connection, Value(request.id, self._values[request.key]))
-            case Add():
+                self._reply(connection, messages.Value(request.id, self._values[request.key]))
+            case messages.Add():
                 self._reply(connection, self._add(request))
-            case Delete():
+            case messages.Delete():
                 there = self._values.get(request.key)
                 gone = there is not None and request.expected in (None, there)
                 if gone:
                     del self._values[request.key]
-                self._reply(connection, Number(request.id, int(gone)))
-            case Read():
-                self._reply(connection, Entries(request.id, self._entries_with_prefix(request.prefix)))
-            case Get():
+                self._reply(connection, messages.Number(request.id, int(gone)))
+            case messages.Read():
+                self._reply(connection, messages.Entries(request.id, self._entries_with_prefix(request.prefix)))
+            case messages.Get():
                 if request.key in self._values:
-                    self._reply(connection, Value(request.id, self._values[request.key]))
+                    self._reply(connection, messages.Value(request.id, self._values[request.key]))
                 else:
                     self._wait(self._gets.setdefault(request.key, []), _Wait(connection, request), now)
-            case Collect():
+            case messages.Collect():
                 entries = self._entries_with_prefix(request.prefix)
                 if len(entries) >= request.count:
-                    self._reply(connection, Entries(request.id, entries))
+                    self._reply(connection, messages.Entries(request.id, entries))
                 elif self._collect_failures:
-                    self._reply(connection, Failed(request.id, self._collect_failure_text()))
+                    self._reply(connection, messages.Failed(request.id, self._collect_failure_text()))
                 else:
                     self._wait(self._collects.setdefault(request.prefix, []), _Wait(connection, request), now)
-            case GoodBye(early):
+            case messages.GoodBye(early):
                 member = self._members.pop(connection)
                 self._said_good_bye.add(member.rank)
                 self._forget_waits_of(connection)
@@ -244,9 +227,9 @@ class StoreState:
             if wait.settled:
                 continue
             present: tuple[str, ...] = ()
-            if isinstance(wait.request, Collect):
+            if isinstance(wait.request, messages.Collect):
                 present = tuple(sorted(self._entries_with_prefix(wait.request.prefix)))
-            self._settle(wait, TimedOut(wait.request.id, present))
+            self._settle(wait, messages.TimedOut(wait.request.id, present))
 
     def next_deadline(self) -> float | None:
         """Returns the time at which `expire` has something to do next; None if nothing waits."""
@@ -258,7 +241,7 @@ class StoreState:
         """Answers every waiting `Get` and `Collect` with `Failed(reason)`. Called when the store is about to close."""
         for waits in [*self._gets.values(), *self._collects.values()]:
             for wait in list(waits):
-                self._settle(wait, Failed(wait.request.id, reason))
+                self._settle(wait, messages.Failed(wait.request.id, reason))
 
     def _put(self, key: str, value: bytes) -> None:
         """Sets a value, and replaces an earlier one. If the key is new, answers the waits that it completes."""
@@ -267,23 +250,25 @@ class StoreState:
         if not appeared:
             return
         for wait in list(self._gets.get(key, ())):
-            self._settle(wait, Value(wait.request.id, value))
+            self._settle(wait, messages.Value(wait.request.id, value))
         for prefix in [prefix for prefix in self._collects if key.startswith(prefix)]:
             entries = self._entries_with_prefix(prefix)
             for wait in list(self._collects[prefix]):
-                if isinstance(wait.request, Collect) and len(entries) >= wait.request.count:
-                    self._settle(wait, Entries(wait.request.id, entries))
+                if isinstance(wait.request, messages.Collect) and len(entries) >= wait.request.count:
+                    self._settle(wait, messages.Entries(wait.request.id, entries))
 
-    def _add(self, request: Add) -> Reply:
+    def _add(self, request: messages.Add) -> messages.Reply:
         """Adds to a counter and returns `Number`, or `Failed` if it holds no number or the sum would exceed 64 bits."""
         try:
             total = int(self._values.get(request.key, b"0")) + request.amount
         except ValueError:
-            return Failed(request.id, f"the value of the key {request.key!r} is not a number; nothing was added")
+            return messages.Failed(
+                request.id, f"the value of the key {request.key!r} is not a number; nothing was added"
+            )
         if abs(total) > MAX_COUNTER:
-            return Failed(request.id, f"the counter {request.key!r} would exceed 64 bits; nothing was added")
+            return messages.Failed(request.id, f"the counter {request.key!r} would exceed 64 bits; nothing was added")
         self._put(request.key, b"%d" % total)
-        return Number(request.id, total)
+        return messages.Number(request.id, total)
 
     def _entries_with_prefix(self, prefix: str) -> dict[str, bytes]:
         """Returns all keys that start with the prefix, with their values; empty if there are none."""
@@ -300,13 +285,13 @@ class StoreState:
         reason = self._collect_failure_text()
         for waits in list(self._collects.values()):
             for wait in list(waits):
-                self._settle(wait, Failed(wait.request.id, reason))
+                self._settle(wait, messages.Failed(wait.request.id, reason))
 
     def _collect_failure_text(self) -> str:
         """Returns the reasons why no `Collect` can succeed, as one text."""
         return "; ".join(self._collect_failures.values())
 
-    def _reply(self, connection: int, reply: Reply) -> None:
+    def _reply(self, connection: int, reply: messages.Reply) -> None:
         """Queues a reply for `take_replies`."""
         self._replies.append((connection, reply))
 
@@ -321,7 +306,7 @@ class StoreState:
         waits.append(wait)
         heapq.heappush(self._deadlines, (now + max(0.0, wait.request.timeout), next(self._order), wait))
 
-    def _settle(self, wait: _Wait, reply: Reply) -> None:
+    def _settle(self, wait: _Wait, reply: messages.Reply) -> None:
         """Removes a wait that is not answered yet, and queues its reply."""
         self._remove(wait)
         self._reply(wait.connection, reply)
@@ -337,7 +322,7 @@ class StoreState:
         wait.settled = True
         table, key = (
             (self._collects, wait.request.prefix)
-            if isinstance(wait.request, Collect)
+            if isinstance(wait.request, messages.Collect)
             else (self._gets, wait.request.key)
         )
         table[key].remove(wait)
