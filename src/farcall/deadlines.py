@@ -177,15 +177,23 @@ class Scope:
         self._cancel_members()
 
     def _cancel_members(self) -> None:
+        """Cancels the calls first, so that the news travels on before the threads here run that it wakes."""
         members = self._members
+        if not members:
+            return
+        wakers = []
         while members:
             try:
                 member, _ = members.popitem()
             except KeyError:
-                return  # another thread cancels it, too
+                break  # another thread cancels it, too
             found: Any = member() if isinstance(member, ref) else member
-            if found is not None:
+            if isinstance(found, Waker):
+                wakers.append(found)
+            elif found is not None:
                 found.cancel()
+        for waker in wakers:
+            waker.cancel()
 
 
 class Waker:

@@ -543,7 +543,8 @@ class Invocation(Scope):
             if str(getattr(function, "__module__", "")).startswith("farcall."):
                 name = find_raising_function(error) or name  # a wrapper of farcall: name the user function that raised
             if _is_cancellation(error):
-                error = CallCancelledError(f"`{name}` was cancelled on worker {self._parts.name!r}: {error}")
+                text = f"`{name}` was cancelled on worker {self._parts.name!r}: {error}"
+                error = CallCancelledError(text).with_traceback(error.__traceback__)
             if self._parts.failure_to_send is not None:
                 error = self._parts.failure_to_send(name, error)
             failure = encode_failure(error, self._parts.name, name)

@@ -306,6 +306,7 @@ class FaultyLink:
         """
         with self._relay.lock:
             end, self._agent_end = self._agent_end, None
+            self._wake_up = WakeUp()  # frees the descriptor of the old one when no thread polls it any more
             if end is not None:
                 end.release()
                 self._inbox.clear()
