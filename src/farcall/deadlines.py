@@ -118,6 +118,9 @@ class Scope:
         if self.is_over():
             self.raise_over()
 
+    def note_over(self) -> None:
+        """Called when the code in it learns that it is over. What a function returns after that is not its result."""
+
     def raise_if_cancelled(self) -> None:
         """Raises `CancelledError` if the function that runs is cancelled, or its time is over."""
         if self.is_cancelled or (self.ends_function and self.is_over()):
@@ -125,6 +128,7 @@ class Scope:
 
     def raise_over(self) -> NoReturn:
         """Raises the error of code in a scope that is over. See `limit`."""
+        self.note_over()
         if not self.is_cancelled and not self.ends_function:
             raise RpcTimeoutError(
                 "RPC ran for more than set timeout: the time of the `deadline` block around this call is over. Give "
@@ -256,6 +260,11 @@ class _Block(Scope):
         self._inherit()
         self._token = current_scope.set(self)
 
+    def note_over(self) -> None:
+        """See `Scope`."""
+        if self.outer is not None and self.ends_function:
+            self.outer.note_over()
+
     def _inherit(self) -> None:
         """Takes over what holds in the scope around this one."""
 
@@ -352,6 +361,7 @@ def cancelled() -> bool:
     scope = current_scope.get()
     while scope is not None:
         if scope.is_over():
+            scope.note_over()
             return True
         scope = scope.outer  # a detached block is never over; the function that it is in may be
     return False

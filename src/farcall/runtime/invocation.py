@@ -608,6 +608,17 @@ class Invocation(Scope):
             # In the executor, because callbacks of users may wait for the value.
             self._parts.executor.submit(Task(partial(self._fail_late, is_late), must_run=True))
 
+    def note_over(self) -> None:
+        """See `Scope`. The caller is told at once that the time is over, whatever the function does then."""
+        if self.is_cancelled:
+            return
+        if self._value is not None:
+            self.cancel()
+        elif self._connection is not None and self._claim():
+            self._connection.calls_cancelled += 1
+            self.cancel_call()
+            self._connection.reply(pack_cancelled(self._call_id, True), None)
+
     def done(self) -> bool:
         """For a remote call: returns whether its value, or an error in its place, is there."""
         return self._value is not None and self._value.done()
