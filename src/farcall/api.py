@@ -256,11 +256,10 @@ def rpc_sync(
     future = agent.call(to, func, args, kwargs, timeout)
     try:
         return future.wait()
-    except BaseException:  # if the wait was interrupted: nobody else knows this call
-        future.cancel()
+    except BaseException:
+        future.cancel()  # if the wait was interrupted: nobody else knows this call
+        del future  # see `Future.value`. Not in a `finally`, which every call would pass
         raise
-    finally:
-        del future  # see `Future.value`
 
 
 @overload
