@@ -54,7 +54,7 @@ async def sleep_long(name: str) -> None:
 
 def no_references(group: LocalGroup) -> bool:
     gc.collect()
-    return not any(group.references(rank).owned or group.references(rank).held for rank in range(len(group)))
+    return not any(group.references(rank).owned or group.references(rank).held for rank in range(len(group.agents)))
 
 
 # The future
@@ -386,7 +386,7 @@ def test_ctrl_c_in_a_blocking_call_cancels_it(group_of_this_worker: LocalGroup) 
 
 def test_the_loss_of_the_caller_cancels_its_calls(make_group: NewGroup) -> None:
     group = make_group(3, is_open=True)
-    eventually(lambda: all(len(worker.get_worker_infos()) == 3 for worker in group))
+    eventually(lambda: all(len(worker.get_worker_infos()) == 3 for worker in group.agents))
     stage = new_stage("lost")
     future = start(group.agents[0], "worker1", call_down, group, "lost", 4)
     assert arrived["lost"].wait(SOON)
@@ -408,7 +408,7 @@ held: list[Any] = []
 
 def test_the_loss_of_the_caller_cancels_a_remote_call_only_if_nobody_else_has_a_reference(make_group: NewGroup) -> None:
     group = make_group(3, is_open=True)
-    eventually(lambda: all(len(worker.get_worker_infos()) == 3 for worker in group))
+    eventually(lambda: all(len(worker.get_worker_infos()) == 3 for worker in group.agents))
     alone, common = new_stage("alone"), new_stage("common")
     first: RRef[Any] = RRef.of(group.agents[0].remote("worker1", poll, ("alone",), None))
     second: RRef[Any] = RRef.of(group.agents[0].remote("worker1", await_at, ("common",), None))

@@ -243,7 +243,7 @@ def test_a_remote_call_has_a_timeout_of_its_own(group: LocalGroup) -> None:
 
 def test_a_remote_call_inherits_a_deadline_and_not_the_default_timeout(make_group: NewGroup) -> None:
     group = make_group(2, rpc_timeout=SHORT)
-    call(group[0], 1, time_left)  # connects
+    call(group.agents[0], 1, time_left)  # connects
     gate = new_gate("slow")
     unlimited: farcall.RRef[Any] = farcall.RRef.of(group.agents[0].remote(1, wait_at, ("slow", "came"), None))
     new_wait("kept")

@@ -28,25 +28,25 @@ def deaf_group(monkeypatch: pytest.MonkeyPatch) -> Iterator[LocalGroup]:
 
 def test_a_request_whose_time_is_over_is_not_run_and_is_counted(deaf_group: LocalGroup) -> None:
     gate = new_gate("busy")
-    busy = start(deaf_group[0], 1, wait_at, "busy")
+    busy = start(deaf_group.agents[0], 1, wait_at, "busy")
     assert arrived["busy"].wait(SOON)
     for number in range(5):
         with pytest.raises(RpcTimeoutError, match="may still be running") as caught:
-            call(deaf_group[0], 1, run, number, timeout=0.02)
+            call(deaf_group.agents[0], 1, run, number, timeout=0.02)
         assert caught.value.started is None, "the callee has not said so"
     gate.set()
     busy.wait()
-    assert call(deaf_group[0], 1, run, "in time") == "in time"
+    assert call(deaf_group.agents[0], 1, run, "in time") == "in time"
     assert runs == ["in time"]
-    assert deaf_group[1].get_metrics()["calls_expired"] == 5
-    assert deaf_group[1].get_metrics()["peers"]["worker0"]["calls_expired"] == 5
+    assert deaf_group.agents[1].get_metrics()["calls_expired"] == 5
+    assert deaf_group.agents[1].get_metrics()["peers"]["worker0"]["calls_expired"] == 5
 
 
 def test_a_late_reply_after_the_grace_is_dropped(deaf_group: LocalGroup) -> None:
     gate = new_gate("late")
-    future: Any = start(deaf_group[0], 1, wait_at, "late", "late", timeout=0.02)
+    future: Any = start(deaf_group.agents[0], 1, wait_at, "late", "late", timeout=0.02)
     eventually(future.done)
     assert isinstance(future.exception(), RpcTimeoutError)
     gate.set()
-    assert call(deaf_group[0], 1, run, "after") == "after"
-    eventually(lambda: deaf_group[0].is_idle())
+    assert call(deaf_group.agents[0], 1, run, "after") == "after"
+    eventually(lambda: deaf_group.agents[0].is_idle())
