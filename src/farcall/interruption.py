@@ -10,8 +10,9 @@ the function it would hit the next request. Two rules keep that from happening.
   the interpreter's lock is not given up in it, so the thread cannot move meanwhile. Afterwards the thread gets the
   exception before it runs more than the rest of a line, or at the entry of the next function, where it does no harm.
 - *Not after its end.* The thread first removes its run from `_armed`, by a statement without a call, so that nothing is
-  sent from then on. It then clears an exception that was sent and has not come. If the exception comes between the two,
-  it leaves the function as any other.
+  sent from then on. It then lets an exception come that was sent and has not come yet (`_receive_exception`). The
+  interpreter could also be told to forget the exception, but CPython 3.11 then goes on looking for one at every
+  function call of the process, and a function that is being traced never begins.
 
 If the thread is elsewhere when the call is cancelled, the canceller tries again, every few milliseconds, until it has
 sent the exception once or the function has ended. Waits in farcall raise by themselves.
@@ -103,7 +104,7 @@ def interruptible(function: F) -> F:
         scope = _function_scope()
         if scope is None:
             return function(*args, **kwargs)
-        run, clear = _Run(), _exception_setters()[1]
+        run = _Run()
         scope.add(run)  # if it is cancelled before it is armed, nothing is sent: the check below sees it
         try:
             _armed[run] = run.thread
@@ -112,7 +113,7 @@ def interruptible(function: F) -> F:
                 return function(*args, **kwargs)
             finally:
                 del _armed[run]  # no call: nothing can come before it
-                clear(run.thread, None)
+                _receive_exception()
         finally:
             scope.discard(run)
 
@@ -136,7 +137,7 @@ def _send(run: _Run) -> bool:
 
     # Each stage is a function in C, to which `map` gives what the stage before it has found. Nothing runs before
     # `next`, which runs all of them in one step.
-    send = functools.partial(_exception_setters()[0], run.thread, CancelledError)
+    send = functools.partial(_exception_setter(), run.thread, CancelledError)
     threads = map(_armed.__getitem__, (run,))
     frames = map(operator.getitem, itertools.starmap(_current_frames, ((),)), threads)
     files = map(operator.attrgetter("f_code.co_filename"), frames)
@@ -162,16 +163,25 @@ def _protected_files() -> re.Pattern[str]:
     return re.compile(rf"{own}|<frozen|(?:{library})(?!(?:.*/)?(?:site|dist)-packages/)")
 
 
-@functools.cache
-def _exception_setters() -> tuple[Callable[..., int], Callable[[int, None], int]]:
-    """Returns the functions that set an exception in a thread, and clear it. Both keep the interpreter's lock.
+def _receive_exception() -> None:
+    """Swallows an exception that was sent to this thread and has not come yet. Does nothing if there is none."""
+    from asyncio import CancelledError
 
-    The first takes a thread, an exception and anything else, which it ignores.
+    try:
+        for _ in range(3):  # the interpreter looks for such an exception whenever a loop starts over
+            pass
+    except CancelledError:
+        pass
+
+
+@functools.cache
+def _exception_setter() -> Callable[..., int]:
+    """Returns the function that sets an exception in a thread. It keeps the interpreter's lock.
+
+    It takes a thread, an exception and anything else, which it ignores.
     """
     import ctypes  # not at the head: most programs have no interruptible functions
 
     set_exception = ctypes.PyDLL(None).PyThreadState_SetAsyncExc
     set_exception.argtypes = (ctypes.c_ulong, ctypes.py_object)
-    clear_exception = ctypes.PyDLL(None).PyThreadState_SetAsyncExc
-    clear_exception.argtypes = (ctypes.c_ulong, ctypes.c_void_p)
-    return set_exception, clear_exception
+    return set_exception
