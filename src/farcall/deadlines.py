@@ -1,9 +1,11 @@
 """Deadlines and cancellation: `deadline`, `detached`, `remaining` and `cancelled`, and the scopes behind them.
 
 A *scope* is what calls belong to: the function that this thread or task runs for another worker (`runtime.invocation`),
-or a block of `deadline` or `detached` in it. The scope of running code is `current_scope`, a context variable, so a
-coroutine keeps its scope across awaits, and a new task starts in the scope of the task that made it. Code that runs
-for nobody, outside of all blocks, has none, and its calls pay for one look at that variable.
+or a block of `deadline` or `detached` in it. `current_scope`, a context variable, leads to the scope of running code,
+so a coroutine keeps its scope across awaits, and a new task starts in the scope of the task that made it. Code that
+runs for nobody, outside of all blocks, has none, and its calls pay for one look at that variable. To set a context
+variable takes longer than all else that a call does for its scope; so a thread that serves calls sets it once, to a
+`ServingThread`, which says what the thread runs now.
 
 Rules
 - A scope ends no later than the scope around it: `deadline` is the nearest of all limits. Only the time that is left
@@ -24,12 +26,13 @@ import threading
 from collections.abc import Callable
 from contextvars import ContextVar, Token
 from numbers import Real
+from threading import get_ident
 from time import monotonic
 from types import TracebackType
 from typing import Any, Final, NoReturn, Protocol
 from weakref import ref
 
-from farcall.errors import RpcTimeoutError, UsageError
+from farcall.errors import CallCancelledError, RpcTimeoutError, UsageError
 from farcall.gate import FOREVER
 from farcall.options import UNSET_RPC_TIMEOUT
 
@@ -37,6 +40,8 @@ EXPIRY_GRACE_S: Final = 0.2
 """How long after its deadline a call waits for the callee to say whether the function had started."""
 _SLACK_S: Final = EXPIRY_GRACE_S + 0.01
 """Other waits in a `deadline` block end that much later than the block, because the errors of calls say more."""
+_ENDED_EARLY: Final = (CallCancelledError, RpcTimeoutError)
+"""Errors of calls that may have ended because the code that waits for them is cancelled itself."""
 _FIRST_PRUNING: Final = 64
 _lock = threading.RLock()  # guards only that the members of a scope are created once
 
@@ -75,6 +80,10 @@ class Scope:
         """On the monotonic clock. Never later than that of the scope around this one."""
         self.is_cancelled = False
         self._members: _Members | None = None
+
+    def find(self) -> Scope | None:
+        """Returns this scope: code whose `current_scope` it is runs in it."""
+        return self
 
     # Deadlines
 
@@ -214,8 +223,45 @@ class Waker:
         self.wake()
 
 
-current_scope: ContextVar[Scope | None] = ContextVar("farcall_scope", default=None)
-"""The scope of the code that runs; None outside of all scopes."""
+class ServingThread:
+    """What the `current_scope` of a thread that serves calls leads to: the scope of the function that it runs."""
+
+    __slots__ = ("_ident", "scope")
+
+    def __init__(self) -> None:
+        """Creates the object of the current thread, which runs nothing yet."""
+        self._ident = get_ident()
+        self.scope: Scope | None = None
+        """The scope of the function that the thread runs; None if it runs none."""
+
+    def find(self) -> Scope | None:
+        """Returns the scope of the function that the current thread runs; None if it runs none.
+
+        None also for a thread that was only given a copy of the context: it may outlive the function.
+        """
+        return self.scope if self._ident == get_ident() else None
+
+
+NO_SCOPE: Final = Scope(FOREVER)
+"""A scope that is never over, for waits outside of all scopes."""
+
+current_scope: ContextVar[Scope | ServingThread | None] = ContextVar("farcall_scope", default=None)
+"""Leads to the scope of the code that runs, by `find`; None outside of all scopes."""
+
+
+def find_scope() -> Scope | None:
+    """Returns the scope of the code that runs; None outside of all scopes."""
+    found = current_scope.get()
+    return found.find() if found is not None else None
+
+
+def serve_in_thread() -> ServingThread:
+    """Returns the object of the current thread as a thread that serves calls. The first call creates it."""
+    found = current_scope.get()
+    if not isinstance(found, ServingThread):
+        found = ServingThread()
+        current_scope.set(found)
+    return found
 
 
 def grace_end() -> float:
@@ -223,11 +269,15 @@ def grace_end() -> float:
     return monotonic() + EXPIRY_GRACE_S
 
 
-def raise_if_cancelled() -> None:
-    """Raises `CancelledError` if the code that runs is cancelled. Called after a wait has failed."""
-    scope = current_scope.get()
-    if scope is not None:
-        scope.raise_if_cancelled()
+def raise_if_cancelled(error: object) -> None:
+    """Raises `CancelledError` if the code that runs is cancelled, and may have got `error` for that reason.
+
+    Called after a wait has failed with `error`.
+    """
+    if isinstance(error, _ENDED_EARLY):
+        scope = find_scope()
+        if scope is not None:
+            scope.raise_if_cancelled()
 
 
 def run_in_scope(scope: Scope | None, function: Callable[[Any], Any], argument: Any) -> Any:
@@ -251,12 +301,12 @@ class _Block(Scope):
         super().__init__(FOREVER)
         self.outer: Scope | None = None
         self.ends_function = False
-        self._token: Token[Scope | None] | None = None
+        self._token: Token[Scope | ServingThread | None] | None = None
 
     def __enter__(self) -> None:
         if self._token is not None:
             raise UsageError("a block of deadline or detached is entered once; make a new one")
-        self.outer = current_scope.get()
+        self.outer = find_scope()
         self._inherit()
         self._token = current_scope.set(self)
 
@@ -346,7 +396,7 @@ def detached() -> _Block:
 
 def remaining() -> float | None:
     """Returns the seconds that are left for the code that runs here, at least 0.0; None if it has no deadline."""
-    scope = current_scope.get()
+    scope = find_scope()
     if scope is None or (scope.deadline == FOREVER and not scope.is_cancelled):
         return None
     return 0.0 if scope.is_cancelled else max(0.0, scope.deadline - monotonic())
@@ -358,7 +408,7 @@ def cancelled() -> bool:
     That is so if its call was cancelled, its time is over, or its caller was lost. A function that computes for long
     without a call of its own should ask now and then, and return or raise.
     """
-    scope = current_scope.get()
+    scope = find_scope()
     while scope is not None:
         if scope.is_over():
             scope.note_over()

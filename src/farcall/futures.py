@@ -38,8 +38,8 @@ from time import monotonic
 from types import CodeType, FrameType
 from typing import TYPE_CHECKING, Any, Final, Generic, NamedTuple, NoReturn, Protocol, TypeAlias, TypeVar, cast
 
-from farcall.deadlines import Scope, current_scope, raise_if_cancelled, run_in_scope
-from farcall.errors import CallCancelledError, RpcTimeoutError
+from farcall.deadlines import Scope, find_scope, raise_if_cancelled, run_in_scope
+from farcall.errors import CallCancelledError
 from farcall.gate import FOREVER, Gate
 
 if TYPE_CHECKING:
@@ -59,8 +59,6 @@ FAILED: Final = 2
 UNLOADED: Final = 3
 """The state of a future whose reply has arrived and is not unpickled yet: it has a result or an exception."""
 
-ENDED_EARLY: Final = (CallCancelledError, RpcTimeoutError)
-"""Errors of calls that may have ended because the code that waits for them is cancelled itself."""
 
 Watcher: TypeAlias = Callable[[Any], Any]
 """A function that is called with the future when it is complete. A *waker* only wakes a thread, and returns callbacks
@@ -194,7 +192,7 @@ class Future(Generic[T]):
         if self._load() != FAILED:
             return None
         if type(self._value) is CallCancelledError:
-            raise_if_cancelled()
+            raise_if_cancelled(self._value)
             raise self._value
         return cast(BaseException, self._value)
 
@@ -210,8 +208,7 @@ class Future(Generic[T]):
         if not self._state:
             raise RuntimeError("the future is not done: call wait(), or ask done() first")
         if self._load() == FAILED:
-            if isinstance(self._value, ENDED_EARLY):
-                raise_if_cancelled()
+            raise_if_cancelled(self._value)
             try:
                 raise self._value  # what the function raised, or why the call failed
             finally:
@@ -263,7 +260,7 @@ class Future(Generic[T]):
 
     def _sleep(self, gate: Gate, deadline: float) -> None:
         """Sleeps until the gate is opened. Raises if the scope of the code that waits is over, as `Scope.limit`."""
-        scope = current_scope.get()
+        scope = find_scope()
         if scope is None:
             gate.sleep(deadline)
             return
@@ -305,7 +302,7 @@ class Future(Generic[T]):
                 except RuntimeError:
                     pass  # the loop is closed: nobody awaits any more
 
-            scope = current_scope.get()
+            scope = find_scope()
             waker = timer = None
             if scope is not None:
                 until = scope.limit_wait(FOREVER)
@@ -345,7 +342,7 @@ class Future(Generic[T]):
         derived: Future[S] = Future()
         derived._source = self
         derived.made_by(sys._getframe(1))
-        self.watch(_Then(callback, derived, current_scope.get()), waker=False)
+        self.watch(_Then(callback, derived, find_scope()), waker=False)
         return derived
 
     def add_done_callback(self, callback: Callable[[Future[T]], object]) -> None:
@@ -607,7 +604,7 @@ class _DoneCallback:
     def __init__(self, callback: Callable[[Any], object], loop: asyncio.AbstractEventLoop | None) -> None:
         self.callback = callback
         self._loop = loop
-        self._scope = current_scope.get()
+        self._scope = find_scope()
 
     def __call__(self, future: Future[Any]) -> Followed | None:
         """Runs the callback, in its event loop if it has one. Returns what follows (see `Followed`), or None.

@@ -35,7 +35,7 @@ from threading import get_ident
 from time import sleep
 from typing import Any, Final, TypeVar, cast
 
-from farcall.deadlines import Scope, current_scope
+from farcall.deadlines import Scope, find_scope
 
 F = TypeVar("F", bound=Callable[..., Any])
 
@@ -122,7 +122,7 @@ def interruptible(function: F) -> F:
 
 def _function_scope() -> Scope | None:
     """Returns the scope of the function that this thread runs for another worker; None if it runs none."""
-    scope = current_scope.get()
+    scope = find_scope()
     while scope is not None and scope.outer is not None:
         scope = scope.outer
     return scope if scope is not None and scope.ends_function else None

@@ -37,7 +37,7 @@ from time import monotonic
 from types import CoroutineType
 from typing import TYPE_CHECKING, Any, Final, NamedTuple, NoReturn, Protocol, TypedDict
 
-from farcall.deadlines import current_scope
+from farcall.deadlines import find_scope
 from farcall.errors import BackendError, ForkedProcessError, RpcError, RpcTimeoutError, UsageError
 from farcall.functions import async_result
 from farcall.futures import Future
@@ -497,7 +497,7 @@ class RpcAgent(ABC):
             raise bad_arguments(args)
         if timeout != UNSET_RPC_TIMEOUT:
             check_timeout(timeout)
-        scope = current_scope.get()
+        scope = find_scope()
         if scope is not None:
             timeout = scope.limit(timeout, self.rpc_timeout)
         elif timeout == UNSET_RPC_TIMEOUT:

@@ -142,9 +142,9 @@ class Caller:
             peer = None
         if peer is None or peers.closed is not None:
             peer = self._find(to)
-        scope = self._current_scope()
-        if scope is not None:
-            timeout = self._limit(scope, timeout)
+        found, scope = self._current_scope(), None
+        if found is not None:
+            scope, timeout = found.find(), self.resolve_timeout(timeout)
         elif timeout == UNSET_RPC_TIMEOUT:
             timeout = self.rpc_timeout
         else:
@@ -167,11 +167,10 @@ class Caller:
             future.connection.drive_in_background_later()
         return future
 
-    def _limit(self, scope: Scope, timeout: float) -> float:
-        """Returns the seconds that a call may take in a scope; 0 for no limit. Raises what `Scope.limit` raises."""
-        if timeout != UNSET_RPC_TIMEOUT:
-            check_timeout(timeout)
-        return scope.limit(timeout, self.rpc_timeout)
+    def _find_scope(self) -> Scope | None:
+        """Returns the scope to which a new call belongs; None if it belongs to none."""
+        found = self._current_scope()
+        return found.find() if found is not None else None
 
     def _call(
         self,
@@ -267,7 +266,7 @@ class Caller:
         `handle` is None for a function. For a method, it is the handle of the value that has the method. The other
         arguments are those of `call`.
         """
-        scope = self._current_scope()
+        scope = self._find_scope()
         call = ClientCall(
             peer.info, function, callable_name(function), tuple(args or ()), dict(kwargs or {}), timeout, False
         )
@@ -333,7 +332,7 @@ class Caller:
         if self._peers.closed is not None:
             raise self._peers.closed
         timeout = self.resolve_timeout(timeout)
-        scope = self._current_scope()
+        scope = self._find_scope()
         peer = self._owner_of(handle)
         if self._interceptors.client and what == METHOD:
             return self._call_intercepted(peer, method, handle, args, kwargs, timeout, unattended)
@@ -485,10 +484,7 @@ class Caller:
         `keeps` is the handle whose method is called; None for a function. It must not be released before the call has
         arrived.
         """
-        if timeout != UNSET_RPC_TIMEOUT:
-            check_timeout(timeout)
-        scope = self._current_scope()
-        seconds = scope.limit(timeout, 0.0) if scope is not None else max(0.0, timeout)
+        scope, seconds = self._find_scope(), self._limit(timeout, 0.0)
         interceptors = self._interceptors.client
         if not interceptors:
             sent = _RemoteCall(function, args or (), kwargs, {}, seconds)
@@ -623,13 +619,16 @@ class Caller:
             UsageError: `timeout` is not a valid timeout, such as a negative number.
             CancelledError, RpcTimeoutError: The scope of the code that calls is over. See `Scope.limit`.
         """
-        scope = self._current_scope()
+        return self._limit(timeout, self.rpc_timeout)
+
+    def _limit(self, timeout: float, default: float) -> float:
+        """As `resolve_timeout`, with another default timeout; 0 for none."""
+        if timeout != UNSET_RPC_TIMEOUT:
+            check_timeout(timeout)
+        scope = self._find_scope()
         if scope is not None:
-            return self._limit(scope, timeout)
-        if timeout == UNSET_RPC_TIMEOUT:
-            return self.rpc_timeout
-        check_timeout(timeout)
-        return timeout
+            return scope.limit(timeout, default)
+        return timeout if timeout != UNSET_RPC_TIMEOUT else default
 
     def _connect(self, peer: Peer, function: Callee, timeout: float) -> ClientConnection:
         """Opens the connection to a worker and returns it. Waits at most `timeout` seconds; 0 for no limit of the call.

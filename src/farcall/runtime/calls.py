@@ -12,7 +12,7 @@ from weakref import ref
 
 from farcall.deadlines import raise_if_cancelled
 from farcall.errors import NotAllowedError, RpcError, RpcTimeoutError, SerializationError, WorkerLostError
-from farcall.futures import DONE, ENDED_EARLY, FAILED, PENDING, Callbacks, Future
+from farcall.futures import DONE, FAILED, PENDING, Callbacks, Future
 from farcall.protocol.frames import Bytes
 from farcall.serialization import (
     callable_name,
@@ -87,8 +87,7 @@ class PendingCall(Future[Any]):
         if not self._state:  # another thread is closing the connection, and settles this future next
             self.block(FOREVER)
         if self._load() == FAILED:
-            if isinstance(self._value, ENDED_EARLY):
-                raise_if_cancelled()
+            raise_if_cancelled(self._value)
             try:
                 raise self._value  # what the function raised, or why the call failed
             finally:

@@ -33,11 +33,12 @@ import struct
 import threading
 import weakref
 from collections.abc import Callable
+from functools import partial
 from threading import get_ident
 from time import monotonic, sleep
 from typing import TYPE_CHECKING, Any, Final
 
-from farcall.deadlines import Scope, Waker, current_scope, grace_end
+from farcall.deadlines import NO_SCOPE, Scope, Waker, current_scope, grace_end
 from farcall.errors import CallCancelledError, ProtocolError, RpcError, UsageError, WorkerLostError
 from farcall.futures import DONE, FAILED, UNLOADED, Callbacks, Future, run_callbacks
 from farcall.gate import Gate, asleep, blocking_thread
@@ -140,7 +141,8 @@ class ClientConnection:
         """Pending calls with interceptors, by call id. The annotations of the reply are stored in them."""
         self._role = {_ROLE: None}  # empty while a thread has the reader's role: `del` succeeds in one thread only
         self._reader = 0  # the ident of the thread that has the role; 0 for none
-        self._is_waiting = False  # the reader waits on the link, and has no unprocessed frames
+        # The call for which the reader waits on the link; None while it processes frames, and if there is no reader.
+        self._awaited: PendingCall | None = None
         self._sleepers: dict[Gate, None] = {}  # the gates of the threads that wait for replies
         self._successor: Gate | None = None  # the gate of the thread that was woken to read and does not run yet
         self._expects_acknowledgement = False  # of messages about references that were sent to the peer
@@ -333,8 +335,8 @@ class ClientConnection:
             KeyboardInterrupt: Ctrl-C was pressed.
             CancelledError, RpcTimeoutError: The scope of the code that waits is over. See `Scope.limit`.
         """
-        if scope is None and (around := current_scope.get()) is not None:
-            self._wait_in_scope(future, deadline, around)
+        if scope is None and (found := current_scope.get()) is not None:
+            self._wait_in_scope(future, deadline, found.find() or NO_SCOPE)
             return
         until = deadline if deadline < future.deadline else future.deadline  # not min(), which is a call
         me = get_ident()
@@ -347,8 +349,9 @@ class ClientConnection:
         try:
             while not future._state:
                 if is_nested:
+                    interrupted = self._awaited
                     self._read_until(future, until, scope)
-                    self._is_waiting = True  # the thread returns to the wait that was interrupted
+                    self._awaited = interrupted  # the thread returns to the wait that was interrupted
                     break
                 try:
                     del self._role[_ROLE]
@@ -383,7 +386,7 @@ class ClientConnection:
     def _wait_in_scope(self, future: PendingCall, deadline: float, scope: Scope) -> None:
         """As `wait`, in a scope. Raises if the scope is over before the future is settled."""
         until = scope.limit_wait(deadline)
-        waker = scope.add_waker(self.link.wake)
+        waker = scope.add_waker(partial(self._wake_reader_of, future))
         try:
             self.wait(future, until, scope, waker)
             if not future.done() and until < deadline:
@@ -420,7 +423,7 @@ class ClientConnection:
 
         Then the frames after the current one cannot be read. Does nothing if the thread was waiting on the link.
         """
-        if not self._is_waiting:
+        if self._awaited is None:
             raise UsageError(
                 "a signal handler or finalizer cannot wait for a call here: it interrupts its own thread in the middle "
                 "of reading a reply, which must go on first; use rpc_async in it"
@@ -442,22 +445,28 @@ class ClientConnection:
         """
         wait, receive = self.link.wait, self.link.receive
         try:
+            self._awaited = future  # before each check: a thread that ends this wait looks at it afterwards
             while not future._state and self._lost is None and (scope is None or not scope.is_cancelled):
                 left = None if deadline == FOREVER else deadline - monotonic()
                 if left is not None and left <= 0:
                     return
-                self._is_waiting = True
                 has_frames = wait(left)
-                self._is_waiting = False
+                self._awaited = None
                 if has_frames or self._has_hung_up:
                     self._complete(receive(), future)
                 else:
                     raise_deferred()
+                self._awaited = future
         except ConnectionError as error:
-            self._is_waiting = False
+            self._awaited = None
             self._link_failed(error)
         finally:
-            self._is_waiting = False
+            self._awaited = None
+
+    def _wake_reader_of(self, future: PendingCall) -> None:
+        """Ends the wait on the link if the reader waits for this call. Called after what must end the wait was set."""
+        if self._awaited is future:
+            self.link.wake()
 
     def _sleep(self, future: PendingCall, deadline: float, scope: Scope | None, waker: Waker | None) -> bool:
         """Sleeps until a call is settled, this thread is woken to read the link, or the wait must end.
@@ -470,7 +479,7 @@ class ClientConnection:
         future.watch(gate.open, waker=True, attended=True)
         reads = False
         if waker is not None:
-            waker.wake = gate.open
+            wake_reader, waker.wake = waker.wake, gate.open
         try:
             # Check again: the reader may have stopped before it could see this gate.
             if not future._state and not self._role and not self._must_stop(deadline, scope):
@@ -478,7 +487,7 @@ class ClientConnection:
             reads = not future._state and not self._must_stop(deadline, scope)
         finally:
             if waker is not None:
-                waker.wake = self.link.wake
+                waker.wake = wake_reader
             future.forget(gate.open)
             self._sleepers.pop(gate, None)
             if self._successor is gate:
@@ -879,18 +888,22 @@ class ClientConnection:
     def cancel(self, future: PendingCall) -> bool:
         """Cancels a call, tells the callee, and returns True. Returns False if it is not pending any more."""
         call_id = future.call_id
+        if future.done() or (call_id in self._late and call_id not in self._expiring):
+            return False  # it is done, or another thread is cancelling it
         self._late.add(call_id)  # as in `_expire`
-        error = CallCancelledError(
-            f"the call of `{callable_name(future.function)}` on worker {self.peer.name!r} was cancelled"
-        )
-        if not self.fail(future, error):
+        if not self._take(call_id):
             self._late.discard(call_id)
             return False
-        if self._lost is None:
-            self.send(pack_cancel(call_id))
-            self.drive_in_background_later()
-            if self._reader:
-                self.link.wake()  # the thread that waits for this call may be the reader
+        try:
+            if self._lost is None:
+                self.send(pack_cancel(call_id))  # first: it should travel on before the threads run that are woken here
+                self.drive_in_background_later()
+        finally:
+            name = callable_name(future.function)
+            self._fail_taken(
+                future, CallCancelledError(f"the call of `{name}` on worker {self.peer.name!r} was cancelled")
+            )
+            self._wake_reader_of(future)
         return True
 
     def fail(self, future: PendingCall, error: RpcError) -> bool:
@@ -899,17 +912,24 @@ class ClientConnection:
         A call made by `remote` does not fail: its result is `KEPT`, because its frame is sent again on the next
         connection. Callbacks run in the executor.
         """
-        call_id = future.call_id
-        if self.pending.pop(call_id, None) is None and self._expiring.pop(call_id, None) is None:
+        if not self._take(future.call_id):
             return False
+        self._fail_taken(future, error)
+        return True
+
+    def _take(self, call_id: int) -> bool:
+        """Removes a call from those that wait for a reply. Returns whether it was there: one thread only settles it."""
+        return self.pending.pop(call_id, None) is not None or self._expiring.pop(call_id, None) is not None
+
+    def _fail_taken(self, future: PendingCall, error: RpcError) -> None:
+        """As `fail`, for a call that this thread has taken."""
         future.keeps = None
-        self.intercepted.pop(call_id, None)
+        self.intercepted.pop(future.call_id, None)
         # The frame of a remote call is sent again, and then its value can be requested.
         is_kept = type(future) is KeptCall
         callbacks = future.settle(DONE, KEPT) if is_kept else self._settle_failed(future, error)
         if callbacks is not None:
             self._dispatch(future, callbacks)
-        return True
 
     def _settle_failed(self, future: PendingCall, error: RpcError) -> Callbacks | None:
         """Settles a call that is not pending any more with an error. Returns the callbacks to run, None if none."""

@@ -13,11 +13,13 @@ from contextlib import suppress
 from typing import TYPE_CHECKING, Any
 
 from farcall.current import enter_block
+from farcall.deadlines import current_scope
 
 if TYPE_CHECKING:
     import asyncio
 
     from farcall.backends.interface import RpcAgent
+    from farcall.deadlines import Scope
 
 logger = logging.getLogger("farcall")
 
@@ -63,15 +65,15 @@ class EventLoop:
     def run(
         self,
         coroutine: Coroutine[Any, Any, Any],
+        scope: Scope,
         started: Callable[[], None],
         done: Callable[[Any, BaseException | None], None],
     ) -> RunningCoroutine | None:
-        """Starts to run a coroutine in the loop, in the context of the calling thread. Raises nothing.
-
-        Does not wait for it.
+        """Starts to run a coroutine in the loop. Does not wait for it, and raises nothing.
 
         Args:
             coroutine: The coroutine. It is closed without being run if the loop is closed or cannot be started.
+            scope: The scope of the coroutine.
             started: Called in the thread of the loop before the first step of the coroutine.
             done: Called once, as `done(result, error)`, in the thread of the loop when the coroutine ends. `error` is
                 None if it has returned. If the coroutine cannot be run, called at once as `done(None, error)`.
@@ -90,6 +92,7 @@ class EventLoop:
 
         async def run() -> None:
             enter_block(self._agent)  # in the context of the task, which ends with it
+            current_scope.set(scope)
             started()
             try:
                 result = await coroutine

@@ -30,7 +30,7 @@ from time import monotonic
 from types import CoroutineType
 from typing import TYPE_CHECKING, Any, Final
 
-from farcall.deadlines import Scope, current_scope
+from farcall.deadlines import Scope, ServingThread, current_scope, find_scope, serve_in_thread
 from farcall.errors import CallCancelledError, NotAllowedError, ProtocolError, RpcTimeoutError, SerializationError
 from farcall.functions import ASYNC_MARK, async_result
 from farcall.futures import DONE, Future
@@ -96,7 +96,7 @@ def call_after_reply(function: Callable[[], object]) -> None:
     Errors of `function` are logged. If this thread runs no call for another worker, `function` is called at once, and
     its errors are raised.
     """
-    scope = current_scope.get()
+    scope = find_scope()
     while scope is not None and not isinstance(scope, Invocation):
         scope = scope.outer
     if scope is None or scope.is_answered():
@@ -199,6 +199,9 @@ class Invocation(Scope):
         the value exists. If the function returns a coroutine or a pending future, the reply is sent when that is done.
         """
         function: Any = None
+        thread = current_scope.get()
+        if type(thread) is not ServingThread:
+            thread = serve_in_thread()  # the first request of this thread
         try:
             parts = self._parts
             if self._subject is not None and not self._is_subject_there(self._subject):
@@ -209,7 +212,7 @@ class Invocation(Scope):
                 return
             if parts.guard is not None:
                 self._check_allowed(parts.guard)
-            current_scope.set(self)
+            thread.scope = self
             args: Sequence[Any] = ()
             kwargs: dict[str, Any] = {}
             if self._subject is None and self._callee and not self._payload:
@@ -234,13 +237,13 @@ class Invocation(Scope):
         except BaseException as error:
             self._fail(function, error)
         finally:
-            current_scope.set(None)
+            thread.scope = None
             if self._after_reply is not None:
                 self._call_after_reply()
 
     def _run_coroutine(self, function: Callable[..., Any], coroutine: CoroutineType[Any, Any, Any]) -> None:
         self.has_started = False  # until its first step
-        task = self._parts.loop.run(coroutine, self._start_late, partial(self._finish_later, function))
+        task = self._parts.loop.run(coroutine, self, self._start_late, partial(self._finish_later, function))
         if task is not None:
             self.add(task)
 
@@ -452,8 +455,7 @@ class Invocation(Scope):
             if call is not None:
                 call.args, call.kwargs = (), {}
             if self._value is not None:
-                if self._claim():
-                    self._keep(outcome.pop())
+                self._keep(outcome.pop())
                 return
             assert connection is not None
             if connection.calls.pop(self._call_id, None) is None:
@@ -502,11 +504,13 @@ class Invocation(Scope):
         return pack_full_reply(RESULT, self._call_id, payload, references, annotations), list(buffers)
 
     def _keep(self, result: Any) -> None:
-        """Stores the result of a call of `remote`, and sends the reply.
+        """Stores the result of a call of `remote`, and sends the reply. Does nothing if the call was cancelled.
 
         The reply contains the result if that is small and immutable. No reply is sent if the caller expects none.
         """
         assert self._value is not None
+        if not self._claim():
+            return
         connection, call_id = self._connection, self._call_id
         frame = b""
         if connection is not None and call_id:

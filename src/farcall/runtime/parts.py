@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 from farcall.deadlines import current_scope
 
 if TYPE_CHECKING:
-    from farcall.deadlines import Scope
+    from farcall.deadlines import Scope, ServingThread
     from farcall.runtime.coroutines import EventLoop
     from farcall.runtime.executor import Executor
     from farcall.runtime.interceptors import InterceptorChain
@@ -57,8 +57,8 @@ class WorkerParts:
     """Whether calls inherit deadlines, and the end of a caller's wait cancels its call. Not for `farcall.pytorch`."""
 
     @property
-    def current_scope(self) -> Callable[[], Scope | None]:
-        """Returns the scope to which a new call belongs; None if it belongs to none."""
+    def current_scope(self) -> Callable[[], Scope | ServingThread | None]:
+        """Returns what leads to the scope to which a new call belongs (`deadlines`); None if it belongs to none."""
         return current_scope.get if self.honours_deadlines else _no_scope
 
 

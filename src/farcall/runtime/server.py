@@ -321,8 +321,7 @@ class ServerConnection:
             raise ProtocolError(f"a request has a head of {at:,} bytes; at most {self._limits[0]:,} are allowed")
         if flags & HAS_ANNOTATIONS:
             annotations, at = unpack_annotations(frame, at)
-        if kind == KEEP:
-            assert reference is not None
+        if reference is not None:
             taken = store.accept_create(self.number, number, reference, fork, carried)
             if not call_id:
                 store.owe_acknowledgement(self.number)

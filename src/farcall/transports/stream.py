@@ -364,7 +364,8 @@ class StreamLink:
     def _sleep(self, poll: select.poll, until: float) -> bool:
         """Sleeps until the socket is readable, and returns True.
 
-        Returns False after the time `until` of the monotonic clock, if a signal handler has received bytes, or after `wake`.
+        Returns False after the time `until` of the monotonic clock, after `wake`, or if a signal handler has received
+        bytes.
         """
         before = self._bytes_in
         wake_up = self._wake_up  # keep a reference, as to the socket
