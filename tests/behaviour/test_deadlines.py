@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextvars
 import threading
 from time import monotonic
 from typing import Any
@@ -86,6 +87,36 @@ def time_left_in_callback(group: LocalGroup) -> Future[Any]:
     return start(group.agents[1], 2, time_left, timeout=-1).then(
         lambda _: call(group.agents[1], 2, time_left, timeout=-1)
     )
+
+
+def run_own_loop(group: LocalGroup) -> tuple[float | None, float | None]:
+    return asyncio.run(time_left_in_coroutine(group))
+
+
+def test_an_event_loop_that_a_function_runs_inherits_it_too(group: LocalGroup) -> None:
+    for left in call(group.agents[0], 1, run_own_loop, group, timeout=20):
+        assert 19 < left <= 20.01
+
+
+kept_contexts: list[contextvars.Context] = []
+
+
+def keep_context() -> None:
+    kept_contexts.append(contextvars.copy_context())
+
+
+def time_left_in_kept_context() -> list[float | None]:
+    """Runs on worker1: what a thread has left that runs in the context which an earlier function has kept."""
+    found: list[float | None] = []
+    thread = threading.Thread(target=kept_contexts.pop().run, args=(lambda: found.append(farcall.remaining()),))
+    thread.start()
+    thread.join()
+    return found
+
+
+def test_a_thread_with_the_context_of_an_earlier_function_inherits_nothing(group: LocalGroup) -> None:
+    call(group.agents[0], 1, keep_context, timeout=10)
+    assert call(group.agents[0], 1, time_left_in_kept_context, timeout=20) == [None]
 
 
 def test_callbacks_inherit_it_too(group: LocalGroup) -> None:

@@ -223,8 +223,9 @@ class Creation:
         self._number = number
 
     def cancel(self) -> None:
-        """See `reference_store.Creation`."""
-        self._worker.stop(self._number)
+        """See `reference_store.Creation`. Two cancellations may arrive in one frame."""
+        if self._number in self._worker.invocations:
+            self._worker.stop(self._number)
 
 
 class SimulatedWorker:

@@ -481,6 +481,21 @@ def test_a_cancel_during_a_reconnect_follows_its_remote_call() -> None:
     network.finish()
 
 
+def test_two_cancels_that_follow_their_remote_call_in_one_frame_are_one() -> None:
+    network = SimulatedNetwork(2)
+    assert network.step("call", 0, 1)
+    handle = max(network.workers[0].handles)
+    assert network.step("close", 0)
+    for _ in range(2):
+        assert network.step("cancel", 0, handle)
+    assert network.step("send", 0, max(network.workers[0].drafts))
+    assert network.step("connect", 0, 1)
+    deliver_all(network)
+    assert not network.workers[1].invocations
+    assert not network.workers[1].store.creations
+    network.finish()
+
+
 def test_a_cancel_of_a_call_with_references_frees_them() -> None:
     network = SimulatedNetwork(3)
     assert network.step("make", 0)
