@@ -698,9 +698,12 @@ def _cancel_late(store: ReferenceStore, reference: RRefId) -> None:
 
 
 def _is_cancellation(error: BaseException) -> bool:
-    """Returns whether an error is an `asyncio.CancelledError`. Imports nothing: without asyncio, it is none."""
-    asyncio = sys.modules.get("asyncio")
-    return asyncio is not None and isinstance(error, asyncio.CancelledError)
+    """Returns whether an error is an `asyncio.CancelledError`. Imports nothing: without asyncio, it is none.
+
+    Another thread may just be importing asyncio, so its modules may be there without their contents.
+    """
+    cancelled = getattr(sys.modules.get("asyncio.exceptions"), "CancelledError", None)
+    return cancelled is not None and isinstance(error, cancelled)
 
 
 def _answer(kind: bytes, value: Any) -> tuple[str, Any]:
