@@ -458,9 +458,12 @@ class StreamLink:
             self._check_broken()
             if self._first_bytes:
                 data, self._first_bytes = self._first_bytes + data, b""
-            if self._queue or self._appended:
+            if self._queue:
                 self._queue_appended()
                 self._enqueue((data,))
+            elif self._appended:
+                self._appended.append(data)
+                self._write_appended()
             else:
                 sent = self._write((data,))
                 if sent != len(data):
@@ -495,12 +498,36 @@ class StreamLink:
         while self._appended and self._try_lock():
             try:
                 self._check_broken()
-                was_empty = not self._queue
-                self._queue_appended()
-                if was_empty:
-                    self._write_queue()
+                if self._queue:
+                    self._queue_appended()
+                else:
+                    self._write_appended()
             finally:
                 self._unlock()
+
+    def _write_appended(self) -> None:
+        """Writes the frames on the list together, with few system calls. Queues what the socket does not accept.
+
+        The caller must hold the lock, and the queue must be empty. Raises `ConnectionError` if the connection is closed
+        or broken.
+        """
+        appended = self._appended
+        try:
+            while appended:
+                frames = [appended.popleft()]
+                size = len(frames[0])
+                while appended and size + len(appended[0]) <= WHOLE_MAX_BYTES:
+                    frames.append(appended.popleft())
+                    size += len(frames[-1])
+                data = b"".join(frames) if len(frames) > 1 else frames[0]
+                sent = self._write((data,))
+                if sent != size:
+                    self._enqueue((memoryview(data)[sent:],))
+                    self._queue_appended()
+                    return
+        except BaseException as error:  # of a signal handler: a frame may have been removed from the list and not sent
+            self._broken = self._broken or f"{type(error).__name__}: {error}"
+            raise
 
     def _check_broken(self) -> None:
         """Raises `ConnectionAbortedError`, and drops queued frames, if the link is closed or broken."""
@@ -574,8 +601,11 @@ class StreamLink:
         if self._try_lock():  # otherwise the thread that is sending sends the queue as well
             try:
                 self._check_broken()
-                self._queue_appended()
-                self._write_queue()
+                if self._queue:
+                    self._queue_appended()
+                    self._write_queue()
+                else:
+                    self._write_appended()
             finally:
                 self._unlock()
             if self._appended:
