@@ -75,6 +75,9 @@ _MAX_SLEEP_S: Final = 1.0
 class StreamLink:
     """A link over a connected stream socket. `Link` describes the methods."""
 
+    can_append = True
+    """Whether small frames can be appended (`append`), and sent together by one system call."""
+
     def __init__(self, sock: socket.socket, address: str, handshake_limit: int, network: str = "") -> None:
         """Creates a link that is in its handshake. It sends nothing yet.
 
@@ -472,6 +475,14 @@ class StreamLink:
             self._unlock()
         if self._appended:
             self._send_appended()
+
+    def append(self, frame: bytes) -> None:
+        """Appends a small frame without buffers to the list, to be sent by the next `send` or `flush`.
+
+        Args:
+            frame: The bytes of the frame, at most `WHOLE_MAX_BYTES`; may be empty.
+        """
+        self._appended.append(WORD.pack(len(frame)) + frame)
 
     def _try_lock(self) -> bool:
         """Takes the lock for sending if it is free. Returns whether it was; does not wait."""
