@@ -72,6 +72,8 @@ if TYPE_CHECKING:
 
 UNATTENDED_S: Final = 5e-3
 """Seconds after which the leader of the executor reads replies that no thread waits for."""
+_MAX_LOOK_INTERVAL_S: Final = 20e-3
+"""The same while threads read all replies themselves. Each look wakes a thread that takes the core from those."""
 _MAX_UNATTENDED_S: Final = 0.1
 """The most seconds of that delay, while more calls are being sent."""
 MAX_BACKLOG_BYTES: Final = 1 << 24
@@ -131,6 +133,7 @@ class ClientConnection:
         """The number of calls so far, without those made by `remote`."""
         self.calls_failed = 0
         """How many of `calls_made` have failed."""
+        self._kept_calls_made = 0  # calls made by `remote`
         self._first_deadline = FOREVER  # not later than the deadline of any pending call
         # Calls that timed out or were cancelled: their replies may contain references that must be released.
         self._late: set[int] = set()
@@ -151,6 +154,7 @@ class ClientConnection:
         self._has_hung_up = False  # the other end has closed the link; frames that it sent before may be unread
         self._unattended_since = 0.0
         self._calls_at_last_look = 0
+        self._look_interval_s = UNATTENDED_S
         self._leaving = ""  # why the connection is about to end, once the peer has left the group
         self._lost: RpcError | None = None
         self._lost_advice = ""
@@ -223,6 +227,7 @@ class ClientConnection:
         The call has no timeout, and `calls_made` does not count it. `function` is for error messages.
         """
         call_id = next(self._ids)
+        self._kept_calls_made += 1
         future = self.pending[call_id] = KeptCall(self, call_id, function)
         return future
 
@@ -722,7 +727,7 @@ class ClientConnection:
         """
         if not self._unattended_since:
             self._unattended_since = now = monotonic()
-            self._schedule(now + UNATTENDED_S, self._look_unattended)
+            self._schedule(now + self._look_interval_s, self._look_unattended)
 
     def expect_acknowledgement(self) -> None:
         """Notes that the peer will acknowledge a control message, and makes the leader of the executor read it."""
@@ -752,13 +757,17 @@ class ClientConnection:
         """
         since, self._unattended_since = self._unattended_since, 0.0
         if self._lost is not None or not self._awaits_reply() or self._is_watched:
+            self._look_interval_s = min(2 * self._look_interval_s, _MAX_LOOK_INTERVAL_S)
             return
-        is_bursting = self.calls_made != self._calls_at_last_look
-        self._calls_at_last_look = self.calls_made
-        if not self._role or (is_bursting and monotonic() < since + _MAX_UNATTENDED_S):
-            self._unattended_since = since
-            self._schedule(monotonic() + UNATTENDED_S, self._look_unattended)
+        is_read = not self._role
+        calls = self.calls_made + self._kept_calls_made
+        is_bursting, self._calls_at_last_look = calls != self._calls_at_last_look, calls
+        if is_read or (is_bursting and monotonic() < since + _MAX_UNATTENDED_S):
+            interval = min(2 * self._look_interval_s, _MAX_LOOK_INTERVAL_S) if is_read else UNATTENDED_S
+            self._look_interval_s, self._unattended_since = interval, since
+            self._schedule(monotonic() + interval, self._look_unattended)
         else:
+            self._look_interval_s = UNATTENDED_S
             self._watch()
 
     def _awaits_reply(self) -> bool:

@@ -316,13 +316,14 @@ class Executor:
                     self._run = next(self._runs)
                     self._running += 1
                     poller.run(len(ready) > 1)
+                if poller.must_send:
+                    poller.send_collected()
                 job = None
                 try:
                     job = ready.popleft()
                     job.run()
                 except BaseException:
-                    if job is not None:  # else a follower has taken the job
-                        logger.exception("worker %r: a job failed", self._name)
+                    self._log_failure(job)
                 job = None  # release what the job refers to now, not when the next job comes
                 with lock:
                     self._running -= 1
@@ -336,6 +337,11 @@ class Executor:
                     handler()
                 except BaseException:  # handlers catch their own errors; this is in case one does not
                     logger.exception("worker %r: reading from a link failed", self._name)
+
+    def _log_failure(self, job: Job | None) -> None:
+        """Logs the exception of a job. `job` is None if a follower has taken it before, which is no failure."""
+        if job is not None:
+            logger.exception("worker %r: a job failed", self._name)
 
     def _run_job(self) -> None:
         """Runs the first queued job, and logs its errors. Does nothing if no job is queued."""

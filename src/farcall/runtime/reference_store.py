@@ -81,6 +81,8 @@ if TYPE_CHECKING:
 
 PROCESS_INTERVAL_S: Final = 5e-3
 """Seconds between the scheduling of `ReferenceStore.process` and its run. One *interval* is one run."""
+MAX_PROCESS_INTERVAL_S: Final = 20e-3
+"""The same while there is always something to do. Each run wakes threads that take the core from those that call."""
 UNREPORTED_INTERVALS: Final = 4
 """The owner of a received handle is told of it only if it is kept for at least this many intervals.
 
@@ -158,6 +160,8 @@ class ReferenceStore:
         self._unreported_before: list[ForkId] = []
         self._intervals = 0
         self._is_scheduled = False
+        self._interval_s = PROCESS_INTERVAL_S
+        self._processed_at = 0.0
         self.is_ended = False
         """Whether `clear` was called. Handles that are dropped after it are ignored."""
         self._is_cut_off = False
@@ -701,7 +705,7 @@ class ReferenceStore:
         if not self._is_scheduled and not self.is_ended:
             self._is_scheduled = True
             try:
-                self._timers.schedule(monotonic() + PROCESS_INTERVAL_S, self._submit_process)
+                self._timers.schedule(monotonic() + self._interval_s, self._submit_process)
             except BaseException:  # from a signal handler
                 self._is_scheduled = False
                 raise
@@ -729,6 +733,10 @@ class ReferenceStore:
         for the lock when there is a lot to do.
         """
         self._is_scheduled = True
+        now = monotonic()
+        is_steady = now - self._processed_at < 2 * self._interval_s
+        self._interval_s = min(2 * self._interval_s, MAX_PROCESS_INTERVAL_S) if is_steady else PROCESS_INTERVAL_S
+        self._processed_at = now
         try:
             has_more, is_interval = True, True
             while has_more:

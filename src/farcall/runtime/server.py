@@ -64,6 +64,8 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger("farcall")
 
+MAX_COLLECTED_BYTES: Final = 4096
+"""Larger replies are sent at once, not collected."""
 MANY_REFERENCES: Final = 700
 """The references of a frame with more than this are counted in a job."""
 
@@ -149,6 +151,7 @@ class ServerConnection:
         self.calls_cancelled = 0
         """The number of calls that were cancelled before they were answered."""
         self._is_closed = False
+        self._can_append: bool = getattr(link, "can_append", False)
         parts.poller.watch(link, self._read)
 
     # Reading
@@ -426,14 +429,27 @@ class ServerConnection:
             frame: The reply.
             buffers: The buffers of the result; None for none. The link empties the list.
         """
+        if self._poller.collector and self._collect(frame, buffers):
+            return
         try:
             self.link.send(frame, buffers)
-        except ConnectionError:
-            self.close()
         except Exception as error:
-            # Part of the frame may have been sent. The end of the connection tells the caller that no more follows.
+            self._reply_failed(error)
+
+    def _collect(self, frame: bytes, buffers: list[memoryview] | None) -> bool:
+        """Leaves a small reply to the poller, which sends it together with others. Returns whether it has taken it."""
+        if buffers or not self._can_append or len(frame) > MAX_COLLECTED_BYTES:
+            return False
+        return self._poller.collect(self.link, frame)
+
+    def _reply_failed(self, error: Exception) -> None:
+        """Closes the connection. Logs a warning unless the link is closed or broken.
+
+        Part of the frame may have been sent. The end of the connection tells the caller that no more follows.
+        """
+        if not isinstance(error, ConnectionError):
             logger.warning("worker %r: connection from %s closed, a reply failed: %r", self._me(), self, error)
-            self.close()
+        self.close()
 
     def send(self, frame: bytes) -> None:
         """Sends a frame that is not a reply. If that fails, closes the connection. Raises nothing."""

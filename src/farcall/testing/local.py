@@ -37,17 +37,19 @@ from farcall.rref import RRef
 from farcall.runtime.agent import Agent
 from farcall.runtime.leaks import Inventory
 from farcall.security import Credentials, Secret, limits_from_options
+from farcall.security.encryption import Encryption
 from farcall.testing.faulty_agent import FaultyAgent
 from farcall.testing.faulty_options import FaultyRpcBackendOptions
 from farcall.testing.memory_store import MemoryStore
 from farcall.transports.base import Transport
 from farcall.transports.memory import MemoryNetwork, MemoryTransport
 from farcall.transports.registry import new_transport
+from farcall.transports.tcp import TcpTransport
 
 T = TypeVar("T")
 
-TRANSPORTS: Final = ("memory", "unix", "tcp")
-"""The transports by which the workers of a `LocalGroup` can be connected."""
+TRANSPORTS: Final = ("memory", "unix", "tcp", "tls")
+"""What can connect the workers of a `LocalGroup`: names of transports, and "tls" for encrypted TCP."""
 
 _groups: Final[weakref.WeakValueDictionary[int, LocalGroup]] = weakref.WeakValueDictionary()
 _numbers: Final = itertools.count(1)
@@ -149,7 +151,9 @@ class LocalGroup(Group):
         self._store = MemoryStore()
         self._run = uuid.uuid4().hex
         # A secret of their own: the secret file of the user who runs the tests is neither needed nor created.
-        self._credentials = Credentials(Secret(secrets.token_hex(32)), limits=limits_from_options(self._worker_options))
+        encryption = Encryption() if transport == "tls" else None
+        limits = limits_from_options(self._worker_options)
+        self._credentials = Credentials(Secret(secrets.token_hex(32)), encryption, limits)
         self._agents: list[Agent] = self._start()
         self.agents = Agents(self._agents, lambda: self.names)
         """The agents of the workers, by position in `names` or by name."""
@@ -199,7 +203,8 @@ class LocalGroup(Group):
         )
         try:
             make_agent = FaultyAgent if isinstance(self._worker_options, FaultyRpcBackendOptions) else Agent
-            transports = {self._transport: self._new_transport()}
+            transport = self._new_transport()
+            transports = {transport.scheme: transport}
             agent = make_agent(name, rendezvous, self._worker_options, transports, self._credentials)
             agent.start()
         except BaseException:
@@ -211,6 +216,8 @@ class LocalGroup(Group):
         """Returns a new transport of the kind that the argument `transport` of the constructor names."""
         if self._transport == "memory":
             return MemoryTransport(self.network)
+        if self._transport == "tls":
+            return TcpTransport(self._credentials.encryption, even_on_loopback=True)
         return new_transport(self._transport, None)
 
     def join(self, name: str) -> Group:

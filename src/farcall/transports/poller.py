@@ -17,6 +17,9 @@ Which thread is woken
 The other ends of links with rings have our events as descriptors. A faulty one could read an event, and so remove a
 wake-up for another link. So no sleep is longer than a second (`MAX_SLEEP_S`; `_native` does the same for the leader).
 
+Each reply through a socket costs a system call, and encryption if the link is encrypted. So while more requests are
+queued, the replies of the leader are collected, and sent together (`collect`).
+
 Before it sleeps, the leader spins on its rings as long as a peer runs on another core (`_native/ring.h`). Nothing tells
 what a peer behind a socket does. So the leader spins on its epoll only if the last wait was over within twice the time
 of a spin, if it was not preempted lately, and not in the middle of a large frame (`skip_spin`). Without the C extension
@@ -32,6 +35,7 @@ import os
 import select
 import threading
 from collections.abc import Callable
+from threading import get_ident
 from time import monotonic
 from typing import Any, Final, NamedTuple, Protocol, TypeAlias
 
@@ -47,6 +51,8 @@ _ALWAYS: Final = select.EPOLLHUP | select.EPOLLERR
 """Events that the kernel always reports."""
 _MAX_SPIN_S: Final = 100e-6
 """The longest time for which `wait` spins before it sleeps."""
+_COLLECT_S: Final = 100e-6
+"""How long replies are collected before they are sent, if no request takes longer than that."""
 MAX_SLEEP_S: Final = 1.0
 """How long the standby thread sleeps at most before it checks whether it is needed."""
 
@@ -107,6 +113,13 @@ class Poller:
         self._is_running = False  # the leader runs user code, or waits for a call of its own
         self._unsent: dict[Link, None] = {}  # links whose ring is full
         self._awaiting_room: set[Any] = set()  # links whose socket is full
+        self._has_run = False  # the leader has run user code since its last wait, and sockets are watched
+        self.collector = 0
+        """The ident of the leader while it runs user code and more requests are queued; else 0. See `collect`."""
+        self.must_send = False
+        """Whether the leader must call `send_collected` before it runs user code."""
+        self._collects_until = 0.0
+        self._collected: dict[Any, None] = {}  # links with replies that were not sent yet
         self._is_closed = False
 
     # Watching
@@ -287,8 +300,8 @@ class Poller:
             The handlers; an empty list if the time is over. After `wake` it returns early, perhaps with an empty list.
         """
         self._is_running = False
-        if self._is_armed:
-            self._arm_standby(False)
+        if self._has_run:
+            self._end_run()
         ready = self._waiter.wait(seconds)
         handlers = []
         entries, ring_handlers = self._entries, self._ring_handlers
@@ -326,8 +339,8 @@ class Poller:
         """
         self._is_running = True
         self._waiter.run(has_more, False)
-        if self._stream_count and not self._is_armed:
-            self._arm_standby(True)
+        if self._stream_count:
+            self._begin_run(has_more)
 
     def block(self, has_more: bool) -> None:
         """Notes that the function that the leader runs waits for a call of its own, so another thread must read.
@@ -338,8 +351,59 @@ class Poller:
         """
         self._is_running = True
         self._waiter.run(has_more, True)
-        if self._stream_count and not self._is_armed:
+        if self._stream_count:
+            self._begin_run(False)
+
+    def _begin_run(self, has_more: bool) -> None:
+        """Makes frames from sockets wake the standby thread, and begins or ends the collecting of replies."""
+        self._has_run = True
+        if not self._is_armed:
             self._arm_standby(True)
+        if has_more or self.collector:
+            collector, now = get_ident() if has_more else 0, monotonic()
+            if collector != self.collector or now >= self._collects_until:
+                self.collector, self._collects_until = collector, now + _COLLECT_S
+                self.must_send = bool(self._collected)
+
+    def _end_run(self) -> None:
+        """Undoes `_begin_run` before the leader waits, and sends what was collected."""
+        self._has_run = False
+        if self._is_armed:
+            self._arm_standby(False)
+        self.collector = 0
+        self.send_collected()
+
+    def collect(self, link: Any, frame: bytes) -> bool:
+        """Collects a reply of the leader, to be sent together with the replies to the requests that are queued.
+
+        The standby thread is awake while requests are queued. If the next one takes long, that thread becomes the
+        leader, and sends what was collected. So a reply waits for about a millisecond at most.
+
+        Args:
+            link: The link, a `StreamLink`.
+            frame: The reply, which has no buffers.
+
+        Returns:
+            Whether the reply was collected. False if this thread is not the leader, or no other request is queued.
+        """
+        me = get_ident()
+        if self.collector != me:
+            return False
+        link.append(frame)
+        self._collected[link] = None
+        if self.collector != me:  # another thread has become the leader, perhaps before it could see the reply
+            self.send_collected()
+        return True
+
+    def send_collected(self) -> None:
+        """Sends all collected replies. Raises nothing, does not wait."""
+        self.must_send = False
+        while self._collected:
+            try:
+                link, _ = self._collected.popitem()
+            except KeyError:  # another thread does the same
+                return
+            _flusher(link)()
 
     def _arm_standby(self, is_armed: bool) -> None:
         """Sets whether frames that arrive through sockets wake the standby thread."""

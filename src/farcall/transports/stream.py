@@ -76,6 +76,9 @@ _MAX_SLEEP_S: Final = 1.0
 class StreamLink:
     """A link over a connected stream socket. `Link` describes the methods."""
 
+    can_append = True
+    """Whether small frames can be appended (`append`), and sent together by one system call."""
+
     def __init__(self, sock: socket.socket, address: str, handshake_limit: int, network: str = "") -> None:
         """Creates a link that is in its handshake. It sends nothing yet.
 
@@ -475,9 +478,12 @@ class StreamLink:
             self._check_broken()
             if self._first_bytes:
                 data, self._first_bytes = self._first_bytes + data, b""
-            if self._queue or self._appended:
+            if self._queue:
                 self._queue_appended()
                 self._enqueue((data,))
+            elif self._appended:
+                self._appended.append(data)
+                self._write_appended()
             else:
                 sent = self._write((data,))
                 if sent != len(data):
@@ -486,6 +492,14 @@ class StreamLink:
             self._unlock()
         if self._appended:
             self._send_appended()
+
+    def append(self, frame: bytes) -> None:
+        """Appends a small frame without buffers to the list, to be sent by the next `send` or `flush`.
+
+        Args:
+            frame: The bytes of the frame, at most `WHOLE_MAX_BYTES`; may be empty.
+        """
+        self._appended.append(WORD.pack(len(frame)) + frame)
 
     def _try_lock(self) -> bool:
         """Takes the lock for sending if it is free. Returns whether it was; does not wait."""
@@ -512,12 +526,36 @@ class StreamLink:
         while self._appended and self._try_lock():
             try:
                 self._check_broken()
-                was_empty = not self._queue
-                self._queue_appended()
-                if was_empty:
-                    self._write_queue()
+                if self._queue:
+                    self._queue_appended()
+                else:
+                    self._write_appended()
             finally:
                 self._unlock()
+
+    def _write_appended(self) -> None:
+        """Writes the frames on the list together, with few system calls. Queues what the socket does not accept.
+
+        The caller must hold the lock, and the queue must be empty. Raises `ConnectionError` if the connection is closed
+        or broken.
+        """
+        appended = self._appended
+        try:
+            while appended:
+                frames = [appended.popleft()]
+                size = len(frames[0])
+                while appended and size + len(appended[0]) <= WHOLE_MAX_BYTES:
+                    frames.append(appended.popleft())
+                    size += len(frames[-1])
+                data = b"".join(frames) if len(frames) > 1 else frames[0]
+                sent = self._write((data,))
+                if sent != size:
+                    self._enqueue((memoryview(data)[sent:],))
+                    self._queue_appended()
+                    return
+        except BaseException as error:  # of a signal handler: a frame may have been removed from the list and not sent
+            self._broken = self._broken or f"{type(error).__name__}: {error}"
+            raise
 
     def _check_broken(self) -> None:
         """Raises `ConnectionAbortedError`, and drops queued frames, if the link is closed or broken."""
@@ -591,8 +629,11 @@ class StreamLink:
         if self._try_lock():  # otherwise the thread that is sending sends the queue as well
             try:
                 self._check_broken()
-                self._queue_appended()
-                self._write_queue()
+                if self._queue:
+                    self._queue_appended()
+                    self._write_queue()
+                else:
+                    self._write_appended()
             finally:
                 self._unlock()
             if self._appended:

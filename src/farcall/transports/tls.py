@@ -43,7 +43,7 @@ import socket
 import threading
 import time
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from typing import TYPE_CHECKING, Any, Final, Protocol, cast
 
@@ -228,11 +228,56 @@ class TlsSocket(OwnSocket):
             TimeoutError: No data came within the timeout.
             OSError: The connection is broken, or the TLS handshake failed.
         """
+        with self._lock:
+            data = self._receive_one_record(size)
+        if data is not None:
+            return data
         buffer = _take_buffer()
         try:
             return bytes(buffer[: self.recv_into(buffer[:size])])
         finally:
             _free_buffers.append(buffer)
+
+    def _receive_one_record(self, size: int) -> bytes | None:
+        """Receives and decrypts one record if exactly one has arrived, which is how small frames come.
+
+        Returns the data, empty bytes at the end of the stream, or None if `recv_into` has to do it: `size` is small,
+        the TLS handshake is not done, no bytes have arrived, or other bytes than one record. Raises `OSError` if the
+        connection is broken.
+        """
+        sure = min(size, _BLOCK) - _RECORD - _OVERHEAD  # as in `_receive`
+        if sure <= 0 or not self._ready or self._is_inside_record() or self._ended:
+            return None
+        try:
+            encrypted = super().recv(sure)
+        except BlockingIOError:
+            return None
+        if len(encrypted) <= _HEADER or len(encrypted) != _HEADER + (encrypted[3] << 8 | encrypted[4]):
+            self._undecrypted = memoryview(encrypted)
+            return None if encrypted else b""
+        self._incoming.write(encrypted)
+        try:
+            data = self._tls.read(len(encrypted))
+        except OSError as error:
+            self._record_without_data(error)
+            return None
+        if data:
+            self._has_begun = True
+        else:  # close_notify
+            self._ended = True
+        return data
+
+    def _record_without_data(self, error: OSError) -> None:
+        """Counts a record for which OpenSSL raised `error` because it had no data. Raises all other errors."""
+        import ssl
+
+        if not isinstance(error, ssl.SSLWantReadError):
+            raise explained(cast("ssl.SSLError", error), self._has_begun) from error
+        self._count_records_without_data(1)
+
+    def _is_inside_record(self) -> bool:
+        """Returns whether bytes were read from the kernel and not returned yet, or a byte of such a record is there."""
+        return bool(self._undecrypted or self._records_fed or self._record_left or self._header or self._held)
 
     def recv_into(self, buffer: Any, nbytes: int = 0, flags: int = 0) -> int:
         """Receives decrypted bytes into `buffer`, as soon as there are any.
@@ -363,9 +408,16 @@ class TlsSocket(OwnSocket):
         Returns whether they complete at least one record.
         """
         data = self._undecrypted
+        size = len(data)
         end = records = 0
-        while end < len(data) and records < limit:
-            end += self._record_part(data[end:] if end else data)
+        while end < size and records < limit:
+            if size - end >= _HEADER and not self._record_left and not self._header:  # repeats `_record_part`
+                whole = _HEADER + (data[end + 3] << 8 | data[end + 4])
+                if whole <= size - end:
+                    end += whole
+                    records += 1
+                    continue
+            end += self._record_part(data[end:])
             records += not self._record_left and not self._header
         if end:
             self._incoming.write(data[:end])
@@ -417,10 +469,7 @@ class TlsSocket(OwnSocket):
             BlockingIOError: No bytes can be accepted now, or the TLS handshake is not done.
             OSError: The connection is broken, or the TLS handshake failed.
         """
-        with self._lock:
-            if not self._ready:
-                self._advance()
-            return self._send(memoryview(data).cast("B"))
+        return self.sendmsg((data,))
 
     def sendmsg(self, buffers: Sequence[Buffer], *_: Any) -> int:  # type: ignore[override]
         """Encrypts and sends several buffers, as much as the kernel accepts. Does not wait.
@@ -438,18 +487,7 @@ class TlsSocket(OwnSocket):
         with self._lock:
             if not self._ready:
                 self._advance()
-            total = 0
-            for piece in _joined(buffers):
-                try:
-                    sent = self._send(piece)
-                except BlockingIOError:
-                    if not total:
-                        raise
-                    return total
-                total += sent
-                if sent < len(piece):
-                    break
-            return total
+            return self._send(buffers)
 
     def sendall(self, data: Buffer, flags: int = 0) -> None:  # type: ignore[override]
         """Encrypts and sends all data, and waits until the kernel has accepted it.
@@ -475,43 +513,70 @@ class TlsSocket(OwnSocket):
                     raise
                 self._wait(select.POLLOUT, deadline, "timed out")
 
-    def _send(self, data: memoryview) -> int:
-        """Encrypts and sends data. Returns how many bytes were accepted.
+    def _send(self, buffers: Sequence[Buffer]) -> int:
+        """Encrypts and sends buffers. Returns how many bytes were accepted.
 
         Raises `BlockingIOError` if none can be accepted now, and `OSError` if the connection is broken.
         """
-        import ssl
-
-        self._flush()
-        total = min(self._owed, len(data))
-        self._owed -= total
-        while total < len(data):
-            part = data[total : total + _BLOCK]
-            try:
-                self._tls.write(part)
-            except ssl.SSLError as error:
-                raise explained(error, self._has_begun) from error
-            encrypted = self._outgoing.read()
-            try:
-                count = super().send(encrypted)
-            except BlockingIOError:
-                count = 0
-            except ConnectionError as error:
-                refusal = None if self._has_begun else self._read_alert()
-                if refusal is None:
-                    raise
-                raise refusal from error
-            if count < len(encrypted):
-                # Only whole records are reported. All but the last have the same size.
-                sent = min(count // (_RECORD + _SEALED_EXTRA) * _RECORD, len(part))
-                total += sent
-                self._unsent = memoryview(encrypted)[count:]
-                self._owed = len(part) - sent
-                break
-            total += len(part)
-        if not total and data:
+        if self._unsent:
+            self._flush()
+        if not self._owed and len(buffers) == 1 and 0 < len(buffers[0]) <= _RECORD:  # the usual case
+            self._encrypt(buffers[0])
+            total = self._send_encrypted(len(buffers[0]))
+        else:
+            total = self._send_in_blocks(buffers)
+        if not total and any(buffers):
             raise BlockingIOError(errno.EAGAIN, "the kernel takes nothing more now")
         return total
+
+    def _send_in_blocks(self, buffers: Sequence[Buffer]) -> int:
+        """Encrypts and sends buffers, about `_BLOCK` bytes at a time. Returns how many bytes were accepted.
+
+        The first `_owed` bytes were encrypted before. Raises `OSError` if the connection is broken.
+        """
+        total = min(self._owed, sum([len(buffer) for buffer in buffers]))
+        self._owed -= total
+        block = 0
+        for piece in _whole_records(buffers, total):
+            self._encrypt(piece)
+            block += len(piece)
+            if block >= _BLOCK:
+                total += self._send_encrypted(block)
+                block = 0
+                if self._unsent:
+                    break
+        if block:
+            total += self._send_encrypted(block)
+        return total
+
+    def _encrypt(self, data: Buffer) -> None:
+        """Encrypts data. Raises `OSError` if TLS has failed."""
+        try:
+            self._tls.write(data)
+        except OSError as error:  # an `ssl.SSLError`: no socket is below
+            raise explained(cast("ssl.SSLError", error), self._has_begun) from error
+
+    def _send_encrypted(self, size: int) -> int:
+        """Sends what was encrypted, which has `size` bytes of data. Returns how many of them were accepted.
+
+        All records but the last must be of the largest size. Raises `OSError` if the connection is broken.
+        """
+        encrypted = self._outgoing.read()
+        try:
+            count = super().send(encrypted)
+        except BlockingIOError:
+            count = 0
+        except ConnectionError as error:
+            refusal = None if self._has_begun else self._read_alert()
+            if refusal is None:
+                raise
+            raise refusal from error
+        if count == len(encrypted):
+            return size
+        sent = min(count // (_RECORD + _SEALED_EXTRA) * _RECORD, size)  # only whole records are reported
+        self._unsent = memoryview(encrypted)[count:]
+        self._owed = size - sent
+        return sent
 
     def _read_alert(self) -> OSError | None:
         """Returns the error for the TLS alert that the other end has sent before it closed; None if there is none.
@@ -610,21 +675,28 @@ class TlsSocket(OwnSocket):
             poll.poll()
 
 
-def _joined(buffers: Sequence[Buffer]) -> list[memoryview]:
-    """Returns the bytes of all buffers as fewer pieces, because each piece needs a TLS record of its own.
+def _whole_records(buffers: Sequence[Buffer], begin: int) -> Iterator[Buffer]:
+    """Yields the bytes of all buffers in pieces of whole records, so that all records but the last have the same size.
 
-    Small buffers in a row are joined, and empty ones are left out. Returns an empty list for no bytes.
+    Args:
+        buffers: The buffers; some may be empty.
+        begin: How many bytes to leave out at the beginning.
     """
-    pieces: list[memoryview] = []
-    small: list[Buffer] = []
+    parts: list[Buffer] = []  # of a record that is not complete
+    size = 0
     for buffer in buffers:
-        if len(buffer) >= _RECORD:
-            if small:
-                pieces.append(memoryview(b"".join(small)))
-                small = []
-            pieces.append(memoryview(buffer).cast("B"))
-        else:
-            small.append(buffer)
-    if small:
-        pieces.append(memoryview(b"".join(small)))
-    return [piece for piece in pieces if piece]
+        view = memoryview(buffer).cast("B")[begin:]
+        begin = max(0, begin - len(buffer))
+        if size:
+            parts.append(view[: _RECORD - size])
+            size += len(parts[-1])
+            if size < _RECORD:
+                continue
+            view = view[len(parts[-1]) :]
+            yield b"".join(parts)
+        end = len(view) // _RECORD * _RECORD
+        for at in range(0, end, _BLOCK):
+            yield view[at : min(at + _BLOCK, end)]
+        parts, size = [view[end:]], len(view) - end
+    if size:
+        yield b"".join(parts)

@@ -108,6 +108,8 @@ class UnixLink(StreamLink):
     `Link` describes the methods.
     """
 
+    can_append = False  # a frame in a ring makes no system call
+
     def __init__(self, sock: socket.socket, address: str, handshake_limit: int, process: int | None) -> None:
         """Creates a link that is in its handshake. It sends nothing yet.
 
