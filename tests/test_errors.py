@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import builtins
 import copy
 import inspect
 import pickle
+import pkgutil
 import re
 from typing import NamedTuple
 
@@ -23,7 +23,7 @@ class Drawn(NamedTuple):
     builtin: str | None
 
 
-LINE = re.compile(r"^ {4}(?P<branches>[│├└─ ]*)(?P<name>[A-Z]\w+)(?:\s*\((?P<builtin>[A-Z]\w+)\))? +\S")
+LINE = re.compile(r"^ {4}(?P<branches>[│├└─ ]*)(?P<name>[A-Z]\w+)(?:\s*\((?P<builtin>[\w.]+Error)\))? +\S")
 
 
 def drawing() -> list[Drawn]:
@@ -54,7 +54,8 @@ def test_every_class_is_drawn_and_every_drawn_class_is_there() -> None:
 @pytest.mark.parametrize("drawn", drawing(), ids=lambda drawn: drawn.name)
 def test_the_classes_stand_where_they_are_drawn(drawn: Drawn) -> None:
     bases = [CLASSES[drawn.parent]] if drawn.parent else []
-    bases += [getattr(builtins, drawn.builtin)] if drawn.builtin else []
+    bases += [pkgutil.resolve_name(f"builtins.{drawn.builtin}")] if drawn.builtin and "." not in drawn.builtin else []
+    bases += [pkgutil.resolve_name(drawn.builtin)] if drawn.builtin and "." in drawn.builtin else []
     assert CLASSES[drawn.name].__bases__ == tuple(bases)
 
 

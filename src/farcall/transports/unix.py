@@ -65,6 +65,7 @@ from farcall.transports.shm_buffers import OPENED, SharedBuffers, is_shared_kind
 from farcall.transports.shm_segments import TOKEN_SIZE
 from farcall.transports.sockets import BACKLOG, OwnSocket
 from farcall.transports.stream import INTERNAL, WORD, StreamLink
+from farcall.transports.wake_up import WakeUp
 
 SETUP: Final = 9
 SETUP_DONE: Final = 10
@@ -195,6 +196,7 @@ class UnixLink(StreamLink):
             if memory >= 0:
                 os.close(memory)
             _close_all(self._descriptors)
+            self._wake_up = WakeUp()  # frees its descriptor; only this thread has waited on the socket
 
     def _use_offered_ring(self, memory: int, options: LinkOptions) -> None:
         """At the connecting end: uses the ring `memory`, which the other end has accepted.
@@ -381,6 +383,7 @@ class UnixLink(StreamLink):
         )
         self._peer_events = events
         self.ring = ring
+        self._wake_up = WakeUp()  # frees its descriptor, which a link with a ring does not need
         # Replace the method by that of the ring, which saves every call one Python function.
         self.wait = self.ring.wait  # type: ignore[method-assign]
         options.poller.note_ring(self)
