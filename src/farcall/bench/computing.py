@@ -12,7 +12,8 @@ import threading
 class ComputingThread:
     """A thread that runs plain Python code without ever waiting, until it is stopped.
 
-    Made stopped; can be started again.
+    It is load beside a measurement. A new object has no running thread; `start` starts it, `stop` ends it, and it can
+    be started again.
     """
 
     def __init__(self) -> None:
@@ -36,6 +37,5 @@ class ComputingThread:
             self._thread = None
 
     def _compute(self) -> None:
-        """The code of the thread: computes until `stop` is called."""
         while not self._stopped:
             sum(range(100))

@@ -43,7 +43,10 @@ examples:
 
 
 def configure(parser: argparse.ArgumentParser) -> None:
-    """Adds the options of `farcall run` to the parser. Call it once for a parser."""
+    """Adds the options of `farcall run` to the parser; the parsed arguments get `execute`, the function that runs it.
+
+    Call it once for a parser: a second call raises `argparse.ArgumentError`.
+    """
     parser.set_defaults(execute=execute)
     parser.formatter_class = argparse.RawDescriptionHelpFormatter
     parser.usage = "farcall run -n N [options] (SCRIPT | -m MODULE) [ARGUMENT ...]"
@@ -80,7 +83,9 @@ def configure(parser: argparse.ArgumentParser) -> None:
 
 
 def execute(arguments: argparse.Namespace) -> int:
-    """Runs the workers until all have ended, and returns the exit status of the run: 0 if none failed.
+    """Runs the workers until all have ended, and returns the exit status of the run.
+
+    It is 0 if none failed, else that of the worker that failed first.
 
     Args:
         arguments: The parsed options of `farcall run`.
@@ -96,7 +101,11 @@ def execute(arguments: argparse.Namespace) -> int:
 
 
 def check_arguments(arguments: argparse.Namespace) -> None:
-    """Raises `UsageError`, with what to do instead, if the arguments of `farcall run` are invalid or contradictory."""
+    """Returns None if the parsed arguments of `farcall run` are valid, else raises `UsageError`.
+
+    The message says what to do instead. Checks numbers, ports and seconds, that options do not contradict each other,
+    and that the script exists. Whether a module exists is not checked.
+    """
     if arguments.workers < 1:
         raise UsageError(f"-n must be at least 1, not {arguments.workers}")
     if arguments.nodes < 1:
@@ -127,7 +136,10 @@ def check_arguments(arguments: argparse.Namespace) -> None:
 
 
 def target_command(arguments: argparse.Namespace) -> list[str]:
-    """Returns the script or module and its arguments, without a `--` before them; empty if no target was given."""
+    """Returns the script or module and its arguments, without a `--` before them; empty if no target was given.
+
+    `arguments` are the parsed options of `farcall run`, in which `ESCAPED_DASHES` stands for `--`.
+    """
     if arguments.target is None:
         return []
     words = ["--" if word == ESCAPED_DASHES else word for word in (arguments.target, *arguments.arguments)]
@@ -135,11 +147,13 @@ def target_command(arguments: argparse.Namespace) -> list[str]:
 
 
 def make_plans(arguments: argparse.Namespace, environ: Mapping[str, str]) -> list[WorkerPlan]:
-    """Returns the plan of each worker on this host, in the order of their ranks.
+    """Returns the plan of each worker on this host, in the order of their ranks: name, command and environment.
+
+    Generates a secret if there is one host and `FARCALL_SECRET` is not set or empty.
 
     Args:
-        arguments: The parsed options, already checked.
-        environ: The environment that the workers inherit.
+        arguments: The parsed options of `farcall run`, already checked.
+        environ: The environment that the workers inherit. It is not changed.
 
     Raises:
         UsageError: No port was given, and no free one can be found on the master address.
@@ -168,13 +182,14 @@ def make_plans(arguments: argparse.Namespace, environ: Mapping[str, str]) -> lis
 
 
 def free_port(address: str) -> int:
-    """Returns a TCP port that is free on an address of this host now. Another program may take it at any time.
+    """Returns a TCP port that is free on an address of this host now; another program may take it at any time.
 
     Args:
-        address: A name or address of this host.
+        address: A name or address of this host, not empty.
 
     Raises:
         UsageError: The address is not one of this host's, or cannot be resolved.
+        UnicodeError: The address cannot be a host name, for example because a part has more than 63 characters.
     """
     try:
         family, kind, protocol, _, where = socket.getaddrinfo(address, 0, type=socket.SOCK_STREAM)[0]

@@ -58,11 +58,11 @@ def _update_group_membership(
     reverse_device_map: dict[str, DeviceMap],
     is_join: bool,
 ) -> None:
-    """Tells the agent of this process that a worker has joined or left.
+    """Tells the agent of this process that a worker has joined or left. Nothing is checked.
 
     Args:
-        worker_info: The worker.
-        my_devices: The devices that calls may use on this worker.
+        worker_info: The worker that has joined or left.
+        my_devices: The devices that calls may use on this worker from now on.
         reverse_device_map: For the name of each caller, a map from devices of this worker to devices of the caller.
         is_join: True if it has joined, False if it has left.
 

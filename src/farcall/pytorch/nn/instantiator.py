@@ -39,10 +39,12 @@ _generating: Final = threading.RLock()
 
 
 class Calls:
-    """The calls that compiled code has started on a remote module, by number.
+    """The calls that compiled TorchScript code has started on a remote module, by number.
+
+    The code starts a call with `begin`, and gets its result with `result`.
 
     Args:
-        remote_module: The remote module.
+        remote_module: The remote module, an object with `forward_async`.
     """
 
     def __init__(self, remote_module: Any) -> None:
@@ -53,7 +55,7 @@ class Calls:
     def begin(self, *args: Any) -> int:
         """Calls the module on its owner without waiting, and returns the number of the call, for `result`.
 
-        Raises `RuntimeError` if this process is not a worker.
+        `args` are the arguments of the module. Raises `RuntimeError` if this process is not a worker.
         """
         number = next(self._numbers)
         self._futures[number] = self._remote_module.forward_async(*args)
@@ -126,14 +128,14 @@ class _StringLoader(importlib.abc.SourceLoader):
 def _do_instantiate_remote_module_template(
     generated_module_name: str, str_dict: Mapping[str, str], enable_moving_cpu_tensors_to_cuda: bool
 ) -> ModuleType:
-    """Returns the generated module of this name; generates it the first time.
+    """Returns the generated module of this name, with `forward_async` and `forward`; generates it the first time.
 
     Raises what the generated code raises, for example `SyntaxError`.
 
     Args:
         generated_module_name: The name, under which the module is also put into `sys.modules`.
-        str_dict: The texts for the fields of the template, by the names of the fields. Raises `KeyError` if one is
-            missing.
+        str_dict: The texts for the fields of the source-code template, by the names of the fields. Raises `KeyError` if
+            one is missing. If `jit_script_decorator` is empty, the class for TorchScript is left out.
         enable_moving_cpu_tensors_to_cuda: Has no effect, because both templates are the same.
     """
     with _generating:
@@ -156,7 +158,10 @@ def _do_instantiate_remote_module_template(
 def instantiate_scriptable_remote_module_template(
     module_interface_cls: Any, enable_moving_cpu_tensors_to_cuda: bool = True
 ) -> ModuleType:
-    """Returns the generated module for an interface, the same one each time.
+    """Returns the module with the methods of remote modules that have this interface, the same one each time.
+
+    The first time, it is generated from the signature of the interface's `forward`. Its `_generated_methods` are
+    `forward_async` and `forward`.
 
     Args:
         module_interface_cls: A class decorated with `torch.jit.interface`.
