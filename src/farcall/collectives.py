@@ -50,9 +50,9 @@ _ANSWER: Final = 1.0
 class Key(NamedTuple):
     """Identifies a gathering: one `_all_gather` of certain workers, its members.
 
-    `members` are the names of the members, sorted; the first one leads, that is, collects the values. `number` is the
-    number of earlier gatherings of the same members, 0 for their first one. The fields are not checked here, but by
-    `_check_key`.
+    `members` are the names of the members, sorted; the first one leads, that is, collects the values. `ids` are the ids
+    of the members, in the same order. `number` is the number of earlier gatherings of the same members, 0 for their
+    first one. The fields are not checked here, but by `_check_key`.
     """
 
     members: tuple[str, ...]
@@ -127,11 +127,11 @@ class Gatherings:
                 self._numbers[key.members, key.ids] = key.number
 
     def look(self, key: Key) -> Future[None]:
-        """Returns a future that completes with None when this worker takes part in a gathering; at once if it has.
+        """Returns a future that completes with None when this worker takes part in the gathering `key`.
 
-        `key` names the gathering, one `_all_gather` of certain workers. Whether this worker is one of them is not
-        checked. For one gathering only the 8 newest futures are kept. Older ones never complete: the calls that wait
-        for them have timed out.
+        If this worker has taken part already, the future is done. A gathering is one `_all_gather` of certain workers;
+        whether this worker is one of them is not checked. For one gathering only the 8 newest futures are kept. Older
+        ones never complete: the calls that wait for them have timed out.
         """
         future: Future[None] = Future()
         with self._lock:
@@ -215,10 +215,11 @@ class Gatherings:
             return sorted(gathering.missing) if gathering is not None else []
 
     def elsewhere(self, key: Key) -> dict[str, tuple[str, ...]]:
-        """Returns the missing members of `key` that wait in an `_all_gather` of other members, each with those members.
+        """Returns the missing members of `key` that have called `_all_gather` with other workers, for an error message.
 
-        Used for an error message. Only gatherings of which this worker collects the values are searched. Returns an
-        empty dict if no missing member waits elsewhere, or if `key` is unknown here.
+        The result has the name of each such member, and the names of the workers with which it called. Only gatherings
+        of which this worker collects the values are searched. Returns an empty dict if there is no such member, or if
+        `key` is unknown here.
         """
         with self._lock:
             gathering = self._led.get(key)
@@ -231,11 +232,11 @@ class Gatherings:
             }
 
     def begin_to_look(self, key: Key) -> list[str]:
-        """Returns the names of the workers that have not given a value to the gathering `key` yet, sorted.
+        """Returns the names of the workers to call, to find out whether they are alive; sorted.
 
-        The leader, which collects the values, calls each of them to find out whether it is alive. Only the first call
-        for a gathering returns names. Returns an empty list in later calls, and if the gathering is unknown, complete
-        or failed.
+        They are those that have not given a value to the gathering `key` yet. The leader, which collects the values,
+        calls them. Only the first call for a gathering returns names. Returns an empty list in later calls, and if the
+        gathering is unknown, complete or failed.
         """
         with self._lock:
             gathering = self._led.get(key)
@@ -342,8 +343,8 @@ def _look_for_missing(key: Key) -> None:
 def _check_key(key: Any) -> None:
     """Raises `UsageError` if `key` is not a `Key` of a tuple of str, a tuple of int and an int. Returns None if it is.
 
-    The key names an `_all_gather` and came from another worker, even one that may call nothing else here. Keys are
-    hashed, sorted and printed, so nothing but exact types is accepted.
+    The key names an `_all_gather` and came from another worker, which may be hostile. Keys are hashed, sorted and
+    printed, so subclasses of these types are refused, too.
     """
     if (
         type(key) is not Key
@@ -359,11 +360,11 @@ def _check_key(key: Any) -> None:
 
 
 def _look_for(agent: RpcAgent, gatherings: Gatherings, key: Key, name: str) -> None:
-    """Calls the missing member `name`, without waiting for the reply, and again after each timeout of such a call.
+    """Asks the missing member `name` to reply when it takes part, without waiting for the reply.
 
-    Ends when the member takes part or the gathering (an `_all_gather` of certain workers) is over. If the member is
-    lost, the gathering fails with `WorkerLostError` for all members. Other errors mean that this worker shuts down, and
-    are ignored.
+    Asks again each time that no reply came in `_LOOK` seconds, until the member takes part or the gathering (an
+    `_all_gather` of certain workers) is over. If the member is lost, the gathering fails with `WorkerLostError` for all
+    members. Other errors mean that this worker shuts down, and are ignored.
 
     Args:
         agent: The agent of this worker, which collects the values of the gathering.
@@ -403,8 +404,8 @@ def _all_gather(
         obj: The value of this worker, anything that a call can send; may be None.
         worker_names: The names of the workers that take part, this one included, the same on each of them. The order
             does not matter. None or no names means all workers of the group.
-        timeout: How many seconds to wait; 0 means no limit. The default, -1, is the `rpc_timeout` of this worker. Other
-            negative numbers raise `RpcTimeoutError` or `UsageError`.
+        timeout: How many seconds to wait; 0 means no limit. The default, -1, is the `rpc_timeout` of this worker. Any
+            other negative timeout has expired at once (`RpcTimeoutError`) or is refused (`UsageError`).
 
     Returns:
         The values by the workers' names, in the order of the names.
@@ -507,7 +508,7 @@ def _wait_all_workers(timeout: float = DEFAULT_SHUTDOWN_TIMEOUT) -> None:
 
     Args:
         timeout: How many seconds to wait; 0, the default, means no limit. -1 means the `rpc_timeout` of this worker.
-            Other negative numbers raise `RpcTimeoutError` or `UsageError`.
+            Any other negative timeout has expired at once (`RpcTimeoutError`) or is refused (`UsageError`).
 
     Raises:
         RpcTimeoutError: Not all of them have called in time.
@@ -546,10 +547,10 @@ def _too_late(
     """Returns the error for an `_all_gather` whose timeout expired.
 
     Args:
-        missing: The names of the workers that did not take part; normally not empty.
+        missing: The names of the workers that did not take part. If empty, the message names none.
         seconds: The timeout.
-        elsewhere: The missing workers that wait in an `_all_gather` of other workers, each with the names of these
-            workers. None or empty if there are none.
+        elsewhere: The missing workers that called `_all_gather` with other workers: the name of each, and the names of
+            the workers with which it called. None or empty if there are none.
     """
     if elsewhere:
         others = "; ".join(f"{name!r} called it with {_listed(there)}" for name, there in elsewhere.items())

@@ -100,10 +100,10 @@ class _LocalProcesses(Group):
         self._directory = ""
 
     def _join(self) -> None:
-        """Starts the processes and joins the group. Ends the processes again if one of the two fails.
+        """Starts the processes and joins the group. If either fails, ends the processes and raises the error.
 
-        Raises `UsageError` if the processes run already, and `RendezvousError` if a worker does not start or join
-        within `init_timeout` seconds of the options.
+        Raises `UsageError` if the processes run already, `RendezvousError` if a worker does not start or join within
+        `init_timeout` seconds of the options, and `OSError` if the system cannot start a process.
         """
         if self._directory:
             raise UsageError("the workers of this group were started already; make another one")
@@ -117,11 +117,11 @@ class _LocalProcesses(Group):
             raise
 
     def _start(self) -> None:
-        """Starts the processes, and waits until each has imported the script that entered the block.
+        """Starts the processes, and waits until each has imported the script of this process.
 
-        Raises `RendezvousError` if a process ends before that, or has not done it after `init_timeout` seconds of the
-        options. Raises `OSError` if the system cannot start a process. Processes that run already are left to the
-        caller.
+        Raises `RendezvousError` if a process ends before that, or has not imported the script after `init_timeout`
+        seconds of the options. Raises `OSError` if the system cannot start a process. After an error, the caller must
+        end the processes that were started.
         """
         import multiprocessing
         from multiprocessing import connection
@@ -161,10 +161,11 @@ class _LocalProcesses(Group):
                     ) from None
 
     def _leave(self, graceful: bool) -> None:
-        """Leaves the group and ends all processes: together with the workers if `graceful`, else at once.
+        """Leaves the group and ends all processes.
 
-        Raises `ShutdownError` if leaving together fails. If a worker process had ended before, the error is logged and
-        not raised.
+        If `graceful` is True, this process and the workers wait until the work of all is done. If it is False, all
+        leave at once. Raises `ShutdownError` if a graceful shutdown fails; but if a worker process had ended before,
+        the error is only logged.
         """
         died = [process.name for process in self._processes if process.exitcode is not None]
         try:
@@ -185,10 +186,10 @@ class _LocalProcesses(Group):
             self._end()
 
     def _end(self) -> None:
-        """Ends all processes and removes their directory; does nothing if there are none.
+        """Ends all processes, and removes the directory of their rendezvous; does nothing if there are none.
 
-        A process that does not end within `GRACE_S` seconds is terminated, then killed. One that survives is left
-        behind.
+        Closes the pipes, which asks the processes to end. A process that still runs after `GRACE_S` seconds is
+        terminated, then killed. A process that survives is left behind.
         """
         self._close_pipes()
         atexit.unregister(self._close_pipes)
@@ -221,9 +222,9 @@ def _run_worker(pipe: Any, name: str, rank: int, world_size: int, options: RpcBa
     the process.
 
     Args:
-        pipe: The connection to the process that has started this one. The name is sent over it once the script is
-            imported. A received `_LEAVE` means a graceful shutdown; any other message, or the end of the pipe, one at
-            once.
+        pipe: The connection to the process that has started this one. This process sends its name when it has imported
+            the script. When it receives `_LEAVE`, it shuts down gracefully. When it receives anything else, or the pipe
+            is closed, it shuts down at once.
         name: The name of this worker.
         rank: Its rank, from 1 on.
         world_size: The number of members of the group, the starting process included.

@@ -134,14 +134,14 @@ class RemoteError(RpcError):
     """The callee raised an exception that cannot be rebuilt on the caller, for example because its class is missing.
 
     Args:
-        message: The text of this exception.
+        message: The text of this exception, which `str()` returns.
         type_name: The full name of the class of the original exception; empty if unknown.
         remote_message: The text of the original exception; empty if unknown. It becomes the attribute `message`.
         traceback: The traceback on the callee, as text; empty if unknown.
 
     Attributes:
         type_name: The argument `type_name`.
-        message: The text of the original exception, the argument `remote_message`. `str()` returns the other text.
+        message: The argument `remote_message`, not the argument `message`.
         traceback: The argument `traceback`.
     """
 
@@ -161,8 +161,8 @@ class RendezvousTimeoutError(RendezvousError, TimeoutError):
 
     Args:
         message: The text of the exception.
-        present: If the store was asked for several keys, those of them that it had when the timeout expired; else
-            empty.
+        present: The keys that were there when `Store.collect` timed out. Empty if there were none, or if something else
+            timed out.
 
     Attributes:
         present: The argument `present`.

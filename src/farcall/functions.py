@@ -99,7 +99,7 @@ def mark_async(wrapper: Any, function: Callable[..., Any], converter: FutureConv
 def async_result(function: Callable[..., Any]) -> FutureConverter | None:
     """Returns the converter for the return values of an asynchronous function; None if `function` is not marked as one.
 
-    The converter is a function of the function's name and its return value that returns a `farcall.Future`, or raises
+    The converter is called with the name of the function and its return value. It returns a `farcall.Future`, or raises
     `TypeError`. A function is marked by `async_execution`, by `mark_async` or by torch's decorator. A
     `functools.partial` and a bound method count as marked if their function is. An object that is not callable counts
     as not marked.

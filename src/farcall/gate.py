@@ -18,12 +18,15 @@ FOREVER: Final = math.inf
 
 
 class _BlockingThread(threading.local):
-    """What the current thread calls around a sleep; each thread has values of its own, set by its executor."""
+    """What the current thread calls around a sleep; each thread has values of its own, set by its executor.
+
+    Attributes:
+        before: Called before a sleep, so that another thread takes over; None on a thread that no executor owns.
+        after: Called after a sleep; None on a thread that no executor owns.
+    """
 
     before: Callable[[], None] | None = None
-    """Called before a sleep, so that another thread takes over; None on a thread that no executor owns."""
     after: Callable[[], None] | None = None
-    """Called after a sleep; None on a thread that no executor owns."""
 
 
 blocking_thread = _BlockingThread()

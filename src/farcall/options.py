@@ -59,7 +59,7 @@ class BackendOptions:
         init_method: The URL at which the workers find each other. Not checked here.
 
     Raises:
-        UsageError: `rpc_timeout` is negative or not a number. Set later, the option keeps its old value then.
+        UsageError: `rpc_timeout` is negative or not a number. The attribute is not changed.
         BackendError: A keyword argument names no option. The message suggests similar names.
 
     Example:
@@ -102,8 +102,8 @@ class BackendOptions:
     def frozen_copy(self) -> Self:
         """Returns a deep copy for an agent to keep. Setting an option of the copy raises `UsageError`.
 
-        All values are checked again, because a list or dict may have been changed in place since it was set. The copy
-        of a frozen copy is frozen, too. The original is not changed and stays as it is.
+        All values are checked again, because a list or dict may have been changed in place since it was set. The
+        original is not changed and not frozen. The copy of a frozen copy is frozen, too.
 
         Raises:
             UsageError: An option has a value that it cannot have.
@@ -121,8 +121,20 @@ class BackendOptions:
 class RpcBackendOptions(BackendOptions):
     """The options of the default backend, farcall's own agent.
 
-    All options are keyword arguments and attributes, explained below. Each is checked when it is set. All have
-    defaults.
+    All options are keyword arguments and attributes, and have defaults. Each is checked when it is set. Each attribute
+    has a description of its own. In short:
+
+    - Calls: `rpc_timeout` (seconds), `num_worker_threads` (how many functions run at once), `device_maps` and `devices`
+      (for tensors), `record_stacks` (for `farcall.references`).
+    - Rendezvous: `init_method` (a URL), `init_timeout` (seconds), `interface` (to listen on; None chooses one).
+    - Connections: `transports` (names, the preferred one first), `spin` (seconds of polling before a thread sleeps),
+      `heartbeat_interval` and `heartbeat_patience` (seconds until a silent worker is declared lost), `shared_memory`
+      (bytes; 0 for none, None for a quarter of the machine's memory, at most 4 GiB).
+    - Security: `secret` (None for that of the environment or of this user), `allow` (None allows everything),
+      `encrypt_between_hosts`, `tls_certificate`, `tls_key` and `tls_authority` (paths of files; all None
+      means that each worker creates a certificate for itself).
+    - Limits: `max_strangers` (connections without a proof of the secret), `proof_timeout` (seconds until the proof).
+      The other limits are sizes in bytes: of a message of the handshake, of a header and of a message.
 
     Raises:
         UsageError: An option is set to a value that it cannot have; the option keeps its value.
@@ -372,9 +384,8 @@ def _check_secret(name: str, value: Any) -> Any:
 def _check_allow(name: str, value: Any) -> Any:
     """Returns the entries of the option `allow` as a tuple of names; None for None, which allows everything.
 
-    An empty list gives an empty tuple. Names can be compared before anything is imported. `name` is the name of the
-    option, for messages. Raises `UsageError` for a single str, for what is not iterable, and for an entry without a
-    usable name.
+    An empty list gives an empty tuple. `name` is the name of the option, for messages. Raises `UsageError` for a single
+    str, for what is not iterable, and for an entry without a usable name.
     """
     if value is None:
         return None
@@ -384,11 +395,12 @@ def _check_allow(name: str, value: Any) -> Any:
 
 
 def _name_of_entry(option: str, target: Any) -> str:
-    """Returns the name of one entry of the option `option`, an allow-list: "module.function" for a function or class.
+    """Returns the name of one entry of the option `option`, an allow-list.
 
-    `target` is a module, function or class, or a str that is a name or a pattern of names, which is returned as it is.
-    Raises `UsageError` for an object without a module and a name (a lambda, an instance), and for a text that can match
-    no name, because it is empty or has empty parts, spaces or unpaired brackets.
+    If `target` is a module, returns its name. If it is a function or class, returns "module.function". If it is a str
+    (a name or a pattern of names), returns it unchanged. Raises `UsageError` for an object without a module and a name
+    (a lambda, an instance), and for a text that can match no name, because it is empty or has empty parts, spaces or
+    unpaired brackets.
     """
     if isinstance(target, ModuleType):
         return target.__name__
@@ -422,8 +434,8 @@ def _check_bool(name: str, value: Any) -> Any:
 def _check_device(device: Device) -> str:
     """Returns a device as torch writes it, such as "cuda:1" for 1. Whether the device exists is not checked.
 
-    Raises `DeviceError` for a negative index, and if `device` is no int, no text such as "cpu" or "cuda:1", and no
-    object with the attributes `type` and `index`; also for None and "".
+    `device` is an int, a text such as "cpu" or "cuda:1", or an object with the attributes `type` and `index`. Raises
+    `DeviceError` for anything else, such as None or "", and for a negative index.
     """
     if isinstance(device, int) and not isinstance(device, bool):
         text = f"cuda:{device}"
@@ -518,7 +530,9 @@ _CHECKS: Final[Mapping[str, Callable[[str, Any], Any]]] = {
 class CallOptions(TypedDict, total=False):
     """The keyword arguments of `.options(...)` of a worker or a reference, which returns a copy with these options.
 
-    An option that is left out stays as it was. An unknown option raises `UsageError`.
+    `timeout` is how many seconds to wait for the reply, more than 0; None means no limit. 0 raises `RpcTimeoutError`,
+    and a negative number `UsageError`. An option that is left out stays as it was. An unknown option raises
+    `UsageError`.
     """
 
     timeout: float | None
@@ -531,7 +545,7 @@ def call_timeout(options: CallOptions, before: float) -> float:
     """Returns the timeout of calls with these options, in the form that agents use: 0 for no limit.
 
     Args:
-        options: The keyword arguments of `.options(...)`. An empty dict changes nothing.
+        options: The keyword arguments of `.options(...)`. Its `timeout` of None gives 0, no limit.
         before: The timeout to return if `options` has none.
 
     Raises:

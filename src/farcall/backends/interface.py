@@ -103,7 +103,7 @@ class ReferenceCalls(Protocol):
 
     @property
     def numbered(self) -> Mapping[Any, NumberedWorker]:
-        """The workers of the group by their numbers, which `RRefId.owner` and `ReferenceStore.me` use."""
+        """The workers of the group, by their numbers. `RRefId.owner` and `ReferenceStore.me` are such numbers."""
 
     def call_on(
         self,
@@ -119,14 +119,14 @@ class ReferenceCalls(Protocol):
 
         Args:
             handle: A handle of the reference.
-            what: What is requested, a constant of `protocol.frames`: `METHOD` calls a method of the value, `VALUE` asks
-                for a copy of the value, `PRESENCE` whether the value is there, and `TYPE` for its type. Not checked.
-            method: The name of the method; for other requests a name for messages, which is not called.
-            args: The positional arguments of the method; empty for other requests.
+            what: The kind of the request, a constant of `protocol.frames`. `METHOD` calls a method of the value.
+                `VALUE` gets a copy of the value. `PRESENCE` gets None as soon as the value exists. `TYPE` gets the type
+                of the value. Not checked.
+            method: The name of the method. For the other kinds it only appears in error messages.
+            args: The positional arguments of the method; empty for the other kinds.
             kwargs: The keyword arguments of the method; None for none.
             timeout: Seconds; 0 means no timeout, `UNSET_RPC_TIMEOUT` the timeout of the agent.
-            unattended: True if the caller will not wait for the future at once, so that another thread must read the
-                reply.
+            unattended: True if the caller will not wait for the future at once. Another thread then reads the reply.
 
         Returns:
             The future of the reply. It fails with the exception of the method, or with `RpcTimeoutError`.
@@ -139,10 +139,10 @@ class ReferenceCalls(Protocol):
         """
 
     def fetch(self, handle: Any, timeout: float) -> Any:
-        """Waits for the value of a reference that another worker owns, and returns a copy.
+        """Waits for the value of a reference that another worker owns, and returns a copy of the value.
 
         Args:
-            handle: A handle of the reference.
+            handle: A handle of the reference. On the owner, use `handle.value` instead.
             timeout: Seconds; 0 means no timeout, `UNSET_RPC_TIMEOUT` the timeout of the agent.
 
         Raises:
@@ -185,11 +185,11 @@ class ReferenceCalls(Protocol):
 
 
 class ReferenceStore(Protocol):
-    """The references of one agent: the values that its worker owns, and its handles, its copies of references."""
+    """The references of one worker: the values that it owns, and its handles. A handle is one copy of a reference."""
 
     @property
     def me(self) -> Worker:
-        """The number of this worker, as `RRefId.owner` of the references that it owns has it."""
+        """The number of this worker. References that this worker owns have it as `RRefId.owner`."""
 
     @property
     def calling(self) -> ReferenceCalls:
@@ -239,7 +239,8 @@ class ReferenceStore(Protocol):
 class NoReferences:
     """The reference store of an agent without references.
 
-    It is always empty. Creating a reference raises `UsageError`.
+    It is always empty. Creating a reference raises `UsageError`. `me` is always 0, because no reference needs the
+    number of this worker.
     """
 
     me: Worker = 0
@@ -302,7 +303,15 @@ To = Key | WorkerHandle
 
 
 class PeerMetrics(TypedDict):
-    """Counters about this worker and one other worker, since this worker's agent started."""
+    """Counters about this worker and one other worker, since this worker's agent started.
+
+    `calls_made` counts the calls of this worker to the other one; of these, `calls_failed` have failed and
+    `calls_pending` are not done yet. `calls_served` counts the calls of the other worker to this one. `bytes_out` and
+    `bytes_in` count bytes sent and received; `bytes_shared_out`, `bytes_shared_in` and `bytes_returned` are the parts
+    of them that went through shared memory. `bytes_waiting` counts bytes not sent yet. `resends` counts messages sent
+    again after a connection broke. `references_refused` counts refused requests about references. `heartbeat_age` is
+    the time, in seconds, since the other worker was last heard; 0 if this worker does not watch it.
+    """
 
     calls_made: int
     """Calls to the other worker, including those on references. Calls made by `remote` do not count."""
@@ -342,7 +351,12 @@ class PeerMetrics(TypedDict):
 
 
 class Metrics(PeerMetrics):
-    """The sums of `PeerMetrics` over all workers, and what this worker is doing now."""
+    """The counters of one worker: the sums of `PeerMetrics` over all workers, and what its executor is doing now.
+
+    `queue_length` is the number of requests that wait for a thread. `threads` is the number of threads;
+    `threads_running` of them run a function, `threads_waiting` run a function that waits for a call of its own, and
+    `threads_idle` have nothing to do. `peers` has the `PeerMetrics` for each worker, by its name.
+    """
 
     queue_length: int
     """Requests of other workers that wait for a thread of the executor."""
@@ -359,7 +373,11 @@ class Metrics(PeerMetrics):
 
 
 class MembershipChange(NamedTuple):
-    """One change of a group, as functions given to `watch_members` get it: a worker has joined, left or was lost."""
+    """One change of a group, which is passed to the functions registered with `watch_members`.
+
+    `kind` is "joined", "left" (the worker shut down) or "lost" (it died, or was declared lost). `worker` is the worker
+    that joined, left or was lost.
+    """
 
     kind: str
     """What happened: "joined", "left" (the worker shut down) or "lost" (it died, or was declared lost)."""
@@ -370,9 +388,14 @@ class MembershipChange(NamedTuple):
 class RpcAgent(ABC):
     """The part of a process that makes it a worker of a group. The base class of the agents of all backends.
 
-    A subclass implements `run_on`, `get_worker_info`, `get_worker_infos`, `join` and `shutdown`; without them it cannot
-    be instantiated (`TypeError`). The constructor of this class takes no arguments. docs/backends.md has a complete
-    example.
+    A subclass implements `run_on`, `get_worker_info`, `get_worker_infos`, `join` and `shutdown`. Instantiating a
+    subclass without them raises `TypeError`. The constructor of this class takes no arguments. docs/backends.md has a
+    complete example.
+
+    `rpc_timeout` is the timeout, in seconds, of calls that do not give their own; 0 means none. `reference_store` has
+    the references of this worker; the default has none, and creating one raises `UsageError`. `is_open` says whether
+    workers may join the group after its start. `closed` is the error that every call raises from now on; None while the
+    agent can be used.
     """
 
     rpc_timeout: float = DEFAULT_RPC_TIMEOUT
@@ -593,7 +616,8 @@ class RpcAgent(ABC):
     def add_interceptor(self, interceptor: Any) -> None:
         """Registers an interceptor, an object that runs around every call. `farcall.add_interceptor` uses it.
 
-        The default raises `UsageError`, for backends without interceptors.
+        The default raises `UsageError` for any object, for backends without interceptors. Other backends raise it for
+        an object that is no interceptor.
         """
         raise UsageError(
             f"the backend of this worker ({type(self).__name__}) does not support interceptors; use the default backend"
@@ -674,8 +698,8 @@ def bad_arguments(args: object) -> UsageError:
 def worker_key(to: object) -> Key:
     """Returns the name, the rank or the `WorkerInfo` that `to` stands for; for a `farcall.Worker`, its key.
 
-    Raises `UsageError` for anything else, such as None. True and 1.0 are no ranks, though they equal one. Whether there
-    is such a worker is not checked.
+    Raises `UsageError` for anything else, such as None. A bool or a float is no rank. Whether there is such a worker is
+    not checked.
     """
     if isinstance(to, WorkerHandle):
         to = to.key
@@ -714,14 +738,14 @@ def run_here(
         function: The function. If it cannot be called, the future fails with `TypeError`.
         args: Its positional arguments; none by default.
         kwargs: Its keyword arguments; None for none.
-        runner: Called with the arguments instead of `function`, if given. Whether the call is asynchronous still
-            depends on `function`.
+        runner: A function to call with these arguments in place of `function`; None calls `function`. The mark of
+            `async_execution` is looked up on `function`, not on the runner.
 
     Returns:
-        A future that is done, with two exceptions: for a function marked by `async_execution` it is the function's own
-        future, and the coroutine of an `async def` function runs in a new event loop in a new thread. All exceptions of
-        the function, including `SystemExit` and `KeyboardInterrupt`, become the outcome of the future; nothing is
-        raised here.
+        A future. It is done, except in two cases. For a function marked by `async_execution`, it is the future that the
+        function returned. For an `async def` function, the coroutine runs in a new thread and completes the future
+        later. Every exception of the function, even `SystemExit` or `KeyboardInterrupt`, becomes the outcome of the
+        future; nothing is raised here.
 
     Example:
         >>> run_here(max, (3, 4)).value()
@@ -781,8 +805,7 @@ class Expiry:
 
         Args:
             future: The future of the call.
-            deadline: The moment of the deadline, in seconds of `time.monotonic`. There is no value for "never" but
-                infinity.
+            deadline: The moment of the deadline, in seconds of `time.monotonic`; infinity means never.
             new_error: Creates the exception; called by the thread that watches the deadlines. Must not raise.
         """
         limited: Future[Any] = Future()

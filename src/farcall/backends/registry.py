@@ -68,13 +68,16 @@ def construct_default_options(
 def init_default_agent(
     store: None, name: str, rank: int, world_size: int | None, rpc_backend_options: RpcBackendOptions
 ) -> RpcAgent:
-    """Returns a new agent of farcall's own, after it has joined its group; for a fixed group, when it is complete.
+    """Returns a new agent of the default backend, after it has joined its group.
+
+    For a fixed group, waits until all workers have joined.
 
     Args:
         store: Ignored.
         name: The name of this worker.
-        rank: The rank of this worker; -1 if `init_rpc` was not given one.
-        world_size: The number of workers; None for an open group, or to take it from the environment.
+        rank: The rank of this worker; -1 takes it from the URL or the environment, if they have one.
+        world_size: The number of workers; None takes it from the URL or the environment. If those have none either, the
+            group is open.
         rpc_backend_options: The options of the agent.
 
     Raises:
@@ -96,8 +99,9 @@ def join_group(
         make_agent: `Agent`, or a subclass or function with the same parameters: the name, the rendezvous, the options,
             the transports by name and the credentials.
         name: The name of this worker.
-        rank: The rank of this worker; -1 if `init_rpc` was not given one.
-        world_size: The number of workers; None for an open group, or to take it from the environment.
+        rank: The rank of this worker; -1 takes it from the URL or the environment, if they have one.
+        world_size: The number of workers; None takes it from the URL or the environment. If those have none either, the
+            group is open.
         options: The options of the agent.
 
     Raises:
@@ -166,10 +170,14 @@ ENTRY_POINTS: Final = "farcall.backends"
 
 
 class BackendValue(NamedTuple):
-    """The two functions that make up a backend: one creates its options, the other creates its agents.
+    """The two functions that make up a backend.
 
-    A package offers one as an entry point of the group `farcall.backends`. The functions are not checked here, but when
-    the backend is registered.
+    `construct_rpc_backend_options_handler` returns options, given an `rpc_timeout`, an `init_method` and the keyword
+    arguments of other options. `init_backend_handler` returns a new agent, given the keyword arguments `store`, `name`,
+    `rank`, `world_size` and `rpc_backend_options`.
+
+    A package offers a `BackendValue` as an entry point of the group `farcall.backends`. The functions are not checked
+    here, but when the backend is registered.
     """
 
     construct_rpc_backend_options_handler: Callable[..., BackendOptions]
@@ -211,7 +219,8 @@ class _Backends(type):
     def __contains__(cls, backend: object) -> bool:
         """Returns whether a backend is registered, or whether a name belongs to a registered or installed one.
 
-        `backend` is a `BackendType` or a name. Returns False for any other object that can be hashed.
+        `backend` is a `BackendType` or a name. Returns False for any other object, but raises `TypeError` for one that
+        cannot be hashed.
         """
         return backend in _known.values() if isinstance(backend, BackendType) else _is_known(backend)
 
@@ -220,7 +229,10 @@ class _Backends(type):
         return iter(list(dict.fromkeys(_known.values())))
 
     def __len__(cls) -> int:
-        """Returns the number of backends registered or loaded so far, at least 1. A second name does not count."""
+        """Returns the number of backends registered or loaded so far, at least 1.
+
+        A backend with two names counts once.
+        """
         return len(set(_known.values()))
 
     def __dir__(cls) -> list[str]:
@@ -232,7 +244,10 @@ class _Backends(type):
 
     @property
     def __members__(cls) -> Mapping[str, BackendType]:
-        """The backends that are registered or loaded so far, by all their names; read-only."""
+        """The backends that are registered or loaded so far, by name; read-only.
+
+        A backend with two names is there under both of them.
+        """
         return MappingProxyType(dict(_known))
 
 
@@ -411,10 +426,13 @@ def _check_options(backend: BackendType, options: object) -> None:
 
 
 def choose_backend(backend: BackendType | None, options: BackendOptions | None) -> tuple[BackendType, BackendOptions]:
-    """Returns the backend and the options that `init_rpc` uses. Logs a warning if the options choose another backend.
+    """Returns the backend and the options that `init_rpc` uses.
+
+    Logs a warning if `backend` is None and the options belong to another backend than the default.
 
     Args:
-        backend: The backend that the program gave; None to choose the one of the options, or else the default.
+        backend: The backend that the program gave. None means the backend to which the options belong, or the default
+            one without options.
         options: The options that the program gave; None for the backend's defaults. Whether given options belong to a
             given backend is not checked here, but by `init_backend`.
 
@@ -449,10 +467,10 @@ def choose_backend(backend: BackendType | None, options: BackendOptions | None) 
 
 
 def _backend_of(options: BackendOptions) -> BackendType:
-    """Returns the backend whose type of options these are; of several that fit, the one with the most derived type.
+    """Returns the backend to which `options` belong: they are of the type of its default options.
 
-    The backends of installed packages are loaded only if no known backend fits. Raises `BackendError` if none fits at
-    all.
+    If several backends fit, returns the one with the most derived type. The backends of installed packages are loaded
+    only if no known backend fits. Raises `BackendError` if none fits at all.
     """
     for with_entry_points in (False, True):
         if with_entry_points:
@@ -514,8 +532,8 @@ def _entry_points() -> list[EntryPoint]:
 def _load_all() -> None:
     """Loads the backends of all installed packages that provide some; there may be none.
 
-    A backend that cannot be loaded is logged as a warning and skipped. Raises `UsageError` if its name cannot be a
-    backend's name.
+    A backend that cannot be loaded is logged as a warning and skipped. Raises `UsageError` for a name that no backend
+    can have: no identifier, an underscore at its start, "name" or "value".
     """
     for entry in _entry_points():
         if entry.name not in _known:
@@ -529,8 +547,8 @@ def _load(entry: EntryPoint) -> BackendType:
     """Loads and registers the backend of an entry point (of an installed package), and returns it.
 
     Returns the registered backend if there is one of that name already. Raises `BackendError` if the package cannot be
-    imported, or the entry point does not name a `BackendValue`, and `UsageError` if its name cannot be a backend's
-    name.
+    imported, or the entry point does not name a `BackendValue`. Raises `UsageError` for a name that no backend can
+    have: no identifier, an underscore at its start, "name" or "value".
     """
     try:
         value = entry.load()

@@ -41,10 +41,11 @@ class Outputs:
     """The directory of the documentation, for benchmarks.md and its plots; None to leave it alone."""
 
     def check(self) -> None:
-        """Returns if all files could be written, as far as that can be known. Writes nothing.
+        """Checks, as far as possible, that the files can be written. Writes nothing. Outputs that are None are fine.
 
-        Raises `UsageError`, with what to do, if a directory does not exist, `plots` is not a directory, or `docs` is
-        given and matplotlib is not installed.
+        Raises:
+            UsageError: The directory of `json` or the directory `docs` does not exist, `plots` exists but is not a
+                directory, or `docs` is given and matplotlib is not installed.
         """
         if self.json is not None and not self.json.absolute().parent.is_dir():
             raise UsageError(f"--json: the directory {self.json.absolute().parent} does not exist")

@@ -10,10 +10,9 @@ import threading
 
 
 class ComputingThread:
-    """A thread that runs plain Python code without ever waiting, until it is stopped.
+    """A thread that runs plain Python code without ever waiting, to put load on a process that is measured.
 
-    It is load beside a measurement. A new object has no running thread; `start` starts it, `stop` ends it, and it can
-    be started again.
+    A new object has no running thread. `start` starts it, and `stop` ends it. It can be started again.
     """
 
     def __init__(self) -> None:

@@ -27,22 +27,22 @@ part.
 class Effort:
     """What to measure, and how much of it. The defaults are a full run of `farcall bench`.
 
-    A measurement is taken at *points*: payload sizes, or numbers of calls, threads or workers. A point ends after
-    `seconds` or its largest number of calls, whichever comes first. The values are not checked.
+    Each part of a run is measured at *points*: payload sizes, or numbers of calls, threads or workers. The measurement
+    of a point ends after `seconds` or its largest number of calls, whichever comes first. The values are not checked.
 
     Attributes:
-        rounds: How often everything is measured.
-        parts: Which parts of the run are measured, of `PARTS`.
+        rounds: How many times everything is measured.
+        parts: The parts of the run that are measured. Each is one of `PARTS`.
         sizes: Payload sizes in bytes, for "payload" and "exchange".
         windows: Numbers of calls in flight, for "in-flight".
         threads: Numbers of threads that call at the same time, for "threads".
         streamed: Sizes in bytes of the arrays that are sent all the time while no-op calls are timed, for "streaming".
         workers: Numbers of workers to start, for "startup".
-        seconds: About how many seconds a point is measured at most. The start of workers has no such limit.
-        echoes: The largest number of calls of a point of "payload" and "exchange".
-        warmup: How many calls are made before, at most, that do not count.
-        calls: The largest number of calls of a point of "in-flight".
-        references: The largest number of references of "references".
+        seconds: About how many seconds a point is measured at most. "startup" has no such limit.
+        echoes: The largest number of calls at each point of "payload" and "exchange".
+        warmup: The largest number of untimed calls before the timed calls of "payload", "exchange" and "references".
+        calls: The largest number of calls at each point of "in-flight".
+        references: The largest number of references that "references" creates.
         quick: True if the run only shows that everything works.
     """
 
@@ -102,8 +102,8 @@ def parse_sizes(text: str) -> tuple[int, ...]:
 def parse_counts(option: str, text: str) -> tuple[int, ...]:
     """Returns the numbers in a list such as `1,2,8`, sorted and without duplicates.
 
-    Raises `UsageError`, which begins with `option`, such as `--start`, if a word is not a whole number of at least 1;
-    also for an empty text.
+    Raises `UsageError` if a word is not a whole number of at least 1, also for an empty text. The message begins with
+    `option`, the name of the command-line option, such as `--start`.
     """
     words = [word.strip() for word in text.split(",")]
     for word in words:

@@ -45,16 +45,17 @@ MIXED_KINDS: Final = ("no-op", *MIXED_SIZES, "remote + to_here", "proxy call", "
 
 
 def start(role: dict[str, Any]) -> dict[str, Command]:
-    """Starts the role that a dictionary describes, and returns the commands that it understands, by name.
+    """Makes this process what `role` says, and returns the commands that it then understands, by name.
 
     Args:
-        role: The key `kind` says what this process is: "server", "caller", "third", "member", "starter", "joiner",
-            "busy", "busy program" or "module". The other keys are the arguments of that kind, such as `system` and
-            `address`. Any other kind is taken for "caller".
+        role: The key `kind` says what this process is. "caller" makes calls, "server" runs them, and references are
+            shared with "third". "member" is one worker of a group, "starter" starts workers, and "joiner" joins a
+            group. "busy" is one of several workers that call each other, and "busy program" only computes. "module" is
+            what the module `role["module"]` defines. Any other kind is taken for "caller". The other keys are the
+            arguments of the kind, such as `system` and `address`.
 
     Returns:
-        The commands, with "stop", which ends the role. A role of the kind "module" has the commands that its module
-        gives.
+        The commands. One of them is "stop", which ends the role. For the kind "module", its module decides.
 
     Raises:
         KeyError: A key of the role is missing.
@@ -124,20 +125,22 @@ def caller_commands(caller: Caller) -> dict[str, Command]:
 
 
 def echoes(caller: EchoCaller, size: int, calls: int, warmup: int, seconds: float) -> dict[str, float]:
-    """Times sending `size` bytes to the server and back.
+    """Times calls that send `size` bytes to the server and get the same bytes back.
+
+    One call is made first, to check what comes back.
 
     Args:
         caller: Makes the calls.
         size: The size of the payload in bytes; may be 0.
-        calls: How many calls to time at most, at least 1.
-        warmup: How many calls to make before at most, which do not count; 0 for only one.
-        seconds: After how many seconds to end; three calls are timed in any case.
+        calls: The largest number of timed calls, at least 1.
+        warmup: The largest number of further untimed calls before the timed ones; 0 for none.
+        seconds: After how many seconds to end. Three calls are timed in any case, unless `calls` is smaller.
 
     Returns:
         The median, the 99th percentile and the mean in microseconds, as `p50_us`, `p99_us` and `mean_us`.
 
     Raises:
-        RuntimeError: Something else comes back in the first call.
+        RuntimeError: The first call returns a payload of another type or size, or with other bytes at its end.
         Exception: What the measured library raises if a call fails.
     """
     payload = caller.payload(size)
@@ -155,20 +158,22 @@ def echoes(caller: EchoCaller, size: int, calls: int, warmup: int, seconds: floa
 
 
 def exchanges(caller: ExchangingCaller, size: int, calls: int, warmup: int, seconds: float) -> dict[str, float]:
-    """Times sending `size` bytes to the server and getting as many other bytes back.
+    """Times calls that send a payload of `size` bytes to the server and get a different payload of that size back.
+
+    One call is made first, to check what comes back.
 
     Args:
         caller: Makes the calls.
-        size: The size of the payload in bytes; may be 0.
-        calls: How many calls to time at most, at least 1.
-        warmup: How many calls to make before at most, which do not count; 0 for only one.
-        seconds: After how many seconds to end; three calls are timed in any case.
+        size: The size of both payloads in bytes; may be 0.
+        calls: The largest number of timed calls, at least 1.
+        warmup: The largest number of further untimed calls before the timed ones; 0 for none.
+        seconds: After how many seconds to end. Three calls are timed in any case, unless `calls` is smaller.
 
     Returns:
         The median, the 99th percentile and the mean in microseconds, as `p50_us`, `p99_us` and `mean_us`.
 
     Raises:
-        RuntimeError: Not as many bytes come back in the first call.
+        RuntimeError: The first call returns a payload of another size or type.
         Exception: What the measured library raises if a call fails.
     """
     payload = caller.payload(size)
@@ -193,10 +198,10 @@ def mixed(caller: MixedCaller, kinds: Iterable[str], calls: int, warmup: int, se
 
     Args:
         caller: Makes the calls.
-        kinds: Which kinds, of `MIXED_KINDS`; none gives an empty result.
+        kinds: The kinds of calls, each one of `MIXED_KINDS`; none gives an empty result.
         calls: How many calls of each kind to time, at least 1.
-        warmup: How many calls of each kind to make before, which do not count; 0 for none.
-        seed: Determines the order.
+        warmup: How many untimed calls of each kind to make first; 0 for none.
+        seed: The seed of the random order: the same seed gives the same order.
 
     Returns:
         For each kind, the median, the 99th percentile and the mean in microseconds, as `p50_us`, `p99_us` and
@@ -258,7 +263,7 @@ def attempt(act: Command, *args: object, **options: object) -> tuple[str, Any]:
 def run(control: Connection) -> int:
     """Carries out one role: reads it from the pipe, then answers commands until "stop" or the first failure.
 
-    Every message is answered with ("done", result) or ("failed", traceback). An unknown command raises `KeyError`.
+    The role and every command are answered with ("done", result) or ("failed", traceback).
 
     Args:
         control: This process's end of the pipe to the benchmark.
@@ -269,6 +274,7 @@ def run(control: Connection) -> int:
     Raises:
         EOFError: The benchmark is gone.
         ConnectionError: The benchmark is gone.
+        KeyError: The role does not know a command. That command is not answered.
     """
     try:
         role = control.recv()

@@ -57,7 +57,10 @@ _others: Final[dict[int, Any]] = {}
 
 
 def exchange(payload: Any) -> Any:
-    """Called remotely: returns another payload of the same size, which this process keeps for calls of that size."""
+    """Called remotely: returns another payload of the same size as `payload`.
+
+    It is created in the first call with that size, and returned again while calls have the same size.
+    """
     if len(payload) not in _others:
         _others.clear()
         _others[len(payload)] = payloads.array(len(payload))
@@ -77,7 +80,7 @@ class FarcallEnd(ReferenceUses, FutureCalls):
         transport: The only transport to use; None lets farcall choose.
         native: False if the C extension must be turned off.
         many: True for a group of many workers, which gets longer timeouts.
-        encrypts: False to encrypt nothing between hosts.
+        encrypts: Whether connections between hosts are encrypted.
     """
 
     def __init__(
@@ -99,7 +102,7 @@ class FarcallEnd(ReferenceUses, FutureCalls):
             transport: The only transport to use, such as "tcp"; None lets farcall choose.
             native: False if the C extension must be turned off, by FARCALL_NATIVE=0 in the environment.
             many: True for a group of many workers, which gets timeouts of `GROUP_LIMIT_S` seconds.
-            encrypts: False to encrypt nothing between hosts.
+            encrypts: Whether connections between hosts are encrypted.
 
         Raises:
             RuntimeError: `native` is False, and the C extension is in use all the same.
@@ -141,7 +144,7 @@ class FarcallEnd(ReferenceUses, FutureCalls):
         return self._rpc.rpc_sync(OWNER, echo, args=(payload,))
 
     def exchange(self, payload: Any) -> Any:
-        """Sends the payload to the server, and returns another payload of the same size, which the server keeps.
+        """Sends the payload to the server, and returns what the server sends back: another payload of the same size.
 
         Raises the `RpcError` of a call that fails.
         """
@@ -179,7 +182,7 @@ class FarcallEnd(ReferenceUses, FutureCalls):
         self._rpc.wait_all([rpc_async(other, noop) for other in self._others])
 
     def close(self) -> None:
-        """Drops the reference that is held, and leaves the group when all workers do.
+        """Drops the reference that `proxy_call` holds, if any, and leaves the group when all workers do.
 
         Waits at most `LEAVE_LIMIT_S` seconds, or `GROUP_LIMIT_S` in a group of many workers. Raises `ShutdownError` if
         the other workers do not leave by then. This worker has left all the same.

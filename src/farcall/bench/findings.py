@@ -142,7 +142,7 @@ class Findings:
     def leave_out(self, system: System, reason: str) -> None:
         """Records why a system cannot be measured, and removes it from `systems` if it is there.
 
-        A later reason replaces an earlier.
+        A later reason for the same system replaces an earlier one.
         """
         self.left_out[system.label] = reason
         if system in self.systems:
@@ -194,9 +194,11 @@ class Findings:
         return [system for system in self.systems if system != OWN]
 
     def as_json(self, effort: Effort, where: dict[str, str]) -> dict[str, Any]:
-        """Returns everything, with the values of each round, as data for `json.dumps`. Times are in seconds.
+        """Returns all results as a dict for `json.dumps`. Times are in seconds.
 
-        A value that is missing has null as its median, and its reason.
+        The keys are `machine`, `effort`, `systems`, `left_out`, `notes`, `others_percent` and `measures`. The dict
+        `measures` has one entry for each kind of result. In it, each point of each system has the values of all rounds
+        and their median. If there is no value, the median is None, and `reason` says why.
 
         Args:
             effort: What was measured.
@@ -225,8 +227,9 @@ class Findings:
     def _json_cells(self, measure: Measure, system: System, effort: Effort) -> Iterator[dict[str, Any]]:
         """Yields one dict per point of a measure, for one system, with the keys `point` and `median`.
 
-        A point with values has `rounds` as well, and for a peer `farcall_is_times_as_fast`. A point without a value has
-        `median` None. `reason` says why values are missing.
+        A point with values also has `rounds`, the list of the values. For a system other than farcall, it also has
+        `farcall_is_times_as_fast`. Without values, `median` is None. `reason` is there if some or all values are
+        missing, and says why.
         """
         for point in points(measure, effort):
             cell: dict[str, Any] = {"point": point, "median": self.median(measure, system, point)}

@@ -20,11 +20,11 @@ more than ten times as long.
 
 
 def disturbed(others_percent: Iterable[float]) -> int:
-    """Returns how many turns other programs disturbed, by using more than `DISTURBANCE_PERCENT` of a core.
+    """Returns in how many turns other programs used more than `DISTURBANCE_PERCENT` of a core.
 
     Args:
-        others_percent: For each turn (one measurement of one system), the percentage of a core that they used. Empty
-            gives 0.
+        others_percent: For each turn (one measurement of one system), the percentage of a core that other programs
+            used. Empty gives 0.
     """
     return sum(percent > DISTURBANCE_PERCENT for percent in others_percent)
 

@@ -66,9 +66,9 @@ def open_ends(system: System, part: str) -> Iterator[MeasuredEnd]:
 
 
 class Measurer:
-    """Measures the parts of systems, and records values or reasons in `Findings`.
+    """Measures systems, and records the values, or why they are missing, in `Findings`.
 
-    `turn` measures one part of one system.
+    Each call of `turn` measures one part of the run, such as "payload", for one system.
 
     Args:
         effort: How much to measure.
@@ -218,7 +218,7 @@ class Measurer:
             self._findings.record(found.BANDWIDTH, system, size, 2 * size / seconds)
 
     def _exchanges(self, asked: MeasuredEnd, system: System, size: int) -> None:
-        """Measures and records the bandwidth when another array of `size` bytes comes back.
+        """Measures and records the bandwidth of calls that send one array of `size` bytes and get another one back.
 
         `asked` is the process that makes the calls. Raises `EndpointFailed` if it fails.
         """
@@ -253,7 +253,8 @@ class Measurer:
     def _fetched(self, asked: MeasuredEnd, system: System, point: int) -> None:
         """Measures how many references per second are created and fetched, one by one, and records that under `point`.
 
-        `asked` is the process that makes the calls. Raises `EndpointFailed` if it fails.
+        `point` is always 1, because there is only one measurement. `asked` is the process that makes the calls. Raises
+        `EndpointFailed` if it fails.
         """
         effort = self._effort
         times = asked.ask("remotes", calls=effort.references, warmup=effort.warmup, seconds=effort.seconds)
@@ -262,7 +263,8 @@ class Measurer:
     def _shared(self, asked: MeasuredEnd, system: System, point: int) -> None:
         """Measures how many references per second are shared with a third process, and records that under `point`.
 
-        `asked` is the process that makes the calls. Raises `EndpointFailed` if it fails.
+        `point` is always 1, because there is only one measurement. `asked` is the process that makes the calls. Raises
+        `EndpointFailed` if it fails.
         """
         rate = asked.ask("share_rate", count=self._effort.references, seconds=self._effort.seconds)
         self._findings.record(found.SHARED, system, point, rate)

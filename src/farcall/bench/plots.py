@@ -177,7 +177,9 @@ def _draw_references(findings: Findings) -> Any:
 
 
 def _logarithmic(axes: Any, values: Sequence[float], tick: Callable[[float], str]) -> None:
-    """Makes the y axis logarithmic, from the power of ten below all values to the one above, so that it has two labels.
+    """Makes the y axis logarithmic, from the power of ten below all values to the power of ten above them.
+
+    So at least two powers of ten are on the axis, and have labels.
 
     Args:
         axes: The axes of matplotlib.

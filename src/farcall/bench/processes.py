@@ -123,7 +123,9 @@ class Endpoint:
             raise self._failure("is gone") from None
 
     def receive(self, limit: float = ANSWER_LIMIT_S) -> Any:
-        """Waits for the answer to the oldest unanswered command, and returns it. The first answer is None, to the role.
+        """Waits for the answer to the oldest unanswered command, and returns it.
+
+        The role counts as the first command. Its answer is None.
 
         Args:
             limit: How many seconds to wait; 0 does not wait.
@@ -172,8 +174,8 @@ class Endpoint:
         """Returns the error for this process, with the end of its output in the message.
 
         Args:
-            what: What went wrong, to follow the title of the process.
-            reason: The reason in one line; None for the title and `what`.
+            what: What went wrong, as the rest of a sentence that begins with the title of the process: "is gone".
+            reason: What went wrong, in one line; None takes the title and `what`.
         """
         tail = self._log.read_text(errors="replace")[-2000:].strip()
         message = f"{self.title} (pid {self.pid}) {what}" + (f"\nits output:\n{tail}" if tail else "")
@@ -208,10 +210,11 @@ class Endpoints:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        """Ends all processes, in order if the block ended without an error, else by force, and removes the directory.
+        """Ends all processes, and removes the directory.
 
-        In order means by the command "stop", and by force after `STOP_LIMIT_S` seconds. Raises `EndpointFailed` if a
-        process fails while it ends in order, or does not answer in time; all have ended then, too.
+        If the block ended with an error, the processes are killed. Otherwise each gets the command "stop", and those
+        that still run after `STOP_LIMIT_S` seconds are killed. Raises `EndpointFailed` if a process does not carry out
+        "stop", or does not answer it in time. Also then, all processes have ended.
         """
         try:
             if error is None:
@@ -226,8 +229,8 @@ class Endpoints:
     def _stop(self) -> None:
         """Sends the command "stop" to all processes, and waits up to `STOP_LIMIT_S` seconds until they have ended.
 
-        Raises `EndpointFailed` if a process fails while it ends, or does not answer in time. A process that answers but
-        still runs then raises nothing.
+        Raises `EndpointFailed` if a process does not carry out the command, or does not answer it in time. If a process
+        has answered but still runs in the end, nothing is raised.
         """
         deadline = time.monotonic() + STOP_LIMIT_S
         self.send_stop()
@@ -287,8 +290,8 @@ class Endpoints:
 def local_import_path() -> list[str]:
     """Returns the directories of `sys.path` that exist and are not part of a Python environment; maybe none.
 
-    The processes of a measurement, and those that a system starts, get them as PYTHONPATH, to find the code of the
-    benchmark for that system.
+    The processes of a measurement get these directories as PYTHONPATH. So they can import a system that is defined
+    outside the Python environment, for example in a repository.
     """
     prefixes = (sys.prefix, sys.base_prefix)
     return [entry for entry in sys.path if os.path.isdir(entry) and not entry.startswith(prefixes)]
@@ -298,13 +301,13 @@ def start_ends(endpoints: Endpoints, system: System, third: bool = False) -> tup
     """Starts the processes of a system: its server, its caller and, if `third` is True, a third one.
 
     Args:
-        endpoints: Where the processes belong to, and are ended.
+        endpoints: The set of processes that the new ones are added to. It ends them at the end of its block.
         system: What is measured: farcall or another library.
-        third: Whether there is a third process, to share references with. A system that starts its server by itself
-            starts this one as well.
+        third: Whether there is a third process, to share references with.
 
     Returns:
-        The server and the caller; the caller alone if the system starts its server by itself (`spawns`).
+        The server and the caller, but not the third process. If `system.spawns` is True, only the caller: it starts the
+        other processes itself.
 
     Raises:
         EndpointFailed: A process could not take up its role, or not in time.
@@ -357,9 +360,9 @@ def kill_marked(mark: str) -> None:
     """Kills all processes that have `mark` in their environment, and those that they have started, except this one.
 
     `mark` is the value of the environment variable `MARK_VARIABLE`, which the processes of one measurement inherit.
-    Does nothing if there are none. Waits until they have ended, for at most `_KILL_LIMIT_S` seconds; raises nothing
-    then. The resource trackers of `multiprocessing` remove semaphores and shared memory when all other processes have
-    ended. They are given `_TRACKER_LIMIT_S` seconds for that before they are killed.
+    Does nothing if there are no such processes. Returns when all have ended, or after `_KILL_LIMIT_S` seconds. Resource
+    trackers of `multiprocessing` are killed only after `_TRACKER_LIMIT_S` seconds, so that they can remove semaphores
+    and shared memory.
     """
     began = time.monotonic()
     while (found := find_marked(mark)) and (waited := time.monotonic() - began) < _KILL_LIMIT_S:
@@ -432,10 +435,10 @@ def _kill(pid: int, mark: str) -> None:
 
 @contextmanager
 def exit_on_signals() -> Iterator[None]:
-    """Context manager: SIGTERM and Ctrl-C raise `SystemExit` with status 143 and 130 inside the block.
+    """Context manager: inside the block, SIGTERM raises `SystemExit` with status 143, and Ctrl-C with status 130.
 
-    So every `with` block is left in order, and no process is left behind. Only for the main thread; raises `ValueError`
-    in another one.
+    So the `with` blocks inside it end as usual, and no process is left behind. Raises `ValueError` if it is not entered
+    in the main thread.
     """
 
     def end(number: int, _: object) -> NoReturn:

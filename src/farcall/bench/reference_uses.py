@@ -47,10 +47,9 @@ def check(fetched: object) -> None:
 
 
 class ReferenceUses:
-    """Uses references in the ways that the benchmark measures, for a module with torch's functions.
+    """Uses references in the ways that the benchmark measures, with the functions of farcall or of torch.
 
-    The worker with the name `OWNER`, the server, owns all values; the worker with the name `THIRD` is the one to share
-    with.
+    The server, whose worker name is `OWNER`, owns all values. References are shared with the worker named `THIRD`.
 
     Args:
         rpc: A module with `remote`, `rpc_sync` and `rpc_async`: farcall, or torch.distributed.rpc.

@@ -71,8 +71,9 @@ def show_ratio(value: float | None) -> str:
 def tables(findings: Findings, effort: Effort) -> dict[Measure, list[TextTable]]:
     """Returns the tables of each measure (kind of result) that has values; an empty dict if none has.
 
-    The first table has a row for each system. If farcall is compared with others, a table of ratios follows, except for
-    bandwidth. Both measures of references share one table, under `FETCHED`.
+    The first table of a measure has a row for each system. If farcall is compared with others, a table of ratios
+    follows, except for bandwidth. `SHARED` has no entry: it is a column of the tables of `FETCHED`. `LATENCY_P99` has
+    no tables.
 
     Args:
         findings: The results.
@@ -107,7 +108,7 @@ def tables(findings: Findings, effort: Effort) -> dict[Measure, list[TextTable]]
 def _add_references(every: dict[Measure, list[TextTable]], findings: Findings, medians: str) -> None:
     """Adds the table of references to `every`, under `FETCHED`, and one of ratios if farcall is compared with others.
 
-    Does nothing if there are no values. `medians` says in the title over how many rounds the medians are.
+    Does nothing if there are no values. `medians` is a part of the title, such as "medians over 3 rounds".
     """
 
     def has_any(system: System) -> bool:
@@ -179,8 +180,8 @@ def page(findings: Findings, effort: Effort, where: dict[str, str], plots: Seque
 def hosts_section(page: str) -> str:
     """Returns the section of a page from `HOSTS_BEGIN` to `HOSTS_END`, to append to a new page.
 
-    Another program has recorded its own run there. Returns a section without contents if the page has none, or is
-    empty.
+    `make bench-hosts` writes that section, so it is kept when the rest of the page is replaced. If `page` is empty or
+    has no such section, returns one without contents.
     """
     recorded = page.partition(HOSTS_BEGIN)[2].partition(HOSTS_END)[0]
     return f"\n{HOSTS_BEGIN}{recorded or chr(10)}{HOSTS_END}\n"

@@ -41,7 +41,7 @@ class Starter:
     def start(self, workers: int) -> float:
         """Starts `workers` workers, calls a no-op on each, and returns the seconds that it took.
 
-        Use it once; not checked.
+        Must be called only once, which is not checked.
 
         Args:
             workers: How many workers to start, at least 1.
@@ -96,9 +96,10 @@ class Starter:
             caller.noop()
 
     def close(self) -> None:
-        """Ends all workers, in bounded time. Does nothing about workers if `start` was not called.
+        """Ends all workers, in bounded time. May be called without a call of `start`.
 
-        Raises `EndpointFailed` if a process does not end in order, and what the measured library raises.
+        Raises `EndpointFailed` if a process does not carry out the command "stop", and what the measured library raises
+        if it cannot close or leave.
         """
         for caller in self._callers:
             caller.close()

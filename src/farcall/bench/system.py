@@ -60,7 +60,8 @@ class Address:
     Attributes:
         port: A port that was free a moment ago.
         socket_path: A path for a Unix socket, where no file exists yet.
-        ends: How many processes there are: 2, or 3 with a third one to share references with.
+        ends: How many processes there are: 2, or 3 with a third one to share references with; more in a group of many
+            workers.
         host: The address at which the server listens.
     """
 
@@ -134,7 +135,9 @@ class ReferenceCaller(Caller, Protocol):
         """
 
     def pass_back(self) -> None:
-        """Creates a reference on the server, passes it back to the server, which fetches the value, and drops it.
+        """Creates a reference to a value on the server, passes it back to the server, and drops the reference.
+
+        The server fetches the value of the reference that it gets, which must be the original value.
 
         Raises `RuntimeError` if the server got a wrong value, and what the measured library raises if a call fails.
         """
@@ -153,7 +156,7 @@ class ReferenceCaller(Caller, Protocol):
 
 @runtime_checkable
 class EchoCaller(Caller, Protocol):
-    """The caller of a system that can send payloads to the server and back, which `farcall bench` needs.
+    """The caller of a system that can send payloads to the server and back. `farcall bench` needs such a caller.
 
     Every method raises what the measured library raises if a call fails.
     """
@@ -191,7 +194,7 @@ class ExchangingCaller(EchoCaller, Protocol):
     """The caller of a system whose server can answer a payload with another payload (`exchanges` is True)."""
 
     def exchange(self, payload: Any) -> Any:
-        """Sends the payload to the server, waits, and returns another payload of the same size, which the server keeps.
+        """Sends the payload to the server, waits, and returns the server's answer: another payload of the same size.
 
         Raises what the measured library raises if the call fails.
         """
@@ -227,7 +230,7 @@ class Workers(Protocol):
     """
 
     def call_all(self) -> None:
-        """Calls a no-op on each of the other workers, all at the same time, and waits for all replies.
+        """Calls a no-op on each worker except this process, all at the same time, and waits for all replies.
 
         Raises what the measured library raises if a call fails.
         """
@@ -298,43 +301,43 @@ class FutureCalls(ABC):
 class System(ABC):
     """A system that is measured, farcall or another library: one row of the tables. The base class of all of them.
 
-    Its *ends* are the processes of a measurement: the server, the caller and sometimes a third one. A subclass sets at
-    least `name` and `label`, implements `connect`, and `serve` or `spawn`. The attributes say what else it can do.
+    A measurement has a server, a caller that calls it, and sometimes a third process, with which references are shared.
+    These processes are the *ends*. A subclass sets at least `name` and `label`. It implements `connect`, and `serve` or
+    `spawn`. Nothing is checked.
+
+    Attributes:
+        name: Its name on the command line and in the JSON: `family` or `family-variant`.
+        label: Its name in the tables.
+        package: The package that must be importable; None if there is none.
+        pipelines: True if many calls can be in flight at once.
+        refers: True if it has references to remote objects. Its caller is a `ReferenceCaller` then.
+        starts_together: True if the ends wait for each other at their start, so that the server is not up before the
+            caller. If False, the caller is started once the server listens.
+        spawns: True if the caller makes the system start its other ends.
+        start_limit: How many seconds a caller, and the ends that it starts, may take to start.
+        cannot: The measurements that it cannot do, of `IN_FLIGHT`, `FETCHED` and `SHARED`, each with the reason in one
+            line. Empty if it can do all.
+        threads: True if several threads may use its caller at once. The caller is a `StreamingCaller` then.
+        exchanges: True if its caller is an `ExchangingCaller`, whose server answers a payload with another one.
+        distribution: The name of the package for `pip`, if it differs from `package`; otherwise None.
+        usage: How the system is used here, in a few words.
+        environment: Environment variables of its processes, besides those of the benchmark itself.
     """
 
     name: str
-    """Its name on the command line and in the JSON: `family` or `family-variant`."""
     label: str
-    """Its name in the tables."""
     package: str | None = None
-    """The package that must be importable; None if there is none."""
     pipelines: bool = True
-    """True if many calls can be in flight at once."""
     refers: bool = False
-    """True if it has references to remote objects. Its caller is a `ReferenceCaller` then."""
     starts_together: bool = False
-    """True if the ends wait for each other at their start (a rendezvous), so the server is not up before the caller.
-
-    Otherwise the caller is started once the server listens.
-    """
     spawns: bool = False
-    """True if the caller makes the system start its other ends."""
     start_limit: float = START_LIMIT_S
-    """How many seconds a caller, with what it spawns, may take to start."""
     cannot: Mapping[str, str] = MappingProxyType({})
-    """Which of `IN_FLIGHT`, `FETCHED` and `SHARED` it cannot do, and why, as one line for the report. Empty if it can
-    do all.
-    """
     threads: bool = False
-    """True if several threads may use its caller at once. The caller is a `StreamingCaller` then."""
     exchanges: bool = False
-    """True if its caller is an `ExchangingCaller`."""
     distribution: str | None = None
-    """The name of the package for `pip`, if it differs from `package`."""
     usage: str = ""
-    """How the system is used here, in a few words."""
     environment: Mapping[str, str] = MappingProxyType({})
-    """Environment variables of its processes, besides those of the benchmark itself."""
 
     @property
     def family(self) -> str:
@@ -381,7 +384,9 @@ class System(ABC):
         """
 
     def join(self, address: Address) -> Server:
-        """Starts the third process of a measurement, with which references are shared, in this process, and returns it.
+        """Makes this process the third one of a measurement, with which references are shared.
+
+        Returns the object that ends this role by its `close`.
 
         Raises `NotImplementedError` for a system whose `refers` is False, and what the measured library raises if it
         cannot start.

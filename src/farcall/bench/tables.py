@@ -19,17 +19,15 @@ class TextTable:
         title: The text above the table.
         header: A text for each column.
         rows: The rows, each with a text for each column; may be empty.
-        styles: How a row looks on a terminal, as a style of rich such as "yellow", by the text of the row's last cell.
-            Other rows are plain.
+        styles: Maps the text of a row's last cell to the style of that row on a terminal: a style of rich, such as
+            "yellow". Rows whose last cell is not in it are plain.
     """
 
     title: str
     header: Sequence[str]
     rows: Sequence[Sequence[str]]
     styles: Mapping[str, str] = field(default_factory=dict)
-    """How a row looks on a terminal, as a style of rich such as "yellow", by the text of the row's last cell. Other
-    rows are plain.
-    """
+    """Maps the text of a row's last cell to the style of that row on a terminal: a style of rich, such as "yellow"."""
 
     def markdown(self) -> str:
         """Returns the table as Markdown, under its title in bold. Without rows it has only its header.

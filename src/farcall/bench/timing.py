@@ -39,8 +39,8 @@ def time_each(
 
     Args:
         call: What to time.
-        calls: How many calls to time at most, at least 1.
-        warmup: How many calls to make before at most; 0 for none.
+        calls: The largest number of timed calls, at least 1.
+        warmup: The largest number of untimed calls that are made first; 0 for none.
         seconds: The time limit; by default none. The warm-up is limited to a tenth of it. `MIN_CALLS` calls are timed
             however long they take, unless `calls` is smaller.
         pause: How many seconds to sleep before each timed call; 0 for none. The sleep is not timed.
@@ -77,8 +77,8 @@ def time_mixed(
     Args:
         kinds: What to time, by name. A single kind is simply called again and again; none gives an empty result.
         calls: How many calls of each kind to time, at least 1.
-        warmup: How many calls of each kind to make before; 0 for none.
-        seed: Determines the order.
+        warmup: How many untimed calls of each kind to make first; 0 for none.
+        seed: The seed of the random order: the same seed gives the same order.
 
     Returns:
         For each kind, the median, the 99th percentile and the mean in microseconds, as `p50_us`, `p99_us` and
@@ -112,8 +112,8 @@ async def time_each_awaited(
 
     Args:
         call: What to time. Its result is awaited.
-        calls: How many calls to time at most, at least 1.
-        warmup: How many calls to make before at most; 0 for none.
+        calls: The largest number of timed calls, at least 1.
+        warmup: The largest number of untimed calls that are made first; 0 for none.
         seconds: The time limit; by default none. The warm-up is limited to a tenth of it. `MIN_CALLS` calls are timed
             however long they take, unless `calls` is smaller.
 
@@ -153,12 +153,14 @@ def summarize(times: list[float]) -> dict[str, float]:
 
 
 def time_pipelined(caller: Caller, calls: int, warmup: int) -> dict[str, float]:
-    """Returns how many no-op calls per second complete if `calls` of them are started at once, as `calls_per_s`.
+    """Measures how many no-op calls per second complete if all of them are started at once.
+
+    Returns a dict with this number under the key `calls_per_s`.
 
     Args:
         caller: Makes the calls.
-        calls: How many calls, at least 1.
-        warmup: How many calls to make before, in the same way, that do not count; 0 for none.
+        calls: How many calls to time, at least 1.
+        warmup: How many untimed calls to make first, also started at once; 0 for none.
 
     Raises:
         NotImplementedError: The system cannot have several calls in flight.
@@ -171,14 +173,16 @@ def time_pipelined(caller: Caller, calls: int, warmup: int) -> dict[str, float]:
 
 
 def rate(run: Callable[[int], object], count: int, seconds: float) -> float:
-    """Returns how many operations per second `run(number)` performs.
+    """Returns how many operations per second `run` performs.
 
-    A first run, of a twentieth of `count`, warms up, and tells how many operations take about `seconds`.
+    `run` is called twice. The first call is the warm-up, with a twentieth of `count` operations, at least 1. From its
+    duration follows how many operations the second call, which is measured, can perform in `seconds`.
 
     Args:
         run: Performs as many operations as its argument says. What it raises is raised here.
-        count: The largest number of operations for the measured run, at least 1.
-        seconds: About how long the measured run should take. It has at least as many operations as the first run.
+        count: The largest number of operations of the second call, at least 1.
+        seconds: About how long the second call should take. It takes longer if it must: it never performs fewer
+            operations than the first call.
     """
     trial = max(1, count // 20)
     start = time.perf_counter()

@@ -21,9 +21,10 @@ examples:
 
 
 def configure(parser: argparse.ArgumentParser) -> None:
-    """Adds the options of `farcall bench` to the parser; the parsed arguments get `execute`, the function that runs it.
+    """Adds the options of `farcall bench` to `parser`.
 
-    Call it once for a parser: a second call raises `argparse.ArgumentError`.
+    The parsed arguments also get an attribute `execute`: the function that runs the benchmark. Call `configure` once
+    for a parser: a second call raises `argparse.ArgumentError`.
     """
     parser.set_defaults(execute=execute)
     parser.formatter_class = argparse.RawDescriptionHelpFormatter

@@ -47,10 +47,11 @@ def make_parser() -> argparse.ArgumentParser:
 
 
 def parse(argv: Sequence[str]) -> argparse.Namespace:
-    """Returns the parsed arguments; `execute` is the function that runs the subcommand.
+    """Returns the parsed arguments; their attribute `execute` is the function that runs the subcommand.
 
-    An argument `--` is replaced by `run.ESCAPED_DASHES`. Exits with status 2 and a message if the arguments cannot be
-    parsed or there are none, with 0 for `--help` and `--version`.
+    Each argument `--` is parsed as `run.ESCAPED_DASHES`, because argparse would remove it. Exits with status 2 and a
+    message if an argument is not valid, or if there are no arguments. Exits with status 0 after `--help` and
+    `--version`.
     """
     # argparse removes every "--", but one that follows the target of `run` belongs to the target's arguments.
     return make_parser().parse_args([run.ESCAPED_DASHES if argument == "--" else argument for argument in argv])

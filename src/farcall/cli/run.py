@@ -43,9 +43,10 @@ examples:
 
 
 def configure(parser: argparse.ArgumentParser) -> None:
-    """Adds the options of `farcall run` to the parser; the parsed arguments get `execute`, the function that runs it.
+    """Adds the options of `farcall run` to `parser`.
 
-    Call it once for a parser: a second call raises `argparse.ArgumentError`.
+    The parsed arguments also get an attribute `execute`: the function that runs the workers. Call `configure` once for
+    a parser: a second call raises `argparse.ArgumentError`.
     """
     parser.set_defaults(execute=execute)
     parser.formatter_class = argparse.RawDescriptionHelpFormatter
@@ -85,7 +86,8 @@ def configure(parser: argparse.ArgumentParser) -> None:
 def execute(arguments: argparse.Namespace) -> int:
     """Runs the workers until all have ended, and returns the exit status of the run.
 
-    It is 0 if none failed, else that of the worker that failed first.
+    The status is 0 if no worker failed, else that of the worker that failed first. For a worker that a signal killed,
+    it is 128 plus the number of the signal. It is 130 after a second Ctrl-C, and 141 if the output cannot be written.
 
     Args:
         arguments: The parsed options of `farcall run`.
@@ -147,16 +149,16 @@ def target_command(arguments: argparse.Namespace) -> list[str]:
 
 
 def make_plans(arguments: argparse.Namespace, environ: Mapping[str, str]) -> list[WorkerPlan]:
-    """Returns the plan of each worker on this host, in the order of their ranks: name, command and environment.
+    """Returns the plan of each worker on this host, in the order of their ranks: name, rank, command and environment.
 
-    Generates a secret if there is one host and `FARCALL_SECRET` is not set or empty.
+    If `--nodes` is 1, and `FARCALL_SECRET` is not set or is empty, the environments contain a new secret.
 
     Args:
         arguments: The parsed options of `farcall run`, already checked.
         environ: The environment that the workers inherit. It is not changed.
 
     Raises:
-        UsageError: No port was given, and no free one can be found on the master address.
+        UsageError: `--master-port` is not given, and no free port can be found on the address `--master-addr`.
     """
     address = arguments.master_addr or "127.0.0.1"
     command = [sys.executable, *(["-m"] if arguments.module else []), *target_command(arguments)]
@@ -185,10 +187,10 @@ def free_port(address: str) -> int:
     """Returns a TCP port that is free on an address of this host now; another program may take it at any time.
 
     Args:
-        address: A name or address of this host, not empty.
+        address: A name or address of this host.
 
     Raises:
-        UsageError: The address is not one of this host's, or cannot be resolved.
+        UsageError: The address is empty, is not one of this host's, or cannot be resolved.
         UnicodeError: The address cannot be a host name, for example because a part has more than 63 characters.
     """
     try:

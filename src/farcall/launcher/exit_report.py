@@ -47,8 +47,9 @@ _MAX_NAME_BYTES: Final = 1024
 class ExitReports:
     """The launcher's end of the socket over which workers send their names and reports.
 
-    A report says that a worker fails because of another worker. Give the workers `name` in `FARCALL_LAUNCHER`, and call
-    `read` when `fileno` is readable. After `close`, `name` and `read` raise `OSError`.
+    A report says that a worker fails because of another worker. Start the workers with the environment variable
+    `FARCALL_LAUNCHER` set to `name`. Call `read` when `fileno` is readable: it returns the reports. Then `take_names`
+    returns the names. After `close`, `name` and `read` raise `OSError`.
     """
 
     def __init__(self) -> None:
@@ -179,9 +180,9 @@ def _send_report(launcher: str, body: bytes = b"") -> None:
 
 
 def _user_location(trace: TracebackType | None) -> str:
-    """Returns `file:line: ` of the last frame outside of farcall, as compilers print it.
+    """Returns the place of the last entry of a traceback outside of farcall, as "file:line: " with a blank at its end.
 
-    Returns an empty text for None, or if there is no such frame.
+    Returns an empty text for None, or if all entries are in farcall.
     """
     own = [frame for frame in traceback.extract_tb(trace) if not frame.filename.startswith(_OWN_CODE)]
     return f"{own[-1].filename}:{own[-1].lineno}: " if own else ""

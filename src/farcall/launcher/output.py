@@ -152,6 +152,12 @@ def open_sinks(stdout: int = 1, stderr: int = 2) -> tuple[Sink, Sink]:
 class WorkerStream:
     """Standard output or standard error of one worker, on its way to a sink: whole lines, each with a prefix.
 
+    Args:
+        file: The read end of the worker's pipe. It becomes non-blocking. A closed file raises `ValueError`.
+        prefix: What to put before each line; may be empty.
+        sink: Where the lines go.
+        before_copy: Called when bytes were read and before they are copied. It may call `set_prefix`.
+
     Attributes:
         file: The read end of the worker's pipe.
         sink: Where the lines go.
@@ -199,7 +205,8 @@ class WorkerStream:
     def drain(self) -> None:
         """Copies the available bytes to the sink, about a megabyte at most, and ends an unfinished line.
 
-        Does nothing if there are none. Does not wait. Raises `ValueError` after `close`.
+        If no bytes are available, only ends the unfinished line, if there is one. Does not wait. Raises `ValueError`
+        after `close`.
         """
         for _ in range(16):  # bounded, because a child of the worker may go on writing for ever
             if not self.read():

@@ -46,8 +46,8 @@ _CAUSE_WAIT_S: Final = 5.0
 class _NextAction(Enum):
     """What happens to a worker when its deadline (`_Worker.due`) is reached.
 
-    `NOTHING` means that no deadline is set. `ASK` sends SIGTERM, `KILL` sends SIGKILL, and `LEAVE` gives a process up
-    that has survived SIGKILL.
+    `NOTHING` means that no deadline is set. `ASK` sends SIGTERM, `KILL` sends SIGKILL, and `LEAVE` gives up on a
+    process that has survived SIGKILL.
     """
 
     NOTHING = auto()
@@ -91,9 +91,14 @@ class _Worker:
 
 
 class Supervisor:
-    """Runs one group of workers until it ends: `Supervisor(plans, grace).run()`. Use it once, in the main thread.
+    """Starts the workers of one group and waits until all have ended. If one fails, ends the others.
 
-    `plans` are the workers to start, and `grace` is the number of seconds between SIGTERM and SIGKILL.
+    `Supervisor(plans, grace).run()` returns the exit status. Use it once, in the main thread.
+
+    Args:
+        plans: The workers to start, in the order of their ranks; at least one, else `ValueError` is raised.
+        grace: Seconds between SIGTERM and SIGKILL; 0 or more, which is not checked.
+        environ: The environment variables that tell whether the output is coloured: NO_COLOR, FORCE_COLOR and TERM.
     """
 
     def __init__(self, plans: Sequence[WorkerPlan], grace: float, environ: Mapping[str, str] = os.environ) -> None:
@@ -170,14 +175,18 @@ class Supervisor:
             self._workers.append(_Worker(process, streams))
 
     def _prefix(self, name: str, index: int, sink: Sink) -> bytes:
-        """Returns what to write before each line of a worker on one of the launcher's streams: its name and a bar.
+        """Returns what to write before each line of a worker: its name and a bar, as in "worker1 | ".
 
-        `index` is the number of the worker, from 0 on, and decides its colour.
+        `index` is the number of the worker, from 0 on, which decides its colour. `sink` is the stream of the launcher
+        to which the lines go: the name is coloured only if that stream shows colours.
         """
         return make_prefix(name, self._name_width, index, self._is_coloured[sink])
 
     def _is_busy(self) -> bool:
-        """Returns True while there are workers, or output to write and time left for it; else False."""
+        """Returns True while workers are left, or while the launcher has output that it may still write; else False.
+
+        Without workers, output may be written until `_flush_until`, a time of `time.monotonic()`.
+        """
         if self._workers:
             return True
         return any(sink.pending for sink in self._sinks()) and time.monotonic() < self._flush_until
@@ -219,8 +228,8 @@ class Supervisor:
     def _update_watches(self) -> None:
         """Sets what the event loop waits for: output of workers, and room in the launcher's own streams.
 
-        Output is watched if the launcher's stream for it has room, and a stream of the launcher if it has bytes to
-        write. All others are not watched any more.
+        Output of a worker is watched while the launcher's stream for it has room. A stream of the launcher is watched
+        while there are bytes to write to it.
         """
         for sink in self._sinks():
             watched = sink.fd in self._selector.get_map()
@@ -267,11 +276,11 @@ class Supervisor:
                 self._forward(signal.Signals(number))
 
     def _forward(self, number: signal.Signals) -> None:
-        """Forwards a signal to all workers; a second SIGINT kills them instead.
+        """Forwards a signal to all workers; the second SIGINT kills them instead.
 
-        SIGINT and SIGQUIT go to their whole process groups. Does nothing to workers that have ended, except to the rest
-        of their groups. If no worker is left, a signal that asks to end makes the launcher give up on output that is
-        still to be written.
+        SIGINT and SIGQUIT go to the whole process group of each worker, even if the worker itself has ended. Other
+        signals go only to the workers that run. If no worker is left, a signal that asks to end makes the launcher
+        discard its unwritten output.
         """
         if number in END_SIGNALS:
             self._signalled_at = time.monotonic()
@@ -302,8 +311,9 @@ class Supervisor:
     def _handle_ended_workers(self) -> None:
         """Finds the workers that have ended since the last call; if one of them failed, decides the status of the run.
 
-        Does nothing if none has ended. A worker that failed because of another one decides only when no worker runs any
-        more, or `_CAUSE_WAIT_S` seconds later.
+        A worker that failed because of another worker does not decide at once. It decides when no worker runs any more,
+        or `_CAUSE_WAIT_S` seconds later, unless another failure has decided by then. Nothing is decided if no worker
+        has failed.
         """
         running = [worker for worker in self._workers if worker.code is None]
         for worker in running:
@@ -322,9 +332,9 @@ class Supervisor:
     def _read_reports(self) -> None:
         """Reads the names and reports that workers have sent; does nothing if there are none. Never waits.
 
-        A report says that a worker fails because of another one. A worker's new name is written before its lines from
-        now on. Called when output was read and before it is copied: what a worker prints after it has told its name, is
-        printed with that name.
+        A report says that a worker fails because of another one. A name that a worker has sent is written before its
+        lines from now on. Call this after reading a worker's output and before copying it: then lines that follow the
+        name in the output are copied with that name.
         """
         self._reported |= self._reports.read()
         for pid, name in self._reports.take_names().items():
@@ -350,8 +360,8 @@ class Supervisor:
     def _fail(self, status: int, reason: str | None = None) -> None:
         """Sets the exit status of the run, prints the reason unless it is None, and asks the other workers to end.
 
-        They get SIGTERM now, or one grace period after a signal that asks to end was forwarded. Does nothing if the run
-        has a status already: the first failure decides.
+        The workers get SIGTERM. They get it now, or `grace` seconds after the launcher has forwarded a signal that asks
+        to end, if that is later. Does nothing if the run has a status already: the first failure decides.
         """
         if self._status is not None:
             return
@@ -363,9 +373,10 @@ class Supervisor:
             worker.plan(_NextAction.ASK, max(time.monotonic(), self._signalled_at + self._grace))
 
     def _handle_ended_groups(self) -> None:
-        """Removes ended workers whose process groups are empty, and asks the other groups of ended workers to end.
+        """Looks for processes that ended workers have left in their process groups, and asks them to end.
 
-        These get SIGTERM once, and SIGKILL after the grace period. Does nothing if no worker has ended.
+        A worker whose group is empty is removed. Otherwise the group gets SIGTERM once, and SIGKILL after the grace
+        period. Does nothing if no worker has ended.
         """
         ended = [worker for worker in self._workers if worker.code is not None]
         if not ended:
@@ -418,7 +429,7 @@ class Supervisor:
             self._flush_until = time.monotonic() + self._grace
 
     def _abandon(self) -> None:
-        """Kills and reaps all workers that are left, in case the event loop has failed; else there are none."""
+        """Kills and reaps the workers that are left; there are some only if the event loop has raised an error."""
         for worker in list(self._workers):
             worker.process.signal_group(signal.SIGKILL)
             self._remove(worker, _KILL_WAIT_S)

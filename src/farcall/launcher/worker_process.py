@@ -28,25 +28,34 @@ _KEEPER_TIMEOUT_S = 5.0
 
 @dataclass(frozen=True)
 class WorkerPlan:
-    """Everything that is known about a worker before it starts. Nothing is checked."""
+    """Everything that is known about a worker before it starts. Nothing is checked.
+
+    Attributes:
+        name: The name of the worker, for messages and before its output.
+        rank: The rank of the worker, from 0 on, for messages.
+        command: The path of the program, and its arguments; at least the path.
+        environment: All environment variables of the worker; nothing is inherited.
+    """
 
     name: str
-    """The name of the worker, for messages and before its output."""
     rank: int
-    """The rank of the worker, from 0 on, for messages."""
     command: Sequence[str]
-    """The path of the program, and its arguments; at least the path."""
     environment: Mapping[str, str]
-    """All environment variables of the worker; nothing is inherited."""
 
 
 class WorkerProcess:
     """The process of a worker, in a process group of its own. The constructor starts it.
 
+    Args:
+        plan: What to start. A command that cannot be run makes the process exit with status 1 and a message.
+
     Attributes:
         plan: What was started.
-        name: The name of the worker: the planned one, until it tells another.
+        name: The name of the worker: that of the plan, until the launcher sets the name that the worker has reported.
         pid: Its process id, which is also the id of its process group.
+
+    Raises:
+        OSError: The system cannot create a process.
     """
 
     def __init__(self, plan: WorkerPlan) -> None:
@@ -161,7 +170,8 @@ class Keeper:
     def close(self) -> None:
         """Ends the process, which first kills the process groups that were watched and not forgotten.
 
-        Waits for its end, for at most `_KEEPER_TIMEOUT_S` seconds before killing it. May be called again.
+        Waits until the process has ended. If that takes more than `_KEEPER_TIMEOUT_S` seconds, kills it. May be called
+        again.
         """
         assert self._popen.stdin is not None
         self._popen.stdin.close()

@@ -91,8 +91,8 @@ def _run_script(path: str, program: ModuleType) -> None:
 def _load_code(file: str) -> tuple[CodeType, SourceFileLoader | SourcelessFileLoader]:
     """Returns the code of a script or a compiled `.pyc` file, and its loader.
 
-    Raises `OSError` if it cannot be read, `SyntaxError` if a script cannot be compiled, and `ImportError` or `EOFError`
-    if a `.pyc` file is not one of this Python.
+    Raises `OSError` if it cannot be read, and `SyntaxError` if a script cannot be compiled. Raises `ImportError` if
+    another version of Python has compiled a `.pyc` file, and `EOFError` if such a file is cut short.
     """
     if file.endswith(".pyc"):
         compiled = SourcelessFileLoader("__main__", file)

@@ -80,7 +80,8 @@ _LOOPBACK: Final = "127.0.0.1"
 class TensorPipeAgent(Agent):
     """The agent of a worker, for programs written for torch. Creating one joins a group.
 
-    A device map says, for one callee, on which of its devices a tensor arrives that is on one of ours.
+    A device map is for one callee. It maps devices of this worker to devices of the callee: a tensor on the first
+    arrives on the second.
 
     Attributes:
         device_maps: The device maps of this worker, by the name of the callee.
@@ -142,7 +143,7 @@ class TensorPipeAgent(Agent):
 
     @property
     def store(self) -> Any:
-        """The store of torch's at which the workers found each other."""
+        """The `torch.distributed.Store` at which the workers found each other."""
         return self._torch_store
 
     @property
@@ -157,8 +158,8 @@ class TensorPipeAgent(Agent):
     def failure_to_send(self, name: str, error: BaseException) -> BaseException:
         """Returns the exception that the caller of a function gets. Prints `error` to standard error, as torch does.
 
-        The caller gets `error` itself, unless its type cannot be created from a text alone. Then it is a `RuntimeError`
-        with `error` as its cause. Raises nothing.
+        The caller gets `error` itself, unless an exception of its type cannot be created from a text alone. In that
+        case the caller gets a `RuntimeError` with `error` as its cause. Raises nothing.
 
         Args:
             name: The name of the function; ignored.
@@ -324,9 +325,9 @@ class TensorPipeAgent(Agent):
 
 
 def _rendezvous_of(store: Any, rank: int, world_size: int | None) -> Rendezvous:
-    """Returns the rendezvous of the group that uses a store of torch's.
+    """Returns a rendezvous at a store of torch's, for the group that uses this store.
 
-    The first worker that calls this chooses the id of the run, a random text that all workers of the group then have.
+    The first worker that calls this chooses the id of the run: a random text, which is the same for the whole group.
 
     Args:
         store: A `torch.distributed.Store`. Raises `RendezvousError` if it is gone.
@@ -341,8 +342,8 @@ def _rendezvous_of(store: Any, rank: int, world_size: int | None) -> Rendezvous:
 def _address_for_others(store: Any) -> str:
     """Returns the IP address at which other workers reach this one.
 
-    If the store of torch's has an address, that is the local address of the route to it. Otherwise it is the first
-    address of this machine, or loopback if there is none.
+    `store` is a `torch.distributed.Store`. If it has a host and a port, the result is the local address of the route to
+    it. Otherwise it is the first address of this machine, or loopback if there is none.
     """
     while hasattr(store, "underlying_store"):
         store = store.underlying_store

@@ -41,7 +41,7 @@ _allow_lists: Final[weakref.WeakKeyDictionary[Any, AllowList]] = weakref.WeakKey
 def current_allow_list() -> AllowList | None:
     """Returns the allow-list of this worker; None if it has none, or if this process is not a worker.
 
-    Raises `NotInitializedError` on a thread that serves others if the agent was closed.
+    In a function that runs for another worker, raises `NotInitializedError` if this process has no agent any more.
     """
     if not on_serving_thread() and not is_initialized():
         return None
@@ -49,7 +49,7 @@ def current_allow_list() -> AllowList | None:
 
 
 def _allow_list_of(agent: Any) -> AllowList | None:
-    """Returns the allow-list of an agent, made from its option `allow`; None if it has no such option."""
+    """Returns the allow-list of an agent, made from its option `allow`; None if the option is None or missing."""
     options = getattr(agent, "options", None)
     if options is None or options.allow is None:
         return None
@@ -94,7 +94,7 @@ def find_function(named: bytes, agent: Any) -> Any:
         agent: The agent of this worker.
 
     Raises:
-        SerializationError: There is no such function on this worker.
+        SerializationError: `named` is malformed, or there is no such function on this worker.
         NotAllowedError: The allow-list of this worker does not have it.
     """
     allow_list = _allow_list_of(agent) if agent.options.allow is not None else None
@@ -144,9 +144,10 @@ def find_operator(name: str) -> Callable[..., Any]:
 
 
 def _text_arguments(name: str) -> list[Any]:
-    """Returns the arguments of all overloads of the operator `name` that can be texts.
+    """Returns torch's descriptions of the arguments of the operator `name` that can be a str, in all its overloads.
 
-    Returns an empty list if none can, or if there is no such operator.
+    A description has the `name` and the `type` of one argument. Returns an empty list if no argument can be a str, or
+    if there is no such operator.
     """
     schemas = torch._C._jit_get_schemas_for_operator(name)
     return [argument for schema in schemas for argument in schema.arguments if "str" in str(argument.type)]

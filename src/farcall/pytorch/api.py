@@ -134,8 +134,8 @@ def _require_initialized(func: Callable[_P, _R]) -> Callable[_P, _R]:
 def _init_rpc_states(agent: Any) -> None:
     """Records the names of all workers of the agent's group, and makes `agent` the agent of this process.
 
-    If this process has an agent already, which its backend has set, only the names are recorded. Raises what
-    `agent.start` raises; this process then has no agent.
+    If this process has an agent already, only the names are recorded: some backends set the agent themselves. Raises
+    what `agent.start` raises; this process then has no agent.
     """
     global _ALL_WORKER_NAMES
     _ALL_WORKER_NAMES = _all_names(agent)
@@ -316,9 +316,9 @@ def _invoke_rpc(
     kwargs: Mapping[str, Any] | None = None,
     rpc_timeout: float = UNSET_RPC_TIMEOUT,
 ) -> Any:
-    """Makes a call, and returns its future: one of farcall for a plain call, else possibly one of torch.
+    """Makes a call on worker `to`, and returns its future, which is one of farcall.
 
-    A plain call is one in which no interceptor takes part. If the worker cannot be reached, the future fails.
+    For `SYNC`, it may be another object with a `wait` method. If the worker cannot be reached, the future fails.
 
     Args:
         to: The name, the rank or the `WorkerInfo` of the worker.
@@ -326,12 +326,13 @@ def _invoke_rpc(
         rpc_type: `SYNC` if the calling thread waits for the future at once, else `ASYNC`.
         args: The positional arguments, a tuple or list; None for none.
         kwargs: The keyword arguments; None for none.
-        rpc_timeout: Seconds until the future fails; 0 for no timeout. By default the timeout of `init_rpc`'s options.
+        rpc_timeout: Seconds until the future fails; 0 for no timeout. By default (-1) the timeout of `init_rpc`'s
+            options. Any other negative number raises `UsageError`, a `RuntimeError`.
 
     Raises:
         TypeError: `func` is not callable, or an argument cannot be pickled (`SerializationError`).
         ValueError: `to` has another type.
-        RuntimeError: The worker does not exist, the timeout is negative, or this process is not a worker.
+        RuntimeError: The worker does not exist, or this process is not a worker.
     """
     if not callable(func):
         raise TypeError("function should be callable.")
@@ -417,10 +418,10 @@ def _rref_typeof_on_owner(rref: PyRRef[Any], blocking: bool = True) -> Any:
 
     Args:
         rref: The reference to the value. Raises `RuntimeError` if another worker owns the value.
-        blocking: If False, returns a torch future that has the type already. It waits for the value all the same.
+        blocking: If False, waits for the value all the same, but returns a torch future that has the type already.
 
     Raises:
-        Exception: What the function raised that should have created the value.
+        Exception: The error of the function that should have created the value, if that function failed.
     """
     kind = type(rref.local_value())
     return kind if blocking else completed_future(kind)
@@ -436,7 +437,7 @@ def _rref_typeof_on_user(rref: PyRRef[Any], timeout: float = UNSET_RPC_TIMEOUT, 
 
     Raises:
         RuntimeError: The call timed out, or the owner was lost.
-        Exception: What the function raised that should have created the value.
+        Exception: The error of the function that should have created the value, if that function failed.
     """
     future = rpc_async(rref.owner(), _rref_typeof_on_owner, args=(rref,), timeout=timeout)
     return future.wait() if blocking else future
@@ -462,7 +463,8 @@ def _enable_rpc_profiler(
         dst_worker_info: The worker that runs it.
 
     Raises:
-        RuntimeError: This process is not a worker, or no call has used the name of an earlier record yet.
+        RuntimeError: This process is not a worker. Or this thread has called this function before, and has made no
+            call under the profiler since.
     """
     if not should_profile:
         return contextlib.nullcontext()
@@ -516,14 +518,13 @@ class _ProceedSignal(threading.Event):
 
 
 class AllGatherStates:
-    """The state of one call of `_all_gather`, in which workers exchange objects, on one worker.
+    """What one worker stores for one `_all_gather`, in which workers exchange objects.
 
-    Programs that exchange objects among groups of their own create these themselves. The constructor takes no
-    arguments.
+    Programs with an exchange of their own create instances themselves. The constructor takes no arguments.
 
     Attributes:
-        gathered_objects: The objects by worker name. On the leader, the worker whose name sorts first, those that have
-            arrived so far. On the others, empty until the leader sends all of them.
+        gathered_objects: The objects by worker name. The worker whose name sorts first is the leader. It has the
+            objects that have arrived so far. On every other worker, this is empty until the leader sends all objects.
         proceed_signal: An event that is set when `gathered_objects` is complete.
     """
 
@@ -547,9 +548,9 @@ _all_gather_sequence_id_to_states: collections.defaultdict[str, AllGatherStates]
 
 
 def _reset_gatherings() -> None:
-    """Deletes the state of all calls of `_all_gather`, in which workers exchange objects, for a new agent.
+    """Deletes the state of every `_all_gather`, in which workers exchange objects. Called before an agent starts.
 
-    The state belongs to an earlier agent, or to the parent process. Does nothing if there is none.
+    The deleted state is that of an earlier agent, or of the parent process. Does nothing if there is none.
     """
     global _all_gather_dict_lock
     _all_gather_dict_lock = threading.RLock()  # in a forked child a thread of the parent may hold the old lock for ever
@@ -575,7 +576,7 @@ def _find_gathering(sequence_id: Any) -> AllGatherStates | None:
     """Returns the state of the `_all_gather` with this id; None if this worker has returned from it already.
 
     In an `_all_gather` workers exchange objects. Creates the state if this worker has not called it yet. An id is the
-    sorted names of the workers with commas, `#`, and a number. One of another form is not refused: a state is created
+    sorted names of the workers with commas, `#`, and a number. An id of another form is not refused: a state is created
     for it.
     """
     key, _, number = sequence_id.rpartition("#") if isinstance(sequence_id, str) else (sequence_id, "", "")
@@ -628,10 +629,11 @@ def _gather_to_leader(
 
 @may_be_called
 def _broadcast_to_followers(sequence_id: Any, objects_map: dict[str, Any]) -> None:
-    """Called remotely on the other workers of an `_all_gather`: stores the objects of all workers, and ends their wait.
+    """Called remotely by the leader of an `_all_gather`: stores the objects of all workers, and ends the wait here.
 
-    Then waits up to a second until `_all_gather` is about to return here. Does nothing if this worker has stopped
-    waiting.
+    In an `_all_gather` workers exchange objects. The leader is the worker whose name sorts first. After it has stored
+    the objects, this function waits up to a second until `_all_gather` is about to return here. Does nothing if this
+    worker has stopped waiting.
 
     Args:
         sequence_id: Which `_all_gather`: the sorted names of its workers with commas, `#`, and a number.
@@ -703,7 +705,7 @@ def _is_static(agent: Any) -> bool:
 def _all_names(agent: Any) -> set[str]:
     """Returns the names of all workers in the group of `agent`. In a fixed group of farcall lost workers are included.
 
-    Without them, workers that do not know of a loss yet would wait for other names than this one.
+    Not all workers learn of a loss at the same time. With the lost workers included, all use the same names.
     """
     if isinstance(agent, Agent) and _is_static(agent):
         return {info.name for info, _ in agent.everybody()}
@@ -838,12 +840,11 @@ def _destroy_rref_context(ignore_rref_leak: bool) -> None:
     """Deletes all references of this worker, and releases the values that it owns.
 
     Args:
-        ignore_rref_leak: If False, raises `RuntimeError` if other workers still hold references to values of this one.
+        ignore_rref_leak: If False, raises `RuntimeError` ("Leaking RRef") if other workers still hold references to
+            values of this worker. All references are deleted before. If True, this is not checked.
 
     Raises:
-        RuntimeError: Other workers still hold references to values of this worker ("Leaking RRef"). All is deleted all
-            the same. Values that only this worker itself refers to do not count, as in torch. Also raised if this
-            process is not a worker.
+        RuntimeError: This process is not a worker, or other workers still hold references.
     """
     store = _farcall.current_reference_store()
     left = getattr(_get_current_rpc_agent(), "left", None) or store.inventory()

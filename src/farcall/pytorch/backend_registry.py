@@ -237,7 +237,8 @@ def _tensorpipe_exchange_and_check_all_device_maps(
 ) -> tuple[dict[str, DeviceMap], list[torch.device]]:
     """Exchanges device maps with all workers of a fixed group, and checks the maps of all workers.
 
-    A device map says, for one callee, on which of its devices a tensor arrives that is on one of ours.
+    A device map is for one callee. It maps devices of the caller to devices of the callee: a tensor on the first
+    arrives on the second.
 
     Args:
         my_name: The name of this worker.
@@ -267,13 +268,14 @@ def _tensorpipe_exchange_and_check_all_device_maps(
 def _set_devices_and_reverse_device_map(agent: Any) -> None:
     """Exchanges device maps with all workers of the open group that this worker is joining, and stores the result.
 
-    If there are no other workers, only the maps of this one are checked.
+    A device map is for one callee. It maps devices of the caller to devices of the callee. If there are no other
+    workers, only the maps of this worker are checked.
 
     Args:
         agent: The agent of this worker. Its attributes `used_devices` and `reverse_device_maps` are set.
 
     Raises:
-        ValueError: A worker has invalid maps. The others have not been sent the maps of this worker then.
+        ValueError: A worker has invalid maps. This worker has not sent its maps to the others in that case.
         RpcTimeoutError: A worker did not answer in time.
     """
     me = agent.get_worker_info()
@@ -389,10 +391,10 @@ def _worker_has_joined(worker: WorkerInfo, infos: DeviceInfos) -> None:
 
 
 def _device_checked(kind: Any, index: Any = None) -> torch.device:
-    """Returns the device with this type and index, which another worker has sent and which are checked first.
+    """Checks a device type and an index that came from another worker, and returns the device.
 
-    Raises `TypeError` if `kind` is not a str or `index` is neither None nor an int, and `RuntimeError` if torch knows
-    no such device.
+    An `index` of None gives a device without an index. Raises `TypeError` if `kind` is not a str, or if `index` is
+    neither None nor an int. Raises `RuntimeError` if torch knows no such device.
     """
     check_kinds((kind, str), *([] if index is None else [(index, int)]))
     return torch.device(kind) if index is None else torch.device(kind, index)
@@ -451,8 +453,9 @@ def _validate_device_maps(
         is_static_group: If True, a map may only be for workers in `all_names`.
 
     Raises:
-        ValueError: A worker has a device twice, or one that does not exist; or a map of it is for an unknown worker,
-            maps two devices to one, or has a device that its worker does not have or does not allow.
+        ValueError: The devices of a worker contain one twice, or one that does not exist. Or a device map is for an
+            unknown worker, maps two devices to the same one, or has a device that the caller or the callee does not
+            have or does not allow.
     """
     for node in all_names:
         named, count = all_devices[node], all_device_counts[node]
@@ -512,11 +515,10 @@ def _create_device_list(
     """Returns the devices that calls may use on a worker, sorted by index; an empty list if there are none.
 
     Args:
-        my_devices: The devices that the options name. If not empty, these are returned.
-        my_device_maps: The device maps of the worker, by the name of the callee. Otherwise its own devices, the keys of
-            each map, are returned, without the CPU.
-        reverse_device_maps: For the name of each caller, a map from devices of this worker to devices of the caller.
-            Its keys are returned as well.
+        my_devices: The devices that the options name. If not empty, these are returned, and the maps are ignored. If
+            empty, the keys of all maps are returned, which are devices of the worker; the CPU is left out.
+        my_device_maps: The device maps of the worker, by the name of the callee.
+        reverse_device_maps: For the name of each caller, a map from devices of the worker to devices of the caller.
     """
     every_map = [*my_device_maps.values(), *reverse_device_maps.values()]
     used = my_devices or {device for each in every_map for device in each} - {_CPU}
@@ -528,11 +530,11 @@ def _init_process_group(store: Any, rank: int, world_size: int) -> Any:
 
     Args:
         store: A `torch.distributed.Store`, at which the workers find each other.
-        rank: The rank of this worker. -1 accepts the rank that the group has.
-        world_size: The number of workers. -1 accepts the size that the group has.
+        rank: The rank of this worker, from 0 to `world_size` - 1.
+        world_size: The number of workers.
 
     Raises:
-        RuntimeError: The group has another rank or size.
+        RuntimeError: `rank` or `world_size` is not valid, or the process group could not be created.
     """
     group = dist.ProcessGroupGloo(store, rank, world_size, rpc_constants.DEFAULT_PROCESS_GROUP_TIMEOUT)
     if rank not in (-1, group.rank()):

@@ -36,16 +36,17 @@ def make_call(
     kwargs: Mapping[str, Any] | None = None,
     pickler: Any = internal._internal_rpc_pickler,
 ) -> Call:
-    """Returns the function to call remotely in place of `function`, and its arguments. Every call uses this.
+    """Returns what to call remotely in place of `function`: a function, its positional and its keyword arguments.
 
-    A Python function is returned as it is, with its own arguments, unless the program has its own pickler. For an
-    operator or a script function, a function of this module is returned that finds it by name on the other worker.
+    Every call uses this. For a Python function and the default pickler, these are `function`, `args` and `kwargs`. For
+    an operator or a script function, it is a function of this module, which finds it by name on the other worker.
 
     Args:
         function: A Python function, a builtin operator, or a script function. It is not checked.
         args: The positional arguments; None for none.
         kwargs: The keyword arguments; None for none.
-        pickler: Pickles calls of Python functions. With the default, farcall pickles them itself.
+        pickler: Pickles calls of Python functions. With the default, farcall pickles them itself. With another one,
+            `run_pickled` is returned, and as its argument a call that this pickler pickles.
 
     Raises:
         RuntimeError: A script function does not accept these arguments.
@@ -221,9 +222,9 @@ def _check_arguments(script: Any, args: Sequence[Any], kwargs: Mapping[str, Any]
 
 
 class _PickledCall:
-    """A call that the program's own pickler pickles, when the message is pickled and not before.
+    """A call of a Python function that the program's own pickler pickles. It is the argument of `run_pickled`.
 
-    References can only be counted while a message is pickled.
+    The pickler runs while the message is pickled, because references can only be counted then.
 
     Args:
         pickler: The program's pickler: its `serialize(value)` returns a pickle and a list of tensors. It is not

@@ -53,8 +53,8 @@ def prepare_to_send(
 ) -> tuple[Tensors, Moves]:
     """Returns the tensors to send in place of these, all in CPU memory, and what the receiver does with each.
 
-    The second result has a `Move` for each tensor; None for one that stays in CPU memory. Both lists are empty for
-    none.
+    The second result has a `Move` for each tensor; None for one that stays in CPU memory. Without tensors both lists
+    are empty.
 
     Args:
         tensors: The tensors of a message; may be empty.
@@ -189,8 +189,9 @@ class _ServerCall(Visit):
 class Devices:
     """The interceptor that moves tensors between devices of two workers, by the device map that the caller has.
 
-    It takes part in a call if the caller has a device map for the callee. The constructor takes no arguments. Its
-    methods are those of `envelopes.Rider`.
+    It takes part in a call if the caller has a device map for the callee. The constructor takes no arguments.
+    `enable_device_maps` adds an instance to this process. The class implements `envelopes.Rider`, the protocol of
+    interceptors that see the tensors of calls.
     """
 
     key = "devices"

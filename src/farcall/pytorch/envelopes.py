@@ -42,16 +42,16 @@ Tensors = list[torch.Tensor]
 
 
 class Trip:
-    """The part of an interceptor in one call, at the caller. A subclass overrides the methods that it needs.
+    """What an interceptor does for one call at the caller: one method for each step of the call.
 
-    The methods of this class change nothing: they return what they are given, and run no code around the call. The
-    constructor takes no arguments.
+    A subclass overrides the methods that it needs. The methods of this class change nothing: they return what they are
+    given, and run no code around the call. The constructor takes no arguments.
     """
 
     def pack(self, tensors: Tensors) -> tuple[Tensors, Any]:
         """Called when the request is pickled. Returns the tensors to send, and data for the interceptor at the callee.
 
-        The default returns `tensors` and None. What it raises, the program that makes the call gets.
+        The default returns `tensors` and None. If it raises, the program that makes the call gets the error.
 
         Args:
             tensors: The tensors of the request; may be empty.
@@ -103,10 +103,10 @@ class Trip:
 
 
 class Visit:
-    """The part of an interceptor in one call, at the callee. A subclass overrides the methods that it needs.
+    """What an interceptor does for one call at the callee: one method for each step of the call.
 
-    The methods of this class change nothing: they return what they are given, and run no code around the function. The
-    constructor takes no arguments.
+    A subclass overrides the methods that it needs. The methods of this class change nothing: they return what they are
+    given, and run no code around the function. The constructor takes no arguments.
     """
 
     def unpack(self, tensors: Tensors) -> Tensors:
@@ -159,10 +159,10 @@ class Departure(NamedTuple):
 
 
 class Rider(Protocol):
-    """An interceptor of calls whose tensors it must see: the methods that an object in the list `RIDERS` must have.
+    """Protocol of an interceptor that must see the tensors of calls. All such interceptors are in the list `RIDERS`.
 
-    `concerns` decides whether it takes part in a call. Then `board` makes its part at the caller, and the last method
-    makes its part at the callee.
+    At the caller, `concerns` says whether the interceptor takes part in a call. If it does, `board` returns an object
+    that does its work for this call. At the callee, another method returns such an object for a call that has come.
     """
 
     @property
@@ -178,14 +178,14 @@ class Rider(Protocol):
         """
 
     def board(self, agent: Agent, departure: Departure) -> Trip:
-        """Returns the part of the interceptor in a call that the current thread makes.
+        """Returns the object that does the interceptor's work for one call that the current thread makes.
 
         `agent` is the agent of this worker. The other argument is the call: the callee, the function, and how it is
         called. Call this only if `concerns` is True for the call; otherwise the result is undefined.
         """
 
     def visit(self, agent: Agent, caller: WorkerInfo, words: Any) -> Visit:
-        """Returns the part of the interceptor in a call that has come from another worker.
+        """Returns the object that does the interceptor's work for one call that has come from another worker.
 
         Args:
             agent: The agent of this worker.
@@ -233,7 +233,7 @@ def rides_alone(rider: Rider, agent: Agent, to: WorkerInfo) -> bool:
 
 
 def board(agent: Agent, departure: Departure) -> dict[str, Trip]:
-    """Returns the parts of all interceptors that take part in a call of the current thread, by the key of each.
+    """Returns, by key, the objects that do the work of all interceptors that take part in a call of this thread.
 
     `agent` is the agent of this worker. The other argument is the call: the callee, the function, and how it is called.
     Returns an empty dict if no interceptor takes part.
@@ -255,7 +255,8 @@ class Request:
         function: The function to call.
         args: Its positional arguments; may be empty.
         kwargs: Its keyword arguments; may be empty.
-        trips: The parts of the interceptors in this call, by key, as `board` returns them. May be empty.
+        trips: The objects that do the work of the interceptors for this call, by key. `board` returns them. May be
+            empty.
     """
 
     def __init__(
@@ -287,8 +288,8 @@ class Request:
 def handling(trips: Mapping[str, Trip]) -> Iterator[None]:
     """Context manager: enters the context manager `handling` of all interceptors that take part in a call.
 
-    The argument is the parts of these interceptors in the call, by key. If it is empty, the context manager has no
-    effect.
+    The argument has, by key, the objects that do the work of these interceptors for the call. If it is empty, the
+    context manager has no effect.
     """
     with ExitStack() as around:
         for trip in trips.values():
@@ -300,8 +301,8 @@ def handling(trips: Mapping[str, Trip]) -> Iterator[None]:
 def sending(trips: Mapping[str, Trip]) -> Iterator[None]:
     """Context manager around sending a request: if sending raises, calls `failed` of all interceptors of the call.
 
-    The argument is the parts of these interceptors in the call, by key. If it is empty, the context manager has no
-    effect. The error is raised again. The block runs inside the context manager `handling` of these interceptors.
+    The error is raised again. The block runs inside the context manager `handling` of these interceptors. The argument
+    has, by key, the objects that do their work for the call. If it is empty, the context manager has no effect.
     """
     try:
         with handling(trips):
@@ -313,14 +314,13 @@ def sending(trips: Mapping[str, Trip]) -> Iterator[None]:
 
 
 def reply_of(future: Future[Any], trips: Mapping[str, Trip]) -> Future[Any]:
-    """Returns a future of the result of the function, given a future of the envelope that comes back.
+    """Returns a future of the result of a call, whose reply comes back in an envelope.
 
-    An envelope is the pickle of the result, its tensors in a list beside it, and data of the interceptors. The second
-    argument is the parts of the interceptors in the call, by key; it may be empty. They see the tensors in the
-    envelope. If the call fails, `failed` of each is called.
+    `future` is the future of that envelope: the pickle of the result, a list of its tensors, and data of the
+    interceptors. The returned future fails with the error of the call, or with `TypeError` if no envelope came back.
 
-    The returned future fails with the error of the call, or with `TypeError` if something else than an envelope came
-    back.
+    The second argument has, by key, the objects that do the work of the interceptors for this call. It may be empty.
+    They see the tensors in the envelope. If the call fails, the method `failed` of each object is called.
     """
 
     def unpack(done: Future[Any]) -> Any:
@@ -345,16 +345,17 @@ class _Opened:
     """A request that came in an envelope: a pickle, its tensors in a list beside it, and data of the interceptors.
 
     The unpickler creates it, because the references of the message exist only while it reads. It has the function to
-    run, its arguments, and the parts of the interceptors in the call.
+    run, its arguments, and the objects that do the work of the interceptors for the call.
 
     Args:
         caller: The worker that calls.
-        body: The pickle of the function and its arguments, without tensors.
+        body: The pickle of three items, without tensors: the function, its positional and its keyword arguments.
         tensors: The tensors that belong to the pickle; may be empty.
         words: The data of the caller's interceptors, by key. Keys of unknown interceptors are ignored.
 
     Raises:
-        TypeError: The pickle does not contain arguments. `ValueError` if it does not have three parts.
+        TypeError: The arguments in the pickle are not a tuple or list and a dict.
+        ValueError: The pickle does not have three items.
         NotAllowedError: The allow-list of this worker forbids the function or something in the arguments.
         SerializationError: The pickle cannot be read here.
     """
@@ -388,14 +389,16 @@ class _Opened:
 
 
 class ReplyEnvelope:
-    """A result that is put into an envelope when it is pickled; at the caller, the envelope that has arrived.
+    """The reply to a call, in an envelope: a pickle, its tensors in a list beside it, and data of the interceptors.
 
-    An envelope is a pickle, its tensors in a list beside it, and data of the interceptors. The arguments are not
-    checked.
+    The callee creates it from a result. The envelope is packed when it is pickled. At the caller, the unpickler creates
+    it from what has come, and `open` returns the result. The arguments are not checked.
 
-    At the callee, the arguments are the result of the function, and the parts of the interceptors in the call, by key,
-    which may be empty. At the caller, they are an empty dict and, as the result, a tuple: the pickle of the result, its
-    tensors, the data of the interceptors by key, and the references that came with it.
+    At the callee, `result` is the result of the function. The second argument has, by key, the objects that do the work
+    of the interceptors for the call. It may be empty.
+
+    At the caller, `result` is a tuple of four items: the pickle of the result, its tensors, the data of the
+    interceptors by key, and the references that came with it. The second argument is an empty dict.
     """
 
     def __init__(self, result: Any, visits: Mapping[str, Visit]) -> None:
@@ -417,8 +420,8 @@ class ReplyEnvelope:
         """Returns the result in a reply that has arrived. Call it at the caller only.
 
         Args:
-            trips: The parts of the caller's interceptors in the call, by key. They see and may change the tensors of
-                the result. May be empty.
+            trips: The objects that do the work of the caller's interceptors for the call, by key. They see the tensors
+                of the result, and may replace them. May be empty.
 
         Raises:
             SerializationError: The result cannot be rebuilt here.
@@ -508,8 +511,8 @@ def _open_checked(caller: Any, body: Any, tensors: Any, words: Any) -> _Opened:
 
     Raises:
         TypeError: A part has the wrong type.
-        NotAllowedError: An interceptor is not in `RESTRICTED`, those that check such data; or the allow-list forbids
-            something in the call.
+        NotAllowedError: A key in `words` is not in `RESTRICTED`, the keys of interceptors that check their data. Or
+            the allow-list forbids something in the call.
         SerializationError: The pickle cannot be read here.
     """
     from farcall.api import current_agent

@@ -40,8 +40,8 @@ class ReplacementFinder(MetaPathFinder, Loader):
 
     Attributes:
         modules: Maps the names of torch's modules to those of the modules that replace them.
-        imported_with: Maps some names of torch's modules to others that are imported at the same time; empty by
-            default.
+        imported_with: Maps names of torch's modules to the names of further modules. When a module is imported, its
+            further modules are imported, too. Empty by default.
     """
 
     modules: Mapping[str, str]
@@ -57,9 +57,10 @@ class ReplacementFinder(MetaPathFinder, Loader):
         """Returns None, so that the import system creates an empty module."""
 
     def exec_module(self, module: ModuleType) -> None:
-        """Puts our module in place of the one that is being imported, and imports those that belong to it.
+        """Puts our module in place of `module`, which is being imported.
 
-        Raises `KeyError` if the module is not in `modules`, and what the import of our module raises.
+        Then imports the modules that `imported_with` has for its name. Raises `KeyError` if `module` is not in
+        `modules`, and what these imports raise.
         """
         sys.modules[module.__name__] = importlib.import_module(self.modules[module.__name__])
         for name in self.imported_with.get(module.__name__, ()):
@@ -74,7 +75,8 @@ def replace_when_imported(modules: Mapping[str, str], imported_with: Mapping[str
 
     Args:
         modules: Maps the names of torch's modules to those of our modules.
-        imported_with: Maps some of torch's names to other names that are imported at the same time; None for none.
+        imported_with: Maps names of torch's modules to the names of further modules. When a module is imported, its
+            further modules are imported, too. None for none.
     """
     finder = ReplacementFinder(modules, imported_with or {})
     if finder not in sys.meta_path:
@@ -93,7 +95,7 @@ _PREPARATION_CODE: Final = "import sys; sys.path[:] = path; from farcall.pytorch
 class _InstallWhenUnpickled:
     """Calls `farcall.pytorch.install` in the process that unpickles it. The constructor takes no arguments.
 
-    It is pickled as code, because the child cannot import farcall before it has been given `sys.path`.
+    It is pickled as code that also sets `sys.path`, because that process may not find farcall otherwise.
     """
 
     def __reduce__(self) -> tuple[Callable[..., Any], tuple[Any, ...]]:
@@ -204,7 +206,9 @@ def is_installed() -> bool:
 
 
 def replace_if_installed(name: str, module: ModuleType) -> None:
-    """Replaces a module of torch's that exists only once another one is imported. Does nothing before `install`.
+    """Replaces a module of torch's by our module. Does nothing if `install` was not called.
+
+    It is for modules that torch creates only when it imports another module, so that `install` cannot replace them.
 
     Args:
         name: The name of torch's module. Raises `KeyError` if its parent is not imported.

@@ -204,8 +204,8 @@ class _InternalRPCPickler:
         Raises `SerializationError` if this thread is not reading a message, or the message has no such reference.
 
         Args:
-            rref_fork_data: The index of the reference among the references of the message, and its number in
-                `str(rref)`. A tuple of another length raises `TypeError`.
+            rref_fork_data: Two numbers: the index of the reference among the references of the message, and the number
+                that `str(rref)` shows for it. A tuple of another length raises `TypeError`.
         """
         return _references().PyRRef._deserialize(rref_fork_data)
 

@@ -60,7 +60,9 @@ def _to_device_list(devices: Sequence[DeviceType]) -> list[torch.device]:
 
 @dataclass(kw_only=True)
 class _TensorPipeRpcBackendOptionsBase(RpcBackendOptions):
-    """The class that torch has in C++: all options of farcall, and torch's.
+    """The base class of `TensorPipeRpcBackendOptions`: all options of farcall's `RpcBackendOptions`, and torch's.
+
+    Torch has a class of this name in C++.
 
     Args:
         device_maps: For the name of each callee, a map from devices of this worker to devices of the callee; none by
@@ -129,9 +131,10 @@ class TensorPipeRpcBackendOptions(_TensorPipeRpcBackendOptionsBase):
     Pass them to `init_rpc`, for example `TensorPipeRpcBackendOptions(rpc_timeout=10)`.
 
     Args:
-        num_worker_threads: The number of threads that run requests.
-        rpc_timeout: The default timeout of calls in seconds; 0 for no timeout.
-        init_method: The rendezvous URL, for example "env://" or "tcp://host:port".
+        num_worker_threads: The number of threads that run requests; 16 by default.
+        rpc_timeout: The default timeout of calls in seconds; 0 for no timeout. 60 by default.
+        init_method: The rendezvous URL, for example "tcp://host:port". By default "env://": MASTER_ADDR and
+            MASTER_PORT of the environment.
         device_maps: For the name of each callee, a map from devices of this worker to devices of the callee. A tensor
             on the first arrives on the second. None by default.
         devices: The CUDA devices that calls may use on this worker. By default those of all device maps.

@@ -167,7 +167,7 @@ class Report(NamedTuple):
     """What the callee sends back about one profiled call.
 
     Attributes:
-        took: How many microseconds the function ran, or until the future that it returned was done.
+        took: How many microseconds the function ran. If it returned a future, how many until that future was done.
         events: What the profiler of the callee recorded meanwhile; empty if it recorded nothing.
     """
 
@@ -252,7 +252,7 @@ class ProfiledCall:
 class _Marks:
     """The profiled calls by the names of their marks: the short records that stand for them in the profiler's records.
 
-    At most `_MOST_CALLS` calls are kept. The constructor takes no arguments.
+    If there are more than `_MOST_CALLS` calls, the oldest is dropped. The constructor takes no arguments.
     """
 
     def __init__(self) -> None:
@@ -372,7 +372,7 @@ class _Thread(threading.local):
     """What the profiler needs to know about the current thread. Each thread has its own values.
 
     Attributes:
-        settings: What the profiler records that was started last in this thread; the defaults if none was.
+        settings: The settings of the profiler that was started last in this thread; the defaults if none was started.
         key: The name of the next profiled call of this thread, in place of the usual one; None for the usual one.
         silent: Whether the calls of this thread are hidden from the profiler.
     """
@@ -487,7 +487,7 @@ def key_of(agent: Agent, departure: Departure) -> str:
 
 
 class _Trip(Trip):
-    """The profiler's part in one call that this worker makes.
+    """Does the profiler's work for one call that this worker makes.
 
     Create it in the thread that makes the call, while its profiler is active. That starts the call in the profiler. The
     arguments are the agent of this worker, and the call: the callee, the function, and how it is called.
@@ -514,10 +514,10 @@ class _Trip(Trip):
             yield
 
     def pack(self, tensors: Tensors) -> tuple[Tensors, Any]:
-        """Returns `tensors` unchanged, and the data for the profiler's part at the callee.
+        """Returns `tensors` unchanged, and the data for the profiler at the callee.
 
-        The data are a pair: the number under which the callee keeps its report of a call by `remote`, None for any
-        other call; and the settings of this thread's profiler, as a tuple.
+        The data are a pair. The first item is the number under which the callee keeps its report of a call by `remote`;
+        None for any other call. The second is the settings of this thread's profiler, as a tuple.
         """
         return tensors, (self._number, tuple(self._settings))
 
@@ -561,7 +561,7 @@ class _Trip(Trip):
 
 
 class _Visit(Visit):
-    """The profiler's part in one call that this worker runs for another. It makes a `Report` for the caller.
+    """Does the profiler's work for one call that this worker runs for another: makes a `Report` for the caller.
 
     Args:
         number: Under which number the report is kept until the caller fetches it, for a call by `remote`. None for
@@ -654,7 +654,9 @@ class ProfilerRider:
         return _profiler_enabled() and is_profiled()  # not bool(): it is on the path of every call
 
     def board(self, agent: Agent, departure: Departure) -> Trip:
-        """Returns the profiler's part in a call that the current thread makes. In the profiler, the call begins now.
+        """Returns the object that does the profiler's work for one call that the current thread makes.
+
+        In the profiler, the call begins now.
 
         `agent` is the agent of this worker. The other argument is the call: the callee, the function, and how it is
         called. Call this only if `concerns` returned True.
@@ -662,12 +664,12 @@ class ProfilerRider:
         return _Trip(agent, departure)
 
     def visit(self, agent: Agent, caller: WorkerInfo, words: Any) -> Visit:
-        """Returns the profiler's part in a call that has come from another worker.
+        """Returns the object that does the profiler's work for one call that has come from another worker.
 
         Args:
             agent: The agent of this worker; ignored.
             caller: The worker that calls; ignored.
-            words: The data that the caller's part sent: a pair of the number under which the report is kept, or None,
+            words: The data that the caller sent: a pair of the number under which the report is kept, or None,
                 and the settings of the caller's profiler. Anything but a pair with a valid tuple of settings raises
                 `TypeError` or `ValueError`.
         """

@@ -33,7 +33,7 @@ _ALLOWED_TYPES: Final = _MEMORY_TYPES | frozenset({str, int, bool, type(None), t
 
 
 def make_checked(function: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
-    """Returns a version of a function that rebuilds a tensor, which checks its arguments before.
+    """Returns a function that checks its arguments, and then calls `function` to rebuild a tensor from them.
 
     The returned function raises `TypeError` if an argument has a type that is not allowed, and `ValueError` if a part
     of a sparse tensor repeats the same elements many times. Allowed are memory, texts, whole numbers, truth values,

@@ -49,7 +49,9 @@ class PyRRef(_OwnRRef[T]):
     """A reference to a value of type `T`, which lives on one worker, its owner. `remote` returns one.
 
     `to_here()` fetches the value, and `rpc_sync().method(args)` calls a method of the value on the owner. `RRef(value)`
-    creates a reference to a value of this worker.
+    creates a reference to a value of this worker. For a script module, `type_hint` is its TorchScript interface.
+
+    The private fields are futures about the value and the call, and the label: the number that `str(rref)` shows.
     """
 
     __slots__ = ("_creation", "_label", "_profiling_future", "_type")
@@ -122,7 +124,7 @@ class PyRRef(_OwnRRef[T]):
             OwnerLostError: The owner was lost.
             UsageError: The reference was deleted, for example by a shutdown.
             SerializationError: The value cannot be pickled.
-            Exception: What the function raised that was called by `remote`.
+            Exception: The error of the function that `remote` called, if that function failed.
         """
         self._check_not_deleted("to_here() on it")
         creation = getattr(self, "_creation", None)
@@ -140,7 +142,7 @@ class PyRRef(_OwnRRef[T]):
 
         Raises:
             RuntimeError: The fetch timed out (`RpcTimeoutError`), or the owner was lost (`OwnerLostError`).
-            Exception: What the function raised that should have created the value.
+            Exception: The error of the function that should have created the value, if that function failed.
         """
         from farcall.pytorch.api import rpc_sync
         from farcall.pytorch.profiler import shown_as
@@ -156,7 +158,7 @@ class PyRRef(_OwnRRef[T]):
 
         Raises:
             RuntimeError: This worker is not the owner, or the reference was deleted.
-            Exception: What the function raised that was called by `remote`.
+            Exception: The error of the function that `remote` called, if that function failed.
         """
         if not self.is_owner():
             rref_id, fork_id = self._ids()
@@ -171,7 +173,7 @@ class PyRRef(_OwnRRef[T]):
         """Returns the type of the value. The owner is asked once, and the answer is kept.
 
         Args:
-            timeout: Seconds until asking fails; 0 for no timeout. By default the timeout of `init_rpc`'s options.
+            timeout: Seconds until asking fails; 0 for no timeout. By default (-1) the timeout of `init_rpc`'s options.
                 Ignored if the answer is known.
             blocking: If False, returns a torch future of the type at once. The future fails if the owner does not
                 answer in time, or with what the function of the call by `remote` raised.
@@ -179,7 +181,7 @@ class PyRRef(_OwnRRef[T]):
         Raises:
             RpcTimeoutError: The owner did not answer in time. The next call asks again.
             OwnerLostError: The owner was lost.
-            UsageError: The reference was deleted, or `timeout` is negative.
+            UsageError: The reference was deleted, or `timeout` is negative and not -1.
             Exception: What the function of the call by `remote` raised.
         """
         from farcall.pytorch import api
@@ -212,8 +214,9 @@ class PyRRef(_OwnRRef[T]):
     def _watch_creation(self, timeout: float) -> None:
         """Makes `to_here` fail if the function of the call by `remote` does not return within `timeout` seconds.
 
-        0 means no timeout. Raises nothing: a negative number has no effect on `to_here`. `_get_future` returns a future
-        that fails in both cases, the timeout and the negative number.
+        0 means no timeout, and -1 the default timeout of calls. The future that `_get_future` returns fails at the
+        timeout, too. With any other negative number, that future has failed already, but `to_here` does not fail.
+        Raises nothing.
         """
         ask = self._calling.call_on
         try:
@@ -261,8 +264,8 @@ class PyRRef(_OwnRRef[T]):
         Nothing is sent before a method is called. A method that does not exist raises `AttributeError` then.
 
         Args:
-            timeout: Seconds until each call of the proxy fails; 0 for no timeout. By default that of `init_rpc`'s
-                options. It is checked when a method is called: `UsageError` for a negative number.
+            timeout: Seconds until each call of the proxy fails; 0 for no timeout. By default (-1) the timeout of
+                `init_rpc`'s options. Any other negative number raises `UsageError` when a method is called.
         """
         from farcall.pytorch import api, rref_proxy
 
@@ -274,8 +277,8 @@ class PyRRef(_OwnRRef[T]):
         Nothing is sent before a method is called. If the method does not exist, the future fails with `AttributeError`.
 
         Args:
-            timeout: Seconds until each future of the proxy fails; 0 for no timeout. By default that of `init_rpc`'s
-                options. It is checked when a method is called: `UsageError` for a negative number.
+            timeout: Seconds until each future of the proxy fails; 0 for no timeout. By default (-1) the timeout of
+                `init_rpc`'s options. Any other negative number raises `UsageError` when a method is called.
         """
         from farcall.pytorch import api, rref_proxy
 
@@ -559,7 +562,7 @@ class _Labels:
         self._lock = threading.Lock()
 
     def next(self, count: int) -> int:
-        """Reserves `count` numbers, which is not checked, and returns the first of them. Safe for several threads."""
+        """Reserves `count` numbers, and returns the first of them. `count` is not checked. Safe for several threads."""
         with self._lock:
             first, self._next = self._next, self._next + count
         return first
@@ -575,7 +578,7 @@ def _ignore(creation: Future[Any]) -> None:
 def _value_of(rref: PyRRef[T]) -> T:
     """Called remotely on the owner: waits until the value of `rref` exists, and returns it.
 
-    Raises `RuntimeError` if another worker owns the value, and what the function raised that should have created the
-    value.
+    Raises `RuntimeError` if another worker owns the value. If the function that should have created the value failed,
+    raises its error.
     """
     return rref.local_value()

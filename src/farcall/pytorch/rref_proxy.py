@@ -103,8 +103,14 @@ def _call_method(
 class RRefProxy:
     """Stands for the value of a reference: each method call becomes a call on the owner.
 
-    `rref.rpc_sync()`, `rref.rpc_async()` and `rref.remote()` return one. Its attributes `rref`, `rpc_api` and
-    `rpc_timeout` are the arguments of the constructor; every other name is taken for a method of the value.
+    `rref.rpc_sync()`, `rref.rpc_async()` and `rref.remote()` return one. Every name other than those below is taken for
+    a method of the value.
+
+    Attributes:
+        rref: The reference.
+        rpc_api: The function `rpc_sync`, `rpc_async` or `remote` of `api`, which decides what a method call returns.
+        rpc_timeout: The parameter `timeout`: the timeout of each method call in seconds; 0 for no timeout, -1 for that
+            of `rpc_api`.
     """
 
     def __init__(self, rref: PyRRef[Any], rpc_api: Callable[..., Any], timeout: float = UNSET_RPC_TIMEOUT) -> None:

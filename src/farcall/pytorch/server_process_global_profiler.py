@@ -124,6 +124,11 @@ class _server_process_global_profile(profiler_legacy.profile):  # type: ignore[m
     The arguments are those of `torch.autograd.profiler_legacy.profile`, for example `record_shapes=True`; with
     `enabled=False` it does nothing. Another worker can enter it by a call: see the second example.
 
+    Attributes:
+        entered: True once the profile was entered. It can be entered only once.
+        process_global_function_events: For each function that ran while the profile was entered, the list of its
+            events. Set when the profile is left.
+
     Example:
         with rpc._server_process_global_profile() as profile:
             serve_other_workers()

@@ -37,8 +37,8 @@ def init_rpc(
     Args:
         name: The name of this worker, unique in the group: A-Z, a-z, 0-9, `_`, `-` and `:`, from 1 to 127 characters.
         backend: A member of `BackendType`. By default the backend that the options belong to, else TENSORPIPE.
-        rank: The rank of this worker; -1 takes the environment variable RANK.
-        world_size: The number of workers; None for an open group, which workers join and leave at any time.
+        rank: The rank of this worker; -1 takes the environment variable RANK. If that is not set, raises `ValueError`.
+        world_size: The number of workers; None or 0 for an open group, which workers join and leave at any time.
         rpc_backend_options: The options of the backend; None for its defaults.
 
     Raises:
@@ -192,16 +192,17 @@ def _init_rpc_backend(
     world_size: int | None = None,
     rpc_backend_options: Any = None,
 ) -> None:
-    """Makes this process a worker, with a store of torch's that all workers share instead of a rendezvous URL.
+    """Makes this process a worker. The workers find each other at the given store, not at a rendezvous URL.
 
     Returns when all workers of a fixed group have joined.
 
     Args:
         backend: A member of `BackendType`.
-        store: A `torch.distributed.Store`.
+        store: A `torch.distributed.Store`, which all workers share.
         name: The name of this worker, unique in the group.
-        rank: Its rank.
-        world_size: The number of workers; None for an open group.
+        rank: The rank of this worker. The default -1 is accepted in an open group only: a fixed group waits in vain
+            for the missing rank.
+        world_size: The number of workers; None or 0 for an open group.
         rpc_backend_options: The options of the backend. None, the default, is not accepted.
 
     Raises:

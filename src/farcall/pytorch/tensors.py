@@ -75,9 +75,10 @@ _ndarray: Final = None if numpy is None else numpy.ndarray
 
 
 class _ThreadState(threading.local):
-    """Whether the current thread collects the tensors that it pickles in a list, outside of the pickle.
+    """State of the current thread. Each thread has its own.
 
-    Each thread has its own value. `sending_apart` sets it.
+    Attributes:
+        is_apart: True inside `sending_apart`: tensors that this thread pickles are collected in a list. Else False.
     """
 
     is_apart = False
@@ -169,7 +170,10 @@ Faster than `ctypes.string_at`, which makes a foreign function call.
 
 
 def _bytes_of(size: int) -> Any:
-    """Returns a function from an address to an object whose `raw` copies `size` bytes, and caches it in `_bytes_at`."""
+    """Returns a function for copying `size` bytes of memory: `function(address).raw` is a copy, as `bytes`.
+
+    Stores the function in `_bytes_at`, a cache with one function for each size. Empties the cache first if it is full.
+    """
     if len(_bytes_at) >= _MAX_CACHED_SIZES:
         _bytes_at.clear()
     found = _bytes_at[size] = (c_char * size).from_address
@@ -179,7 +183,7 @@ def _bytes_of(size: int) -> Any:
 def _tensor_memory(tensor: torch.Tensor) -> Any:
     """Returns the memory of a contiguous tensor in CPU memory: a copy as `bytes` if it is small, else a buffer over it.
 
-    Returns empty `bytes` for an empty tensor. The caller must check that the tensor is such a tensor.
+    Returns empty `bytes` for an empty tensor. It is not checked that the tensor is contiguous and in CPU memory.
     """
     size = tensor.nbytes
     if size < OUT_OF_BAND_MIN_BYTES:
@@ -228,8 +232,9 @@ def pack_tensor(tensor: torch.Tensor, start: bytes = SINGLE_ARRAY_START, with_gr
 def _pack_unknown(tensor: torch.Tensor, start: bytes) -> Packed | None:
     """Returns a tensor that is large, or the first of its type and shape, as bytes and a list of buffers.
 
-    The bytes are `start`, a header, and the elements if they are small; otherwise a buffer has the elements. Caches the
-    header of a small one for others of its type and shape. Returns None for an empty tensor, which is pickled.
+    The bytes are `start`, a header and, for a small tensor, its elements. The list has one buffer over the elements of
+    a large tensor, and is empty for a small one. Caches the header of a small tensor for others of its type and shape.
+    Returns None for a tensor that must be pickled: it is empty, or has more than 8 dimensions.
     """
     head = pack_array_header(_CODES[tensor.dtype], tensor.shape) if tensor.nbytes else None
     if head is None:
@@ -244,9 +249,9 @@ def _pack_unknown(tensor: torch.Tensor, start: bytes) -> Packed | None:
 
 
 def _reduce_view(tensor: torch.Tensor, name: str, requires_grad: bool) -> Any:
-    """Returns what pickle needs to rebuild a tensor that cannot be sent as its memory is.
+    """Returns what pickle needs to rebuild a tensor whose memory cannot be sent as it is: a function and its arguments.
 
-    Those are tensors that are not contiguous, and tensors that torch conjugates, negates or fills with zeros lazily.
+    Such a tensor is not contiguous, or torch conjugates it, negates it or fills it with zeros lazily.
 
     Args:
         tensor: The tensor, detached from its graph.
@@ -309,9 +314,10 @@ def rebuild_tensor(
         requires_grad: Whether the tensor requires gradients.
 
     Raises:
-        TypeError: `memory` is something else, or too small.
+        TypeError: `memory` has another type.
         KeyError: The element type is unknown.
-        RuntimeError: The memory is too small for the shape and strides.
+        Exception: `memory` is too small, or ends in the middle of an element. This is a `TypeError`, `ValueError` or
+            `RuntimeError`, depending on the element type and the strides.
     """
     if type(memory) is bytes:
         memory = bytearray(memory)

@@ -111,10 +111,10 @@ class TorchStore(Store):
         return {key: value for key, value in entries.items() if value}
 
     def collect(self, prefix: str, count: int, timeout: float) -> Mapping[str, bytes]:
-        """Waits until at least `count` keys begin with `prefix`, and returns them with their values.
+        """Returns all keys that are `prefix` and a rank, with their values.
 
-        Only keys that are `prefix` and a rank are found. There is no wait if `count` is less than the number of
-        workers. In an open group, the result is empty.
+        If `count` is the number of workers or more, first waits until every rank has its key. If `count` is less, it
+        does not wait, and there must be at least `count` keys. In an open group, the result is empty.
 
         Args:
             prefix: What the keys begin with.
@@ -122,7 +122,8 @@ class TorchStore(Store):
             timeout: How many seconds to wait; 0 does not wait.
 
         Raises:
-            RendezvousTimeoutError: There are fewer keys after `timeout` seconds. The error has the keys that are there.
+            RendezvousTimeoutError: There are too few keys, after the wait if there is one. The error has the keys that
+                are there.
             RendezvousError: The store is gone, or a worker was reported lost during the wait.
         """
         keys = self._keys(prefix)
@@ -160,7 +161,8 @@ class TorchStore(Store):
         open or a worker was lost.
 
         Args:
-            early: True if this worker leaves without waiting for the others.
+            early: True if this worker leaves without waiting for the others. Then rank 0 does not wait, and any other
+                worker does not tell rank 0 that it has closed the store.
             timeout: How many seconds rank 0 waits at most; 0 does not wait.
         """
         if self._closed:

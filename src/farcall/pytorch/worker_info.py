@@ -15,12 +15,13 @@ _MAX_NAME_CHARS: Final = 128
 
 
 class WorkerInfo(ids.WorkerInfo):
-    """The name and the rank of a worker. It has the name and the checks of torch's class.
+    """The name and the rank of a worker. Calls accept it as the worker to call.
 
-    It equals any `WorkerInfo` of farcall with the same name and rank, and names a worker in calls.
+    It equals any `WorkerInfo` of farcall with the same name and rank. The constructor raises `RuntimeError` for a name
+    that torch's class of this name does not accept.
 
     Attributes:
-        name: The name of the worker.
+        name: The name of the worker: A-Z, a-z, 0-9, `_`, `-` and `:`, from 1 to 127 characters.
         id: Its rank.
     """
 

@@ -44,8 +44,8 @@ def peer_text(sock: socket.socket) -> str:
 def loopback_text(sockaddr: tuple[Any, ...]) -> str:
     """Returns a loopback address as `host:port`; empty for any other address.
 
-    Both ends of a loopback connection get the same text, which the handshake compares. Other addresses may be
-    translated on the way, so the two ends may see different ones.
+    The handshake compares the store's address as both ends of the connection see it. Addresses other than loopback
+    cannot be compared, because they may be translated on the way.
 
     Args:
         sockaddr: An IPv4 or IPv6 address as `getsockname` returns it. Raises `ValueError` if its host is not numeric.
@@ -58,9 +58,10 @@ def loopback_text(sockaddr: tuple[Any, ...]) -> str:
 
 
 def reachable_addresses() -> list[str]:
-    """Returns the numeric addresses of this machine, the best first: the default route's, the others, then loopback.
+    """Returns the numeric addresses of this machine, the best first.
 
-    Link-local addresses are left out. A machine without a network has loopback addresses only. Raises nothing.
+    The address of the default route comes first, then all others, and loopback last. Link-local addresses are left out.
+    A machine without a network has loopback addresses only. Raises nothing.
     """
     addresses = [address for address in local_addresses() if not ipaddress.ip_address(address).is_link_local]
     try:
@@ -74,8 +75,8 @@ def reachable_addresses() -> list[str]:
 def resolve(host: str) -> list[str]:
     """Returns the numeric addresses of a host, the best first.
 
-    For a host name that has only loopback addresses, which means this machine, the other addresses of this machine come
-    first. That does not apply to `localhost`. Raises `OSError` if the name is empty or cannot be resolved.
+    A host name other than `localhost` that has only loopback addresses means this machine. The other addresses of this
+    machine come first then. Raises `OSError` if the name is empty or cannot be resolved.
     """
     addresses = _look_up(host)
     if _means_this_machine(host, addresses):
@@ -84,14 +85,13 @@ def resolve(host: str) -> list[str]:
 
 
 def listen(host: str, ports: Sequence[int]) -> socket.socket:
-    """Listens for rank 0 on the first free port of a list, and retries for `BIND_TIMEOUT_S` seconds.
+    """Listens on the first free port of a list, and returns the listening socket. Rank 0 calls it to host the store.
+
+    If all ports are taken, tries again for `BIND_TIMEOUT_S` seconds.
 
     Args:
         host: A name or address of this machine; "" listens on all addresses.
         ports: The ports to try, in this order. Port 0 lets the kernel choose. An empty list counts as taken.
-
-    Returns:
-        The listening socket.
 
     Raises:
         RendezvousError: The host cannot be resolved or is not this machine, every port is taken, or listening is not
@@ -222,8 +222,8 @@ def _means_this_machine(host: str, addresses: Sequence[str]) -> bool:
 def _listen_on_one(host: str, addresses: Sequence[str], port: int) -> socket.socket | None:
     """Listens on a port of the first of the numeric `addresses` that allows it. Returns None if the port is taken.
 
-    `host` is the name of these addresses, for messages. There must be at least one. Raises `RendezvousError` if
-    listening failed on every address for another reason.
+    `addresses` must not be empty. `host` is their name, for messages. Raises `RendezvousError` if listening failed on
+    every address for another reason.
     """
     failures: dict[int | None, OSError] = {}
     for address in addresses:
@@ -256,9 +256,10 @@ def _listen_at(address: str, port: int) -> socket.socket:
 
 
 def _connect_to(address: str, port: int, timeout: float) -> socket.socket:
-    """Returns a socket connected to a numeric address, with keep-alive and a timeout of `timeout` seconds, more than 0.
+    """Returns a socket connected to a numeric address, with TCP keep-alive. Its timeout is `timeout` seconds.
 
-    Raises `OSError` if no program accepts the connection within `timeout` seconds. The socket is closed then.
+    `timeout` must be more than 0. Raises `OSError` if no program accepts the connection within `timeout` seconds. The
+    socket is closed then.
     """
     family, kind, protocol, _, sockaddr = socket.getaddrinfo(address, port, type=socket.SOCK_STREAM)[0]
     sock = socket.socket(family, kind, protocol)

@@ -99,7 +99,12 @@ class Candidate(NamedTuple):
 
 @dataclass
 class _SearchLog:
-    """What `find_store` has seen so far, for its error message. All fields are empty, False or None at first."""
+    """What `find_store` has seen so far, for its error message. All fields are empty, False or None by default.
+
+    `failure` is how the last failed connection failed. `refusal` is the last refusal by any program, and
+    `refused_by_ours` the last one by the group's own store. `is_unanswered` is True if a program accepted a connection
+    and then closed it. `hosting` is why this worker does not host the store; None if that is not its task.
+    """
 
     failure: str = ""  # how the last failed connection failed
     refusal: str = ""  # the last refusal by any program
@@ -108,9 +113,10 @@ class _SearchLog:
     hosting: str | None = None  # why this worker does not host the store; None if it should not
 
     def note_round(self, failures: Sequence[OSError]) -> None:
-        """Records the failures of one round, in which each candidate was tried once; does nothing if there were none.
+        """Sets `is_unanswered` after a round, in which each candidate was tried once, from its `failures`.
 
-        Timeouts are ignored, because the last round may have had no time left.
+        It becomes True if a connection was reset. Timeouts are ignored, because the last round may have had no time
+        left. Does nothing if there are no other failures.
         """
         outcomes = [error for error in failures if not isinstance(error, TimeoutError)]
         if outcomes:
@@ -293,9 +299,10 @@ def is_alive(candidate: Candidate, credentials: Credentials | None = None, timeo
 
 
 def _is_our_store(refusal: ProtocolError, found: Sequence[Candidate]) -> bool:
-    """Returns True if the refusal comes from this worker's own store, rather than from another group's.
+    """Returns True if the refusal comes from the store of this worker's group, rather than from another group's.
 
-    A refusal with another secret or other encryption counts as our own store's only if all of `found` have one port.
+    If the other end has another secret or other encryption, returns True only if all of `found` have the same port.
+    With several ports, another group's store may be on one of them.
 
     Args:
         refusal: What the handshake raised.
@@ -410,8 +417,9 @@ class _Pending:
 class StoreClient(Store):
     """A `Store` at the other end of a connected socket on which the handshake has succeeded. Owns the socket.
 
-    Normal use is `StoreClient(*find_store(...))`, requests such as `set` and `get`, and `close` at the end. The other
-    arguments are for the worker that hosts the store, and for open groups. No argument is checked.
+    Normal use is `StoreClient(*find_store(...))`, requests such as `set` and `get`, and `close` at the end. Only the
+    worker that hosts the store, and open groups, need the arguments with defaults, which `__init__` describes. No
+    argument is checked.
     """
 
     def __init__(
@@ -434,7 +442,7 @@ class StoreClient(Store):
             after_close: Called once, at the end of `close`: the hosting worker ends its store there.
             hosted: The server, if the store is in this process; else None. `close` tells it how long to wait for other
                 workers.
-            grace: Seconds that `get` and `collect` wait for the store's own timeout reply after their timeout.
+            grace: Seconds that `get` and `collect` wait after their timeout for the store to reply that it expired.
             limit: The deadlines of requests, one for each thread, which several clients can share; None for new ones.
             on_lost: Called once, on the reading thread, if the connection ends although `close` was not called. Must
                 not block.
@@ -609,7 +617,8 @@ class StoreClient(Store):
     def _say_good_bye(self, early: bool) -> None:
         """Tells the store that this worker leaves. Waits up to `good_bye_timeout` seconds until the store has read it.
 
-        `early` says whether this worker leaves without waiting for the others. Ignores a store that is gone.
+        `close` calls this only if `good_bye_timeout` is more than 0. `early` says whether this worker leaves without
+        waiting for the others. Ignores a store that is gone.
         """
         try:
             self._send(pack_request(GoodBye(early)))
@@ -669,7 +678,10 @@ class StoreClient(Store):
         raise ProtocolError(f"{self._where} answered a {type(request).__name__} with a {type(reply).__name__}")
 
     def _send(self, data: bytes) -> None:
-        """Sends bytes. A failure ends the connection for all threads and is raised again: `OSError`, or Ctrl-C."""
+        """Sends bytes. A failure ends the connection for all threads.
+
+        Raises `OSError` if sending failed, and `KeyboardInterrupt` if it was interrupted (Ctrl-C).
+        """
         with self._send_lock:
             try:
                 self._sock.sendall(data)
@@ -735,8 +747,8 @@ class StoreClient(Store):
 def _timeout_error(request: Request, reply: TimedOut) -> RendezvousTimeoutError:
     """Returns the error for a request that the store answered with `TimedOut`.
 
-    It names the missing key of a `Get`, or the keys that were there for a `Collect`. For another request, which a store
-    never answers so, it only names the type of the request.
+    It names the missing key of a `Get`, or the keys that were there for a `Collect`. A store should answer no other
+    request with `TimedOut`; if it does, the error only names the type of the request.
     """
     match request:
         case Get():

@@ -38,8 +38,11 @@ from farcall.security import Credentials
 class StoreRefused(Refused, tag="refused", frozen=True):
     """The store's refusal of a worker, with flags that tell whether a retry, or a search elsewhere, can help.
 
-    `reason` is the text for people. If no flag is set, the refusal is for now, and a retry may help. The flags `gone`,
-    `stranger` and `encrypt`, of the base class, stay False here.
+    `reason` is the text for people. `other_group` is True if the store serves another group; the worker's own store may
+    be elsewhere. `other_size` is True, too, if the two groups differ only in their world size. `open_and_fixed` is
+    True, too, if one of these groups is open and so has none. `final` is True if the store would refuse a retry as
+    well. If no flag is set, a retry may help. The flags `gone`, `stranger` and `encrypt`, of the base class, stay False
+    here.
     """
 
     other_group: bool = False
@@ -61,7 +64,7 @@ class OtherSizeError(OtherGroupError):
 
 
 class OpenAndFixedError(OtherSizeError):
-    """A store answered at the right place, but one of the two groups is open and the other has a world size."""
+    """A store answered at the right place, but its group is open and this worker has a world size, or the reverse."""
 
 
 class FinalRefusalError(PeerRefusedError):

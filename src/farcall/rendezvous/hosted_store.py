@@ -38,8 +38,9 @@ _PROBE_TIMEOUT_S: Final = 0.75
 class HostedStore:
     """A store that runs in this process: its server, where it can be reached, and its location file.
 
-    Call `close` at the end. The location file is the file behind a `file:///path` URL, which holds the address of the
-    store.
+    `server` is the server. `reached_at` has the addresses of the store. `path` is the location file, the file behind a
+    `file:///path` URL; it holds `location`, the address of the store. Both are None if the store has a fixed host and
+    port. Call `close` at the end.
     """
 
     server: StoreServer
@@ -246,6 +247,7 @@ def _candidates_at(location: Location, plan: Plan) -> list[Candidate]:
 def _group_id(text: str, plan: Plan) -> str:
     """Returns the id of a group: `text`, and the number of workers in `plan`, or `OPEN_GROUP_SUFFIX` for an open group.
 
-    So a worker that was started with another world size is refused, and the refusal names both.
+    A store refuses a worker with another id. So it refuses a worker with another world size, and the message shows both
+    sizes.
     """
     return f"{text}, {OPEN_GROUP_SUFFIX}" if plan.world_size is None else f"{text}, {plan.world_size} workers"

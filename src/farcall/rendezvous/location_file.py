@@ -35,7 +35,8 @@ _PERMANENT_ERRNOS: Final = (errno.ENOTDIR, errno.ENAMETOOLONG, errno.ELOOP)
 class Location(msgspec.Struct, frozen=True):
     """The contents of a location file: the address of a group's store.
 
-    Fields are checked where a file is read, not here.
+    `run` is the id of the run of the group, which no other run has. `port` is the port of the store. `addresses` are
+    its numeric addresses, the best first. Fields are checked where a file is read, not here.
     """
 
     run: Text
@@ -157,7 +158,7 @@ def remove_location(path: str, location: Location, timeout: float = 1.0) -> None
 
 
 def _replace(path: str, location: Location) -> None:
-    """Writes the location into a new file beside `path` and renames it to `path`, in place of a file that is there.
+    """Writes the location into a new file beside `path` and renames it to `path`, replacing any file there.
 
     Raises `OSError` if that fails, and removes the new file then.
     """

@@ -32,7 +32,8 @@ _LENGTH: Final = struct.Struct("<I")
 class _Numbered(msgspec.Struct, frozen=True):
     """The base of all messages between a worker and a store that have an id.
 
-    Fields are checked where a message is decoded, not here.
+    The worker chooses a new `id` for each request. The reply has the id of its request. Fields are checked where a
+    message is decoded, not here.
     """
 
     id: int
@@ -82,9 +83,10 @@ class Add(_Numbered, tag="add", frozen=True):
 
 
 class Delete(_Numbered, tag="delete", frozen=True):
-    """A request to delete `key`. `id` is the number of the request, which the reply repeats.
+    """A request to delete `key`; if `expected` is not None, only if the key has that value.
 
-    The reply is `Number`: 1 if the key was deleted, 0 if it did not exist or had another value than `expected`.
+    `id` is the number of the request, which the reply repeats. The reply is `Number`: 1 if the key was deleted, 0 if it
+    did not exist or had another value.
     """
 
     key: str
@@ -102,10 +104,11 @@ class Read(_Numbered, tag="read", frozen=True):
 
 
 class Collect(_Numbered, tag="collect", frozen=True):
-    """A request for all keys that start with `prefix`, with their values, as soon as there are `count` of them.
+    """A request for all keys that start with `prefix`, with their values, once there are at least `count` of them.
 
-    `id` is the number of the request, which the reply repeats. The reply is `Entries`, `TimedOut` after `timeout`
-    seconds (0 does not wait), or `Failed` if a worker was lost or the store closes.
+    A `count` of 0 is answered at once. `id` is the number of the request, which the reply repeats. The reply is
+    `Entries`, `TimedOut` after `timeout` seconds (0 does not wait), or `Failed` if a worker was lost or the store
+    closes.
     """
 
     prefix: str
@@ -114,7 +117,11 @@ class Collect(_Numbered, tag="collect", frozen=True):
 
 
 class GoodBye(msgspec.Struct, tag="good_bye", frozen=True):
-    """The last message of a worker that leaves. There is no reply: the store closes the connection."""
+    """The last message of a worker that leaves. There is no reply: the store closes the connection.
+
+    `early` is True if the worker does not wait for the others. In a fixed group, requests of the type `Collect` then
+    fail.
+    """
 
     early: bool = False
     """True if the worker does not wait for the others. Workers that wait for it are told so."""
@@ -145,7 +152,7 @@ class Entries(_Numbered, tag="entries", frozen=True):
 class TimedOut(_Numbered, tag="timed_out", frozen=True):
     """The reply to a `Get` or `Collect` whose timeout has expired. `id` is that of the request.
 
-    `present` has the keys with the prefix of a `Collect` that were there. It is empty for a `Get`.
+    For a `Collect`, `present` has the keys with its prefix that were there. For a `Get` it is empty.
     """
 
     present: tuple[str, ...]

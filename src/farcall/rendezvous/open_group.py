@@ -57,8 +57,8 @@ def join_open(
 ) -> tuple[int, dict[int, bytes]]:
     """Joins an open group: gets a number from the store and claims the name.
 
-    If another worker has the name, waits for it: that worker may be dead without the group knowing it yet. If the store
-    is lost meanwhile, looks for it again and starts over with another number.
+    If another worker has the name, waits until the name is free: that worker may be dead without the group knowing it
+    yet. If the store is lost meanwhile, looks for it again and starts over with another number.
 
     Args:
         rendezvous: This worker's connection to the store.
@@ -126,17 +126,17 @@ def leave_open(rendezvous: Rendezvous, number: int) -> None:
 
 
 def forget_own_entries(rendezvous: Rendezvous) -> None:
-    """Makes sure that a store that is started later does not get this worker's entries (number and name) from here.
+    """Makes this worker forget its own entries in the store (its number and its name).
 
-    Called by a worker that leaves or was expelled. Does nothing if it has no entries. Sends nothing; raises nothing.
-    `rendezvous` is this worker's connection to the store.
+    It then does not write them into stores that are started later. Called by a worker that leaves or was expelled. Does
+    nothing if it has no entries. Sends nothing; raises nothing. `rendezvous` is this worker's connection to the store.
     """
     if isinstance(rendezvous.store, OpenStore):
         rendezvous.store.forget_own_entries()
 
 
 def stop_hosting(rendezvous: Rendezvous) -> None:
-    """Ends the store if this worker hosts it, and makes sure that it never hosts it again. Other members will host it.
+    """Ends the store if it runs in this worker. This worker never hosts the store again; other members will.
 
     Called by a worker that is no longer a member but goes on running. May wait for another thread that is looking for
     the store. Raises nothing. `rendezvous` is this worker's connection to the store.
@@ -146,11 +146,11 @@ def stop_hosting(rendezvous: Rendezvous) -> None:
 
 
 def remove_lost_members(rendezvous: Rendezvous, is_gone: Callable[[int], bool], names: Collection[str]) -> None:
-    """Deletes the entries of all workers that are gone from the store, so that their names are free.
+    """Deletes the store's entries of all workers for which `is_gone` returns True, so that their names are free.
 
     Does nothing if the store is not hosted by this worker or one of `names`. After a network partition, the workers
-    that this side considers lost may go on with their store, and their members are not ours to remove. Any member may
-    call this, any number of times. Takes a second at most and raises nothing.
+    that this side considers lost may go on with a store of their own, whose entries are not ours to delete. Any member
+    may call this, any number of times. Takes a second at most and raises nothing.
 
     Args:
         rendezvous: This worker's connection to the store.
@@ -233,8 +233,8 @@ def ensure_store(
 ) -> bool:
     """Makes sure that the group has a store, after the worker that hosted it may have gone.
 
-    Does nothing if the store still answers, unless its host is among `gone`: a worker that was declared lost by mistake
-    goes on until it hears of that, but its store is not the group's any more.
+    Does nothing if the store still answers, unless its host is among `gone`. A worker that was declared lost by mistake
+    may still host a store, but that is not the store of the group any more.
 
     Args:
         rendezvous: This worker's connection to the store.
@@ -248,7 +248,7 @@ def ensure_store(
         cannot be lost, such as one in memory. False if no store is up yet, for example because its address is not this
         machine's or its port is still taken. Call again later.
 
-    Takes up to some seconds and raises nothing. Must not be called on the thread that runs the function given to
+    May take several seconds. Raises nothing. Must not be called on the thread that runs the function given to
     `call_when_store_lost`.
     """
     store = rendezvous.store

@@ -78,7 +78,7 @@ class OpenStore(Store):
         peer: The store's address in the last connection to it; empty before the first.
         own: This worker's address in that connection; empty before the first.
         on_lost: A function without arguments, which is called on a thread of the store when the connection is lost. It
-            must not block, and must not use the store.
+            must not block, and must not use the store. The default does nothing.
     """
 
     def __init__(self, plan: Plan, name: str, chosen: str | None, credentials: Credentials | None = None) -> None:
@@ -117,16 +117,16 @@ class OpenStore(Store):
     def set(self, key: str, value: bytes) -> None:
         """Sets a key, replacing any earlier value. The value may be empty; neither type is checked.
 
-        Raises `RendezvousError` if the store is gone and not found again yet, and `RendezvousTimeoutError` if it does
-        not answer within 30 seconds.
+        Raises `RendezvousError` if the store is gone and not found again yet, or the value is too large (16 MiB), and
+        `RendezvousTimeoutError` if the store does not answer within 30 seconds.
         """
         self._current().set(key, value)
 
     def set_new(self, key: str, value: bytes) -> bytes:
         """Sets a key unless it exists, and returns the value that it has now: `value`, or the earlier one.
 
-        Raises `RendezvousError` if the store is gone and not found again yet, and `RendezvousTimeoutError` if it does
-        not answer within 30 seconds.
+        Raises `RendezvousError` if the store is gone and not found again yet, or the value is too large (16 MiB), and
+        `RendezvousTimeoutError` if the store does not answer within 30 seconds.
         """
         return self._current().set_new(key, value)
 
@@ -248,7 +248,7 @@ class OpenStore(Store):
                     time.sleep(_RETRY_PAUSE_S)
 
     def remember_own_entries(self, mine: Mapping[str, bytes], number: int) -> None:
-        """Records that this worker is a member. Its entries are written again whenever another worker hosts the store.
+        """Records that this worker is a member, and its entries. `ensure_store` writes them into each later store.
 
         Args:
             mine: The entries of this worker in the store: keys and values for its number and its name.
@@ -278,7 +278,9 @@ class OpenStore(Store):
             self._release_presence()
 
     def reconnect(self, timeout: float) -> bool:
-        """Looks for the store again if another worker hosts it, without hosting it here.
+        """Looks for the store again, if another worker hosts it. Never hosts it here.
+
+        Does not look for it if this worker hosts the store, or after `close`.
 
         Args:
             timeout: How many seconds to look, more than 0. With 0 there is no time for an answer.
@@ -309,7 +311,7 @@ class OpenStore(Store):
         """Makes sure that the group has a store, after the worker that hosted it may have gone.
 
         Connects to the store if another member hosts it, else hosts it here. Does nothing if the store still answers,
-        unless its host is among `gone`.
+        unless its host is among `gone`. May take several seconds. Raises nothing.
 
         Args:
             values: The entries of all current members: keys and values for their numbers and names. A store that is
@@ -319,8 +321,7 @@ class OpenStore(Store):
             gone: The names of workers that have left or were lost; may be empty.
 
         Returns:
-            True if the store is up, here or on another member; False if not, and after `close` or `stop_hosting`. Takes
-            up to some seconds; raises nothing.
+            True if the store is up, here or on another member; False if not, and after `close` or `stop_hosting`.
         """
         with self._lock:
             if self._closed or self._may_not_host:
@@ -356,10 +357,12 @@ class OpenStore(Store):
     ) -> StoreClient:
         """Connects to the store, and returns the connection. Hosts the store if no worker does.
 
+        If `seed` or `why_not` is None, only looks for a store and does not host it.
+
         Args:
             timeout: How many seconds to look for the store. Each address is tried once even with 0.
-            seed: Returns the keys of a store that is started here, with their values. None: do not host.
-            why_not: Returns why this worker must not host now, or None if it may. None in its place: do not host.
+            seed: Returns the keys of a store that is started here, with their values.
+            why_not: Returns why this worker must not host the store now, or None if it may.
 
         Raises:
             RendezvousTimeoutError: No store was found in time.
@@ -427,10 +430,11 @@ class OpenStore(Store):
         return self._client
 
     def _reasons_not_to_start(self) -> Callable[[], str | None]:
-        """Returns a function that decides whether a worker that is no member may start a new group now.
+        """Returns a function that says why this worker, which is no member yet, must not start a new group now.
 
-        The function returns the reason why it may not, or None if it may. It may not for some seconds after this call
-        while workers of a group run on this machine, or the location file still holds an address.
+        The function returns None if the worker may start one. It returns a reason if a group at this place may host its
+        store again soon: workers of a group run on this machine, in the first `PRESENCE_WAIT_S` seconds after this
+        call, or the location file still holds an address, in the first `FILE_WAIT_S` seconds.
         """
         place = self._plan.place
         since = time.monotonic()

@@ -159,7 +159,7 @@ class StoreServer:
         """Stops accepting workers, waits up to `linger` seconds for the connected ones to leave, then ends the store.
 
         Requests that are still waiting then fail with a message that the store was closed. May be called again, also
-        after an interrupt (Ctrl-C) in an earlier call: then the earlier of the two deadlines counts.
+        after an interrupt (Ctrl-C) in an earlier call. A second call can only shorten the wait of the first.
 
         Args:
             linger: How many seconds to wait; 0 does not wait. None means the attribute `linger`.
@@ -511,7 +511,8 @@ class StoreServer:
     def _drop_broken(self, connection: _Connection, error: OSError) -> None:
         """Closes a connection that failed with `error`. Does nothing if it is closed already.
 
-        The log level depends on whether the failure was to be expected: DEBUG, INFO or WARNING.
+        The log level is WARNING only for a worker of a fixed group whose connection broke without a reset. Other
+        failures are ordinary, and are logged at level INFO or DEBUG.
         """
         # A worker that finds the reply slow hangs up and tries again. If it had not read everything we sent, the kernel
         # reports that as a reset, so a reset is an ordinary end.

@@ -238,8 +238,8 @@ class StoreState:
     def disconnect(self, connection: int) -> None:
         """Removes a connection that has ended.
 
-        A worker of a fixed group that has sent a request and no good-bye is lost: every `Collect` that waits for keys
-        fails. Does nothing for a connection that was never let in or has said good-bye.
+        A worker of a fixed group that has sent a request, but no good-bye, counts as lost: every `Collect` that waits
+        for keys fails. Does nothing for a connection that was never let in or has said good-bye.
         """
         member = self._members.pop(connection, None)
         if member is None:
@@ -319,10 +319,10 @@ class StoreState:
         return {key: value for key, value in self._values.items() if key.startswith(prefix)}
 
     def _fail_collects(self, rank: int, why: str) -> None:
-        """Records that rank `rank` keeps the group incomplete, and fails every waiting `Collect`.
+        """Records that the worker of rank `rank` is missing, and fails every waiting `Collect`.
 
-        `why` is the reason, which the failures quote. Later ones fail, too, until a worker of that rank connects. Does
-        nothing in an open group.
+        `why` is the reason, which the failures quote. Until a worker of that rank connects, each later `Collect` that
+        would have to wait fails, too. Does nothing in an open group.
         """
         if self._world_size is None:
             return
@@ -353,7 +353,7 @@ class StoreState:
     def _settle(self, wait: _Wait, reply: Reply) -> None:
         """Removes a waiting request that is not answered yet, and queues its reply.
 
-        One that was removed before is not allowed.
+        The request must not have been removed before.
         """
         self._remove(wait)
         self._reply(wait.connection, reply)
@@ -365,7 +365,7 @@ class StoreState:
                 self._remove(wait)
 
     def _remove(self, wait: _Wait) -> None:
-        """Removes a waiting request from its list, and marks it as settled. One that was removed before is not allowed.
+        """Removes a waiting request from its list, and marks it as settled. It must not have been removed before.
 
         It stays in `_deadlines` until its deadline is reached.
         """

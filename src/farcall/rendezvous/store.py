@@ -131,7 +131,7 @@ class Store(ABC):
         """
 
     def within(self, seconds: float) -> AbstractContextManager[None]:
-        """Returns a context manager that limits every request of this thread inside its block to `seconds` in total.
+        """Returns a context manager that limits all requests of this thread inside its block together to `seconds`.
 
         A request that is not answered by then raises `RendezvousTimeoutError`; with 0 that is every request. Blocks can
         be nested; the shortest limit counts. This default sets no limit, for stores whose requests never wait.

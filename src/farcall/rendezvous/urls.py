@@ -36,7 +36,8 @@ _CANDIDATE_PORT_RANGE: Final = 40000
 class TcpPlace:
     """Where a group's store is: on one of some ports of a host, the first one that was free when the store started.
 
-    The fields are not checked.
+    `host` is a name or an address, without brackets. `ports` are tried in their order; at least one. `group` is a text
+    that is the same for all workers of the group and different for other groups. The fields are not checked.
     """
 
     host: str
@@ -67,7 +68,11 @@ class FilePlace:
 
 @dataclass(frozen=True)
 class Plan:
-    """What a worker needs to know to find its group: which worker it is, of how many, and where the store is."""
+    """What a worker needs to know to find its group: which worker it is, of how many, and where the store is.
+
+    `rank` is the rank of this worker, -1 in an open group if none was given. `world_size` is the number of workers,
+    None for an open group. `place` is the host and ports of the store, or a file that holds its address.
+    """
 
     rank: int
     """The rank of this worker; -1 in an open group if none was given."""
@@ -178,7 +183,7 @@ def _choose_number(
         argument: The argument of `init_rpc`; None if it was not given.
         query: The numbers in the URL, by name; may be empty.
         environ: The environment variables.
-        variables: The names of the variables to look at, in order. Empty ones count as not set.
+        variables: The names of the variables to look at, in order. A variable with an empty value counts as not set.
 
     Raises:
         UsageError: The argument and the URL contradict each other, or a variable is not a whole number.
@@ -256,7 +261,7 @@ def _place_from_environment(environ: Mapping[str, str]) -> TcpPlace:
 def _single_port_place(host: str, port: int) -> TcpPlace:
     """Returns the place of a store at one host and port.
 
-    Groups are told apart by these, with the host in lower case.
+    The `group` of the place is `host:port`, with the host in lower case.
     """
     return TcpPlace(host, (port,), host_port(host.lower(), port))
 

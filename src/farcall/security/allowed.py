@@ -78,9 +78,9 @@ def register_internal_function(function: Callable[..., Any]) -> None:
 class AllowList:
     """The allow-list of one worker: which functions others may call, and which types their messages may contain.
 
-    Each method named `check_...` returns None for what is allowed, and raises `NotAllowedError` for what is not. Always
-    allowed are functions and classes marked by `farcall.exposed`, farcall's own functions, and in messages plain data.
-    The list is also the `Guard` of the restricted unpickler.
+    Each method named `check_...` returns None for what is allowed, and raises `NotAllowedError` for what is not.
+    Functions and classes marked by `farcall.exposed` and farcall's own functions are always allowed; in messages, so is
+    plain data. The restricted unpickler asks `check_name` and `check_found` about each name in a message.
 
     Args:
         entries: Names such as `service.predict` and patterns such as `service.*`. A name stands for itself and
@@ -113,16 +113,17 @@ class AllowList:
     def has(self, full: str) -> bool:
         """Returns True if exactly the full name `full`, such as `service.predict`, is an entry of the list; else False.
 
-        Patterns that match it, and entries for its module or class, do not count. A pattern is not a name.
+        Entries that allow it in other ways do not count: patterns, its module and its class. Returns False if `full` is
+        itself a pattern, such as `service.*`.
         """
         return full in self._names
 
     def check_listed(self, full: str) -> None:
         """Returns None if an entry of the list matches the full name `full`, else raises `NotAllowedError`.
 
-        An entry matches if it is that name, a beginning of it such as its module, or a pattern for it. A name with a
-        private part needs an entry of its own. This is for names that are not functions of a module, such as torch
-        operators. `farcall.exposed` does not count.
+        An entry matches if it is that name, a beginning of it such as its module, or a pattern for it. If a part of the
+        name begins with an underscore, only an entry with exactly that name matches. This is for names that are not
+        functions of a module, such as torch operators. `farcall.exposed` does not count.
         """
         if not self._is_listed(full):
             raise NotAllowedError(
@@ -264,10 +265,10 @@ def _home(name: str, found: object) -> str:
 
 
 def _is_exposed(module: str, name: str) -> bool:
-    """Returns True if a loaded function or class of that name, or its class, is marked by `farcall.exposed`.
+    """Returns True if the function, method or class `name` of the module is marked by `farcall.exposed`; else False.
 
-    Looks only into the dictionaries of modules and classes: nothing is imported, and no code runs. Returns False if the
-    module is not loaded or has no such name. The mark of a class does not count for private methods.
+    The mark of a class also counts for its public methods. Looks only into the dictionaries of modules and classes:
+    nothing is imported, and no code runs. Returns False if the module is not loaded or has no such name.
     """
     found: Any = sys.modules.get("__main__" if module == "__mp_main__" else module)
     for number, part in enumerate(name.split(".")):

@@ -35,18 +35,18 @@ LIFETIME: Final = datetime.timedelta(days=30)
 class Encryption:
     """The TLS certificate and contexts of one worker. Its methods may be called by any thread.
 
-    Without arguments, the worker creates a key and a certificate for itself when a method is called for the first time.
-    Given files are read and checked at once.
+    Give all three files or none. Files are read and checked at once. Without files, the worker creates a key and a
+    certificate for itself when a method is called for the first time.
 
     Args:
         certificate: The path of a PEM file with this worker's certificate; None to create one.
         key: The path of a PEM file with the certificate's private key, without a passphrase; None to create one.
-        authority: The path of a PEM file with the certificate of the authority that signed those of all workers; None
-            if none are given.
+        authority: The path of a PEM file with the certificate of the authority that has signed the certificates of all
+            workers; None if the worker creates its own certificate.
 
     Raises:
-        UsageError: One or two of the three are given; a file cannot be read or used; or other workers would refuse the
-            certificate.
+        UsageError: Only one or two of the files are given; a file cannot be read or used; or other workers would refuse
+            the certificate.
     """
 
     def __init__(self, certificate: str | None = None, key: str | None = None, authority: str | None = None) -> None:
@@ -174,7 +174,7 @@ def _load_files(context: ssl.SSLContext, certificate: str, key: str, authority: 
 
 
 def _load_pem(context: ssl.SSLContext, pem: bytes) -> None:
-    """Loads a certificate and its key, as PEM, into a context. Raises `ssl.SSLError` if they are not valid or empty.
+    """Loads a certificate and its key, as PEM, into a context. Raises `ssl.SSLError` if `pem` is empty or not valid.
 
     Python can load a key only from a file. This file is in memory and has no name, so the key is not written to a disk.
     """

@@ -24,20 +24,27 @@ class Limits:
     """What strangers may do at a worker or a store. The values are not checked.
 
     A stranger is the other end of a connection that has not proved yet that it knows the secret.
+
+    Attributes:
+        max_strangers: How many strangers may be connected at once, at least 1. When one more connects, the oldest is
+            disconnected.
+        proof_timeout: How many seconds a stranger has to prove that it knows the secret, more than 0. Then it is
+            disconnected.
+        max_message_bytes: The largest size, in bytes, of one message of a handshake.
     """
 
     max_strangers: int = _MAX_STRANGERS
-    """How many strangers may be connected at once, at least 1. When one more connects, the oldest is disconnected."""
     proof_timeout: float = _PROOF_TIMEOUT_S
-    """How many seconds a stranger has to prove that it knows the secret, more than 0. Then it is disconnected."""
     max_message_bytes: int = MAX_MESSAGE
-    """The largest size, in bytes, of one message of a handshake."""
 
 
 class LimitOptions(Protocol):
-    """The options that set the limits for strangers, as `RpcBackendOptions` has them.
+    """The options that set the limits for strangers. `RpcBackendOptions` has them all.
 
-    A stranger is the other end of a connection that has not proved yet that it knows the secret.
+    A stranger is the other end of a connection that has not proved yet that it knows the secret. `max_strangers` is how
+    many strangers may be connected at once, at least 1. `proof_timeout` is how many seconds a stranger has to prove
+    that it knows the secret, more than 0. The third option is the largest size, in bytes, of one message of a
+    handshake.
     """
 
     max_strangers: int

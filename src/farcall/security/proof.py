@@ -123,11 +123,10 @@ class ClientHandshake:
         self._challenge: bytes | None = None
 
     def take(self, message: Greeting) -> Proof | None:
-        """Processes the next message of the other end.
+        """Processes the next message of the other end. A `Welcome` or a `Refused` is kept as `outcome`.
 
         Args:
-            message: The message: a `Challenge`, then a `Proof`, then a `Welcome`. A `Refused` may come at any time. The
-                last two set `outcome`.
+            message: The message: a `Challenge`, then a `Proof`, then a `Welcome`. A `Refused` may come at any time.
 
         Returns:
             This end's proof, to be sent next, after a `Challenge`; None after any other message.
@@ -166,12 +165,11 @@ class ClientHandshake:
         raise ProtocolError(f"{self._other} answered {self._last_sent()} with a {type(message).__name__}")
 
     def welcome(self) -> Welcome:
-        """Returns the `Welcome` message of the other end, when `outcome` is not None.
-
-        Before, it raises `AssertionError`.
+        """Returns the `Welcome` message of the other end. Call it when `outcome` is not None.
 
         Raises:
             PeerRefusedError: The other end refused the connection; the message quotes its reason.
+            AssertionError: `outcome` is None.
         """
         if isinstance(self.outcome, Welcome):
             return self.outcome
@@ -207,7 +205,7 @@ class ServerHandshake:
 
     Attributes:
         hello: What the other end says about itself; None until it has arrived. Do not trust it before `is_proven`.
-        is_proven: Whether the other end has proved that it knows the secret. Serve no other connections.
+        is_proven: Whether the other end has proved that it knows the secret. Answer no request while it is False.
     """
 
     def __init__(

@@ -70,12 +70,16 @@ _header_formats: Final = tuple(struct.Struct(f"<BB{count}Q") for count in range(
 
 
 class _RegisteredType:
-    """The functions for the array type of another package, such as torch's tensors; `register_array_type` sets both."""
+    """The functions for the array type of another package, such as torch's tensors; `register_array_type` sets both.
+
+    Attributes:
+        pack: Returns the payload and the buffers of an array, given the array and the first bytes of the payload; None
+            if the array must be pickled. Not set until a type is registered.
+        make: Converts a numpy array to the registered type; None if no type is registered.
+    """
 
     pack: Callable[[Any, bytes], Packed | None]
-    """Returns the payload and the buffers of an array, given the array and the first bytes; None to pickle it."""
     make: Callable[[Any], Any] | None = None
-    """Converts a numpy array to the registered type; None if no type is registered."""
 
 
 _registered: Final = _RegisteredType()
@@ -84,13 +88,14 @@ _registered: Final = _RegisteredType()
 def register_array_type(kind: type, pack: Callable[[Any, bytes], Packed | None], make: Callable[[Any], Any]) -> None:
     """Makes arrays of a type of another package serializable without pickle.
 
-    There is one such type: a second call replaces the functions of the first. Nothing is checked.
+    Only one set of functions is kept: a second call replaces those of the first. Nothing is checked.
 
     Args:
         kind: The type. Subclasses are not affected.
-        pack: Packs an array. It gets the array and the start of the payload, and returns the payload (the start, the
-            header made by `pack_array_header`, and the contents unless they are a buffer) and the buffers. It returns
-            None for an array that must be pickled.
+        pack: Called with an array and the first bytes of the payload. Returns the payload and the list of buffers, or
+            None for an array that must be pickled. The payload consists of these first bytes, the header made by
+            `pack_array_header`, and the contents of the array. Contents of `OUT_OF_BAND_MIN_BYTES` or more must be a
+            buffer instead.
         make: Converts a numpy array to the type. The result may use the memory of the numpy array.
 
     Raises:
@@ -108,8 +113,8 @@ def register_array_type(kind: type, pack: Callable[[Any, bytes], Packed | None],
 def dtype_code(name: str) -> int | None:
     """Returns the code of a dtype, from 0 to 13, given numpy's name for it ("float32"); None if it cannot be packed.
 
-    Also returns None for an unknown or empty name, and for every name as long as numpy has not been detected: by
-    `detect_numpy`, by `register_array_type`, or by an array that arrived.
+    Returns None for an unknown or empty name. Before numpy is set up (by `detect_numpy`, by `register_array_type`, or
+    by the first array that arrives), returns None for every name.
     """
     for code, dtype in enumerate(_numpy_dtypes):
         if dtype.name == name:
@@ -178,12 +183,12 @@ def _set_up_numpy(numpy: Any) -> None:
 def pack_arguments(values: Sequence[Any]) -> Packed | None:
     """Returns the payload and the buffers of the arguments of a call; None if the arguments must be pickled.
 
-    They must be pickled if one of them is not a plain array, one array occurs twice, or there are more than
+    They must be pickled if `pack_array` cannot pack one of them, if one array occurs twice, or if there are more than
     `MAX_ARRAYS`.
 
     Args:
-        values: The arguments, at least one. The first must be of a type in `ARRAYS`, which is not checked if it is
-            alone.
+        values: The arguments, at least one. If there are several, those of types not in `ARRAYS` make the result None.
+            The type of a single argument is not checked: it must be in `ARRAYS`.
     """
     count = len(values)
     if count == 1:
@@ -214,12 +219,13 @@ def pack_array(array: Any, start: bytes = SINGLE_ARRAY_START) -> Packed | None:
     """Returns the payload and the buffers of one array; None if the array must be pickled.
 
     It must be pickled if it is not C-contiguous, has more than 8 dimensions, or a dtype other than numpy's own bools,
-    integers, floats and complex numbers in native byte order. The contents are in the payload if they are small, else
-    in the list of buffers.
+    integers, floats and complex numbers in native byte order. Contents of less than `OUT_OF_BAND_MIN_BYTES` bytes are
+    in the payload; larger contents are in the list of buffers.
 
     Args:
         array: An array of a type in `ARRAYS`. The type is not checked.
-        start: The first bytes of the payload; by default those of a single array that is the value itself.
+        start: The first bytes of the payload. The default marks a payload whose value is the array itself, not a tuple
+            of arguments.
     """
     if type(array) is not _ndarray[0]:
         return _registered.pack(array, start)
@@ -239,10 +245,11 @@ def pack_array(array: Any, start: bytes = SINGLE_ARRAY_START) -> Packed | None:
 
 
 def unpack_small_array(payload: bytes | bytearray | memoryview) -> Any:
-    """Returns the array of a payload with one small array, faster than `unpack_arrays` does; this is the usual case.
+    """Returns the array of a payload with one small, writable array; this is faster than `unpack_arrays`.
 
-    Returns None, and never raises, for any other payload: with several arrays, a large or read-only array, or invalid
-    contents, or in a `bytearray`, or empty. `unpack_arrays` then reads it or raises the error. Runs no code of users.
+    Returns None, and never raises, for any other payload: one that is empty, is a `bytearray`, has invalid contents, or
+    has several arrays or a large or read-only one. Pass such a payload to `unpack_arrays`, which returns its arrays or
+    raises the error. Runs no code of users.
     """
     try:
         at = 4 + 8 * payload[3]
@@ -275,8 +282,8 @@ def unpack_arrays(payload: bytes | bytearray | memoryview, buffers: Sequence[Any
 
     Args:
         payload: The payload, not empty.
-        buffers: The buffers that arrived with it, in order; empty if all arrays are small. Large arrays use their
-            memory.
+        buffers: The buffers that arrived with it, in order; empty if all arrays are small. Large arrays use the memory
+            of the buffers, without a copy.
 
     Returns:
         A tuple of arrays for the arguments of a call; the array itself for a single value.

@@ -40,15 +40,15 @@ def dumps_by_value(
 ) -> bytes:
     """Returns the pickle of a value, with functions and classes by value where pickle cannot send them by name.
 
-    By value are lambdas, closures, local classes, and all functions and classes of an interactive `__main__`. None is
-    pickled as any other value.
+    Lambdas, closures, local classes, and all functions and classes of an interactive `__main__` are pickled by value.
+    None is pickled as any other value.
 
     Args:
         value: The value.
         buffer_callback: Called with each buffer of the value. The buffer stays out of the pickle if it returns a false
             value. None keeps all buffers in the pickle.
-        reducers: A table of reducers to use instead of `registry.REDUCERS`; None uses that table. Must raise `KeyError`
-            for a type without a reducer.
+        reducers: A table of reducers by type, to use instead of the registered ones; None uses the registered ones. A
+            type for which the table raises `KeyError` has no reducer.
 
     Raises:
         Exception: What pickle, cloudpickle or a reducer raises for a value that cannot be pickled, such as `TypeError`
@@ -85,10 +85,12 @@ class _Pickler(cloudpickle.Pickler):  # type: ignore[misc]  # cloudpickle has no
 
     Functions and classes of a script's `__main__` are sent by name, and a `memoryview` can be sent. An open text file
     cannot be sent. Code objects carry the version of Python that compiled them, and registered reducers are used.
+
+    Attributes:
+        reducers: A table of reducers by type; None uses `registry.REDUCERS`, the registered ones.
     """
 
     reducers: Mapping[type, Reducer] | None = None
-    """A table of reducers by type; None uses `registry.REDUCERS`, the registered ones."""
 
     def reducer_override(self, obj: Any) -> Any:
         """Returns how to pickle `obj`, in the form that `__reduce__` returns; `NotImplemented` leaves it to pickle.

@@ -67,8 +67,8 @@ def leads_to(module: str, qualname: str, target: object) -> bool:
 def encode_function(function: Callable[..., Any]) -> bytes | None:
     """Returns the encoded name of a function: its module, a zero byte and its dotted path in the module, in UTF-8.
 
-    Returns None if the function cannot be found by name on other workers (a lambda, a closure, a partial), so that it
-    must be sent by value, and for an object without a name, such as a number. Never raises.
+    Returns None if other workers cannot find the function by name (a lambda, a closure, a partial): it must be sent by
+    value. Also returns None for an object without a name, such as a number. Never raises.
     """
     known = _encoded.get(id(function))
     if known is not None:
@@ -188,9 +188,10 @@ def _find_function(blob: bytes, worker: str) -> Any:
 
 
 def _is_the_script(module: str) -> bool:
-    """Returns True if a module of that name would be loaded from the file that runs as `__main__`.
+    """Returns True if a module of that name would be loaded from the file that runs as `__main__`; else False.
 
-    Returns False if there is no such module, or `__main__` has no file. With `python -m`, compares the names only.
+    Returns False if there is no such module, or `__main__` has no file. If the program was started with `python -m`,
+    only compares `module` with the full name of the module that runs.
     """
     main = _modules["__main__"]
     spec = getattr(main, "__spec__", None)

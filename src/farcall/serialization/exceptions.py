@@ -108,40 +108,47 @@ _repr.maxstring = _repr.maxother = 300
 
 
 class _State(NamedTuple):
-    """The state of an exception in a payload: everything but its class. All values are in the form of a `Value`."""
+    """The state of an exception in a payload: everything but its class.
+
+    A `Value` is one argument or attribute. It is a tuple: `(_PLAIN, value)`, `(_PICKLED, pickle, text)`, or
+    `_EXCEPTION` and the index of a node.
+
+    Attributes:
+        args: The `args` of the exception; empty for an exception group, whose arguments are sent separately.
+        slots: The attributes outside `__dict__` that are set: of `__slots__`, and of builtin exceptions, such as
+            `errno`.
+        attributes: The contents of `__dict__`, without `__notes__`.
+    """
 
     args: list[Value]
-    """The `args` of the exception; empty for an exception group, whose arguments are sent separately."""
     slots: dict[str, Value]
-    """The attributes outside `__dict__` that are set: of `__slots__`, and of builtin exceptions, such as `errno`."""
     attributes: dict[str, Value]
-    """The contents of `__dict__`, without `__notes__`."""
 
 
 class _Node(NamedTuple):
     """One exception in the payload of a failure, which is a list of nodes.
 
     Nodes refer to each other by their indexes in the list; the raised exception has index 0.
+
+    Attributes:
+        type_name: The full name of the class, such as "json.decoder.JSONDecodeError".
+        message: The text of the exception.
+        notes: The notes of the exception, and the remote traceback as one more; may be empty.
+        recipe: How to rebuild the exception; None if only the text is sent. It is ("bare", pickled class, state),
+            ("whole", pickle), or for an exception group ("group", pickled class, state, message, indexes of the
+            members).
+        cause: The index of the node of `__cause__`; None if there is none.
+        context: The index of the node of `__context__`; None if there is none.
+        suppress_context: The value of `__suppress_context__`.
     """
 
     type_name: str
-    """The full name of the class, such as "json.decoder.JSONDecodeError"."""
     message: str
-    """The text of the exception."""
     notes: list[str]
-    """The notes of the exception, and the remote traceback as one more; may be empty."""
     recipe: tuple[Any, ...] | None
-    """How to rebuild the exception; None if only the text is sent.
-
-    It is ("bare", pickled class, state), ("group", pickled class, state, message, indexes of the members) or ("whole",
-    pickle).
-    """
     cause: int | None
-    """The index of the node of `__cause__`; None if there is none."""
     context: int | None
-    """The index of the node of `__context__`; None if there is none."""
     suppress_context: bool
-    """The value of `__suppress_context__`."""
 
 
 def encode_failure(error: BaseException, worker: str, function: str) -> bytes:
@@ -164,11 +171,10 @@ def encode_failure(error: BaseException, worker: str, function: str) -> bytes:
 
 
 def _encode_short_failure(worker: str, function: str, nodes: list[_Node]) -> bytes | None:
-    """Returns the payload of a failure in the short form, which needs no pickle.
+    """Returns the payload of a failure in the short form, which needs no pickle; None if it does not fit.
 
-    `nodes` has a `_Node` for each exception, at least one. Returns None if the short form cannot hold the failure: it
-    has more than one exception, attributes, arguments that are not text, or cannot be rebuilt from its class. Never
-    raises.
+    `nodes` has a `_Node` for each exception, at least one. The short form holds one exception without attributes, whose
+    arguments are all texts, and which can be rebuilt from its class. Never raises.
     """
     type_name, message, notes, recipe, cause, context, suppress = nodes[0]
     if len(nodes) > 1 or cause is not None or context is not None or recipe is None or recipe[0] != "bare":
@@ -204,9 +210,9 @@ def decode_failure(payload: Buffer, load: Loader | None = None) -> BaseException
 
     Args:
         payload: What `encode_failure` or `encode_failure_text` returned.
-        load: Unpickles the parts that need classes of the user. None trusts the sender and uses `loads`. With a
-            function the sender is not trusted: what is not an `Exception`, or not safe to print, becomes a
-            `RemoteError`.
+        load: Unpickles the parts that need classes of the user. None trusts the sender and uses `loads`. Give a
+            function if the sender is not trusted. Then an exception that is not an `Exception`, such as `SystemExit`,
+            or that is not safe to print, becomes a `RemoteError`.
     """
     try:
         worker, function, nodes = _read(payload)
@@ -260,8 +266,8 @@ def _read(payload: Buffer) -> tuple[str, str, list[_Node]]:
 class _Allowance:
     """How much work the payload of a failure may still cause.
 
-    A pickle contains an object that is used twice only once, but each use is checked, unpickled or copied. So a short
-    payload could otherwise cause work and memory without limit.
+    A pickle contains each object once, even if it is used many times. But each use is checked, unpickled or copied. So
+    without a limit, a short payload could cause any amount of work and memory.
 
     Args:
         length: The length of the payload in bytes. A longer payload may cause more work.
@@ -274,18 +280,19 @@ class _Allowance:
         self._copied = 8 * length + _MAX_REPEATED_TEXT
 
     def use(self, count: int) -> None:
-        """Counts `count` more uses of values, or bytes of inner pickles. Raises `ValueError` when there are too many.
+        """Counts `count` more uses of values, or bytes of inner pickles; 0 changes nothing.
 
-        Too many are more than the bytes of the payload and `_MAX_REPEATED`. 0 changes nothing.
+        Raises `ValueError` when the total exceeds the sum of `_MAX_REPEATED` and the bytes of the payload.
         """
         self._used -= count
         if self._used < 0:
             raise ValueError("a failure uses the same values again and again")
 
     def copy(self, characters: int) -> None:
-        """Counts characters of text that are copied. Raises `ValueError` when there are too many.
+        """Counts characters of text that are copied; 0 changes nothing.
 
-        Too many are more than eight times the bytes of the payload and `_MAX_REPEATED_TEXT`. 0 changes nothing.
+        Raises `ValueError` when the total exceeds the sum of `_MAX_REPEATED_TEXT` and eight times the bytes of the
+        payload.
         """
         self._copied -= characters
         if self._copied < 0:
@@ -293,11 +300,11 @@ class _Allowance:
 
 
 def _check_node(node: _Node, nodes: list[_Node], allowance: _Allowance) -> None:
-    """Returns if a received node, which describes one exception, is valid.
+    """Raises an exception if a received node, which describes one exception, is not valid; else returns None.
 
     Its fields must have the right types, and its indexes must exist in `nodes`. Its texts and values are counted in
-    `allowance`, which limits the work that a payload may cause. Raises `TypeError`, `ValueError` or another exception
-    if the node is not valid, and `ValueError` if the allowance is used up.
+    `allowance`, which limits the work that a payload may cause. Raises `ValueError` if the allowance is used up, and
+    `TypeError`, `ValueError`, `KeyError` or `IndexError` if the node is not valid.
     """
     type_name, message, notes, recipe, cause, context, suppress = node
     _check_types((type_name, str), (message, str), (notes, list), (suppress, bool))
@@ -312,11 +319,11 @@ def _check_node(node: _Node, nodes: list[_Node], allowance: _Allowance) -> None:
 
 
 def _check_recipe(recipe: Any, nodes: list[_Node], allowance: _Allowance) -> None:
-    """Returns if a received recipe, which says how to rebuild an exception, is valid.
+    """Raises an exception if a recipe, which says how to rebuild an exception, is not valid; else returns None.
 
-    It must be a tuple of a known kind, with parts of the right types and with indexes that exist in `nodes`. Its values
-    are counted in `allowance`, which limits the work that a payload may cause. Raises `TypeError`, `ValueError`,
-    `KeyError` or `IndexError` if it is not valid, and `ValueError` if the allowance is used up.
+    A received recipe must be a tuple of a known kind, with parts of the right types and with indexes that exist in
+    `nodes`. Its values are counted in `allowance`, which limits the work that a payload may cause. Raises `ValueError`
+    if the allowance is used up, and `TypeError`, `ValueError`, `KeyError` or `IndexError` if the recipe is not valid.
     """
     _check_types((recipe, tuple), (recipe[0], str), (recipe[1], bytes))
     kind = recipe[0]
@@ -388,10 +395,11 @@ class _Encoder:
         self._found: list[BaseException] = []
 
     def encode(self, error: BaseException) -> list[_Node]:
-        """Returns the nodes of an exception and of all that it is connected with, its own first.
+        """Returns the nodes of an exception and of all exceptions that it is connected with, its own first.
 
-        These are its causes and contexts, the members of groups, and exceptions in arguments and attributes; at most
-        `_MAX_EXCEPTIONS` in all. A node that cannot be made has only the text of its exception. Never raises.
+        An exception is connected with its cause and its context, with the members of an exception group, and with
+        exceptions in its arguments and attributes. There are at most `_MAX_EXCEPTIONS` nodes. A node that cannot be
+        made has only the text of its exception. Never raises.
         """
         self._index_of(error)
         nodes: list[_Node] = []
@@ -439,7 +447,7 @@ class _Encoder:
     def _recipe(self, error: BaseException, notes: list[str]) -> tuple[Any, ...] | None:
         """Returns how to rebuild an exception: the first recipe that works, as a tuple; None if none does.
 
-        Adds a note to `notes` if members of a group are left out. Never raises.
+        Adds a note to `notes` if members of an exception group are left out. Never raises.
         """
         cls = type(error)
         attempts = [self._split, self._whole]
@@ -463,10 +471,11 @@ class _Encoder:
         return "whole", payload
 
     def _split(self, error: BaseException, notes: list[str]) -> tuple[Any, ...]:
-        """Returns the recipe of class and state: "bare", or "group" for an exception group, as in `_Node.recipe`.
+        """Returns a recipe of class and state: ("bare", pickled class, state).
 
-        Adds a note to `notes` if not all members of a group fit into the payload. Raises what pickle raises if the
-        class cannot be pickled, and `TypeError` if an instance cannot be created without its constructor.
+        For an exception group it is ("group", pickled class, state, message, indexes of the members). Adds a note to
+        `notes` if not all members of the exception group fit into the payload. Raises what pickle raises if the class
+        cannot be pickled, and `TypeError` if an instance cannot be created without its constructor.
         """
         cls = type(error)
         class_payload = dumps_inline(cls)
@@ -484,9 +493,10 @@ class _Encoder:
         return "group", class_payload, tuple(self._state(error, [])), _text(_MESSAGE.__get__(error)), indexes
 
     def _state(self, error: BaseException, args: list[Value]) -> _State:
-        """Returns the state of an exception: `args` as given, and its other attributes in the form of a `Value`.
+        """Returns the state of an exception: `args` as given, and its slots and attributes as `Value`s.
 
-        The two are empty if it has none. An attribute that cannot be pickled is replaced by its repr.
+        The dicts of slots and attributes are empty if the exception has none. An attribute that cannot be pickled is
+        replaced by its repr. `__notes__` is left out.
         """
         slots = {name: self._value(value) for name, value in _slots(error)}
         attributes = {
@@ -497,9 +507,11 @@ class _Encoder:
         return _State(args, slots, attributes)
 
     def _value(self, value: Any) -> Value:
-        """Returns an argument or attribute as it stands in a recipe: plain, pickled with its text, or a node's index.
+        """Returns an argument or attribute in the form in which it is sent.
 
-        A value that cannot be pickled or unpickled is replaced by its repr as text. Never raises.
+        The form is `(_PLAIN, value)` for None, numbers, str and bytes, `(_EXCEPTION, index of its node)` for an
+        exception that gets a node, and `(_PICKLED, pickle, repr)` for other values. If a value cannot be pickled or
+        unpickled, it is `(_PLAIN, repr)`. Never raises.
         """
         if type(value) in _PLAIN_TYPES:
             return _PLAIN, value
@@ -518,8 +530,9 @@ class _Encoder:
 def _rebuild(worker: str, function: str, nodes: list[_Node], load: Loader | None) -> BaseException:
     """Returns the exception that checked nodes describe, with its causes and contexts.
 
-    An exception that cannot be rebuilt becomes a `RemoteError`; the others are not affected. From an untrusted sender,
-    so does a raised one that is not an `Exception` or not safe to print. Raises `ValueError` for cyclic groups.
+    An exception that cannot be rebuilt becomes a `RemoteError`; the others are not affected. If `load` is given, the
+    raised exception also becomes a `RemoteError` if it is not an `Exception`, or if printing it is not safe. Raises
+    `ValueError` if exception groups contain each other.
 
     Args:
         worker: The name of the worker that raised it.
@@ -564,10 +577,10 @@ def _rebuild(worker: str, function: str, nodes: list[_Node], load: Loader | None
 
 
 def _members_first(nodes: list[_Node]) -> Iterator[int]:
-    """Yields the indexes of all nodes, those of a group's members before the group itself; nothing for no nodes.
+    """Yields the indexes of all nodes; members of an exception group come before the exception group itself.
 
-    Raises `ValueError` if groups contain each other, or if printing a group would print more than `MAX_MEMBERS`
-    exceptions.
+    Yields nothing for no nodes. Raises `ValueError` if exception groups contain each other, or if printing one would
+    print more than `MAX_MEMBERS` exceptions.
     """
     printed: dict[int, int] = {}  # for an index: how many exceptions are printed for it
     for first in range(len(nodes)):
@@ -628,7 +641,8 @@ def _create(node: _Node, built: dict[int, BaseException], load: Loader) -> BaseE
 
     Args:
         node: The node, which describes one exception.
-        built: The exceptions that exist already, by the indexes of their nodes; the members of a group are among them.
+        built: The exceptions that exist already, by the indexes of their nodes. If the node is an exception group, its
+            members must be among them.
         load: Unpickles the class or the whole exception.
 
     Raises:
@@ -666,7 +680,7 @@ def _fill(error: BaseException, kind: str, state: _State, built: dict[int, BaseE
 
     Args:
         error: The exception.
-        kind: Its recipe, "bare" or "group". A group's args are set already.
+        kind: The kind of its recipe: "bare", or "group" for an exception group, whose args are set already.
         state: The state.
         built: All exceptions of the payload, by the indexes of their nodes.
         load: Unpickles values. A value that it cannot unpickle is replaced by its text.
@@ -704,10 +718,11 @@ def _settable(error: BaseException, state: _State, trusted: bool) -> _State:
 
 
 def _unpack(value: Value, built: dict[int, BaseException], load: Loader) -> Any:
-    """Returns the argument or attribute that stands in a recipe; its text if it cannot be unpickled.
+    """Returns the argument or attribute that `value` stands for; its text if it cannot be unpickled.
 
-    `value` is in one of the three forms of a `Value`, already checked. `built` has the exceptions by the indexes of
-    their nodes, and `load` unpickles. Raises only what a signal handler raises.
+    `value` is `(_PLAIN, value)`, `(_PICKLED, pickle, text)` or `(_EXCEPTION, index of a node)`, already checked.
+    `built` has the exceptions by the indexes of their nodes, and `load` unpickles. Raises only what a signal handler
+    raises.
     """
     if value[0] == _PLAIN:
         return value[1]

@@ -129,7 +129,8 @@ def loads(payload: Buffer, buffers: Sequence[Buffer] = ()) -> Any:
 
     Args:
         payload: The payload; an empty one means None.
-        buffers: The buffers that came with it, in order; empty if there are none. Large arrays use their memory.
+        buffers: The buffers that came with it, in order; empty if there are none. Large arrays use the memory of the
+            buffers, without a copy.
 
     Raises:
         SerializationError: The value cannot be rebuilt here, for example because a class is missing.
@@ -154,8 +155,9 @@ def not_rebuilt_error(what: str, where: str, reason: BaseException | None) -> Se
 
     Args:
         what: What cannot be rebuilt, such as "the result of `add`".
-        where: On which worker, such as "here".
-        reason: The exception that was raised while it was rebuilt; its type and text are in the message.
+        where: Where it cannot be rebuilt, such as "here" or "on worker 'b'".
+        reason: The exception that was raised while it was rebuilt. Its text is in the message. None if it is not known,
+            for which the message has "NoneType: None".
     """
     if isinstance(reason, SerializationError):  # its text contains advice
         return SerializationError(f"{what} cannot be rebuilt {where}: {reason}")
@@ -190,6 +192,7 @@ def dumps_arguments(
     Raises:
         SerializationError: An argument cannot be pickled. The message names it.
         UsageError: `args` is not a list of arguments (a number, a str, a set, a dict), or `kwargs` is not a mapping.
+            Values of a wrong type that are empty or 0 count as no arguments, except for `args` with `by_value`.
     """
     if by_value:
         sent: Any = (function, *_as_tuple(args))
@@ -218,7 +221,8 @@ def loads_arguments(payload: Buffer, buffers: Sequence[Buffer] = ()) -> tuple[tu
 
     Args:
         payload: What `dumps_arguments` returned; an empty one means no arguments.
-        buffers: The buffers that came with it, in order; empty if there are none. Large arrays use their memory.
+        buffers: The buffers that came with it, in order; empty if there are none. Large arrays use the memory of the
+            buffers, without a copy.
 
     Returns:
         The positional and the keyword arguments. If the function was sent by value, it is the first positional one.
@@ -254,9 +258,10 @@ def as_arguments(sent: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
 def dumps_plain_arguments(args: Sequence[Any]) -> Pickled | None:
     """Returns the payload and the buffers of simple arguments, faster than `dumps_arguments`; None for all others.
 
-    Arguments are simple if all are plain arrays, or if each is None, of a type in `ATOMS` (int, float, complex, bool,
-    str) or a `bytes` of less than `BUFFER_MIN_BYTES`. They contain no references. Also returns None if there are no
-    arguments, or `args` is not a tuple. Never raises. The list of buffers must not be changed.
+    Arguments are simple if `pack_arguments` can pack them, which are arrays of numbers. They are also simple if each is
+    None, of a type in `ATOMS` (int, float, complex, bool, str) or a `bytes` of less than `BUFFER_MIN_BYTES`. So they
+    contain no references to remote objects. Also returns None if there are no arguments, or `args` is not a tuple.
+    Never raises. The caller must not change the list of buffers.
     """
     if type(args) is not tuple or not args:
         return None
@@ -275,8 +280,9 @@ def dumps_plain_arguments(args: Sequence[Any]) -> Pickled | None:
 def dumps_plain_result(value: Any) -> Pickled | None:
     """Returns the payload and the buffers of a simple result, faster than `dumps_result`; None for any other result.
 
-    A result is simple if it is a plain array, of a type in `ATOMS` (int, float, complex, bool, str) or a `bytes` of
-    less than `BUFFER_MIN_BYTES`. The value None is not simple. The list of buffers must not be changed.
+    A result is simple if `pack_array` can pack it, which is an array of numbers. A result of a type in `ATOMS` (int,
+    float, complex, bool, str) and a `bytes` of less than `BUFFER_MIN_BYTES` are simple, too. The value None is not
+    simple. The caller must not change the list of buffers.
     """
     kind = type(value)
     if kind in ATOMS or (kind is bytes and len(value) < BUFFER_MIN_BYTES):
@@ -365,7 +371,10 @@ def _possessive(worker: str, function: str) -> str:
 
 
 def _is_picklable(value: Any) -> bool:
-    """Returns whether a value can be pickled, by pickling it, also by value. Never raises an `Exception`."""
+    """Returns True if a value can be pickled, with its functions and classes by value where necessary; else False.
+
+    Finds out by pickling it. Never raises an `Exception`.
+    """
     try:
         _pickle(value, _OutOfBand())
     except Exception:

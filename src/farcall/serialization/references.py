@@ -18,12 +18,17 @@ from farcall.errors import SerializationError
 
 
 class _Thread(threading.local):
-    """What the current thread is pickling and unpickling; each thread has values of its own."""
+    """The references in what the current thread is pickling and unpickling; each thread has values of its own.
+
+    Attributes:
+        collected: The handles of references in the message that is being pickled, with their indexes; None while
+            nothing is being pickled.
+        offered: The handles of references in the message that is being unpickled, in the order of their indexes; empty
+            while nothing is being unpickled.
+    """
 
     collected: dict[Any, int] | None = None
-    """The handles of the message that is being pickled, with their indexes; None while nothing is being pickled."""
     offered: Sequence[Any] = ()
-    """The handles of the message that is being unpickled; empty while nothing is being unpickled."""
 
 
 _thread = _Thread()

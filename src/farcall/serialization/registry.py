@@ -84,7 +84,10 @@ def family_reducer(kind: type) -> Reducer | None:
 
 
 class _Pickler(pickle.Pickler):
-    """A pickler that uses the registered reducers. A class attribute is faster than one set for each pickler."""
+    """A pickler that uses the registered reducers.
+
+    The table is an attribute of the class, because setting it for each pickler would take longer.
+    """
 
     dispatch_table = REDUCERS
 

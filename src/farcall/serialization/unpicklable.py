@@ -72,10 +72,10 @@ def class_name(cls: type) -> str:
 
 
 def _parts(value: Any) -> Iterator[tuple[str, Any]]:
-    """Yields the parts of a value that pickle would pickle, each after the text that is added to the path for it.
+    """Yields pairs of a label and a part: the parts of a value that pickle would pickle.
 
-    An item of a dict gives `("['lock']", item)`. Yields nothing for a class and for a value without parts. May raise
-    what the methods of the value raise.
+    The label, such as "['lock']" for an item of a dict, is appended to the path of the value to get the path of the
+    part. Yields nothing for a class and for a value without parts. May raise what the methods of the value raise.
     """
     kind = type(value)
     if kind is dict:
@@ -101,10 +101,11 @@ def _parts(value: Any) -> Iterator[tuple[str, Any]]:
 
 
 def _parts_of_function(function: FunctionType) -> Iterator[tuple[str, Any]]:
-    """Yields the closure variables, the used globals and the defaults of a function, each after a text for the path.
+    """Yields pairs of a label and a part: the closure variables, the used globals and the defaults of a function.
 
-    The defaults are one tuple, or None if there are none. Raises `ValueError` for a closure variable that is not set
-    yet.
+    The label, such as " → global 'lock'", is appended to the path of the function to get the path of the part. The
+    defaults are one part: a tuple, or None if there are none. Raises `ValueError` for a closure variable that is not
+    set yet.
     """
     code = function.__code__
     for name, cell in zip(code.co_freevars, function.__closure__ or (), strict=False):
@@ -116,10 +117,10 @@ def _parts_of_function(function: FunctionType) -> Iterator[tuple[str, Any]]:
 
 
 def _parts_of_object(value: Any) -> Iterator[tuple[str, Any]]:
-    """Yields the parts of an object that `__reduce_ex__` returns: attributes, arguments and items, each after a text.
+    """Yields pairs of a label and a part: the attributes, arguments and items that an object's `__reduce_ex__` returns.
 
-    The text is added to the path that leads to the object, such as ".lock". Yields nothing for an object that pickle
-    sends by name. Raises what `__reduce_ex__` raises, usually `TypeError`.
+    The label, such as ".lock", is appended to the path of the object to get the path of the part. Yields nothing for an
+    object that pickle sends by name. Raises what `__reduce_ex__` raises, usually `TypeError`.
     """
     reduced = value.__reduce_ex__(5)
     if isinstance(reduced, str):

@@ -153,16 +153,18 @@ class LinkPair(NamedTuple):
     """The two ends of one connection, in their handshake or established, and the workers that they belong to.
 
     A test sends on one end and receives on the other. `close` must be called at the end.
+
+    Attributes:
+        ours: The end that connected.
+        theirs: The end that was accepted.
+        our_worker: The worker of `ours`.
+        their_worker: The worker of `theirs`.
     """
 
     ours: Link
-    """The end that connected."""
     theirs: Link
-    """The end that was accepted."""
     our_worker: FakeWorker
-    """The worker of `ours`."""
     their_worker: FakeWorker
-    """The worker of `theirs`."""
 
     def directions(self) -> tuple[tuple[Link, Link], tuple[Link, Link]]:
         """Returns two pairs, each of a sending and a receiving end: (`ours`, `theirs`) and (`theirs`, `ours`)."""
@@ -182,6 +184,15 @@ class TransportConformance:
     A subclass also sets the class attributes, if their defaults do not fit its transport. pytest runs the tests. Each
     test raises `AssertionError` if the transport breaks the rule, and none takes longer than a few `TIMEOUT_S`.
 
+    Attributes:
+        use_rings: Whether the links may use rings, queues of frames in shared memory. They do only if both ends are on
+            one host and there is the C extension.
+        shared_memory: How many bytes of shared memory each worker of a test may use; 0 for none.
+        large_bytes: The size of a large frame. It is more bytes than the transport itself takes, for example in socket
+            buffers, while the other end does not receive.
+        large_frames_wait: Whether `send` of a frame of `large_bytes` waits until the other end receives. False if the
+            link puts such a frame into shared memory.
+
     Example:
         class TestMyTransport(TransportConformance):
             @pytest.fixture
@@ -194,19 +205,9 @@ class TransportConformance:
     """
 
     use_rings = True
-    """Whether the links of these tests may use rings, queues of frames in shared memory. They do only if both ends are
-    on one host and there is the C extension.
-    """
     shared_memory = 1 << 28
-    """How many bytes of shared memory a worker of these tests may use; 0 for none."""
     large_bytes = 32 << 20
-    """A size in bytes that is more than the transport itself takes, for example in socket buffers, while the other end
-    does not receive.
-    """
     large_frames_wait = True
-    """Whether `send` of a frame with `large_bytes` waits until the other end receives. False if the link puts it into
-    shared memory.
-    """
 
     @pytest.fixture
     def transport(self) -> Transport:
@@ -305,7 +306,7 @@ class TransportConformance:
             assert len(address) > len(transport.scheme) + 1
 
     def test_each_listener_has_an_address_of_its_own(self, transport: Transport, listener: Listener) -> None:
-        """Checks that two listeners have different addresses, and that a link is accepted only by the right one."""
+        """Checks that two listeners have different addresses, and that only the one that was connected to accepts."""
         other = transport.listen(None, HANDSHAKE_LIMIT)
         try:
             assert other.address != listener.address
@@ -589,7 +590,10 @@ class TransportConformance:
             assert link.receive() == []
 
     def test_counts_grow_with_the_frames(self, pair: LinkPair) -> None:
-        """Checks that the bytes of 10 frames are in `counts()`: in `bytes_out` here and in `bytes_in` there."""
+        """Checks that the bytes of 10 frames are counted in `counts()` of both ends.
+
+        `bytes_out` of the sender and `bytes_in` of the receiver must grow by at least as many bytes.
+        """
         for sender, receiver in pair.directions():
             before = sender.counts()[1], receiver.counts()[0]
             for _ in range(10):
@@ -775,7 +779,8 @@ class TransportConformance:
     def test_small_frames_pass_a_large_one_that_waits(self, pair: LinkPair) -> None:
         """Checks that `send` of 20 small frames returns at once while `send` of a large frame waits in another thread.
 
-        If `large_frames_wait` is True, the large frame must arrive after all small ones, otherwise before them.
+        The large frame must then arrive after all small ones. If the class attribute `large_frames_wait` is False, the
+        large frame does not wait, and must arrive before them.
         """
         large = new_buffers([self.large_bytes], 1)
         expected = zlib.crc32(large[0])
@@ -1004,7 +1009,7 @@ class TransportConformance:
     # The end
 
     def test_frames_that_were_sent_before_the_end_arrive(self, pair: LinkPair) -> None:
-        """Checks that 100 frames that were sent before `close` arrive in order, and then `ConnectionError`.
+        """Checks that 100 frames that were sent before `close` arrive in order, and that `ConnectionError` follows.
 
         The frames are small, so `unsent_bytes()` must be 0 before the `close`.
         """
@@ -1091,7 +1096,8 @@ class TransportConformance:
     def test_close_ends_a_large_send_of_another_thread(self, pair: LinkPair) -> None:
         """Checks that `close` ends the waiting `send` of a large frame of another thread at the same end.
 
-        That `send` must raise `ConnectionError`. If `large_frames_wait` is False, it may have returned before.
+        That `send` must raise `ConnectionError`. If the class attribute `large_frames_wait` is False, `send` does not
+        wait, and may have returned before.
         """
         large = new_buffers([self.large_bytes])
         join = in_thread(pair.ours.send, b"", large)
@@ -1367,9 +1373,9 @@ def finish_establishing(pair: LinkPair) -> None:
 
 
 def watch_all(pair: LinkPair) -> None:
-    """Makes the poller of each worker watch its link of `pair` for hang-ups, without doing anything about them.
+    """Makes the poller of each worker watch its end of `pair` for a hang-up, with a handler that does nothing.
 
-    An agent does that while another thread reads the link.  Raises `OSError` if a link is closed.
+    Other threads may receive on both ends meanwhile. Raises `OSError` if a link is closed.
     """
     pair.our_worker.poller.watch_hang_up(pair.ours, lambda: None)
     pair.their_worker.poller.watch_hang_up(pair.theirs, lambda: None)
@@ -1378,7 +1384,7 @@ def watch_all(pair: LinkPair) -> None:
 def close_if_hung_up(worker: FakeWorker, link: Link) -> None:
     """Closes `link` if the other end has closed it, and removes it from the poller of `worker`. Else does nothing.
 
-    An agent does that if no thread reads the link. Raises `ConnectionError` if this end is closed.
+    A real worker does this if no thread reads the link. Raises `ConnectionError` if this end is closed.
     """
     if link.has_hung_up():
         worker.poller.unwatch(link)
@@ -1567,9 +1573,10 @@ class in_thread:  # noqa: N801 (reads as a verb: join = in_thread(work))
         return self._thread.is_alive()
 
     def __call__(self) -> None:
-        """Waits until the work of the thread has ended, and returns None. Raises what the work raised, the first time.
+        """Waits until the work of the thread has ended, and returns None. Raises what the work raised.
 
-        Raises `AssertionError` if it does not end in twice `TIMEOUT_S` seconds.
+        A second call does not raise that again. Raises `AssertionError` if the work does not end within twice
+        `TIMEOUT_S` seconds.
         """
         self._thread.join(2 * TIMEOUT_S)
         assert not self._thread.is_alive(), "the work does not end"

@@ -41,16 +41,15 @@ class FaultyAgent(Agent):
         rendezvous: The connection to the store of the group.
         options: The options of the agent.
         transports: The transports by scheme.
-        credentials: Secret and encryption; None for those of this user.
+        credentials: How the worker authenticates itself; None to create the credentials from `options`.
 
     Attributes:
         faults: What goes wrong. A test may change it at any time.
+        named: For a subclass to set: the functions whose calls torch sends under special message names. Maps a
+            function, as encoded in the frame of a call, to the names of its calls. None for none.
     """
 
     named: Mapping[bytes, Names] | None = None
-    """Functions that have message names of their own in torch, for a subclass to set. Maps a function, as encoded in
-    the frame of a call, to the names of its calls. None for none.
-    """
 
     def __init__(
         self,
@@ -67,7 +66,7 @@ class FaultyAgent(Agent):
             rendezvous: The connection to the store of the group.
             options: The options of the agent, with the faults if they are `FaultyRpcBackendOptions`.
             transports: The transports by scheme. Each is wrapped in a `FaultyTransport`.
-            credentials: Secret and encryption; None for those of this user.
+            credentials: How this worker authenticates itself; None to create the credentials from `options`.
 
         Raises:
             RpcError: The agent could not join, for example because its name is taken (`RendezvousError`). Nothing is

@@ -53,33 +53,36 @@ class SentMessages:
         self._late: dict[int | str, list[Callable[[], None]]] = {}
 
     def add_late(self, key: int | str, release: Callable[[], None]) -> None:
-        """Stores a late message until `take_late` is called with the same key.
+        """Stores the function that delivers a late message: one that must arrive after a later message.
 
         Args:
-            key: The number of a control message or of a call by `remote`, or the message name of another call. A key
+            key: For a control message or a call by `remote`, its number. For any other call, its message name. A key
                 may have several late messages.
-            release: Delivers the late message. `take_late` returns it.
+            release: Delivers the late message. `take_late` with the same key returns it.
         """
         self._late.setdefault(key, []).append(release)
 
     def take_late(self, key: int | str) -> list[Callable[[], None]]:
-        """Removes and returns the functions that deliver the late messages with this key; an empty list for none."""
+        """Removes and returns the functions that `add_late` has stored under `key`; an empty list if there are none.
+
+        Each delivers one late message. The key is the number or the message name of the message that is sent now.
+        """
         return self._late.pop(key, [])
 
 
 class Faults:
     """What goes wrong at one worker. `farcall.testing.faults()` returns the object for a faulty agent.
 
-    `fail` and `delay` affect messages of one name, `cut`, `freeze` and `slow` all messages between this worker and
-    another one, until `heal`. Any thread may call any method at any time. When a method returns, its change applies to
-    everything that is sent afterwards.
+    `fail` and `delay` affect messages of one name. `cut`, `freeze` and `slow` affect all messages between this worker
+    and another one, until `heal`. Any thread may call these methods at any time. When such a method returns, its change
+    applies to everything that is sent afterwards.
 
     Args:
         name: The name of the worker.
         options: What goes wrong from the beginning.
         check_worker: Called with the name of a worker. Raises `UnknownWorkerError` if there is none.
-        named: Functions that have message names of their own in torch, by the function as encoded in the frame of a
-            call; None for none.
+        named: The functions whose calls torch sends under special message names. Maps a function, as encoded in the
+            frame of a call, to the names of its calls. None for none.
 
     Example:
         >>> faults(group.agents[0]).cut("worker1")
@@ -100,8 +103,8 @@ class Faults:
             name: The name of its worker.
             options: What goes wrong from the beginning.
             check_worker: Called with the name of a worker. Raises `UnknownWorkerError` if there is none.
-            named: Functions that have message names of their own in torch, by the function as encoded in the frame of a
-                call; None for none.
+            named: The functions whose calls torch sends under special message names. Maps a function, as encoded in the
+                frame of a call, to the names of its calls. None for none.
 
         Raises:
             UsageError: The options contain an unknown message name.
@@ -208,8 +211,8 @@ class Faults:
     def _set_conditions(self, worker: str, conditions: Conditions) -> None:
         """Sets the state of the network between this worker and `worker`, and applies it to the open links there.
 
-        `_USUAL`, the state without faults, removes an earlier state. Raises `UnknownWorkerError` if there is no such
-        worker, but not for a worker that is gone and whose earlier state is removed.
+        `_USUAL`, the state without faults, removes an earlier state, also that of a worker that has left. Otherwise
+        raises `UnknownWorkerError` if there is no such worker.
         """
         if conditions is not _USUAL or worker not in self._conditions:
             self._check_worker(worker)

@@ -154,7 +154,7 @@ class FaultyLink:
     def backlog(self) -> int:
         """The number of bytes that wait in this process to be sent to the other worker; 0 if there are none.
 
-        Frames that are held because a test says so do not count, so that callers do not stop.
+        Frames that are held because a test says so do not count. So they do not make callers wait.
         """
         return self._inner.backlog
 
@@ -190,8 +190,8 @@ class FaultyLink:
 
         Args:
             options: The options of all links of this worker. Their poller and their `spin_s` are not used.
-            deadline: Until when the connecting end waits for the other end, as a time of the monotonic clock. None at
-                the accepted end, which does not wait.
+            deadline: Until when the connecting end waits for the other end, as a time of the monotonic clock. The
+                accepted end does not wait, and must be given None.
 
         Raises:
             TimeoutError: The other end did not answer before `deadline`.
@@ -349,9 +349,9 @@ class FaultyLink:
     # Passing frames on
 
     def _send_on(self, frame: bytes, buffers: Sequence[memoryview] = (), delay: float = 0.0) -> None:
-        """Queues a frame for the other worker, to be sent now or after `delay` seconds.
+        """Sends a frame to the other worker, now or after `delay` seconds.
 
-        If the test has frozen the network, it is sent later. The buffers are copied. Raises `ConnectionError` if the
+        While the test freezes the network, the frame is held. The buffers are copied. Raises `ConnectionError` if the
         frame is sent now and the connection is closed or broken.
         """
         self._deliver(self._outbound, partial(self._inner.send, frame, _copies(buffers), _NO_WAIT), delay)
@@ -371,7 +371,7 @@ class FaultyLink:
         self._deliver(self._inbound, put)
 
     def _deliver(self, flow: _Flow, pass_on: Callable[[], None], delay: float = 0.0) -> None:
-        """Passes a frame on in one direction: now, after a delay, or, on a network that the test has frozen, later.
+        """Passes a frame on in one direction: now, or after a delay. While the test freezes the network, it is held.
 
         Args:
             flow: The frames of that direction that are not passed on yet.
@@ -426,10 +426,10 @@ class FaultyLink:
         self._watch()
 
     def _watch(self) -> None:
-        """Makes the relay, a thread of the faulty agent, read the connection, or stop reading it.
+        """Makes the relay, a thread of the faulty agent, start or stop reading the connection, as its state requires.
 
-        Does nothing if that is so already. The connection is not read while the network is frozen, `_MAX_UNREAD` frames
-        wait in the inbox, the handshake does not allow it, or it is closed.
+        The connection is not read if it is closed, while the network is frozen, while `_MAX_UNREAD` frames wait in the
+        inbox, and while the handshake does not allow it. Does nothing if the relay already does the right thing.
         """
         must_wait = self._must_not_read or self._conditions().is_frozen or len(self._inbox) >= _MAX_UNREAD
         is_watched = not must_wait and not self._is_disconnected
@@ -488,9 +488,9 @@ class FaultyLink:
     def _receive_handshake(self, frame: bytes) -> None:
         """Puts a received frame of the handshake into the inbox.
 
-        A hello, the first one, tells which worker is at the other end. After the last frame of the other end's
-        handshake, the connection is not read until it is established. A frame that is no message of a handshake is put
-        into the inbox as well, for the agent to refuse.
+        The first frame of a connecting end, the hello, tells which worker is at that end. After the last frame of the
+        other end's handshake, the connection is not read until it is established. A frame that is not a message of a
+        handshake also goes into the inbox; the agent refuses it there.
         """
         try:
             message = unpack(bytes(frame), self.address)
@@ -543,8 +543,8 @@ class FaultyLink:
     def _send_call(self, frame: bytes, buffers: Sequence[memoryview], flags: int, callee: bytes, call_id: int) -> None:
         """Decides by the test's rules what happens to a call: sends, holds or drops it, or answers it with an error.
 
-        References in a call that is dropped or answered are sent all the same. Late calls of the same message name
-        follow it.
+        References in a call that is dropped or answered are sent all the same. If the rules have made earlier calls of
+        the same message name late, these are sent after this one.
 
         Args:
             frame: The whole frame.
@@ -593,10 +593,11 @@ class FaultyLink:
         self._put(frames.pack_reply(frames.FAILURE, call_id, failure))
 
     def _send_control(self, frame: bytes) -> None:
-        """Sends the control messages in a frame of this worker. A message that has a name in torch gets its own frame.
+        """Sends the control messages in a frame of this worker.
 
-        The test's rules apply to these only. The others are sent together, with the acknowledgement. Raises
-        `ConnectionError` if the connection is closed or broken.
+        Each message that has a name in torch gets a frame of its own, which the test's rules may hold or drop. The
+        acknowledgement and the messages without a name are sent together in one frame. Raises `ConnectionError` if the
+        connection is closed or broken.
         """
         acknowledged, messages = unpack_control(frame[HEADER_SIZE:])
         unnamed = [each for each in messages if not name_of_reference_message(each[1])]
@@ -608,10 +609,10 @@ class FaultyLink:
                 self._send_reliably(name, number, _pack_control(0, [(number, message)]))
 
     def _send_reliably(self, name: str, number: int, frame: bytes, buffers: Sequence[memoryview] = ()) -> None:
-        """Decides what happens to a message that is sent again after a break: a control message or a call by `remote`.
+        """Sends, holds or drops a message that must arrive in the end: a control message or a call by `remote`.
 
-        Sends it, holds it or drops it. If it fails, the link is broken, so that this worker sends it again on the next
-        one.
+        The test's rules decide. If the message fails, the link is broken, at once or soon. This worker then sends the
+        message again on its next link.
 
         Args:
             name: The message name, such as `RREF_FORK_REQUEST`; empty if no rule applies to it.
@@ -643,10 +644,10 @@ class FaultyLink:
             release()
 
     def _hold(self, key: int | str, frame: bytes, buffers: Sequence[memoryview]) -> None:
-        """Holds a late frame until a message with the same key is sent to that worker, at most `MAX_LATE_S` seconds.
+        """Makes a frame late: sends it soon after the next message with the same key, or after `MAX_LATE_S` seconds.
 
         Args:
-            key: The number of a control message or of a call by `remote`, or the message name of another call.
+            key: For a control message or a call by `remote`, its number. For any other call, its message name.
             frame: The frame.
             buffers: Its buffers, which are copied; may be empty.
         """
@@ -679,8 +680,9 @@ class FaultyLink:
     def _judge_received(self, frame: bytes, buffers: Sequence[memoryview]) -> Frame | None:
         """Returns what goes into the inbox in place of a received frame; None if the test's rules drop it.
 
-        Drops replies and acknowledgements that the rules lose, but not the references in them. Takes the value out of
-        the reply to a call by `remote`, so that `to_here` has to send a message. Raises `ProtocolError` or
+        A dropped reply with references is replaced by one that has only these. If the rules drop the acknowledgement of
+        a message, only earlier messages are acknowledged. The value is taken out of the reply to a call by `remote`, so
+        that `to_here` has to send a message. Any other frame is returned unchanged. Raises `ProtocolError` or
         `struct.error` if the frame cannot be read.
         """
         kind, flags, _, _, call_id = frames.unpack_header(frame)
@@ -709,8 +711,8 @@ class FaultyLink:
     def _break_when_quiet(self, reason: str, deadline: float) -> None:
         """Breaks the link when no call has run on it for `QUIET_S` seconds, or at `deadline`.
 
-        On a network that the test has frozen, it breaks later. Does not wait itself. Does nothing if the link has
-        ended.
+        While the test freezes the network, the link is not broken. This method returns at once; the relay thread breaks
+        the link. Does nothing if the link has ended.
 
         Args:
             reason: Why, for the errors of `send` and `receive`.
@@ -813,7 +815,8 @@ class FaultyListener:
     """A `Listener` that wraps each accepted link in a `FaultyLink`, on which frames fail as a test says.
 
     Args:
-        inner: The listener that accepts the links. `fileno`, `close` and `abandon` are its methods.
+        inner: The listener that accepts the links. `fileno`, `close` and `abandon` of this object call the methods of
+            `inner`.
         faults: What goes wrong on the links.
 
     Attributes:

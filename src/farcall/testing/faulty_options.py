@@ -58,8 +58,9 @@ class Names(NamedTuple):
 class Failure(StrEnum):
     """How a message that a faulty agent sends fails, for `Faults.fail` and the option `failures`.
 
-    Each member is a str, whose text can be given instead of the member: "late" for `Failure.LATE`. `Failure("late")` is
-    that member; any other text raises `ValueError`.
+    The members are `ERROR` (the sender is told at once), `REQUEST_LOST` (the message does not arrive), `REPLY_LOST`
+    (its answer does not arrive) and `LATE` (it arrives after a later message). Each is a str, such as "reply lost",
+    which can be given instead of the member. `Failure("late")` is `Failure.LATE`; any other text raises `ValueError`.
     """
 
     ERROR = "error"

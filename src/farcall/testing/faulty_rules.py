@@ -64,8 +64,8 @@ class Rules:
 
     Args:
         options: The options of the faulty agent, with the messages that fail or are delayed from the beginning.
-        named: Functions that have message names of their own in torch, by the function as encoded in the frame of a
-            call; None for none.
+        named: The functions whose calls torch sends under special message names. Maps a function, as encoded in the
+            frame of a call, to the names of its calls. None for none.
 
     Raises:
         UsageError: The options contain an unknown message name.
@@ -76,9 +76,9 @@ class Rules:
 
         Args:
             options: The options of the faulty agent.
-            named: Functions that have message names of their own in torch. Maps a function, encoded as in the frame of
-                a call, to the names of its calls. None for no such functions: then a call is a `PYTHON_CALL` or
-                `PYTHON_REMOTE_CALL`.
+            named: The functions whose calls torch sends under special message names. Maps a function, as encoded in the
+                frame of a call, to the names of its calls. The calls of all other functions are `PYTHON_CALL` or
+                `PYTHON_REMOTE_CALL`. None for no such functions.
 
         Raises:
             UsageError: The options contain an unknown message name.
@@ -119,8 +119,8 @@ class Rules:
     def _meaning(self, message: str) -> str:
         """Returns the name under which the rule of a message name is stored; empty if farcall sends no such message.
 
-        That is the name itself if calls of a function in `named` have it, else farcall's own name for it, such as
-        `PYTHON_CALL` for `SCRIPT_CALL`. Raises `UsageError` for an unknown name.
+        A `message` that is one of the names in `named`, the argument of this class, is returned as it is. Otherwise
+        returns farcall's name for it, such as `PYTHON_CALL` for `SCRIPT_CALL`. Raises `UsageError` for an unknown name.
         """
         return message if message in self._told_apart else meaning(message)
 
@@ -131,8 +131,8 @@ class Rules:
             callee: The function, method or value, as encoded in the frame of the call. It is not checked.
 
         Returns:
-            The name, for example `PYTHON_CALL`, or `PYTHON_RREF_FETCH_CALL` for a fetch; empty for a function that has
-            a name of its own in torch, but none that the faulty agent knows.
+            For a function in `named`, the argument of this class, the name that is given there, which may be empty.
+            Otherwise `PYTHON_RREF_FETCH_CALL` for a fetch, and `PYTHON_CALL` for a call.
         """
         named = self._named.get(callee)
         if named is not None:
@@ -146,8 +146,8 @@ class Rules:
             callee: The function or method, as encoded in the frame of the call. It is not checked.
 
         Returns:
-            The name, for example `PYTHON_REMOTE_CALL`; empty for a function that has a name of its own in torch, but
-            none that the faulty agent knows.
+            For a function in `named`, the argument of this class, the name that is given there, which may be empty.
+            Otherwise `PYTHON_REMOTE_CALL`.
         """
         named = self._named.get(callee)
         return named.remote_call if named is not None else names.REMOTE_CALL
@@ -161,7 +161,8 @@ class Rules:
             message: Identifies the message, so that it is recognised when it is sent again.
 
         Returns:
-            How it fails, while fewer sends of this message have failed than the rule says; otherwise only its delay.
+            How the send fails, if fewer sends of this message have failed so far than the rule wants. Otherwise, or
+            without a rule, only the delay.
         """
         rule = self._failing.get(name) if name else None
         count = self._failed.get((name, message), 0)

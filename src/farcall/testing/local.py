@@ -99,7 +99,7 @@ class Agents(Sequence[Agent]):
 class LocalGroup(Group):
     """A group of workers in this process, for tests. Used as a `Group`, it acts as its first worker.
 
-    The workers run when the object was created. `shutdown`, or the end of a `with` block, ends them.
+    Creating the object starts the workers. `shutdown`, or the end of a `with` block, ends them.
 
     Args:
         size: How many workers there are, at least 1.
@@ -244,7 +244,7 @@ class LocalGroup(Group):
         `leave` and `shutdown` do.
 
         Args:
-            name: The name of the new worker, which is not checked.
+            name: The name of the new worker, a text. Only whether it is taken is checked.
 
         Raises:
             UsageError: The group is fixed.
@@ -264,8 +264,8 @@ class LocalGroup(Group):
 
         Args:
             which: The position of the worker in `names`, or its name.
-            graceful: Whether the worker waits first until the work of all workers is done; in an open group, its own. A
-                fixed group waits until all workers leave.
+            graceful: Whether the worker waits first: in an open group until its own work is done; in a fixed group
+                until all workers leave and the work of all is done.
             timeout: How many seconds it waits at most; 0 means no limit. Ignored if `graceful` is False.
 
         Raises:
@@ -354,8 +354,8 @@ class LocalGroup(Group):
         With `graceful=False`, does nothing for those that are shut down already.
 
         Args:
-            graceful: Whether they wait first until the work of all workers is done; in an open group, each its own. A
-                second graceful shutdown of a fixed group fails.
+            graceful: Whether they wait first: in a fixed group until the work of all workers is done, in an open group
+                each until its own work is done. In a fixed group, a second graceful shutdown raises `ShutdownError`.
             timeout: How many seconds each waits at most; 0 or None means no limit. Ignored if `graceful` is False.
 
         Raises:
@@ -377,10 +377,13 @@ class LocalGroup(Group):
             raise failures[0]
 
     def _join(self) -> None:
-        """Does nothing. Called when the `with` block is entered: the workers run since this object was created."""
+        """Does nothing: the workers run already. Called when the `with` block is entered."""
 
     def _leave(self, graceful: bool) -> None:
-        """Shuts down all workers at once. Called when the `with` block is left. `graceful` is ignored."""
+        """Shuts down all workers without waiting for their work. Called when the `with` block is left.
+
+        `graceful` is ignored.
+        """
         self.shutdown(graceful=False)
 
 
@@ -398,9 +401,10 @@ def _in_threads(calls: Sequence[tuple[Any, tuple[Any, ...]]]) -> None:
 
 
 def _group_of_this_process(number: int) -> LocalGroup:
-    """Returns the `LocalGroup` of this process with that number. Called by the unpickler.
+    """Returns the `LocalGroup` of this process whose number is `number`. Called when a `LocalGroup` is unpickled.
 
-    Raises `UsageError` if the group is in another process or does not exist any more.
+    Groups are numbered from 1 in each process. Raises `UsageError` if this process has no group with that number, or
+    the group does not exist any more.
     """
     group = _groups.get(number)
     if group is None:

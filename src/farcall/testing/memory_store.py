@@ -149,7 +149,7 @@ class MemoryStore(Store):
             timeout: How many seconds to wait; 0 does not wait.
 
         Raises:
-            RendezvousTimeoutError: There are fewer keys after `timeout` seconds. The error has those that exist.
+            RendezvousTimeoutError: There are fewer keys after `timeout` seconds. Its `present` has those that exist.
             RendezvousError: This end is closed, also while it waits.
         """
         with self._keys.changed:

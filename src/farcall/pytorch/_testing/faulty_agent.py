@@ -39,9 +39,10 @@ from farcall.testing.faulty_options import (
 
 
 def _message_names() -> dict[bytes, Names]:
-    """Returns the names of the messages that torch would send in place of calls of this package's own functions.
+    """Returns the names that torch has for calls of some functions of this package, by function.
 
-    The keys are functions, encoded by `encode_function`. `Names()` means a message that never fails and is not delayed.
+    A key is a function, encoded by `encode_function`. A value has two names: the first for calls by `rpc_sync` and
+    `rpc_async`, the second for calls by `remote`. With an empty name, a call never fails and is not delayed.
     """
     script, enveloped = Names(SCRIPT_CALL, SCRIPT_REMOTE_CALL), Names()
     functions: dict[Callable[..., Any], Names] = {
@@ -100,6 +101,9 @@ class FaultyTensorPipeAgent(TensorPipeAgent, FaultyAgent):
 
     Creating one joins a group. A call by `remote` that fails is not sent again, as in torch: every use of its reference
     raises `RpcTimeoutError`.
+
+    Attributes:
+        named: The names that torch has for calls of some functions, by the encoded function.
     """
 
     named: Mapping[bytes, Names] | None = _MESSAGE_NAMES
@@ -138,7 +142,10 @@ class FaultyTensorPipeAgent(TensorPipeAgent, FaultyAgent):
 
 
 class _FailedRemoteCalls(ClientInterceptor):
-    """An interceptor that makes calls by `remote` fail: the caller gets a reference that never has a value."""
+    """An interceptor that makes calls by `remote` fail: the caller gets a reference that never has a value.
+
+    A call of `agent` fails if its message name is in `failing`.
+    """
 
     def __init__(self, agent: FaultyAgent, failing: Set[str]) -> None:
         """Creates the interceptor.
@@ -151,9 +158,9 @@ class _FailedRemoteCalls(ClientInterceptor):
         self._failing = failing
 
     def intercept(self, call: ClientCall, proceed: Callable[[ClientCall], Any]) -> Any:
-        """Returns a handle that never has a value if `call` is a call by `remote` that has to fail; else makes it.
+        """Makes `call`. If it is a call by `remote` that has to fail, returns a handle without a value instead.
 
-        Using the handle raises `RpcTimeoutError`. Otherwise returns and raises what the call does.
+        Using that handle raises `RpcTimeoutError`. Every other call returns and raises as usual.
 
         Args:
             call: The call that this worker makes.
@@ -170,7 +177,7 @@ class _FailedRemoteCalls(ClientInterceptor):
 
 
 def _not_created(function: str, message: str) -> RpcTimeoutError:
-    """Returns the error that is raised when a reference is used whose call by `remote` failed.
+    """Returns the error for a reference without a value, because the call by `remote` that created it failed.
 
     Args:
         function: The name of the function that was called.

@@ -30,7 +30,7 @@ def _faulty_tensorpipe_construct_rpc_backend_options_handler(
         messages_to_fail: The names of messages that fail; none by default. Names are checked when an agent is created.
         messages_to_delay: By how many seconds messages are delayed, by the name of the message; none by default.
         num_fail_sends: How many sends of each message in `messages_to_fail` fail before one succeeds; 0 for none.
-        **kwargs: Further options of `TensorPipeRpcBackendOptions`, which raises if it does not know one.
+        **kwargs: Further options of `TensorPipeRpcBackendOptions`, which raises `TypeError` if an option is unknown.
     """
     return FaultyTensorPipeRpcBackendOptions(
         rpc_timeout=rpc_timeout,

@@ -34,7 +34,8 @@ def forward_async(self: Any, *args: Any, **kwargs: Any) -> Any:
 def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
     """Calls the module on its owner, and returns its result.
 
-    Raises what the module or its constructor raised, and `RuntimeError` if the call timed out or the owner was lost.
+    Raises what the module or its constructor raised. Raises `RuntimeError` if the call timed out, the owner was lost,
+    or this process is not a worker.
 
     Args:
         self: The remote module, which stands for a module on another worker.
@@ -72,8 +73,9 @@ def _remote_forward(
 
 
 def move_tensors(value: Any, device: torch.device) -> Any:
-    """Returns a copy of the value with all its tensors on a device, also those in nested lists, tuples and dicts.
+    """Returns a copy of the value with its tensors on `device`, also those in nested lists, tuples and dicts.
 
-    Values without tensors stay the same. Raises `RuntimeError` if the device does not exist.
+    Tensors in a set, or in an attribute of an object, stay where they are. Raises `RuntimeError` if the device does not
+    exist.
     """
     return _pytree.tree_map_only(torch.Tensor, lambda tensor: tensor.to(device), value)

@@ -111,11 +111,11 @@ class _StringLoader(importlib.abc.SourceLoader):
         return self.data.encode("utf-8")
 
     def get_filename(self, fullname: str) -> str:
-        """Returns `<fullname>.py`, which is not the name of a file, for tracebacks."""
+        """Returns a file name for tracebacks, for example `<m>.py` for the module `m`. There is no such file."""
         return f"<{fullname}>.py"
 
     def path_stats(self, path: Any) -> Any:
-        """Raises `OSError`: there is no file whose age could tell whether it was compiled before."""
+        """Always raises `OSError`, because the source code is not in a file."""
         raise OSError("dynamically generated module has no filesystem stats")
 
     def exec_module(self, module: ModuleType) -> None:
@@ -136,7 +136,7 @@ def _do_instantiate_remote_module_template(
         generated_module_name: The name, under which the module is also put into `sys.modules`.
         str_dict: The texts for the fields of the source-code template, by the names of the fields. Raises `KeyError` if
             one is missing. If `jit_script_decorator` is empty, the class for TorchScript is left out.
-        enable_moving_cpu_tensors_to_cuda: Has no effect, because both templates are the same.
+        enable_moving_cpu_tensors_to_cuda: Has no effect: the template is the same for True and False.
     """
     with _generating:
         if generated_module_name in sys.modules:
@@ -158,10 +158,10 @@ def _do_instantiate_remote_module_template(
 def instantiate_scriptable_remote_module_template(
     module_interface_cls: Any, enable_moving_cpu_tensors_to_cuda: bool = True
 ) -> ModuleType:
-    """Returns the module with the methods of remote modules that have this interface, the same one each time.
+    """Returns a Python module with the methods of those remote modules that have a certain TorchScript interface.
 
-    The first time, it is generated from the signature of the interface's `forward`. Its `_generated_methods` are
-    `forward_async` and `forward`.
+    Its list `_generated_methods` has the functions `forward_async` and `forward`, with the parameters of the
+    interface's `forward`. The Python module is generated once; later calls with the same interface return it again.
 
     Args:
         module_interface_cls: A class decorated with `torch.jit.interface`.
@@ -194,5 +194,8 @@ def instantiate_scriptable_remote_module_template(
 
 
 def instantiate_non_scriptable_remote_module_template() -> ModuleType:
-    """Returns the module with the methods of remote modules without an interface, which accept any arguments."""
+    """Returns the Python module with the methods of remote modules without a TorchScript interface.
+
+    Its list `_generated_methods` has the functions `forward_async` and `forward`, which accept any arguments.
+    """
     return forward_methods

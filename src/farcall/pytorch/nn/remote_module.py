@@ -56,10 +56,10 @@ _REMOTE_MODULE_ATTRIBUTES_IGNORE_FOR_PICKLING: tuple[str, ...] = (*vars(nn.Modul
 
 
 def _is_known(name: str) -> bool:
-    """Returns True if it is known of the attribute `name` of remote modules whether it is sent in calls.
+    """Returns True if the attribute `name` of remote modules is declared as sent or as not sent in calls; else False.
 
-    That is so if the name is in `_REMOTE_MODULE_PICKLED_ATTRIBUTES` (sent) or
-    `_REMOTE_MODULE_ATTRIBUTES_IGNORE_FOR_PICKLING` (not sent).
+    The attributes that are sent are in `_REMOTE_MODULE_PICKLED_ATTRIBUTES`. Those that are not sent are in
+    `_REMOTE_MODULE_ATTRIBUTES_IGNORE_FOR_PICKLING`.
     """
     # Both are looked up each time, because programs with subclasses add their own attributes there.
     return name in _REMOTE_MODULE_PICKLED_ATTRIBUTES or name in _REMOTE_MODULE_ATTRIBUTES_IGNORE_FOR_PICKLING
@@ -76,9 +76,10 @@ _REFUSED_METHODS: Final = (
 
 
 class _RemoteModule(nn.Module):  # type: ignore[misc]  # torch may not be there when types are checked
-    """A module on another worker, possibly with a TorchScript interface: a class that lists its methods with types.
+    """Stands for a module on another worker. Calling this object calls the module there.
 
-    Calling the object calls the module on its worker. Programs use the subclass `RemoteModule`.
+    The module may have a TorchScript interface: a class that declares the methods of the module with their types.
+    Programs use the subclass `RemoteModule`.
 
     Attributes:
         on: The name or the rank of the worker that has the module.
@@ -113,9 +114,9 @@ class _RemoteModule(nn.Module):  # type: ignore[misc]  # torch may not be there 
             module_cls: A subclass of `torch.nn.Module`, or a function that returns a module.
             args: Its positional arguments; None for none.
             kwargs: Its keyword arguments; None for none.
-            _module_interface_cls: A class decorated with `torch.jit.interface`. If given, the module is compiled, and
-                this waits until it is, and raises what `module_cls` raises. If None, this does not wait, and errors of
-                `module_cls` are raised by `forward`.
+            _module_interface_cls: A class decorated with `torch.jit.interface`, or None. If given, the module is
+                compiled. The constructor waits for that, and raises what `module_cls` raises. If None, the constructor
+                does not wait, and `forward` raises what `module_cls` raises.
 
         Raises:
             ValueError: `remote_device` is malformed, or `_module_interface_cls` is not an interface.
@@ -184,10 +185,10 @@ class _RemoteModule(nn.Module):  # type: ignore[misc]  # torch may not be there 
             setattr(self, method.__name__, types.MethodType(method, self))
 
     def _check_attribute_picklability(self) -> None:
-        """Returns None if it is known of each attribute of this object whether it is sent in calls.
+        """Returns None if each attribute of this object is declared as sent or as not sent in calls.
 
-        Raises `AttributeError` for one that is neither in `_REMOTE_MODULE_PICKLED_ATTRIBUTES` nor in
-        `_REMOTE_MODULE_ATTRIBUTES_IGNORE_FOR_PICKLING`.
+        Raises `AttributeError` for an attribute that is neither in `_REMOTE_MODULE_PICKLED_ATTRIBUTES` (sent) nor in
+        `_REMOTE_MODULE_ATTRIBUTES_IGNORE_FOR_PICKLING` (not sent).
         """
         for name in self.__dict__:
             if not _is_known(name):
@@ -324,8 +325,10 @@ for _name in _REFUSED_METHODS:
 class RemoteModule(_RemoteModule):
     """A module on another worker, used as if it were in this process: `forward` calls it there.
 
-    Under distributed autograd, gradients reach its parameters. It can be sent in calls, and in no other pickle. Methods
-    of `torch.nn.Module` that would need the parameters in this process, such as `to`, raise `ValueError`.
+    The constructor creates `module_cls(*args, **kwargs)` at `remote_device`: the name of a worker, `/`, and a device.
+    Under distributed autograd, gradients reach the parameters of the module. A `RemoteModule` can be sent in a call,
+    but cannot be pickled otherwise. Methods of `torch.nn.Module` that would need the parameters in this process, such
+    as `to`, raise `ValueError`.
 
     Example:
         linear = RemoteModule("worker1/cpu", torch.nn.Linear, args=(20, 30))
@@ -407,7 +410,8 @@ def _create_module_with_interface(
 def _instantiate_template(module_interface_cls: Any, enable_moving_cpu_tensors_to_cuda: bool) -> None:
     """Generates the methods of remote modules with a TorchScript interface on this worker, for later use.
 
-    Raises `ValueError` if `module_interface_cls` is not an interface. The other argument has no effect.
+    Does nothing if they were generated before. Raises `ValueError` if `module_interface_cls` is None or anything else
+    that is not an interface, and `AssertionError` if the interface has no `forward`. The other argument has no effect.
     """
     instantiator.instantiate_scriptable_remote_module_template(module_interface_cls, enable_moving_cpu_tensors_to_cuda)
 
@@ -437,8 +441,9 @@ def _train(module_rref: PyRRef[Any], mode: bool) -> None:
 def _remote_module_reducer(remote_module: RemoteModule) -> Any:
     """Returns what is pickled in place of a remote module: a function and the values of the attributes that are sent.
 
-    Prints a warning to standard error for each attribute of which it is not known whether it is sent. Raises
-    `SerializationError` if this thread is not writing a message of a call.
+    Prints a warning to standard error for each attribute that is neither in `_REMOTE_MODULE_PICKLED_ATTRIBUTES` nor in
+    `_REMOTE_MODULE_ATTRIBUTES_IGNORE_FOR_PICKLING`, and does not send it. Raises `SerializationError` if this thread is
+    not writing a message of a call.
     """
     for name in remote_module.__dict__:
         if not _is_known(name):

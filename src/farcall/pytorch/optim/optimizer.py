@@ -79,7 +79,10 @@ with _compiling():
 
     @torch.jit.interface
     class _ScriptLocalOptimizerInterface:
-        """The TorchScript interface of an optimizer for the parameters of one worker: its `step` takes a context id."""
+        """The TorchScript interface of an optimizer for the parameters of one worker.
+
+        Its `step` takes the id of the distributed autograd context with the gradients.
+        """
 
         def step(self, autograd_ctx_id: int) -> None:
             pass

@@ -113,10 +113,10 @@ def hides_method(error: BaseException, name: str) -> bool:
 
 
 def is_sound(value: object) -> bool:
-    """Returns True if the interpreter can safely use the attributes of an exception; also for values of other types.
+    """Returns False if `value` is an exception with attributes that the interpreter cannot use safely; else True.
 
-    Returns False if a text is not a str, a position is not valid, or an attribute is set that is always dropped
-    (`is_dropped`).
+    It cannot use a text that is not a str, or a position that is not valid. An attribute that is dropped for every
+    sender (`is_dropped`) must not be set either. Returns True for values that are not exceptions.
     """
     if not isinstance(value, BaseException):
         return True
@@ -177,8 +177,8 @@ def are_printable(errors: Iterable[BaseException]) -> bool:
     """Returns True if printing these exceptions together ends, and does not take all memory; also for no exceptions.
 
     A value is printed each time that it occurs. So the sizes of values are added up over all paths that lead to them.
-    Returns False if that is too much (`_MAX_PRINTED_BYTES`, or `MAX_MEMBERS` in a group), if a value contains itself,
-    or if the notes of an exception are not a list of texts.
+    Returns False if the sum is more than `_MAX_PRINTED_BYTES`, if an exception group prints more than `MAX_MEMBERS`
+    exceptions, if a value contains itself, or if the notes of an exception are not a list of texts.
     """
     sizes: dict[int, int] = {}  # for the id of a value: how much it prints
     members: dict[int, int] = {}  # for the id of a group: how many exceptions it prints

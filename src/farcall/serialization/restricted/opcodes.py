@@ -64,7 +64,8 @@ def _declare(kind: int, opcodes: dict[bytes, int]) -> None:
 
     Args:
         kind: The kind of all these opcodes, such as `_FIXED`.
-        opcodes: The opcodes, one byte each, with the number that `_SIZES` gets.
+        opcodes: The opcodes, one byte each, with their entries in `_SIZES`: for `_FIXED` the number of bytes with the
+            argument, for `_SIZED` the number of bytes of the length. For other kinds the number has no meaning.
     """
     for opcode, size in opcodes.items():
         _KINDS[opcode[0]], _SIZES[opcode[0]] = kind, size
@@ -188,12 +189,14 @@ these bytes alone cannot use a value twice or reserve memory, and cannot be nest
 
 
 def check_opcodes(payload: bytes) -> None:
-    """Returns if a pickle is safe to unpickle with a guard for its names; unpickles nothing.
+    """Raises an exception if a pickle is not safe to unpickle, even with a guard for its names; else returns None.
+
+    Unpickles nothing.
 
     Raises:
         NotAllowedError: It is too deep, would take too long to hash, skips indexes of the memo, or has old opcodes.
-        pickle.UnpicklingError, ValueError: It is not a valid pickle. Empty and short ones may pass all the same:
-            unpickling them raises.
+        pickle.UnpicklingError, ValueError: It is not a valid pickle. Not all invalid pickles are found: an empty one
+            and some short ones pass, and unpickling them raises.
     """
     if len(payload) <= MAX_DEPTH and not payload.translate(None, _HARMLESS):
         return
@@ -365,8 +368,8 @@ def _other_than_atoms(items: list[_Value]) -> Iterable[_Value]:
 def _frozen_value(items: list[_Value], most: int) -> _Value:
     """Returns the depth of a tuple or frozenset with these items, and how many elements hashing it reads.
 
-    The items are pairs of the same kind. Without items the result is (1, 1). Raises `NotAllowedError` if it is deeper
-    than `MAX_DEPTH`, or hashing it reads more than `most` elements.
+    Each item is such a pair, too: its depth, and how many elements hashing it reads. Without items, both numbers are 1.
+    Raises `NotAllowedError` if the result is deeper than `MAX_DEPTH`, or hashing it reads more than `most` elements.
     """
     depth, visited = 0, 1 + len(items)
     for item in _other_than_atoms(items):
@@ -400,7 +403,8 @@ def _deepen(target: _Value, items: list[_Value]) -> None:
 def _count_hashed(keys: list[_Value], before: int, most: int) -> int:
     """Returns how many elements hashing has read after it has hashed these keys, given that it had read `before`.
 
-    Without keys that is `before`. Raises `NotAllowedError` if it is more than `most`.
+    Each key is a pair: its depth, and how many elements hashing it reads. Without keys the result is `before`. Raises
+    `NotAllowedError` if the result is more than `most`.
     """
     before += len(keys)
     for key in _other_than_atoms(keys):

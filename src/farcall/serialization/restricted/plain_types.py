@@ -47,9 +47,10 @@ _FAST_HASHED: Final = frozenset({str, bytes, float, complex, bool, type(None)})
 
 
 def sent_size(value: Any) -> int:
-    """Returns how much a call would copy of one argument: elements of a collection, or bytes of a number or memory.
+    """Returns how much of one argument a call would copy.
 
-    Returns 0 for an empty collection and for a value of any other type.
+    For a collection that is the number of its elements, and for an int or a memoryview the number of its bytes. Returns
+    0 for an empty collection and for a value of any other type.
     """
     kind = type(value)
     if kind in _SENT_IN_FULL:
@@ -95,9 +96,9 @@ def _is_decimal_args(args: Sequence[Any]) -> bool:
 
 
 def _is_deque_args(args: Sequence[Any]) -> bool:
-    """Returns True for arguments of a `deque`: none, a collection such as a list, or that and an int or None.
+    """Returns True for arguments of a `deque`: none, a collection such as a list, or a collection and a maximum length.
 
-    Returns False for anything else, such as a `range` instead of the collection.
+    The maximum length is an int or None. Returns False for anything else, such as a `range` as the collection.
     """
     return _is_collection_args(args[:1]) and (not args[1:] or (len(args) == 2 and type(args[1]) in (int, type(None))))
 

@@ -104,9 +104,10 @@ def register_plain(function: Callable[..., Any], checked: Callable[..., Any]) ->
     A second call for the same function replaces `checked`. Neither argument is checked.
 
     Args:
-        function: A function of a module, which pickles name.
-        checked: Called instead of it on workers with an allow-list. An attacker chooses its arguments: it must raise an
-            exception for all that are not safe. What it returns is not changed by the pickle.
+        function: A function of a module. Pickles contain its name.
+        checked: Called instead of `function` on workers with an allow-list. An attacker chooses the arguments:
+            `checked` must raise an exception for all that are not safe. The pickle cannot change the object that it
+            returns.
     """
     _REGISTERED[function.__module__, function.__qualname__] = checked
     _COPYING_MODULES.add(checked.__module__)
@@ -187,8 +188,8 @@ class _FastUnpickler(pickle.Unpickler):
     def find_class(self, module: str, name: str) -> Any:
         """Returns the type of that name if it is a harmless one (in `FAST_TYPES`) and the pickle is short.
 
-        Short are at most `MAX_FAST_BYTES` bytes. Raises `NotAllowedError` if the guard refuses the name, and
-        `_NeedsChecking` for all other names.
+        A pickle is short if it has at most `MAX_FAST_BYTES` bytes. Raises `NotAllowedError` if the guard refuses the
+        name, and `_NeedsChecking` in all other cases.
         """
         if f"{module}.{name}" not in FAST_TYPES or not self._is_short:
             if (module, name) not in _REGISTERED:
@@ -213,9 +214,10 @@ class _Memo(dict[int, Any]):
     __slots__ = ()
 
     def __getitem__(self, index: int) -> Any:
-        """Returns the value with that index; for a pending one, which waits for its state, the finished value.
+        """Returns the value with that index; if the entry is a `Pending`, the value that was created from its state.
 
-        Raises `UnpicklingError` for a pending value that is not finished, and `KeyError` if there is no such index.
+        Raises `UnpicklingError` if the state of a `Pending` has not arrived yet, and `KeyError` if there is no such
+        index.
         """
         value = super().__getitem__(index)
         if isinstance(value, Pending):
@@ -228,7 +230,8 @@ class _Memo(dict[int, Any]):
 class _CheckingUnpickler(pickle._Unpickler):
     """Pickle's Python unpickler, with checks in the opcodes that call or change something. Call `load` once.
 
-    The methods named `load_...` run one opcode each, on the objects at the end of `stack`.
+    The methods named `load_...` run one opcode each, on the objects at the end of `stack`. The attributes that are
+    declared here are those of pickle's own unpickler; in `dispatch`, the checked methods replace those of pickle.
 
     Args:
         payload: The pickle, whose opcodes have been checked.
@@ -274,9 +277,10 @@ class _CheckingUnpickler(pickle._Unpickler):
         return value
 
     def find_class(self, module: str, name: str) -> Any:
-        """Returns the object with that name; for a numpy or registered function the checked one that replaces it.
+        """Returns the object with that name. For some functions, returns a checked function that takes their place.
 
-        Raises `NotAllowedError` if the guard does not allow it, and what importing the module or looking up the name
+        These are numpy's functions in pickles of arrays, and functions registered by `register_plain`. Raises
+        `NotAllowedError` if the guard does not allow the name. Raises what importing the module or looking up the name
         raises, such as `ImportError` or `AttributeError`.
         """
         found = _REGISTERED.get((module, name))
@@ -296,9 +300,10 @@ class _CheckingUnpickler(pickle._Unpickler):
     # Calls
 
     def load_reduce(self) -> None:
-        """REDUCE: calls the object before the arguments at the end of the stack, and pushes the result instead of both.
+        """REDUCE: calls a function or class, and pushes the result.
 
-        Raises `NotAllowedError` if the pickle may not call it with these arguments, and what the call raises.
+        Takes the tuple of arguments from the end of the stack, and before it the object to call. Raises
+        `NotAllowedError` if the pickle may not call it with these arguments, and what the call raises.
         """
         args = self.stack.pop()
         called = self.stack.pop()
@@ -317,7 +322,8 @@ class _CheckingUnpickler(pickle._Unpickler):
     def load_newobj_ex(self) -> None:
         """NEWOBJ_EX: creates an instance with `__new__`, without `__init__`, and pushes it; with keyword arguments.
 
-        Raises `NotAllowedError` if the pickle may not create the instance with these arguments.
+        The class, the tuple of arguments and the dict of keyword arguments are at the end of the stack. Raises
+        `NotAllowedError` if the pickle may not create the instance with these arguments, and what `__new__` raises.
         """
         kwargs, args = self.stack.pop(), self.stack.pop()
         self._new(self.stack.pop(), args, kwargs)
@@ -334,10 +340,11 @@ class _CheckingUnpickler(pickle._Unpickler):
         self._push_result(cls, cls.__new__, (cls, *args), kwargs)
 
     def _check_call(self, called: Any, args: Any, kwargs: Any) -> None:
-        """Returns if the pickle may call `called` with these arguments, and counts what the call will copy of them.
+        """Raises `NotAllowedError` if the pickle may not call `called` with these arguments; else returns None.
 
-        Raises `NotAllowedError` if `called` was not found by name, may not get these arguments, or has copied too much,
-        and `UnpicklingError` if `args` is not a tuple or `kwargs` not a dict.
+        It may not if `called` was not found by name, if `called` does not accept these arguments from a pickle, or if
+        the pickle has had too much copied. Counts what the call will copy of the positional arguments. Raises
+        `UnpicklingError` if `args` is not a tuple or `kwargs` not a dict.
         """
         named, name = self._named.get(id(called), (None, ""))
         if named is None or named is NDARRAY:
@@ -352,7 +359,8 @@ class _CheckingUnpickler(pickle._Unpickler):
     def _count_copied(self, given: Sequence[Any]) -> None:
         """Counts the bytes and elements of the arguments `given` that a call will copy.
 
-        Raises `NotAllowedError` when the pickle has had more copied than `_MAX_COPIED` and eight times what was sent.
+        Raises `NotAllowedError` when the pickle has had more copied than the sum of `_MAX_COPIED` and eight times the
+        bytes that were sent.
         """
         self._may_copy -= sum(map(sent_size, given))
         if self._may_copy < 0:
@@ -395,10 +403,10 @@ class _CheckingUnpickler(pickle._Unpickler):
     # Changes
 
     def load_build(self) -> None:
-        """BUILD: sets the state, at the end of the stack, of the object before it on the stack.
+        """BUILD: takes a state from the end of the stack, and sets it on the object before it.
 
-        An array or a dtype is created from its state. Raises `NotAllowedError` if that state must not be set, and what
-        the class's own `__setstate__` raises.
+        An array or a dtype is created from its state, and replaces that object on the stack. Raises `NotAllowedError`
+        if the object must not be changed or must not get this state, and what the class's own `__setstate__` raises.
         """
         state = self.stack.pop()
         target = self.stack[-1]
@@ -433,23 +441,23 @@ class _CheckingUnpickler(pickle._Unpickler):
             raise NotAllowedError(f"a pickle tries to set a state of a {type(target).__name__} that is not allowed")
 
     def load_append(self) -> None:
-        """APPEND: adds the item at the end of the stack to the list or similar object before it.
+        """APPEND: takes the item at the end of the stack, and adds it to the list or similar object before it.
 
         Raises `NotAllowedError` if the pickle must not change that object.
         """
         self._extend([self.stack.pop()])
 
     def load_appends(self) -> None:
-        """APPENDS: adds all items above the mark to a list or similar object; none if there are none.
+        """APPENDS: takes all items after the last mark, and adds them to the list or similar object before the mark.
 
-        Raises `NotAllowedError` if the pickle must not change that object.
+        There may be no items. Raises `NotAllowedError` if the pickle must not change that object.
         """
         self._extend(self.pop_mark())
 
     def load_additems(self) -> None:
-        """ADDITEMS: adds all items above the mark to a set or similar object; none if there are none.
+        """ADDITEMS: takes all items after the last mark, and adds them to the set or similar object before the mark.
 
-        Raises `NotAllowedError` if the pickle must not change that object.
+        There may be no items. Raises `NotAllowedError` if the pickle must not change that object.
         """
         items = self.pop_mark()
         target = self.stack[-1]
@@ -462,18 +470,20 @@ class _CheckingUnpickler(pickle._Unpickler):
                 add(target, item)
 
     def load_setitem(self) -> None:
-        """SETITEM: sets one item, key and value at the end of the stack, in the dict or similar object before them.
+        """SETITEM: takes a key and a value from the end of the stack, and sets the item in the dict before them.
 
-        Raises `NotAllowedError` if the pickle must not change that object.
+        Any object with `__setitem__` may take the place of the dict. Raises `NotAllowedError` if the pickle must not
+        change that object.
         """
         value, key = self.stack.pop(), self.stack.pop()
         self._check_change(self.stack[-1])
         self.stack[-1][key] = value
 
     def load_setitems(self) -> None:
-        """SETITEMS: sets all items above the mark in a dict or similar object; none if there are none.
+        """SETITEMS: takes all keys and values after the last mark, and sets these items in the dict before the mark.
 
-        Raises `NotAllowedError` if the pickle must not change that object.
+        Any object with `__setitem__` may take the place of the dict. There may be no items. Raises `NotAllowedError` if
+        the pickle must not change that object.
         """
         items = self.pop_mark()
         target = self.stack[-1]
@@ -502,10 +512,10 @@ class _CheckingUnpickler(pickle._Unpickler):
     def _record_contents(self, target: Any, values: Sequence[Any]) -> None:
         """Records that `values` are inside `target`, which the interpreter frees by nested C calls (such as a deque).
 
-        Those of the values that are freed in the same way must not be changed from now on. Otherwise a pickle could put
-        something into them later, and their depth would not be known here. Without values, `target` has the depth 1.
+        The depth of `target` is 1 more than that of the deepest value of this sort in it; without such values it is 1.
+        The pickle must not change these values any more, because that could make them deeper later.
 
-        Raises `NotAllowedError` if `target` is nested more than `_MAX_FREED_DEPTH` deep now.
+        Raises `NotAllowedError` if `target` is deeper than `_MAX_FREED_DEPTH` now.
         """
         depth, _ = self._freed.get(id(target), (1, None))
         for value in values:
@@ -521,10 +531,10 @@ class _CheckingUnpickler(pickle._Unpickler):
         self._freed[id(target)] = depth, target
 
     def _check_change(self, target: Any) -> None:
-        """Returns None if the pickle has created `target`, so may change it; else raises `NotAllowedError`.
+        """Returns None if the pickle may change `target`, because it has created it; else raises `NotAllowedError`.
 
-        It must not change classes, objects found by name, arrays and dtypes, and results of calls that may not be new
-        objects.
+        The pickle must not change classes, objects found by name, arrays, dtypes, and results of calls that may not be
+        new objects.
         """
         if isinstance(target, (type, Pending)) or id(target) in self._named or id(target) in self._frozen:
             what = target.__qualname__ if isinstance(target, type) else f"a {type(target).__name__}"
@@ -605,7 +615,8 @@ def loads_restricted(payload: Buffer, buffers: Sequence[Buffer], guard: Guard) -
 
     Args:
         payload: The payload; an empty one means None.
-        buffers: The buffers that came with it, in order; empty if there are none. Large arrays use their memory.
+        buffers: The buffers that came with it, in order; empty if there are none. Large arrays use the memory of the
+            buffers, without a copy.
         guard: Decides which functions and classes may be used.
 
     Raises:
@@ -639,7 +650,8 @@ def loads_restricted_arguments(
 
     Args:
         payload: The payload; an empty one means no arguments.
-        buffers: The buffers that came with it, in order; empty if there are none. Large arrays use their memory.
+        buffers: The buffers that came with it, in order; empty if there are none. Large arrays use the memory of the
+            buffers, without a copy.
         guard: Decides which functions and classes may be used.
 
     Raises:
