@@ -38,7 +38,11 @@ import concurrent.futures
 
 
 class RpcError(RuntimeError):
-    """The base class of all exceptions that farcall itself raises."""
+    """The base class of all exceptions that farcall itself raises: `except RpcError` catches all of them.
+
+    Its only argument is the message. An exception that a function raised on another worker is not one of these. It
+    arrives with its own type, or as a `RemoteError` if it cannot be rebuilt.
+    """
 
 
 class UsageError(RpcError):
@@ -46,11 +50,17 @@ class UsageError(RpcError):
 
 
 class NotInitializedError(UsageError):
-    """This process has no agent, because `init_rpc` was not called yet or `shutdown` was called already."""
+    """This process has no agent, because `init_rpc` was not called yet or `shutdown` was called already.
+
+    Also raised if the process is in several groups, and it is not known which of them is meant.
+    """
 
 
 class AlreadyInitializedError(UsageError):
-    """`init_rpc` was called while this process already has an agent. Call `shutdown` first."""
+    """`init_rpc` was called while this process already has an agent, or a `Group` was entered twice.
+
+    Shut down first.
+    """
 
 
 class ForkedProcessError(UsageError):
@@ -109,12 +119,12 @@ class WorkerLostError(RpcError, ConnectionError):
 
     Args:
         message: The text of the exception.
-        worker: The name of the lost worker; None if it is not known.
+        worker: The name of the lost worker; None if it is not known. Not checked.
 
     Attributes:
         worker: The name of the lost worker, or None.
-        is_gone: Whether the process of the worker has ended, as far as can be told: nothing listens at its addresses.
-            False if it may still run.
+        is_gone: True if nothing listens at the addresses of the worker, so its process has most likely ended. False if
+            it may still run. The constructor sets False, and the code that raises the exception may set True.
     """
 
     def __init__(self, message: str, worker: str | None = None) -> None:
@@ -124,7 +134,12 @@ class WorkerLostError(RpcError, ConnectionError):
 
 
 class OwnerLostError(WorkerLostError):
-    """The worker that owns the value of a reference was lost, and the value with it."""
+    """The worker that owns the value of a reference was lost, and the value with it.
+
+    Args:
+        message: The text of the exception.
+        worker: The name of the owner; None if it is not known.
+    """
 
 
 class ReferenceRefusedError(RpcError):
@@ -142,15 +157,15 @@ class RemoteError(RpcError):
     """The callee raised an exception that cannot be rebuilt on the caller, for example because its class is missing.
 
     Args:
-        message: The text of this exception.
-        type_name: The full name of the class of the original exception.
-        remote_message: The text of the original exception.
-        traceback: The traceback on the callee, as text.
+        message: The text of this exception, which `str()` returns.
+        type_name: The full name of the class of the original exception; empty if unknown.
+        remote_message: The text of the original exception; empty if unknown. It becomes the attribute `message`.
+        traceback: The traceback on the callee, as text; empty if unknown.
 
     Attributes:
-        type_name: The full name of the class of the original exception; empty if unknown.
-        message: The text of the original exception; empty if unknown.
-        traceback: The traceback on the callee, as text; empty if unknown.
+        type_name: The argument `type_name`.
+        message: The argument `remote_message`, not the argument `message`.
+        traceback: The argument `traceback`.
     """
 
     def __init__(self, message: str, type_name: str = "", remote_message: str = "", traceback: str = "") -> None:
@@ -165,14 +180,15 @@ class RendezvousError(RpcError):
 
 
 class RendezvousTimeoutError(RendezvousError, TimeoutError):
-    """Not all workers arrived at the rendezvous within the timeout. The message says which ones did.
+    """The rendezvous took longer than its timeout: the store or some workers were missing. The message says which ones.
 
     Args:
         message: The text of the exception.
-        present: The keys that the group's key-value store had when the timeout expired, if that is known.
+        present: The keys that were there when `Store.collect` timed out. Empty if there were none, or if something else
+            timed out.
 
     Attributes:
-        present: The keys that the store had when the timeout expired; empty if unknown.
+        present: The argument `present`.
     """
 
     def __init__(self, message: str, present: tuple[str, ...] = ()) -> None:
@@ -189,7 +205,7 @@ class ShutdownError(RpcError):
 
 
 class ProtocolError(RpcError, ConnectionError):
-    """The other end of a connection sent bytes that are not valid in farcall's protocol."""
+    """The other end of a connection sent bytes that are not valid in farcall's protocol, the format of its messages."""
 
 
 class VersionMismatchError(ProtocolError):
