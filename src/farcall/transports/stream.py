@@ -69,6 +69,8 @@ _MAX_SEND_BYTES: Final = 1 << 18
 """After this many bytes, no further queued piece is sent with the same system call."""
 _WRITABLE_POLL_MS: Final = 100
 """How many milliseconds a thread waits for room in the socket before it checks the queue again."""
+_BLIND_SLEEP_S: Final = 0.05
+"""How long a thread sleeps at most that nobody can wake, because no descriptor is left."""
 _MAX_SLEEP_S: Final = 1.0
 """How many seconds `wait` sleeps before it checks whether a signal handler has received the frames."""
 
@@ -372,17 +374,20 @@ class StreamLink:
         """
         before = self._bytes_in
         wake_up = self._wake_up  # keep a reference, as to the socket
-        poll.register(wake_up.fileno(), select.POLLIN)
+        event = wake_up.fileno()
+        if event < 0:
+            return self._sleep_until(poll, until, before, wake_up, _BLIND_SLEEP_S)
+        poll.register(event, select.POLLIN)
         try:
-            return self._sleep_until(poll, until, before, wake_up)
+            return self._sleep_until(poll, until, before, wake_up, _MAX_SLEEP_S)
         finally:
-            poll.unregister(wake_up.fileno())
+            poll.unregister(event)
 
-    def _sleep_until(self, poll: select.poll, until: float, before: int, wake_up: WakeUp) -> bool:
+    def _sleep_until(self, poll: select.poll, until: float, before: int, wake_up: WakeUp, slice_s: float) -> bool:
         while True:
             if wake_up.take():
                 return False
-            left = min(max(0.0, until - monotonic()), _MAX_SLEEP_S)
+            left = min(max(0.0, until - monotonic()), slice_s)
             if sleep_in_poll(poll, left):
                 return not wake_up.take()
             # A signal handler may have received the frames. `poll` itself continues after a signal.

@@ -20,9 +20,13 @@ class WakeUp:
         self._is_due = False
 
     def fileno(self) -> int:
-        """Returns a descriptor that is readable after a later request. The thread that waits calls `take` after it."""
+        """Returns a descriptor that is readable after a later request. The thread that waits calls `take` after it.
+
+        Returns -1 if the process has no descriptor left. Then the thread that waits calls `take` from time to time.
+        """
         if self._event < 0:
-            self._event = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
+            with suppress(OSError):
+                self._event = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
         return self._event
 
     def request(self) -> None:
