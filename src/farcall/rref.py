@@ -48,6 +48,11 @@ class Target(Generic[T_co]):
     _handle: Handle
     _timeout: float = UNSET_RPC_TIMEOUT
 
+    @property
+    def handle(self) -> Handle:
+        """The handle of the reference, through which its calls are made."""
+        return self._handle
+
     def options(self, **options: Unpack[CallOptions]) -> Target[T_co]:
         """Returns an object for the same value whose calls have these options. This object does not change.
 

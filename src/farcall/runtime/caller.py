@@ -17,7 +17,7 @@ from typing import Any, Final
 
 from farcall.backends.interface import To, bad_arguments, check_timeout, checked_function, worker_key
 from farcall.errors import OwnerLostError, RpcError, RpcTimeoutError, UnknownWorkerError, UsageError, WorkerLostError
-from farcall.futures import DONE, FAILED, Future
+from farcall.futures import DONE, FAILED, Future, failed_future
 from farcall.options import UNSET_RPC_TIMEOUT
 from farcall.protocol.frames import (
     MAX_CALLEE_BYTES,
@@ -147,6 +147,66 @@ class Caller:
             future.connection.drive_in_background_later()
         return future
 
+    def call_many(
+        self,
+        workers: Sequence[WorkerInfo],
+        function: Callable[..., Any],
+        args: Sequence[Any] | None,
+        kwargs: Mapping[str, Any] | None,
+        timeout: float,
+    ) -> list[Future[Any]]:
+        """Sends the same call to several workers, and returns their futures without waiting for the replies.
+
+        The arguments are pickled once. Workers to which there is a connection are sent the call first, so that they do
+        not wait for a worker that has to be connected to.
+
+        Args:
+            workers: The workers; at least one.
+            function: The function to run there.
+            args: Its positional arguments, a tuple or list; None for none.
+            kwargs: Its keyword arguments; None for none.
+            timeout: How many seconds each call may take; 0 for no timeout, `UNSET_RPC_TIMEOUT` for the default one.
+
+        Returns:
+            A future for each worker, in the same order. It has failed if the call could not be sent to that worker.
+
+        Raises:
+            UsageError: An argument is not valid.
+            SerializationError: An argument cannot be pickled.
+            RpcError: This worker was shut down or expelled.
+        """
+        if self._peers.closed is not None:
+            raise self._peers.closed
+        timeout = self.resolve_timeout(timeout)
+        if args is not None and not isinstance(args, tuple | list):
+            raise bad_arguments(args)
+        callee = encode_function(checked_function(function)) or b""
+        payload, buffers, handles = self._pack_arguments("", function, callee, args or (), kwargs)
+        futures: dict[WorkerInfo, Future[Any]] = {}
+        for worker in sorted(workers, key=self._needs_connection):
+            try:
+                if self._interceptors.client:  # they may change the arguments for each worker, which are pickled again
+                    futures[worker] = self.call(worker, function, args, kwargs, timeout, unattended=True)
+                    continue
+                peer = self._find(worker)
+                future = self._send_call(peer, function, callee, (payload, list(buffers), handles), timeout)
+                future.connection.drive_in_background_later()
+                futures[worker] = future
+            except RpcError as error:
+                futures[worker] = failed_future(error)
+        return [futures[worker] for worker in workers]
+
+    def _needs_connection(self, worker: WorkerInfo) -> bool:
+        """Returns whether a call to a worker has to open a connection first."""
+        peer = self._peers.by_key.get(worker)
+        return peer is None or peer.connection is None
+
+    def calls_pending(self, worker: WorkerInfo) -> int:
+        """Returns how many calls of this worker to another one are under way; 0 if it is not known."""
+        peer = self._peers.by_key.get(worker)
+        connection = peer.connection if peer is not None else None
+        return connection.calls_pending() if connection is not None else 0
+
     def _call(
         self,
         peer: Peer,
@@ -169,8 +229,24 @@ class Caller:
             timeout: How many seconds the call may take; 0 for no limit.
             intercepted: The call as interceptors see it, which has the annotations; None without interceptors.
         """
+        packed = self._pack_arguments(peer.info.name, function, callee, args, kwargs)
+        return self._send_call(peer, function, callee, packed, timeout, intercepted)
+
+    def _send_call(
+        self,
+        peer: Peer,
+        function: Callee,
+        callee: bytes,
+        packed: tuple[bytes, list[memoryview], list[Handle]],
+        timeout: float,
+        intercepted: ClientCall | None = None,
+    ) -> PendingCall:
+        """Sends a call whose arguments are pickled to a worker, and returns its future.
+
+        The parameters are those of `_call`, and `packed` is what `_pack_arguments` returned. Its buffers are emptied.
+        """
+        payload, buffers, handles = packed
         annotations = intercepted.annotations if intercepted is not None else {}
-        payload, buffers, handles = self._pack_arguments(peer, function, callee, args, kwargs)
         connection, spent = peer.connection, 0.0
         if connection is None:
             began = monotonic()
@@ -205,9 +281,9 @@ class Caller:
         return future
 
     def _pack_arguments(
-        self, peer: Peer, function: Callee, callee: bytes, args: Sequence[Any], kwargs: Mapping[str, Any] | None
+        self, worker: str, function: Callee, callee: bytes, args: Sequence[Any], kwargs: Mapping[str, Any] | None
     ) -> tuple[bytes, list[memoryview], list[Handle]]:
-        """Pickles the arguments of a call.
+        """Pickles the arguments of a call. `worker` is the name of the callee, for messages; empty for several.
 
         Returns:
             The payload, the buffers, and the handles of references in the arguments. Each may be empty.
@@ -222,7 +298,7 @@ class Caller:
             payload, buffers = plain
             return payload, list(buffers), []
         with collecting() as handles:
-            payload, buffers = dumps_arguments(function, args, kwargs, peer.info.name, not callee)
+            payload, buffers = dumps_arguments(function, args, kwargs, worker, not callee)
         return payload, list(buffers), list(handles)
 
     def _call_intercepted(
@@ -460,7 +536,7 @@ class Caller:
 
         Runs a call to this worker without sending it.
         """
-        payload, buffers, handles = self._pack_arguments(peer, function, callee, args, kwargs)
+        payload, buffers, handles = self._pack_arguments(peer.info.name, function, callee, args, kwargs)
         store = self._store
         if peer.number == store.me:
             return self._remote_here(callee, payload, buffers, handles, keeps, annotations)
