@@ -161,6 +161,63 @@ def test_call_submit_and_keep_on_all(group: LocalGroup) -> None:
         everybody.call(repr, threading.Lock())
 
 
+class CountsPickles:
+    """Counts how often it is pickled."""
+
+    pickled = 0
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        CountsPickles.pickled += 1
+        return CountsPickles, ()
+
+
+def test_arguments_are_pickled_once(group: LocalGroup) -> None:
+    CountsPickles.pickled = 0
+    assert len(group.workers().call(type_name, CountsPickles())) == 3
+    assert CountsPickles.pickled == 1
+    kept = group.worker("worker1").keep(list, "tea")
+    lengths = group.workers().call(length_of, kept, bytes(2_000_000))  # a reference among them
+    assert lengths == {"worker0": 3, "worker1": 3, "worker2": 3}
+
+
+def type_name(value: object) -> str:
+    return type(value).__name__
+
+
+def length_of(reference: farcall.RRef[list[str]], _: bytes) -> int:
+    return reference.call(len)
+
+
+def overwrite(buffer: bytearray, first: int) -> tuple[int, int, int]:
+    """Changes its argument, and returns what was and what is there."""
+    before = buffer[0], buffer[-1]
+    buffer[:] = bytes([first]) * len(buffer)
+    return before[0], before[1], buffer[-1]
+
+
+def test_each_worker_has_a_copy_of_large_arguments(group: LocalGroup) -> None:
+    for seed in range(1, 6):
+        content = bytearray([seed]) * 3_000_000
+        futures = group.workers().submit(overwrite, content, seed + 100)
+        content[:] = bytes(len(content))  # it may be changed as soon as submit has returned
+        assert set(futures.result(SOON).values()) == {(seed, seed, seed + 100)}
+
+
+kept: list[bytearray] = []
+
+
+def keep_argument(buffer: bytearray) -> None:
+    kept.append(buffer)
+
+
+def test_large_arguments_that_workers_keep_do_not_change(group: LocalGroup) -> None:
+    for seed in range(1, 5):
+        group.workers().call(keep_argument, bytearray([seed]) * 2_000_000)
+    assert sorted(buffer[0] for buffer in kept) == sorted(3 * [1, 2, 3, 4])
+    assert all(bytes(buffer) == bytes(buffer[:1]) * 2_000_000 for buffer in kept)
+    kept.clear()
+
+
 def test_options(group: LocalGroup) -> None:
     stuck = new_gate("stuck")
     others = group.workers(others=True)

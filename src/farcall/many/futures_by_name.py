@@ -193,18 +193,11 @@ def group_call_error(errors: Mapping[str, Any], results: Mapping[str, Any], size
 def cancel_all(futures: Iterable[Future[Any]]) -> bool:
     """Cancels the futures that are not complete. Returns whether there was one.
 
-    A future that cannot be cancelled goes on, and nobody is warned about its failure.
+    A future that cannot be cancelled goes on.
     """
     is_any_cancelled = False
     for future in futures:
-        if not future.done():
-            cancel = getattr(future, "cancel", None)
-            if cancel is not None:
-                is_any_cancelled |= cancel()
-            else:
-                future.watch(_ignore, waker=False)
+        cancel = getattr(future, "cancel", None)
+        if cancel is not None and not future.done():
+            is_any_cancelled |= cancel()
     return is_any_cancelled
-
-
-def _ignore(_: Future[Any]) -> None:
-    """A callback that does nothing. A future with a callback does not warn about its failure."""

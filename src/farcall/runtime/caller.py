@@ -47,7 +47,7 @@ from farcall.serialization import (
     dumps_plain_arguments,
     encode_function,
 )
-from farcall.transports.base import FOREVER
+from farcall.transports.base import FOREVER, Broadcast
 
 Callee = Callable[..., Any] | str
 """A function, or the name of a method. Used in error messages."""
@@ -157,8 +157,8 @@ class Caller:
     ) -> list[Future[Any]]:
         """Sends the same call to several workers, and returns their futures without waiting for the replies.
 
-        The arguments are pickled once. Workers to which there is a connection are sent the call first, so that they do
-        not wait for a worker that has to be connected to.
+        The arguments are pickled once, and copied into shared memory once for all workers of this host. Workers to
+        which there is a connection are sent the call first, so that they do not wait for one that has to be connected.
 
         Args:
             workers: The workers; at least one.
@@ -183,17 +183,19 @@ class Caller:
         callee = encode_function(checked_function(function)) or b""
         payload, buffers, handles = self._pack_arguments("", function, callee, args or (), kwargs)
         futures: dict[WorkerInfo, Future[Any]] = {}
-        for worker in sorted(workers, key=self._needs_connection):
-            try:
-                if self._interceptors.client:  # they may change the arguments for each worker, which are pickled again
-                    futures[worker] = self.call(worker, function, args, kwargs, timeout, unattended=True)
-                    continue
-                peer = self._find(worker)
-                future = self._send_call(peer, function, callee, (payload, list(buffers), handles), timeout)
-                future.connection.drive_in_background_later()
-                futures[worker] = future
-            except RpcError as error:
-                futures[worker] = failed_future(error)
+        with Broadcast(buffers) as broadcast:
+            for worker in sorted(workers, key=self._needs_connection):
+                try:
+                    if self._interceptors.client:  # they may change the arguments for each worker
+                        futures[worker] = self.call(worker, function, args, kwargs, timeout, unattended=True)
+                        continue
+                    of_link = broadcast.for_link() if len(workers) > 1 else buffers
+                    packed = payload, of_link, handles
+                    future = self._send_call(self._find(worker), function, callee, packed, timeout)
+                    future.connection.drive_in_background_later()
+                    futures[worker] = future
+                except RpcError as error:
+                    futures[worker] = failed_future(error)
         return [futures[worker] for worker in workers]
 
     def _needs_connection(self, worker: WorkerInfo) -> bool:
