@@ -60,6 +60,29 @@ def test_call_and_submit_on_all(group: LocalGroup) -> None:
     assert isinstance(failed.value.errors["worker2"], ValueError)
 
 
+class CountsPickles:
+    """Counts how often it is pickled."""
+
+    pickled = 0
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        CountsPickles.pickled += 1
+        return CountsPickles, ()
+
+
+def test_arguments_are_pickled_once(group: LocalGroup) -> None:
+    CountsPickles.pickled = 0
+    shelves = group.workers().keep(Shelf)
+    assert len(shelves.call(Shelf.owner, CountsPickles())) == 3
+    assert CountsPickles.pickled == 1
+    assert shelves.call(lambda shelf, more: len(shelf.items) + len(more), bytes(2_000_000)) == dict.fromkeys(
+        ("worker0", "worker1", "worker2"), 2_000_000
+    )
+    both = RRefs({"here": shelves["worker1"], "there": shelves["worker1"], "other": group.rref("worker2", Shelf("x"))})
+    counts = both.call(Shelf.put, "tea")
+    assert ({counts["here"], counts["there"]}, counts["other"]) == ({1, 2}, 2)
+
+
 def test_map_and_any(group: LocalGroup) -> None:
     stuck = new_gate("stuck")
     shelves = group.workers(others=True).keep(Shelf)

@@ -135,6 +135,22 @@ class ReferenceCalls(Protocol):
             UsageError: This worker has released the handle, or `timeout` is negative or not a number.
         """
 
+    def call_on_many(
+        self,
+        handles: Sequence[Any],
+        method: str,
+        args: Sequence[Any],
+        kwargs: Mapping[str, Any] | None,
+        timeout: float,
+    ) -> list[Future[Any]]:
+        """Calls the same method of several values, without waiting for the replies; see `call_on`.
+
+        Returns a future for each handle, in the same order. The future of a call that could not be sent has failed.
+
+        Raises:
+            SerializationError: An argument cannot be pickled.
+        """
+
     def fetch(self, handle: Any, timeout: float) -> Any:
         """Waits for the value of a reference that another worker owns, and returns a copy.
 

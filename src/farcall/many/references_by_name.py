@@ -13,12 +13,12 @@ from typing import TYPE_CHECKING, Any, Concatenate, ParamSpec, TypeVar, Unpack, 
 from farcall import current
 from farcall.errors import OwnerLostError, UsageError
 from farcall.functions import is_idempotent
-from farcall.futures import Future
+from farcall.futures import Future, awaited_together
 from farcall.many.futures_by_name import Futures
 from farcall.many.least_busy import least_busy
 from farcall.many.map_stream import MapStream, MapTargets, checked_per_worker
 from farcall.options import UNSET_RPC_TIMEOUT, CallOptions, SelectionOptions, call_timeout, idempotent_option
-from farcall.rref import RRef, Target
+from farcall.rref import RRef, Target, submit_to_all
 
 if TYPE_CHECKING:
     from farcall.backends.interface import Handle
@@ -135,12 +135,15 @@ class RRefs(Mapping[str, RRef[T_co]]):
         futures = self._submit(func, args, kwargs)
         for future in futures.values():
             future.made_by(_getframe(1))
+            if awaited_together:
+                awaited_together.note(future)
         return futures
 
     def _submit(self, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Futures[Any]:
         """Sends a call to all values. Returns the futures by worker name. Raises as `submit` does."""
         self._check_not_empty()
-        return Futures({name: self.target(name).submit(func, *args, **kwargs) for name in self._references})
+        futures = submit_to_all(list(self._references.values()), func, args, kwargs, self._timeout)
+        return Futures(dict(zip(self._references, futures, strict=True)))
 
     @overload
     def map(

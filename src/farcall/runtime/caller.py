@@ -395,6 +395,55 @@ class Caller:
             future.connection.drive_in_background_later()
         return future
 
+    def call_on_many(
+        self,
+        handles: Sequence[Handle],
+        method: str,
+        args: Sequence[Any],
+        kwargs: Mapping[str, Any] | None,
+        timeout: float,
+    ) -> list[Future[Any]]:
+        """Calls a method of the values of several references, and returns the futures of the results.
+
+        Does not wait for the replies. The arguments are pickled once, and copied into shared memory once for all owners
+        on this host.
+
+        Args:
+            handles: A handle of each reference; at least one.
+            method: The name of the method.
+            args: Its positional arguments; empty for none.
+            kwargs: Its keyword arguments; None for none.
+            timeout: How many seconds each call may take; 0 for no timeout, `UNSET_RPC_TIMEOUT` for the default one.
+
+        Returns:
+            A future for each handle, in the same order. It has failed if the call could not be sent: see `call_on`.
+
+        Raises:
+            SerializationError: An argument cannot be pickled.
+            RpcError: This worker was shut down or expelled.
+        """
+        if self._peers.closed is not None:
+            raise self._peers.closed
+        timeout = self.resolve_timeout(timeout)
+        payload, buffers, passed_on = self._pack_arguments("", method, METHOD, args, kwargs)
+        futures: list[Future[Any]] = []
+        with Broadcast(buffers) as broadcast:
+            for handle in handles:
+                try:
+                    if self._interceptors.client:  # they may change the arguments for each owner
+                        futures.append(self.call_on(handle, METHOD, method, args, kwargs, timeout, unattended=True))
+                        continue
+                    handle.check()
+                    packed = payload, broadcast.for_link() if len(handles) > 1 else buffers, passed_on
+                    callee = self._callee_on(handle, METHOD, method)
+                    future = self._send_call(self._owner_of(handle), method, callee, packed, timeout)
+                    _keep_until_answered(future, handle)
+                    future.connection.drive_in_background_later()
+                    futures.append(future)
+                except RpcError as error:
+                    futures.append(failed_future(error))
+        return futures
+
     def fetch(self, handle: Handle, timeout: float) -> Any:
         """Waits for the value of a reference that another worker owns, and returns a new copy.
 
