@@ -106,9 +106,13 @@ def test_a_lease_is_used_for_nothing_else_while_its_segment_is_not_written(both:
     place = both.writers[0].write([memoryview(data(5, 10))])
     assert place is not None
     assert place.number != common.leases[0].place.number
-    assert both.writers[0].write([memoryview(data(5, 10 * SIZE))]) is not None
+
+
+def test_a_lease_does_not_take_a_large_segment(both: Readers) -> None:
+    place = both.writers[0].write([memoryview(data(5, 10 * SIZE))])
+    assert place is not None
     both.writers[0].free(place.number)
-    assert both.issue(common, 0).place.number == place.number, "the smallest one, not that of ten times the size"
+    assert both.issue(both.write(data(1)), 0).place.number != place.number
 
 
 def test_a_reader_that_is_lost_keeps_its_views_and_the_segment_is_given_up(both: Readers) -> None:
