@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 from typing import Any
 
 import pytest
@@ -119,6 +120,16 @@ def length_of_all(shelves: RRefs[Shelf]) -> dict[str, int]:
 def test_references_may_be_sent(group: LocalGroup) -> None:
     shelves = group.workers("worker0", "worker2").keep(Shelf, "tea")
     assert group.worker("worker1").call(length_of_all, shelves) == {"worker0": 2, "worker2": 2}
+
+
+def test_references_that_are_dropped_are_kept_until_their_calls_are_answered(group: LocalGroup) -> None:
+    slow = new_gate("slow")
+    futures = group.workers("worker1", "worker2").keep(wait_at, "slow", "tea").submit(len)
+    gc.collect()
+    eventually(lambda: group.references("worker1").owned)
+    slow.set()
+    assert futures.result(SOON) == {"worker1": 3, "worker2": 3}
+    eventually(lambda: not group.references("worker1").owned and not group.references("worker0").held)
 
 
 def test_a_lost_owner(make_group: NewGroup) -> None:

@@ -416,9 +416,12 @@ def test_a_cancelled_task_cancels_the_calls(group: LocalGroup) -> None:
 
     async def program() -> None:
         futures = group.workers("worker1", "worker2").submit(wait_at, "stuck")
-        task = asyncio.ensure_future(asyncio.wait_for(futures, SOON))
-        while not arrived["stuck"].is_set():
-            await asyncio.sleep(0.001)
+
+        async def read() -> None:
+            await futures
+
+        task = asyncio.ensure_future(read())
+        await asyncio.sleep(0)  # it waits now
         task.cancel()
         with pytest.raises(asyncio.CancelledError):
             await task
