@@ -25,6 +25,8 @@
         └── PeerRefusedError             ... or refused the connection, and said why
             └── AuthenticationError      ... because the two ends do not have the same secret
                 └── EncryptionError      ... or because they do not agree on TLS
+    GroupCallError (ExceptionGroup)      some workers of a call on a selection failed. No RpcError: its members may be
+                                         exceptions of the program
 
 Rules
 - A message names the worker, says what went wrong with which function or argument, and says what to do next.
@@ -35,6 +37,11 @@ Rules
 from __future__ import annotations
 
 import concurrent.futures
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:  # every class that stands in this module at run time is an error
+    from collections.abc import Mapping, Sequence
+    from typing import Any, Self
 
 
 class RpcError(RuntimeError):
@@ -225,6 +232,65 @@ class EncryptionError(AuthenticationError):
 
     One end does not accept the certificate of the other, or one end encrypts and the other does not.
     """
+
+
+class GroupCallError(ExceptionGroup[Exception]):
+    """A call on several workers failed on some of them. `except* WorkerLostError` catches a part of it.
+
+    Not an `RpcError`, because its members may be exceptions of the program.
+
+    Args:
+        message: The text of the exception.
+        errors: The exceptions by worker name; at least one.
+        results: The results of the workers that had answered by then, by worker name.
+
+    Attributes:
+        results: The results that were there by then, by worker name.
+    """
+
+    _names: tuple[str, ...]
+    results: dict[str, Any]
+
+    def __new__(cls, message: str, errors: Mapping[str, Exception], results: Mapping[str, Any] | None = None) -> Self:
+        self = super().__new__(cls, message, list(errors.values()))
+        # Names, not a second table of the exceptions: a failure that travels rebuilds `exceptions` and the attributes,
+        # and the two would be different objects.
+        self._names = tuple(errors)
+        self.results = dict(results or {})
+        return self
+
+    def __init__(self, message: str, errors: Mapping[str, Exception], results: Mapping[str, Any] | None = None) -> None:
+        super().__init__(message, list(errors.values()))
+
+    @property
+    def errors(self) -> dict[str, Exception]:
+        """The exceptions by worker name. Calls that were cancelled because of them are not in it."""
+        return dict(zip(self._names, self.exceptions, strict=False))
+
+    def derive(self, excs: Sequence[Exception], /) -> GroupCallError:  # type: ignore[override]
+        """Returns an error with a part of the exceptions, under the names of their workers. `except*` uses it."""
+        names = {id(error): name for name, error in self.errors.items()}
+        left = [name for name in self._names if self.errors[name] not in excs]
+        # A member that is a group itself is a new object here, with a part of its own members.
+        found = [names[id(error)] if id(error) in names else _take_group(left, self.errors, error) for error in excs]
+        return GroupCallError(self.message, dict(zip(found, excs, strict=True)), self.results)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return GroupCallError, (self.message, self.errors, self.results)
+
+
+def _take_group(names: list[str], errors: Mapping[str, Exception], part: BaseException) -> str:
+    """Returns the name of the member of `errors` that `part` is a part of, and removes it from `names`.
+
+    Returns a number as text if there is none, as for an exception that is not of this group.
+    """
+    members = {id(each) for each in part.exceptions} if isinstance(part, BaseExceptionGroup) else set()
+    for name in names:
+        whole = errors[name]
+        if isinstance(whole, BaseExceptionGroup) and not members.isdisjoint(map(id, whole.exceptions)):
+            names.remove(name)
+            return name
+    return f"{id(part):x}"
 
 
 # The names that these had before all of them ended in `Error`. Programs may use them.

@@ -1,7 +1,8 @@
-"""Decorators for functions that other workers call: `async_execution` and `exposed`.
+"""Decorators for functions that other workers call: `async_execution`, `exposed` and `idempotent`.
 
 `async_execution` marks a function that returns a `Future`; its caller gets the result of that future. `exposed` marks
-a function or class that other workers may call where the option `allow` restricts calls.
+a function or class that other workers may call where the option `allow` restricts calls. `idempotent` marks a function
+that may run more than once.
 
 Theory of operation: `async_execution` sets two attributes on a wrapper of the function. The first has the name that
 torch's decorator of the same name uses, so a function decorated by either is recognised by both. The second holds a
@@ -28,6 +29,9 @@ FutureConverter: TypeAlias = Callable[[str, Any], Future[Any]]
 
 EXPOSED = "_farcall_exposed"
 """The name of the attribute that `exposed` sets to True on functions and classes."""
+
+_IDEMPOTENT = "_farcall_idempotent"
+"""The name of the attribute that `idempotent` sets to True on functions."""
 
 _MISSING = object()
 """The default of `exposed`'s parameter, to tell `@exposed` from `@exposed()`."""
@@ -186,3 +190,39 @@ def exposed(target: Any = _MISSING) -> Any:
             "allow"
         ) from None
     return target
+
+
+def idempotent(function: E) -> E:
+    """Marks a function or method that may run more than once: `map` tries again after a lost worker.
+
+    Args:
+        function: The function to mark.
+
+    Returns:
+        `function` itself, unchanged but for the mark.
+
+    Raises:
+        TypeError: `function` does not accept attributes, as a builtin does not. Use the option `idempotent` of a
+            selection.
+
+    Example:
+        >>> @farcall.idempotent
+        ... def thumbnail(path):
+        ...     return shrink(path.read_bytes())
+    """
+    carrier = function.__func__ if isinstance(function, (staticmethod, classmethod)) else function
+    try:
+        setattr(carrier, _IDEMPOTENT, True)
+    except (AttributeError, TypeError):
+        raise TypeError(
+            f"{function!r} cannot be marked as idempotent: mark a function of your own, or say it by "
+            "farcall.workers(...).options(idempotent=True)"
+        ) from None
+    return function
+
+
+def is_idempotent(function: Callable[..., Any]) -> bool:
+    """Returns whether `function` is marked by `idempotent`, directly or inside a partial or bound method."""
+    while isinstance(function, functools.partial):
+        function = function.func
+    return bool(getattr(function, _IDEMPOTENT, False))

@@ -13,6 +13,7 @@ from __future__ import annotations
 import os
 import secrets
 import socket
+from collections.abc import Callable
 from contextvars import Token
 from copy import copy
 from types import TracebackType
@@ -23,6 +24,7 @@ from farcall.api import check_name, launched_name, make_agent, shut_down
 from farcall.backends.interface import RpcAgent, To, worker_key
 from farcall.backends.registry import choose_backend
 from farcall.errors import AlreadyInitializedError, NotInitializedError, UsageError
+from farcall.many.selection import Workers
 from farcall.options import DEFAULT_INIT_METHOD, RpcBackendOptions
 from farcall.protocol.ids import WorkerInfo
 from farcall.workers import Worker
@@ -291,6 +293,20 @@ class Group:
         """
         agent = self.agent
         return Worker(agent.info if to is None else worker_key(to), agent)
+
+    def workers(self, *names: str, where: Callable[[WorkerInfo], bool] | None = None, others: bool = False) -> Workers:
+        """Returns a selection of workers of this group, through which functions are run on all of them, or on any.
+
+        Args:
+            names: Names, and patterns of names such as `"rollout*"`. Without any, all workers.
+            where: Returns whether a worker of these names is in the selection; None for all.
+            others: Whether to leave out this worker.
+
+        Raises:
+            UsageError: A name is not a str, or `where` cannot be called.
+            NotInitializedError: The block was not entered, or has been left.
+        """
+        return Workers(names, where, others, self.agent)
 
     def __reduce__(self) -> NoReturn:
         """Raises `UsageError`: a group cannot be pickled."""

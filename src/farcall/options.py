@@ -541,6 +541,28 @@ class CallOptions(TypedDict, total=False):
     """
 
 
+class SelectionOptions(CallOptions, total=False):
+    """The keyword arguments of `.options(...)` of a selection of workers, and of references by worker name."""
+
+    idempotent: bool
+    """Whether `map` gives the items of a lost worker to another one, so that they may run more than once. By default
+    only if the function is marked `idempotent`."""
+
+
+def idempotent_option(options: SelectionOptions, before: bool) -> tuple[bool, CallOptions]:
+    """Returns the option `idempotent`, and the other options.
+
+    Args:
+        options: The keyword arguments of `.options(...)` of a selection.
+        before: What to return if `options` does not have it.
+
+    Raises:
+        UsageError: It is not a bool.
+    """
+    others = {name: value for name, value in options.items() if name != "idempotent"}
+    return _check_bool("idempotent", options.get("idempotent", before)), others  # type: ignore[return-value]
+
+
 def call_timeout(options: CallOptions, before: float) -> float:
     """Returns the timeout of calls with these options, in the form that agents use: 0 for no limit.
 

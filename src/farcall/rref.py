@@ -12,7 +12,7 @@ the messages between workers.
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Coroutine, Generator
+from collections.abc import Callable, Coroutine, Generator, Sequence
 from functools import partial
 from sys import _getframe
 from time import monotonic
@@ -53,6 +53,11 @@ class Target(Generic[T_co]):
 
     _handle: Handle
     _timeout: float = UNSET_RPC_TIMEOUT
+
+    @property
+    def handle(self) -> Handle:
+        """The handle of the reference, through which its calls are made."""
+        return self._handle
 
     def options(self, **options: Unpack[CallOptions]) -> Target[T_co]:
         """Returns an object for the same value whose calls have these options. This object does not change.
@@ -205,6 +210,41 @@ class _TargetWithOptions(Target[T_co]):
 
     def __repr__(self) -> str:
         return f"{RRef.of(self._handle)!r}.options(timeout={self._timeout or None})"
+
+
+def submit_to_all(
+    references: Sequence[Target[Any]],
+    func: Callable[..., Any] | str,
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+    timeout: float,
+) -> list[Future[Any]]:
+    """Runs `func(value, *args, **kwargs)` where the value of each reference lives. Returns futures without waiting.
+
+    The arguments are pickled once, unless the references belong to several agents.
+
+    Args:
+        references: The references; at least one.
+        func: A method, another function of the value, or the name of a method.
+        args: Its other positional arguments.
+        kwargs: Its keyword arguments.
+        timeout: The timeout of each call in seconds; 0 means no limit, -1 the `rpc_timeout` of this worker.
+
+    Raises:
+        UsageError: `func` is neither a function nor the name of a method, or an argument cannot be pickled
+            (`SerializationError`).
+    """
+    name, args = _callee(func, args)
+    handles = [reference.handle for reference in references]
+    by_store: dict[int, list[int]] = {}
+    for place, handle in enumerate(handles):
+        by_store.setdefault(id(handle.reference_store), []).append(place)
+    futures: dict[int, Future[Any]] = {}
+    for places in by_store.values():
+        calling = handles[places[0]].reference_store.calling
+        sent = calling.call_on_many([handles[place] for place in places], name, args, kwargs, timeout)
+        futures.update(zip(places, sent, strict=True))
+    return [futures[place] for place in range(len(handles))]
 
 
 class _FunctionOfValue(str):

@@ -22,7 +22,7 @@ from typing import Any, ParamSpec, TypeVar, Unpack, overload
 from farcall import current
 from farcall.backends.interface import Key, RpcAgent, To, WorkerHandle, worker_key
 from farcall.errors import RpcTimeoutError, UnknownWorkerError, UsageError, WorkerLostError
-from farcall.futures import Future, awaited_together
+from farcall.futures import Future, awaited_together, failed_future
 from farcall.gate import FOREVER, Gate
 from farcall.options import UNSET_RPC_TIMEOUT, CallOptions, call_timeout
 from farcall.protocol.ids import WorkerInfo
@@ -235,17 +235,6 @@ def worker(to: To | None = None) -> Worker:
         2
     """
     return Worker(current.current_agent().info) if to is None else Worker(worker_key(to))
-
-
-def failed_future(error: BaseException) -> Future[Any]:
-    """Returns a future that has failed with `error` already.
-
-    If nobody looks at the failure, the warning about it names the line that called the caller of this function.
-    """
-    future: Future[Any] = Future()
-    future.made_by(_getframe(2))
-    future.set_exception(error)
-    return future
 
 
 def wait_until_joined(agent: RpcAgent, is_there: Callable[[], bool], what: str, timeout: float | None) -> None:

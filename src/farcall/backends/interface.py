@@ -40,7 +40,7 @@ from typing import TYPE_CHECKING, Any, Final, NamedTuple, NoReturn, Protocol, Ty
 from farcall.deadlines import find_scope
 from farcall.errors import BackendError, ForkedProcessError, RpcError, RpcTimeoutError, UsageError
 from farcall.functions import async_result
-from farcall.futures import Future
+from farcall.futures import Future, failed_future
 from farcall.options import DEFAULT_RPC_TIMEOUT, UNSET_RPC_TIMEOUT
 from farcall.protocol.ids import ForkId, RRefId, Worker, WorkerInfo
 
@@ -137,6 +137,22 @@ class ReferenceCalls(Protocol):
             ReferenceRefusedError: The owner does not have the value any more.
             SerializationError: An argument cannot be pickled.
             UsageError: This worker has released the handle, or `timeout` is negative or not a number.
+        """
+
+    def call_on_many(
+        self,
+        handles: Sequence[Any],
+        method: str,
+        args: Sequence[Any],
+        kwargs: Mapping[str, Any] | None,
+        timeout: float,
+    ) -> list[Future[Any]]:
+        """Calls the same method of several values, without waiting for the replies; see `call_on`.
+
+        Returns a future for each handle, in the same order. The future of a call that could not be sent has failed.
+
+        Raises:
+            SerializationError: An argument cannot be pickled.
         """
 
     def fetch(self, handle: Any, timeout: float) -> Any:
@@ -558,6 +574,46 @@ class RpcAgent(ABC):
             )
 
         return self._expiry.limit(future, began + timeout, new_error)
+
+    def call_many(
+        self,
+        workers: Sequence[WorkerInfo],
+        function: Callable[..., Any],
+        args: Sequence[Any] | None,
+        kwargs: Mapping[str, Any] | None,
+        timeout: float,
+    ) -> list[Future[Any]]:
+        """Sends the same call to several workers, without waiting for results. `Workers.submit` uses it.
+
+        The default calls `call` for each worker. An agent that pickles arguments can override it to pickle them once.
+
+        Args:
+            workers: The callees; at least one.
+            function: The function to run there.
+            args: Its positional arguments, a tuple or a list; None for none.
+            kwargs: Its keyword arguments; None for none.
+            timeout: Seconds; 0 means no timeout, `UNSET_RPC_TIMEOUT` means `rpc_timeout`.
+
+        Returns:
+            A future for each worker, in the same order. The future of a worker that cannot be reached has failed.
+
+        Raises:
+            UsageError: The call is wrong for all of them, as `call` says. Nothing was sent.
+            RpcError: The error in `closed`, if the agent cannot be used any more.
+        """
+        futures: list[Future[Any]] = []
+        for worker in workers:
+            try:
+                futures.append(self.call(worker, function, args, kwargs, timeout, unattended=True))
+            except RpcError as error:
+                if not futures and (isinstance(error, UsageError) or error is self.closed):
+                    raise
+                futures.append(failed_future(error))
+        return futures
+
+    def calls_pending(self, worker: WorkerInfo) -> int:
+        """Returns how many calls of this worker to another one are under way. The default does not know: 0."""
+        return 0
 
     @cached_property
     def _expiry(self) -> Expiry:

@@ -479,6 +479,21 @@ class Agent(RpcAgent):
         """
         return self.calling.remote(to, function, args, kwargs, timeout)
 
+    def call_many(
+        self,
+        workers: Sequence[WorkerInfo],
+        function: Callable[..., Any],
+        args: Sequence[Any] | None,
+        kwargs: Mapping[str, Any] | None,
+        timeout: float,
+    ) -> list[Future[Any]]:
+        """Sends the same call to several workers, with arguments that are pickled once; see `RpcAgent.call_many`."""
+        return self.calling.call_many(workers, function, args, kwargs, timeout)
+
+    def calls_pending(self, worker: WorkerInfo) -> int:
+        """Returns how many calls of this worker to another one are under way. Calls of `remote` are not counted."""
+        return self.calling.calls_pending(worker)
+
     def submit_own_call(self, callee: bytes, job: Job) -> None:
         """Queues a call that this worker has made to itself with `remote`. No message is sent. A subclass may delay it.
 

@@ -24,16 +24,52 @@ Rules for every link
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, NamedTuple, Protocol, TypeAlias
+from typing import TYPE_CHECKING, NamedTuple, Protocol, Self, TypeAlias
 
 if TYPE_CHECKING:
     from farcall.transports.buffer_pool import BufferPool
     from farcall.transports.poller import Poller
-    from farcall.transports.shm_segments import SegmentPool
+    from farcall.transports.shm_segments import CommonSegment, SegmentPool
 
 Buffer: TypeAlias = bytes | bytearray | memoryview
 Frame: TypeAlias = tuple[bytes, Sequence[memoryview]]
 """A received frame: its bytes and its buffers. The buffers are writable."""
+
+
+class CommonBuffers(list[memoryview]):
+    """The buffers of a frame that is sent on several links, one list for each link: see `Broadcast`."""
+
+    def __init__(self, broadcast: Broadcast) -> None:
+        super().__init__(broadcast.buffers)
+        self.broadcast = broadcast
+
+
+class Broadcast:
+    """Buffers that are sent on several links. Links that can share memory copy them once for all of their peers.
+
+    Use it as a context manager around the sending, and give each link its own `for_link()`.
+
+    Args:
+        buffers: The buffers. They must not change inside of `with`.
+    """
+
+    def __init__(self, buffers: Sequence[memoryview]) -> None:
+        self.buffers = buffers
+        self.segment: CommonSegment | None = None
+        """The segment with the copy; None before the first link has made it."""
+
+    def for_link(self) -> CommonBuffers:
+        """Returns a list of the buffers that one link may send, and empty."""
+        return CommonBuffers(self)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        """From now on the copy is free as soon as the peers have dropped it."""
+        if self.segment is not None:
+            self.segment.is_held = False
+
 
 FOREVER = float("inf")
 """The deadline of a caller that waits without a limit."""
