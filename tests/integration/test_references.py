@@ -38,12 +38,12 @@ def settled():
     return wait_for(lambda: not left(), 10)
 
 def objects():
-    "The objects of farcall's classes, but for idle threads of the pool, and bells that are kept: there may be more."
+    "The objects of farcall's classes, but for those of idle threads of the pool: there may be more."
     gc.collect()
     return collections.Counter(
         type(each).__qualname__ for each in gc.get_objects()
         if type(each).__module__.startswith("farcall.")
-        and type(each).__qualname__ not in ("Follower", "Lead", "Gate", "Bell"))
+        and type(each).__qualname__ not in ("Gate", "ServingThread"))
 
 def megabytes():
     gc.collect()
