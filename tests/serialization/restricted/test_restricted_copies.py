@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from farcall.errors import NotAllowedError
+from farcall.errors import NotAllowedError, SerializationError
 from farcall.security.allowed import AllowList
 from farcall.serialization.restricted.unpickler import loads_restricted
 
@@ -159,3 +159,15 @@ def test_exceptions_that_set_their_state_are_not_nested_deeply() -> None:
         error.value = inner
     with pytest.raises(NotAllowedError, match="nested more than 30 deep"):
         loads_restricted(pickle.dumps(error), (), allowed)
+
+
+# Records of records
+
+
+def test_a_record_has_few_fields_in_all() -> None:
+    made: Any = np.dtype("i1")
+    for _ in range(9):
+        inner, made = made, np.dtype({"names": ["a", "b", "c"], "formats": [made] * 3, "offsets": [0, 0, 0]})
+    with pytest.raises(SerializationError, match="more than 10000 fields, those of the records in it included"):
+        loads_restricted(pickle.dumps(np.zeros(1, made)), (), NOTHING)
+    assert loads_restricted(pickle.dumps(np.zeros(1, inner)), (), NOTHING).dtype == inner
