@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pickle
 import struct
-from collections import Counter, OrderedDict
+from collections import Counter, OrderedDict, deque
 from typing import Any
 
 import numpy as np
@@ -171,3 +171,14 @@ def test_a_record_has_few_fields_in_all() -> None:
     with pytest.raises(SerializationError, match="more than 10000 fields, those of the records in it included"):
         loads_restricted(pickle.dumps(np.zeros(1, made)), (), NOTHING)
     assert loads_restricted(pickle.dumps(np.zeros(1, inner)), (), NOTHING).dtype == inner
+
+
+# Deques with lists in between
+
+
+def test_few_deques_contain_another_one() -> None:
+    flat: deque[Any] = deque([deque() for _ in range(6000)])
+    nested: list[Any] = [deque([deque()]) for _ in range(4999)]
+    assert len(loads_restricted(pickle.dumps([flat, nested]), (), NOTHING)[1]) == 4999
+    with pytest.raises(NotAllowedError, match="more than 5000 deques"):
+        loads_restricted(pickle.dumps([flat, nested, nested[0].copy()]), (), NOTHING)

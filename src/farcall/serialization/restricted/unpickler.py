@@ -16,9 +16,9 @@ Rules
   state call methods of its class, never attributes of the value.
 - Only objects that the pickle has created are changed. Objects found by name are not, nor what a function returned, nor
   an instance that a class shares: these may be the worker's own.
-- Objects that the interpreter frees by nested C calls (deques, slices, exceptions in exceptions, arrays of objects) are
-  nested at most `_MAX_FREED_DEPTH` deep. So that the depth is known, such an object is not changed any more once it is
-  inside another one.
+- Objects that the interpreter frees by nested C calls (deques, slices, exceptions in exceptions, arrays of objects)
+  are nested at most `_MAX_FREED_DEPTH` deep, and at most `_MAX_FREED_NESTED` of them contain another one. So that the
+  depth is known, such an object is not changed any more once it is inside another one.
 - What calls and states copy is limited to little more than was sent. Otherwise a pickle could have one text copied many
   times.
 - The opcodes that set an item by its key change no sequences: a slice as the key would insert a whole `range`, or a
@@ -67,7 +67,11 @@ _EXCEPTION_SETSTATE: Final[Any] = BaseException.__setstate__
 
 _MAX_FREED_DEPTH: Final = 30
 """How deep objects may be nested that the interpreter frees by nested C calls. Lists and tuples break off a chain of
-such calls only after fifty."""
+such calls, but only after fifty of them or, in Python 3.13, after ten thousand."""
+
+_MAX_FREED_NESTED: Final = 5000
+"""How many objects that the interpreter frees by nested C calls may contain another one. A chain of them with lists in
+between may be as long as that."""
 
 _MAX_COPIED: Final = 1 << 24
 """How many bytes calls and states may copy (`sent_size`), in addition to eight times what was sent."""
@@ -256,6 +260,7 @@ class _CheckingUnpickler(pickle._Unpickler):
         self._named: dict[int, tuple[Any, str]] = {}  # objects found by name, and their names
         self._frozen: dict[int, Any] = {}  # objects that the pickle must not change
         self._freed: dict[int, tuple[int, Any]] = {}  # objects freed by nested C calls, and their depths
+        self._nested: set[int] = set()  # the ids of those of them that contain another one
         self._pending: list[Pending] = []
         self._errors: list[BaseException] = []
         self._may_copy = _MAX_COPIED + 8 * (len(payload) + sum(memoryview(buffer).nbytes for buffer in buffers))
@@ -528,7 +533,8 @@ class _CheckingUnpickler(pickle._Unpickler):
         The depth of `target` is 1 more than that of the deepest value of this sort in it; without such values it is 1.
         The pickle must not change these values any more, because that could make them deeper later.
 
-        Raises `NotAllowedError` if `target` is deeper than `_MAX_FREED_DEPTH` now.
+        Raises `NotAllowedError` if `target` is deeper than `_MAX_FREED_DEPTH` now, or there are more than
+        `_MAX_FREED_NESTED` such objects that contain another one.
         """
         depth, _ = self._freed.get(id(target), (1, None))
         for value in values:
@@ -541,6 +547,13 @@ class _CheckingUnpickler(pickle._Unpickler):
                 f"deques, slices, exceptions or arrays of objects are nested more than {_MAX_FREED_DEPTH} deep, which "
                 "is not allowed; send them flattened"
             )
+        if depth > 1:
+            self._nested.add(id(target))
+            if len(self._nested) > _MAX_FREED_NESTED:
+                raise NotAllowedError(
+                    f"more than {_MAX_FREED_NESTED} deques, slices, exceptions or arrays of objects contain another "
+                    "one, which is not allowed; send them flattened"
+                )
         self._freed[id(target)] = depth, target
 
     def _check_change(self, target: Any) -> None:
