@@ -304,6 +304,16 @@ def test_alone() -> None:
 
 
 @pytest.mark.usefixtures("alone")
+@pytest.mark.parametrize("timeout", [-2, -0.5, float("nan"), "1", None])
+def test_wrong_timeouts(timeout: Any) -> None:
+    for name, values in (("_all_gather", (1, None)), ("_wait_all_workers", ())):
+        function = getattr(rpc, name)
+        with pytest.raises(UsageError, match="a timeout must be"):
+            function(*values, timeout)
+        function(*values, 5)
+
+
+@pytest.mark.usefixtures("alone")
 def test_wrong_names() -> None:
     with pytest.raises(rpc.UnknownWorkerError, match="no worker 'nobody'"):
         rpc._all_gather(1, ["alone", "nobody"])

@@ -65,6 +65,7 @@ def test_a_script_that_cannot_be_imported_by_its_workers(tmp_path: Path) -> None
     [
         ({"workers": 0}, "the number of workers must be at least 1, not 0"),
         ({"workers": True}, "the number of workers must be at least 1, not True"),
+        ({"workers": 1, "options": {"spin": 0}}, "the options must be RpcBackendOptions, not {'spin': 0}"),
         ({"workers": 1, "name": ""}, "the name of the workers must be a str"),
         ({"workers": 1, "options": farcall.RpcBackendOptions(init_method="tcp://a:1")}, "leave init_method out"),
     ],

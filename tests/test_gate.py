@@ -29,14 +29,6 @@ def test_a_gate_wakes_who_sleeps_there(background: ThreadPoolExecutor) -> None:
     assert sleeping.result(60)
 
 
-def test_a_gate_where_one_dozes() -> None:
-    gate = Gate()
-    assert not gate.doze(1)
-    gate.open()
-    assert gate.doze(1)
-    assert not gate.doze(0), "it was open once"
-
-
 def test_the_owner_of_a_thread_hears_when_it_sleeps(monkeypatch: pytest.MonkeyPatch) -> None:
     said: list[str] = []
     monkeypatch.setattr(blocking_thread, "before", lambda: said.append("before"))

@@ -72,6 +72,9 @@ def test_the_least_that_is_allowed(chosen: dict[str, Any]) -> None:
         ({"max_message_size": 65535}, "max_message_size must be at least 65536, not 65535"),
         ({"rpc_timeout": True}, "rpc_timeout must be a number, not True"),
         ({"transports": ()}, "transports must be a tuple of names such as"),
+        ({"transports": 5}, "transports must be a tuple of names such as .* not 5"),
+        ({"transports": None}, "transports must be a tuple of names such as .* not None"),
+        ({"transports": ["tcp", 5]}, "transports must be a tuple of names such as"),
         ({"transports": "tcp"}, "transports must be a tuple of names such as .* not 'tcp'"),
     ],
 )
@@ -234,6 +237,9 @@ def test_devices_of_calls_are_cuda_devices() -> None:
     assert chosen.devices == ["cuda:0", "cuda:2"]
     with pytest.raises(ValueError, match="`set_devices` expect a list of CUDA devices, but got device type cpu"):
         chosen.set_devices([0, "cpu"])
+    for wrong in (None, "cuda:0", 5):
+        with pytest.raises(ValueError, match=r"devices must be a list such as \['cuda:0'\], not"):
+            chosen.set_devices(wrong)  # type: ignore[arg-type]
     assert chosen.devices == ["cuda:0", "cuda:2"]
 
 

@@ -30,7 +30,7 @@ from time import monotonic
 from typing import Any, Final, NamedTuple
 
 from farcall.api import current_agent
-from farcall.backends.interface import RpcAgent
+from farcall.backends.interface import RpcAgent, check_timeout
 from farcall.errors import NotAllowedError, RpcError, RpcTimeoutError, UsageError, WorkerLostError
 from farcall.functions import async_execution
 from farcall.futures import Future
@@ -404,8 +404,7 @@ def _all_gather(
         obj: The value of this worker, anything that a call can send; may be None.
         worker_names: The names of the workers that take part, this one included, the same on each of them. The order
             does not matter. None or no names means all workers of the group.
-        timeout: How many seconds to wait; 0 means no limit. The default, -1, is the `rpc_timeout` of this worker. Any
-            other negative timeout has expired at once (`RpcTimeoutError`) or is refused (`UsageError`).
+        timeout: How many seconds to wait; 0 means no limit. The default, -1, is the `rpc_timeout` of this worker.
 
     Returns:
         The values by the workers' names, in the order of the names.
@@ -413,7 +412,8 @@ def _all_gather(
     Raises:
         RpcTimeoutError: The timeout expired. The message says which workers did not call, or called with other names.
         WorkerLostError: A worker was lost before it called.
-        UsageError: This worker is not one of `worker_names`, or `worker_names` is a single str.
+        UsageError: This worker is not one of `worker_names`, `worker_names` is a single str, or `timeout` is another
+            negative number or no number.
         UnknownWorkerError: A name belongs to no worker.
         SerializationError: A value cannot be pickled.
         NotAllowedError: The option `allow` of this worker, or of the first worker by name, refuses a value.
@@ -421,6 +421,8 @@ def _all_gather(
         NotInitializedError: This process is not a worker, or was shut down while it was waiting.
     """
     agent = current_agent()
+    if timeout != UNSET_RPC_TIMEOUT:
+        check_timeout(timeout)
     members = _members(agent, worker_names)
     name = agent.info.name
     leader = members[0]
@@ -508,9 +510,9 @@ def _wait_all_workers(timeout: float = DEFAULT_SHUTDOWN_TIMEOUT) -> None:
 
     Args:
         timeout: How many seconds to wait; 0, the default, means no limit. -1 means the `rpc_timeout` of this worker.
-            Any other negative timeout has expired at once (`RpcTimeoutError`) or is refused (`UsageError`).
 
     Raises:
+        UsageError: `timeout` is another negative number, or no number.
         RpcTimeoutError: Not all of them have called in time.
         WorkerLostError: A worker was lost before it called.
         RpcError: This process is not a worker, or has left the group while it was waiting.

@@ -57,11 +57,11 @@ def local(workers: int, *, name: str = "worker", options: RpcBackendOptions | No
         name: The beginning of the workers' names, not empty. With "worker" they are `worker0`, `worker1` and so on.
             Names that are too long or not printable are refused by the workers, so entering the block fails.
         options: The options of all members; None for the defaults. `init_method` must not be set, because the engine
-            chooses where the members find each other. An object of another type raises `AttributeError`.
+            chooses where the members find each other.
 
     Raises:
-        UsageError: `workers` is not a whole number of at least 1, `name` is not a str or is empty, or `options` has an
-            `init_method`.
+        UsageError: `workers` is not a whole number of at least 1, `name` is not a str or is empty, or `options` are not
+            `RpcBackendOptions` or have an `init_method`.
 
     Example:
         with farcall.engines.local(2) as group:
@@ -71,6 +71,8 @@ def local(workers: int, *, name: str = "worker", options: RpcBackendOptions | No
         raise UsageError(f"the number of workers must be at least 1, not {workers!r}")
     if not isinstance(name, str) or not name:
         raise UsageError(f"the name of the workers must be a str that is not empty, not {name!r}")
+    if options is not None and not isinstance(options, RpcBackendOptions):
+        raise UsageError(f"the options must be RpcBackendOptions, not {options!r}")
     if options is not None and options.init_method != DEFAULT_INIT_METHOD:
         raise UsageError("the engine says where its workers find each other: leave init_method out of the options")
     return _LocalProcesses([f"{name}{number}" for number in range(workers)], options or RpcBackendOptions())

@@ -107,14 +107,6 @@ class Gate:
         with asleep():
             return self.rest(deadline)
 
-    def doze(self, milliseconds: int) -> bool:
-        """Sleeps until the gate is opened, and returns True; returns False if that takes more than `milliseconds`.
-
-        0 does not wait. A negative number raises `ValueError`, except -1000, which waits without limit. When the method
-        returns, the gate is closed. The executor that owns the thread is not told about the sleep.
-        """
-        return self._lock.acquire(timeout=milliseconds / 1000)
-
     def rest(self, deadline: float) -> bool:
         """Sleeps until the gate is opened, and returns True; does not tell the executor that owns the thread.
 

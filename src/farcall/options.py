@@ -307,11 +307,13 @@ class RpcBackendOptions(BackendOptions):
             devices: The devices, such as `["cuda:0", 1]`. An empty list means the devices in the device maps.
 
         Raises:
-            DeviceError: One of them is not a CUDA device, or `devices` is a single str. Nothing has changed.
-            TypeError: `devices` cannot be iterated over; also for None.
+            DeviceError: One of them is not a CUDA device, or `devices` is a single str, None, or something else that is
+                not a list. Nothing has changed.
             UsageError: An agent uses these options already.
         """
-        self.devices = list(devices)
+        if devices is None:  # as a value of the option, None means the default
+            raise DeviceError("devices must be a list such as ['cuda:0'], not None")
+        self.devices = devices  # type: ignore[assignment]  # checked, and stored as a list
 
 
 TensorPipeRpcBackendOptions = RpcBackendOptions
@@ -361,11 +363,11 @@ def _check_int(least: int) -> Callable[[str, Any], int]:
 
 
 def _check_transports(name: str, value: Any) -> Any:
-    """Returns `value`. Raises `UsageError`, which names the option `name`, if it is empty, None or a single str.
+    """Returns `value`. Raises `UsageError`, which names the option `name`, unless it is a tuple or list of names.
 
-    Nothing else is checked here; `init_rpc` refuses names of transports that do not exist.
+    A single str and no names are refused, too. `init_rpc` refuses names of transports that do not exist.
     """
-    if isinstance(value, str) or not value:
+    if isinstance(value, str) or not isinstance(value, Sequence) or not value or set(map(type, value)) != {str}:
         raise UsageError(f"{name} must be a tuple of names such as ('unix', 'tcp'), not {value!r}")
     return value
 

@@ -240,6 +240,7 @@ def packages(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     (information / "METADATA").write_text("Metadata-Version: 2.1\nName: pigeons\nVersion: 1.0\n")
     (information / "entry_points.txt").write_text(
         "[farcall.backends]\nPIGEON = pigeons:RIGHT\nWRONG = pigeons:WRONG\nGONE = flown_away:RIGHT\nOWL = owls:OWL\n"
+        "no-name = pigeons:RIGHT\n"
     )
     monkeypatch.syspath_prepend(tmp_path)
     yield
@@ -281,7 +282,8 @@ def test_options_tell_a_backend_that_nobody_has_asked_for(caplog: pytest.LogCapt
     assert not any(backend.name == "PIGEON" for backend in BackendType)
     backend, _ = choose_backend(None, pigeons.PigeonOptions())
     assert backend.name == "PIGEON"
-    assert "'GONE'" in caplog.text  # what is wrong with others is said, and harms nothing
+    assert "'GONE'" in caplog.text
+    assert "'no-name'" in caplog.text  # what is wrong with others is said, and harms nothing
 
 
 def test_importing_looks_for_no_packages() -> None:

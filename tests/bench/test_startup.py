@@ -1,10 +1,11 @@
 from __future__ import annotations
 
 import time
-from typing import Any
+from typing import Any, ClassVar
 
 import pytest
 
+from farcall.bench import startup
 from farcall.bench.startup import Joiner, Starter
 from farcall.bench.system import Address, Caller, System
 
@@ -61,6 +62,46 @@ def test_a_system_that_starts_workers_by_itself_is_told_to_and_all_are_called() 
     assert 0 <= starter.start(3) < 10
     starter.close()
     assert system.said == ["loaded", "spawned 3", "called all", "closed"]
+
+
+class PlayedEndpoints:
+    """Processes that say what was done with them."""
+
+    said: ClassVar[list[str]] = []
+
+    def address(self, ends: int) -> Address:
+        return Address(1, "/nowhere", ends)
+
+    def start(self, what: str, **_: object) -> str:
+        return what
+
+    def wait_until_up(self, *_: object) -> None:
+        pass
+
+    def __exit__(self, *_: object) -> None:
+        self.said.append("ended")
+
+
+class Stubborn:
+    """A connection that cannot be closed."""
+
+    def noop(self) -> None:
+        pass
+
+    def close(self) -> None:
+        PlayedEndpoints.said.append("not closed")
+        raise OSError("cannot be closed")
+
+
+def test_all_is_ended_though_a_connection_cannot_be_closed(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(startup, "Endpoints", PlayedEndpoints)
+    monkeypatch.setattr(PlayedEndpoints, "said", [])
+    monkeypatch.setattr(Played, "connect", lambda self, address: Stubborn())
+    starter = Starter(Played(spawns=False))
+    starter.start(2)
+    with pytest.raises(OSError, match="cannot be closed"):
+        starter.close()
+    assert PlayedEndpoints.said == ["not closed", "not closed", "ended"]
 
 
 def test_who_joins_says_when_it_began_had_joined_and_had_called_all(clock: None) -> None:

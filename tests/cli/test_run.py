@@ -130,3 +130,9 @@ def test_a_free_port_can_be_bound(address: str) -> None:
 def test_an_address_of_another_host_gives_no_port() -> None:
     with pytest.raises(UsageError, match=r"--master-addr '192\.0\.2\.1'.*give an address of this host"):
         run.free_port("192.0.2.1")
+
+
+@pytest.mark.parametrize("address", ["x" * 64, "..", "a\0b"])
+def test_what_cannot_be_a_host_name_gives_no_port(address: str) -> None:
+    with pytest.raises(UsageError, match=r"cannot find a free port on --master-addr .*give an address of this host"):
+        run.free_port(address)

@@ -135,5 +135,11 @@ def test_a_name_that_would_spoil_the_output_is_not_used(reports: ExitReports) ->
     assert reports.take_names() == {}
 
 
+def test_an_empty_name_is_not_taken_for_a_failure(reports: ExitReports) -> None:
+    report_name({LAUNCHER_VARIABLE: reports.name}, "")
+    assert reports.read() == set()
+    assert reports.take_names() == {}
+
+
 def test_without_a_launcher_no_name_is_told() -> None:
     report_name({}, "trainer")

@@ -3,6 +3,7 @@ from __future__ import annotations
 import fcntl
 import os
 import signal
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
@@ -23,6 +24,18 @@ def test_afterwards_all_is_as_it_was_before() -> None:
         assert [signal.getsignal(number) for number in numbers] != before
     assert [signal.getsignal(number) for number in numbers] == before
     assert signal.set_wakeup_fd(-1) == -1
+
+
+def test_another_thread_leaves_no_pipe_behind(background: ThreadPoolExecutor) -> None:
+    def use() -> None:
+        with signals_as_bytes():
+            pass
+
+    background.submit(os.getpid).result(60)  # so that the thread exists
+    before = os.listdir("/proc/self/fd")
+    with pytest.raises(ValueError, match="main thread"):
+        background.submit(use).result(60)
+    assert os.listdir("/proc/self/fd") == before
 
 
 def test_what_is_ignored_stays_ignored() -> None:

@@ -14,10 +14,11 @@ import pytest
 import torch
 
 import farcall.pytorch as rpc
-from farcall.errors import WorkerLostError
+from farcall.errors import UsageError, WorkerLostError
 from farcall.pytorch import api, backend_registry
 from farcall.pytorch.worker_info import WorkerInfo
 
+CHECK, LIST = "_validate_device_maps", "_create_device_list"
 CPU, META = torch.device("cpu"), torch.device("meta")
 
 
@@ -48,6 +49,30 @@ def test_a_bad_map_leaves_no_worker_running(world_size: int | None) -> None:
     ):
         pass
     assert not api._is_current_rpc_agent_set()
+
+
+def test_a_gpu_without_an_index_is_refused() -> None:
+    with (
+        pytest.raises(ValueError, match="source devices with invalid indices"),
+        worker(1, {"alone": {"cuda": "cpu"}}),
+    ):
+        pass
+    options = rpc.TensorPipeRpcBackendOptions(devices=["cuda"])
+    everybody: Any = (["a"], {"a": 2}, {"a": {}}, {"a": options.devices})
+    with pytest.raises(ValueError, match="Node a has devices with invalid indices"):
+        getattr(backend_registry, CHECK)(*everybody)
+
+
+def test_devices_without_an_index_come_first() -> None:
+    list_devices = getattr(backend_registry, LIST)
+    gpus = [torch.device("cuda", index) for index in (0, 1)]
+    assert list_devices([], {"a": {gpus[1]: CPU, META: CPU}}, {"b": {gpus[0]: CPU}}) == [META, *gpus]
+    assert list_devices([gpus[1], torch.device("cuda")], {}, {}) == [torch.device("cuda"), gpus[1]]
+
+
+def test_an_open_group_exchanges_nothing_at_its_start() -> None:
+    with worker(None, {}) as agent, pytest.raises(UsageError, match="exchange is for fixed groups"):
+        agent.exchange(b"")
 
 
 def test_in_an_open_group_others_tell_of_their_maps() -> None:

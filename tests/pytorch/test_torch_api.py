@@ -167,6 +167,13 @@ def test_a_timeout_of_a_call_goes_before_the_default() -> None:
         rpc.rpc_sync(ME, echo, timeout=-2)
 
 
+@pytest.mark.usefixtures("me")
+@pytest.mark.parametrize("timeout", [-2, float("nan"), "1"])
+def test_a_reference_is_not_made_with_a_wrong_timeout(timeout: Any) -> None:
+    with pytest.raises(RuntimeError, match="a timeout must be"):
+        rpc.remote(ME, echo, (1,), timeout=timeout)
+
+
 def test_a_remote_call_that_takes_too_long(tmp_path: Path) -> None:
     def body(rank: int) -> None:
         if rank:

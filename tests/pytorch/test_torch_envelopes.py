@@ -12,13 +12,16 @@ import pytest
 import torch
 
 import farcall.pytorch as rpc
-from farcall.errors import RpcError, WorkerLostError
+from farcall.errors import RpcError, SerializationError, WorkerLostError
 from farcall.pytorch import envelopes
 from farcall.pytorch.envelopes import Departure, Tensors, Trip, Visit, dumps_apart, loads_apart
 from farcall.pytorch.functions import async_execution
 from farcall.pytorch.futures import RpcFuture
 from farcall.pytorch.rref import PyRRef
+from farcall.pytorch.tensors import receiving_apart
+from farcall.security.allowed import AllowList
 from farcall.serialization import loads
+from farcall.serialization.restricted.unpickler import loads_restricted
 from torch_stage import add, echo, fail, one_worker, run_group
 
 ME = "alone"
@@ -378,3 +381,12 @@ def test_a_pickle_with_its_tensors_beside_it() -> None:
     assert value["second"][0].item() == 1
     with pytest.raises(RpcError, match="recv_tables"):
         loads(body)
+
+
+def test_a_negative_index_of_a_tensor_is_refused() -> None:
+    body, apart = dumps_apart([torch.ones(2)])
+    assert b"K\0\x85" in body
+    with receiving_apart(apart):
+        assert torch.equal(loads_restricted(body, (), AllowList([]))[0], apart[0])
+        with pytest.raises(SerializationError, match="negative index of a tensor"):
+            loads_restricted(body.replace(b"K\0\x85", b"J\xff\xff\xff\xff\x85"), (), AllowList([]))

@@ -47,6 +47,16 @@ def test_everybody_gets_what_everybody_gave(tmp_path: Path) -> None:
     assert run_group(tmp_path, body, 3) == [[EVERYBODY] * 3 + [tens, []]] * 3
 
 
+@pytest.mark.usefixtures("me")
+def test_wrong_timeouts() -> None:
+    for name, values in (("_all_gather", (1, None)), ("_wait_all_workers", ())):
+        function = getattr(api, name)
+        for timeout in (-2, float("nan"), "1"):
+            with pytest.raises(UsageError, match="a timeout must be"):
+                function(*values, timeout)
+        function(*values, SOON)
+
+
 def test_some_of_the_workers(tmp_path: Path) -> None:
     def body(rank: int) -> Any:
         results = []

@@ -237,9 +237,11 @@ def test_an_agent_takes_a_copy_of_its_options(tmp_path: Path) -> None:
     chosen = options(tmp_path, rpc_timeout=3)
     rpc.init_rpc(ME, rank=0, world_size=1, rpc_backend_options=chosen)
     try:
+        chosen.device_maps[ME] = {torch.device("cpu"): torch.device("meta")}
         chosen.set_device_map("other", {"cuda:0": "cuda:1"})
         chosen.rpc_timeout = 5
         agent = api._get_current_rpc_agent()
+        assert agent.device_maps == {}
         assert agent._get_device_map(WorkerInfo("other", 1)) == {}
         assert agent._get_backend_options().device_maps == {}
         assert agent._get_backend_options().rpc_timeout == 3

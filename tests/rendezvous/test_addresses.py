@@ -8,7 +8,7 @@ from collections.abc import Callable
 
 import pytest
 
-from farcall.errors import RendezvousError
+from farcall.errors import RendezvousError, UsageError
 from farcall.rendezvous import addresses
 from farcall.rendezvous.addresses import (
     connect,
@@ -96,6 +96,11 @@ def test_listens_on_the_first_free_port(occupied: Callable[..., socket.socket], 
     taken = occupied().getsockname()[1]
     with listen("127.0.0.1", [taken, free_port]) as listener:
         assert listener.getsockname()[1] == free_port
+
+
+def test_no_ports_are_a_clear_error() -> None:
+    with pytest.raises(UsageError, match=r"cannot listen at 127\.0\.0\.1 without a port to try"):
+        listen("127.0.0.1", [])
 
 
 def test_a_port_that_is_taken_is_a_clear_error(

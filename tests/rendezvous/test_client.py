@@ -82,6 +82,10 @@ def test_what_the_store_cannot_do_is_an_error(stage: Stage) -> None:
     client.set("k", b"text")
     with pytest.raises(RendezvousError, match="is not a number"):
         client.add("k", 1)
+    for amount in (2**64, -(2**63) - 1):
+        with pytest.raises(RendezvousError, match="the amount to add to 'n' exceeds 64 bits; nothing was added"):
+            client.add("n", amount)
+    assert client.add("n", 2**63 - 1) == 2**63 - 1
 
 
 def test_a_value_that_is_too_large_is_refused_here(stage: Stage) -> None:

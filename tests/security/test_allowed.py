@@ -6,6 +6,7 @@ import operator
 import os
 import random
 import sys
+from typing import Any
 
 import pytest
 
@@ -215,3 +216,24 @@ def test_edges_have_functions_that_may_always_be_called(monkeypatch: pytest.Monk
         AllowList(["other"]).check_function(__name__, name)
     allowed_module.register_internal_function(test_edges_have_functions_that_may_always_be_called)
     AllowList(["other"]).check_function(__name__, name)
+
+
+class Text(str):
+    """Counts how often a part of it is taken."""
+
+    taken = 0
+
+    def __getitem__(self, key: Any) -> str:
+        Text.taken += 1
+        return super().__getitem__(key)
+
+
+def test_a_name_of_many_parts_is_not_compared_part_by_part(monkeypatch: pytest.MonkeyPatch) -> None:
+    allowed = AllowList(["service.get", "s"])
+    monkeypatch.setattr(Text, "taken", 0)
+    for refused in (Text("x" + ".a" * 10_000), Text("service.getting" + ".a" * 10_000)):
+        with pytest.raises(NotAllowedError):
+            allowed.check_listed(refused)
+    assert Text.taken < 20
+    for listed in ("service.get" + ".a" * 10_000, "s" + ".a" * 10_000, "service.get", "s.a", "s"):
+        allowed.check_listed(listed)

@@ -27,6 +27,12 @@ def test_it_does_not_grow_for_ever() -> None:
     assert log.is_new("tcp:10.0.0.0:1", "silent")
 
 
+def test_one_without_entries_remembers_nothing() -> None:
+    log = StrangerLog(max_entries=0)
+    assert log.is_new("tcp:10.0.0.1:1", "silent")
+    assert log.is_new("tcp:10.0.0.1:1", "silent")
+
+
 def test_the_limits_are_those_of_the_options() -> None:
     options = RpcBackendOptions(max_strangers=3, proof_timeout=0.5, max_greeting_size=2048)
     assert limits_from_options(options) == Limits(3, 0.5, 2048)

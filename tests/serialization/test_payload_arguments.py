@@ -54,6 +54,29 @@ class RaisesOnLoading:
 # Arguments
 
 
+@pytest.mark.parametrize("args", [0, "", b"", set(), {}, None])
+@pytest.mark.parametrize("by_value", [False, True])
+def test_an_empty_value_of_a_wrong_type_is_no_list_of_arguments(args: Any, by_value: bool) -> None:
+    with pytest.raises(UsageError, match="args must be a tuple or list of arguments, not "):
+        dumps_arguments(train, args, {"lr": 1}, by_value=by_value)
+    with pytest.raises(UsageError, match="args must be a tuple or list of arguments, not "):
+        dumps_arguments(train, args, by_value=by_value)
+
+
+@pytest.mark.parametrize("kwargs", [0, "", (), [], set()])
+def test_an_empty_value_of_a_wrong_type_is_no_dict_of_arguments(kwargs: Any) -> None:
+    for args in ((), (1,)):
+        with pytest.raises(UsageError, match="kwargs must be a dict from names to arguments, not "):
+            dumps_arguments(train, args, kwargs)
+
+
+@pytest.mark.parametrize("sent", [7, None, "ab", [1, 2], [(1,), {}, 3], {"a": 1, "b": 2}, [[1], {}], [(), []]])
+def test_a_pickle_without_arguments_cannot_be_rebuilt(sent: Any) -> None:
+    with pytest.raises(SerializationError, match="where the arguments of a call are expected") as caught:
+        loads_arguments(pickle.dumps(sent))
+    assert isinstance(caught.value.__cause__, ValueError)
+
+
 @given(st.lists(plain_data, max_size=3), st.dictionaries(st.text(max_size=5), plain_data, max_size=3))
 def test_arguments_come_back(args: list[Any], kwargs: dict[str, Any]) -> None:
     payload, buffers = dumps_arguments(train, tuple(args), kwargs)

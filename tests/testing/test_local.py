@@ -127,6 +127,16 @@ def test_a_fetch_that_fails_can_be_tried_again(new_group: NewGroup) -> None:
     assert numbers.to_here(timeout=SOON) == [3, 1, 2]
 
 
+@pytest.mark.parametrize("name", ["", 3, None, "x" * 256, "a\nb"])
+def test_a_name_that_no_worker_can_have(name: Any) -> None:
+    with LocalGroup(1, is_open=True) as group:
+        with pytest.raises(UsageError, match="a worker's name must be"):
+            group.join(name)
+        assert group.names == ("worker0",)
+    with pytest.raises(UsageError, match="name"):
+        LocalGroup(2, names=["a", name])
+
+
 def test_a_reference_whose_owner_has_gone() -> None:
     with LocalGroup(1, is_open=True) as group:
         group.join("worker1")

@@ -532,14 +532,13 @@ def _entry_points() -> list[EntryPoint]:
 def _load_all() -> None:
     """Loads the backends of all installed packages that provide some; there may be none.
 
-    A backend that cannot be loaded is logged as a warning and skipped. Raises `UsageError` for a name that no backend
-    can have: no identifier, an underscore at its start, "name" or "value".
+    A backend that cannot be loaded, or has a name that no backend can have, is logged as a warning and skipped.
     """
     for entry in _entry_points():
         if entry.name not in _known:
             try:
                 _load(entry)
-            except BackendError as error:  # a use of its name raises the error
+            except (BackendError, UsageError) as error:  # a use of its name raises the error
                 logger.warning("%s", error)
 
 

@@ -16,6 +16,7 @@ bench-startup`).
 from __future__ import annotations
 
 import time
+from contextlib import ExitStack
 
 from farcall.bench.processes import Endpoints
 from farcall.bench.system import Address, Caller, System, Workers
@@ -99,18 +100,17 @@ class Starter:
         """Ends all workers, in bounded time. May be called without a call of `start`.
 
         Raises `EndpointFailed` if a process does not carry out the command "stop", and what the measured library raises
-        if it cannot close or leave.
+        if it cannot close or leave. All processes have ended then, too.
         """
-        for caller in self._callers:
-            caller.close()
-        try:
+        with ExitStack() as steps:  # runs all steps, the last one first, whatever they raise
+            steps.callback(self._endpoints.__exit__, None, None, None)
+            if self._workers is not None:
+                steps.callback(self._workers.close)
             if self._system.starts_together:
                 # The members of a group leave together, so the other processes are told before this one leaves.
-                self._endpoints.send_stop()
-            if self._workers is not None:
-                self._workers.close()
-        finally:
-            self._endpoints.__exit__(None, None, None)
+                steps.callback(self._endpoints.send_stop)
+            for caller in reversed(self._callers):
+                steps.callback(caller.close)
 
 
 class Joiner:

@@ -190,15 +190,14 @@ def free_port(address: str) -> int:
         address: A name or address of this host.
 
     Raises:
-        UsageError: The address is empty, is not one of this host's, or cannot be resolved.
-        UnicodeError: The address cannot be a host name, for example because a part has more than 63 characters.
+        UsageError: The address is empty, is not one of this host's, cannot be resolved, or cannot be a host name.
     """
     try:
         family, kind, protocol, _, where = socket.getaddrinfo(address, 0, type=socket.SOCK_STREAM)[0]
         with socket.socket(family, kind, protocol) as probe:
             probe.bind(where)
             return int(probe.getsockname()[1])
-    except OSError as error:
+    except (OSError, ValueError) as error:  # ValueError: a part is empty or too long, or has a null byte
         raise UsageError(
             f"cannot find a free port on --master-addr {address!r}: {error}; "
             "give an address of this host, or --master-port as well"

@@ -148,10 +148,10 @@ def report_name(environ: Mapping[str, str], name: str) -> None:
 
     Args:
         environ: The environment of the process, with `FARCALL_LAUNCHER` if there is a launcher.
-        name: The name of this worker, not empty: the launcher would take an empty one for a report of a failure.
+        name: The name of this worker. An empty one is not sent: the launcher would take it for a report of a failure.
     """
     launcher = environ.get(LAUNCHER_VARIABLE)
-    if launcher:
+    if launcher and name:
         _send_report(launcher, name.encode())
 
 

@@ -29,15 +29,18 @@ def signals_as_bytes() -> Iterator[int]:
     """
     read_end, write_end = os.pipe()
     os.set_blocking(write_end, False)
-    wakeup = signal.set_wakeup_fd(write_end, warn_on_full_buffer=False)
-    # A signal that was ignored at the start (`nohup`, a background job of a shell) stays ignored, also in the workers.
-    caught = [number for number in FORWARDED_SIGNALS if signal.getsignal(number) is not signal.SIG_IGN]
-    before = {number: signal.signal(number, lambda *_: None) for number in (*caught, signal.SIGCHLD)}
     try:
-        yield read_end
+        wakeup = signal.set_wakeup_fd(write_end, warn_on_full_buffer=False)
+        # A signal that was ignored at the start (`nohup`, a background job of a shell) stays ignored, also in the
+        # workers.
+        caught = [number for number in FORWARDED_SIGNALS if signal.getsignal(number) is not signal.SIG_IGN]
+        before = {number: signal.signal(number, lambda *_: None) for number in (*caught, signal.SIGCHLD)}
+        try:
+            yield read_end
+        finally:
+            for number, handler in before.items():
+                signal.signal(number, handler)
+            signal.set_wakeup_fd(wakeup)
     finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)
-        signal.set_wakeup_fd(wakeup)
         os.close(read_end)
         os.close(write_end)

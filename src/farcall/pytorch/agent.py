@@ -19,6 +19,7 @@ import torch
 
 from farcall.api import current_agent
 from farcall.backends.registry import join_at
+from farcall.errors import UsageError
 from farcall.options import RpcBackendOptions
 from farcall.protocol.ids import WorkerInfo as AnyWorkerInfo
 from farcall.pytorch.internal import exception_for_caller, runner_of
@@ -140,7 +141,7 @@ class TensorPipeAgent(Agent):
             return self
 
         join_at(make, name, self._own_options(rpc_backend_options), find_rendezvous)
-        self.device_maps = rpc_backend_options.device_maps
+        self.device_maps = {name: dict(each) for name, each in self._opts.device_maps.items()}
 
     @property
     def store(self) -> Any:
@@ -283,8 +284,10 @@ class TensorPipeAgent(Agent):
         Raises:
             RendezvousTimeoutError: Not all workers gave a value within the option `init_timeout`.
             RendezvousError: The store is gone.
-            KeyError: The group is open.
+            UsageError: The group is open.
         """
+        if not self._is_static_group:
+            raise UsageError("exchange is for fixed groups: in an open group, workers join and leave at any time")
         store = self._rendezvous.store
         store.set(f"{_EXCHANGE}{self.info.id}", told)
         everybody = store.collect(_EXCHANGE, len(self.get_worker_infos()), self.options.init_timeout)

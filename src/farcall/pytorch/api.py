@@ -24,6 +24,7 @@ import torch
 from torch.futures import Future as Future
 
 from farcall import api as _farcall
+from farcall.backends.interface import check_timeout
 from farcall.errors import NotInitializedError, RpcTimeoutError, UsageError, WorkerLostError
 from farcall.futures import Future as _OwnFuture
 from farcall.gate import FOREVER, asleep, on_serving_thread
@@ -377,7 +378,7 @@ def remote(
         args: The positional arguments, a tuple or list; None for none.
         kwargs: The keyword arguments; None for none.
         timeout: Seconds after which fetching the value fails if the function has not returned; 0 for no timeout. By
-            default there is none. It is not checked.
+            default there is none.
 
     Returns:
         The reference. `to_here()` fetches the value, or raises what the function raised.
@@ -385,6 +386,7 @@ def remote(
     Raises:
         RuntimeError: The worker does not exist or cannot be reached, or this process is not a worker.
         TypeError: `func` is not callable, or an argument cannot be pickled (`SerializationError`).
+        UsageError: The timeout is negative and not -1, or not a number.
         ValueError: `to` is neither a str, an int nor a `WorkerInfo`.
 
     Example:
@@ -393,6 +395,8 @@ def remote(
     """
     if not callable(func):
         raise TypeError("function should be callable.")
+    if timeout != UNSET_RPC_TIMEOUT:
+        check_timeout(timeout)
     agent: Any = _farcall.current_agent()
     info = to if isinstance(to, WorkerInfo) else _to_worker_info(to, agent)
     callee, args, kwargs = make_call(func, args, kwargs, _default_pickler)
@@ -672,8 +676,10 @@ def _all_gather(
 
     Raises:
         RuntimeError: A worker was lost or did not come in time (`WorkerLostError`, `RpcTimeoutError`), this worker is
-            not one of `worker_names` (`UsageError`), or this process is not a worker.
+            not one of `worker_names` or the timeout is not valid (`UsageError`), or this process is not a worker.
     """
+    if timeout != UNSET_RPC_TIMEOUT:
+        check_timeout(timeout)
     agent = _get_current_rpc_agent()
     names = set(worker_names or (_ALL_WORKER_NAMES if _is_static(agent) else _all_names(agent)))
     leader, me = min(names), agent.get_worker_info().name
@@ -810,6 +816,7 @@ def _wait_all_workers(timeout: float = DEFAULT_SHUTDOWN_TIMEOUT) -> None:
         WorkerLostError: A worker was lost. Before this is raised, the calls that run on this worker end, or the timeout
             expires.
         RpcTimeoutError: A worker did not call this function in time.
+        UsageError: The timeout is negative and not -1, or not a number.
         NotInitializedError: This process is not a worker.
     """
     try:

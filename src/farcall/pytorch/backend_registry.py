@@ -429,10 +429,12 @@ def _decode(told: bytes) -> DeviceInfos:
 def _tensorpipe_validate_devices(devices: Iterable[torch.device], device_count: int) -> bool:
     """Returns True if all devices are the CPU or GPUs of a worker with `device_count` GPUs; also for no devices.
 
-    GPUs are counted from 0. Returns False for any other device. A GPU without an index raises `TypeError`.
+    GPUs are counted from 0. Returns False for any other device, and for a GPU without an index.
     """
     return all(
-        device.type == "cpu" or (device.type == "cuda" and 0 <= device.index < device_count) for device in devices
+        device.type == "cpu"
+        or (device.type == "cuda" and device.index is not None and 0 <= device.index < device_count)
+        for device in devices
     )
 
 
@@ -514,6 +516,8 @@ def _create_device_list(
 ) -> list[torch.device]:
     """Returns the devices that calls may use on a worker, sorted by index; an empty list if there are none.
 
+    Devices without an index, such as `meta`, come first.
+
     Args:
         my_devices: The devices that the options name. If not empty, these are returned, and the maps are ignored. If
             empty, the keys of all maps are returned, which are devices of the worker; the CPU is left out.
@@ -522,7 +526,7 @@ def _create_device_list(
     """
     every_map = [*my_device_maps.values(), *reverse_device_maps.values()]
     used = my_devices or {device for each in every_map for device in each} - {_CPU}
-    return sorted(used, key=lambda device: device.index)
+    return sorted(used, key=lambda device: -1 if device.index is None else device.index)
 
 
 def _init_process_group(store: Any, rank: int, world_size: int) -> Any:

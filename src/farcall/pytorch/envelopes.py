@@ -545,10 +545,12 @@ def _receive_checked(body: Any, tensors: Any, words: Any) -> ReplyEnvelope:
 def _take_checked(place: Any) -> torch.Tensor:
     """Returns the tensor at index `place` of the list of tensors that belongs to the pickle being read.
 
-    It is for workers with an allow-list. Raises `TypeError` if `place` is not an int, and `IndexError` if the list is
-    too short.
+    It is for workers with an allow-list. Raises `TypeError` if `place` is not an int, and `IndexError` if it is
+    negative, or the list is too short.
     """
     check_kinds((place, int))
+    if place < 0:
+        raise IndexError("a pickle has a negative index of a tensor")
     return _InternalRPCPickler._tensor_receiver(place)
 
 

@@ -15,7 +15,7 @@ from collections.abc import Sequence
 from contextlib import suppress
 from typing import Any, Final
 
-from farcall.errors import RendezvousError
+from farcall.errors import RendezvousError, UsageError
 from farcall.transports.network import is_loopback, local_address_towards, local_addresses, numeric_host
 
 BIND_TIMEOUT_S: Final = 0.5
@@ -91,12 +91,17 @@ def listen(host: str, ports: Sequence[int]) -> socket.socket:
 
     Args:
         host: A name or address of this machine; "" listens on all addresses.
-        ports: The ports to try, in this order. Port 0 lets the kernel choose. An empty list counts as taken.
+        ports: The ports to try, in this order, at least one. Port 0 lets the kernel choose.
 
     Raises:
+        UsageError: There are no ports to try.
         RendezvousError: The host cannot be resolved or is not this machine, every port is taken, or listening is not
             permitted. The message says what to do.
     """
+    if not ports:
+        raise UsageError(
+            f"the store cannot listen at {host or 'this machine'} without a port to try; give at least one"
+        )
     try:
         addresses = _look_up(host) if host else [""]
     except OSError as error:

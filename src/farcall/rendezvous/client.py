@@ -67,6 +67,7 @@ from farcall.rendezvous.messages import (
     unpack_reply,
 )
 from farcall.rendezvous.server import StoreServer
+from farcall.rendezvous.server_state import MAX_COUNTER
 from farcall.rendezvous.store import CLOSE_TIMEOUT_S, Store
 from farcall.security import Credentials, EncryptionRequired
 from farcall.transports.network import is_loopback, network_identity, numeric_host
@@ -502,9 +503,11 @@ class StoreClient(Store):
         """Adds `amount`, which may be negative, to the counter at `key`, and returns the sum.
 
         A key that does not exist counts as 0. Raises `RendezvousError` if the store is gone, the key holds no counter,
-        or the sum would exceed 64 bits, `RendezvousTimeoutError` if the store does not answer within 30 seconds, and
-        `OverflowError` if `amount` itself exceeds 64 bits.
+        or the sum or `amount` would exceed 64 bits, and `RendezvousTimeoutError` if the store does not answer within 30
+        seconds.
         """
+        if abs(amount) > MAX_COUNTER:
+            raise RendezvousError(f"the amount to add to {key!r} exceeds 64 bits; nothing was added")
         return self._ask(Add(next(self._ids), key, amount), Number).number
 
     def delete(self, key: str, expected: bytes | None = None) -> bool:

@@ -141,8 +141,8 @@ class OpenStore(Store):
         """Adds `amount`, which may be negative, to the counter at `key`, and returns the sum.
 
         A key that does not exist counts as 0. Raises `RendezvousError` if the store is gone, the key holds no counter,
-        or the sum would exceed 64 bits, `RendezvousTimeoutError` if the store does not answer within 30 seconds, and
-        `OverflowError` if `amount` itself exceeds 64 bits.
+        or the sum or `amount` would exceed 64 bits, and `RendezvousTimeoutError` if the store does not answer within 30
+        seconds.
         """
         return self._current().add(key, amount)
 

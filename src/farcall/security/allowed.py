@@ -92,6 +92,7 @@ class AllowList:
         self._worker = f"worker {worker!r}" if worker else "this worker"
         entries = tuple(entries)
         self._names = frozenset(entry for entry in entries if not set(entry) & set("*?["))
+        self._longest = max(map(len, self._names), default=0)
         patterns = [fnmatch.translate(entry) for entry in entries if entry not in self._names]
         self._patterns = re.compile("|".join(patterns)) if patterns else None
 
@@ -232,7 +233,8 @@ class AllowList:
         """
         if self._patterns is not None and self._patterns.match(full):
             return True
-        end = len(full)
+        # A sender may choose a name of a million parts, so beginnings that are longer than all entries are left out.
+        end = len(full) if len(full) <= self._longest else full.rfind(".", 0, self._longest + 1)
         while end > 0:
             if full[:end] in self._names:
                 return True

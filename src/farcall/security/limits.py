@@ -81,8 +81,8 @@ class StrangerLog:
     all of 127.0.0.0/8. So does each IPv6 network of 64 bits, because one machine usually has a whole one.
 
     Args:
-        max_entries: How many failures are remembered, at least 1. The oldest is forgotten when there are more. 0 makes
-            `is_new` fail with `StopIteration`.
+        max_entries: How many failures are remembered. The oldest is forgotten when there are more. With 0, each failure
+            is new.
     """
 
     def __init__(self, max_entries: int = _MAX_LOG_ENTRIES) -> None:
@@ -100,9 +100,9 @@ class StrangerLog:
         host = _network_of(address.rpartition(":")[0] if address.rpartition(":")[2].isdigit() else address)
         if (host, kind) in self._seen:
             return False
-        while len(self._seen) >= self._max_entries:
-            self._seen.pop(next(iter(self._seen)), None)
         self._seen[host, kind] = None
+        while len(self._seen) > self._max_entries:
+            self._seen.pop(next(iter(self._seen)), None)
         return True
 
 

@@ -192,18 +192,14 @@ def dumps_arguments(
     Raises:
         SerializationError: An argument cannot be pickled. The message names it.
         UsageError: `args` is not a list of arguments (a number, a str, a set, a dict), or `kwargs` is not a mapping.
-            Values of a wrong type that are empty or 0 count as no arguments, except for `args` with `by_value`.
     """
+    sent: Any = args if type(args) is tuple else _as_tuple(args)
+    named = kwargs if kwargs is None or type(kwargs) is dict else _as_dict(kwargs)
     if by_value:
-        sent: Any = (function, *_as_tuple(args))
-    elif args:
-        sent = args if type(args) is tuple else _as_tuple(args)
-    elif kwargs:
-        sent = ()
-    else:
+        sent = (function, *sent)
+    elif not sent and not named:
         return b"", []
-    if kwargs:
-        named = kwargs if type(kwargs) is dict else _as_dict(kwargs)
+    if named:
         sent = wrap_buffers([sent, named]) if has_buffer(sent) or has_buffer(named.values()) else [sent, named]
     elif type(sent[0]) in ARRAYS and (packed := pack_arguments(sent)) is not None:
         return packed
@@ -228,31 +224,30 @@ def loads_arguments(payload: Buffer, buffers: Sequence[Buffer] = ()) -> tuple[tu
         The positional and the keyword arguments. If the function was sent by value, it is the first positional one.
 
     Raises:
-        SerializationError: An argument cannot be rebuilt here.
-        TypeError, ValueError: The payload was rebuilt, but does not contain arguments.
+        SerializationError: An argument cannot be rebuilt here, or the payload does not contain arguments.
     """
     if not payload:
         return (), {}
     sent = loads(payload, buffers)
-    if type(sent) is tuple:
-        return sent, {}
-    return as_arguments(sent)
+    return (sent, {}) if type(sent) is tuple else as_arguments(sent)
 
 
 def as_arguments(sent: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
     """Returns the positional and keyword arguments from the unpickled payload of `dumps_arguments`.
 
     Args:
-        sent: A tuple of positional arguments, which may be empty, or a list of a tuple and a dict. The types of the two
-            elements of a list are not checked.
+        sent: A tuple of positional arguments, which may be empty, or a list of a tuple and a dict.
 
     Raises:
-        TypeError, ValueError: `sent` is neither a tuple nor has two elements.
+        SerializationError: `sent` is something else.
     """
     if type(sent) is tuple:
         return sent, {}
-    args, kwargs = sent  # a call with keyword arguments is sent as a list of the two
-    return args, kwargs
+    # A call with keyword arguments is sent as a list of the two.
+    if type(sent) is list and len(sent) == 2 and type(sent[0]) is tuple and type(sent[1]) is dict:
+        return sent[0], sent[1]
+    cause = ValueError(f"a {type(sent).__name__} where the arguments of a call are expected")
+    raise not_rebuilt_error("the message", "here", cause) from cause
 
 
 def dumps_plain_arguments(args: Sequence[Any]) -> Pickled | None:

@@ -28,6 +28,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, Final, TypeVar, overload
 
 from farcall import current
+from farcall.api import check_name
 from farcall.backends.interface import To
 from farcall.errors import UsageError
 from farcall.groups import Group
@@ -158,7 +159,9 @@ class LocalGroup(Group):
             )
         if isinstance(names, str) or not all(isinstance(name, str) for name in names or ()):
             raise UsageError(f"the names of a LocalGroup must be a list of texts, not {names!r}")
-        self.names = tuple(names) if names is not None else tuple(f"worker{rank}" for rank in range(size))
+        self.names = (
+            tuple(map(check_name, names)) if names is not None else tuple(f"worker{rank}" for rank in range(size))
+        )
         if len(self.names) != size:
             raise UsageError(f"a group of {size} workers cannot have the names {self.names!r}: give one for each")
         if transport not in TRANSPORTS:
@@ -251,16 +254,17 @@ class LocalGroup(Group):
         `leave` and `shutdown` do.
 
         Args:
-            name: The name of the new worker, a text. Only whether it is taken is checked.
+            name: The name of the new worker.
 
         Raises:
-            UsageError: The group is fixed.
+            UsageError: The group is fixed, or no worker can have the name: no str, empty, not printable, or longer than
+                255 characters.
             RendezvousError: The worker could not join; for example its name was still taken after the `init_timeout` of
                 the options, by default 60 s.
         """
         if not self._is_open:
             raise UsageError(f"worker {name!r} cannot join: this group is fixed; make it with is_open=True")
-        agent = self._new_agent_of(-1, name)
+        agent = self._new_agent_of(-1, check_name(name))
         self.names = (*self.names, name)
         self._agents.append(agent)
         current.add(agent, self)

@@ -110,8 +110,10 @@ def test_arguments_pass_and_what_are_none_does_not() -> None:
     payload, buffers = dumps_arguments("f", (1, "two"), {"three": 3})
     assert loads_restricted_arguments(payload, buffers, NOTHING) == ((1, "two"), {"three": 3})
     assert loads_restricted_arguments(b"", (), NOTHING) == ((), {})
-    with pytest.raises(SerializationError):
-        loads_restricted_arguments(pickle.dumps(7), (), NOTHING)
+    wrong: Any
+    for wrong in (7, [1, 2], [(), []]):
+        with pytest.raises(SerializationError):
+            loads_restricted_arguments(pickle.dumps(wrong), (), NOTHING)
 
 
 def test_plain_means_plain() -> None:

@@ -82,6 +82,10 @@ _MAX_NAME_LENGTH: Final = 32
 _MAX_RECORD_DEPTH: Final = 30
 """How deep records may be nested, because numpy walks through them by recursion in C."""
 
+_MAX_RECORD_FIELDS: Final = 10_000
+"""How many fields a record and the records in it may have, each counted as often as it occurs. numpy walks through all
+of them when it copies or prints a record, and a short pickle can use one record for all fields of the next."""
+
 
 class PendingDtype(Pending):
     """Takes the place of `numpy.dtype` in a pickle, and of the dtype until its state arrives.
@@ -148,8 +152,11 @@ class PendingDtype(Pending):
             made = numpy.dtype(text)
             if order == _FOREIGN_BYTE_ORDER:
                 made = made.newbyteorder("S")
-        if _record_depth(made, {}) > _MAX_RECORD_DEPTH:
+        depth, fields = _record_size(made, {})
+        if depth > _MAX_RECORD_DEPTH:
             raise ValueError(f"records are nested more than {_MAX_RECORD_DEPTH} deep")
+        if fields > _MAX_RECORD_FIELDS:
+            raise ValueError(f"a record has more than {_MAX_RECORD_FIELDS} fields, those of the records in it included")
         return made
 
 
@@ -172,26 +179,31 @@ def check_dtype(value: Any) -> Any:
     return value
 
 
-def _record_depth(dtype: Any, known: dict[int, int]) -> int:
-    """Returns how deep the records of a dtype are nested; 1 for a dtype without fields.
+def _record_size(dtype: Any, known: dict[int, tuple[int, int]]) -> tuple[int, int]:
+    """Returns how deep the records of a dtype are nested, and how many fields they have together.
+
+    A field counts as often as it occurs. A dtype without fields has the depth 1 and no fields.
 
     Args:
         dtype: The dtype.
-        known: The depths of dtypes that have been visited, by id, so that each is visited once. Empty at first; the
+        known: The results for dtypes that have been visited, by id, so that each is visited once. Empty at first; the
             function fills it.
 
     Raises:
         TypeError: The dtype, or a dtype in it, is not built into numpy.
     """
-    depth = known.get(id(dtype))
-    if depth is None:
+    size = known.get(id(dtype))
+    if size is None:
         if not 0 <= dtype.num <= _LAST_BUILTIN:
             raise TypeError(f"arrays of {dtype} are not supported by workers that have an allow-list (option allow)")
         parts = [field[0] for field in (dtype.fields or {}).values()]
+        count = len(parts)
         if dtype.subdtype:
             parts.append(dtype.subdtype[0])
-        depth = known[id(dtype)] = 1 + max((_record_depth(part, known) for part in parts), default=0)
-    return depth
+        sizes = [_record_size(part, known) for part in parts]
+        depth = 1 + max((depth for depth, _ in sizes), default=0)
+        size = known[id(dtype)] = depth, count + sum(fields for _, fields in sizes)
+    return size
 
 
 # Arrays and scalars

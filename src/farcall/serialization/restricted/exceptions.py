@@ -22,6 +22,8 @@ from collections.abc import Iterable, Mapping
 from types import GetSetDescriptorType, MemberDescriptorType
 from typing import Any, Final
 
+from farcall.serialization.restricted.arrays import objects_in
+
 MAX_MEMBERS: Final = 10_000
 """How many exceptions a group and the groups in it may have, each counted as often as it is printed."""
 _MAX_PRINTED_BYTES: Final = 1 << 26
@@ -226,8 +228,8 @@ def are_printable(errors: Iterable[BaseException]) -> bool:
 def _parts(value: Any) -> list[Any]:
     """Returns the values that are printed when a value is printed; an empty list for a value without parts.
 
-    These are the items of a collection, the keys and values of a dict, the limits of a slice, and the arguments,
-    attributes and members of an exception.
+    These are the items of a collection, the keys and values of a dict, the limits of a slice, the objects in an array
+    or record of numpy, and the arguments, attributes and members of an exception.
     """
     if isinstance(value, _CONTAINERS):
         return list(value)
@@ -240,6 +242,9 @@ def _parts(value: Any) -> list[Any]:
         return found + slot_values(value)
     if isinstance(value, slice):
         return [value.start, value.stop, value.step]
+    numpy = sys.modules.get("numpy")
+    if numpy is not None and isinstance(value, (numpy.ndarray, numpy.void)):
+        return objects_in(numpy.asarray(value))
     return []
 
 

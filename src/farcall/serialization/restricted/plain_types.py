@@ -35,7 +35,20 @@ arguments that fit in such a pickle do harm, and these types accept no state."""
 
 MAX_FAST_BYTES: Final = 4096
 
-_SENT_IN_FULL: Final = frozenset({list, tuple, dict, set, frozenset, str, bytes, bytearray})
+_COPIED_BYTES: Final[Mapping[type, int]] = {
+    list: 8,
+    tuple: 8,
+    dict: 24,
+    set: 16,
+    frozenset: 16,
+    str: 1,
+    bytes: 1,
+    bytearray: 1,
+}
+"""For each type of collection, about how many bytes a copy takes for each element. At most eight times the bytes that
+an element takes in a pickle, so that a value that is sent and copied once never exceeds the limit of `unpickler`."""
+
+_SENT_IN_FULL: Final = frozenset(_COPIED_BYTES)
 """The types of collections that have only as many elements as were sent."""
 
 _FRACTION_TEXT: Final = re.compile(r"[-+]?[0-9]+(/[0-9]+)?")
@@ -47,14 +60,14 @@ _FAST_HASHED: Final = frozenset({str, bytes, float, complex, bool, type(None)})
 
 
 def sent_size(value: Any) -> int:
-    """Returns how much of one argument a call would copy.
+    """Returns about how many bytes a call would copy of one argument.
 
-    For a collection that is the number of its elements, and for an int or a memoryview the number of its bytes. Returns
-    0 for an empty collection and for a value of any other type.
+    For a collection that is the number of its elements times the bytes that each one takes (`_COPIED_BYTES`), and for
+    an int or a memoryview the number of its bytes. Returns 0 for an empty collection and for a value of any other type.
     """
     kind = type(value)
-    if kind in _SENT_IN_FULL:
-        return len(value)
+    if kind in _COPIED_BYTES:
+        return len(value) * _COPIED_BYTES[kind]
     if kind is memoryview:
         return int(value.nbytes)
     return value.bit_length() >> 3 if kind is int else 0

@@ -16,11 +16,13 @@ Rules
   state call methods of its class, never attributes of the value.
 - Only objects that the pickle has created are changed. Objects found by name are not, nor what a function returned, nor
   an instance that a class shares: these may be the worker's own.
-- Objects that the interpreter frees by nested C calls (deques, slices, exceptions in exceptions, arrays of objects) are
-  nested at most `_MAX_FREED_DEPTH` deep. So that the depth is known, such an object is not changed any more once it is
-  inside another one.
-- The arguments of calls that create plain data are limited to little more than was sent. Otherwise a pickle could have
-  one text copied many times.
+- Objects that the interpreter frees by nested C calls (deques, slices, exceptions in exceptions, arrays of objects)
+  are nested at most `_MAX_FREED_DEPTH` deep, and at most `_MAX_FREED_NESTED` of them contain another one. So that the
+  depth is known, such an object is not changed any more once it is inside another one.
+- What calls and states copy is limited to little more than was sent. Otherwise a pickle could have one text copied many
+  times.
+- The opcodes that set an item by its key change no sequences: a slice as the key would insert a whole `range`, or a
+  list into itself. Pickle uses these opcodes only for dicts and objects like them.
 - A state sets no attributes of the interpreter or of pickle (`__class__`, `__reduce_ex__`).
 - Exceptions must be safe to inspect and print (`exceptions`).
 - numpy's own functions are never handed out (`arrays`), and plain types get only the arguments that pickle itself would
@@ -43,7 +45,7 @@ from enum import Enum
 from types import BuiltinFunctionType
 from typing import Any, ClassVar, Final, Protocol
 
-from farcall.errors import NotAllowedError, SerializationError
+from farcall.errors import NotAllowedError
 from farcall.serialization.arrays import ARRAYS_MARK, unpack_arrays
 from farcall.serialization.payload import Buffer, as_arguments, not_rebuilt_error
 from farcall.serialization.restricted.arrays import NDARRAY, STAND_INS, Pending, PendingArray, objects_in, scalar
@@ -65,10 +67,14 @@ _EXCEPTION_SETSTATE: Final[Any] = BaseException.__setstate__
 
 _MAX_FREED_DEPTH: Final = 30
 """How deep objects may be nested that the interpreter frees by nested C calls. Lists and tuples break off a chain of
-such calls only after fifty."""
+such calls, but only after fifty of them or, in Python 3.13, after ten thousand."""
+
+_MAX_FREED_NESTED: Final = 5000
+"""How many objects that the interpreter frees by nested C calls may contain another one. A chain of them with lists in
+between may be as long as that."""
 
 _MAX_COPIED: Final = 1 << 24
-"""How many bytes and elements calls may get as arguments, in addition to eight times what was sent."""
+"""How many bytes calls and states may copy (`sent_size`), in addition to eight times what was sent."""
 
 _FRESH_MODULES: Final = frozenset({"builtins", "collections"})
 """The modules of types whose `__new__` always returns a new object, or one that cannot be changed."""
@@ -254,6 +260,7 @@ class _CheckingUnpickler(pickle._Unpickler):
         self._named: dict[int, tuple[Any, str]] = {}  # objects found by name, and their names
         self._frozen: dict[int, Any] = {}  # objects that the pickle must not change
         self._freed: dict[int, tuple[int, Any]] = {}  # objects freed by nested C calls, and their depths
+        self._nested: set[int] = set()  # the ids of those of them that contain another one
         self._pending: list[Pending] = []
         self._errors: list[BaseException] = []
         self._may_copy = _MAX_COPIED + 8 * (len(payload) + sum(memoryview(buffer).nbytes for buffer in buffers))
@@ -343,21 +350,23 @@ class _CheckingUnpickler(pickle._Unpickler):
         """Raises `NotAllowedError` if the pickle may not call `called` with these arguments; else returns None.
 
         It may not if `called` was not found by name, if `called` does not accept these arguments from a pickle, or if
-        the pickle has had too much copied. Counts what the call will copy of the positional arguments. Raises
-        `UnpicklingError` if `args` is not a tuple or `kwargs` not a dict.
+        the pickle has had too much copied. Counts what the call will copy of the arguments. Raises `UnpicklingError` if
+        `args` is not a tuple or `kwargs` not a dict.
         """
         named, name = self._named.get(id(called), (None, ""))
         if named is None or named is NDARRAY:
             raise NotAllowedError(f"a pickle tries to call {name or type(called).__name__}, which is not allowed")
         if type(args) is not tuple or type(kwargs) is not dict:
             raise pickle.UnpicklingError("a pickle calls something with invalid arguments")
-        if not takes_arguments(called, (*args, *kwargs.values())):
+        self._count_copied((args, kwargs))  # first, because the next line copies both
+        given = (*args, *kwargs.values())
+        if not takes_arguments(called, given):
             raise NotAllowedError(f"a pickle tries to call `{name}` with arguments that are not allowed")
         if getattr(called, "__module__", None) in _COPYING_MODULES:
-            self._count_copied(args)
+            self._count_copied(given)
 
     def _count_copied(self, given: Sequence[Any]) -> None:
-        """Counts the bytes and elements of the arguments `given` that a call will copy.
+        """Counts the bytes that a call or a state will copy of the values `given`.
 
         Raises `NotAllowedError` when the pickle has had more copied than the sum of `_MAX_COPIED` and eight times the
         bytes that were sent.
@@ -420,12 +429,12 @@ class _CheckingUnpickler(pickle._Unpickler):
             self.stack[-1] = made
             return
         self._check_change(target)
+        self._count_copied(state if type(state) is tuple else (state,))
         if not takes_state(target, state):
             raise NotAllowedError(f"a pickle tries to set a state of a {type(target).__name__} that is not allowed")
         set_state = getattr(type(target), "__setstate__", None)
         if set_state is _EXCEPTION_SETSTATE:
             _set_exception_state(target, state)
-            self._record_contents(target, slot_values(target))
         elif set_state is not None:
             set_state(target, state)
             _check_attributes(getattr(target, "__dict__", None))
@@ -437,6 +446,8 @@ class _CheckingUnpickler(pickle._Unpickler):
                 target.__dict__.update(attributes)
             for name, value in (slots or {}).items():
                 setattr(target, name, value)
+        if isinstance(target, BaseException):
+            self._record_contents(target, slot_values(target))
         if not is_sound(target):
             raise NotAllowedError(f"a pickle tries to set a state of a {type(target).__name__} that is not allowed")
 
@@ -472,22 +483,29 @@ class _CheckingUnpickler(pickle._Unpickler):
     def load_setitem(self) -> None:
         """SETITEM: takes a key and a value from the end of the stack, and sets the item in the dict before them.
 
-        Any object with `__setitem__` may take the place of the dict. Raises `NotAllowedError` if the pickle must not
-        change that object.
+        An object with `__setitem__` that is not a sequence may take the place of the dict. Raises `NotAllowedError` if
+        the pickle must not change that object, or it is a sequence.
         """
         value, key = self.stack.pop(), self.stack.pop()
-        self._check_change(self.stack[-1])
-        self.stack[-1][key] = value
+        self._set_items([key, value])
 
     def load_setitems(self) -> None:
         """SETITEMS: takes all keys and values after the last mark, and sets these items in the dict before the mark.
 
-        Any object with `__setitem__` may take the place of the dict. There may be no items. Raises `NotAllowedError` if
-        the pickle must not change that object.
+        An object with `__setitem__` that is not a sequence may take the place of the dict. There may be no items.
+        Raises `NotAllowedError` if the pickle must not change that object, or it is a sequence.
         """
-        items = self.pop_mark()
+        self._set_items(self.pop_mark())
+
+    def _set_items(self, items: list[Any]) -> None:
+        """Sets items, given as keys and values in turn, in the dict or similar object at the end of the stack.
+
+        Raises `NotAllowedError` if the pickle must not change that object, or it is a list, bytearray or deque.
+        """
         target = self.stack[-1]
         self._check_change(target)
+        if isinstance(target, (list, bytearray, deque)):
+            raise NotAllowedError(f"a pickle tries to set items of a {type(target).__name__}, which is not allowed")
         for index in range(0, len(items), 2):
             target[items[index]] = items[index + 1]
 
@@ -515,7 +533,8 @@ class _CheckingUnpickler(pickle._Unpickler):
         The depth of `target` is 1 more than that of the deepest value of this sort in it; without such values it is 1.
         The pickle must not change these values any more, because that could make them deeper later.
 
-        Raises `NotAllowedError` if `target` is deeper than `_MAX_FREED_DEPTH` now.
+        Raises `NotAllowedError` if `target` is deeper than `_MAX_FREED_DEPTH` now, or there are more than
+        `_MAX_FREED_NESTED` such objects that contain another one.
         """
         depth, _ = self._freed.get(id(target), (1, None))
         for value in values:
@@ -528,6 +547,13 @@ class _CheckingUnpickler(pickle._Unpickler):
                 f"deques, slices, exceptions or arrays of objects are nested more than {_MAX_FREED_DEPTH} deep, which "
                 "is not allowed; send them flattened"
             )
+        if depth > 1:
+            self._nested.add(id(target))
+            if len(self._nested) > _MAX_FREED_NESTED:
+                raise NotAllowedError(
+                    f"more than {_MAX_FREED_NESTED} deques, slices, exceptions or arrays of objects contain another "
+                    "one, which is not allowed; send them flattened"
+                )
         self._freed[id(target)] = depth, target
 
     def _check_change(self, target: Any) -> None:
@@ -661,12 +687,7 @@ def loads_restricted_arguments(
     """
     if not payload:
         return (), {}
-    try:
-        return as_arguments(loads_restricted(payload, buffers, guard))
-    except (TypeError, ValueError) as error:
-        if isinstance(error, SerializationError):
-            raise
-        raise not_rebuilt_error("the message", "here", error) from error
+    return as_arguments(loads_restricted(payload, buffers, guard))
 
 
 class _NoNames:
