@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import struct
+import threading
 from collections.abc import Callable
 from typing import Any
 
@@ -225,7 +226,8 @@ class Stage:
         self.attempts: list[Connection | WorkerLostError] = []
         self.unreachable = 0
         place: Any = self
-        self.sender = OutboxSender(place, place, place, lambda: place.server, self.note_unreachable)
+        self.slots = threading.Semaphore(1)
+        self.sender = OutboxSender(place, place, place, lambda: place.server, self.note_unreachable, self.slots)
 
     def note_unreachable(self) -> None:
         self.unreachable += 1
@@ -424,3 +426,17 @@ def test_gossip_goes_on_our_connection_or_is_sent_when_there_is_one_or_dropped(s
     assert stage.connection is not None
     stage.sender.send_gossip(frame * 3)
     assert [sent for sent, _ in stage.connection.sent] == [frame * 2, frame * 3]
+
+
+def test_gossip_opens_no_more_connections_at_a_time_than_there_are_slots(stage: Stage) -> None:
+    frame = struct.pack("<B", 0)
+    assert stage.slots.acquire(blocking=False)  # another sender opens a connection
+    stage.sender.send_gossip(frame)
+    assert not stage.tasks
+    stage.slots.release()
+    stage.attempts = [WorkerLostError("not now"), WorkerLostError("not now")]
+    stage.sender.send_gossip(frame)
+    stage.sender.send_gossip(frame)  # the one that connects sends this, too
+    assert not stage.slots.acquire(blocking=False)
+    stage.run_tasks()
+    assert stage.slots.acquire(blocking=False)  # given back, although connecting has failed

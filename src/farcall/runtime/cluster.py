@@ -46,7 +46,7 @@ from farcall.protocol.membership_messages import (
 from farcall.runtime.executor import Task
 from farcall.runtime.parts import WorkerParts
 from farcall.runtime.peers import Peer, info_of
-from farcall.runtime.reference_outbox import OutboxSender
+from farcall.runtime.reference_outbox import MAX_GOSSIP_CONNECTS, OutboxSender
 from farcall.transports.base import Link
 
 if TYPE_CHECKING:
@@ -186,6 +186,7 @@ class Cluster:
         self._lock = threading.RLock()
         self._membership = Membership(me, random.randrange, interval=self._interval, patience=max_silence)
         self._senders: dict[Worker, OutboxSender] = {}
+        self._gossip_slots = threading.Semaphore(MAX_GOSSIP_CONNECTS)
         self._server_connections: dict[Worker, ServerConnection] = {}
         self._gone: dict[Worker, Peer] = {}  # oldest first
         self._leaving: list[Peer] = []  # workers that left since the last round, and since the one before
@@ -537,6 +538,7 @@ class Cluster:
             self._executor,
             lambda: self._server_connections.get(member.number),
             lambda: self._unreachable(member.number),
+            self._gossip_slots,
         )
         self._peers.add(peer)
 

@@ -49,6 +49,8 @@ MAX_MESSAGES_PER_FRAME: Final = 1024
 """Limits how long the receiver of a frame processes it before it reads other links."""
 ANSWERS: Final = (ForkAccepted, ForkRefused)
 """The types of the answer to a `ForkRequest`. The owner sends one answer to each."""
+MAX_GOSSIP_CONNECTS: Final = 2
+"""How many connections a worker opens for gossip at a time."""
 _CONNECT_TIMEOUT_S: Final = 5.0
 _MAX_UNSENT_GOSSIP: Final = 64
 _CONNECT_PAUSES_S: Final = (0.02, 0.05, 0.1, 0.0)
@@ -309,6 +311,7 @@ class OutboxSender:
         executor: Executor,
         server_connection: Callable[[], ServerConnection | None],
         on_unreachable: Callable[[], None],
+        gossip_slots: threading.Semaphore | None = None,
     ) -> None:
         """Creates the sender for one worker. Sends nothing yet.
 
@@ -318,7 +321,11 @@ class OutboxSender:
             executor: Starts the threads that connect.
             server_connection: Returns the worker's connection to this one; None if there is none.
             on_unreachable: Called when nothing listens at the worker's address any more.
+            gossip_slots: Limits how many connections are opened for gossip at a time; shared by the senders of this
+                worker. None for a limit of its own.
         """
+        self._gossip_slots = gossip_slots or threading.Semaphore(MAX_GOSSIP_CONNECTS)
+        self._has_slot = False
         self._peer = peer
         self._source = source
         self._executor = executor
@@ -362,14 +369,21 @@ class OutboxSender:
         """Sends a frame with gossip. The frame may get lost. Never raises or waits.
 
         If there is no connection, another thread connects and sends the frame. Only the last 64 frames are kept until
-        then.
+        then. The frame is dropped if this worker opens `MAX_GOSSIP_CONNECTS` connections for gossip already: on a busy
+        machine heartbeats are late, which makes more gossip, and connections to all workers at once would make it
+        busier still.
         """
         connection = self._peer.connection
         if connection is not None:
             connection.send(frame)
-        else:
-            self._unsent_gossip.append(frame)
-            self.connect_and_send()
+            return
+        with self._lock:
+            if not self._is_wanted and not self._is_connecting:
+                if not self._gossip_slots.acquire(blocking=False):
+                    return
+                self._has_slot = True
+        self._unsent_gossip.append(frame)
+        self.connect_and_send()
 
     def connect_and_send(self) -> None:
         """Has another thread connect, if necessary, and send gossip and all unacknowledged messages. Does not wait.
@@ -401,6 +415,9 @@ class OutboxSender:
             with self._lock:
                 self._is_connecting = False
                 again = self._is_wanted
+                if self._has_slot and not again:
+                    self._has_slot = False
+                    self._gossip_slots.release()
         if again:  # set between the last check and the end
             self._executor.run_aside(self._run)
 
