@@ -241,7 +241,8 @@ def rpc_sync(
         UsageError: `to` is not a name, rank or `WorkerInfo`, `func` cannot be called, `args` is not a tuple or list, or
             `timeout` is negative or not a number.
         SerializationError: An argument or the result cannot be pickled.
-        RpcTimeoutError: The timeout expired. The function may still be running.
+        RpcTimeoutError: The timeout expired. The function is cancelled; a synchronous one that does not look at
+            `cancelled` runs to its end.
         WorkerLostError: The worker cannot be reached, or died during the call.
         NotAllowedError: The worker does not allow others to call this function or to send these arguments.
         Exception: Any exception of the function, with its own type and with the remote traceback.

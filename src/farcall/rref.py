@@ -108,7 +108,7 @@ class Target(Generic[T_co]):
         """
         name, args = _callee(func, args)
         handle = self._handle
-        return handle.reference_store.calling.call_on(handle, METHOD, name, args, kwargs, self._timeout).wait()
+        return wait_or_cancel(handle.reference_store.calling.call_on(handle, METHOD, name, args, kwargs, self._timeout))
 
     @overload
     def submit(self, func: str, /, *args: Any, **kwargs: Any) -> Future[Any]: ...

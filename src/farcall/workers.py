@@ -132,7 +132,13 @@ class Worker(WorkerHandle):
         agent = self._agent or current.sole
         if agent is None:
             agent = current.current_agent()
-        return agent.call(self._key, func, args or None, kwargs or None, self._timeout).wait()
+        future = agent.call(self._key, func, args or None, kwargs or None, self._timeout)
+        try:
+            return future.wait()
+        except BaseException:
+            future.cancel()  # if the wait was interrupted: nobody else knows this call
+            del future  # see `Future.value`. Not in a `finally`, which every call would pass
+            raise
 
     @overload
     def submit(self, func: Callable[P, Coroutine[Any, Any, R]], /, *args: P.args, **kwargs: P.kwargs) -> Future[R]: ...

@@ -369,8 +369,17 @@ def test_a_block_that_is_left_normally_cancels_nothing(group: LocalGroup) -> Non
     assert future.wait() == 7
 
 
-def test_ctrl_c_in_a_blocking_call_cancels_it(group_of_this_worker: LocalGroup) -> None:
+class Poll:
+    """A value whose method polls, as `poll` does."""
+
+    def run(self, name: str) -> str:
+        return poll(name)
+
+
+@pytest.mark.parametrize("way", ["rpc_sync", "worker", "reference"])
+def test_ctrl_c_in_a_blocking_call_cancels_it(group_of_this_worker: LocalGroup, way: str) -> None:
     stage = new_stage("ctrl-c")
+    rref = farcall.worker("worker1").keep(Poll) if way == "reference" else None
 
     def press() -> None:
         assert arrived["ctrl-c"].wait(SOON)
@@ -379,7 +388,12 @@ def test_ctrl_c_in_a_blocking_call_cancels_it(group_of_this_worker: LocalGroup) 
     presser = threading.Thread(target=press)
     presser.start()
     with pytest.raises(KeyboardInterrupt):
-        farcall.rpc_sync("worker1", poll, args=("ctrl-c",))
+        if rref is not None:
+            rref.call(Poll.run, "ctrl-c")
+        elif way == "worker":
+            farcall.worker("worker1").call(poll, "ctrl-c")
+        else:
+            farcall.rpc_sync("worker1", poll, args=("ctrl-c",))
     presser.join()
     eventually(lambda: stage == ["cancelled"])
 
