@@ -49,7 +49,6 @@
 #include <errno.h>
 #include <sys/epoll.h>
 #include <sys/mman.h>
-#include <sys/resource.h>
 
 #define MAX_PARTS 16
 #define MAX_EVENTS 64
@@ -57,7 +56,6 @@
 #define DEFAULT_SPIN_NS 50000ull         /* ... and so long without it, if the option `spin` is not smaller */
 #define LOOK_FOR_SIGNALS_NS 20000000ull  /* a thread that waits for room sleeps too shortly to be interrupted by one */
 #define LOOK_AT_DESCRIPTORS_NS 1000000ull /* busy rings do not keep the leader from looking at descriptors */
-#define BUSY_MACHINE_NS 20000000ull /* how long the leader does not spin on descriptors after it was preempted */
 
 _Static_assert(2 * sizeof(Ring) <= HEADERS_SIZE, "both headers fit");
 
@@ -464,12 +462,6 @@ static int sleep_in_epoll(const Waiter *self, const Watched *watched, struct epo
     int found = look_into_epoll(self, events, is_over ? 0 : (int)((stop - time + 999999) / 1000000));
     announce_poller(watched->ends, watched->count, POLLER_AWAKE);
     return found;
-}
-
-static long times_preempted(void)
-{
-    struct rusage usage;
-    return getrusage(RUSAGE_THREAD, &usage) ? 0 : usage.ru_nivcsw;
 }
 
 /* Whether the leader should spin on descriptors. There is no peer's core to look at here, as there is in a ring: the last

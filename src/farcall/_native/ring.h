@@ -40,6 +40,7 @@
 #include <stdint.h>
 #include <stdio.h>
 #include <string.h>
+#include <sys/resource.h>
 #include <sys/syscall.h>
 #include <time.h>
 #include <unistd.h>
@@ -56,6 +57,7 @@ enum { POLLER_AWAKE, POLLER_ASLEEP, POLLER_RUNNING }; /* looks at its rings; sle
 #define MOVE_INTERVAL_NS 4000000ull      /* leave a core that is shared with the peer at most this often */
 #define MAX_MOVE_INTERVAL_NS 5000000000ull
 #define MAX_SPIN_FAILURES 9              /* more futile spins than successful ones: then 64 waits go without a spin */
+#define BUSY_MACHINE_NS 20000000ull      /* so long after it was preempted, a thread takes the machine for busy */
 #define NEVER UINT64_MAX
 
 typedef struct {                         /* in shared memory; fields of different writers are on different cache lines */
@@ -316,7 +318,7 @@ static int any_readable(End *const *ends, int count)
  * takes the time that the peer needs to answer. Each side publishes the core that it used last. */
 
 static _Thread_local struct { uint64_t next, interval, judge, kept_waiting; } moves;
-static _Thread_local struct { int is_futile, failures, skips; } spins;
+static _Thread_local struct { int is_futile, failures, skips; long preempted; uint64_t busy_until; } spins;
 
 /* How long this thread has been kept waiting for a core so far, in nanoseconds. 0 if the system does not tell. */
 static uint64_t time_kept_waiting(void)
@@ -393,11 +395,29 @@ static int spin_on_rings(End *const *ends, int count, const End *last, uint64_t 
     return any_readable(ends, count);
 }
 
-/* A spin that ends in sleep was futile: the peer answers late, or waits for a core itself. A few of them do no harm. The
- * more there are beyond the successful ones, the more waits go without a spin until the next try. */
+static long times_preempted(void)
+{
+    struct rusage usage;
+    return getrusage(RUSAGE_THREAD, &usage) ? 0 : usage.ru_nivcsw;
+}
+
+/* Whether other threads wanted the core of this thread lately. */
+static int is_core_wanted(uint64_t time)
+{
+    long preempted = times_preempted();
+    if (preempted != spins.preempted) spins.busy_until = time + BUSY_MACHINE_NS;
+    spins.preempted = preempted;
+    return time < spins.busy_until;
+}
+
+/* A spin that ends in sleep was futile: the peer answers late, or waits for a core itself. On a machine with a free core
+ * that does no harm. On a busy one it takes time from others: the more futile spins there are beyond the successful ones,
+ * the more waits go without a spin until the next try. */
 static void count_sleep(void)
 {
-    if (spins.is_futile) {
+    if (spins.is_futile && !is_core_wanted(now_ns())) {
+        spins.is_futile = spins.failures = 0;
+    } else if (spins.is_futile) {
         if (spins.failures < MAX_SPIN_FAILURES) spins.failures++;
         spins.skips = 1 << spins.failures >> 3;
         spins.is_futile = 0;
