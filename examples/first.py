@@ -1,13 +1,11 @@
-import os
-
-import farcall as rpc
+import farcall
 
 
-def greet(name: str) -> str:
-    return f"hello {name}, this is {rpc.get_worker_info().name}"
+def hello(name: str) -> str:
+    return f"hello {name}, this is {farcall.worker().name}"
 
 
-rpc.init_rpc(f"worker{os.environ.get('RANK')}")  # returns when both workers are there
-if rpc.get_worker_info().name == "worker0":
-    print(rpc.rpc_sync("worker1", greet, args=("worker0",)))
-rpc.shutdown()  # waits until both workers are done
+with farcall.Group() as group:  # joins: returns when both workers are there
+    if group.info.name == "worker0":
+        print(farcall.worker("worker1").call(hello, "worker0"))
+# the end of the block leaves: it waits until both workers are done

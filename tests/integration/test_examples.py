@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import gzip
 import os
 import re
 import subprocess
 import sys
 import textwrap
+from concurrent.futures import ThreadPoolExecutor
 from importlib.util import find_spec
 from pathlib import Path
 
@@ -40,11 +42,96 @@ def test_an_object_on_another_worker_answers_in_asyncio() -> None:
     assert result.stdout == "".join(said) + "worker0 | 2 of 3 for tea\n"
 
 
-def test_nested_calls_in_processes_and_in_a_test() -> None:
-    result = subprocess.run(
-        [sys.executable, "examples/sharded_total.py"], cwd=ROOT, capture_output=True, encoding="utf-8", timeout=LIMIT
+def run_script(name: str, *arguments: str, **environment: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [sys.executable, f"examples/{name}", *arguments],
+        cwd=ROOT,
+        env={**os.environ, "PYTHONWARNINGS": "error", **environment},
+        capture_output=True,
+        encoding="utf-8",
+        timeout=LIMIT,
     )
+
+
+def test_every_example_is_listed() -> None:
+    listed = re.findall(r"^\| \[(\w+\.py)\]", (ROOT / "examples" / "README.md").read_text("utf-8"), re.MULTILINE)
+    helpers = {"progress.py"}  # imported by the examples of training
+    assert sorted(listed) == sorted({path.name for path in (ROOT / "examples").glob("*.py")} - helpers)
+
+
+def test_nested_calls_in_processes_and_in_a_test() -> None:
+    result = run_script("sharded_total.py")
     assert (result.returncode, result.stdout, result.stderr) == (0, "the shards hold 36\n", "")
+
+
+def test_functions_that_are_cancelled_end() -> None:
+    result = run_script("cancel.py")
+    assert (result.returncode, result.stderr) == (0, "")
+    lines = result.stdout.splitlines()
+    assert lines[:4] == [
+        "the call of `search` on worker 'worker0' was cancelled",
+        "it has ended there: True",
+        "the call of `simulate` on worker 'worker0' was cancelled",
+        "it has ended there: True",
+    ]
+    assert re.fullmatch(r"a timeout after \d+\.\d s; had it started\? True", lines[4])
+    assert lines[5:] == ["it has ended there: True"]
+
+
+def test_a_file_that_cannot_be_compressed_fails_alone(tmp_path: Path) -> None:
+    texts = {tmp_path / f"{name}.txt": name.encode() * 1000 for name in ("tea", "salt", "rice", "milk", "oil")}
+    for path, text in texts.items():
+        path.write_bytes(text)
+    result = run_script("compress_files.py", *map(str, [*texts, tmp_path / "missing.txt"]))
+    assert (result.returncode, result.stderr) == (0, "")
+    assert result.stdout == "missing.txt: FileNotFoundError\n5 of 6 files compressed\n"
+    written = {path.with_suffix("") for path in tmp_path.glob("*.gz")}
+    assert {path: gzip.decompress(path.with_name(f"{path.name}.gz").read_bytes()) for path in written} == texts
+
+
+@pytest.mark.parametrize("workers", [3, 6])
+def test_the_controller_reaches_its_target_with_any_number_of_rollout_workers(workers: int) -> None:
+    result = run_example("rlhf_controller.py", workers)
+    assert (result.returncode, result.stderr) == (0, "")
+    match = re.fullmatch(
+        r"controller \| workers that roll out: (\d), batches in each step: (\d)\n"
+        r"controller \| from 0\.0 to (\d\.\d), target 3\.0\n",
+        result.stdout,
+    )
+    assert match, result.stdout
+    assert (int(match[1]), int(match[2])) == (workers - 2, max(1, workers - 3))
+    assert float(match[3]) == pytest.approx(3.0, abs=0.5)
+
+
+def test_the_controller_says_how_many_workers_it_needs() -> None:
+    result = run_example("rlhf_controller.py", workers=2)
+    assert result.returncode == 1
+    assert "start at least three workers" in result.stderr
+
+
+def test_a_call_on_all_workers_under_farcall_run() -> None:
+    result = run_example("everywhere.py", workers=3)
+    assert (result.returncode, result.stderr) == (0, "")
+    found = re.findall(r"^worker0 \| (worker\d) is process (\d+) on \S+$", result.stdout, re.MULTILINE)
+    assert [name for name, _ in found] == ["worker0", "worker1", "worker2"]
+    assert len({process for _, process in found}) == 3
+
+
+def test_a_call_on_all_workers_under_slurm(free_port: int) -> None:
+    common = {"SLURM_NTASKS": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port)}
+    with ThreadPoolExecutor() as pool:  # as srun starts them: all with one environment but for the number of the task
+        tasks = [pool.submit(run_script, "everywhere.py", **common, SLURM_PROCID=str(task)) for task in range(2)]
+        results = [task.result() for task in tasks]
+    assert [(result.returncode, result.stderr) for result in results] == [(0, ""), (0, "")]
+    assert re.findall(r"^(worker\d) is process \d+ on \S+$", results[0].stdout, re.MULTILINE) == ["worker0", "worker1"]
+    assert results[1].stdout == ""
+
+
+def test_torchs_names_without_torch() -> None:
+    result = run_example("torch_names.py", workers=2)
+    said = ["4", "[1, 2, 4, 8, 16]", "[3, 1, 2, 4]"]
+    assert (result.returncode, result.stderr) == (0, "")
+    assert result.stdout == "".join(f"worker0 | {line}\n" for line in said)
 
 
 def test_the_demo_tells_its_whole_story_in_order() -> None:

@@ -687,6 +687,27 @@ TEST(futex_sleep_says_whether_it_was_woken)
     join(thread);
 }
 
+TEST(a_caller_is_woken_by_its_own_process_now_or_next_time)
+{
+    Link link;
+    open_link(&link, 4096);
+    Sleep sleep = {.end = &link.b, .until = NEVER};
+    pthread_t thread = start_sleep(&sleep);
+    wake_caller(&link.b);
+    join(thread);
+    CHECK(sleep.took < 700 * MS);
+    CHECK_EQUAL(link.b.futile_wakeups, 0); /* it was our own wake-up */
+    CHECK_EQUAL(atomic_load(&link.b.woken), 1);
+    uint64_t before = now_ns();
+    sleep_on_ring(&link.b, NEVER); /* the request stays until the wait takes it */
+    CHECK(now_ns() - before < 700 * MS);
+    atomic_store(&link.b.woken, 0);
+    before = now_ns();
+    sleep_on_ring(&link.b, before + 20 * MS);
+    CHECK(now_ns() - before >= 20 * MS);
+    close_link(&link);
+}
+
 TEST(sleep_ends_with_a_frame_a_signal_or_its_time)
 {
     Link link;
