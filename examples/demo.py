@@ -12,22 +12,36 @@ import random
 import threading
 import time
 
-import farcall as rpc
+import farcall
 
 # -- What the workers call on each other. All workers run this file, so each of them has these functions.
 
 
 def who_are_you() -> str:
-    return f"{rpc.get_worker_info().name} is process {os.getpid()}"
+    return f"{farcall.worker().name} is process {os.getpid()}"
 
 
 def nothing() -> None:
     pass
 
 
-def nap(seconds: float) -> float:
+def rest(seconds: float) -> float:
     time.sleep(seconds)
     return seconds
+
+
+def search() -> None:
+    """Runs until nobody wants its result any more."""
+    while not farcall.cancelled():
+        time.sleep(0.001)
+    search_stopped.set()
+
+
+search_stopped = threading.Event()  # used in worker3 only
+
+
+def has_stopped() -> bool:
+    return search_stopped.wait(10)
 
 
 def read_shelf(shelf: dict[str, int], item: str) -> int:
@@ -59,13 +73,14 @@ def push_gradient(gradient: list[float]) -> list[float]:
 
 def train(steps: int) -> float:
     """Runs in each trainer, which calls back into worker0. Gives the error that is left."""
-    chance = random.Random(rpc.get_worker_info().id)
+    chance = random.Random(farcall.worker().info().id)
+    server = farcall.worker("worker0")
     points = [(x, TRUE_SLOPE * x + TRUE_OFFSET) for x in (chance.uniform(-1, 1) for _ in range(50))]
-    slope, offset = rpc.rpc_sync("worker0", get_weights)
+    slope, offset = server.call(get_weights)
     for _ in range(steps):
         misses = [(x, slope * x + offset - y) for x, y in points]
         gradient = [sum(miss * x for x, miss in misses) / len(points), sum(miss for _, miss in misses) / len(points)]
-        slope, offset = rpc.rpc_sync("worker0", push_gradient, args=(gradient,))
+        slope, offset = server.call(push_gradient, gradient)
     return sum((slope * x + offset - y) ** 2 for x, y in points) / len(points)
 
 
@@ -74,54 +89,70 @@ def train(steps: int) -> float:
 
 def show_calls() -> None:
     title("Calls: run a function in another process, and get what it returns")
-    for name in ("worker1", "worker2", "worker3"):
-        say(f'rpc_sync("{name}", who_are_you)', rpc.rpc_sync(name, who_are_you))
-    say('rpc_sync("worker1", max, args=(3, 4))', rpc.rpc_sync("worker1", max, args=(3, 4)))
+    worker = farcall.worker("worker1")
+    say('farcall.worker("worker1").call(who_are_you)', worker.call(who_are_you))
+    say('farcall.worker("worker1").call(max, 3, 4)', worker.call(max, 3, 4))
     factor = 10
-    say("a lambda with what it closes over", rpc.rpc_sync("worker2", lambda x: factor * x, args=(4,)))
+    say("a lambda with what it closes over", worker.call(lambda x: factor * x, 4))
+    for name, answer in farcall.workers(others=True).call(who_are_you).items():
+        say(f"on all other workers at once: {name}", answer)
     count = 2000
     start = time.perf_counter()
     for _ in range(count):
-        rpc.rpc_sync("worker1", nothing)
+        worker.call(nothing)
     say(f"{count} calls, one after the other", f"{(time.perf_counter() - start) / count * 1e6:.0f} µs each")
 
 
 def show_futures() -> None:
     title("Futures: start calls now, take the results later")
     start = time.perf_counter()
-    futures = [rpc.rpc_async(f"worker{rank}", nap, args=(0.3,)) for rank in (1, 2, 3)]
-    say("three naps of 0.3 s are started", f"done: {[future.done() for future in futures]}")
-    results = rpc.wait_all(futures)
-    say("wait_all(futures)", f"{results} after {time.perf_counter() - start:.1f} s")
-    doubled = rpc.rpc_async("worker1", max, args=(3, 4)).then(lambda future: 2 * future.value())
-    say("then(double it)", doubled.wait())
+    futures = farcall.workers(others=True).submit(rest, 0.3)
+    say("rests of 0.3 s are started on three workers", f"done: {futures.done()}")
+    results = futures.result()
+    say("futures.result()", f"{results} after {time.perf_counter() - start:.1f} s")
+    doubled = farcall.worker("worker1").submit(max, 3, 4).then(lambda future: 2 * future.value())
+    say("then(double it)", doubled.result())
+
+
+def show_references() -> None:
+    title("References: an object stays on another worker, and its methods run there")
+    shelf = farcall.worker("worker2").keep(dict, tea=3)
+    shelf.call(dict.update, milk=1)
+    say("worker2's shelf after shelf.call(dict.update, milk=1)", shelf.to_here())
+    say("shelf.call(len)", shelf.call(len))
 
 
 def show_errors() -> None:
     title("Errors: they arrive with their own type, and say where they come from")
     try:
-        rpc.rpc_sync("worker2", read_shelf, args=({"tea": 3}, "milk"))
+        farcall.worker("worker2").call(read_shelf, {"tea": 3}, "milk")
     except KeyError as error:
-        say('rpc_sync("worker2", read_shelf, ...)', f"KeyError: {error}")
+        say('farcall.worker("worker2").call(read_shelf, ...)', f"KeyError: {error}")
         for line in "\n".join(error.__notes__).strip().splitlines():
             print(f"      {line}")
     try:
-        rpc.rpc_sync("worker3", nap, args=(1.0,), timeout=0.2)
-    except rpc.RpcTimeoutError as error:
-        say("a nap of 1 s with timeout=0.2", f"RpcTimeoutError: {error}")
+        farcall.worker("worker9").call(nothing)
+    except farcall.UnknownWorkerError as error:
+        say('farcall.worker("worker9").call(nothing)', f"UnknownWorkerError: {error}")
+
+
+def show_control() -> None:
+    title("Control: a call whose time is over is stopped where it runs")
+    worker = farcall.worker("worker3")
     try:
-        rpc.rpc_sync("worker9", nothing)
-    except rpc.UnknownWorkerError as error:
-        say('rpc_sync("worker9", nothing)', f"UnknownWorkerError: {error}")
+        worker.options(timeout=0.2).call(search)
+    except farcall.RpcTimeoutError as error:
+        say("options(timeout=0.2).call(search)", f"RpcTimeoutError: {error}")
+    say("the search has stopped on worker3", worker.call(has_stopped))
 
 
 def show_parameter_server() -> None:
     title("A parameter server: worker0 keeps the weights, workers 1 to 3 learn from points of their own")
     print(f"    They look for the line y = {TRUE_SLOPE:g} x + {TRUE_OFFSET:g}, in {STEPS} steps each.")
     say("at the start", line(weights))
-    losses = rpc.wait_all([rpc.rpc_async(f"worker{rank}", train, args=(STEPS,)) for rank in (1, 2, 3)])
+    losses = farcall.workers(others=True).call(train, STEPS)
     say(f"after {3 * STEPS} steps", line(weights))
-    say("mean squared error of each trainer", ", ".join(f"{loss:.1e}" for loss in losses))
+    say("mean squared error of each trainer", ", ".join(f"{loss:.1e}" for loss in losses.values()))
 
 
 def title(text: str) -> None:
@@ -138,15 +169,16 @@ def line(found: list[float]) -> str:
 
 
 def main() -> None:
-    rpc.init_rpc(os.environ["FARCALL_WORKER_NAME"])
-    if rpc.get_worker_info().name == "worker0":
-        print(f"Four workers have found each other. This is worker0, process {os.getpid()}.")
-        show_calls()
-        show_futures()
-        show_errors()
-        show_parameter_server()
-        print("\nThat is all. Now every worker calls shutdown(), which waits until all are done.")
-    rpc.shutdown()
+    with farcall.Group() as group:
+        if group.info.name == "worker0":
+            print(f"Four workers have found each other. This is worker0, process {os.getpid()}.")
+            show_calls()
+            show_futures()
+            show_references()
+            show_errors()
+            show_control()
+            show_parameter_server()
+            print("\nThat is all. Now every worker leaves the group, which waits until all are done.")
 
 
 if __name__ == "__main__":
