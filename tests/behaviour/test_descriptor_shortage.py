@@ -15,6 +15,8 @@ from typing import Any
 
 import pytest
 
+import farcall
+
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(120)]
 
 PREAMBLE = """
@@ -271,3 +273,59 @@ def test_many_small_calls_to_a_worker_without_descriptors_arrive(tmp_path: Path)
         """,
     )
     assert facts == {"before": sum(range(1000)), "sum": sum(range(1000)), "failed": 0}
+
+
+RINGS = """
+def rings():
+    with open("/proc/self/maps") as maps:
+        return sum("memfd:farcall-ring" in line for line in maps)
+
+def sockets():
+    found = 0
+    for name in os.listdir("/proc/self/fd"):
+        try:
+            found += os.readlink(f"/proc/self/fd/{name}").startswith("socket:")
+        except FileNotFoundError:
+            pass
+    return found
+
+def call_back():
+    return rpc.rpc_sync("w0", int)
+
+def becomes(wanted, count):
+    deadline = time.monotonic() + 40
+    while count() != wanted:
+        rpc.rpc_sync("w1", call_back)
+        if time.monotonic() > deadline:
+            return count()
+        time.sleep(0.05)
+    return wanted
+"""
+
+
+@pytest.mark.skipif(not farcall.native_available(), reason="there are no rings without the C extension")
+@pytest.mark.parametrize("short", [0, 1], ids=["at the caller", "at the callee"])
+def test_connections_made_without_descriptors_get_rings_later(tmp_path: Path, short: int) -> None:
+    """No call fails meanwhile, and the connections that had no rings are closed."""
+    script = f"""
+    ready = os.path.join(os.path.dirname(__file__), "ready")
+    start()
+    if RANK == {short}:
+        take_descriptors(leave=2)
+        os.mkdir(ready)  # which takes no descriptor
+    if RANK == 0:
+        while not os.path.exists(ready):
+            time.sleep(0.01)
+        rpc.rpc_sync("w1", call_back)
+        if {short} == 1:
+            rpc.rpc_sync("w1", give_descriptors_back)
+        else:
+            give_descriptors_back()
+        report(before=rings())
+        links = sockets()
+        report(after=becomes(2, rings), is_closed=becomes(links, sockets) == links)
+        report(there=rpc.rpc_sync("w1", rings), failed=rpc.get_metrics()["calls_failed"])
+    rpc.shutdown()
+    """
+    facts = run_pair(tmp_path, RINGS + textwrap.dedent(script))
+    assert facts == {"before": 0, "after": 2, "is_closed": True, "there": 2, "failed": 0}

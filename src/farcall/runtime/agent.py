@@ -297,7 +297,8 @@ class Agent(RpcAgent):
         """Called once in each heartbeat interval, for regular work.
 
         Closes connections whose handshake takes too long, frees memory that was not used for ten seconds, schedules
-        work on references, and accepts connections again if that had failed.
+        work on references, accepts connections again if that had failed, and replaces idle connections whose links
+        could be better.
 
         Args:
             now: The current time of the monotonic clock.
@@ -311,6 +312,25 @@ class Agent(RpcAgent):
         self._received.sweep(before)
         if self.closed is None:
             self._accept_connections()
+            self._replace_connections()
+
+    def _replace_connections(self) -> None:
+        """Replaces idle connections whose links lack something that new links may have (`should_be_replaced`).
+
+        Such a connection is forgotten first, so that the next call opens another one. It ends a heartbeat later: a
+        thread may have found it just before, and be about to call. A connection with pending calls is left alone,
+        because requests are started in the order in which they were sent.
+        """
+        for connection in list(self._clients):
+            should_be_replaced = getattr(connection.link, "should_be_replaced", None)
+            if should_be_replaced is None or connection.pending or connection.link.unsent_bytes():
+                continue
+            if should_be_replaced():
+                peer = self._peers.by_number.get(connection.number)
+                if peer is not None and peer.connection is connection:
+                    peer.forget(connection)
+                else:
+                    connection.lose("another connection to it has taken the place of this one", advice="")
 
     def _links(self) -> list[Link]:
         """Returns the links of all connections in both directions; an empty list if there are none."""

@@ -7,10 +7,12 @@ A link begins on its socket. When both ends are authenticated, the connecting en
 memfd and the two events of its poller, as descriptors, and a segment to try to open (`shm_buffers`). The accepting end
 answers SETUP_DONE with its own events. From then on all frames are sent through the ring, and the socket only shows
 when the other end has closed the link. If one end has no C extension, no descriptors left or no shared memory, frames
-are sent through the socket.
+are sent through the socket. A link that lacks its ring only because descriptors or memory were short is replaced later
+(`should_be_replaced`).
 
     SETUP      1 type, 1 flag (there is a ring), 2 unused, 4 capacity, 4 descriptor, 16 token
-    SETUP_DONE 1 type, 1 flags (1 ring is mapped, 2 offered segment was opened), 2 unused, 4 descriptor, 16 token
+    SETUP_DONE 1 type, 1 flags (1 ring is mapped, 2 offered segment was opened, 4 a ring may be possible later), 2
+               unused, 4 descriptor, 16 token
     LONG       1 type, 1 flag (the last), 2 unused, 4 id; then a piece of an internal frame that is too long for the
                ring
 
@@ -72,6 +74,7 @@ _SETUP_DONE: Final = struct.Struct(f"<BBxxi{TOKEN_SIZE}s")
 _LONG: Final = struct.Struct("<BBxxI")
 _RING_MAPPED: Final = 1
 _SEGMENT_OPENED: Final = 2
+_RING_POSSIBLE_LATER: Final = 4
 
 RING_BYTES: Final = 1 << 16
 """The capacity of each of the two rings of a link. A link needs twice that and one page of memory."""
@@ -81,6 +84,10 @@ _MAX_LONG_BYTES: Final = 1 << 20
 """The most bytes of an internal frame that is sent in LONG pieces."""
 _MAX_LONG_FRAMES: Final = 64
 """The most LONG frames at the same time. The longest, a table of 65,535 buffers, has half of `_MAX_LONG_BYTES`."""
+_REPLACE_AFTER_S: Final = 5.0
+"""Seconds after which a link that was made without a ring, for lack of descriptors, may be replaced by a new one."""
+_DESCRIPTORS_OF_LINK: Final = 6
+"""How many descriptors must be free before a link is replaced: for the new socket, its ring and events, and a spare."""
 _SEALS: Final = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL
 _WRITE_SEALS: Final = fcntl.F_SEAL_WRITE | 0x10  # F_SEAL_FUTURE_WRITE, for which Python has no name
 
@@ -126,6 +133,7 @@ class UnixLink(StreamLink):
         self._ring_queue: deque[tuple[Buffer, ...]] = deque()  # frames that wait until the ring has room
         self._count_lock = threading.RLock()  # for queue and `backlog`; a finalizer may send while its thread holds it
         self._long_frames: dict[int, bytearray] = {}
+        self._replace_at = FOREVER  # when a new link may have the ring that this one lacks
 
     # Setting up
 
@@ -162,8 +170,9 @@ class UnixLink(StreamLink):
             TimeoutError: The other end did not answer before `deadline`.
             ProtocolError: The answer cannot be read.
         """
-        memory = _new_ring_memory() if self._shared is not None and options.poller.has_rings else -1
-        if memory >= 0 and not _can_receive_events():
+        wants_ring = self._shared is not None and options.poller.has_rings
+        memory = _new_ring_memory() if wants_ring else -1
+        if memory >= 0 and not _has_free_descriptors(2):  # without room for the other end's events the link would fail
             os.close(memory)
             memory = -1
         try:
@@ -176,6 +185,8 @@ class UnixLink(StreamLink):
                 self._shared.note_opened()
             if flags & _RING_MAPPED:
                 self._use_offered_ring(memory, options)
+            elif wants_ring and (memory < 0 or flags & _RING_POSSIBLE_LATER):
+                self._replace_at = monotonic() + _REPLACE_AFTER_S
             if self._shared is not None and self._shared.try_offer(descriptor, token):
                 self._send_internal(bytes((OPENED,)))
         finally:
@@ -295,12 +306,14 @@ class UnixLink(StreamLink):
                 mine, my_token = shared.offer()
                 if shared.try_offer(descriptor, token):
                     flags |= _SEGMENT_OPENED
-            # If this process has no descriptors left, some of the three are missing.
-            is_usable = has_ring and shared is not None and options.poller.has_rings and len(descriptors) == 3
             events = []
-            if is_usable and capacity == RING_BYTES and self._accept_ring(descriptors, options):
-                flags |= _RING_MAPPED
-                events = [options.poller.leader_event, options.poller.standby_event]
+            if has_ring and shared is not None and options.poller.has_rings and capacity == RING_BYTES:
+                # If this process has no descriptors left, some of the three are missing.
+                if len(descriptors) == 3 and self._accept_ring(descriptors, options):
+                    flags |= _RING_MAPPED
+                    events = [options.poller.leader_event, options.poller.standby_event]
+                else:
+                    flags |= _RING_POSSIBLE_LATER
             self._send_with_descriptors(_SETUP_DONE.pack(SETUP_DONE, flags, mine, my_token), events)
         finally:
             _close_all(descriptors)
@@ -691,6 +704,15 @@ class UnixLink(StreamLink):
 
     # The end
 
+    def should_be_replaced(self) -> bool:
+        """Returns whether a new link in place of this one may be faster, and this process can make one now.
+
+        True at the connecting end some seconds after a link was made without a ring because one of the two processes
+        was short of descriptors or memory. The link itself cannot change to a ring: frames of other threads may be
+        anywhere between the two ends. False for all other links.
+        """
+        return monotonic() >= self._replace_at and _has_free_descriptors(_DESCRIPTORS_OF_LINK)
+
     def sweep(self, before: float) -> None:
         """Frees shared memory that was last used before `before`, a time of the monotonic clock. Raises nothing."""
         if self._shared is not None:
@@ -751,14 +773,12 @@ def _new_ring_memory() -> int:
     return memory
 
 
-def _can_receive_events() -> bool:
-    """Returns whether this process has descriptors left for the two events of the other end.
-
-    Checked before a ring is offered: if the other end accepts it and its events cannot be received, the link fails.
-    """
+def _has_free_descriptors(count: int) -> bool:
+    """Returns whether this process can open that many more file descriptors, by trying."""
     taken: list[int] = []
     try:
-        taken += os.pipe()
+        while len(taken) < count:
+            taken += os.pipe()
     except OSError:
         return False
     finally:
