@@ -273,12 +273,14 @@ STORE = _bugs(
         "if sender not in delivery.links or number in delivery.links[sender].received:",
     ),
     ReplyNotConfirmed=(
-        "            if isinstance(unacked, UnackedKeep):\n"
-        "                self._decide(self._counts.confirm_created(unacked.reference, unacked.fork))\n"
-        "        if",
-        "        if",
+        "            self._confirm(owner, number)\n        if",
+        "            self._outboxes.delivery.taken(owner, number)\n        if",
     ),
     AcknowledgedNotConfirmed=(
+        "self._confirm(sender, number)",
+        "self._outboxes.delivery.taken(sender, number)",
+    ),
+    DroppedNotConfirmed=(
         "if isinstance(unacked, UnackedKeep) and unacked.fork in self._counts.held:",
         "if False:",
     ),
@@ -291,7 +293,7 @@ STORE = _bugs(
         "if False:",
     ),
     EndNotScheduled=(
-        "        if self._outboxes.unsent:\n            self.work_soon()\n",
+        "        if self._to_end or self._outboxes.unsent:\n            self.work_soon()\n",
         "",
     ),
     AcknowledgementNotOwed=(
@@ -307,7 +309,8 @@ STORE = _bugs(
         "if False:  # messages may",
     ),
     WorkNotScheduled=(
-        "        if self._outboxes.unsent or self._outboxes.owed or self._released or self._counts.unreported:\n"
+        "        if self._outboxes.unsent or self._outboxes.owed or self._released or self._to_end "
+        "or self._counts.unreported:\n"
         "            self.work_soon()\n",
         "",
     ),

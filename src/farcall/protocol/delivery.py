@@ -139,13 +139,24 @@ class Delivery(Generic[M]):
         Raises:
             ProtocolError: No message with the number `upto` was sent yet. Nothing is changed.
         """
-        messages: list[M] = []
+        return [self.links[peer].unacknowledged.pop(number) for number in self.kept_upto(peer, upto)]
+
+    def kept_upto(self, peer: Worker, upto: int) -> list[int]:
+        """Returns the numbers of the messages that an acknowledgement is about. They are still kept.
+
+        Returns an empty list if there are none, or if the peer is lost. Raises what `acknowledged` raises.
+        """
         link = self.links.get(peer)
-        if link is not None:
-            if upto > link.last:
-                raise ProtocolError(f"worker {peer} acknowledged message {upto}; the last one sent is {link.last}")
-            messages = [link.unacknowledged.pop(number) for number in link.kept_upto(upto)]
-        return messages
+        if link is None:
+            return []
+        if upto > link.last:
+            raise ProtocolError(f"worker {peer} acknowledged message {upto}; the last one sent is {link.last}")
+        return link.kept_upto(upto)
+
+    def find(self, peer: Worker, number: int) -> M | None:
+        """Returns the message that `taken` would return. It is still kept."""
+        link = self.links.get(peer)
+        return link.unacknowledged.get(number) if link is not None else None
 
     def taken(self, peer: Worker, number: int) -> M | None:
         """Processes a peer's acknowledgement of one message, which is not kept any longer.

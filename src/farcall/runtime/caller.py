@@ -485,8 +485,8 @@ class Caller:
         connection = peer.connection or self._connect(peer, function, timeout)
         self._check_size(connection, function, callee, len(handles) + 1, payload, buffers)
         packed_annotations = pack_annotations(annotations)
-        future = connection.new_kept_call(function)
         unacked = UnackedKeep(connection, keeps)
+        future = connection.new_kept_call(function)
         try:
             handle, future.number = store.create_remote(
                 peer.number, handles, unacked, future.call_id, callee, payload, packed_annotations

@@ -169,11 +169,11 @@ class ClientConnection:
         call_id = next(self._ids)
         deadline = monotonic() + timeout - spent if timeout else FOREVER
         future = self.pending[call_id] = PendingCall(self, call_id, function, timeout, deadline)
-        self.calls_made += 1
-        if deadline < self._first_deadline:
-            self._note_deadline(deadline)
-        frame = pack_call(call_id, callee, payload, timeout - spent if timeout else 0.0)
         try:
+            self.calls_made += 1
+            if deadline < self._first_deadline:
+                self._note_deadline(deadline)
+            frame = pack_call(call_id, callee, payload, timeout - spent if timeout else 0.0)
             self.link.send(frame, buffers, deadline)
         except ConnectionError as error:
             self._lose_after_last_frames(f"sending to it failed: {error}")

@@ -26,7 +26,7 @@ from typing import TYPE_CHECKING, Any, Final
 from farcall.errors import ProtocolError, UsageError, WorkerLostError
 from farcall.protocol.frames import HANDLE_SIZE, pack_handle, pack_references, pack_request, unpack_handle
 from farcall.protocol.ids import TOKEN_SIZE, ForkId, RRefId, Worker, new_tuple
-from farcall.protocol.refcount import NO_CLAIMANT, ReferenceCounts
+from farcall.protocol.refcount import NO_CLAIMANT, REQUESTED, ReferenceCounts
 from farcall.protocol.reference_messages import (
     Carried,
     ConfirmHandle,
@@ -130,6 +130,7 @@ class ReferenceStore:
         self._own_handles: set[HandleRef] = set()
         self.dropped: deque[HandleRef] = deque()
         """Handles that were garbage-collected and are not processed yet."""
+        self._to_end: deque[tuple[Worker, int]] = deque()  # remote calls that arrived after their handle was dropped
         self._refused: list[tuple[RRefId, Value]] = []  # values that will never exist, to be settled without the lock
         self._released: list[Value | None] = []  # values to release without the lock
         self._senders: dict[Worker, str] = {}  # text that says which worker sent a handle
@@ -475,11 +476,37 @@ class ReferenceStore:
             number: The number of the frame, as `create_remote` has returned it.
         """
         with self._lock:
-            unacked = self._outboxes.delivery.taken(owner, number)
-            if isinstance(unacked, UnackedKeep):
-                self._decide(self._counts.confirm_created(unacked.reference, unacked.fork))
-        if self._outboxes.unsent:
+            self._confirm(owner, number)
+        if self._to_end or self._outboxes.unsent:
             self.work_soon()
+
+    def _confirm(self, owner: Worker, number: int) -> None:
+        """Forgets a message that its receiver has acknowledged. If it is a remote call, confirms its fork before.
+
+        The caller holds the lock. A signal handler of the program may raise at any line here: then the connection is
+        closed, the message is sent again, and this is called again for its acknowledgement. So it must be harmless to
+        be interrupted and to be called twice. Ending a fork is neither, and is left to `process`, which never runs in
+        the thread of signal handlers.
+        """
+        unacked = self._outboxes.delivery.find(owner, number)
+        held = self._counts.held.get(unacked.fork) if isinstance(unacked, UnackedKeep) else None
+        if held is not None and isinstance(unacked, UnackedKeep):
+            if held.dropped:
+                self._to_end.append((owner, number))
+                return
+            if held.state is REQUESTED:
+                self._decide(self._counts.confirm_created(unacked.reference, unacked.fork))
+            else:
+                self._decide([ConfirmHandle(unacked.reference, unacked.fork)])
+        self._outboxes.delivery.taken(owner, number)
+
+    def _end_confirmed(self) -> None:
+        """Ends the forks of remote calls that were dropped before their owner had received the call."""
+        while self._to_end:
+            owner, number = self._to_end.popleft()
+            unacked = self._outboxes.delivery.taken(owner, number)  # None if it is here twice
+            if isinstance(unacked, UnackedKeep) and unacked.fork in self._counts.held:
+                self._decide(self._counts.confirm_created(unacked.reference, unacked.fork))
 
     def receive_control(self, sender: Worker, payload: bytes | memoryview) -> None:
         """Processes the payload of a CONTROL frame: an acknowledgement, and messages about references.
@@ -496,9 +523,8 @@ class ReferenceStore:
         acknowledged, messages = unpack_control(payload)
         try:
             with self._lock:
-                for unacked in self._outboxes.delivery.acknowledged(sender, acknowledged):
-                    if isinstance(unacked, UnackedKeep) and unacked.fork in self._counts.held:
-                        self._decide(self._counts.confirm_created(unacked.reference, unacked.fork))
+                for number in self._outboxes.delivery.kept_upto(sender, acknowledged):
+                    self._confirm(sender, number)
                 if messages:
                     self._owe_acknowledgement(sender)
                     self._receive_messages(sender, messages)
@@ -598,7 +624,7 @@ class ReferenceStore:
 
         Called without the lock.
         """
-        if self._outboxes.unsent or self._outboxes.owed or self._released or self._counts.unreported:
+        if self._outboxes.unsent or self._outboxes.owed or self._released or self._to_end or self._counts.unreported:
             self.work_soon()
         if self._refused:
             with self._lock:
@@ -647,6 +673,7 @@ class ReferenceStore:
             while has_more:
                 with self._lock:
                     has_more = self._drop_handles()
+                    self._end_confirmed()
                     has_more = self._report_forks(is_interval) or has_more
                     is_interval = False
                     self._shrink()
@@ -726,7 +753,8 @@ class ReferenceStore:
         that their owner may have to be told of.
         """
         outboxes = self._outboxes
-        return bool(self.dropped or outboxes.unsent or outboxes.owed or self._released or self._counts.unreported)
+        is_due = self.dropped or self._to_end or outboxes.unsent or outboxes.owed
+        return bool(is_due or self._released or self._counts.unreported)
 
     # For the senders of outboxes
 
@@ -849,6 +877,7 @@ class ReferenceStore:
         with self._lock:
             self.dropped.clear()
             self._to_report.clear()
+            self._to_end.clear()
             values, self._values = self._values, {}
             going, self._released = self._released, []
             self._counts = ReferenceCounts(self.me, self._counts.new_token)
