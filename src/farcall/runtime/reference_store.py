@@ -491,13 +491,13 @@ class ReferenceStore:
         unacked = self._outboxes.delivery.find(owner, number)
         held = self._counts.held.get(unacked.fork) if isinstance(unacked, UnackedKeep) else None
         if held is not None and isinstance(unacked, UnackedKeep):
-            if held.dropped:
+            if held.state is not REQUESTED:  # an earlier call was interrupted
+                self._decide([ConfirmHandle(unacked.reference, unacked.fork)])
+            elif held.dropped:
                 self._to_end.append((owner, number))
                 return
-            if held.state is REQUESTED:
-                self._decide(self._counts.confirm_created(unacked.reference, unacked.fork))
             else:
-                self._decide([ConfirmHandle(unacked.reference, unacked.fork)])
+                self._decide(self._counts.confirm_created(unacked.reference, unacked.fork))
         self._outboxes.delivery.taken(owner, number)
 
     def _end_confirmed(self) -> None:
