@@ -309,9 +309,7 @@ STORE = _bugs(
         "if False:  # messages may",
     ),
     WorkNotScheduled=(
-        "        if self._outboxes.unsent or self._outboxes.owed or self._released or self._to_end "
-        "or self._counts.unreported:\n"
-        "            self.work_soon()\n",
+        "        if is_due or self._released or self._counts.unreported:\n            self.work_soon()\n",
         "",
     ),
     WorkScheduledOnce=(

@@ -153,6 +153,11 @@ class _Store(ReferenceStore):
     def __init__(self, worker: SimulatedWorker, *arguments: Any) -> None:
         super().__init__(*arguments)
         self.refusals: _StrictRefusals = _StrictRefusals(worker)
+        self.is_read_by_main_thread = True
+        """Whether messages about references wait for `process`, as they do if signal handlers may raise meanwhile."""
+
+    def _may_be_interrupted(self) -> bool:
+        return self.is_read_by_main_thread
 
     @property
     def delivery(self) -> Delivery[Any]:
@@ -481,6 +486,7 @@ class SimulatedWorker:
         """A dishonest worker sends that, numbered so that its honest messages are not taken for duplicates."""
         number = NEVER + self._next_number()
         self.store.refusals.is_strict = False
+        self.store.is_read_by_main_thread = False  # so that what is forged is refused at once
         try:
             if event[0] == "receive_handle":
                 self.store.receive_references(event[2], number, [event[1]])
@@ -492,6 +498,7 @@ class SimulatedWorker:
                     raise BrokenInvariant("FORGED", f"worker {self.me} found the value of {event}")
         finally:
             self.store.refusals.is_strict = True
+            self.store.is_read_by_main_thread = True
 
     def refuse_forged(self, event: Event) -> None:
         """A dishonest worker sends what is known to be forged. FORGED: it is refused and counted."""

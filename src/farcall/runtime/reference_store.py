@@ -130,6 +130,8 @@ class ReferenceStore:
         self._own_handles: set[HandleRef] = set()
         self.dropped: deque[HandleRef] = deque()
         """Handles that were garbage-collected and are not processed yet."""
+        # Control messages that the thread of signal handlers has read, by the frames in which they came.
+        self._arrived: deque[tuple[Worker, Sequence[tuple[int, Any]]]] = deque()
         self._to_end: deque[tuple[Worker, int]] = deque()  # remote calls that arrived after their handle was dropped
         self._refused: list[tuple[RRefId, Value]] = []  # values that will never exist, to be settled without the lock
         self._released: list[Value | None] = []  # values to release without the lock
@@ -511,7 +513,8 @@ class ReferenceStore:
     def receive_control(self, sender: Worker, payload: bytes | memoryview) -> None:
         """Processes the payload of a CONTROL frame: an acknowledgement, and messages about references.
 
-        A message that the sender has no right to send is ignored and counted in `refusals`.
+        A message that the sender has no right to send is ignored and counted in `refusals`. In the thread of signal
+        handlers, the messages are only queued for `process`: an exception of a handler could lose them halfway.
 
         Args:
             sender: The number of the worker that sent the frame.
@@ -525,17 +528,24 @@ class ReferenceStore:
             with self._lock:
                 for number in self._outboxes.delivery.kept_upto(sender, acknowledged):
                     self._confirm(sender, number)
-                if messages:
-                    self._owe_acknowledgement(sender)
+                if messages and self._may_be_interrupted():
+                    self._arrived.append((sender, messages))
+                elif messages:
                     self._receive_messages(sender, messages)
         finally:
             self._act()
 
-    def _receive_messages(self, sender: Worker, messages: Iterable[tuple[int, Any]]) -> None:
+    def _may_be_interrupted(self) -> bool:
+        """Returns whether signal handlers of the program run, and may raise, in this thread: Python's main thread."""
+        return threading.get_ident() == threading.main_thread().ident
+
+    def _receive_messages(self, sender: Worker, messages: Sequence[tuple[int, Any]]) -> None:
         """Processes numbered messages about references. Skips those that were received before.
 
-        The caller holds the lock.
+        The caller holds the lock. A message counts as received before it has had all its effects, so an exception of a
+        signal handler in between would lose it: this must not run in the thread of signal handlers.
         """
+        self._owe_acknowledgement(sender)
         outboxes = self._outboxes
         for number, message in messages:
             if not outboxes.delivery.receive(sender, number):
@@ -624,7 +634,9 @@ class ReferenceStore:
 
         Called without the lock.
         """
-        if self._outboxes.unsent or self._outboxes.owed or self._released or self._to_end or self._counts.unreported:
+        outboxes = self._outboxes
+        is_due = self._arrived or self._to_end or outboxes.unsent or outboxes.owed
+        if is_due or self._released or self._counts.unreported:
             self.work_soon()
         if self._refused:
             with self._lock:
@@ -673,6 +685,7 @@ class ReferenceStore:
             while has_more:
                 with self._lock:
                     has_more = self._drop_handles()
+                    has_more = self._receive_arrived() or has_more
                     self._end_confirmed()
                     has_more = self._report_forks(is_interval) or has_more
                     is_interval = False
@@ -690,6 +703,19 @@ class ReferenceStore:
         finally:
             self._is_scheduled = False
             self.look_for_work()
+
+    def _receive_arrived(self) -> bool:
+        """Processes the messages of one frame that the thread of signal handlers has read. Returns whether more wait.
+
+        The caller holds the lock.
+        """
+        if self._arrived:
+            sender, messages = self._arrived.popleft()
+            try:
+                self._receive_messages(sender, messages)
+            except ProtocolError as error:  # too many gaps in its numbers: the rest is not acknowledged
+                self.refusals.add(sender, error)
+        return bool(self._arrived)
 
     def _drop_handles(self) -> bool:
         """Stops counting some handles that were garbage-collected. Returns whether more are left.
@@ -753,7 +779,7 @@ class ReferenceStore:
         that their owner may have to be told of.
         """
         outboxes = self._outboxes
-        is_due = self.dropped or self._to_end or outboxes.unsent or outboxes.owed
+        is_due = self.dropped or self._arrived or self._to_end or outboxes.unsent or outboxes.owed
         return bool(is_due or self._released or self._counts.unreported)
 
     # For the senders of outboxes
@@ -878,6 +904,7 @@ class ReferenceStore:
             self.dropped.clear()
             self._to_report.clear()
             self._to_end.clear()
+            self._arrived.clear()
             values, self._values = self._values, {}
             going, self._released = self._released, []
             self._counts = ReferenceCounts(self.me, self._counts.new_token)
