@@ -826,6 +826,53 @@ TEST(spinning_ends_on_a_shared_core)
     close_link(&link);
 }
 
+/* Waits of a peer that answers late: how many of them spin. */
+static int count_spins(End *end, int waits)
+{
+    int count = 0;
+    for (int i = 0; i < waits; i++) {
+        spins.is_futile = 0;
+        CHECK_EQUAL(spin_on_rings(&end, 1, end, MS / 20), 0);
+        count += spins.is_futile;
+        count_sleep();
+    }
+    return count;
+}
+
+static void *send_soon(void *argument)
+{
+    End *end = argument;
+    struct timespec pause = {0, MS};
+    nanosleep(&pause, NULL);
+    put_bytes(end, "x", 1, 0);
+    return NULL;
+}
+
+TEST(futile_spins_become_rare_and_come_back)
+{
+    Link link;
+    char byte;
+    open_link(&link, 4096);
+    End *end = &link.b;
+    publish_core(&link.a, 4000); /* a core that is not ours */
+    CHECK_EQUAL(count_spins(end, 3), 3);
+    CHECK(count_spins(end, 1000) < 50);
+    CHECK_EQUAL(spins.failures, MAX_SPIN_FAILURES);
+    for (int tries = 0; spins.failures && tries < 1000; tries++) { /* a try is lost if the sender uses our core */
+        spins.skips = 0;
+        publish_core(&link.a, 4000);
+        pthread_t thread = start(send_soon, &link.a);
+        spin_on_rings(&end, 1, end, 10000 * MS);
+        join(thread);
+        take_frame(end, &byte, 1);
+        give_room_back(end);
+    }
+    publish_core(&link.a, 4000);
+    CHECK_EQUAL(spins.failures, 0);
+    CHECK_EQUAL(count_spins(end, 3), 3);
+    close_link(&link);
+}
+
 /* --- Peers that do not keep to the rules ------------------------------------------------------------------------------ */
 
 TEST(wrong_positions_are_noticed)

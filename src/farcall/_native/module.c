@@ -48,6 +48,7 @@
 #include <errno.h>
 #include <sys/epoll.h>
 #include <sys/mman.h>
+#include <sys/resource.h>
 
 #define MAX_PARTS 16
 #define MAX_EVENTS 64
@@ -451,9 +452,16 @@ static int sleep_in_epoll(const Waiter *self, const Watched *watched, struct epo
     announce_poller(watched->ends, watched->count, POLLER_ASLEEP);
     uint64_t time = now_ns(), stop = earlier(until, time + MAX_SLEEP_NS);
     int is_over = stop <= time || any_readable(watched->ends, watched->count);
+    if (!is_over) count_sleep();
     int found = look_into_epoll(self, events, is_over ? 0 : (int)((stop - time + 999999) / 1000000));
     announce_poller(watched->ends, watched->count, POLLER_AWAKE);
     return found;
+}
+
+static long times_preempted(void)
+{
+    struct rusage usage;
+    return getrusage(RUSAGE_THREAD, &usage) ? 0 : usage.ru_nivcsw;
 }
 
 /* Whether the leader should spin on descriptors. There is no peer's core to look at here, as there is in a ring: the last

@@ -32,13 +32,14 @@
 #define _GNU_SOURCE
 #endif
 #include <errno.h>
+#include <fcntl.h>
 #include <limits.h>
 #include <linux/futex.h>
 #include <sched.h>
 #include <stdatomic.h>
 #include <stdint.h>
+#include <stdio.h>
 #include <string.h>
-#include <sys/resource.h>
 #include <sys/syscall.h>
 #include <time.h>
 #include <unistd.h>
@@ -52,8 +53,9 @@ enum { POLLER_AWAKE, POLLER_ASLEEP, POLLER_RUNNING }; /* looks at its rings; sle
 #define MAX_FUTILE_WAKEUPS 64            /* in a row, after which a caller sleeps by the clock until a frame comes */
 #define FUTILE_SLEEP_NS 1000000ull
 #define MAX_SLEEP_NS 1000000000ull       /* then look, whether woken or not */
-#define MOVE_INTERVAL_NS 200000000ull    /* leave a core that is shared with the peer at most this often */
+#define MOVE_INTERVAL_NS 4000000ull      /* leave a core that is shared with the peer at most this often */
 #define MAX_MOVE_INTERVAL_NS 5000000000ull
+#define MAX_SPIN_FAILURES 9              /* more futile spins than successful ones: then 64 waits go without a spin */
 #define NEVER UINT64_MAX
 
 typedef struct {                         /* in shared memory; fields of different writers are on different cache lines */
@@ -312,16 +314,24 @@ static int any_readable(End *const *ends, int count)
  * waits looks for a while before it sleeps, but only while the peer runs on another core: on the same core each look
  * takes the time that the peer needs to answer. Each side publishes the core that it used last. */
 
-static _Thread_local struct { uint64_t next, interval, judge; long preempted; } moves;
+static _Thread_local struct { uint64_t next, interval, judge, kept_waiting; } moves;
+static _Thread_local struct { int is_futile, failures, skips; } spins;
 
-static long times_preempted(void)
+/* How long this thread has been kept waiting for a core so far, in nanoseconds. 0 if the system does not tell. */
+static uint64_t time_kept_waiting(void)
 {
-    struct rusage usage;
-    return getrusage(RUSAGE_THREAD, &usage) ? 0 : usage.ru_nivcsw;
+    unsigned long long waited = 0;
+    char text[64];
+    int file = open("/proc/thread-self/schedstat", O_RDONLY | O_CLOEXEC);
+    if (file < 0) return 0;
+    ssize_t size = read(file, text, sizeof text - 1);
+    close(file);
+    text[size < 0 ? 0 : size] = 0;
+    return sscanf(text, "%*s %llu", &waited) == 1 ? waited : 0;
 }
 
 /* The kernel may keep two processes that wake each other on one core for seconds, beside an idle core. Ask it to run this
- * thread elsewhere. If somebody else needs that core we are preempted soon: then ask half as often. */
+ * thread elsewhere. If others need that core we are kept waiting for it: then ask half as often. */
 static void leave_core(int core)
 {
     cpu_set_t allowed, others;
@@ -332,17 +342,18 @@ static void leave_core(int core)
     moves.judge = time + MOVE_INTERVAL_NS;
     others = allowed;
     CPU_CLR(core, &others);
+    moves.kept_waiting = time_kept_waiting();
     if (CPU_COUNT(&others) && !sched_setaffinity(0, sizeof others, &others))
         sched_setaffinity(0, sizeof allowed, &allowed);
-    moves.preempted = times_preempted();
 }
 
 /* Some time after a move: was it a good one? */
 static void judge_move(uint64_t time)
 {
     if (!moves.judge || time < moves.judge) return;
+    uint64_t length = time - (moves.judge - MOVE_INTERVAL_NS);
     moves.judge = 0;
-    if (times_preempted() == moves.preempted) moves.interval = MOVE_INTERVAL_NS;
+    if (time_kept_waiting() - moves.kept_waiting < length / 8) moves.interval = MOVE_INTERVAL_NS;
     else if (moves.interval < MAX_MOVE_INTERVAL_NS) moves.interval *= 2;
     moves.next = time + moves.interval;
 }
@@ -352,7 +363,7 @@ static void judge_move(uint64_t time)
 static int spin_on_rings(End *const *ends, int count, const End *last, uint64_t ns)
 {
     if (any_readable(ends, count)) return 1;
-    if (!ns || !count || last->never_spins) return 0;
+    if (!ns || !count || last->never_spins || spins.skips) return 0;
     uint64_t start = now_ns(), stop = start + ns;
     judge_move(start);
     int looks = 64 / count + 1;
@@ -366,12 +377,32 @@ static int spin_on_rings(End *const *ends, int count, const End *last, uint64_t 
             if ((uint32_t)sched_getcpu() + 1 == core) break;
         }
         for (int i = 0; i < looks; i++) {
-            if (any_readable(ends, count)) return 1;
+            if (any_readable(ends, count)) {
+                if (spins.failures) spins.failures--;
+                spins.is_futile = 0;
+                return 1;
+            }
             relax();
         }
-        if (now_ns() >= stop) break;
+        if (now_ns() >= stop) {
+            spins.is_futile = 1;
+            break;
+        }
     }
     return any_readable(ends, count);
+}
+
+/* A spin that ends in sleep was futile: the peer answers late, or waits for a core itself. A few of them do no harm. The
+ * more there are beyond the successful ones, the more waits go without a spin until the next try. */
+static void count_sleep(void)
+{
+    if (spins.is_futile) {
+        if (spins.failures < MAX_SPIN_FAILURES) spins.failures++;
+        spins.skips = 1 << spins.failures >> 3;
+        spins.is_futile = 0;
+    } else if (spins.skips) {
+        spins.skips--;
+    }
 }
 
 /* Whether the leader of this process should spin. Not if a caller of the same process has just fallen asleep: the reply
@@ -400,6 +431,7 @@ static int sleep_on_ring(End *end, uint64_t until)
         atomic_thread_fence(memory_order_seq_cst);
         atomic_store_explicit(&caller_slept_at, time, memory_order_relaxed);
         if (!is_readable(end) && !atomic_load(&end->closed)) {
+            count_sleep();
             is_woken = futex_sleep(word, earlier(until, time + MAX_SLEEP_NS));
             is_interrupted = !is_woken && errno == EINTR;
         }
